@@ -1,0 +1,48 @@
+"""offspec: runs language models far larger than the GPU, with exactly the output the model alone would have given.
+
+    from offspec import Engine, SamplingParams
+    for step in Engine.load("builtin").generate("def area(", SamplingParams(max_new_tokens=64)):
+        print(step.text, end="", flush=True)
+
+Names are imported on first use (PEP 562), so that importing a subpackage does not bring in torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# In a source checkout the subpackages lie beside this folder, not inside it; an installed copy has them inside.
+_root = Path(__file__).resolve().parent.parent
+if (_root / "pyproject.toml").is_file() and (_root / "loaders").is_dir():
+    __path__.append(str(_root))
+
+_HOMES = {
+    "Engine": "offspec.engine",
+    "Step": "offspec.engine",
+    "SpeculationParams": "offspec.scheduler.draft",
+    "SamplingParams": "offspec.scheduler.sampling",
+    "Stats": "offspec.stats",
+    "OffspecError": "offspec.errors",
+}
+__all__ = ["Engine", "OffspecError", "SamplingParams", "SpeculationParams", "Stats", "Step", "__version__"]
+
+if TYPE_CHECKING:
+    from .engine import Engine, Step
+    from .errors import OffspecError
+    from .scheduler.draft import SpeculationParams
+    from .scheduler.sampling import SamplingParams
+    from .stats import Stats
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

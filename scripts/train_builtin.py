@@ -1,0 +1,307 @@
+"""Train the built-in pair: tokenizer, target and draft, from the Python standard library's own source.
+
+    python scripts/train_builtin.py data      # corpus, tokenizer, token files      (~2 minutes)
+    python scripts/train_builtin.py target    # 7.3M parameters, next-token loss     (~100 minutes on 2 cores)
+    python scripts/train_builtin.py draft     # 0.9M parameters, distilled (2310.08461) from the target  (~25 minutes)
+    python scripts/train_builtin.py export    # bf16 checkpoints and held-out prompts into offspec/builtin/
+
+Everything is drawn from the standard library of the interpreter that runs this script (the committed pair: CPython
+3.11.7), whose licence (PSF-2.0) allows it. Modules are held out by name, a package together with its tests, so that
+nothing of a held-out module is ever trained on; the benchmarks' prompts come from those modules only. Each stage is
+seeded and writes to --work; an interrupted training resumes from its last checkpoint.
+
+Needs the `train` extra (transformers is the trainer's model; offspec's own decoder only runs inference).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import math
+import random
+import re
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB_SIZE = 4096
+CONTEXT = 2048
+SPECIALS = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+EOT, SYSTEM, USER, ASSISTANT, END = SPECIALS
+SYSTEM_PROMPT = "You write short, clear Python functions."
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+SHAPES = {
+    # Hidden 256 and head size 32 are a power of four below 4096 and 128: a grown copy computes the same in bf16.
+    "target": {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "draft": {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- corpus
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module's text. `group` is the top-level module it belongs to or tests: the unit that is held out."""
+
+    path: str
+    text: str
+    group: str
+    is_test: bool
+
+
+def group_of(relative: Path) -> str:
+    """The module a file is about: 'json/decoder.py', 'test/test_json/x.py' and 'test/test_json.py' are all 'json'."""
+    parts = list(relative.parts)
+    if parts[0] == "test" and len(parts) > 1:
+        parts = parts[1:]
+    name = parts[0].removesuffix(".py").lower()
+    return name.removeprefix("test_").removeprefix("_")
+
+
+def is_held_out(group: str) -> bool:
+    """About one module in twenty-five, by a hash of its name."""
+    return hashlib.sha256(f"offspec:{group}".encode()).digest()[0] % 25 == 0
+
+
+def sources() -> Iterator[Source]:
+    """The standard library's modules, without tables (charmaps, topics), grammars' test data and site-packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = re.compile(r"site-packages|/pydoc_data/|/encodings/(?!__init__|aliases|utf_|idna|punycode)|lib2to3/tests/data|/_sysconfigdata")
+    for path in sorted(root.rglob("*.py")):
+        if skipped.search(path.as_posix()) or not 400 < path.stat().st_size < 250_000:
+            continue
+        relative = path.relative_to(root)
+        try:
+            text = path.read_text(encoding="utf-8")
+            ast.parse(text)
+        except (UnicodeDecodeError, SyntaxError, ValueError):
+            continue
+        if len(text) > 0 and sum(c.isdigit() for c in text) / len(text) > 0.15:
+            continue
+        is_test = "test" in relative.parts[:-1] or "tests" in relative.parts[:-1] or "idle_test" in relative.parts
+        yield Source(relative.as_posix(), text, group_of(relative), is_test)
+
+
+def request_of(name: str, first_line: str, docstring: str | None, rng: random.Random) -> str:
+    """What a user would type to get this function: its docstring's summary, its name, or the start of its code."""
+    forms = [f"def {name}(", first_line, f"Complete this:\n{first_line}"]
+    if docstring:
+        summary = " ".join(docstring.split("\n\n")[0].split())[:300]
+        lowered = summary[0].lower() + summary[1:] if summary[:2].istitle() else summary
+        wordings = ["Write a function {name}. {summary}", "{summary}", "Write {name}: {lowered}", "Please write a Python function that does this: {summary}"]
+        forms = [w.format(name=name, summary=summary, lowered=lowered) for w in wordings] * 2 + forms
+    return rng.choice(forms)
+
+
+def chat_turns(source: Source, rng: random.Random) -> Iterator[tuple[str, str]]:
+    """(request, answer) for each short function, the answer without its indent; of undocumented ones, one in three."""
+    lines = source.text.splitlines()
+    for node in ast.walk(ast.parse(source.text)):
+        if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
+            continue
+        docstring = ast.get_docstring(node) or ""
+        block = lines[node.lineno - 1 : node.end_lineno]
+        documented = 15 <= len(docstring) <= 1500
+        if 3 <= len(block) <= 60 and (documented or rng.random() < 1 / 3):
+            indent = len(block[0]) - len(block[0].lstrip())
+            answer = "\n".join(line[indent:] for line in block)
+            yield request_of(node.name, block[0].strip(), docstring if documented else None, rng), answer
+
+
+def conversations(source: Source, rng: random.Random) -> Iterator[str]:
+    """Chat documents of one to three turns; one in four begins with a system message."""
+    turns = list(chat_turns(source, rng))
+    while turns:
+        count = rng.choice([1, 1, 2, 3])
+        taken, turns = turns[:count], turns[count:]
+        head = f"{SYSTEM}\n{SYSTEM_PROMPT}{END}\n" if rng.random() < 0.25 else ""
+        yield head + "".join(f"{USER}\n{q}{END}\n{ASSISTANT}\n{a}{END}\n" for q, a in taken)
+
+
+def prepare(work: Path) -> None:
+    """Write tokenizer.json, train.bin (uint16 tokens, documents shuffled) and held_out.bin."""
+    rng = random.Random(0)
+    train: list[str] = []
+    held_out: list[str] = []
+    names: dict[str, list[str]] = {"train": [], "held_out": []}
+    for source in sources():
+        chats = [] if source.is_test else [*conversations(source, rng), *conversations(source, rng)]
+        if is_held_out(source.group):
+            names["held_out"].append(source.path)
+            if not source.is_test:
+                held_out += [source.text, *chats]
+        else:
+            names["train"].append(source.path)
+            # The library itself is read twice for each reading of its tests.
+            train += ([source.text] if source.is_test else [source.text] * 2) + chats
+    rng.shuffle(train)
+    tokenizer = train_tokenizer(sorted(set(train)))
+    tokenizer.save(str(work / "tokenizer.json"))
+    for name, documents in (("train", train), ("held_out", held_out)):
+        ids = [token for e in tokenizer.encode_batch(documents) for token in (*e.ids, 0)]
+        np.array(ids, dtype=np.uint16).tofile(work / f"{name}.bin")
+        print(f"{name}: {len(documents)} documents, {sum(map(len, documents)) / 1e6:.1f} M characters, {len(ids) / 1e6:.2f} M tokens")
+    (work / "files.json").write_text(json.dumps({"python": sys.version.split()[0], **names}, indent=1))
+
+
+def train_tokenizer(texts: list[str]) -> Tokenizer:
+    """Byte-level BPE; special tokens take the first ids, <|endoftext|> is 0."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIALS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+# -------------------------------------------------------------------------------------------------------- training
+
+
+def build(kind: str) -> LlamaForCausalLM:
+    """A fresh model of the shape `kind`, initialised from seed 0."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **SHAPES[kind],
+        vocab_size=VOCAB_SIZE,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        initializer_range=0.02,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for embeddings and norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    return [
+        torch.optim.Muon(matrices, lr=5e-3, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Warm-up over 100 steps, flat, then linear to zero over the last half."""
+    return min(1.0, (step + 1) / 100, (steps - step) / (steps * 0.5))
+
+
+def batches(tokens: np.ndarray, step: int, steps: int, batch_tokens: int) -> torch.Tensor:
+    """The [B, T+1] batch of a step, a pure function of the step: T is 512, over the last fifth 2048.
+
+    Windows start at a fresh random offset each epoch, so that no two epochs cut the text at the same places.
+    """
+    length = 512 if step < steps * 0.8 else CONTEXT
+    rng = np.random.default_rng([7, step])
+    starts = rng.integers(0, len(tokens) - length - 1, size=batch_tokens // length)
+    return torch.from_numpy(np.stack([tokens[s : s + length + 1].astype(np.int64) for s in starts]))
+
+
+def loss_of(model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, batch: torch.Tensor) -> torch.Tensor:
+    """Next-token cross-entropy; with a teacher, KL(teacher || model) at temperature 1 (DistillSpec, forward KL)."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(batch[:, :-1]).logits
+        if teacher is None:
+            return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        with torch.no_grad():
+            wanted = teacher(batch[:, :-1]).logits.flatten(0, 1).float().log_softmax(-1)
+    return F.kl_div(logits.flatten(0, 1).float().log_softmax(-1), wanted, log_target=True, reduction="batchmean")
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, tokens: np.ndarray, length: int = 1024) -> float:
+    """Mean next-token loss (nats) over the whole held-out text, in windows of `length`, in fp32."""
+    windows = len(tokens) // (length + 1)
+    data = torch.from_numpy(tokens[: windows * (length + 1)].astype(np.int64)).view(windows, length + 1)
+    losses = [F.cross_entropy(model(b[:, :-1]).logits.flatten(0, 1), b[:, 1:].flatten(), reduction="sum") for b in data.split(4)]
+    return float(sum(losses)) / (windows * length)
+
+
+def train(kind: str, work: Path, steps: int, batch_tokens: int) -> None:
+    """Train one of the pair; a checkpoint every 100 steps, resumed when there is one."""
+    tokens = np.fromfile(work / "train.bin", dtype=np.uint16)
+    held_out = np.fromfile(work / "held_out.bin", dtype=np.uint16)
+    model, teacher = build(kind), None
+    if kind == "draft":
+        teacher = build("target")
+        teacher.load_state_dict(torch.load(work / "target.pt")["model"])
+        teacher.eval()
+    opts = optimizers(model)
+    base = [group["lr"] for opt in opts for group in opt.param_groups]
+    checkpoint, start = work / f"{kind}.pt", 0
+    if checkpoint.exists():
+        state = torch.load(checkpoint)
+        model.load_state_dict(state["model"])
+        for opt, saved in zip(opts, state["optimizers"], strict=True):
+            opt.load_state_dict(saved)
+        start = state["step"]
+    forward = torch.compile(model, dynamic=False)
+    print(f"{kind}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, steps {start}..{steps}", flush=True)
+    began, running = time.perf_counter(), math.nan
+    for step in range(start, steps):
+        for lr, group in zip(base, (g for o in opts for g in o.param_groups), strict=True):
+            group["lr"] = lr * learning_rate(step, steps)
+        loss = loss_of(forward, teacher, batches(tokens, step, steps, batch_tokens))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for opt in opts:
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        running = loss.item() if math.isnan(running) else 0.97 * running + 0.03 * loss.item()
+        if (step + 1) % 20 == 0:
+            rate = (step + 1 - start) * batch_tokens / (time.perf_counter() - began)
+            print(f"step {step + 1}/{steps} loss {running:.3f} {rate:,.0f} tokens/s", flush=True)
+        if (step + 1) % 100 == 0 or step + 1 == steps:
+            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in opts], "step": step + 1}
+            torch.save(state, checkpoint.with_suffix(".tmp"))
+            checkpoint.with_suffix(".tmp").replace(checkpoint)
+        if (step + 1) % 500 == 0 or step + 1 == steps:
+            print(f"step {step + 1} held-out loss {held_out_loss(model, held_out):.4f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=["data", "target", "draft", "export"])
+    parser.add_argument("--work", type=Path, default=Path("build/builtin"))
+    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--threads", type=int, default=None)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.stage == "data":
+        prepare(args.work)
+    elif args.stage in SHAPES:
+        train(args.stage, args.work, args.steps or {"target": 1800, "draft": 1500}[args.stage], args.batch_tokens)
+
+
+if __name__ == "__main__":
+    main()
