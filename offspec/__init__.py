@@ -23,8 +23,8 @@ if (_root / "pyproject.toml").is_file() and (_root / "loaders").is_dir():
 _HOMES = {
     "Engine": "offspec.engine",
     "Step": "offspec.engine",
-    "SpeculationParams": "offspec.scheduler.draft",
-    "SamplingParams": "offspec.scheduler.sampling",
+    "SpeculationParams": "offspec.scheduler.params",
+    "SamplingParams": "offspec.scheduler.params",
     "Stats": "offspec.stats",
     "OffspecError": "offspec.errors",
 }
@@ -33,8 +33,7 @@ __all__ = ["Engine", "OffspecError", "SamplingParams", "SpeculationParams", "Sta
 if TYPE_CHECKING:
     from .engine import Engine, Step
     from .errors import OffspecError
-    from .scheduler.draft import SpeculationParams
-    from .scheduler.sampling import SamplingParams
+    from .scheduler.params import SamplingParams, SpeculationParams
     from .stats import Stats
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -48,8 +49,20 @@ CHAT_TEMPLATE = (
 )
 SHAPES = {
     # Hidden 256 and head size 32 are a power of four below 4096 and 128: a grown copy computes the same in bf16.
-    "target": {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4},
-    "draft": {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "target": {
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "intermediate_size": 768,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "draft": {
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "intermediate_size": 352,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
 }
 
 
@@ -83,7 +96,9 @@ def is_held_out(group: str) -> bool:
 def sources() -> Iterator[Source]:
     """The standard library's modules, without tables (charmaps, topics), grammars' test data and site-packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = re.compile(r"site-packages|/pydoc_data/|/encodings/(?!__init__|aliases|utf_|idna|punycode)|lib2to3/tests/data|/_sysconfigdata")
+    skipped = re.compile(
+        r"site-packages|/pydoc_data/|/encodings/(?!__init__|aliases|utf_|idna|punycode)|lib2to3/tests/data|/_sysconfigdata"
+    )
     for path in sorted(root.rglob("*.py")):
         if skipped.search(path.as_posix()) or not 400 < path.stat().st_size < 250_000:
             continue
@@ -105,7 +120,12 @@ def request_of(name: str, first_line: str, docstring: str | None, rng: random.Ra
     if docstring:
         summary = " ".join(docstring.split("\n\n")[0].split())[:300]
         lowered = summary[0].lower() + summary[1:] if summary[:2].istitle() else summary
-        wordings = ["Write a function {name}. {summary}", "{summary}", "Write {name}: {lowered}", "Please write a Python function that does this: {summary}"]
+        wordings = [
+            "Write a function {name}. {summary}",
+            "{summary}",
+            "Write {name}: {lowered}",
+            "Please write a Python function that does this: {summary}",
+        ]
         forms = [w.format(name=name, summary=summary, lowered=lowered) for w in wordings] * 2 + forms
     return rng.choice(forms)
 
@@ -157,7 +177,9 @@ def prepare(work: Path) -> None:
     for name, documents in (("train", train), ("held_out", held_out)):
         ids = [token for e in tokenizer.encode_batch(documents) for token in (*e.ids, 0)]
         np.array(ids, dtype=np.uint16).tofile(work / f"{name}.bin")
-        print(f"{name}: {len(documents)} documents, {sum(map(len, documents)) / 1e6:.1f} M characters, {len(ids) / 1e6:.2f} M tokens")
+        print(
+            f"{name}: {len(documents)} documents, {sum(map(len, documents)) / 1e6:.1f} M characters, {len(ids) / 1e6:.2f} M tokens"
+        )
     (work / "files.json").write_text(json.dumps({"python": sys.version.split()[0], **names}, indent=1))
 
 
@@ -240,7 +262,10 @@ def held_out_loss(model: LlamaForCausalLM, tokens: np.ndarray, length: int = 102
     """Mean next-token loss (nats) over the whole held-out text, in windows of `length`, in fp32."""
     windows = len(tokens) // (length + 1)
     data = torch.from_numpy(tokens[: windows * (length + 1)].astype(np.int64)).view(windows, length + 1)
-    losses = [F.cross_entropy(model(b[:, :-1]).logits.flatten(0, 1), b[:, 1:].flatten(), reduction="sum") for b in data.split(4)]
+    losses = [
+        F.cross_entropy(model(b[:, :-1]).logits.flatten(0, 1), b[:, 1:].flatten(), reduction="sum")
+        for b in data.split(4)
+    ]
     return float(sum(losses)) / (windows * length)
 
 
@@ -263,7 +288,10 @@ def train(kind: str, work: Path, steps: int, batch_tokens: int) -> None:
             opt.load_state_dict(saved)
         start = state["step"]
     forward = torch.compile(model, dynamic=False)
-    print(f"{kind}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, steps {start}..{steps}", flush=True)
+    print(
+        f"{kind}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, steps {start}..{steps}",
+        flush=True,
+    )
     began, running = time.perf_counter(), math.nan
     for step in range(start, steps):
         for lr, group in zip(base, (g for o in opts for g in o.param_groups), strict=True):
@@ -286,10 +314,106 @@ def train(kind: str, work: Path, steps: int, batch_tokens: int) -> None:
             print(f"step {step + 1} held-out loss {held_out_loss(model, held_out):.4f}", flush=True)
 
 
+# ---------------------------------------------------------------------------------------------------------- export
+
+HERE = Path(__file__).resolve().parent.parent / "offspec" / "builtin"
+NUM_PROMPTS = 27
+
+
+def export(work: Path, out: Path) -> None:
+    """Write both checkpoints in bf16, as Hugging Face lays them out, and the held-out prompts."""
+    held_out = np.fromfile(work / "held_out.bin", dtype=np.uint16)
+    for kind in SHAPES:
+        model = build(kind)
+        model.load_state_dict(torch.load(work / f"{kind}.pt")["model"])
+        model.to(torch.bfloat16)
+        tensors = {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}
+        folder = out / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        for name, content in settings_of(model.config).items():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / "tokenizer.json").write_bytes((work / "tokenizer.json").read_bytes())
+        loss = held_out_loss(model.float(), held_out)
+        print(
+            f"{kind}: {sum(t.numel() for t in tensors.values()) / 1e6:.2f} M parameters, held-out loss {loss:.4f} nats a token (in bf16)"
+        )
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    with (out / "prompts.jsonl").open("w") as file:
+        for path, prompt in held_out_prompts(tokenizer):
+            file.write(json.dumps({"source": path, "prompt": prompt}) + "\n")
+
+
+def settings_of(config: LlamaConfig) -> dict[str, dict[str, object]]:
+    """The JSON files of a checkpoint; config.json in the layout that every version of transformers reads."""
+    names = (
+        *SHAPES["target"],
+        "vocab_size",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+    )
+    return {
+        "config.json": {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **{name: getattr(config, name) for name in names},
+            "hidden_act": "silu",
+            "rope_theta": 10000.0,
+            "rope_scaling": None,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": None,
+            "eos_token_id": SPECIALS.index(EOT),
+            "torch_dtype": "bfloat16",
+        },
+        "generation_config.json": {"eos_token_id": [SPECIALS.index(EOT), SPECIALS.index(END)]},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "add_bos_token": False,
+            "eos_token": EOT,
+            "model_max_length": CONTEXT,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    }
+
+
+def held_out_prompts(tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
+    """Spread over the held-out modules: some source, then a function's signature and docstring, its body left to say."""
+    rng = random.Random(1)
+    choices: dict[str, list[str]] = {}
+    for source in sources():
+        if is_held_out(source.group) and not source.is_test:
+            choices[source.path] = list(function_beginnings(source, tokenizer))
+            rng.shuffle(choices[source.path])
+    taken = 0
+    while taken < NUM_PROMPTS and any(choices.values()):
+        for path, prompts in choices.items():
+            if prompts and taken < NUM_PROMPTS:
+                taken += 1
+                yield path, prompts.pop()
+
+
+def function_beginnings(source: Source, tokenizer: Tokenizer) -> Iterator[str]:
+    """For each function with a body of 8 lines or more: up to 160 tokens of source that end where its body begins."""
+    lines = source.text.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source.text)):
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.body[0].lineno >= 8:
+            first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+            before = lines[: first.lineno - 1]
+            while before and len(tokenizer.encode("".join(before)).ids) > 160:
+                before = before[max(1, len(before) // 8) :]
+            if before:
+                yield "".join(before)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["data", "target", "draft", "export"])
     parser.add_argument("--work", type=Path, default=Path("build/builtin"))
+    parser.add_argument("--out", type=Path, default=HERE, help="where export writes")
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=None)
@@ -301,6 +425,8 @@ def main() -> None:
         prepare(args.work)
     elif args.stage in SHAPES:
         train(args.stage, args.work, args.steps or {"target": 1800, "draft": 1500}[args.stage], args.batch_tokens)
+    else:
+        export(args.work, args.out)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,19 @@
-"""The built-in pair: a small target and a smaller draft, trained by scripts/train_builtin.py."""
+"""The built-in pair: a small target and a smaller draft, trained by scripts/train_builtin.py, and held-out prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+
+
+def path(role: str) -> Path:
+    """The checkpoint folder of `target` or `draft`."""
+    return _HERE / role
+
+
+def prompts() -> list[str]:
+    """Beginnings of functions and modules that neither model has been trained on, as plain source."""
+    lines = (_HERE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["prompt"] for line in lines]

@@ -1,0 +1,194 @@
+"""Options that several commands share, and what they become. Defaults are read from the dataclasses they fill."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
+
+if TYPE_CHECKING:
+    from offspec import Engine
+
+F = TypeVar("F", bound=Callable[..., Any])
+MODEL_HELP = "MODEL is a folder, a Hugging Face hub id, or `builtin`."
+
+
+class Budget(click.ParamType[int]):
+    """`auto` or a number of nodes."""
+
+    name = "auto|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if value == "auto":
+            return SpeculationParams.budget
+        try:
+            number = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither auto nor a number.", param, ctx)
+        if not 0 <= number <= 65536:
+            self.fail(f"{number} is not between 0 (plain decoding) and 65536 nodes.", param, ctx)
+        return number
+
+
+def _all(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Several click options as one decorator, shown in this order."""
+    return lambda command: functools.reduce(lambda inner, option: option(inner), reversed(options), command)
+
+
+def loading_options(function: F) -> F:
+    """Which model runs where."""
+    return _all(
+        click.option(
+            "--draft",
+            default="auto",
+            metavar="PATH|auto|none",
+            help="The model that guesses. auto: the built-in pair's own, none for other models. [default: auto]",
+        ),
+        click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub id."),
+        click.option(
+            "--device",
+            default="auto",
+            metavar="auto|cpu|cuda[:N]",
+            help="Where to compute. auto: the first CUDA device, else the CPU. [default: auto]",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "bf16", "fp16", "fp32"]),
+            default="auto",
+            show_default=True,
+            help="Arithmetic. auto: the checkpoint's own; fp32 on a CPU for small models.",
+        ),
+        click.option("--threads", type=click.IntRange(1, 4096), metavar="N", help="CPU threads. [default: all cores]"),
+    )(function)
+
+
+def speculation_options(function: F) -> F:
+    """How trees are drafted."""
+    return _all(
+        click.option(
+            "--budget",
+            type=Budget(),
+            default="auto",
+            help=f"Guessed tokens sent to the target in each pass; auto is {SpeculationParams.budget}, 0 is plain decoding. The text does not depend on it. [default: auto]",
+        ),
+        click.option(
+            "--draft-scoring",
+            type=click.Choice(["coupled", "specexec"]),
+            default=SpeculationParams.scoring,
+            show_default=True,
+            help="How guesses are ranked: with the target's own noise and fitted sharpness, or by draft probability.",
+        ),
+    )(function)
+
+
+def sampling_options(function: F) -> F:
+    """How tokens are chosen, and when to stop."""
+    p = SamplingParams
+    return _all(
+        click.option(
+            "--max-new-tokens",
+            type=click.IntRange(1),
+            default=p.max_new_tokens,
+            show_default=True,
+            metavar="N",
+            help="Stop after N tokens.",
+        ),
+        click.option(
+            "--temperature",
+            type=click.FloatRange(0),
+            default=p.temperature,
+            show_default=True,
+            metavar="T",
+            help="0 is greedy: always the likeliest token.",
+        ),
+        click.option(
+            "--top-k",
+            type=click.IntRange(0),
+            default=p.top_k,
+            show_default=True,
+            metavar="K",
+            help="Keep the K likeliest tokens; 0 is off.",
+        ),
+        click.option(
+            "--top-p",
+            type=click.FloatRange(0, 1, min_open=True),
+            default=p.top_p,
+            show_default=True,
+            metavar="P",
+            help="Keep the likeliest tokens that together hold P; 1 is off.",
+        ),
+        click.option(
+            "--min-p",
+            type=click.FloatRange(0, 1, max_open=True),
+            default=p.min_p,
+            show_default=True,
+            metavar="P",
+            help="Keep tokens at least P times as likely as the likeliest; 0 is off.",
+        ),
+        click.option(
+            "--repetition-penalty",
+            type=click.FloatRange(0, min_open=True),
+            default=p.repetition_penalty,
+            show_default=True,
+            metavar="R",
+            help="Above 1 makes tokens that were there before less likely; 1 is off.",
+        ),
+        click.option(
+            "--seed",
+            type=click.IntRange(0, SEED_LIMIT - 1),
+            default=p.seed,
+            metavar="S",
+            help="The same seed gives the same text, whatever the draft. [default: drawn, shown by --json]",
+        ),
+        click.option(
+            "--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be given several times."
+        ),
+        click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token."),
+    )(function)
+
+
+def load_engine(
+    model: str,
+    *,
+    quiet: bool,
+    verbose: bool,
+    draft: str,
+    revision: str | None,
+    device: str,
+    dtype: str,
+    threads: int | None,
+) -> Engine:
+    """`Engine.load`, telling on stderr what was chosen and why (-v), or only what the user should act on."""
+    from offspec import Engine
+
+    engine = Engine.load(model, draft=draft, revision=revision, device=device, dtype=dtype, threads=threads)
+    for note in engine.notes:
+        if verbose or (note.advice and not quiet):
+            click.echo(f"offspec: {note.text}", err=True)
+    return engine
+
+
+def read_prompt(argument: str | None, file: Path | None) -> str:
+    """The prompt from --prompt-file, from the argument, or ("-", or a pipe and no argument) from standard input."""
+    if file is not None:
+        if argument is not None:
+            raise click.UsageError("Give PROMPT or --prompt-file, not both.")
+        return _decoded(file.read_bytes, str(file))
+    if argument == "-" or (argument is None and not sys.stdin.isatty()):
+        return _decoded(click.get_binary_stream("stdin").read, "standard input")
+    if argument is None:
+        raise click.UsageError("Give a PROMPT, --prompt-file, or pipe one in.")
+    return argument
+
+
+def _decoded(read: Callable[[], bytes], where: str) -> str:
+    try:
+        return read().decode("utf-8")
+    except UnicodeDecodeError as exc:
+        raise click.UsageError(f"{where} is not UTF-8 text (byte {exc.start}).") from exc

@@ -1,0 +1,147 @@
+"""`offspec run`: one prompt, its text on stdout as it is accepted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from offspec.scheduler.params import SamplingParams, SpeculationParams
+
+from .options import MODEL_HELP, load_engine, loading_options, read_prompt, sampling_options, speculation_options
+
+if TYPE_CHECKING:
+    from offspec import Engine, Stats
+    from offspec.engine import Prompt
+
+
+@click.command(
+    name="run",
+    help=f"""Generate text for one prompt; the text goes to stdout as it is accepted.
+
+{MODEL_HELP} PROMPT "-", or none with a pipe, is standard input. A model with a chat template answers PROMPT as a
+message; with --raw it continues PROMPT as text.
+
+\b
+Examples:
+  offspec run builtin "def area("
+  offspec run ./Llama-3.1-70B-Instruct --draft ./Llama-3.2-1B-Instruct "Why is the sky blue?"
+  git diff | offspec run builtin --raw --temperature 0.6 --stats
+""",
+)
+@click.argument("model", default="builtin")
+@click.argument("prompt", required=False)
+@click.option(
+    "--prompt-file",
+    type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
+    help="Read the prompt from a file.",
+)
+@click.option("--prompt-ids", metavar='"1,2,3"', help="The prompt as token ids; no template, no special tokens added.")
+@click.option("--system", metavar="TEXT", help="System message, for models with a chat template.")
+@click.option("--raw", is_flag=True, help="No chat template: continue the prompt as text.")
+@loading_options
+@speculation_options
+@sampling_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of the text.")
+@click.option("--stats", "show_stats", is_flag=True, help="Figures on stderr at the end.")
+@click.option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")
+def command(
+    model: str,
+    prompt: str | None,
+    prompt_file: Path | None,
+    prompt_ids: str | None,
+    system: str | None,
+    raw: bool,
+    budget: int,
+    draft_scoring: Any,
+    as_json: bool,
+    show_stats: bool,
+    quiet: bool,
+    verbose: bool,
+    draft: str,
+    revision: str | None,
+    device: str,
+    dtype: str,
+    threads: int | None,
+    **sampling: Any,
+) -> None:
+    params = SamplingParams(**sampling)
+    speculation = SpeculationParams(budget=budget, scoring=draft_scoring)
+    ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
+    if ids is not None and (prompt is not None or prompt_file is not None):
+        raise click.UsageError("Give --prompt-ids or a prompt, not both.")
+    if raw and system is not None:
+        raise click.UsageError("--system needs the chat template, which --raw turns off.")
+    words = read_prompt(prompt, prompt_file) if ids is None else ""
+    engine = load_engine(
+        model, quiet=quiet, verbose=verbose, draft=draft, revision=revision, device=device, dtype=dtype, threads=threads
+    )
+    asked = ids if ids is not None else as_prompt(engine, words, system, raw)
+    if as_json:
+        click.echo(json.dumps(_collect(engine, asked, params, speculation)))
+        return
+    last = _stream(engine, asked, params, speculation)
+    if show_stats:
+        click.echo(describe(last), err=True)
+
+
+def as_prompt(engine: Engine, words: str, system: str | None, raw: bool) -> Prompt:
+    """Messages for a model with a chat template, the bare text otherwise."""
+    if raw or not (engine.tokenizer.has_chat_template or system is not None):
+        return words
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return [*messages, {"role": "user", "content": words}]
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as exc:
+        raise click.UsageError(f'--prompt-ids must be numbers like "1,2,3", not {text!r}.') from exc
+
+
+def _stream(engine: Engine, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams) -> Stats:
+    """Print each step's text as it comes; a newline at the end where the text has none."""
+    shown, stats = "", None
+    for step in engine.generate(prompt, params, speculation):
+        sys.stdout.write(step.text)
+        sys.stdout.flush()
+        shown, stats = step.text or shown, step.stats
+    if not shown.endswith("\n"):
+        sys.stdout.write("\n")
+    assert stats is not None
+    return stats
+
+
+def _collect(engine: Engine, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams) -> dict[str, Any]:
+    """Everything about one request, as `--json` prints it."""
+    ids = engine.encode(prompt)
+    steps = list(engine.generate(ids, params, speculation))
+    stats = steps[-1].stats
+    return {
+        "model": engine.name,
+        "draft": engine.draft_name,
+        "prompt_token_ids": ids,
+        "token_ids": [token for step in steps for token in step.token_ids],
+        "text": "".join(step.text for step in steps),
+        "finish_reason": steps[-1].finish_reason,
+        "seed": stats.seed,
+        "stats": stats.as_dict(),
+    }
+
+
+def describe(stats: Stats) -> str:
+    """The figures of a request for a person, a few lines."""
+    passes = max(stats.num_passes, 1)
+    lines = [
+        f"prompt    {stats.num_prompt_tokens} tokens, first text after {stats.ttft_s:.2f} s",
+        f"decoding  {stats.num_tokens} tokens, {stats.decode_tokens_per_s:.1f} tokens/s after the first pass",
+        f"passes    {stats.num_passes}, {stats.tokens_per_pass:.2f} tokens each; "
+        f"draft {1e3 * stats.draft_s / passes:.1f} ms + target {1e3 * stats.target_s / passes:.1f} ms a pass",
+        f"memory    {stats.peak_host_bytes / 2**30:.2f} GiB host, {stats.peak_device_bytes / 2**30:.2f} GiB device at the peak",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,63 @@
+"""What one request counted. Knows nothing of how the work is done."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+
+
+@dataclass
+class Stats:
+    """Counters of one request; the engine writes them, `as_dict` adds what follows from them.
+
+    The first pass takes the whole prompt *and* a tree, so it is the prefill and already yields tokens: prefill_s is that
+    iteration, drafting included, and ttft_s the time from the request to its tokens. decode_s is everything after it.
+    tokens_per_pass counts every pass, the first one too; 1 is plain decoding. draft_s and target_s are sums over passes.
+    stream_*: bytes of weights moved to the device for passes; None where nothing is streamed and no link is involved.
+    """
+
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    num_passes: int = 0
+    num_drafted_tokens: int = 0
+    num_first_pass_tokens: int = 0
+    ttft_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    seed: int = 0
+    stream_bytes_per_pass: int = 0
+    stream_gb_per_s: float | None = None
+    link_gb_per_s: float | None = None
+    peak_host_bytes: int = 0
+    peak_device_bytes: int = 0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.num_tokens / self.num_passes if self.num_passes else 0.0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens after the first pass ÷ decode_s; 0 where the first pass said everything."""
+        return (self.num_tokens - self.num_first_pass_tokens) / self.decode_s if self.decode_s else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "tokens_per_pass": self.tokens_per_pass,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+        }
+
+
+def peak_host_bytes() -> int:
+    """The most physical memory this process has held, in bytes."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB

@@ -1,0 +1,478 @@
+"""Text to token ids and back, as the checkpoint's own files say: prompts, chat templates, streamed text, stop strings.
+
+The encoding itself is the `tokenizers` library's, the templates' language is jinja2's (sandboxed: a template is a
+stranger's program). Knows nothing of models, sampling or the terminal, nor how the folder came to this machine.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .errors import TokenizerError, UsageError, VocabularyMismatchError
+
+REPLACEMENT = "\ufffd"
+
+# Bytes that are no UTF-8 become one U+FFFD each, as in sentencepiece and in the library's ByteFallback decoder.
+_EACH_BYTE = "offspec.each_byte"
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
+
+# A byte-level decoder is back in step after one byte that continues nothing, or after three that do (UTF-8: at most
+# four bytes a character, RFC 3629); every token has at least one byte.
+_CONTEXT_TOKENS = 4
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint folder."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, settings: _Settings, folder: Path) -> None:
+        self.folder = folder
+        self._backend = backend
+        self._settings = settings
+        self._prefix = self._prefix_ids()
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read tokenizer.json and the small files beside it; TokenizerError if one is damaged or the first missing."""
+        settings = _read_settings(folder)
+        backend = _read_backend(folder)
+        # As transformers does: what the settings call BOS and EOS is special even where tokenizer.json does not say so.
+        _make_special(backend, [settings.special_tokens.get(name) for name in ("bos_token", "eos_token")])
+        return cls(backend, settings, folder)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included: the highest id + 1."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Every id that ends a text: generation_config.json, config.json and the tokenizer's own, together."""
+        own = self._special_id("eos_token")
+        return self._settings.eos_ids | (frozenset() if own is None else {own})
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._settings.chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a prompt, led by BOS where the tokenizer says so, never ended by EOS."""
+        try:
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+        except Exception as exc:  # the library raises TypeError and bare Exception alike
+            raise TokenizerError(
+                f"the text cannot be encoded ({_one_line(exc)}) with {self.folder / 'tokenizer.json'}: "
+                "check that the text is valid Unicode, and that the vocabulary covers it"
+            ) from exc
+        return [*self._prefix, *ids] if add_special_tokens else list(ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids; ids without a token add nothing.
+
+        The library's text, but for byte tokens (`<0xE2>`) that are no UTF-8: its ByteFallback decoder gives up every
+        character of their run, so that no byte would ever be certain; here, as in sentencepiece, only the bad bytes.
+        """
+        text = self._backend_decode(ids, skip_special_tokens)
+        if REPLACEMENT not in text or self._byte_anchor is None:
+            return text
+        stream = self.stream(skip_special_tokens=skip_special_tokens)
+        return "".join(map(stream.push, ids)) + stream.flush()
+
+    def token_text(self, token_id: int) -> str:
+        """The raw vocabulary entry, for messages."""
+        return self._backend.id_to_token(token_id) or f"<no token {token_id}>"
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as the checkpoint's template writes it; TokenizerError if there is none or it refuses."""
+        if not self.has_chat_template:
+            raise TokenizerError(f"{self.folder} has no chat template: use --raw, or a checkpoint tuned for chat")
+        try:
+            return self._template.render(
+                self._settings.special_tokens,
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+            )
+        except Exception as exc:  # a template is a program: it can raise anything
+            raise TokenizerError(
+                f"the chat template refuses the conversation: {_one_line(exc)} "
+                f"({self._settings.chat_template_file}): change the messages, or use --raw"
+            ) from exc
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of the conversation up to where the answer begins; the template writes the special tokens itself."""
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    def stream(self, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> TextStream:
+        """A fresh stream for one answer; UsageError if a stop string is empty."""
+        return TextStream(_Detokenizer(self, skip_special_tokens), stop)
+
+    def _special_id(self, name: str) -> int | None:
+        text = self._settings.special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _prefix_ids(self) -> list[int]:
+        """What stands in front of every prompt: BOS, or whatever the post-processor puts there."""
+        if self._settings.add_bos is None:
+            return _post_processor_prefix(self._backend)
+        bos = self._settings.special_tokens.get("bos_token")
+        if not self._settings.add_bos or bos is None:
+            return []
+        if self.bos_id is None:
+            raise TokenizerError(
+                f"{self.folder / 'tokenizer_config.json'} asks for the BOS token {bos!r}, which tokenizer.json lacks: "
+                'correct "bos_token", or set "add_bos_token" to false'
+            )
+        return [self.bos_id]
+
+    def _backend_decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def _byte_anchor(self) -> int | None:
+        """The byte token of "A" if the decoder joins byte tokens to characters (sentencepiece), else None."""
+        decoder = self._backend.decoder
+        if decoder is None or decoder.decode(["<0x41>"]) != "A":
+            return None
+        return self._backend.token_to_id("<0x41>")
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        return _chat_environment().from_string(self._settings.chat_template or "")
+
+
+class TextStream:
+    """Tokens in, text out as soon as it is certain; ends before the first stop string. For one answer."""
+
+    def __init__(self, detokenizer: _Detokenizer, stop: Sequence[str]) -> None:
+        if "" in stop:
+            raise UsageError("a stop string is empty, and every text begins with it: leave it out")
+        self.stopped: str | None = None
+        self._detokenizer = detokenizer
+        self._stops = tuple(stop)
+        self._tail = ""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain: often its own, sometimes none, sometimes more."""
+        return "" if self.stopped is not None else self._cut(self._detokenizer.push(token_id), final=False)
+
+    def flush(self) -> str:
+        """What was held back, at the end of the answer: half characters as U+FFFD, half stop strings as they are."""
+        return "" if self.stopped is not None else self._cut(self._detokenizer.flush(), final=True)
+
+    def _cut(self, text: str, *, final: bool) -> str:
+        self._tail += text
+        at, stop = _first_stop(self._tail, self._stops)
+        open_at = len(self._tail) if final else _first_open_stop(self._tail, self._stops)
+        if stop is not None and at <= open_at:
+            self.stopped = stop
+            return self._tail[:at]
+        # A longer stop string that begins earlier may still come true, and then it wins, wherever tokens end.
+        shown, self._tail = self._tail[:open_at], self._tail[open_at:]
+        return shown
+
+
+class _Detokenizer:
+    """Token ids → the text that no later token can change.
+
+    The text of new tokens is decode(context + new) less decode(context): a sliding window, constant cost a token. The
+    context shows the decoder that this is not the text's beginning, where it may strip a space.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._anchor = tokenizer._byte_anchor
+        self._context: list[int] = []
+        self._num_held = 0  # 1: the context's last character, a U+FFFD that may become another, has not been given out
+        self._run: list[int] = []  # byte tokens of the character that is under way, and its bytes:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE)
+
+    def push(self, token_id: int) -> str:
+        token = self._tokenizer._backend.id_to_token(token_id)
+        if not token or (self._skip_special_tokens and token_id in self._tokenizer._special_ids):
+            return ""
+        byte = None if self._anchor is None else _fallback_byte(token)
+        if byte is None:
+            return self._end_run() + self._extend([token_id])
+        return self._push_byte(token_id, byte)
+
+    def flush(self) -> str:
+        held, self._num_held = REPLACEMENT * self._num_held, 0
+        return held + self._end_run()
+
+    def _extend(self, ids: list[int]) -> str:
+        num_shown = len(self._decode(self._context)) - self._num_held
+        self._context += ids
+        text = self._decode(self._context)
+        # However many bytes wait for the rest of their character, a byte-level decoder shows them as one U+FFFD.
+        self._num_held = int(self._anchor is None and text.endswith(REPLACEMENT))
+        del self._context[:-_CONTEXT_TOKENS]
+        return text[num_shown : len(text) - self._num_held]
+
+    def _push_byte(self, token_id: int, byte: int) -> str:
+        self._run.append(token_id)
+        text = self._utf8.decode(bytes([byte]))
+        if not text:
+            return ""
+        # The decoder decides on good bytes (it may strip the text's first space), but would drop them beside bad ones.
+        text = text if REPLACEMENT in text else self._extend(self._run)
+        self._restart()
+        return text
+
+    def _end_run(self) -> str:
+        if not self._run:
+            return ""
+        self._restart()
+        return self._utf8.decode(b"", final=True)
+
+    def _restart(self) -> None:
+        # Not the run itself: together with the next byte tokens it could be bad UTF-8, which spoils them too.
+        self._run = []
+        self._context = [] if self._anchor is None else [self._anchor]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer._backend_decode(ids, self._skip_special_tokens)
+
+
+def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
+    """VocabularyMismatchError if an id means different tokens to the two; ids that only one of them has are padding."""
+    ours, theirs = _tokens_by_id(target), _tokens_by_id(draft)
+    differing = [i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i]]
+    if differing:
+        first = min(differing)
+        raise VocabularyMismatchError(
+            f"the draft's vocabulary is another one: token {first} is {ours[first]!r} in {target.folder} but "
+            f"{theirs[first]!r} in {draft.folder} ({len(differing)} differ): choose a draft of the target's family, "
+            "or --draft lookup, which needs none"
+        )
+
+
+# ---- the files -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the small files beside tokenizer.json say."""
+
+    special_tokens: dict[str, str]  # "bos_token" → "<s>", as templates want them
+    add_bos: bool | None  # None: the post-processor decides
+    eos_ids: frozenset[int]
+    chat_template: str | None
+    chat_template_file: Path
+
+
+def _read_settings(folder: Path) -> _Settings:
+    config = _read_json(folder / "tokenizer_config.json")
+    add_bos = config.get("add_bos_token")
+    template, template_file = _read_chat_template(folder, config)
+    return _Settings(
+        special_tokens=_special_tokens(_read_json(folder / "special_tokens_map.json")) | _special_tokens(config),
+        add_bos=add_bos if isinstance(add_bos, bool) else None,
+        eos_ids=_read_eos_ids(folder / "generation_config.json") | _read_eos_ids(folder / "config.json"),
+        chat_template=template,
+        chat_template_file=template_file,
+    )
+
+
+def _read_backend(folder: Path) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise TokenizerError(_missing(folder))
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as exc:  # the library raises bare Exception
+        raise TokenizerError(
+            f"{file} is damaged or newer than the installed tokenizers {tokenizers.__version__} ({_one_line(exc)}): "
+            "fetch it again, or pip install -U tokenizers"
+        ) from exc
+    # Some files carry the limits they were trained with; a prompt must not be cut or padded silently.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _missing(folder: Path) -> str:
+    found = "only a sentencepiece tokenizer.model" if (folder / "tokenizer.model").is_file() else "no tokenizer"
+    return (
+        f"{folder} has {found}, but tokenizer.json is needed: save it with transformers, "
+        f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+    )
+
+
+def _read_text(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise TokenizerError(f"{file} cannot be read ({_one_line(exc)}): fetch it again") from exc
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    text = _read_text(file)
+    if text is None:
+        return {}
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise TokenizerError(f"{file} is not valid JSON ({_one_line(exc)}): fetch it again") from exc
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{file} holds a JSON {type(content).__name__}, not an object: fetch it again")
+    return content
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Every `…_token`, models' own (`image_token`) included; written as a string or as {"content": …}."""
+    contents = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token")
+    }
+    return {name: text for name, text in contents.items() if isinstance(text, str)}
+
+
+def _read_eos_ids(file: Path) -> frozenset[int]:
+    value = _read_json(file).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int for i in ids):
+        raise TokenizerError(f'{file}: "eos_token_id" is {value!r}, not a number or a list of numbers: correct it')
+    return frozenset(ids)
+
+
+def _read_chat_template(folder: Path, config: dict[str, Any]) -> tuple[str | None, Path]:
+    file = folder / "chat_template.jinja"
+    text = _read_text(file)
+    if text is not None:
+        return text, file
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None, folder / "tokenizer_config.json"
+
+
+def _one_line(exc: BaseException) -> str:
+    return " ".join(str(exc).split()) or type(exc).__name__
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def _make_special(backend: tokenizers.Tokenizer, texts: list[str | None]) -> None:
+    added = backend.get_added_tokens_decoder()
+    for text in texts:
+        token_id = None if text is None else backend.token_to_id(text)
+        # One that is special already keeps its own flags (some swallow the spaces beside them).
+        if text is not None and token_id is not None and not (token_id in added and added[token_id].special):
+            backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+
+
+def _post_processor_prefix(backend: tokenizers.Tokenizer) -> list[int]:
+    """Ids that the post-processor puts before a text. Found with a stand-in text of one token, since an empty one
+    could not tell what comes before from what comes after."""
+    if backend.post_processor is None:
+        return []
+    stand_in = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0}, unk_token="x")).encode("x")
+    processed = backend.post_processor.process(stand_in)
+    return list(processed.ids[: processed.special_tokens_mask.index(0)])
+
+
+def _tokens_by_id(tokenizer: Tokenizer) -> dict[int, str]:
+    vocabulary: dict[str, int] = tokenizer._backend.get_vocab(with_added_tokens=True)
+    return {token_id: token for token, token_id in vocabulary.items()}
+
+
+def _fallback_byte(token: str) -> int | None:
+    match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
+    return int(match[1], 16) if match else None
+
+
+# ---- stop strings ----------------------------------------------------------------------------------------------------
+
+
+def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str | None]:
+    """Where the first stop string begins and which it is: of several there the shortest, which is complete first."""
+    found = [(at, len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
+    at, _, stop = min(found, default=(-1, 0, None))
+    return at, stop
+
+
+def _first_open_stop(text: str, stops: tuple[str, ...]) -> int:
+    """Where the end of `text` first looks like the beginning of a stop string; len(text) if nowhere."""
+    longest = max(map(len, stops), default=0)
+    for at in range(max(0, len(text) - longest + 1), len(text)):
+        if any(stop.startswith(text[at:]) for stop in stops):
+            return at
+    return len(text)
+
+
+# ---- chat templates --------------------------------------------------------------------------------------------------
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}` marks answers for training; for rendering it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _chat_environment() -> ImmutableSandboxedEnvironment:
+    """What the templates on the Hub are written for: transformers' `utils/chat_template_utils.py`."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter writes <, >, & and ' as escapes for HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

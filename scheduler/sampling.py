@@ -1,0 +1,139 @@
+"""Logits to tokens: the processed distribution, and the one token it gives for a seed and a position.
+
+The token at position t is `argmax_x (log p(x) + G(seed, t, x))` with Gumbel noise G that is a pure function of seed,
+position and token (Gumbel-max: an exact sample of p). So the text is a function of target, prompt, parameters and seed
+alone, whatever was guessed on the way. At temperature 0 there is no noise and the token is the argmax.
+Knows nothing of trees' shapes, models or text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from offspec.errors import NumericalError
+
+from .params import SEED_LIMIT, SamplingParams
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_WORD = SEED_LIMIT - 1
+
+
+def _mixed(word: int) -> int:
+    """splitmix64's finaliser on a Python integer."""
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return word ^ (word >> 31)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 words."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def gumbel(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
+    """Standard Gumbel noise, float64 [vocab_size], a pure function of (seed, position, token).
+
+    Counter-based: splitmix64 (Steele et al., OOPSLA 2014) of a key hashed from seed and position, in wrapping int64
+    arithmetic, so that every device gives the same bits.
+    """
+    key = _mixed((_mixed((seed + _GOLDEN) & _WORD) + (position + 1) * _GOLDEN) & _WORD)
+    words = torch.arange(1, vocab_size + 1, device=device) * _signed(_GOLDEN) + _signed(key)
+    words = (words ^ _shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
+    words = (words ^ _shifted(words, 27)) * _signed(0x94D049BB133111EB)
+    words = words ^ _shifted(words, 31)
+    uniform = (_shifted(words, 11).double() + 0.5) * 2.0**-53  # in (0, 1), never 0 or 1
+    return -torch.log(-torch.log(uniform))
+
+
+class Sampler:
+    """Chooses tokens for one request, and shows a drafter the same noise.
+
+    vocab_size is the target's; logits of a draft may have fewer columns. `extend` tells it the text, for the penalty.
+    """
+
+    def __init__(self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.params, self.seed, self.vocab_size, self.device = params, seed, vocab_size, device
+        self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self._noise: dict[int, Tensor] = {}
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature == 0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a row's distribution depends on which tokens came before it, beyond the logits."""
+        return self.params.repetition_penalty != 1
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Tokens that have become part of the text (the prompt's, then every emitted one)."""
+        if self.needs_history:
+            self._seen[list(tokens)] = True
+        self._noise.clear()
+
+    def noise(self, position: int) -> Tensor:
+        """G(seed, position, ·), float64 [vocab_size]; kept until the text has moved on."""
+        if position not in self._noise:
+            self._noise[position] = gumbel(self.seed, position, self.vocab_size, self.device)
+        return self._noise[position]
+
+    def process(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Log-probabilities up to a constant per row, [R, V], of what the parameters make of logits [R, V].
+
+        Excluded tokens are -inf. paths[r]: the tokens between the text and row r, for the repetition penalty.
+        Order as in transformers: penalty, temperature, top-k, top-p, min-p. Greedy: penalty only.
+        """
+        p = self.params
+        if self.needs_history:
+            logits = self._penalised(logits, paths)
+        if self.is_greedy:
+            return logits
+        logits = logits / p.temperature
+        if 0 < p.top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(p.top_k).values[:, -1:], -math.inf)
+        if p.top_p < 1:
+            logits = _nucleus(logits, p.top_p)
+        if p.min_p > 0:
+            floor = logits.max(-1, keepdim=True).values + math.log(p.min_p)
+            logits = logits.masked_fill(logits < floor, -math.inf)
+        return logits
+
+    def choose(self, logits: Tensor, position: int, path: Sequence[int]) -> int:
+        """The token at `position`, given the logits [V] after text + path.
+
+        Raises NumericalError where the logits are not numbers.
+        """
+        if not torch.isfinite(logits.max()):
+            raise NumericalError(
+                f"the target's logits for position {position} are not finite (NaN or infinity); "
+                "try --dtype fp32, and check the checkpoint's weights"
+            )
+        values = self.process(logits[None].double(), [path])[0]
+        if not self.is_greedy:
+            values = values + self.noise(position)
+        return int(values.argmax())
+
+    def _penalised(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        seen = self._seen[: logits.shape[-1]].expand_as(logits).clone()
+        for row, path in enumerate(paths):
+            seen[row, list(path)] = True
+        penalty = self.params.repetition_penalty
+        return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Keep the head: a token stays while the likelier ones before it hold less than top_p (Holtzman et al., 1904.09751)."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    # The most likely token has nothing before it; rounding must not let it fall.
+    before[:, 0] = 0
+    return logits.masked_fill(torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p), -math.inf)

@@ -1,0 +1,60 @@
+"""The token tree: guesses for what follows a text, each node one token. Knows nothing of models or of who guessed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+ROOT = -1  # as a node's parent: the text's last token
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """N guessed tokens below a root, parents before children.
+
+    tokens [N]: token ids. parents [N]: index of the parent, ROOT (-1) for the root's children. depths [N]: 1 for the
+    root's children. scores [N]: log-probability of the path down to the node, as its drafter sees it.
+    The root itself, the last token of the text, is not a node.
+    """
+
+    tokens: IntArray
+    parents: IntArray
+    depths: IntArray
+    scores: FloatArray
+
+    @classmethod
+    def empty(cls) -> TokenTree:
+        none = np.empty(0, dtype=np.int64)
+        return cls(none, none, none, np.empty(0))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def mask(self) -> BoolArray:
+        """Bool [N, N]: node i (row) sees node j when j is i itself or one of its ancestors."""
+        rows = np.arange(len(self))
+        mask = np.eye(len(self), dtype=np.bool_)
+        ancestors = self.parents
+        while (has := ancestors != ROOT).any():
+            mask[rows[has], ancestors[has]] = True
+            ancestors = np.where(has, self.parents[ancestors], ROOT)
+        return mask
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` (ROOT for the root) that holds `token`."""
+        found = np.flatnonzero((self.parents == node) & (self.tokens == token))
+        return int(found[0]) if len(found) else None
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root's child down to `node`."""
+        nodes: list[int] = []
+        while node != ROOT:
+            nodes.append(node)
+            node = int(self.parents[node])
+        return nodes[::-1]

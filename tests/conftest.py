@@ -1,0 +1,38 @@
+"""Fixtures shared by all tests. Nothing heavy is imported before a test asks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from .fakes import TinyModel
+
+# Before torch is imported: on matrices this small, threads only wait for each other, 30 times as long on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """The tiny random checkpoint of a family by its name in `fakes.FAMILIES`; built once a session."""
+    from .fakes import FAMILIES, build
+
+    built: dict[str, TinyModel] = {}
+
+    def get(name: str) -> TinyModel:
+        if name not in built:
+            built[name] = build(FAMILIES[name], tmp_path_factory.mktemp(name))
+        return built[name]
+
+    return get

@@ -1,0 +1,206 @@
+"""Stand-ins: a WeightSource that lends like a streaming one, and tiny random checkpoints of every family and feature.
+
+A checkpoint folder is written by `transformers`, and the reference model is read back from that same folder, so that
+both implementations are judged by one config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from offspec.config import ModelConfig, read_config
+from offspec.loaders.checkpoint import Checkpoint
+from offspec.loaders.weights import RamWeights, WeightSource
+from offspec.model import CachedDecoder, Decoder, check_tensors, is_ignored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CPU = torch.device("cpu")
+
+
+class LendingWeights:
+    """A WeightSource that takes back what it lent: outside the `with` block a layer's tensors are NaN.
+
+    `lent` lists the layers asked for, in order.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source = source
+        self.lent: list[int] = []
+
+    @property
+    def num_layers(self) -> int:
+        return self.source.num_layers
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[Mapping[str, Tensor]]:
+        self.lent.append(index)
+        with self.source.layer(index) as weights:
+            copies = {name: tensor.clone() for name, tensor in weights.items()}
+        yield copies
+        for tensor in copies.values():
+            tensor.fill_(torch.nan)
+
+    def shared(self, name: str) -> Tensor:
+        return self.source.shared(name)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+VOCAB_SIZE = 160
+_SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one tiny checkpoint differs in. `old_layout`: its config.json says rope_theta and rope_scaling."""
+
+    model_type: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    old_layout: bool = False
+
+
+def _yarn(**settings: Any) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    } | settings
+
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
+_MIXED_WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+
+FAMILIES = {
+    "llama-mha": Family("llama", {"num_key_value_heads": 4}),
+    "llama-gqa": Family("llama"),
+    "llama-mqa": Family("llama", {"num_key_value_heads": 1}),
+    "llama-tied": Family("llama", {"tie_word_embeddings": True}),
+    "llama-biased": Family("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": Family("llama", {"head_dim": 24}),
+    "llama-eps": Family("llama", {"rms_norm_eps": 0.05}),
+    "llama-linear": Family("llama", rope=_LINEAR),
+    "llama-linear-old": Family("llama", rope=_LINEAR, old_layout=True),
+    "llama-llama3": Family("llama", rope=_LLAMA3),
+    "llama-llama3-old": Family("llama", rope=_LLAMA3, old_layout=True),
+    "llama-yarn": Family("llama", rope=_yarn()),
+    "llama-yarn-old": Family("llama", rope=_yarn(), old_layout=True),
+    "llama-yarn-attention-factor": Family("llama", rope=_yarn(attention_factor=1.3)),
+    "llama-yarn-mscale": Family("llama", rope=_yarn(mscale=1.5, mscale_all_dim=0.5)),
+    "llama-yarn-mscale-alone": Family("llama", rope=_yarn(mscale=1.5)),
+    "llama-yarn-untruncated": Family("llama", rope=_yarn(truncate=False)),
+    "llama-yarn-betas": Family("llama", rope=_yarn(beta_fast=2.0, beta_slow=0.1)),
+    "mistral-window": Family("mistral", {"sliding_window": 9}),
+    "mistral": Family("mistral", {"sliding_window": None, "head_dim": 24}, old_layout=True),
+    "qwen2": Family("qwen2", {"use_sliding_window": False, "sliding_window": 8, "tie_word_embeddings": True}),
+    "qwen2-window": Family("qwen2", _MIXED_WINDOWS),
+    "qwen2-window-old": Family("qwen2", _MIXED_WINDOWS, old_layout=True),
+    "qwen2-yarn-old": Family("qwen2", rope=_yarn(rope_theta=1000000.0), old_layout=True),
+    "qwen3": Family("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-biased-window": Family("qwen3", {"head_dim": 32, "attention_bias": True, **_MIXED_WINDOWS}),
+}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A checkpoint folder, and the model that transformers makes of it (fp32, eager attention)."""
+
+    folder: Path
+    reference: PreTrainedModel
+
+    @property
+    def config(self) -> ModelConfig:
+        return read_config(Checkpoint.open(self.folder).config)
+
+    def decoder(self, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Decoder:
+        """Read from the folder anew, the way the engine does it."""
+        checkpoint = Checkpoint.open(self.folder)
+        config = read_config(checkpoint.config)
+        check_tensors(checkpoint, config)
+        ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
+        weights = RamWeights.load(checkpoint, dtype=dtype, device=device, ignore=ignored)
+        return Decoder(config, weights, dtype=dtype, device=device)
+
+    def text(self, dtype: torch.dtype = torch.float32) -> CachedDecoder:
+        return CachedDecoder(self.decoder(dtype))
+
+
+def build(family: Family, folder: Path, seed: int = 0) -> TinyModel:
+    """Writes the family's checkpoint into `folder` and reads it back as the reference."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    settings = {**_SHAPE, **family.settings, "rope_parameters": dict(family.rope)}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **settings))
+    _randomise(model, torch.Generator().manual_seed(seed))
+    model.save_pretrained(folder)
+    if family.old_layout:
+        config_file = folder / "config.json"
+        config_file.write_text(json.dumps(in_old_layout(json.loads(config_file.read_text()))))
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    return TinyModel(folder, reference)
+
+
+def in_old_layout(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json as it was written before transformers 5; `layer_types` were not yet there either."""
+    old = {key: value for key, value in config.items() if key not in ("rope_parameters", "layer_types")}
+    scaling = dict(config["rope_parameters"])
+    old["rope_theta"] = scaling.pop("rope_theta")
+    scaling["type"] = scaling.pop("rope_type")
+    return old | {"rope_scaling": None if scaling["type"] == "default" else scaling}
+
+
+@torch.no_grad()
+def _randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Weights under which every part matters: sharp attention, spread logits, norms away from 1 and biases from 0.
+
+    Embeddings are small, so that what a layer adds outweighs them; a tied head would else repeat the last token.
+    """
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            parameter.copy_((1.5 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0) + 0.3 * noise)
+        elif name.endswith("bias"):
+            parameter.copy_(0.2 * noise)
+        elif "embed_tokens" in name:
+            parameter.copy_(0.15 * noise)
+        else:
+            gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+            parameter.copy_(gain * noise / parameter.shape[1] ** 0.5)
