@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +37,13 @@ class Budget(click.ParamType[int]):
 
 def _all(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Several click options as one decorator, shown in this order."""
-    return lambda command: functools.reduce(lambda inner, option: option(inner), reversed(options), command)
+
+    def decorate(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def loading_options(function: F) -> F:

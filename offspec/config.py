@@ -6,7 +6,7 @@ One layout (Llama's: RMSNorm, RoPE, grouped-query attention, SwiGLU) serves ever
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -230,7 +230,7 @@ def _positive_number(config: Json, key: str, default: float | None = None) -> fl
 
 
 def _is_positive_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def _rope(config: Json) -> RopeConfig:

@@ -308,9 +308,8 @@ def _choose_draft(model: str, wanted: str, notes: list[Note]) -> str | None:
         return wanted
     if model == "builtin":
         return "builtin"
-    notes.append(
-        f"no draft is known for {model}, so it decodes one token a pass; a small model of its family makes it faster: --draft PATH"
-    )
+    remedy = "a small model of its family makes it faster: --draft PATH"
+    notes.append(Note(f"no draft is known for {model}, so it decodes one token a pass; {remedy}", advice=True))
     return None
 
 

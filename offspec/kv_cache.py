@@ -41,7 +41,7 @@ class KVCache:
     def nbytes(self) -> int:
         return self._data.nbytes
 
-    @torch.inference_mode()
+    @torch.inference_mode(False)  # in inference mode this would make tensors that `keep` may not write to outside it
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` entries; what is there stays. Grows by at least half, so that appending is linear."""
         if capacity <= self.capacity:
@@ -53,7 +53,6 @@ class KVCache:
         self._data = grown
         self.positions = torch.cat((self.positions, self.positions.new_empty(shape[3] - len(self.positions))))
 
-    @torch.inference_mode()
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
         """Put keys and values [T, kv_heads, head_dim] of one layer into slots start .. start + T."""
         slots = slice(start, start + keys.shape[0])
@@ -71,7 +70,6 @@ class KVCache:
         self.pending += num_pending
         assert self.size <= self.capacity
 
-    @torch.inference_mode()
     def keep(self, path: Sequence[int]) -> None:
         """Commit the pending entries `path` (indices into the pending region, ascending); forget the other ones."""
         assert all(a < b for a, b in pairwise((-1, *path, self.pending))), "path is not ascending pending entries"

@@ -27,8 +27,8 @@ def rotation(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, those between interpolated."""
-    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    context = scaling["original_max_position_embeddings"]
+    factor, context = float(scaling["factor"]), int(scaling["original_max_position_embeddings"])
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     turns = context * frequencies / (2 * math.pi)  # full turns within the original context
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / factor)
@@ -36,7 +36,8 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 def _yarn(frequencies: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     """YaRN (2309.00071, 3.2): dimensions that turn often within the original context are kept, the others slowed."""
-    scaling, context = rope.scaling, rope.scaling["original_max_position_embeddings"]
+    scaling, factor = rope.scaling, float(rope.scaling["factor"])
+    context = int(scaling["original_max_position_embeddings"])
 
     def dimension(turns: float) -> float:
         return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -47,7 +48,7 @@ def _yarn(frequencies: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low or 0.001
     slowed = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    return frequencies * (1 - slowed + slowed / scaling["factor"])
+    return frequencies * (1 - slowed + slowed / factor)
 
 
 def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:

@@ -247,18 +247,19 @@ class _Detokenizer:
             return ""
         # The decoder decides on good bytes (it may strip the text's first space), but would drop them beside bad ones.
         text = text if REPLACEMENT in text else self._extend(self._run)
-        self._restart()
+        waiting, _ = self._utf8.getstate()
+        self._restart(self._run[len(self._run) - len(waiting) :])
         return text
 
     def _end_run(self) -> str:
         if not self._run:
             return ""
-        self._restart()
+        self._restart([])
         return self._utf8.decode(b"", final=True)
 
-    def _restart(self) -> None:
-        # Not the run itself: together with the next byte tokens it could be bad UTF-8, which spoils them too.
-        self._run = []
+    def _restart(self, run: list[int]) -> None:
+        # The context is not the last run: with the next byte tokens it could be bad UTF-8, which would spoil them too.
+        self._run = run
         self._context = [] if self._anchor is None else [self._anchor]
 
     def _decode(self, ids: list[int]) -> str:

@@ -116,14 +116,16 @@ class Guesses:
 
     def log_probabilities(self, index: int) -> FloatArray:
         """[R, C]: log softmax(v / s) for s = grid[index]; never above 0, so that scores fall along a path."""
-        return np.minimum(self.values / self.grid[index] - self.normalisers[:, index, None], 0.0)
+        scores: FloatArray = self.values / self.grid[index] - self.normalisers[:, index, None]
+        return np.minimum(scores, 0.0)
 
     def likelihood(self, row: int, token: int) -> FloatArray:
         """[S]: log-probability of `token` at one row for each s; a token outside the candidates counts as the last."""
         possible = np.isfinite(self.values[row])
         found = np.flatnonzero((self.tokens[row] == token) & possible)
-        value = self.values[row, found[0]] if len(found) else self.values[row, possible].min()
-        return value / self.grid - self.normalisers[row]
+        value = float(self.values[row, found[0]] if len(found) else self.values[row, possible].min())
+        log_probabilities: FloatArray = value / self.grid - self.normalisers[row]
+        return log_probabilities
 
 
 class Growth:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from offspec.config import ModelConfig, read_config
+from offspec.config import read_config
 from offspec.loaders.checkpoint import Checkpoint
 from offspec.loaders.weights import RamWeights, WeightSource
-from offspec.model import CachedDecoder, Decoder, check_tensors, is_ignored
+from offspec.model import Decoder, check_tensors, is_ignored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -144,10 +144,6 @@ class TinyModel:
     folder: Path
     reference: PreTrainedModel
 
-    @property
-    def config(self) -> ModelConfig:
-        return read_config(Checkpoint.open(self.folder).config)
-
     def decoder(self, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Decoder:
         """Read from the folder anew, the way the engine does it."""
         checkpoint = Checkpoint.open(self.folder)
@@ -157,25 +153,16 @@ class TinyModel:
         weights = RamWeights.load(checkpoint, dtype=dtype, device=device, ignore=ignored)
         return Decoder(config, weights, dtype=dtype, device=device)
 
-    def text(self, dtype: torch.dtype = torch.float32) -> CachedDecoder:
-        return CachedDecoder(self.decoder(dtype))
+    def lending_decoder(self) -> tuple[Decoder, LendingWeights]:
+        """One whose layers are taken back after use."""
+        plain = self.decoder()
+        weights = LendingWeights(plain.weights)
+        return Decoder(plain.config, weights, dtype=plain.dtype, device=plain.device), weights
 
 
-def build(family: Family, folder: Path, seed: int = 0) -> TinyModel:
-    """Writes the family's checkpoint into `folder` and reads it back as the reference."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    settings = {**_SHAPE, **family.settings, "rope_parameters": dict(family.rope)}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **settings))
-    _randomise(model, torch.Generator().manual_seed(seed))
-    model.save_pretrained(folder)
-    if family.old_layout:
-        config_file = folder / "config.json"
-        config_file.write_text(json.dumps(in_old_layout(json.loads(config_file.read_text()))))
-    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    return TinyModel(folder, reference)
+def config_json(family: Family) -> dict[str, Any]:
+    """The family's config.json, as short as it can be, in the layout of transformers 5."""
+    return {"model_type": family.model_type, **_SHAPE, **family.settings, "rope_parameters": dict(family.rope)}
 
 
 def in_old_layout(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,6 +174,22 @@ def in_old_layout(config: Mapping[str, Any]) -> dict[str, Any]:
     return old | {"rope_scaling": None if scaling["type"] == "default" else scaling}
 
 
+def build(family: Family, folder: Path, seed: int = 0) -> TinyModel:
+    """Writes the family's checkpoint into `folder` and reads it back as the reference."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_json(family)))
+    _randomise(model, torch.Generator().manual_seed(seed))
+    model.save_pretrained(folder)
+    if family.old_layout:
+        config_file = folder / "config.json"
+        config_file.write_text(json.dumps(in_old_layout(json.loads(config_file.read_text()))))
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    return TinyModel(folder, reference.eval())
+
+
 @torch.no_grad()
 def _randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Weights under which every part matters: sharp attention, spread logits, norms away from 1 and biases from 0.
@@ -195,12 +198,14 @@ def _randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
     """
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name:
-            parameter.copy_((1.5 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0) + 0.3 * noise)
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.copy_(1.5 + 0.3 * noise)
+        elif name.endswith("norm.weight"):
+            parameter.copy_(1 + 0.3 * noise)
         elif name.endswith("bias"):
             parameter.copy_(0.2 * noise)
-        elif "embed_tokens" in name:
+        elif name.endswith("embed_tokens.weight"):
             parameter.copy_(0.15 * noise)
         else:
-            gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+            gain = 2.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
             parameter.copy_(gain * noise / parameter.shape[1] ** 0.5)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from offspec.errors import TokenizerError, UsageError, VocabularyMismatchError
-from offspec.tokenizer import Tokenizer, TextStream, check_vocabularies
+from offspec.tokenizer import TextStream, Tokenizer, check_vocabularies
 
 CORPUS = ["the cat sat on the mat, the dog on the log. ", "def area(x):\n    return x * x\n", "naïve café 日本 😀 "] * 4
 TEXTS = ["", "the cat", " the  cat ", "naïve café 日本語 😀👩‍👩‍👧\n\n\tx", "a</s>b <|im_end|> <s>", "Ünïcödé ☃ ﬁ"]
@@ -29,6 +29,10 @@ def byte_alphabet() -> list[str]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
+
+
+def written(token: bytes) -> str:
+    return "".join(byte_alphabet()[b] for b in token)
 
 
 def write_folder(folder: Path, backend: tokenizers.Tokenizer, **files: Any) -> Path:
@@ -49,8 +53,11 @@ def trained_byte_level(special: list[str], *extra: bytes) -> tokenizers.Tokenize
     backend.train_from_iterator(
         CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
     )
-    written = byte_alphabet()
-    backend.add_tokens(["".join(written[b] for b in token) for token in extra])
+    state = json.loads(backend.to_str())
+    vocabulary = state["model"]["vocab"]
+    for token in extra:
+        vocabulary.setdefault(written(token), len(vocabulary))
+    backend = tokenizers.Tokenizer.from_str(json.dumps(state))
     backend.add_special_tokens(special)
     return backend
 
@@ -88,7 +95,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
     fast = "PreTrainedTokenizerFast"
     llama3 = {"tokenizer_class": fast, "bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
-    llama2 = {"tokenizer_class": fast, "bos_token": {"content": "<s>"}, "eos_token": "</s>", "unk_token": "<unk>"}
+    llama2 = {"tokenizer_class": fast, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     qwen = {"tokenizer_class": fast, "bos_token": None, "eos_token": "<|im_end|>", "add_bos_token": False}
     qwen_backend = trained_byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], *CROSSING)
     return {
@@ -111,10 +118,10 @@ def tokenizer(request: pytest.FixtureRequest, loaded: dict[str, Tokenizer]) -> T
     return loaded[request.param]
 
 
-def reference(folder: Path) -> Any:
+def reference(folder: Path, **overrides: Any) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(folder))
+    return AutoTokenizer.from_pretrained(str(folder), **overrides)
 
 
 def with_config(folder: Path, backend: tokenizers.Tokenizer, **config: Any) -> Tokenizer:
@@ -131,10 +138,10 @@ def test_encodes_as_transformers_does(
 ) -> None:
     config = json.loads((folders[kind] / "tokenizer_config.json").read_text())
     config.pop("add_bos_token", None)
-    if add_bos is not None:
-        config["add_bos_token"] = add_bos
+    # transformers 5 heeds the key as an argument, but no longer in the file (4 did, for Llama's class): hence both.
+    explicit = {} if add_bos is None else {"add_bos_token": add_bos}
     backend = tokenizers.Tokenizer.from_file(str(folders[kind] / "tokenizer.json"))
-    ours, theirs = with_config(tmp_path, backend, **config), reference(tmp_path)
+    ours, theirs = with_config(tmp_path, backend, **config, **explicit), reference(tmp_path, **explicit)
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text)
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
@@ -144,7 +151,7 @@ def test_encodes_as_transformers_does(
 def test_encodes_as_the_llama_tokenizer_class_does(add_bos: bool, tmp_path: Path) -> None:
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": add_bos}
     ours = with_config(tmp_path, llama2_backend(), tokenizer_class="LlamaTokenizerFast", **config)
-    theirs = reference(tmp_path)
+    theirs = reference(tmp_path, add_bos_token=add_bos)
     for text in ("the cat", "the cat sat 😀\n"):
         assert ours.encode(text) == theirs.encode(text)
 
@@ -201,8 +208,13 @@ def test_text_that_is_not_unicode_is_refused(tokenizer: Tokenizer) -> None:
 def test_vocab_size_is_the_highest_id_plus_one(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
     assert with_config(tmp_path, backend).vocab_size == 8
-    backend.add_tokens(["c"])
-    assert with_config(tmp_path, backend).vocab_size == backend.token_to_id("c") + 1 or 8
+
+
+def test_vocab_size_counts_added_tokens(tmp_path: Path) -> None:
+    backend = llama2_backend()
+    size = with_config(tmp_path, backend).vocab_size
+    backend.add_special_tokens(["<|im_end|>"])
+    assert with_config(tmp_path, backend).vocab_size == size + 1
 
 
 @pytest.mark.parametrize(
@@ -251,12 +263,12 @@ def test_an_eos_that_is_no_id_is_refused(value: Any, tmp_path: Path) -> None:
 
 
 def test_a_bos_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="'<start>'.*tokenizer.json lacks"):
+    with pytest.raises(TokenizerError, match=r"'<start>'.*tokenizer\.json lacks"):
         with_config(tmp_path, llama2_backend(), bos_token="<start>", add_bos_token=True)
 
 
 def test_a_folder_without_tokenizer_json_says_how_to_make_it(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="no tokenizer, .*save_pretrained"):
+    with pytest.raises(TokenizerError, match=r"no tokenizer, .*save_pretrained"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
     with pytest.raises(TokenizerError, match=r"only a sentencepiece tokenizer\.model, .*save_pretrained"):
@@ -285,7 +297,7 @@ TEMPLATES = {
     "chatml": CHATML,
     "bos": "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}\n",
     "json": "{% for m in messages %}\n    {{ m | tojson }}{{ [m] | tojson(indent=2) }}\n{% endfor %}",
-    "loops": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor %}",
+    "loops": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor %}",
     "generation": "{% for m in messages %}{% generation %}\n{{ m.content }}{% endgeneration %}\n{% endfor %}",
     "absent": "{{ tools is none }}{{ documents is none }}{{ cls_token is defined }}{{ nothing }}{{ unk_token }}",
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
@@ -333,7 +345,7 @@ def test_of_several_templates_default_is_taken_and_the_jinja_file_wins(tmp_path:
 def test_without_a_template_the_remedy_is_raw(template: Any, tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, template)
     assert not tokenizer.has_chat_template
-    with pytest.raises(TokenizerError, match="no chat template.*--raw"):
+    with pytest.raises(TokenizerError, match=r"no chat template.*--raw"):
         tokenizer.render_chat(CHAT)
 
 
@@ -378,7 +390,7 @@ def pushed(stream: TextStream, ids: Iterable[int]) -> list[str]:
 
 def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
     """Random ids, byte tokens and specials often; an id beyond the vocabulary now and then, as a padded head gives."""
-    size = {"llama3": 303, "llama2": 285, "qwen": 310}[kind]
+    size = {"llama3": 303, "llama2": 283, "qwen": 308}[kind]
     byte_tokens = st.sampled_from(range(3, 259)) if kind == "llama2" else st.sampled_from(range(256))
     return st.lists(st.one_of(st.integers(0, size - 1), byte_tokens, st.integers(size - 12, size + 1)), max_size=24)
 
@@ -481,7 +493,7 @@ def test_an_emoji_of_four_tokens_comes_with_its_last_byte(loaded: dict[str, Toke
     ids = [3 + byte for byte in f"a{EMOJI}\n".encode()]
     assert pushed(loaded["llama2"].stream(), ids) == ["a", "", "", "", EMOJI, "\n", ""]
     assert pushed(loaded["llama2"].stream(), ids[:4]) == ["a", "", "", "", REPLACEMENT * 3]
-    bytes_only = [loaded["llama3"]._backend.token_to_id(byte_alphabet()[byte]) for byte in f"a{EMOJI}\n".encode()]
+    bytes_only = [loaded["llama3"]._backend.token_to_id(byte_alphabet()[b]) for b in f"a{EMOJI}\n".encode()]
     assert pushed(loaded["llama3"].stream(), bytes_only) == ["a", "", "", "", EMOJI, "\n", ""]
     assert pushed(loaded["llama3"].stream(), bytes_only[:4]) == ["a", "", "", "", REPLACEMENT]
 
@@ -501,9 +513,7 @@ def test_lone_bytes_and_real_replacement_characters_pass(kind: str, loaded: dict
 
 def test_tokens_that_all_end_within_a_character_do_not_hold_the_stream_up(loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded["qwen"]
-    lead, crossing = (
-        tokenizer._backend.token_to_id("".join(byte_alphabet()[b] for b in token)) for token in (b"\xe2", CROSSING[0])
-    )
+    lead, crossing = (tokenizer._backend.token_to_id(written(token)) for token in (b"\xe2", CROSSING[0]))
     assert pushed(tokenizer.stream(), [lead, *[crossing] * 5]) == ["", *"€€€€€", REPLACEMENT]
 
 
