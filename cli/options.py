@@ -186,7 +186,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
             raise click.UsageError("Give PROMPT or --prompt-file, not both.")
         return _decoded(file.read_bytes, str(file))
     if argument == "-" or (argument is None and not sys.stdin.isatty()):
-        return _decoded(click.get_binary_stream("stdin").read, "standard input")
+        return _decoded(sys.stdin.buffer.read, "standard input")
     if argument is None:
         raise click.UsageError("Give a PROMPT, --prompt-file, or pipe one in.")
     return argument
