@@ -40,7 +40,7 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 # A byte-level decoder is back in step after one byte that continues nothing, or after three that do (UTF-8: at most
 # four bytes a character, RFC 3629); every token has at least one byte.
-_CONTEXT_TOKENS = 4
+_CONTEXT_TOKENS = 3
 
 
 class Tokenizer:

@@ -23,7 +23,9 @@ def add(cache: KVCache, entries: list[Entry], *, pending: bool) -> None:
     cache.reserve(start + len(entries))
     cache.positions[start : start + len(entries)] = torch.tensor([position for _, position in entries])
     for layer in range(LAYERS):
-        keys = torch.tensor([number + 100 * layer for number, _ in entries])[:, None, None].expand(-1, KV_HEADS, HEAD_DIM)
+        keys = torch.tensor([number + 100 * layer for number, _ in entries])[:, None, None].expand(
+            -1, KV_HEADS, HEAD_DIM
+        )
         cache.write(layer, keys, -keys, start)
     cache.append(0 if pending else len(entries), len(entries) if pending else 0)
 

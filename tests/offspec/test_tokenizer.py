@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -301,6 +301,7 @@ TEMPLATES = {
     "generation": "{% for m in messages %}{% generation %}\n{{ m.content }}{% endgeneration %}\n{% endfor %}",
     "absent": "{{ tools is none }}{{ documents is none }}{{ cls_token is defined }}{{ nothing }}{{ unk_token }}",
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "indented": "  {% if true %}\n    {% for m in messages %}\n{{ m.role }}\n    {% endfor %}\n  {% endif %}\n",
     "date": "{{ strftime_now('%Y') }}",
 }
 
@@ -433,6 +434,8 @@ def test_byte_level_decoding_is_the_library_s(kind: str, data: st.DataObject, lo
 
 
 @settings(deadline=None, max_examples=150)
+@example(ids=[282, 3 + 0x80, 277], skip=True)  # the vocabulary's own U+FFFD, a bad byte, a word
+@example(ids=[3 + 0xC2, 3 + 0xC2, 3 + 0xA2, 277], skip=True)  # one byte is bad and the next begins a character
 @given(ids=ids_of("llama2"), skip=st.booleans())
 def test_byte_fallback_spoils_only_bad_bytes(ids: list[int], skip: bool, loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded["llama2"]
@@ -531,7 +534,7 @@ def test_the_cost_of_a_token_does_not_grow(
     monkeypatch.setattr(Tokenizer, "_backend_decode", counted)
     for ids in (tokenizer.encode("the cat 😀" * 40), [3 + 0x80] * 200, [0, 1, 2] * 100):
         pushed(tokenizer.stream(["zzz"]), ids)
-    assert max(widths) <= 8
+    assert max(widths) <= 7
 
 
 def test_the_first_space_is_the_decoder_s_matter_and_later_ones_are_text(loaded: dict[str, Tokenizer]) -> None:
@@ -540,6 +543,8 @@ def test_the_first_space_is_the_decoder_s_matter_and_later_ones_are_text(loaded:
     assert pushed(tokenizer.stream(), [1, the, cat, 2]) == ["", "the", " cat", "", ""]
     assert pushed(tokenizer.stream(), [space, the, space, cat]) == ["", " the", " ", " cat", ""]
     assert pushed(tokenizer.stream(), [byte_space, the, byte_space]) == ["", " the", " ", ""]
+    skipped = [1, 2] * 5
+    assert pushed(tokenizer.stream(), [*skipped, the, *skipped, cat]) == [*[""] * 10, "the", *[""] * 10, " cat", ""]
     assert pushed(tokenizer.stream(skip_special_tokens=False), [1, the, 2]) == ["<s>", " the", "</s>", ""]
 
 

@@ -1,0 +1,93 @@
+"""Tokens per pass on held-out prompts: both scorings, over temperatures and budgets.
+
+    python benchmarks/acceptance.py [--model builtin] [--budgets 16,64,128,256] [--temperatures 0,0.6,1]
+
+Tokens per pass do not depend on the machine's speed, so one run is enough; every pass counts, the first one too. Each
+row starts with an uncalibrated draft and fits its sharpness on the way. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+
+from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.scheduler.params import Scoring
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting over all prompts. sharpness: the value fitted at the end (1 for specexec, by definition)."""
+
+    temperature: float
+    scoring: Scoring
+    budget: int
+    tokens_per_pass: float
+    worst_prompt: float
+    best_prompt: float
+    sharpness: float
+
+
+def measure(
+    engine: Engine, prompts: list[str], temperature: float, speculation: SpeculationParams, max_new_tokens: int
+) -> Row:
+    """Run every prompt, seeded by its number."""
+    fresh = engine.with_draft(engine.draft, engine.draft_name)
+    ratios: list[float] = []
+    num_tokens = num_passes = 0
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(max_new_tokens, temperature=temperature, seed=index, ignore_eos=True)
+        *_, last = fresh.generate(prompt, params, speculation)
+        num_tokens, num_passes = num_tokens + last.stats.num_tokens, num_passes + last.stats.num_passes
+        ratios.append(last.stats.tokens_per_pass)
+    fitted = fresh.sharpness(greedy=temperature == 0) if speculation.scoring == "coupled" else 1.0
+    return Row(
+        temperature,
+        speculation.scoring,
+        speculation.budget,
+        num_tokens / num_passes,
+        min(ratios),
+        max(ratios),
+        fitted,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--budgets", default="16,64,128,256")
+    parser.add_argument("--temperatures", default="0,0.6,1")
+    parser.add_argument("--scorings", default="specexec,coupled")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-prompts", type=int, default=None)
+    parser.add_argument("--width", type=int, default=SpeculationParams.width)
+    parser.add_argument("--children", type=int, default=SpeculationParams.children)
+    parser.add_argument("--max-depth", type=int, default=SpeculationParams.max_depth)
+    args = parser.parse_args()
+    engine = Engine.load(args.model, draft=args.draft, dtype="fp32")
+    if engine.draft is None:
+        sys.exit("Error: there is no draft to measure; give --draft PATH")
+    prompts = builtin.prompts()[: args.max_prompts]
+    rows: list[Row] = []
+    print(f"{len(prompts)} held-out prompts x {args.max_new_tokens} tokens")
+    print(f"{'temperature':>11}  {'scoring':<8}  {'budget':>6}  tokens per pass (worst, best prompt)  sharpness")
+    for temperature in map(float, args.temperatures.split(",")):
+        for scoring in args.scorings.split(","):
+            for budget in map(int, args.budgets.split(",")):
+                speculation = SpeculationParams(budget, scoring, args.width, args.children, args.max_depth)
+                row = measure(engine, prompts, temperature, speculation, args.max_new_tokens)
+                rows.append(row)
+                spread = f"({row.worst_prompt:.2f}, {row.best_prompt:.2f})"
+                print(
+                    f"{row.temperature:>11g}  {row.scoring:<8}  {row.budget:>6}  {row.tokens_per_pass:>15.2f} {spread:<21}"
+                    f"  {row.sharpness:>9.2f}",
+                    flush=True,
+                )
+    print(json.dumps({"model": engine.name, "draft": engine.draft_name, "rows": [asdict(row) for row in rows]}))
+
+
+if __name__ == "__main__":
+    main()
