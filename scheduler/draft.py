@@ -10,12 +10,14 @@ Knows models only through the `TreeModel` protocol.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from offspec.errors import NumericalError
 
 from .params import SpeculationParams
 from .sampling import Sampler
@@ -70,6 +72,7 @@ class Sharpness:
     """
 
     GRID = np.array([0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.3, 1.8])
+    UNIT = 6  # where GRID is 1
     FORGETTING = 0.99
     PRIOR_NODES = 4.0
 
@@ -106,17 +109,21 @@ class Guesses:
     """What the draft thinks of the children of R expanded nodes, best first.
 
     tokens, values [R, C]: candidates and their v = log q + G. normalisers [R, S]: logsumexp(v / s) over the whole
-    vocabulary for each s of the grid, so that any s can be judged later.
+    vocabulary for each s of `Sharpness.GRID`, so that any s can be judged later.
     """
 
     tokens: IntArray
     values: FloatArray
     normalisers: FloatArray
-    grid: FloatArray
+
+    @classmethod
+    def joined(cls, rounds: Sequence[Guesses]) -> Guesses:
+        """The rows of several rounds as one."""
+        return cls(*(np.concatenate([getattr(r, f.name) for r in rounds]) for f in fields(cls)))
 
     def log_probabilities(self, index: int) -> FloatArray:
-        """[R, C]: log softmax(v / s) for s = grid[index]; never above 0, so that scores fall along a path."""
-        scores: FloatArray = self.values / self.grid[index] - self.normalisers[:, index, None]
+        """[R, C]: log softmax(v / s) for s = GRID[index]; never above 0, so that scores fall along a path."""
+        scores: FloatArray = self.values / Sharpness.GRID[index] - self.normalisers[:, index, None]
         return np.minimum(scores, 0.0)
 
     def likelihood(self, row: int, token: int) -> FloatArray:
@@ -124,7 +131,7 @@ class Guesses:
         possible = np.isfinite(self.values[row])
         found = np.flatnonzero((self.tokens[row] == token) & possible)
         value = float(self.values[row, found[0]] if len(found) else self.values[row, possible].min())
-        log_probabilities: FloatArray = value / self.grid - self.normalisers[row]
+        log_probabilities: FloatArray = value / Sharpness.GRID - self.normalisers[row]
         return log_probabilities
 
 
@@ -252,12 +259,16 @@ class ModelDrafter:
         if not self._rounds:
             return
         rows = [int(row) for row in self._rows[verdict.path] if row >= 0]
-        where = [(guesses, row) for guesses in self._rounds for row in range(len(guesses.tokens))]
-        # Row r of the pending region is the (r + 1)-th expanded node; the root was the first.
-        for expanded, token in zip([0, *(row + 1 for row in rows)], verdict.tokens, strict=False):
-            guesses, row = where[expanded]
-            self._sharpness.observe(guesses.likelihood(row, token))
+        if self._is_coupled:  # values without the noise would say nothing about values with it
+            self._calibrate(rows, verdict.tokens)
         self._model.keep(rows)
+
+    def _calibrate(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Tell the sharpness which token the target chose at each expanded node of the walk."""
+        guesses = Guesses.joined(self._rounds)
+        # The root was expanded first, so the node in row r of the pending region has guesses[r + 1].
+        for index, token in zip([0, *(row + 1 for row in rows)], tokens, strict=False):
+            self._sharpness.observe(guesses.likelihood(index, token))
 
     def _add_children(self, growth: Growth, nodes: IntArray, logits: Tensor, position: int) -> None:
         """Score the children of the nodes just expanded; `position` is that of the root's children."""
@@ -265,7 +276,7 @@ class ModelDrafter:
         paths = growth.path_tokens(nodes) if self._sampler.needs_history else [[]] * len(nodes)
         guesses = self._guess(logits[:, : self._columns], paths, position + depths)
         self._rounds.append(guesses)
-        index = self._sharpness.index if self._is_coupled else int(np.flatnonzero(guesses.grid == 1.0)[0])
+        index = self._sharpness.index if self._is_coupled else Sharpness.UNIT
         growth.add(nodes, guesses.tokens, guesses.log_probabilities(index))
 
     def _guess(self, logits: Tensor, paths: Sequence[Sequence[int]], positions: IntArray) -> Guesses:
@@ -276,8 +287,10 @@ class ModelDrafter:
             noise = torch.stack([self._sampler.noise(int(p))[: self._columns].float() for p in unique])
             values = values + noise[torch.as_tensor(inverse, device=noise.device)]
         grid = torch.as_tensor(Sharpness.GRID, dtype=torch.float32, device=values.device)
-        normalisers = torch.stack([(values / s).logsumexp(-1) for s in grid], dim=-1)
+        normalisers = torch.stack([(values / s).logsumexp(-1) for s in grid], dim=-1).double().cpu().numpy()
+        if not np.isfinite(normalisers).all():
+            raise NumericalError(
+                "the draft's logits are not finite (NaN or infinity); try --dtype fp32 or another draft"
+            )
         best, tokens = values.topk(min(self._params.children, self._columns), dim=-1)
-        return Guesses(
-            tokens.cpu().numpy(), best.double().cpu().numpy(), normalisers.double().cpu().numpy(), Sharpness.GRID
-        )
+        return Guesses(tokens.cpu().numpy(), best.double().cpu().numpy(), normalisers)

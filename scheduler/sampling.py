@@ -49,7 +49,7 @@ def gumbel(seed: int, position: int, vocab_size: int, device: torch.device | str
     words = (words ^ _shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
     words = (words ^ _shifted(words, 27)) * _signed(0x94D049BB133111EB)
     words = words ^ _shifted(words, 31)
-    uniform = (_shifted(words, 11).double() + 0.5) * 2.0**-53  # in (0, 1), never 0 or 1
+    uniform = (_shifted(words, 12).double() + 0.5) * 2.0**-52  # exact, so in (0, 1): with 53 bits it would round to 1
     return -torch.log(-torch.log(uniform))
 
 
@@ -96,7 +96,8 @@ class Sampler:
             logits = self._penalised(logits, paths)
         if self.is_greedy:
             return logits
-        logits = logits / p.temperature
+        # From the maximum, so that no temperature above 0 is too small to divide by.
+        logits = (logits - logits.max(-1, keepdim=True).values) / p.temperature
         if 0 < p.top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(p.top_k).values[:, -1:], -math.inf)
         if p.top_p < 1:

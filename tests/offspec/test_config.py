@@ -27,6 +27,13 @@ def rope(**parameters: Any) -> dict[str, Any]:
     return LLAMA | {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
 
 
+def outcome(config: dict[str, Any]) -> ModelConfig | str:
+    try:
+        return read_config(config)
+    except OffspecError as error:
+        return str(error)
+
+
 def refusal(config: dict[str, Any], error: type[OffspecError]) -> str:
     with pytest.raises(error) as caught:
         read_config(config)
@@ -49,7 +56,7 @@ def test_shape_of_a_llama() -> None:
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 16)
     assert (config.rms_norm_eps, config.rope.theta, config.rope.kind) == (1e-6, 10000.0, "default")
     assert config.windows == (None, None, None)
-    assert not (config.tied_head or config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+    assert not any((config.tied_head, config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm))
     assert config.layer_shapes()["self_attn.k_proj.weight"] == (32, 64)
     assert config.layer_shapes()["mlp.down_proj.weight"] == (64, 96)
     assert len(config.layer_shapes()) == 9
@@ -235,7 +242,5 @@ def test_whatever_stands_there_gives_a_config_or_one_line(data: st.DataObject) -
     config["rope_parameters"] = scaling
     keys = st.sampled_from([*config, "layer_types", "rope_scaling", "quantization_config", "architectures"])
     config |= data.draw(st.dictionaries(keys, ANYTHING, max_size=3), label="config")
-    try:
-        assert isinstance(read_config(config), ModelConfig)
-    except OffspecError as error:
-        assert len(str(error).splitlines()) == 1
+    result = outcome(config)
+    assert isinstance(result, ModelConfig) or len(result.splitlines()) == 1

@@ -225,7 +225,7 @@ def expected_logits(decoder: Decoder, text: list[int], tree: Tree) -> Tensor:
 
 @pytest.mark.parametrize("family", TREE_FAMILIES)
 @given(steps=st.lists(passes(), min_size=1, max_size=3))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 def test_a_node_of_a_tree_is_the_end_of_a_plain_chain(tiny_model: GetModel, family: str, steps: list[Pass]) -> None:
     decoder = tiny_model(family).decoder()
     text, tokens = CachedDecoder(decoder), []

@@ -1,0 +1,223 @@
+"""Stand-ins for models, and slow twins of what the scheduler does: numpy and big integers, one token at a time.
+
+A model is a rule: from all tokens so far to logits. The twins share no code with the scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from offspec.scheduler.draft import Drafter
+from offspec.scheduler.params import SamplingParams
+from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
+from offspec.scheduler.verify import exact_walk
+
+Rule = Callable[[tuple[int, ...]], FloatArray]
+
+# The machine may be busy, so no deadlines; the same examples every time, so that a failure is a change of the code.
+EXAMPLES: dict[str, Any] = {"deadline": None, "derandomize": True}
+few = settings(max_examples=25, **EXAMPLES)
+many = settings(max_examples=100, **EXAMPLES)
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def random_rule(vocab_size: int, seed: int, spread: float = 2.0) -> Rule:
+    """Logits that depend on every token so far, and are the same whenever they are asked for."""
+
+    @cache
+    def rule(prefix: tuple[int, ...]) -> FloatArray:
+        generator = np.random.default_rng([seed, len(prefix), *prefix])
+        return generator.normal(scale=spread, size=vocab_size).astype(np.float32).astype(np.float64)
+
+    return rule
+
+
+def resembling(rule: Rule, seed: int, error: float = 1.0) -> Rule:
+    """A rule that errs: a draft for the target `rule`."""
+
+    @cache
+    def draft(prefix: tuple[int, ...]) -> FloatArray:
+        logits = rule(prefix)
+        return logits + random_rule(len(logits), seed, error)(prefix)
+
+    return draft
+
+
+class RuleModel:
+    """A TreeModel that computes `rule`, and insists that whoever drives it is consistent.
+
+    Every node must see exactly one path: a root's child, its child, and so on down to itself. `chains` and `batches`
+    record what was passed: the chain of every call, and how many nodes.
+    """
+
+    def __init__(self, rule: Rule, vocab_size: int, max_context: int = 1 << 20) -> None:
+        self.rule, self.vocab_size, self.max_context = rule, vocab_size, max_context
+        self.text: list[int] = []
+        self.chains: list[list[int]] = []
+        self.batches: list[int] = []
+        self._pending: list[tuple[int, int]] = []  # token, depth
+        self._sights: list[list[int]] = []  # for each pending node, whom it sees
+
+    @property
+    def length(self) -> int:
+        return len(self.text)
+
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+        assert not (chain and self._pending), "the text cannot grow behind pending nodes"
+        num_earlier, num_nodes = len(self._pending), len(tokens)
+        assert mask.shape == (num_nodes, num_earlier + num_nodes)
+        assert mask.dtype == np.bool_
+        assert all(0 <= token < self.vocab_size for token in (*chain, *tokens))
+        self.chains.append(list(chain))
+        self.batches.append(num_nodes)
+        self.text += chain
+        self._pending += zip(tokens.tolist(), depths.tolist(), strict=True)
+        self._sights += [np.flatnonzero(row).tolist() for row in mask]
+        text = tuple(self.text)
+        assert len(text) + max((depth for _, depth in self._pending), default=0) <= self.max_context
+        prefixes = [text] if chain else []
+        prefixes += [text + self._path(node) for node in range(num_earlier, num_earlier + num_nodes)]
+        rows = [self.rule(prefix) for prefix in prefixes]
+        return torch.tensor(np.array(rows).reshape(-1, self.vocab_size), dtype=torch.float32)
+
+    def _path(self, node: int) -> tuple[int, ...]:
+        sight = self._sights[node]
+        assert sight[-1] == node
+        assert [self._pending[seen][1] for seen in sight] == list(range(1, len(sight) + 1))
+        assert all(self._sights[seen] == sight[: place + 1] for place, seen in enumerate(sight))
+        return tuple(self._pending[seen][0] for seen in sight)
+
+    def keep(self, path: Sequence[int]) -> None:
+        assert not path or self._sights[path[-1]] == list(path), "what is kept is not a path from the root"
+        self.text += [self._pending[node][0] for node in path]
+        self._pending, self._sights = [], []
+
+
+def generate(target: RuleModel, drafter: Drafter, sampler: Sampler, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The engine's loop without the engine: propose, score, verify, commit, observe."""
+    text, end = list(prompt), len(prompt) + num_tokens
+    sampler.extend(text)
+    while len(text) < end:
+        tree = drafter.propose(text, max_depth=end - len(text) - 1)
+        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
+        verdict = exact_walk(tree, logits, sampler, position=len(text))
+        target.keep(verdict.path)
+        drafter.observe(tree, verdict)
+        text += verdict.tokens
+        sampler.extend(verdict.tokens)
+    return text[len(prompt) :]
+
+
+# ------------------------------------------------------------------------------------------------ twins
+
+
+def softmax(values: FloatArray) -> FloatArray:
+    weights = np.exp(values - values.max())
+    return weights / weights.sum()
+
+
+def processed(logits: FloatArray, params: SamplingParams, seen: Iterable[int] = ()) -> FloatArray:
+    """Log-probabilities up to a constant of what the parameters make of logits [V], given the tokens so far."""
+    values = logits.astype(np.float64)
+    for token in set(seen):
+        values[token] *= params.repetition_penalty if values[token] < 0 else 1 / params.repetition_penalty
+    if params.temperature == 0:
+        return values
+    values /= params.temperature
+    order = np.argsort(-values, kind="stable")
+    if 0 < params.top_k < len(values):
+        values[values < values[order[params.top_k - 1]]] = -math.inf
+    probabilities, mass = softmax(values), 0.0
+    for token in order:
+        if params.top_p < 1 and mass >= params.top_p:
+            values[token] = -math.inf
+        mass += probabilities[token]
+    probabilities = softmax(values)
+    values[probabilities < params.min_p * probabilities.max()] = -math.inf
+    return values
+
+
+WORD = 2**64
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def splitmix64(state: int) -> int:
+    """The generator's output for a state, as its authors give it (https://prng.di.unimi.it/splitmix64.c)."""
+    z = state % WORD
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % WORD
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % WORD
+    return z ^ (z >> 31)
+
+
+def uniform(seed: int, position: int, token: int) -> float:
+    """The number in (0, 1) behind the noise of one token."""
+    stream = splitmix64(splitmix64(seed + GOLDEN) + (position + 1) * GOLDEN)
+    word = splitmix64(stream + (token + 1) * GOLDEN)
+    return (2 * (word >> 12) + 1) / 2**53
+
+
+def noise(seed: int, position: int, vocab_size: int) -> FloatArray:
+    return np.array([-math.log(-math.log(uniform(seed, position, token))) for token in range(vocab_size)])
+
+
+def plain_text(rule: Rule, params: SamplingParams, seed: int, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """One token after the other, without trees, caches or tensors."""
+    text = list(prompt)
+    for _ in range(num_tokens):
+        values = processed(rule(tuple(text)), params, text)
+        if params.temperature > 0:
+            values = values + noise(seed, len(text), len(values))
+        text.append(int(values.argmax()))
+    return text[len(prompt) :]
+
+
+# ------------------------------------------------------------------------------------------------ trees
+
+
+def build_tree(paths: Iterable[Sequence[int]]) -> TokenTree:
+    """The tree that holds these token paths and all their beginnings; scores say only how deep a node lies."""
+    index: dict[tuple[int, ...], int] = {(): ROOT}
+    for path in paths:
+        for end in range(1, len(path) + 1):
+            index.setdefault(tuple(path[:end]), len(index) - 1)
+    nodes = list(index)[1:]
+    depths = np.array([len(node) for node in nodes], dtype=np.int64)
+    tokens = np.array([node[-1] for node in nodes], dtype=np.int64)
+    parents = np.array([index[node[:-1]] for node in nodes], dtype=np.int64)
+    return TokenTree(tokens, parents, depths, -depths.astype(np.float64))
+
+
+def paths(tree: TokenTree) -> list[tuple[int, ...]]:
+    """The tokens from the root's child down to each node."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        found.append((*(found[parent] if parent != ROOT else ()), token))
+    return found
+
+
+def trees(vocab_size: int, max_depth: int = 5, max_paths: int = 12) -> st.SearchStrategy[TokenTree]:
+    path = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=max_depth)
+    return st.lists(path, max_size=max_paths).map(build_tree)
+
+
+def sampling_params() -> st.SearchStrategy[SamplingParams]:
+    """Greedy and sampled, with every way of processing on and off."""
+    return st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 0.6, 1.0, 1.7]),
+        top_k=st.sampled_from([0, 1, 3, 100]),
+        top_p=st.sampled_from([1.0, 0.9, 0.4]),
+        min_p=st.sampled_from([0.0, 0.2]),
+        repetition_penalty=st.sampled_from([1.0, 1.4, 0.8]),
+    )
