@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
@@ -41,14 +42,23 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    subcommand_metavar="COMMAND [ARGS]...",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, "--version", prog_name="offspec")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """offspec runs language models far larger than the GPU, with exactly the output the model alone would have given.
 
     \b
     Example:  offspec run builtin "def area("
     """
+    if ctx.invoked_subcommand is None:
+        _show(ctx.get_help())
+        ctx.exit(WRONG_USAGE)
 
 
 def main() -> NoReturn:
@@ -58,51 +68,57 @@ def main() -> NoReturn:
 
 def run(args: list[str]) -> int:
     """Run one command line; returns the exit code."""
-    verbose = False
+    verbose = any(arg in ("-v", "--verbose") for arg in args)
     try:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" rather than a traceback
-        verbose = any(arg in ("-v", "--verbose") for arg in args)
-        result = cli.main(args, prog_name="offspec", standalone_mode=False)
+        if sys.stdout is None:
+            raise OSError("standard output is closed")
+        # Not `cli.main`, which has an exit code of its own for a closed pipe.
+        with cli.make_context("offspec", list(args)) as context:
+            cli.invoke(context)
         sys.stdout.flush()
-        return result if isinstance(result, int) else DONE
-    except KeyboardInterrupt:
+        return DONE
+    except click.exceptions.Exit as exc:
+        return exc.exit_code
+    except (KeyboardInterrupt, click.Abort):
         _show("")
         return INTERRUPTED
-    except click.Abort:
-        return INTERRUPTED
-    except click.exceptions.NoArgsIsHelpError as exc:
-        _show(exc.format_message())
-        return WRONG_USAGE
     except click.ClickException as exc:
         where = exc.ctx.command_path if isinstance(exc, click.UsageError) and exc.ctx else "offspec"
-        _show(f"Error: {' '.join(exc.format_message().split())} (see {where} --help)")
-        return exc.exit_code
+        return _fail(f"{exc.format_message()} (see {where} --help)", exc.exit_code)
     except BrokenPipeError:
         _detach_stdout()
         return DONE  # whoever reads us has had enough, as with `| head`
     except OSError as exc:
         _detach_stdout()
-        _show(f"Error: cannot read or write: {exc}")
-        return FAILURE
+        return _fail(f"cannot read or write: {exc}", FAILURE)
     except OffspecError as exc:
-        if verbose:
-            import traceback
-
-            traceback.print_exc()
-        _show(f"Error: {exc}")
-        return exc.exit_code
+        return _fail(str(exc), exc.exit_code, traceback=verbose)
+    except Exception as exc:  # noqa: BLE001 (out of memory, or a mistake of ours: still one line)
+        return _fail(f"{type(exc).__name__}: {exc} (unexpected; -v shows where)", FAILURE, traceback=verbose)
 
 
-def _show(line: str) -> None:
-    click.echo(line, err=True)
+def _fail(message: str, exit_code: int, *, traceback: bool = False) -> int:
+    """Say what went wrong, in one line whatever the message quotes; returns the exit code."""
+    if traceback:
+        from traceback import format_exc
+
+        _show(format_exc().rstrip())
+    _show(f"Error: {' '.join(message.split())}")
+    return exit_code
+
+
+def _show(text: str) -> None:
+    with suppress(OSError):  # where standard error cannot be written to, the exit code has to say it all
+        click.echo(text, err=True)
 
 
 def _detach_stdout() -> None:
     """Let the interpreter's own flush at exit go nowhere, instead of failing once more."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
+    with suppress(OSError, AttributeError):  # it may be closed, or a stand-in without a descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

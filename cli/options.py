@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,23 +17,27 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 MODEL_HELP = "MODEL is a folder, a Hugging Face hub id, or `builtin`."
+MAX_BUDGET = 8192  # a tree's mask takes its square in bytes, its logits 4 bytes times the vocabulary for each node
 
 
-class Budget(click.ParamType[int]):
-    """`auto` or a number of nodes."""
+def budget(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """A click callback: `auto` or a number of nodes."""
+    try:
+        number = SpeculationParams.budget if value == "auto" else int(value)
+    except ValueError:
+        number = -1
+    if not 0 <= number <= MAX_BUDGET:
+        raise click.BadParameter(f"{value!r} is neither auto nor a number from 0 (plain decoding) to {MAX_BUDGET}.")
+    return number
 
-    name = "auto|N"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if value == "auto":
-            return SpeculationParams.budget
-        try:
-            number = int(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither auto nor a number.", param, ctx)
-        if not 0 <= number <= 65536:
-            self.fail(f"{number} is not between 0 (plain decoding) and 65536 nodes.", param, ctx)
-        return number
+def several(kind: click.ParamType[Any]) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
+    """A click callback that reads "a,b,c"."""
+
+    def parse(ctx: click.Context, param: click.Parameter, value: str) -> list[Any]:
+        return [kind(part.strip(), param, ctx) for part in value.split(",")]
+
+    return parse
 
 
 def _all(*options: Callable[[F], F]) -> Callable[[F], F]:
@@ -69,7 +74,9 @@ def loading_options(function: F) -> F:
             show_default=True,
             help="Arithmetic. auto: the checkpoint's own; fp32 on a CPU for small models.",
         ),
-        click.option("--threads", type=click.IntRange(1, 4096), metavar="N", help="CPU threads. [default: all cores]"),
+        click.option(
+            "--threads", type=click.IntRange(1, os.cpu_count()), metavar="N", help="CPU threads. [default: all cores]"
+        ),
     )(function)
 
 
@@ -78,8 +85,9 @@ def speculation_options(function: F) -> F:
     return _all(
         click.option(
             "--budget",
-            type=Budget(),
+            callback=budget,
             default="auto",
+            metavar="auto|N",
             help=f"Guessed tokens sent to the target in each pass; auto is {SpeculationParams.budget}, 0 is plain decoding. The text does not depend on it. [default: auto]",
         ),
         click.option(
@@ -184,16 +192,23 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     if file is not None:
         if argument is not None:
             raise click.UsageError("Give PROMPT or --prompt-file, not both.")
-        return _decoded(file.read_bytes, str(file))
-    if argument == "-" or (argument is None and not sys.stdin.isatty()):
-        return _decoded(sys.stdin.buffer.read, "standard input")
+        return read_file(file)
+    is_piped = sys.stdin is not None and not sys.stdin.isatty()
+    if argument == "-" or (argument is None and is_piped):
+        return _decoded(sys.stdin.buffer.read(), "standard input") if sys.stdin is not None else ""
     if argument is None:
         raise click.UsageError("Give a PROMPT, --prompt-file, or pipe one in.")
-    return argument
+    # What the locale could not decode is still UTF-8 as a rule: Python keeps such bytes as surrogates.
+    return _decoded(argument.encode("utf-8", "surrogateescape"), "PROMPT")
 
 
-def _decoded(read: Callable[[], bytes], where: str) -> str:
+def read_file(file: Path) -> str:
+    """The text of a file, as it is. Raises click.UsageError where it is not UTF-8."""
+    return _decoded(file.read_bytes(), str(file))
+
+
+def _decoded(content: bytes, where: str) -> str:
     try:
-        return read().decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as exc:
         raise click.UsageError(f"{where} is not UTF-8 text (byte {exc.start}).") from exc

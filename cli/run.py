@@ -74,6 +74,8 @@ def command(
     ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
     if ids is not None and (prompt is not None or prompt_file is not None):
         raise click.UsageError("Give --prompt-ids or a prompt, not both.")
+    if ids is not None and system is not None:
+        raise click.UsageError("--system needs the chat template, which --prompt-ids goes without.")
     if raw and system is not None:
         raise click.UsageError("--system needs the chat template, which --raw turns off.")
     words = read_prompt(prompt, prompt_file) if ids is None else ""

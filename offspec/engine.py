@@ -8,11 +8,14 @@ Knows nothing of the terminal, of files' bytes, or of how trees are drafted.
 from __future__ import annotations
 
 import math
+import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 
@@ -24,8 +27,8 @@ from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.verify import Verdict, exact_walk
 
 from . import builtin
-from .config import read_config
-from .errors import ContextLengthError, UsageError, VocabularyMismatchError
+from .config import ModelConfig, read_config
+from .errors import CheckpointError, ContextLengthError, UnsupportedModelError, UsageError, VocabularyMismatchError
 from .model import LAYER_PREFIX, CachedDecoder, Decoder, check_tensors, is_ignored
 from .stats import Stats, peak_host_bytes
 from .tokenizer import TextStream, Tokenizer, check_vocabularies
@@ -94,17 +97,25 @@ class Engine:
         Raises OffspecError's children for whatever cannot be loaded or does not fit together.
         """
         if threads is not None:
+            if threads < 1:
+                raise UsageError(f"threads must be at least 1, not {threads}")
             torch.set_num_threads(threads)
         notes: list[Note] = []
         place = choose_device(device, notes)
-        path = _locate(model, revision, "target")
-        target, tokenizer = _load_decoder(path, place, dtype, notes), Tokenizer.load(path)
-        draft_name = _choose_draft(model, draft, notes)
-        engine = cls(target, tokenizer, name=model, draft_name=draft_name)
+        # Headers and tokenizers of both first, so that what cannot work is refused before gigabytes are read.
+        target = _Files.open(_locate(model, revision, "target"))
+        tokenizer = Tokenizer.load(target.checkpoint.path)
+        draft_name, guesser = _choose_draft(model, draft, notes), None
         if draft_name is not None:
-            draft_path = _locate(draft_name, None, "draft")
-            engine.draft = _load_decoder(draft_path, place, dtype, notes)
-            _check_draft(tokenizer, target, draft_path, engine.draft)
+            guesser = _Files.open(_locate(draft_name, None, "draft"))
+            _check_draft(tokenizer, target, guesser)
+        engine = cls(
+            target.read(place, dtype, notes),
+            tokenizer,
+            guesser.read(place, dtype, notes) if guesser is not None else None,
+            name=model,
+            draft_name=draft_name,
+        )
         engine.notes = notes
         return engine
 
@@ -116,10 +127,12 @@ class Engine:
         """Token ids of a prompt: raw text, chat messages (through the chat template), or ids as they are."""
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
-        elif prompt and isinstance(prompt[0], Mapping):
-            ids = self.tokenizer.encode_chat([m for m in prompt if isinstance(m, Mapping)])
+        elif _is_chat(prompt):
+            ids = self.tokenizer.encode_chat(prompt)
+        elif _is_ids(prompt):
+            ids = [index(token) for token in prompt]
         else:
-            ids = [int(token) for token in prompt if not isinstance(token, Mapping)]
+            raise UsageError("a prompt is a text, a list of token ids, or a list of messages with role and content")
         if not ids:
             raise UsageError("the prompt is empty; give at least one token")
         if bad := [token for token in ids if not 0 <= token < self.target.config.vocab_size]:
@@ -131,7 +144,7 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
-    ) -> Iterator[Step]:
+    ) -> Generator[Step, None, None]:
         """Generate text for a prompt, a step a pass; the text appears as it is accepted.
 
         The text is that of plain decoding (`SpeculationParams(budget=0)`) with the same seed, token for token, whatever
@@ -186,7 +199,7 @@ class _Request:
         self.drafter = engine.drafter(self.sampler, speculation, self.final)
         self.stats = Stats(num_prompt_tokens=len(text), seed=params.seed)
 
-    def run(self) -> Iterator[Step]:
+    def run(self) -> Generator[Step, None, None]:
         stream = self.engine.tokenizer.stream(self.params.stop, skip_special_tokens=True)
         while True:
             verdict = self._iterate()
@@ -208,19 +221,17 @@ class _Request:
         drafter.observe(tree, verdict)
         text += verdict.tokens
         self.sampler.extend(verdict.tokens)
-        self._count(verdict, len(tree), drafted - started, scored - drafted, time.perf_counter() - started)
+        self._count(len(tree), drafted - started, scored - drafted, time.perf_counter() - started)
         return verdict
 
-    def _count(self, verdict: Verdict, num_drafted: int, draft_s: float, target_s: float, total_s: float) -> None:
+    def _count(self, num_drafted: int, draft_s: float, target_s: float, total_s: float) -> None:
         stats = self.stats
         stats.draft_s += draft_s
         stats.target_s += target_s
         stats.num_passes += 1
         stats.num_drafted_tokens += num_drafted
-        stats.num_tokens += len(verdict.tokens)
         if stats.num_passes == 1:
             stats.prefill_s, stats.ttft_s = total_s, time.perf_counter() - self.began
-            stats.num_first_pass_tokens = stats.num_tokens
         else:
             stats.decode_s += total_s
         stats.peak_host_bytes = peak_host_bytes()
@@ -240,12 +251,22 @@ class _Request:
             if stream.stopped is not None:
                 reason = "stop"
                 break
-        self.stats.num_tokens -= len(verdict.tokens) - len(tokens)
+        self.stats.num_tokens += len(tokens)
+        if self.stats.num_passes == 1:
+            self.stats.num_first_pass_tokens = len(tokens)
         if reason is None and self.stats.num_tokens >= self.limit:
             reason = "length"
         if reason:
             shown += stream.flush()
-        return Step(tokens, shown, self.stats, reason, min(len(verdict.path), len(tokens)))
+        return Step(tokens, shown, replace(self.stats), reason, min(len(verdict.path), len(tokens)))
+
+
+def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:
+    return len(prompt) > 0 and all(isinstance(part, Mapping) for part in prompt)
+
+
+def _is_ids(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[int]]:
+    return all(hasattr(part, "__index__") for part in prompt)  # numpy's integers too, but no float
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -257,17 +278,17 @@ def choose_device(wanted: str, notes: list[Note]) -> torch.device:
         has_cuda = torch.cuda.is_available()
         notes.append(Note("device cuda:0 (found)" if has_cuda else "device cpu (no CUDA device found)"))
         return torch.device("cuda:0" if has_cuda else "cpu")
-    try:
-        device = torch.device(wanted)
-    except RuntimeError as exc:
-        raise UsageError(f"--device {wanted} is not a device; use auto, cpu, cuda or cuda:N") from exc
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {wanted} is not supported; use auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if wanted == "cpu":
+        return torch.device("cpu")
+    named = re.fullmatch(r"cuda(?::([0-9]{1,4}))?", wanted)
+    if named is None:
+        raise UsageError(f"--device {wanted} is not a device; use auto, cpu, cuda or cuda:N")
+    number, count = int(named[1] or 0), torch.cuda.device_count()
+    if number >= count:
         raise UsageError(
-            f"--device {wanted}: this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu or another number"
+            f"--device {wanted}: this machine has {count} CUDA devices; use --device cpu or another number"
         )
-    return device
+    return torch.device("cuda", number)
 
 
 def choose_dtype(wanted: str, checkpoint: Checkpoint, device: torch.device, notes: list[Note]) -> torch.dtype:
@@ -290,15 +311,29 @@ def _locate(model: str, revision: str | None, role: str) -> Path:
     return builtin.path(role) if model == "builtin" else resolve(model, revision)
 
 
-def _load_decoder(path: Path, device: torch.device, dtype: str, notes: list[Note]) -> Decoder:
-    """Headers first, so that what cannot work is refused before gigabytes are read."""
-    checkpoint = Checkpoint.open(path)
-    config = read_config(checkpoint.config)
-    check_tensors(checkpoint, config)
-    chosen = choose_dtype(dtype, checkpoint, device, notes)
-    ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
-    weights = RamWeights.load(checkpoint, layer_prefix=LAYER_PREFIX, dtype=chosen, device=device, ignore=ignored)
-    return Decoder(config, weights, dtype=chosen, device=device)
+@dataclass(frozen=True)
+class _Files:
+    """A checkpoint whose headers are what its config.json calls for."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+
+    @classmethod
+    def open(cls, path: Path) -> _Files:
+        checkpoint = Checkpoint.open(path)
+        try:
+            config = read_config(checkpoint.config)
+        except (CheckpointError, UnsupportedModelError) as exc:  # target or draft? it cannot know which file it reads
+            raise type(exc)(f"{path}: {exc}") from exc
+        check_tensors(checkpoint, config)
+        return cls(checkpoint, config)
+
+    def read(self, device: torch.device, dtype: str, notes: list[Note]) -> Decoder:
+        checkpoint, config = self.checkpoint, self.config
+        chosen = choose_dtype(dtype, checkpoint, device, notes)
+        ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
+        weights = RamWeights.load(checkpoint, layer_prefix=LAYER_PREFIX, dtype=chosen, device=device, ignore=ignored)
+        return Decoder(config, weights, dtype=chosen, device=device)
 
 
 def _choose_draft(model: str, wanted: str, notes: list[Note]) -> str | None:
@@ -313,8 +348,9 @@ def _choose_draft(model: str, wanted: str, notes: list[Note]) -> str | None:
     return None
 
 
-def _check_draft(tokenizer: Tokenizer, target: Decoder, path: Path, draft: Decoder) -> None:
+def _check_draft(tokenizer: Tokenizer, target: _Files, draft: _Files) -> None:
     """Refuse a draft with another vocabulary; a draft without a tokenizer must at least have as many tokens."""
+    path = draft.checkpoint.path
     if (path / "tokenizer.json").is_file():
         check_vocabularies(tokenizer, Tokenizer.load(path))
     elif draft.config.vocab_size != target.config.vocab_size:

@@ -7,17 +7,19 @@ asked for, and the token ids are compared. A difference is explained: how far ap
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
-from offspec.scheduler.params import SamplingParams, Scoring, SpeculationParams
+from offspec.scheduler.params import SEED_LIMIT, SamplingParams, Scoring, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 
 from .engine import Engine
-from .model import random_decoder
+from .errors import UsageError
+from .model import Decoder, random_decoder
 
 # How far apart two tokens' values may lie to count as a near-tie; in fp32 no difference is excused.
 NEAR_TIE = {torch.float32: 0.0, torch.float16: 0.05, torch.bfloat16: 0.25}
@@ -25,7 +27,7 @@ NEAR_TIE = {torch.float32: 0.0, torch.float16: 0.05, torch.bfloat16: 0.25}
 
 @dataclass(frozen=True)
 class Setting:
-    """One way of guessing, for one way of choosing. `draft` is own or random."""
+    """One way of guessing, for one way of choosing. `draft` is own or random. Raises UsageError for a bad value."""
 
     temperature: float
     top_p: float
@@ -33,18 +35,47 @@ class Setting:
     scoring: Scoring
     draft: str
 
+    def __post_init__(self) -> None:
+        self.sampling(max_new_tokens=1, seed=0)
+        self.speculation()
+
+    def __str__(self) -> str:
+        return (
+            f"temperature {self.temperature:g}, top-p {self.top_p:g}, {self.draft} draft, "
+            f"{self.scoring} scoring, budget {self.budget}"
+        )
+
+    def sampling(self, max_new_tokens: int, seed: int) -> SamplingParams:
+        return SamplingParams(max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=seed)
+
+    def speculation(self) -> SpeculationParams:
+        return SpeculationParams(budget=self.budget, scoring=self.scoring)
+
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a text left plain decoding's: `gap` is the distance of the two tokens' values (logits / T + noise)."""
+    """Where a text left plain decoding's. A token is None where that text had ended.
+
+    gap: the distance of the two tokens' values (logits / T + noise); None where the target rules one of them out.
+    """
 
     setting: Setting
     prompt_index: int
     token_index: int
-    plain_token: int
-    speculative_token: int
-    gap: float
+    plain_token: int | None
+    speculative_token: int | None
+    gap: float | None
     is_near_tie: bool
+
+    def __str__(self) -> str:
+        plain, speculative = (
+            "the end" if token is None else f"token {token}" for token in (self.plain_token, self.speculative_token)
+        )
+        apart = "too far apart for any arithmetic" if self.gap is None else f"{self.gap:.3g} apart"
+        return (
+            f"prompt {self.prompt_index}, position {self.token_index}: {speculative} instead of {plain}, {apart} "
+            f"({self.setting})"
+        )
 
 
 @dataclass
@@ -58,9 +89,13 @@ class Report:
     differences: list[Difference] = field(default_factory=list)
 
     @property
+    def errors(self) -> list[Difference]:
+        """The differences that are not near-ties of 16-bit arithmetic."""
+        return [difference for difference in self.differences if not difference.is_near_tie]
+
+    @property
     def is_exact(self) -> bool:
-        """Whether every text was plain decoding's, but for near-ties of 16-bit arithmetic."""
-        return all(difference.is_near_tie for difference in self.differences)
+        return not self.errors
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -98,25 +133,28 @@ def verify(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Compare every setting with plain decoding on every prompt. progress(settings done, settings in all)."""
-    engines = {"own": engine, "random": engine.with_draft(_random_draft(engine), "random")}
+    """Compare every setting with plain decoding on every prompt. progress(settings done, settings in all).
+
+    Raises UsageError where a setting asks for the engine's own draft and it has none.
+    """
+    engines = {draft: _with_draft(engine, draft) for draft in {setting.draft for setting in settings}}
     report = Report(num_prompts=len(prompts))
     ids = [engine.tokenizer.encode(prompt) for prompt in prompts]
     plain: dict[tuple[float, float], list[list[int]]] = {}
     for done, setting in enumerate(settings):
-        params = SamplingParams(max_new_tokens, temperature=setting.temperature, top_p=setting.top_p, seed=seed)
+        # Another seed for each prompt, so that more of the noise is exercised.
+        params = [setting.sampling(max_new_tokens, (seed + i) % SEED_LIMIT) for i in range(len(ids))]
         key = (setting.temperature, setting.top_p)
         if key not in plain:
             plain[key] = [
-                _tokens(engine, prompt, _seeded(params, i), SpeculationParams(budget=0))[0]
-                for i, prompt in enumerate(ids)
+                _tokens(engine, prompt, p, SpeculationParams(budget=0))[0]
+                for prompt, p in zip(ids, params, strict=True)
             ]
         num_tokens = num_passes = 0
-        speculation = SpeculationParams(budget=setting.budget, scoring=setting.scoring)
-        for i, (prompt, wanted) in enumerate(zip(ids, plain[key], strict=True)):
-            found, passes = _tokens(engines[setting.draft], prompt, _seeded(params, i), speculation)
+        for i, (prompt, p, wanted) in enumerate(zip(ids, params, plain[key], strict=True)):
+            found, passes = _tokens(engines[setting.draft], prompt, p, setting.speculation())
             num_tokens, num_passes = num_tokens + len(found), num_passes + passes
-            report.differences += _differences(engine, setting, i, prompt, _seeded(params, i), wanted, found)
+            report.differences += _differences(engine, setting, i, prompt, p, wanted, found)
         report.num_tokens += num_tokens
         report.settings.append(setting)
         report.tokens_per_pass.append(num_tokens / num_passes)
@@ -125,12 +163,15 @@ def verify(
     return report
 
 
-def _seeded(params: SamplingParams, prompt_index: int) -> SamplingParams:
-    """Another seed for each prompt, so that more of the noise is exercised."""
-    return replace(params, seed=(params.seed or 0) + prompt_index)
+def _with_draft(engine: Engine, draft: str) -> Engine:
+    if draft == "random":
+        return engine.with_draft(_random_draft(engine), "random")
+    if engine.draft is None:
+        raise UsageError("there is no draft of its own to verify: give one with --draft, or use --drafts random")
+    return engine
 
 
-def _random_draft(engine: Engine) -> Any:
+def _random_draft(engine: Engine) -> Decoder:
     shape = (
         engine.draft.config
         if engine.draft is not None
@@ -160,13 +201,13 @@ def _differences(
     if wanted == found:
         return
     at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found)))
-    a, b = (wanted[at] if at < len(wanted) else -1), (found[at] if at < len(found) else -1)
-    gap = _gap(engine, [*prompt, *wanted[:at]], params, a, b) if a >= 0 and b >= 0 else float("inf")
-    yield Difference(setting, index, at, a, b, gap, gap <= NEAR_TIE[engine.target.dtype])
+    a, b = (wanted[at] if at < len(wanted) else None), (found[at] if at < len(found) else None)
+    gap = None if a is None or b is None else _gap(engine, [*prompt, *wanted[:at]], params, a, b)
+    yield Difference(setting, index, at, a, b, gap, gap is not None and gap <= NEAR_TIE[engine.target.dtype])
 
 
-def _gap(engine: Engine, text: list[int], params: SamplingParams, a: int, b: int) -> float:
-    """How far apart the target holds two tokens after a text, noise included; infinite where one of them is excluded."""
+def _gap(engine: Engine, text: list[int], params: SamplingParams, a: int, b: int) -> float | None:
+    """How far apart the target holds two tokens after a text, noise included; None where it excludes one of them."""
     target, device = engine.target, engine.target.device
     hidden = target.forward(
         torch.tensor(text, device=device), torch.arange(len(text), device=device), target.new_cache()
@@ -176,4 +217,4 @@ def _gap(engine: Engine, text: list[int], params: SamplingParams, a: int, b: int
     if not sampler.is_greedy:
         values = values + sampler.noise(len(text))
     gap = float((values[a] - values[b]).abs())
-    return gap if gap == gap else float("inf")
+    return gap if math.isfinite(gap) else None

@@ -424,7 +424,7 @@ def main() -> None:
     if args.stage == "data":
         prepare(args.work)
     elif args.stage in SHAPES:
-        train(args.stage, args.work, args.steps or {"target": 1600, "draft": 1500}[args.stage], args.batch_tokens)
+        train(args.stage, args.work, args.steps or {"target": 1400, "draft": 1000}[args.stage], args.batch_tokens)
     else:
         export(args.work, args.out)
 

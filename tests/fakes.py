@@ -106,6 +106,7 @@ _LLAMA3 = {
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
 _MIXED_WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 FAMILIES = {
     "llama-mha": Family("llama", {"num_key_value_heads": 4}),
@@ -131,6 +132,7 @@ FAMILIES = {
     "qwen2": Family("qwen2", {"use_sliding_window": False, "sliding_window": 8, "tie_word_embeddings": True}),
     "qwen2-window": Family("qwen2", _MIXED_WINDOWS),
     "qwen2-window-old": Family("qwen2", _MIXED_WINDOWS, old_layout=True),
+    "qwen2-layer-types": Family("qwen2", {**_MIXED_WINDOWS, "layer_types": _ALTERNATING}),
     "qwen2-yarn-old": Family("qwen2", rope=_yarn(rope_theta=1000000.0), old_layout=True),
     "qwen3": Family("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-biased-window": Family("qwen3", {"head_dim": 32, "attention_bias": True, **_MIXED_WINDOWS}),
@@ -166,8 +168,8 @@ def config_json(family: Family) -> dict[str, Any]:
 
 
 def in_old_layout(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json as it was written before transformers 5; `layer_types` were not yet there either."""
-    old = {key: value for key, value in config.items() if key not in ("rope_parameters", "layer_types")}
+    """A config.json as it was written before transformers 5."""
+    old = {key: value for key, value in config.items() if key != "rope_parameters"}
     scaling = dict(config["rope_parameters"])
     old["rope_theta"] = scaling.pop("rope_theta")
     scaling["type"] = scaling.pop("rope_type")
@@ -185,7 +187,9 @@ def build(family: Family, folder: Path, seed: int = 0) -> TinyModel:
     model.save_pretrained(folder)
     if family.old_layout:
         config_file = folder / "config.json"
-        config_file.write_text(json.dumps(in_old_layout(json.loads(config_file.read_text()))))
+        config = in_old_layout(json.loads(config_file.read_text()))
+        config.pop("layer_types", None)  # these came later still; which layers have windows is then told by their number
+        config_file.write_text(json.dumps(config))
     reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     return TinyModel(folder, reference.eval())
 

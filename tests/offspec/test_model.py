@@ -27,7 +27,7 @@ GetModel = Callable[[str], TinyModel]
 TOLERANCE = 1e-4  # fp32, max abs difference of logits that lie some units apart
 NO_NODES = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.bool_))
 # One family for every way of seeing: all, a window in all layers, a window in some, normed queries and keys with one.
-TREE_FAMILIES = ["llama-gqa", "mistral-window", "qwen2-window", "qwen3-biased-window"]
+TREE_FAMILIES = ["llama-gqa", "mistral-window", "qwen2-layer-types", "qwen3-biased-window"]
 
 
 def random_tokens(count: int, seed: int = 1) -> list[int]:
@@ -84,7 +84,8 @@ def test_greedy_text_equals_transformers(tiny_model: GetModel, family: str) -> N
     assert tokens == expected
 
 
-PUBLISHED_ROPES = {
+# As published, and the corners of the formulas.
+ROPES = {
     "Llama-3.1-8B": {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
@@ -110,16 +111,28 @@ PUBLISHED_ROPES = {
         "original_max_position_embeddings": 4096,
     },
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "no stretch": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 1.0, "original_max_position_embeddings": 4096},
+    "shrunk": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 0.5, "original_max_position_embeddings": 4096},
+    "ramp past the end": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 10**6,
+    },
+    "ramp of no width": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 6,
+    },
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED_ROPES)
-def test_rotation_of_published_settings_equals_transformers(name: str) -> None:
+@pytest.mark.parametrize("name", ROPES)
+def test_rotation_equals_transformers(name: str) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = config_json(FAMILIES["llama-gqa"]) | {"head_dim": 128, "rope_parameters": PUBLISHED_ROPES[name]}
+    config = config_json(FAMILIES["llama-gqa"]) | {"head_dim": 128, "rope_parameters": ROPES[name]}
     expected = LlamaRotaryEmbedding(LlamaConfig(**copy.deepcopy(config)))
     frequencies, magnitude = rotation(read_config(config).rope, 128)
     torch.testing.assert_close(frequencies, expected.inv_freq, rtol=1e-6, atol=0)

@@ -104,7 +104,9 @@ class RuleModel:
         self._pending, self._sights = [], []
 
 
-def generate(target: RuleModel, drafter: Drafter, sampler: Sampler, prompt: Sequence[int], num_tokens: int) -> list[int]:
+def generate(
+    target: RuleModel, drafter: Drafter, sampler: Sampler, prompt: Sequence[int], num_tokens: int
+) -> list[int]:
     """The engine's loop without the engine: propose, score, verify, commit, observe."""
     text, end = list(prompt), len(prompt) + num_tokens
     sampler.extend(text)

@@ -87,7 +87,7 @@ def _unshifted(word: int, bits: int) -> int:
 
 def _state(word: int) -> int:
     """The state for which splitmix64 gives this word."""
-    word = _unshifted(word, 31) * pow(0x94D049BB133111EB, -1, WORD) % WORD
+    word = _unshifted(word % WORD, 31) * pow(0x94D049BB133111EB, -1, WORD) % WORD
     word = _unshifted(word, 27) * pow(0xBF58476D1CE4E5B9, -1, WORD) % WORD
     return _unshifted(word, 30)
 

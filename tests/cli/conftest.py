@@ -1,0 +1,99 @@
+"""The program in this process and in one of its own, and the tiny pair it runs on."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from offspec.cli.main import run
+
+if TYPE_CHECKING:
+    from .pair import Pair
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one command line left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    def refusal(self, code: int) -> str:
+        """The one line on stderr; fails unless nothing else was said and the exit code is `code`."""
+        lines = self.err.splitlines()
+        assert (self.code, self.out, len(lines)) == (code, "", 1), self
+        assert lines[0].startswith("Error: "), self
+        return lines[0].removeprefix("Error: ")
+
+
+class Stdin(io.TextIOWrapper):
+    """Standard input as a pipe, or as a terminal at which nobody types."""
+
+    def __init__(self, content: bytes | None) -> None:
+        super().__init__(io.BytesIO(content or b""), encoding="utf-8")
+        self._is_terminal = content is None
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+Offspec = Callable[..., Result]
+
+
+@pytest.fixture
+def offspec(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Offspec:
+    """Runs a command line in this process; `stdin` is what a pipe brings, None is a terminal."""
+
+    def call(*args: object, stdin: bytes | None = None) -> Result:
+        monkeypatch.setattr(sys, "stdin", Stdin(stdin))
+        code = run([str(arg) for arg in args])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+def start(*args: object, **settings: Any) -> subprocess.Popen[bytes]:
+    """The program in a process of its own, its streams piped unless told otherwise."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **settings.pop("env", {})}
+    command = [sys.executable, "-m", "offspec", *map(str, args)]
+    return subprocess.Popen(command, env=environment, **{**pipes, **settings})
+
+
+def finish(process: subprocess.Popen[bytes], seconds: float = 60) -> Result:
+    """Wait for the end; the process does not outlive a test that fails."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return Result(process.returncode, (out or b"").decode(), (err or b"").decode())
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    from .pair import build_pair
+
+    return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def run_args(pair: Pair) -> Sequence[object]:
+    """A short request to the pair, but for its prompt."""
+    return ("run", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", "12")
+
+
+@pytest.fixture
+def long_prompt(tmp_path: Path) -> Path:
+    """A file with far more tokens than the pair's context."""
+    file = tmp_path / "long.txt"
+    file.write_text("x" * 500)
+    return file

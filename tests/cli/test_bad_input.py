@@ -1,0 +1,250 @@
+"""What cannot work is refused in one line, with the right exit code, and nothing on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from .conftest import Offspec
+from .pair import CONTEXT, Pair, scale_weights, variant
+
+Breaker = Callable[[Path, Pair], tuple[Path, Sequence[str]]]
+
+
+def no_such_folder(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
+    return folder, ("no such folder", "hub id")
+
+
+def a_file(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
+    return pair.target / "model.safetensors", ("give the folder",)
+
+
+def empty_folder(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
+    folder.mkdir()
+    return folder, ("model.safetensors",)
+
+
+def no_config(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
+    variant(pair.target, folder)
+    (folder / "config.json").unlink()
+    return folder, ("config.json",)
+
+
+def no_tokenizer(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
+    variant(pair.target, folder)
+    (folder / "tokenizer.json").unlink()
+    return folder, ("tokenizer.json is needed",)
+
+
+def truncated_weights(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
+    weights = variant(pair.target, folder) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return folder, ("truncated", "download it again")
+
+
+def lying_header(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
+    weights = variant(pair.target, folder) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b'"shape":[320,32]', b'"shape":[320,64]'))
+    return folder, ("[320, 64]", "bytes")
+
+
+def missing_shard(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
+    variant(pair.target, folder)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    weight_map = {"model.norm.weight": "model-00001-of-00002.safetensors", "x": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder, ("model-00002-of-00002.safetensors", "1 of 2 shards missing")
+
+
+def only_pickles(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
+    variant(pair.target, folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    return folder, ("pickled", "save_pretrained")
+
+
+def unsupported_architecture(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
+    variant(pair.target, folder, model_type="mamba", architectures=["MambaForCausalLM"])
+    return folder, ("mamba", "MambaForCausalLM", "llama", "mistral", "qwen2", "qwen3")
+
+
+def other_shape(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
+    variant(pair.target, folder, intermediate_size=64)
+    return folder, ("[48, 32]", "[64, 32]")
+
+
+def not_a_number(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
+    scale_weights(variant(pair.target, folder), {"model.norm.weight": float("nan")})
+    return folder, ("not finite", "--dtype fp32")
+
+
+BREAKERS: list[Breaker] = [
+    no_such_folder,
+    a_file,
+    empty_folder,
+    no_config,
+    no_tokenizer,
+    truncated_weights,
+    lying_header,
+    missing_shard,
+    only_pickles,
+    unsupported_architecture,
+    other_shape,
+    not_a_number,
+]
+
+
+@pytest.mark.parametrize("json_flag", [(), ("--json",)], ids=["text", "json"])
+@pytest.mark.parametrize("breaker", BREAKERS)
+def test_a_model_that_cannot_run(
+    breaker: Breaker, json_flag: Sequence[str], pair: Pair, tmp_path: Path, offspec: Offspec
+) -> None:
+    model, words = breaker(tmp_path / "model", pair)
+    message = offspec("run", model, "hi", "--draft", "none", "--device", "cpu", *json_flag).refusal(1)
+    assert str(model) in message or breaker is not_a_number
+    for word in words:
+        assert word in message
+
+
+def test_a_draft_that_is_not_there(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    message = offspec("run", pair.target, "hi", "--draft", tmp_path / "draft").refusal(1)
+    assert str(tmp_path / "draft") in message
+
+
+def test_a_draft_with_another_vocabulary(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    folder = variant(pair.draft, tmp_path / "draft")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    message = offspec("run", pair.target, "hi", "--draft", folder).refusal(1)
+    first = min(vocabulary["a"], vocabulary["b"])
+    assert f"token {first} is " in message
+    assert "'a'" in message
+    assert "'b'" in message
+
+
+def test_a_prompt_longer_than_the_context(run_args: Sequence[object], long_prompt: Path, offspec: Offspec) -> None:
+    message = offspec(*run_args, "--prompt-file", long_prompt).refusal(1)
+    assert f"context is {CONTEXT}" in message
+
+
+def test_a_prompt_that_leaves_room_for_one_token(run_args: Sequence[object], offspec: Offspec) -> None:
+    ids = ",".join(["40"] * (CONTEXT - 1))
+    result = offspec(*run_args, "--prompt-ids", ids, "--budget", "256", "--json")
+    assert result.code == 0
+    assert len(json.loads(result.out)["token_ids"]) == 1
+    assert offspec(*run_args, "--prompt-ids", ids + ",40").refusal(1)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--budget", "-1"),
+        ("--budget", "1000000"),
+        ("--budget", "many"),
+        ("--budget", "9" * 5000),
+        ("--draft-scoring", "foo"),
+        ("--max-new-tokens", "0"),
+        ("--max-new-tokens", "-5"),
+        ("--max-new-tokens", "lots"),
+        ("--temperature", "-0.1"),
+        ("--temperature", "nan"),
+        ("--temperature", "inf"),
+        ("--top-k", "-1"),
+        ("--top-p", "0"),
+        ("--top-p", "1.1"),
+        ("--min-p", "-0.1"),
+        ("--min-p", "1"),
+        ("--repetition-penalty", "0"),
+        ("--repetition-penalty", "inf"),
+        ("--seed", "-1"),
+        ("--seed", str(2**64)),
+        ("--stop", ""),
+        ("--threads", "0"),
+        ("--threads", "1000000"),
+        ("--dtype", "int3"),
+        ("--device", "tpu"),
+        ("--device", "meta"),
+        ("--device", "cuda:999"),
+        ("--device", "two\nlines"),
+        ("--no-such-flag",),
+    ],
+    ids=lambda flags: " ".join(flags)[:40],
+)
+def test_a_flag_that_cannot_be_meant(flags: Sequence[str], run_args: Sequence[object], offspec: Offspec) -> None:
+    message = offspec(*run_args, "hi", *flags).refusal(2)
+    assert flags[0].removeprefix("--") in message.replace("_", "-")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        ("hi", "--prompt-ids", "1"),
+        ("hi", "--prompt-file", __file__),
+        ("--prompt-file", __file__, "--prompt-ids", "1"),
+        ("--prompt-file", "no-such-file"),
+        ("--prompt-file", "."),
+        ("--prompt-ids", "1,two"),
+        ("--prompt-ids", ""),
+        ("--prompt-ids", "1,-1"),
+        ("--prompt-ids", "1,320"),
+        ("--prompt-ids", "1", "--system", "Be brief."),
+        ("hi", "--raw", "--system", "Be brief."),
+        ("", "--raw"),
+        ("hi", "there"),
+        (),
+    ],
+    ids=" ".join,
+)
+def test_a_prompt_that_cannot_be_meant(prompt: Sequence[str], run_args: Sequence[object], offspec: Offspec) -> None:
+    offspec(*run_args, *prompt).refusal(2)
+
+
+def test_bytes_that_are_no_text(run_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
+    latin = "é".encode("latin-1")
+    (tmp_path / "latin.txt").write_bytes(latin)
+    assert "standard input is not UTF-8" in offspec(*run_args, stdin=latin).refusal(2)
+    assert "latin.txt is not UTF-8" in offspec(*run_args, "--prompt-file", tmp_path / "latin.txt").refusal(2)
+    assert "PROMPT is not UTF-8" in offspec(*run_args, os.fsdecode(latin)).refusal(2)
+
+
+def test_a_system_message_without_a_chat_template(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    folder = variant(pair.target, tmp_path / "model")
+    (folder / "tokenizer_config.json").unlink()
+    assert "chat template" in offspec("run", folder, "hi", "--system", "x", "--draft", "none").refusal(1)
+
+
+def test_an_unknown_command_and_none(offspec: Offspec) -> None:
+    assert "rnu" in offspec("rnu").refusal(2)
+    result = offspec()
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("Usage: offspec")
+
+
+def test_verbose_shows_where(tmp_path: Path, offspec: Offspec) -> None:
+    result = offspec("run", tmp_path / "model", "hi", "-v")
+    assert result.code == 1
+    assert "Traceback" in result.err
+    assert result.err.splitlines()[-1].startswith("Error: ")
+
+
+def test_even_our_own_mistakes_are_one_line(
+    run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **more: object) -> None:
+        raise MemoryError("cannot allocate\n64 GiB")
+
+    monkeypatch.setattr("offspec.engine.exact_walk", fail)
+    assert "MemoryError: cannot allocate 64 GiB" in offspec(*run_args, "hi").refusal(1)
+
+
+def test_a_folder_that_may_not_be_listed_is_named(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    folder = variant(pair.target, tmp_path / "model")
+    shutil.rmtree(folder)
+    folder.symlink_to(folder)  # a loop: it is there, and cannot be opened
+    assert str(folder) in offspec("run", folder, "hi", "--draft", "none").refusal(1)

@@ -1,0 +1,131 @@
+"""What only a process of its own can show: exit codes, pipes, signals, and what an import brings in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from .conftest import finish, start
+from .pair import Pair, variant
+
+FULL = Path("/dev/full")
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
+
+
+@pytest.fixture
+def endless(pair: Pair, tmp_path: Path) -> Sequence[object]:
+    """A request that would go on for hours."""
+    folder = variant(pair.target, tmp_path / "target", max_position_embeddings=10**6)
+    return ("run", folder, "hi", "--draft", "none", "--device", "cpu", "--ignore-eos", "--max-new-tokens", 10**6)
+
+
+@needs_signals
+def test_ctrl_c_leaves_at_once(endless: Sequence[object]) -> None:
+    process = start(*endless)
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    result = finish(process)
+    assert time.monotonic() - began < 10  # a second or two, on a busy machine
+    assert result.code == 130
+    assert result.err.strip() == ""
+
+
+def test_a_reader_that_has_had_enough(endless: Sequence[object]) -> None:
+    process = start(*endless)
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.stdout.close()
+    process.stdout = None  # else communicate() would flush it
+    result = finish(process)
+    assert (result.code, result.err) == (0, "")
+
+
+@needs_full
+@pytest.mark.parametrize("json_flag", [(), ("--json",)], ids=["text", "json"])
+def test_output_that_cannot_be_written(json_flag: Sequence[str], run_args: Sequence[object]) -> None:
+    with FULL.open("wb") as full:
+        result = finish(start(*run_args, "hi", *json_flag, stdout=full))
+    assert "No space left" in result.refusal(1)
+
+
+@needs_full
+def test_help_that_cannot_be_written() -> None:
+    with FULL.open("wb") as full:
+        assert "No space left" in finish(start("--help", stdout=full)).refusal(1)
+        result = finish(start("run", "--no-such-flag", stderr=full))
+    assert (result.code, result.out) == (2, "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
+@pytest.mark.parametrize(("redirection", "code"), [(">&-", 1), ("<&-", 2)], ids=["output", "input"])
+def test_a_stream_that_is_closed(redirection: str, code: int) -> None:
+    shell = subprocess.Popen(
+        ["/bin/sh", "-c", f'"{sys.executable}" -m offspec run {redirection}'],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert finish(shell).refusal(code)
+
+
+def test_a_terminal_that_knows_ascii_only(run_args: Sequence[object]) -> None:
+    env = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    flags = ("--temperature", "3", "--seed", "1", "--ignore-eos")  # half characters: U+FFFD
+    result = finish(start(*run_args, "schön", *flags, "--stats", env=env))
+    assert result.code == 0
+    assert "?" in result.out
+    assert "tokens/s" in result.err
+
+
+def test_a_prompt_through_a_pipe_and_a_failure_for_the_shell(tmp_path: Path) -> None:
+    process = start("run", tmp_path / "model", stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(b"hi")
+    assert str(tmp_path / "model") in finish(process).refusal(1)
+
+
+def python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return answer.stdout
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import offspec",
+        "import offspec.errors",
+        "import offspec.scheduler.params",
+        "from offspec import SamplingParams, SpeculationParams",
+        "import offspec.cli.main",
+        "import offspec.cli.run, offspec.cli.verify",
+        "from offspec.cli.main import run; assert run(['--help']) == 0 == run(['run', '--help'])",
+        "from offspec.cli.main import run; assert run(['verify', '--budgets', 'x']) == 2",
+    ],
+)
+def test_heavy_modules_are_left_alone(statement: str) -> None:
+    heavy = "torch numpy tokenizers jinja2 transformers huggingface_hub"
+    loaded = python(f"{statement}\nimport sys; print('loaded:', *(set('{heavy}'.split()) & sys.modules.keys()))")
+    assert loaded.splitlines()[-1] == "loaded:"
+
+
+def test_version_of_both_entry_points() -> None:
+    from offspec import __version__
+
+    script = Path(sys.executable).with_name("offspec.exe" if os.name == "nt" else "offspec")
+    commands = (
+        [[sys.executable, "-m", "offspec"], [str(script)]] if script.exists() else [[sys.executable, "-m", "offspec"]]
+    )
+    for command in commands:
+        shown = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+        assert shown.stdout == f"offspec, version {__version__}\n"

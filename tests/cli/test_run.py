@@ -1,0 +1,149 @@
+"""`offspec run` where everything goes well: prompts in, text, JSON and figures out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.tokenizer import Tokenizer
+
+from .conftest import Offspec
+from .pair import Pair, variant
+
+KEYS = {"model", "draft", "prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "stats"}
+STATS_KEYS = {
+    *("ttft_s", "prefill_s", "decode_s", "draft_s", "target_s", "decode_tokens_per_s"),
+    *("num_tokens", "num_passes", "tokens_per_pass"),
+    *("stream_bytes_per_pass", "stream_gb_per_s", "link_gb_per_s", "peak_host_bytes", "peak_device_bytes"),
+}
+
+
+def run_json(offspec: Offspec, *args: object, stdin: bytes | None = None) -> dict[str, Any]:
+    result = offspec(*args, "--json", stdin=stdin)
+    assert (result.code, result.err) == (0, "")
+    answer: dict[str, Any] = json.loads(result.out)
+    return answer
+
+
+def prompt_text(pair: Pair, answer: dict[str, Any]) -> str:
+    return Tokenizer.load(pair.target).decode(answer["prompt_token_ids"], skip_special_tokens=False)
+
+
+def test_json_is_one_object_with_the_promised_keys(run_args: Sequence[object], pair: Pair, offspec: Offspec) -> None:
+    answer = run_json(offspec, *run_args, "hi", "--seed", "7")
+    assert answer.keys() == KEYS
+    assert answer["stats"].keys() >= STATS_KEYS
+    assert (answer["model"], answer["draft"], answer["seed"]) == (str(pair.target), str(pair.draft), 7)
+    assert answer["finish_reason"] == "length"
+    assert len(answer["token_ids"]) == answer["stats"]["num_tokens"] == 12
+
+
+def test_text_is_that_of_json_and_ends_the_line(run_args: Sequence[object], offspec: Offspec) -> None:
+    text = run_json(offspec, *run_args, "hi")["text"]
+    result = offspec(*run_args, "hi")
+    assert (result.code, result.out, result.err) == (0, text + "\n", "")
+
+
+def test_a_drawn_seed_is_told_and_gives_the_text_again(run_args: Sequence[object], offspec: Offspec) -> None:
+    drawn = run_json(offspec, *run_args, "hi", "--temperature", "1")
+    again = run_json(offspec, *run_args, "hi", "--temperature", "1", "--seed", drawn["seed"], "--budget", "0")
+    other = run_json(offspec, *run_args, "hi", "--temperature", "1", "--seed", drawn["seed"] + 1)
+    assert again["token_ids"] == drawn["token_ids"] != other["token_ids"]
+
+
+def test_a_prompt_is_a_chat_message_unless_raw(run_args: Sequence[object], pair: Pair, offspec: Offspec) -> None:
+    def asked(*args: str) -> str:
+        return prompt_text(pair, run_json(offspec, *run_args, *args))
+
+    assert asked("hi") == "<|user|>hi<|end|><|assistant|>"
+    assert asked("hi", "--system", "Be brief.") == "<|system|>Be brief.<|end|><|user|>hi<|end|><|assistant|>"
+    assert asked("hi", "--raw") == "hi"
+
+
+def test_a_model_without_a_template_continues_the_prompt(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    folder = variant(pair.target, tmp_path / "model")
+    (folder / "tokenizer_config.json").unlink()
+    answer = run_json(offspec, "run", folder, "hi", "--draft", "none", "--max-new-tokens", 2)
+    assert prompt_text(pair, answer) == "hi"
+
+
+@pytest.mark.parametrize("dash", [(), ("-",)], ids=["absent", "dash"])
+def test_a_prompt_from_standard_input(
+    dash: Sequence[str], run_args: Sequence[object], pair: Pair, offspec: Offspec
+) -> None:
+    answer = run_json(offspec, *run_args, *dash, "--raw", stdin="schön\n".encode())
+    assert prompt_text(pair, answer) == "schön\n"
+
+
+def test_a_prompt_from_a_file(run_args: Sequence[object], pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    (tmp_path / "prompt.txt").write_bytes("schön\r\n".encode())
+    answer = run_json(offspec, *run_args, "--prompt-file", tmp_path / "prompt.txt", "--raw", stdin=b"not this")
+    assert prompt_text(pair, answer) == "schön\r\n"
+
+
+def test_a_prompt_as_ids(run_args: Sequence[object], offspec: Offspec) -> None:
+    answer = run_json(offspec, *run_args, "--prompt-ids", "40, 41,319", stdin=b"not this")
+    assert answer["prompt_token_ids"] == [40, 41, 319]
+
+
+def test_every_flag_reaches_the_engine(
+    run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    generate = Engine.generate
+
+    def spy(self: Engine, prompt: Any, params: SamplingParams, speculation: SpeculationParams) -> Any:
+        asked.append((params, speculation))
+        return generate(self, prompt, params, speculation)
+
+    monkeypatch.setattr(Engine, "generate", spy)
+    flags = (
+        *("--max-new-tokens", 3, "--temperature", 0.5, "--top-k", 9, "--top-p", 0.8, "--min-p", 0.1),
+        *("--repetition-penalty", 1.2, "--seed", 5, "--stop", "zz", "--stop", "yy", "--ignore-eos"),
+        *("--budget", 4, "--draft-scoring", "specexec"),
+    )
+    assert offspec(*run_args[:-2], "hi", *flags).code == 0
+    assert offspec(*run_args[:-2], "hi").code == 0
+    params = SamplingParams(3, 0.5, 9, 0.8, 0.1, 1.2, 5, ("zz", "yy"), True)
+    assert asked == [
+        (params, SpeculationParams(budget=4, scoring="specexec")),
+        (SamplingParams(), SpeculationParams()),
+    ]
+
+
+def test_stats_stand_on_stderr(run_args: Sequence[object], offspec: Offspec) -> None:
+    plain = offspec(*run_args, "hi")
+    result = offspec(*run_args, "hi", "--stats")
+    assert (result.code, result.out) == (0, plain.out)
+    for word in ("12 tokens", "tokens/s", "draft", "target", "GiB"):
+        assert word in result.err
+
+
+def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) -> None:
+    args = ("run", pair.target, "hi", "--max-new-tokens", 2, "--device", "cpu")
+    assert "--draft PATH" in offspec(*args).err
+    assert offspec(*args, "--quiet").err == offspec(*args, "--draft", "none").err == ""
+    loud = offspec(*args, "-v")
+    assert loud.code == 0
+    assert "dtype fp32" in loud.err
+    assert "dtype" not in offspec(*args).err
+
+
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_help_explains_every_flag(command: str, offspec: Offspec) -> None:
+    from offspec.cli.main import LazyGroup, cli
+
+    assert isinstance(cli, LazyGroup)
+    shown = offspec(command, "--help")
+    assert (shown.code, shown.err) == (0, "")
+    found = cli.commands.get(command) or cli.get_command(None, command)  # type: ignore[arg-type]
+    assert found is not None
+    for parameter in found.params:
+        if parameter.param_type_name == "option":
+            assert parameter.opts[0] in shown.out
+            assert getattr(parameter, "help", None), f"{parameter.opts[0]} has no help"

@@ -1,0 +1,125 @@
+"""`offspec verify`: a small matrix is exact, and a text that differs is told in the exit code, on stderr and in the JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offspec.scheduler import verify as scheduler_verify
+from offspec.scheduler.verify import Verdict
+
+from .conftest import Offspec
+from .pair import Pair
+
+
+@pytest.fixture
+def verify_args(pair: Pair, tmp_path: Path) -> Sequence[object]:
+    """Two prompts, few tokens, temperatures 0 and 1."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def area(\n\nfor item in schön:\n")
+    small = ("--max-new-tokens", 8, "--temperatures", "0, 1", "--budgets", "1,8", "--device", "cpu")
+    return ("verify", pair.target, "--draft", pair.draft, "--prompts", prompts, *small)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speculation that lets the draft have its way once in a while; plain decoding stays as it is."""
+
+    def walk(tree: Any, *args: Any, **more: Any) -> Verdict:
+        verdict = scheduler_verify.exact_walk(tree, *args, **more)
+        if len(tree) == 0 or verdict.path:
+            return verdict
+        return Verdict([], [int(tree.tokens[-1])])
+
+    monkeypatch.setattr("offspec.engine.exact_walk", walk)
+
+
+def test_a_small_matrix_is_exact(verify_args: Sequence[object], offspec: Offspec) -> None:
+    result = offspec(*verify_args, "--json")
+    assert (result.code, result.err) == (0, "")
+    report = json.loads(result.out)
+    assert report.keys() == {"model", "draft", "exact", "num_prompts", "num_tokens", "settings", "differences"}
+    assert (report["exact"], report["num_prompts"], report["differences"]) == (True, 2, [])
+    combinations = {(s["temperature"], s["top_p"], s["draft"], s["scoring"], s["budget"]) for s in report["settings"]}
+    assert len(report["settings"]) == len(combinations) == 2 * 2 * 2 * 2
+    assert {(temperature, top_p) for temperature, top_p, *_ in combinations} == {(0, 1), (1, 0.9)}
+    assert max(s["tokens_per_pass"] for s in report["settings"] if s["draft"] == "own") > 1.5
+
+
+def test_the_table_says_the_same(verify_args: Sequence[object], offspec: Offspec) -> None:
+    result = offspec(*verify_args, "--scorings", "coupled", "--drafts", "own")
+    lines = result.out.splitlines()
+    assert (result.code, result.err, len(lines)) == (0, "", 1 + 4 + 1)
+    assert lines[-1].startswith("2 prompts, 4 settings, ")
+    assert lines[-1].endswith("identical to plain decoding")
+
+
+@pytest.mark.parametrize("json_flag", [(), ("--json",)], ids=["table", "json"])
+def test_a_text_that_differs_is_a_failure(
+    json_flag: Sequence[str], verify_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch)
+    result = offspec(*verify_args, "--max-prompts", 1, *json_flag)
+    assert result.code == 1
+    (line,) = result.err.splitlines()
+    assert line.startswith("Error: ")
+    for word in ("texts differ from plain decoding", "prompt 0", "instead of", "budget"):
+        assert word in line
+    assert "identical" not in result.out
+    if json_flag:
+        report = json.loads(result.out, parse_constant=pytest.fail)  # Infinity and NaN are not JSON
+        assert not report["exact"]
+        assert report["differences"]
+    else:
+        assert "DIFFER" in result.out
+
+
+def test_prompts_limit_and_random_draft(pair: Pair, verify_args: Sequence[object], offspec: Offspec) -> None:
+    result = offspec(*verify_args, "--draft", "none", "--max-prompts", 1, "--budgets", 4, "--json")
+    report = json.loads(result.out)
+    assert (result.code, report["num_prompts"], report["draft"]) == (0, 1, None)
+    assert {s["draft"] for s in report["settings"]} == {"random"}  # there is no other to verify
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--budgets", "1,x"),
+        ("--budgets", "1,-1"),
+        ("--budgets", "0"),  # plain decoding beside plain decoding shows nothing
+        ("--budgets", "1000000"),
+        ("--budgets", ""),
+        ("--budgets", "1,,2"),
+        ("--scorings", "foo"),
+        ("--scorings", "coupled,"),
+        ("--drafts", "own,other"),
+        ("--drafts", "own", "--draft", "none"),
+        ("--temperatures", "0,hot"),
+        ("--temperatures", "-1"),
+        ("--temperatures", "nan"),
+        ("--top-p", "0"),
+        ("--max-prompts", "0"),
+        ("--max-new-tokens", "0"),
+        ("--seed", str(2**64)),
+        ("--prompts", "no-such-file"),
+    ],
+    ids=" ".join,
+)
+def test_a_flag_that_cannot_be_meant(flags: Sequence[str], verify_args: Sequence[object], offspec: Offspec) -> None:
+    offspec(*verify_args, *flags).refusal(2)
+
+
+@pytest.mark.parametrize(("content", "word"), [(b"\n\n", "no prompt"), (b"sch\xf6n", "not UTF-8")])
+def test_prompts_that_cannot_be_read(
+    content: bytes, word: str, verify_args: Sequence[object], tmp_path: Path, offspec: Offspec
+) -> None:
+    (tmp_path / "bad.txt").write_bytes(content)
+    assert word in offspec(*verify_args, "--prompts", tmp_path / "bad.txt").refusal(2)
+
+
+def test_the_last_seed_does_not_overflow(verify_args: Sequence[object], offspec: Offspec) -> None:
+    flags = ("--seed", 2**64 - 1, "--temperatures", 1, "--budgets", 4, "--drafts", "own", "--scorings", "coupled")
+    assert offspec(*verify_args, *flags).code == 0

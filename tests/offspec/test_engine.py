@@ -1,0 +1,465 @@
+"""The engine on a tiny pair: its text is plain decoding's whatever is guessed, and what it counts, refuses and survives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain, product, zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offspec import Engine, SamplingParams, SpeculationParams, Step
+from offspec.builtin import path as builtin_path
+from offspec.engine import Note, Prompt, choose_device, choose_dtype
+from offspec.errors import (
+    CheckpointError,
+    ContextLengthError,
+    NumericalError,
+    TokenizerError,
+    UnsupportedModelError,
+    UsageError,
+    VocabularyMismatchError,
+)
+from offspec.loaders.checkpoint import Checkpoint
+from offspec.loaders.weights import RamWeights
+from offspec.model import random_decoder
+from offspec.scheduler.verify import exact_walk
+
+from ..cli.pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, scale_weights, variant
+
+CPU = torch.device("cpu")
+PROMPT = "def area("
+PLAIN = SpeculationParams(budget=0)
+SAMPLING = {
+    "greedy": SamplingParams(seed=0),
+    "penalty": SamplingParams(repetition_penalty=1.4, seed=1),
+    "warm": SamplingParams(temperature=0.6, seed=2),
+    "top-p": SamplingParams(temperature=1.0, top_p=0.9, seed=3),
+    "everything": SamplingParams(
+        temperature=1.3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=0.8, seed=4, ignore_eos=True
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+def load(target: Path, draft: Path | None = None, **settings: str) -> Engine:
+    return Engine.load(str(target), draft=str(draft) if draft else "none", **({"device": "cpu"} | settings))
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Engine:
+    return load(pair.target, pair.draft)
+
+
+@pytest.fixture(scope="module")
+def engines(engine: Engine) -> dict[str, Engine]:
+    """The same target behind drafts that guess well, perfectly and not at all."""
+    noise = random_decoder(engine.target.config, 0, dtype=torch.float32, device=CPU)
+    return {
+        "own": engine,
+        "itself": engine.with_draft(engine.target, "itself"),
+        "random": engine.with_draft(noise, "random"),
+        "none": engine.with_draft(None, None),
+    }
+
+
+def steps(
+    engine: Engine,
+    prompt: Prompt = PROMPT,
+    params: SamplingParams | None = None,
+    speculation: SpeculationParams | None = None,
+    **more: Any,
+) -> list[Step]:
+    """All steps of one request; `more` are sampling parameters."""
+    return list(engine.generate(prompt, params or SamplingParams(**more), speculation))
+
+
+def ids(found: Sequence[Step]) -> list[int]:
+    return list(chain.from_iterable(step.token_ids for step in found))
+
+
+def text(found: Sequence[Step]) -> str:
+    return "".join(step.text for step in found)
+
+
+# ------------------------------------------------------------------------------------------------ the text
+
+
+@pytest.mark.parametrize("draft", ["own", "itself", "random", "none"])
+@pytest.mark.parametrize("name", SAMPLING)
+def test_text_does_not_depend_on_guesses(name: str, draft: str, engines: dict[str, Engine]) -> None:
+    params = SAMPLING[name]
+    plain = steps(engines["none"], params=params, speculation=PLAIN)
+    assert plain[-1].stats.tokens_per_pass == 1
+    for budget, scoring in product((1, 6, 64), ("coupled", "specexec")):
+        speculation = SpeculationParams(budget=budget, scoring=scoring)
+        guessed = steps(engines[draft], params=params, speculation=speculation)
+        assert ids(guessed) == ids(plain), speculation
+        assert (text(guessed), guessed[-1].finish_reason) == (text(plain), plain[-1].finish_reason)
+
+
+@pytest.mark.parametrize("name", ["greedy", "top-p"])
+def test_a_perfect_draft_is_believed(name: str, engines: dict[str, Engine]) -> None:
+    speculation = SpeculationParams(budget=32)
+    per_pass = {
+        draft: steps(engines[draft], params=SAMPLING[name], speculation=speculation)[-1].stats.tokens_per_pass
+        for draft in ("itself", "own", "random")
+    }
+    assert per_pass["itself"] > 4
+    assert per_pass["itself"] > per_pass["own"] > per_pass["random"]
+
+
+def test_seeds(engine: Engine) -> None:
+    def sampled(seed: int | None) -> list[Step]:
+        return steps(engine, temperature=1.0, seed=seed, max_new_tokens=16)
+
+    assert ids(sampled(5)) == ids(sampled(5)) != ids(sampled(6))
+    drawn, other = sampled(None), sampled(None)
+    assert drawn[-1].stats.seed != other[-1].stats.seed
+    assert ids(sampled(drawn[-1].stats.seed)) == ids(drawn)
+
+
+def test_prompts_in_every_form(engine: Engine) -> None:
+    as_ids = engine.encode(PROMPT)
+    assert engine.tokenizer.decode(as_ids) == PROMPT
+    assert engine.encode(as_ids) == engine.encode(tuple(as_ids)) == as_ids
+    from_numpy = engine.encode(list(np.array(as_ids)))
+    assert from_numpy == as_ids
+    assert {type(token) for token in from_numpy} == {int}
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    asked = engine.tokenizer.decode(engine.encode(messages), skip_special_tokens=False)
+    assert asked == "<|system|>s<|end|><|user|>u<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", "empty"),
+        ([], "empty"),
+        ([1, VOCAB_SIZE], f"token id {VOCAB_SIZE} is outside"),
+        ([-1], "token id -1 is outside"),
+        ([1, {"role": "user", "content": "hi"}], "a prompt is"),
+        ([{"role": "user", "content": "hi"}, 1], "a prompt is"),
+        (["hi"], "a prompt is"),
+        ([1.5], "a prompt is"),
+    ],
+)
+def test_prompts_that_are_refused(prompt: Any, words: str, engine: Engine) -> None:
+    with pytest.raises(UsageError, match=words):
+        engine.generate(prompt)  # at once, not at the first step
+
+
+# ------------------------------------------------------------------------------------------------ where it ends
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 30])
+@pytest.mark.parametrize("draft", ["itself", "own", "none"])
+def test_max_new_tokens_is_exact(limit: int, draft: str, engines: dict[str, Engine]) -> None:
+    found = steps(engines[draft], max_new_tokens=limit, ignore_eos=True)
+    assert len(ids(found)) == limit
+    assert [step.finish_reason for step in found] == [None] * (len(found) - 1) + ["length"]
+
+
+@pytest.mark.parametrize("num_free", [1, 2, 5])
+def test_the_context_fills_to_its_last_place(num_free: int, engines: dict[str, Engine]) -> None:
+    prompt = [40] * (CONTEXT - num_free)
+    found = {
+        draft: steps(engines[draft], prompt, speculation=SpeculationParams(budget=200), ignore_eos=True)
+        for draft in ("itself", "none")
+    }
+    assert ids(found["itself"]) == ids(found["none"])
+    assert len(ids(found["itself"])) == num_free
+    assert found["itself"][-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("num_tokens", [CONTEXT, CONTEXT + 1, 10 * CONTEXT])
+def test_a_prompt_that_leaves_no_room(num_tokens: int, engine: Engine) -> None:
+    with pytest.raises(ContextLengthError, match=f"{num_tokens} tokens .* context is {CONTEXT}"):
+        engine.generate([40] * num_tokens)
+
+
+def test_end_of_text(pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> None:
+    unbounded = ids(steps(engines["none"], max_new_tokens=40))
+    folder = variant(pair.target, tmp_path / "target")
+    token = unbounded[12]
+    at = unbounded.index(token)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, token]}))
+    plain, guessed = load(folder), load(folder, pair.draft).with_draft(engines["itself"].draft, "itself")
+    for engine in (plain, guessed):
+        found = steps(engine, max_new_tokens=40)
+        assert ids(found) == unbounded[: at + 1]
+        assert found[-1].finish_reason == "eos"
+        assert text(found) == engine.tokenizer.decode(unbounded[:at])
+        assert ids(steps(engine, max_new_tokens=40, ignore_eos=True)) == unbounded
+
+
+@pytest.mark.parametrize("draft", ["itself", "own", "none"])
+def test_stop_texts_end_the_text_wherever_tokens_end(draft: str, engines: dict[str, Engine]) -> None:
+    whole = text(steps(engines["none"], max_new_tokens=30))
+    for first, length in product(range(3, len(whole) - 5, 4), (1, 2, 5)):
+        stop = whole[first : first + length]
+        plain = steps(engines["none"], max_new_tokens=30, stop=(stop, "never said"), seed=0)
+        found = steps(engines[draft], max_new_tokens=30, stop=(stop, "never said"), seed=0)
+        assert (text(found), found[-1].finish_reason) == (whole[: whole.find(stop)], "stop")
+        assert ids(found) == ids(plain)
+
+
+def test_text_that_looked_like_a_stop_is_given_back(engines: dict[str, Engine]) -> None:
+    whole = text(steps(engines["none"], max_new_tokens=30))
+    found = steps(engines["own"], max_new_tokens=30, stop=(whole[-3:] + "never said",))
+    assert (text(found), found[-1].finish_reason) == (whole, "length")
+
+
+# ------------------------------------------------------------------------------------------------ what is counted
+
+
+@pytest.mark.parametrize("draft", ["itself", "own", "none"])
+def test_counts(draft: str, engines: dict[str, Engine]) -> None:
+    found = steps(engines[draft], temperature=0.8, seed=3, max_new_tokens=40, stop=("\ufffd",))
+    stats = found[-1].stats
+    assert found[0].token_ids, "the first pass already yields tokens"
+    assert stats.num_tokens == len(ids(found))
+    assert stats.num_passes == len(found)
+    assert stats.tokens_per_pass == stats.num_tokens / len(found)
+    assert stats.num_first_pass_tokens == len(found[0].token_ids)
+    assert stats.num_prompt_tokens == len(engines[draft].encode(PROMPT))
+    assert 0 < stats.prefill_s <= stats.ttft_s
+    assert stats.draft_s + stats.target_s <= stats.prefill_s + stats.decode_s
+    if len(found) > 1:
+        expected = (stats.num_tokens - stats.num_first_pass_tokens) / stats.decode_s
+        assert stats.decode_tokens_per_s == pytest.approx(expected)
+    assert stats.peak_host_bytes > 2**20
+    assert stats.as_dict().items() >= {"seed": 3, "num_tokens": stats.num_tokens, "link_gb_per_s": None}.items()
+
+
+def test_each_step_says_what_was_counted_until_then(engines: dict[str, Engine]) -> None:
+    found = steps(engines["own"], max_new_tokens=20, ignore_eos=True)
+    assert [step.stats.num_passes for step in found] == list(range(1, len(found) + 1))
+    assert [step.stats.num_tokens for step in found] == list(np.cumsum([len(step.token_ids) for step in found]))
+    assert all(0 <= step.num_accepted < len(step.token_ids) for step in found)
+    assert sum(step.num_accepted for step in found) == 20 - len(found)
+
+
+def test_a_first_pass_that_says_everything(engines: dict[str, Engine]) -> None:
+    whole = text(steps(engines["none"], max_new_tokens=8))
+    (only,) = steps(engines["itself"], max_new_tokens=8, stop=(whole[2],), speculation=SpeculationParams(budget=64))
+    stats = only.stats
+    assert stats.num_first_pass_tokens == stats.num_tokens == len(only.token_ids) < 8
+    assert (stats.decode_s, stats.decode_tokens_per_s) == (0, 0)
+
+
+# ------------------------------------------------------------------------------------------------ many requests
+
+
+def test_a_closed_request_leaves_the_engine_usable(engine: Engine) -> None:
+    params = SAMPLING["top-p"]
+    wanted = ids(steps(engine, params=params))
+    under_way = engine.generate(PROMPT, params)
+    next(under_way)
+    under_way.close()
+    with pytest.raises(StopIteration):
+        next(under_way)
+    assert ids(steps(engine, params=params)) == wanted
+
+
+def test_an_interrupted_pass_leaves_the_engine_usable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SAMPLING["top-p"]
+    wanted = ids(steps(engine, params=params))
+    under_way = engine.generate(PROMPT, params)
+    next(under_way)
+
+    def interrupted(*args: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("offspec.engine.exact_walk", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(under_way)
+    monkeypatch.undo()
+    assert ids(steps(engine, params=params)) == wanted
+
+
+def test_requests_that_take_turns(engine: Engine) -> None:
+    requests = [(PROMPT, SAMPLING["greedy"]), ("for item in", SAMPLING["top-p"]), (PROMPT, SAMPLING["warm"])]
+    alone = [ids(steps(engine, *request)) for request in requests]
+    together: list[list[int]] = [[] for _ in requests]
+    running: list[Iterator[Step]] = [engine.generate(*request) for request in requests]
+    for turn in zip_longest(*running):
+        for tokens, step in zip(together, turn, strict=True):
+            tokens += step.token_ids if step is not None else []
+    assert together == alone
+
+
+# ------------------------------------------------------------------------------------------------ weights and drafts
+
+
+def test_weights_that_are_no_numbers(pair: Pair, tmp_path: Path) -> None:
+    bad = {"model.norm.weight": float("nan")}
+    target = scale_weights(variant(pair.target, tmp_path / "target"), bad)
+    with pytest.raises(NumericalError, match="target's logits"):
+        steps(load(target))
+    draft = scale_weights(variant(pair.draft, tmp_path / "draft"), bad)
+    with pytest.raises(NumericalError, match="draft"):
+        steps(load(pair.target, draft))
+
+
+def test_fp16_that_overflows(pair: Pair, tmp_path: Path) -> None:
+    large = scale_weights(variant(pair.target, tmp_path / "target"), {"lm_head.weight": 3e5})
+    with pytest.raises(NumericalError, match="--dtype fp32"):
+        steps(load(large, dtype="fp16"))
+    assert steps(load(large, dtype="fp32"))
+
+
+def test_a_draft_with_a_shorter_context(pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> None:
+    draft = variant(pair.draft, tmp_path / "draft", max_position_embeddings=20)
+    found = steps(load(pair.target, draft), max_new_tokens=60, ignore_eos=True)
+    assert ids(found) == ids(steps(engines["none"], max_new_tokens=60, ignore_eos=True))
+    assert len(found[0].token_ids + found[1].token_ids) > 2
+    assert all(len(step.token_ids) == 1 for step in found[-39:])  # it has nothing to say there
+
+
+@pytest.mark.parametrize("vocab_size", [305, VOCAB_SIZE])
+def test_a_draft_with_less_padding(vocab_size: int, pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> None:
+    draft = narrow(variant(pair.draft, tmp_path / "draft"), vocab_size)
+    params = SamplingParams(temperature=1.5, seed=2, repetition_penalty=1.1, ignore_eos=True)  # padding is chosen too
+    assert ids(steps(load(pair.target, draft), [VOCAB_SIZE - 1], params)) == ids(
+        steps(engines["none"], [VOCAB_SIZE - 1], params)
+    )
+
+
+def other_vocabulary(pair: Pair, folder: Path) -> Path:
+    variant(pair.draft, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def without_tokenizer(pair: Pair, folder: Path) -> Path:
+    narrow(variant(pair.draft, folder), 305)
+    (folder / "tokenizer.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("break_draft", [other_vocabulary, without_tokenizer])
+def test_a_draft_with_another_vocabulary(
+    break_draft: Any, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RamWeights, "load", lambda *_, **__: pytest.fail("weights were read first"))
+    with pytest.raises(VocabularyMismatchError, match="draft"):
+        load(pair.target, break_draft(pair, tmp_path / "draft"))
+
+
+def test_a_draft_without_a_tokenizer_of_the_same_size(pair: Pair, tmp_path: Path) -> None:
+    draft = variant(pair.draft, tmp_path / "draft")
+    (draft / "tokenizer.json").unlink()
+    assert load(pair.target, draft).draft is not None
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [({"model_type": "mamba"}, UnsupportedModelError), ({"hidden_size": None}, CheckpointError)],
+)
+def test_what_cannot_be_read_is_named(
+    role: str, config: dict[str, Any], error: type[Exception], pair: Pair, tmp_path: Path
+) -> None:
+    folder = variant(pair.target, tmp_path / "bad", **config)
+    with pytest.raises(error, match=str(folder)):
+        load(*((folder, None) if role == "target" else (pair.target, folder)))
+
+
+def test_a_target_needs_a_tokenizer(pair: Pair, tmp_path: Path) -> None:
+    folder = variant(pair.target, tmp_path / "target")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerError, match=str(folder)):
+        load(folder)
+
+
+# ------------------------------------------------------------------------------------------------ device and dtype
+
+
+@pytest.mark.parametrize(
+    ("wanted", "dtype"),
+    [("auto", torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+)
+def test_dtypes(wanted: str, dtype: torch.dtype, pair: Pair) -> None:
+    engine = load(pair.target, pair.draft, dtype=wanted)
+    assert engine.draft is not None
+    assert engine.target.dtype == engine.draft.dtype == dtype
+    assert len(ids(steps(engine, max_new_tokens=8))) == 8
+    assert [note.text for note in engine.notes if "dtype" in note.text] == (
+        [f"dtype fp32 for {role} (small enough; text is exact to the token)" for role in ("target", "draft")]
+        if wanted == "auto"
+        else []
+    )
+
+
+def test_a_large_model_keeps_its_own_dtype(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offspec.engine.SMALL_MODEL_BYTES", 0)
+    for folder, dtype in ((pair.target, torch.float32), (builtin_path("target"), torch.bfloat16)):
+        notes: list[Note] = []
+        assert choose_dtype("auto", Checkpoint.open(folder), CPU, notes) == dtype
+        assert "own" in notes[0].text
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    notes: list[Note] = []
+    assert choose_device("cpu", notes) == CPU
+    assert choose_device("cuda:1", notes) == torch.device("cuda:1")
+    assert choose_device("auto", notes) == choose_device("cuda", notes) == torch.device("cuda:0")
+    assert [note.text for note in notes] == ["device cuda:0 (found)"]
+    for wanted in ("cuda:2", "cuda:999", "cuda:-1", "cuda:x", "mps", "meta", "tpu", ""):
+        with pytest.raises(UsageError, match="--device"):
+            choose_device(wanted, notes)
+
+
+def test_device_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    notes: list[Note] = []
+    assert choose_device("auto", notes) == CPU
+    assert "no CUDA device" in notes[0].text
+    with pytest.raises(UsageError, match="0 CUDA devices"):
+        choose_device("cuda", notes)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "int3"}, {"device": "tpu"}])
+def test_settings_that_cannot_be_meant(settings: dict[str, str], pair: Pair) -> None:
+    with pytest.raises(UsageError, match=next(iter(settings.values()))):
+        load(pair.target, **settings)
+
+
+def test_threads(pair: Pair) -> None:
+    before = torch.get_num_threads()
+    try:
+        Engine.load(str(pair.target), draft="none", threads=1)
+        assert torch.get_num_threads() == 1
+        with pytest.raises(UsageError, match="threads"):
+            Engine.load(str(pair.target), threads=0)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_model_without_a_known_draft_says_so(pair: Pair) -> None:
+    engine = Engine.load(str(pair.target), device="cpu")
+    (advice,) = [note.text for note in engine.notes if note.advice]
+    assert engine.draft is None
+    assert "--draft" in advice
+    assert steps(engine, max_new_tokens=4)[-1].stats.tokens_per_pass == 1
+
+
+def test_the_walk_is_the_schedulers() -> None:
+    from offspec import engine as module
+
+    assert module.exact_walk is exact_walk  # what other tests replace is what the engine calls

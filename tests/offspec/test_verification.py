@@ -1,0 +1,174 @@
+"""A speculative text that is not plain decoding's is found, located and explained; a text that is, is left alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from offspec import Engine
+from offspec.errors import UsageError
+from offspec.scheduler import verify as scheduler_verify
+from offspec.scheduler.params import Scoring
+from offspec.scheduler.verify import Verdict
+from offspec.verification import NEAR_TIE, Report, Setting, settings_of, verify
+
+from ..cli.pair import build_pair
+
+PROMPTS = ["def area(", "for item in"]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    pair = build_pair(tmp_path_factory.mktemp("pair"))
+    return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="fp32")
+
+
+def setting(temperature: float = 0.0, budget: int = 8, scoring: Scoring = "coupled", draft: str = "own") -> Setting:
+    return Setting(temperature, 1.0, budget, scoring, draft)
+
+
+def replace_at(monkeypatch: pytest.MonkeyPatch, position: int, token: int) -> None:
+    """Speculation says `token` at an absolute position, whatever the target chose; plain decoding is left alone."""
+
+    def walk(tree: Any, logits: Any, sampler: Any, position_: int) -> Verdict:
+        verdict = scheduler_verify.exact_walk(tree, logits, sampler, position_)
+        at = position - position_
+        if len(tree) == 0 or not 0 <= at < len(verdict.tokens):
+            return verdict
+        return Verdict(verdict.path[:at], [*verdict.tokens[:at], token])
+
+    def by_name(tree: Any, logits: Any, sampler: Any, position: int) -> Verdict:
+        return walk(tree, logits, sampler, position)
+
+    monkeypatch.setattr("offspec.engine.exact_walk", by_name)
+
+
+def plain_tokens(engine: Engine, prompt: str, one: Setting, seed: int, num_tokens: int = 8) -> list[int]:
+    from offspec import SpeculationParams
+
+    found = engine.generate(prompt, one.sampling(num_tokens, seed), SpeculationParams(budget=0))
+    return [token for step in found for token in step.token_ids]
+
+
+def test_texts_that_are_equal(engine: Engine) -> None:
+    settings = settings_of([0, 1], 0.9, [1, 8], ["coupled", "specexec"], ["own", "random"])
+    seen: list[tuple[int, int]] = []
+    report = verify(engine, PROMPTS, settings, max_new_tokens=8, progress=lambda *done: seen.append(done))
+    assert report.is_exact
+    assert report.settings == settings
+    assert len(report.tokens_per_pass) == len(settings) == 16
+    assert seen == [(i + 1, 16) for i in range(16)]
+    assert report.num_tokens <= 16 * len(PROMPTS) * 8
+    own = [n for s, n in zip(settings, report.tokens_per_pass, strict=True) if s.draft == "own" and s.budget == 8]
+    assert min(own) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_difference_is_located_and_explained(
+    temperature: float, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = setting(temperature)
+    wanted = plain_tokens(engine, PROMPTS[1], one, seed=6)
+    other = (wanted[3] + 1) % 256
+    length = len(engine.encode(PROMPTS[1]))
+    assert length != len(engine.encode(PROMPTS[0]))  # so that only one of the two prompts is spoilt
+    replace_at(monkeypatch, length + 3, other)
+    report = verify(engine, PROMPTS[1:], [one], max_new_tokens=8, seed=6)
+    (found,) = report.errors
+    assert (found.setting, found.prompt_index, found.token_index) == (one, 0, 3)
+    assert (found.plain_token, found.speculative_token, found.is_near_tie) == (wanted[3], other, False)
+    assert found.gap is not None
+    assert found.gap > 0
+    for words in (f"token {other} instead of token {wanted[3]}", "position 3", "budget 8", "own draft"):
+        assert words in str(found)
+
+
+def test_the_gap_is_the_distance_of_the_targets_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = engine.encode(PROMPTS[0])
+    cache = engine.target.new_cache()
+    hidden = engine.target.forward(torch.tensor(prompt), torch.arange(len(prompt)), cache)
+    best, second = engine.target.logits(hidden[-1:])[0].topk(2)[::1]
+    replace_at(monkeypatch, len(prompt), int(second[1]))
+    (found,) = verify(engine, PROMPTS[:1], [setting()], max_new_tokens=4).differences
+    assert (found.plain_token, found.speculative_token) == (int(second[0]), int(second[1]))
+    assert found.gap == pytest.approx(float(best[0] - best[1]), rel=1e-5)
+
+
+def test_only_16_bit_near_ties_are_excused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert NEAR_TIE[torch.float32] == 0 < NEAR_TIE[torch.float16] < NEAR_TIE[torch.bfloat16]
+    prompt = engine.encode(PROMPTS[0])
+    replace_at(monkeypatch, len(prompt), 40)
+    monkeypatch.setitem(NEAR_TIE, torch.float32, 1000.0)
+    report = verify(engine, PROMPTS[:1], [setting()], max_new_tokens=4)
+    assert report.is_exact
+    assert [difference.is_near_tie for difference in report.differences] == [True]
+    monkeypatch.setitem(NEAR_TIE, torch.float32, 0.0)
+    assert not verify(engine, PROMPTS[:1], [setting()], max_new_tokens=4).is_exact
+
+
+def test_a_token_that_was_ruled_out_is_no_near_tie(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NEAR_TIE, torch.float32, 1000.0)
+    one = Setting(1.0, 1e-6, 8, "coupled", "own")  # top-p keeps the best token alone
+    prompt = engine.encode(PROMPTS[0])
+    (wanted,) = plain_tokens(engine, PROMPTS[0], one, seed=0, num_tokens=1)
+    replace_at(monkeypatch, len(prompt), (wanted + 1) % 256)
+    report = verify(engine, PROMPTS[:1], [one], max_new_tokens=4)
+    assert [(d.gap, d.is_near_tie) for d in report.differences] == [(None, False)]
+
+
+def test_a_text_that_ends_early_differs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (eos,) = engine.tokenizer.eos_ids
+    wanted = plain_tokens(engine, PROMPTS[0], setting(), seed=0)
+    real = Engine.generate
+
+    def short(self: Engine, prompt: Any, params: Any, speculation: Any) -> Any:
+        found = list(real(self, prompt, params, speculation))
+        return found if speculation.budget == 0 else found[:1]
+
+    monkeypatch.setattr(Engine, "generate", short)
+    report = verify(engine, PROMPTS[:1], [setting()], max_new_tokens=8)
+    (found,) = report.errors
+    assert (found.plain_token, found.speculative_token) == (wanted[found.token_index], None)
+    assert "the end instead of token" in str(found)
+    assert eos not in wanted
+
+
+def test_the_report_as_json(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_at(monkeypatch, len(engine.encode(PROMPTS[0])), 40)
+    report = verify(engine, PROMPTS[:1], [setting(), setting(draft="random")], max_new_tokens=4)
+    told = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert told.keys() == {"exact", "num_prompts", "num_tokens", "settings", "differences"}
+    assert [s["draft"] for s in told["settings"]] == ["own", "random"]
+    assert all(s["tokens_per_pass"] >= 1 for s in told["settings"])
+    assert told["differences"][0].keys() == {
+        *("setting", "prompt_index", "token_index", "plain_token", "speculative_token", "gap", "is_near_tie")
+    }
+    assert not told["exact"]
+
+
+def test_no_difference_is_exact() -> None:
+    assert Report(num_prompts=0).is_exact
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(-1.0, 1.0, 8, "coupled"), (0.0, 0.0, 8, "coupled"), (0.0, 1.0, -1, "coupled"), (0.0, 1.0, 8, "other")],
+)
+def test_settings_that_cannot_be_meant(values: tuple[Any, Any, Any, Any]) -> None:
+    with pytest.raises(UsageError):
+        Setting(*values, draft="own")
+
+
+def test_own_needs_a_draft(engine: Engine) -> None:
+    alone = engine.with_draft(None, None)
+    with pytest.raises(UsageError, match="--draft"):
+        verify(alone, PROMPTS, [setting()])
+    assert verify(alone, PROMPTS, [setting(draft="random")], max_new_tokens=4).is_exact
+
+
+def test_top_p_counts_at_temperature_1_only() -> None:
+    settings = settings_of([0, 0.6, 1], 0.9, [4], ["coupled"], ["own"])
+    assert [(s.temperature, s.top_p) for s in settings] == [(0, 1.0), (0.6, 1.0), (1, 0.9)]

@@ -1,0 +1,361 @@
+"""The drafted tree is the best one there is, the draft's cache follows the text, and sharpness finds its value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offspec.errors import NumericalError
+from offspec.scheduler.draft import Calibration, Guesses, ModelDrafter, Sharpness
+from offspec.scheduler.params import SamplingParams, Scoring, SpeculationParams
+from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
+from offspec.scheduler.verify import Verdict, exact_walk
+
+from .fakes import (
+    Rule,
+    RuleModel,
+    few,
+    generate,
+    many,
+    noise,
+    paths,
+    plain_text,
+    processed,
+    random_rule,
+    resembling,
+    sampling_params,
+)
+
+VOCAB_SIZE, PROMPT, SEED = 4, [3, 0, 2], 11
+DRAFT = random_rule(VOCAB_SIZE, seed=0)
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
+SCORINGS: list[Scoring] = ["coupled", "specexec"]
+
+
+def drafter_of(
+    model: RuleModel,
+    params: SamplingParams = SAMPLED,
+    vocab_size: int = VOCAB_SIZE,
+    final: Collection[int] = (),
+    calibration: Calibration | None = None,
+    **speculation: Any,
+) -> ModelDrafter:
+    """A drafter whose sampler knows the prompt."""
+    sampler = Sampler(params, SEED, vocab_size)
+    sampler.extend(PROMPT)
+    return ModelDrafter(model, sampler, SpeculationParams(**speculation), calibration or Calibration(), final)
+
+
+def proposed(room: int, **options: Any) -> TokenTree:
+    return drafter_of(RuleModel(DRAFT, VOCAB_SIZE), GREEDY, **options).propose(PROMPT, room)
+
+
+# ------------------------------------------------------------------------------------------------ the best tree
+
+
+def log_softmax(values: FloatArray) -> FloatArray:
+    shifted = values - values.max()
+    return shifted - math.log(np.exp(shifted).sum())
+
+
+def every_node(
+    rule: Rule,
+    params: SamplingParams,
+    scoring: Scoring,
+    max_depth: int,
+    final: Collection[int] = (),
+    children: int = 16,
+    columns: int = VOCAB_SIZE,
+    prompt: Sequence[int] = PROMPT,
+) -> dict[tuple[int, ...], float]:
+    """The score of every path that a drafter may guess: the whole tree, by recursion."""
+    is_greedy = params.temperature == 0
+    sharpness = Calibration().sharpness(greedy=is_greedy).value if scoring == "coupled" else 1.0
+    scores: dict[tuple[int, ...], float] = {(): 0.0}
+
+    def grow(path: tuple[int, ...]) -> None:
+        seen = [token for token in (*PROMPT, *path) if token < columns]
+        values = processed(rule((*prompt, *path))[:columns], params, seen)
+        if scoring == "coupled" and not is_greedy:
+            values = values + noise(SEED, len(PROMPT) + len(path), columns)
+        gains = log_softmax(values / sharpness)
+        for token in np.argsort(-gains)[:children].tolist():
+            if gains[token] > -math.inf:
+                scores[(*path, token)] = scores[path] + gains[token]
+                if len(path) + 1 < max_depth and token not in final:
+                    grow((*path, token))
+
+    grow(())
+    del scores[()]
+    return scores
+
+
+def assert_best(tree: TokenTree, scores: dict[tuple[int, ...], float], budget: int) -> None:
+    """The tree is the `budget` best nodes; where a token is certain, its parent comes first."""
+    best = sorted(scores, key=lambda path: (-round(scores[path], 4), len(path)))[:budget]
+    assert set(paths(tree)) == set(best)
+    np.testing.assert_allclose(tree.scores, [scores[path] for path in paths(tree)], atol=1e-4)
+
+
+@many
+@given(
+    params=sampling_params(),
+    scoring=st.sampled_from(SCORINGS),
+    budget=st.integers(1, 60),
+    width=st.integers(1, 16),
+    children=st.integers(1, 5),
+    max_depth=st.integers(1, 4),
+    final=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
+)
+def test_tree_is_the_best_there_is(
+    params: SamplingParams,
+    scoring: Scoring,
+    budget: int,
+    width: int,
+    children: int,
+    max_depth: int,
+    final: set[int],
+) -> None:
+    model = RuleModel(DRAFT, VOCAB_SIZE)
+    drafter = drafter_of(
+        model, params, final=final, scoring=scoring, budget=budget, width=width, children=children, max_depth=max_depth
+    )
+    tree = drafter.propose(PROMPT, max_depth=9)
+    assert_best(tree, every_node(DRAFT, params, scoring, max_depth, final, children), budget)
+    assert max(model.batches) <= width
+    _assert_well_formed(tree)
+
+
+def _assert_well_formed(tree: TokenTree) -> None:
+    assert len(set(paths(tree))) == len(tree), "siblings hold the same token"
+    assert (tree.parents < np.arange(len(tree))).all()
+    assert tree.depths.tolist() == [len(path) for path in paths(tree)]
+    assert (np.diff(tree.scores) <= 0).all()
+    inner = tree.parents != ROOT
+    assert (tree.scores[inner] <= tree.scores[tree.parents[inner]]).all()
+    assert (tree.scores <= 0).all()
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_width_changes_rounds_and_not_the_tree(params: SamplingParams, scoring: Scoring) -> None:
+    narrow, wide = (RuleModel(DRAFT, VOCAB_SIZE) for _ in range(2))
+    trees = [
+        drafter_of(model, params, scoring=scoring, budget=40, width=width).propose(PROMPT, 9)
+        for model, width in ((narrow, 1), (wide, 16))
+    ]
+    assert set(paths(trees[0])) == set(paths(trees[1]))
+    assert len(narrow.batches) > 3 * len(wide.batches)
+
+
+def test_growth_beyond_twice_the_budget() -> None:
+    """Sixteen nearly equal guesses, each with one sure continuation: the best sixteen nodes are a single chain.
+
+    Before that is known, more than forty nodes have been expanded; their rows and masks outgrow what was set aside.
+    """
+
+    def rule(prefix: tuple[int, ...]) -> FloatArray:
+        return -0.01 * np.arange(16) if len(prefix) == len(PROMPT) else 12.0 * (np.arange(16) == 0)
+
+    model = RuleModel(rule, 16)
+    tree = drafter_of(model, vocab_size=16, scoring="specexec", budget=16, width=16).propose(PROMPT, 99)
+    assert sum(model.batches) > 2 * 16
+    assert paths(tree) == [(0,) * depth for depth in range(1, 17)]
+
+
+@pytest.mark.parametrize(("asked", "allowed"), [(1, 9), (9, 1), (3, 2), (2, 3)])
+def test_depth_is_limited_by_caller_and_parameters(asked: int, allowed: int) -> None:
+    tree = proposed(asked, budget=1000, max_depth=allowed)
+    depth = min(asked, allowed)
+    assert tree.depths.max() == depth
+    assert len(tree) == sum(VOCAB_SIZE**level for level in range(1, depth + 1))
+
+
+def test_final_tokens_are_guessed_but_not_expanded() -> None:
+    tree = proposed(4, budget=1000, final=[1, 2])
+    assert {1, 2} <= set(tree.tokens.tolist())
+    assert not set(tree.tokens[tree.parents[tree.parents != ROOT]].tolist()) & {1, 2}
+
+
+@pytest.mark.parametrize(("max_depth", "budget"), [(0, 9), (-1, 9), (9, 0)])
+def test_no_room_or_budget_is_an_empty_tree(max_depth: int, budget: int) -> None:
+    model = RuleModel(DRAFT, VOCAB_SIZE)
+    drafter = drafter_of(model, budget=budget)
+    tree = drafter.propose(PROMPT, max_depth)
+    assert len(tree) == 0
+    drafter.observe(tree, Verdict([], [1]))
+    assert model.batches == []
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, SamplingParams(repetition_penalty=1.5)])
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("draft_size", [2, 7])
+def test_draft_with_another_vocabulary(draft_size: int, scoring: Scoring, params: SamplingParams) -> None:
+    """Only tokens that both know are guessed, and what the draft does not know of the text is its last token."""
+    rule = random_rule(draft_size, seed=3)
+    model = RuleModel(rule, draft_size)
+    tree = drafter_of(model, params, budget=10, scoring=scoring).propose(PROMPT, 3)
+    known, columns = [min(token, draft_size - 1) for token in PROMPT], min(draft_size, VOCAB_SIZE)
+    assert model.chains[0] == known
+    assert_best(tree, every_node(rule, params, scoring, 3, columns=columns, prompt=known), 10)
+
+
+@pytest.mark.parametrize("max_context", [1, len(PROMPT) - 1])
+def test_text_beyond_the_drafts_context_is_not_guessed(max_context: int) -> None:
+    model = RuleModel(DRAFT, VOCAB_SIZE, max_context)
+    assert len(drafter_of(model).propose(PROMPT, 9)) == 0
+    assert model.batches == []
+
+
+def test_tree_stays_within_the_drafts_context() -> None:
+    tree = drafter_of(RuleModel(DRAFT, VOCAB_SIZE, len(PROMPT) + 2), budget=1000).propose(PROMPT, 9)
+    assert tree.depths.max() == 2
+
+
+# ------------------------------------------------------------------------------------------------ from pass to pass
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_draft_cache_follows_the_text(params: SamplingParams) -> None:
+    """Also over a pass without guesses. What was drafted and accepted is not computed a second time."""
+    target_rule = resembling(DRAFT, seed=5, error=0.7)
+    model, target = RuleModel(DRAFT, VOCAB_SIZE), RuleModel(target_rule, VOCAB_SIZE)
+    drafter, sampler = drafter_of(model, params, budget=12, width=5), Sampler(params, SEED, VOCAB_SIZE)
+    text, missing = list(PROMPT), len(PROMPT)
+    num_accepted = 0
+    for number in range(20):
+        num_calls = len(model.chains)
+        tree = drafter.propose(text, max_depth=0 if number == 9 else 6)
+        chains = model.chains[num_calls:]
+        assert [len(chain) for chain in chains] == ([] if number == 9 else [missing] + [0] * (len(chains) - 1))
+        assert number == 9 or model.text == text
+        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
+        verdict = exact_walk(tree, logits, sampler, len(text))
+        target.keep(verdict.path)
+        drafter.observe(tree, verdict)
+        text += verdict.tokens
+        num_accepted += len(verdict.path)
+        missing = len(text) - len(model.text)
+        assert model.text == text[:-missing]
+        assert missing <= (3 if number == 9 else 2)  # the bonus token, and a leaf that was not expanded
+    assert num_accepted > 10
+    assert text[len(PROMPT) :] == plain_text(target_rule, params, SEED, PROMPT, len(text) - len(PROMPT))
+
+
+def num_passes(rule: Rule, draft: Rule, params: SamplingParams, calibration: Calibration, **speculation: Any) -> int:
+    """Passes of the target for 200 tokens."""
+    sampler, target = Sampler(params, SEED, VOCAB_SIZE), RuleModel(rule, VOCAB_SIZE)
+    model = RuleModel(draft, VOCAB_SIZE)
+    generate(target, ModelDrafter(model, sampler, SpeculationParams(**speculation), calibration), sampler, PROMPT, 200)
+    return len(target.batches)
+
+
+def test_shared_noise_saves_passes() -> None:
+    target = resembling(DRAFT, seed=5, error=0.5)
+    coupled, specexec = (
+        num_passes(target, DRAFT, SAMPLED, Calibration(), budget=8, scoring=scoring) for scoring in SCORINGS
+    )
+    assert coupled < 0.8 * specexec
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_sharpness_tells_a_good_draft_from_a_bad_one(params: SamplingParams) -> None:
+    fitted = []
+    for draft in (DRAFT, random_rule(VOCAB_SIZE, seed=99)):
+        calibration = Calibration()
+        num_passes(DRAFT, draft, params, calibration, budget=8)
+        fitted.append(calibration.sharpness(greedy=params is GREEDY).value)
+        assert calibration.sharpness(greedy=params is SAMPLED).value == (0.6 if params is GREEDY else 0.5)
+    assert fitted == [Sharpness.GRID[0], Sharpness.GRID[-1]]
+
+
+def test_specexec_leaves_the_calibration_alone() -> None:
+    """Its values lack the noise, and would spoil what coupled requests have learnt."""
+    calibration = Calibration()
+    num_passes(DRAFT, random_rule(VOCAB_SIZE, seed=99), SAMPLED, calibration, budget=8, scoring="specexec")
+    assert calibration.sharpness(greedy=False).value == 0.6
+
+
+@pytest.mark.parametrize("bad", [[math.nan] * 4, [0, math.nan, 0, 0], [math.inf, 0, 0, 0], [-math.inf] * 4])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_draft_logits_that_are_not_numbers_are_refused_in_one_line(params: SamplingParams, bad: list[float]) -> None:
+    """Else they would stay in the calibration for as long as the engine lives."""
+    drafter = drafter_of(RuleModel(lambda _: np.array(bad), VOCAB_SIZE), params)
+    with pytest.raises(NumericalError, match=r"^the draft's logits are not finite[^\n]*$"):
+        drafter.propose(PROMPT, 3)
+
+
+# ------------------------------------------------------------------------------------------------ sharpness
+
+GRID = Sharpness.GRID
+
+
+def guesses_of(values: FloatArray, num_candidates: int) -> Guesses:
+    """One row: the best candidates of values [V]."""
+    order = np.argsort(-values)[:num_candidates]
+    normalisers = np.array([np.log(np.exp(values / s).sum()) for s in GRID])
+    return Guesses(order[None], values[order][None], normalisers[None])
+
+
+@pytest.mark.parametrize("true_index", range(len(GRID)))
+def test_sharpness_converges_to_the_truth(true_index: int) -> None:
+    """Within a step of the grid, for it remembers about a hundred nodes."""
+    generator, sharpness = np.random.default_rng(true_index), Sharpness(prior=0.6)
+    for _ in range(600):
+        values = generator.normal(scale=2, size=12)
+        token = int((values / GRID[true_index] + generator.gumbel(size=12)).argmax())
+        sharpness.observe(guesses_of(values, 12).likelihood(0, token))
+    assert abs(sharpness.index - true_index) <= 1
+
+
+def test_sharpness_starts_at_its_prior_and_moves_soon() -> None:
+    assert [Sharpness(prior=s).value for s in GRID] == GRID.tolist()
+    sharpness, calm = Sharpness(prior=0.6), guesses_of(np.array([4.0, 3.0, 0.0, -1.0]), 4)
+    for _ in range(5):
+        sharpness.observe(calm.likelihood(0, 2))
+    assert sharpness.value > 0.6
+
+
+def test_unit_is_where_the_sharpness_is_1() -> None:
+    assert GRID[Sharpness.UNIT] == 1.0
+
+
+def test_sharpness_forgets() -> None:
+    sharpness, guesses = Sharpness(prior=0.6), guesses_of(np.array([3.0, 2.0, 0.0]), 3)
+    for token, end in ((0, GRID[0]), (2, GRID[-1]), (0, GRID[0])):
+        for _ in range(500):
+            sharpness.observe(guesses.likelihood(0, token))
+        assert sharpness.value == end
+
+
+def test_likelihood_is_that_of_the_scores() -> None:
+    guesses = guesses_of(np.array([1.0, -0.5, 2.0, 0.3]), 3)
+    for index, (column, token) in enumerate([(0, 2), (1, 0), (2, 3)] * 3):
+        assert guesses.likelihood(0, token)[index] == pytest.approx(guesses.log_probabilities(index)[0, column])
+
+
+@pytest.mark.parametrize("token", [1, 3, 4, 77])
+def test_likelihood_of_a_token_that_was_not_guessed_is_that_of_the_last(token: int) -> None:
+    """Beyond the candidates (1), excluded (3, 4), or unknown to the draft (77)."""
+    guesses = guesses_of(np.array([2.0, -1.0, 0.5, -math.inf, -math.inf]), 2)
+    assert np.isfinite(guesses.likelihood(0, token)).all()
+    np.testing.assert_array_equal(guesses.likelihood(0, token), guesses.likelihood(0, 2))
+    with_excluded = guesses_of(np.array([2.0, 0.5, 0.5, -math.inf, -math.inf]), 5)
+    np.testing.assert_array_equal(with_excluded.likelihood(0, 3), with_excluded.likelihood(0, 2))
+
+
+@few
+@given(values=st.lists(st.floats(-30, 30), min_size=1, max_size=8), rounding=st.floats(-1e-6, 1e-6))
+def test_log_probabilities_are_never_above_zero(values: list[float], rounding: float) -> None:
+    exact = guesses_of(np.array(values), len(values))
+    guesses = Guesses(exact.tokens, exact.values, exact.normalisers + rounding)
+    for index in range(len(GRID)):
+        assert (guesses.log_probabilities(index) <= 0).all()
+        assert np.exp(guesses.log_probabilities(index)).sum() == pytest.approx(1, abs=1e-5)

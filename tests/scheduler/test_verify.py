@@ -1,0 +1,126 @@
+"""The walk says what plain decoding says, whatever tree it walks and whoever guessed it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from offspec.errors import NumericalError
+from offspec.scheduler.draft import Calibration, ModelDrafter, NoDrafter
+from offspec.scheduler.params import SamplingParams, SpeculationParams
+from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.tree import ROOT, TokenTree
+from offspec.scheduler.verify import exact_walk
+
+from .fakes import RuleModel, build_tree, few, generate, many, paths, plain_text, random_rule, sampling_params, trees
+from .fakes import resembling as draft_of
+
+VOCAB_SIZE, PROMPT = 5, [3, 1, 4, 1]
+TARGET = random_rule(VOCAB_SIZE, seed=0)
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
+
+
+def scored(tree: TokenTree) -> Tensor:
+    return RuleModel(TARGET, VOCAB_SIZE).score(PROMPT, tree.tokens, tree.depths, tree.mask())
+
+
+def sampler_at_prompt(params: SamplingParams, seed: int = 0) -> Sampler:
+    sampler = Sampler(params, seed, VOCAB_SIZE)
+    sampler.extend(PROMPT)
+    return sampler
+
+
+@many
+@given(guesses=trees(VOCAB_SIZE), num_right=st.integers(0, 5), params=sampling_params(), seed=st.integers(0, 2**64 - 1))
+def test_walk_is_plain_decoding(guesses: TokenTree, num_right: int, params: SamplingParams, seed: int) -> None:
+    right = plain_text(TARGET, params, seed, PROMPT, num_right)
+    tree = build_tree([*paths(guesses), right])
+    verdict = exact_walk(tree, scored(tree), sampler_at_prompt(params, seed), len(PROMPT))
+    assert verdict.tokens == plain_text(TARGET, params, seed, PROMPT, len(verdict.tokens))
+    assert tree.tokens[verdict.path].tolist() == verdict.tokens[:-1]
+    assert len(verdict.path) >= num_right
+    end = verdict.path[-1] if verdict.path else ROOT
+    assert tree.path(end) == verdict.path
+    assert tree.child(end, verdict.tokens[-1]) is None
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_walk_of_an_empty_tree_is_one_token(params: SamplingParams) -> None:
+    verdict = exact_walk(TokenTree.empty(), scored(TokenTree.empty()), sampler_at_prompt(params), len(PROMPT))
+    assert verdict.path == []
+    assert verdict.tokens == plain_text(TARGET, params, 0, PROMPT, 1)
+
+
+def test_only_logits_on_the_walk_are_looked_at() -> None:
+    right = plain_text(TARGET, SAMPLED, 0, PROMPT, 3)
+    tree = build_tree([right[:2], [(right[0] + 1) % VOCAB_SIZE, 0]])
+    logits = scored(tree)
+    logits[1 + 2 :] = math.nan  # nodes 2 and 3 are the wrong branch
+    assert exact_walk(tree, logits, sampler_at_prompt(SAMPLED), len(PROMPT)).tokens == right
+    logits[1 + 1] = math.nan
+    with pytest.raises(NumericalError, match=f"position {len(PROMPT) + 2} "):
+        exact_walk(tree, logits, sampler_at_prompt(SAMPLED), len(PROMPT))
+
+
+def speculations() -> st.SearchStrategy[SpeculationParams]:
+    return st.builds(
+        SpeculationParams,
+        budget=st.sampled_from([0, 1, 4, 16, 40]),
+        scoring=st.sampled_from(["coupled", "specexec"]),
+        width=st.integers(1, 16),
+        children=st.integers(1, 8),
+        max_depth=st.integers(1, 8),
+    )
+
+
+@few
+@given(
+    params=sampling_params(),
+    speculation=speculations(),
+    seed=st.integers(0, 1000),
+    error=st.sampled_from([0.0, 0.5, 5.0]),
+    final=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
+)
+def test_text_is_independent_of_the_drafting(
+    params: SamplingParams, speculation: SpeculationParams, seed: int, error: float, final: set[int]
+) -> None:
+    draft = RuleModel(draft_of(TARGET, seed=1, error=error), VOCAB_SIZE)
+    sampler = Sampler(params, seed, VOCAB_SIZE)
+    drafter = ModelDrafter(draft, sampler, speculation, Calibration(), final)
+    text = generate(RuleModel(TARGET, VOCAB_SIZE), drafter, sampler, PROMPT, 20)
+    assert text == plain_text(TARGET, params, seed, PROMPT, 20)
+
+
+@few
+@given(params=sampling_params(), vocab_size=st.sampled_from([1, 3, 9]), max_context=st.integers(1, 30))
+def test_text_is_independent_of_the_drafts_shape(params: SamplingParams, vocab_size: int, max_context: int) -> None:
+    """Another vocabulary, or a context that ends before the text does."""
+    sampler, draft = Sampler(params, 7, VOCAB_SIZE), RuleModel(random_rule(vocab_size, 1), vocab_size, max_context)
+    drafter = ModelDrafter(draft, sampler, SpeculationParams(budget=9, width=4), Calibration())
+    text = generate(RuleModel(TARGET, VOCAB_SIZE), drafter, sampler, PROMPT, 20)
+    assert text == plain_text(TARGET, params, 7, PROMPT, 20)
+
+
+@few
+@given(params=sampling_params(), seed=st.integers(0, 2**64 - 1))
+def test_no_drafter_is_plain_decoding(params: SamplingParams, seed: int) -> None:
+    sampler = Sampler(params, seed, VOCAB_SIZE)
+    text = generate(RuleModel(TARGET, VOCAB_SIZE), NoDrafter(), sampler, PROMPT, 20)
+    assert text == plain_text(TARGET, params, seed, PROMPT, 20)
+
+
+def test_text_depends_on_the_seed() -> None:
+    texts = {tuple(plain_text(TARGET, SAMPLED, seed, PROMPT, 20)) for seed in range(20)}
+    assert len(texts) == 20
+
+
+def test_logits_of_the_model_are_fp32() -> None:
+    tree = build_tree([[0, 1]])
+    assert scored(tree).dtype == torch.float32
+    np.testing.assert_array_equal(scored(tree)[2], TARGET((*PROMPT, 0, 1)).astype(np.float32))
