@@ -157,7 +157,7 @@ def sampling_options(function: F) -> F:
             type=click.IntRange(0, SEED_LIMIT - 1),
             default=p.seed,
             metavar="S",
-            help="The same seed gives the same text, whatever the draft. [default: drawn, shown by --json]",
+            help="The same seed gives the same text, whatever the draft. [default: drawn, shown by --stats and --json]",
         ),
         click.option(
             "--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be given several times."

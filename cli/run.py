@@ -83,12 +83,9 @@ def command(
         model, quiet=quiet, verbose=verbose, draft=draft, revision=revision, device=device, dtype=dtype, threads=threads
     )
     asked = ids if ids is not None else as_prompt(engine, words, system, raw)
-    if as_json:
-        click.echo(json.dumps(_collect(engine, asked, params, speculation)))
-        return
-    last = _stream(engine, asked, params, speculation)
+    stats = (_print_json if as_json else _stream)(engine, asked, params, speculation)
     if show_stats:
-        click.echo(describe(last), err=True)
+        click.echo(describe(stats), err=True)
 
 
 def as_prompt(engine: Engine, words: str, system: str | None, raw: bool) -> Prompt:
@@ -119,12 +116,12 @@ def _stream(engine: Engine, prompt: Prompt, params: SamplingParams, speculation:
     return stats
 
 
-def _collect(engine: Engine, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams) -> dict[str, Any]:
-    """Everything about one request, as `--json` prints it."""
+def _print_json(engine: Engine, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams) -> Stats:
+    """Print everything about one request as one JSON object."""
     ids = engine.encode(prompt)
     steps = list(engine.generate(ids, params, speculation))
     stats = steps[-1].stats
-    return {
+    answer = {
         "model": engine.name,
         "draft": engine.draft_name,
         "prompt_token_ids": ids,
@@ -134,13 +131,15 @@ def _collect(engine: Engine, prompt: Prompt, params: SamplingParams, speculation
         "seed": stats.seed,
         "stats": stats.as_dict(),
     }
+    click.echo(json.dumps(answer))
+    return stats
 
 
 def describe(stats: Stats) -> str:
     """The figures of a request for a person, a few lines."""
     passes = max(stats.num_passes, 1)
     lines = [
-        f"prompt    {stats.num_prompt_tokens} tokens, first text after {stats.ttft_s:.2f} s",
+        f"prompt    {stats.num_prompt_tokens} tokens, first text after {stats.ttft_s:.2f} s, seed {stats.seed}",
         f"decoding  {stats.num_tokens} tokens, {stats.decode_tokens_per_s:.1f} tokens/s after the first pass",
         f"passes    {stats.num_passes}, {stats.tokens_per_pass:.2f} tokens each; "
         f"draft {1e3 * stats.draft_s / passes:.1f} ms + target {1e3 * stats.target_s / passes:.1f} ms a pass",

@@ -147,7 +147,8 @@ class Growth:
         self.tokens, self.parents, self.depths, self.scores = none, none, none, np.empty(0)
         self.rows = none
         self.num_expanded = 0
-        self._ancestors = np.zeros((2 * budget, 2 * budget), dtype=np.bool_)  # [row, row]: who sees whom
+        size = 2 * min(budget, 256)  # to start with
+        self._ancestors = np.zeros((size, size), dtype=np.bool_)  # [row, row]: who sees whom
 
     def add(self, parents: IntArray, tokens: IntArray, log_probabilities: FloatArray) -> None:
         """Children [W, C] of the nodes `parents` [W] (or [ROOT]); those that cannot be among the best are dropped."""

@@ -118,10 +118,13 @@ def test_every_flag_reaches_the_engine(
 
 def test_stats_stand_on_stderr(run_args: Sequence[object], offspec: Offspec) -> None:
     plain = offspec(*run_args, "hi")
-    result = offspec(*run_args, "hi", "--stats")
+    result = offspec(*run_args, "hi", "--seed", 5, "--stats")
     assert (result.code, result.out) == (0, plain.out)
-    for word in ("12 tokens", "tokens/s", "draft", "target", "GiB"):
+    for word in ("12 tokens", "tokens/s", "draft", "target", "GiB", "seed 5"):
         assert word in result.err
+    with_json = offspec(*run_args, "hi", "--seed", 5, "--stats", "--json")
+    assert json.loads(with_json.out).keys() == KEYS
+    assert "seed 5" in with_json.err
 
 
 def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,10 @@ def text(found: Sequence[Step]) -> str:
 # ------------------------------------------------------------------------------------------------ the text
 
 
-@pytest.mark.parametrize("draft", ["own", "itself", "random", "none"])
+@pytest.mark.parametrize("draft", ["own", "itself", "random"])
 @pytest.mark.parametrize("name", SAMPLING)
 def test_text_does_not_depend_on_guesses(name: str, draft: str, engines: dict[str, Engine]) -> None:
-    params = SAMPLING[name]
+    params = replace(SAMPLING[name], max_new_tokens=40)
     plain = steps(engines["none"], params=params, speculation=PLAIN)
     assert plain[-1].stats.tokens_per_pass == 1
     for budget, scoring in product((1, 6, 64), ("coupled", "specexec")):
@@ -109,8 +110,9 @@ def test_text_does_not_depend_on_guesses(name: str, draft: str, engines: dict[st
 @pytest.mark.parametrize("name", ["greedy", "top-p"])
 def test_a_perfect_draft_is_believed(name: str, engines: dict[str, Engine]) -> None:
     speculation = SpeculationParams(budget=32)
+    params = replace(SAMPLING[name], max_new_tokens=48)
     per_pass = {
-        draft: steps(engines[draft], params=SAMPLING[name], speculation=speculation)[-1].stats.tokens_per_pass
+        draft: steps(engines[draft], params=params, speculation=speculation)[-1].stats.tokens_per_pass
         for draft in ("itself", "own", "random")
     }
     assert per_pass["itself"] > 4
@@ -204,7 +206,7 @@ def test_end_of_text(pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> 
 @pytest.mark.parametrize("draft", ["itself", "own", "none"])
 def test_stop_texts_end_the_text_wherever_tokens_end(draft: str, engines: dict[str, Engine]) -> None:
     whole = text(steps(engines["none"], max_new_tokens=30))
-    for first, length in product(range(3, len(whole) - 5, 4), (1, 2, 5)):
+    for first, length in product(range(3, len(whole) - 5, 5), (1, 2, 5)):
         stop = whole[first : first + length]
         plain = steps(engines["none"], max_new_tokens=30, stop=(stop, "never said"), seed=0)
         found = steps(engines[draft], max_new_tokens=30, stop=(stop, "never said"), seed=0)

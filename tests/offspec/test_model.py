@@ -114,15 +114,18 @@ ROPES = {
     "shrunk": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 0.5, "original_max_position_embeddings": 4096},
     "ramp past the end": {
         "rope_type": "yarn",
-        "rope_theta": 100.0,
+        "rope_theta": 10.0,
         "factor": 4.0,
-        "original_max_position_embeddings": 10**6,
+        "original_max_position_embeddings": 1216,
     },
     "ramp of no width": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
         "factor": 4.0,
-        "original_max_position_embeddings": 6,
+        "beta_fast": 2,
+        "beta_slow": 2,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
     },
 }
 

@@ -11,7 +11,8 @@ import torch
 from offspec import Engine
 from offspec.errors import UsageError
 from offspec.scheduler import verify as scheduler_verify
-from offspec.scheduler.params import Scoring
+from offspec.scheduler.params import Scoring, SpeculationParams
+from offspec.scheduler.sampling import gumbel
 from offspec.scheduler.verify import Verdict
 from offspec.verification import NEAR_TIE, Report, Setting, settings_of, verify
 
@@ -30,25 +31,20 @@ def setting(temperature: float = 0.0, budget: int = 8, scoring: Scoring = "coupl
     return Setting(temperature, 1.0, budget, scoring, draft)
 
 
-def replace_at(monkeypatch: pytest.MonkeyPatch, position: int, token: int) -> None:
+def replace_at(monkeypatch: pytest.MonkeyPatch, place: int, token: int) -> None:
     """Speculation says `token` at an absolute position, whatever the target chose; plain decoding is left alone."""
 
-    def walk(tree: Any, logits: Any, sampler: Any, position_: int) -> Verdict:
-        verdict = scheduler_verify.exact_walk(tree, logits, sampler, position_)
-        at = position - position_
+    def walk(tree: Any, logits: Any, sampler: Any, position: int) -> Verdict:
+        verdict = scheduler_verify.exact_walk(tree, logits, sampler, position)
+        at = place - position
         if len(tree) == 0 or not 0 <= at < len(verdict.tokens):
             return verdict
         return Verdict(verdict.path[:at], [*verdict.tokens[:at], token])
 
-    def by_name(tree: Any, logits: Any, sampler: Any, position: int) -> Verdict:
-        return walk(tree, logits, sampler, position)
-
-    monkeypatch.setattr("offspec.engine.exact_walk", by_name)
+    monkeypatch.setattr("offspec.engine.exact_walk", walk)
 
 
 def plain_tokens(engine: Engine, prompt: str, one: Setting, seed: int, num_tokens: int = 8) -> list[int]:
-    from offspec import SpeculationParams
-
     found = engine.generate(prompt, one.sampling(num_tokens, seed), SpeculationParams(budget=0))
     return [token for step in found for token in step.token_ids]
 
@@ -86,15 +82,18 @@ def test_a_difference_is_located_and_explained(
         assert words in str(found)
 
 
-def test_the_gap_is_the_distance_of_the_targets_logits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = engine.encode(PROMPTS[0])
-    cache = engine.target.new_cache()
-    hidden = engine.target.forward(torch.tensor(prompt), torch.arange(len(prompt)), cache)
-    best, second = engine.target.logits(hidden[-1:])[0].topk(2)[::1]
-    replace_at(monkeypatch, len(prompt), int(second[1]))
-    (found,) = verify(engine, PROMPTS[:1], [setting()], max_new_tokens=4).differences
-    assert (found.plain_token, found.speculative_token) == (int(second[0]), int(second[1]))
-    assert found.gap == pytest.approx(float(best[0] - best[1]), rel=1e-5)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_gap_counts_logits_and_noise(temperature: float, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, target = engine.encode(PROMPTS[0]), engine.target
+    hidden = target.forward(torch.tensor(prompt), torch.arange(len(prompt)), target.new_cache())
+    values = target.logits(hidden[-1:])[0].double()
+    if temperature:
+        values = values / temperature + gumbel(6, len(prompt), len(values))
+    best, second = values.topk(2).indices.tolist()
+    replace_at(monkeypatch, len(prompt), second)
+    (found,) = verify(engine, PROMPTS[:1], [setting(temperature)], max_new_tokens=4, seed=6).differences
+    assert (found.plain_token, found.speculative_token) == (best, second)
+    assert found.gap == pytest.approx(float(values[best] - values[second]), rel=1e-4)
 
 
 def test_only_16_bit_near_ties_are_excused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

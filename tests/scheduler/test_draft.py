@@ -170,6 +170,10 @@ def test_growth_beyond_twice_the_budget() -> None:
     assert paths(tree) == [(0,) * depth for depth in range(1, 17)]
 
 
+def test_budget_is_not_set_aside() -> None:
+    assert len(proposed(3, budget=10**9)) == 4 + 4**2 + 4**3
+
+
 @pytest.mark.parametrize(("asked", "allowed"), [(1, 9), (9, 1), (3, 2), (2, 3)])
 def test_depth_is_limited_by_caller_and_parameters(asked: int, allowed: int) -> None:
     tree = proposed(asked, budget=1000, max_depth=allowed)

@@ -1,0 +1,221 @@
+"""The house: who may import whom, what an import costs, and that the package works however it was installed."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("loaders", "scheduler", "offspec", "cli")
+MODULES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+
+# Folder → what it may import of offspec, outside itself. Imports point one way (docs/architecture.md).
+ALLOWED = {
+    "loaders": r"offspec\.errors",
+    "scheduler": r"offspec\.errors",
+    "offspec": r"offspec\.(loaders|scheduler)(\..+)?",
+    "cli": r"offspec(\.(?!loaders\b)(?!scheduler\b(?!\.params\b)).+)?",  # what a user can set, no other part of the two
+}
+# These two stand for the package as it is installed, all four folders, not for the folder they lie in.
+FRONT_DOORS = (ROOT / "offspec" / "__init__.py", ROOT / "offspec" / "__main__.py")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One `import name`, or one name of `from module import name`; level counts the dots."""
+
+    file: Path
+    line: int
+    name: str
+    level: int
+
+    @property
+    def folder(self) -> str:
+        return self.file.relative_to(ROOT).parts[0]
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line} imports {'.' * self.level}{self.name}"
+
+
+def imports_of(file: Path) -> Iterator[Import]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(file, node.lineno, alias.name, 0)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield Import(file, node.lineno, _joined(node.module, alias.name), node.level)
+
+
+def _joined(module: str | None, name: str) -> str:
+    """`from offspec import errors` and `from offspec.errors import X` both name offspec.errors; a class is no module."""
+    parts = [*(module.split(".") if module else []), name]
+    return ".".join(part for i, part in enumerate(parts) if i == 0 or re.fullmatch(r"_*[a-z][a-z0-9_]*", part))
+
+
+IMPORTS = [found for file in MODULES if file not in FRONT_DOORS for found in imports_of(file)]
+
+
+def test_the_walk_sees_the_house() -> None:
+    assert {file.relative_to(ROOT).parts[0] for file in MODULES} == set(FOLDERS)
+    seen = {(found.folder, found.name) for found in IMPORTS}
+    assert ("offspec", "offspec.scheduler.params") in seen
+    assert ("scheduler", "offspec.errors") in seen
+
+
+def test_imports_across_folders_point_one_way() -> None:
+    wrong = [
+        str(found)
+        for found in IMPORTS
+        if found.level == 0
+        and found.name.split(".")[0] == "offspec"
+        and not re.fullmatch(ALLOWED[found.folder], found.name)
+    ]
+    assert wrong == []
+
+
+def test_no_folder_is_imported_as_a_package_of_its_own() -> None:
+    """`import loaders` would be a second copy of every class."""
+    names = {*FOLDERS, "tests"} - {"offspec"}
+    assert [str(found) for found in IMPORTS if found.level == 0 and found.name.split(".")[0] in names] == []
+
+
+def test_relative_imports_stay_inside_their_folder() -> None:
+    outside = []
+    for found in IMPORTS:
+        leaves = found.level > len(found.file.relative_to(ROOT).parts) - 1
+        names_another = found.folder == "offspec" and found.name.split(".")[0] in ("loaders", "scheduler", "cli")
+        if found.level and (leaves or names_another):
+            outside.append(str(found))
+    assert outside == []
+
+
+def test_inside_a_folder_imports_are_relative() -> None:
+    """One spelling, so that a folder can be read on its own."""
+    absolute = [
+        str(found)
+        for found in IMPORTS
+        if found.level == 0 and found.folder != "offspec" and found.name.startswith(f"offspec.{found.folder}")
+    ]
+    assert absolute == []
+
+
+def test_only_the_cli_knows_the_terminal() -> None:
+    assert [str(found) for found in IMPORTS if found.folder != "cli" and re.match(r"click\b", found.name)] == []
+
+
+def test_the_ground_floor_imports_nothing() -> None:
+    assert list(imports_of(ROOT / "offspec" / "errors.py")) == []
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_module_says_what_it_is_for(file: Path) -> None:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree) or not tree.body, "no docstring"
+
+
+def test_one_version() -> None:
+    from offspec import __version__
+
+    told = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert told is not None
+    assert told[1] == __version__
+
+
+# ------------------------------------------------------------------------------------------------ installed
+
+
+@pytest.fixture
+def crowded(tmp_path: Path) -> Path:
+    """A folder whose owner has modules named like ours, which must not be imported instead."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    for name in ("scheduler", "cli", "loaders", "errors", "config"):
+        (folder / f"{name}.py").write_text(f"raise ImportError('this {name}.py is the user\\'s own')\n")
+    return folder
+
+
+def site_packages() -> list[str]:
+    """Where this interpreter's dependencies lie."""
+    return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+
+
+def output(*command: object, cwd: Path, **env: str) -> str:
+    """What a command prints; its failure is the test's."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_source_checkout_runs_from_another_folder(crowded: Path) -> None:
+    """-S: no .pth files, so that an editable install beside it cannot help."""
+    path = os.pathsep.join([str(ROOT), *site_packages()])
+    shown = output(sys.executable, "-S", "-m", "offspec", "--version", cwd=crowded, PYTHONPATH=path)
+    assert re.fullmatch(r"offspec, version \S+\n", shown)
+    where = "import offspec.cli.run, offspec.scheduler.params as p; print(offspec.cli.run.__file__, p.__file__)"
+    files = output(sys.executable, "-S", "-c", where, cwd=crowded, PYTHONPATH=path).split()
+    assert files == [str(ROOT / "cli" / "run.py"), str(ROOT / "scheduler" / "params.py")]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that nothing is written into the checkout and nothing built earlier gets in."""
+    folder = tmp_path_factory.mktemp("wheel")
+    unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, folder / "source", ignore=unwanted)
+    build = ("-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
+    output(sys.executable, *build, cwd=folder / "source")
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.mark.slow
+def test_what_a_wheel_holds(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"offspec"}
+    files = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    assert names >= {f"offspec/builtin/{role}/{file}" for role in ("target", "draft") for file in files}
+    assert names >= {"offspec/builtin/prompts.jsonl", "offspec/builtin/NOTICE", "offspec/py.typed"}
+    for file in MODULES:
+        inside = file.relative_to(ROOT / "offspec" if file.is_relative_to(ROOT / "offspec") else ROOT)
+        assert f"offspec/{inside.as_posix()}" in names
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_runs_beside_the_users_own_modules(wheel: Path, crowded: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "venv"
+    output(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
+    scripts = environment / ("Scripts" if os.name == "nt" else "bin")
+    python = scripts / "python"
+    home = output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
+    # The dependencies of this interpreter, so that nothing is downloaded; the new environment's own files come first.
+    (Path(home) / "borrowed.pth").write_text("\n".join(site_packages()))
+    output(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    assert "Usage: offspec" in output(scripts / "offspec", "--help", cwd=crowded)
+    assert "offspec, version" in output(python, "-m", "offspec", "--version", cwd=crowded)
+    where = "import offspec.cli.run, offspec.loaders; print(offspec.cli.run.__file__, *offspec.__path__)"
+    assert output(python, "-c", where, cwd=crowded).split() == [
+        str(Path(home) / "offspec" / "cli" / "run.py"),
+        str(Path(home) / "offspec"),
+    ]
+    asked = ("run", "builtin", "def area(", "--max-new-tokens", "2", "--device", "cpu", "--json")
+    assert '"finish_reason"' in output(python, "-m", "offspec", *asked, cwd=crowded)
