@@ -80,11 +80,6 @@ class ModelConfig:
         }
         return shapes if self.tied_head else {**shapes, "lm_head.weight": table}
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Elements of keys and values that one token adds to the cache, all layers; times the dtype's size for bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
 
 # ------------------------------------------------------------------------------------------------ families
 
@@ -144,6 +139,7 @@ ROPE_NEEDED: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
 }
 ROPE_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+MAX_LAYERS = 10_000  # a lying config.json must not exhaust memory before it is compared with the tensors
 ROPE_KINDS = tuple(ROPE_NEEDED)
 ROPE_HEADER = ("rope_theta", "rope_type", "type", "partial_rotary_factor")  # fields of their own, or only in one layout
 
@@ -161,6 +157,8 @@ def read_config(config: Json) -> ModelConfig:
     hidden, heads, layers = (
         _positive(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
+    if layers > MAX_LAYERS:
+        raise CheckpointError(f"config.json: num_hidden_layers {layers} is more than any model has ({MAX_LAYERS})")
     kv_heads = _positive(config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise CheckpointError(

@@ -188,7 +188,7 @@ def build(family: Family, folder: Path, seed: int = 0) -> TinyModel:
     if family.old_layout:
         config_file = folder / "config.json"
         config = in_old_layout(json.loads(config_file.read_text()))
-        config.pop("layer_types", None)  # these came later still; which layers have windows is then told by their number
+        config.pop("layer_types", None)  # younger than the old layout; `max_window_layers` says it there
         config_file.write_text(json.dumps(config))
     reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     return TinyModel(folder, reference.eval())

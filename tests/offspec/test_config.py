@@ -61,7 +61,6 @@ def test_shape_of_a_llama() -> None:
     assert config.layer_shapes()["mlp.down_proj.weight"] == (64, 96)
     assert len(config.layer_shapes()) == 9
     assert config.shared_shapes()["lm_head.weight"] == (160, 64)
-    assert config.kv_bytes_per_token == 2 * 3 * 2 * 16
 
 
 def biases(config: ModelConfig) -> set[str]:
@@ -135,7 +134,9 @@ def test_scaling_added_by_hand_to_a_new_config_counts() -> None:
     """Model cards say: for long texts add `rope_scaling` to config.json."""
     added = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     config = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "rope_scaling": added}
-    assert read_config(config).rope == read_config(rope(**added, rope_theta=5000.0) | {"rope_theta": 1.0}).rope
+    found = read_config(config).rope
+    assert (found.kind, found.theta, found.scaling["factor"]) == ("yarn", 5000.0, 4.0)
+    assert found == read_config(rope(**added, rope_theta=5000.0) | {"rope_theta": 1.0}).rope
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
@@ -195,6 +196,7 @@ def test_sizes_must_be_there(key: str) -> None:
     ("config", "named"),
     [
         (LLAMA | {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is more than any model has"),
         (LLAMA | {"num_key_value_heads": 8}, "not a multiple of num_key_value_heads 8"),
         (LLAMA | {"num_key_value_heads": 0}, "num_key_value_heads"),
         (LLAMA | {"head_dim": 15}, "head_dim 15 is odd"),
