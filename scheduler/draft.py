@@ -46,7 +46,7 @@ class TreeModel(Protocol):
 
 
 class Drafter(Protocol):
-    """Guesses trees for one request."""
+    """Guesses trees for one request: propose and observe by turns; after an error in between, make a new one."""
 
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
         """A tree of guesses for what follows `text` (all tokens so far), at most max_depth deep."""
@@ -245,6 +245,7 @@ class ModelDrafter:
         growth = Growth(self._params.budget, max_depth, self._final)
         nodes, none = np.array([ROOT]), np.empty(0, dtype=np.int64)
         chain = [min(token, self._model.vocab_size - 1) for token in text[self._model.length :]]
+        assert chain, "propose without an observe since the last one"
         logits = self._model.score(chain, none, none, np.empty((0, 0), dtype=np.bool_))
         while True:
             self._add_children(growth, nodes, logits, len(text))

@@ -43,7 +43,7 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p < 1, "at least 0 (off) and below 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0; 1 is off"),
             ("seed", self.seed is None or 0 <= self.seed < SEED_LIMIT, "between 0 and 2**64 - 1"),
-            ("stop", all(self.stop), "texts that are not empty"),
+            ("stop", not isinstance(self.stop, str) and all(self.stop), "a tuple of texts that are not empty"),
         ]
         for name, good, wanted in checks:
             if not good:

@@ -9,7 +9,7 @@ Knows nothing of trees' shapes, models or text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def gumbel(seed: int, position: int, vocab_size: int, device: torch.device | str
     """Standard Gumbel noise, float64 [vocab_size], a pure function of (seed, position, token).
 
     Counter-based: splitmix64 (Steele et al., OOPSLA 2014) of a key hashed from seed and position, in wrapping int64
-    arithmetic, so that every device gives the same bits.
+    arithmetic, so that every device draws the same uniforms (its logarithm may differ in the last place).
     """
     key = _mixed((_mixed((seed + _GOLDEN) & _WORD) + (position + 1) * _GOLDEN) & _WORD)
     words = torch.arange(1, vocab_size + 1, device=device) * _signed(_GOLDEN) + _signed(key)
@@ -63,6 +63,7 @@ class Sampler:
         self.params, self.seed, self.vocab_size, self.device = params, seed, vocab_size, device
         self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self._noise: dict[int, Tensor] = {}
+        self._length = 0  # of the text
 
     @property
     def is_greedy(self) -> bool:
@@ -73,14 +74,15 @@ class Sampler:
         """Whether a row's distribution depends on which tokens came before it, beyond the logits."""
         return self.params.repetition_penalty != 1
 
-    def extend(self, tokens: Iterable[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Tokens that have become part of the text (the prompt's, then every emitted one)."""
         if self.needs_history:
             self._seen[list(tokens)] = True
-        self._noise.clear()
+        self._length += len(tokens)
+        self._noise = {position: noise for position, noise in self._noise.items() if position >= self._length}
 
     def noise(self, position: int) -> Tensor:
-        """G(seed, position, ·), float64 [vocab_size]; kept until the text has moved on."""
+        """G(seed, position, ·), float64 [vocab_size]; kept until the text has moved past it."""
         if position not in self._noise:
             self._noise[position] = gumbel(self.seed, position, self.vocab_size, self.device)
         return self._noise[position]
@@ -103,8 +105,7 @@ class Sampler:
         if p.top_p < 1:
             logits = _nucleus(logits, p.top_p)
         if p.min_p > 0:
-            floor = logits.max(-1, keepdim=True).values + math.log(p.min_p)
-            logits = logits.masked_fill(logits < floor, -math.inf)
+            logits = logits.masked_fill(logits < math.log(p.min_p), -math.inf)  # the maximum is 0
         return logits
 
     def choose(self, logits: Tensor, position: int, path: Sequence[int]) -> int:
@@ -135,6 +136,4 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    # The most likely token has nothing before it; rounding must not let it fall.
-    before[:, 0] = 0
     return logits.masked_fill(torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p), -math.inf)

@@ -69,7 +69,7 @@ def start(*args: object, **settings: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=environment, **{**pipes, **settings})
 
 
-def finish(process: subprocess.Popen[bytes], seconds: float = 60) -> Result:
+def finish(process: subprocess.Popen[bytes], seconds: float = 300) -> Result:
     """Wait for the end; the process does not outlive a test that fails."""
     try:
         out, err = process.communicate(timeout=seconds)

@@ -35,7 +35,7 @@ def test_ctrl_c_leaves_at_once(endless: Sequence[object]) -> None:
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
     result = finish(process)
-    assert time.monotonic() - began < 10  # a second or two, on a busy machine
+    assert time.monotonic() - began < 30  # a fraction of a second, but on a busy machine
     assert result.code == 130
     assert result.err.strip() == ""
 
@@ -96,7 +96,7 @@ def test_a_prompt_through_a_pipe_and_a_failure_for_the_shell(tmp_path: Path) -> 
 
 def python(code: str) -> str:
     """What a fresh interpreter prints."""
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     return answer.stdout
 
 
@@ -127,5 +127,5 @@ def test_version_of_both_entry_points() -> None:
         [[sys.executable, "-m", "offspec"], [str(script)]] if script.exists() else [[sys.executable, "-m", "offspec"]]
     )
     for command in commands:
-        shown = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+        shown = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=300, check=True)
         assert shown.stdout == f"offspec, version {__version__}\n"

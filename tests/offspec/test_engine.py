@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,12 @@ CPU = torch.device("cpu")
 PROMPT = "def area("
 PLAIN = SpeculationParams(budget=0)
 SAMPLING = {
-    "greedy": SamplingParams(seed=0),
-    "penalty": SamplingParams(repetition_penalty=1.4, seed=1),
-    "warm": SamplingParams(temperature=0.6, seed=2),
-    "top-p": SamplingParams(temperature=1.0, top_p=0.9, seed=3),
+    "greedy": SamplingParams(40, seed=0),
+    "penalty": SamplingParams(40, repetition_penalty=1.4, seed=1),
+    "warm": SamplingParams(40, temperature=0.6, seed=2),
+    "top-p": SamplingParams(40, temperature=1.0, top_p=0.9, seed=3),
     "everything": SamplingParams(
-        temperature=1.3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=0.8, seed=4, ignore_eos=True
+        40, temperature=1.3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=0.8, seed=4, ignore_eos=True
     ),
 }
 
@@ -97,7 +96,7 @@ def text(found: Sequence[Step]) -> str:
 @pytest.mark.parametrize("draft", ["own", "itself", "random"])
 @pytest.mark.parametrize("name", SAMPLING)
 def test_text_does_not_depend_on_guesses(name: str, draft: str, engines: dict[str, Engine]) -> None:
-    params = replace(SAMPLING[name], max_new_tokens=40)
+    params = SAMPLING[name]
     plain = steps(engines["none"], params=params, speculation=PLAIN)
     assert plain[-1].stats.tokens_per_pass == 1
     for budget, scoring in product((1, 6, 64), ("coupled", "specexec")):
@@ -110,13 +109,20 @@ def test_text_does_not_depend_on_guesses(name: str, draft: str, engines: dict[st
 @pytest.mark.parametrize("name", ["greedy", "top-p"])
 def test_a_perfect_draft_is_believed(name: str, engines: dict[str, Engine]) -> None:
     speculation = SpeculationParams(budget=32)
-    params = replace(SAMPLING[name], max_new_tokens=48)
     per_pass = {
-        draft: steps(engines[draft], params=params, speculation=speculation)[-1].stats.tokens_per_pass
+        draft: steps(engines[draft], params=SAMPLING[name], speculation=speculation)[-1].stats.tokens_per_pass
         for draft in ("itself", "own", "random")
     }
     assert per_pass["itself"] > 4
     assert per_pass["itself"] > per_pass["own"] > per_pass["random"]
+
+
+@pytest.mark.parametrize("draft", ["own", "itself", "none"])
+def test_a_heavy_penalty_never_repeats_prompt_or_text(draft: str, engines: dict[str, Engine]) -> None:
+    prompt = [*engines[draft].encode(PROMPT), *ids(steps(engines[draft], max_new_tokens=12))]
+    assert set(ids(steps(engines[draft], prompt, max_new_tokens=20))) & set(prompt)
+    found = ids(steps(engines[draft], prompt, max_new_tokens=20, repetition_penalty=1000.0))
+    assert len({*prompt, *found}) == len(set(prompt)) + 20
 
 
 def test_seeds(engine: Engine) -> None:

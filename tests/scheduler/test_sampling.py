@@ -150,11 +150,11 @@ def test_process_is_that_of_transformers(params: SamplingParams, seed: int) -> N
     torch.testing.assert_close(torch.tensor(np.array(slow)).softmax(-1), found)
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.7}, {"top_p": 0.05}, {"min_p": 0.5}, {"top_k": 1}])
+@pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.5}, {"top_p": 0.05}, {"min_p": 0.5}, {"top_k": 1}])
 def test_process_with_ties_is_that_of_transformers(settings: dict[str, Any]) -> None:
     """Of equal tokens at the border of the nucleus any may stay, so that only the shape is compared."""
     params = SamplingParams(temperature=0.8, **settings)
-    logits = torch.tensor([[2.0, 1.0, 2.0, 1.0, 2.0, 2.0, 0.0], [0.0] * 7], dtype=torch.float64)
+    logits = torch.tensor([[2.0, 1.0, 2.0, 1.0, 2.0, 2.0, 0.0, 0.0], [0.0] * 8], dtype=torch.float64)
     expected = reference(logits, params, torch.empty(2, 0, dtype=torch.long))
     found = probabilities(logits, temperature=0.8, **settings)
     torch.testing.assert_close(found.sort().values, expected.sort().values)
@@ -175,6 +175,11 @@ def test_tiny_top_p_keeps_the_likeliest(top_p: float) -> None:
 def test_top_k_of_the_vocabulary_keeps_all(top_k: int) -> None:
     logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]], dtype=torch.float64)
     torch.testing.assert_close(probabilities(logits, temperature=1.0, top_k=top_k), logits.softmax(-1))
+
+
+def test_min_p_keeps_what_is_just_likely_enough() -> None:
+    found = probabilities([[0.0, math.log(0.5), -1.0]], temperature=1.0, min_p=0.5)
+    torch.testing.assert_close(found, torch.tensor([[2 / 3, 1 / 3, 0.0]], dtype=torch.float64))
 
 
 def test_tiny_temperature_is_greedy() -> None:
@@ -216,7 +221,8 @@ def test_noise_is_kept_until_the_text_moves_and_then_the_same() -> None:
     mine = sampler(seed=3, temperature=1.0)
     first = mine.noise(5)
     assert mine.noise(5) is first
-    mine.extend([1])
+    mine.extend([1] * 6)
+    assert mine.noise(5) is not first
     assert torch.equal(mine.noise(5), first)
     assert torch.equal(first, gumbel(3, 5, 8))
 
