@@ -308,6 +308,8 @@ def choose_dtype(wanted: str, checkpoint: Checkpoint, device: torch.device, note
 
 
 def _locate(model: str, revision: str | None, role: str) -> Path:
+    if revision is not None and (model == "builtin" or Path(model).expanduser().is_dir()):
+        raise UsageError(f"revision {revision!r} belongs to a hub id, and {model} is on this machine; leave it out")
     return builtin.path(role) if model == "builtin" else resolve(model, revision)
 
 

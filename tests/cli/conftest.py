@@ -16,7 +16,7 @@ import pytest
 from offspec.cli.main import run
 
 if TYPE_CHECKING:
-    from .pair import Pair
+    from ..pair import Pair
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def finish(process: subprocess.Popen[bytes], seconds: float = 300) -> Result:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    from .pair import build_pair
+    from ..pair import build_pair
 
     return build_pair(tmp_path_factory.mktemp("pair"))
 

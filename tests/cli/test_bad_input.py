@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ..pair import CONTEXT, Pair, scale_weights, variant
 from .conftest import Offspec
-from .pair import CONTEXT, Pair, scale_weights, variant
 
 Breaker = Callable[[Path, Pair], tuple[Path, Sequence[str]]]
 

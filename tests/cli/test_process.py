@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ..pair import Pair, variant
 from .conftest import finish, start
-from .pair import Pair, variant
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")

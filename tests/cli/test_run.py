@@ -12,8 +12,8 @@ import pytest
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.tokenizer import Tokenizer
 
+from ..pair import Pair, variant
 from .conftest import Offspec
-from .pair import Pair, variant
 
 KEYS = {"model", "draft", "prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "stats"}
 STATS_KEYS = {

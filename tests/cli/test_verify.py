@@ -12,8 +12,8 @@ import pytest
 from offspec.scheduler import verify as scheduler_verify
 from offspec.scheduler.verify import Verdict
 
+from ..pair import Pair
 from .conftest import Offspec
-from .pair import Pair
 
 
 @pytest.fixture

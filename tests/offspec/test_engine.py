@@ -27,13 +27,14 @@ from offspec.errors import (
 from offspec.loaders.checkpoint import Checkpoint
 from offspec.loaders.weights import RamWeights
 from offspec.model import random_decoder
-from offspec.scheduler.verify import exact_walk
+from offspec.scheduler.params import Scoring
 
-from ..cli.pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, scale_weights, variant
+from ..pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, scale_weights, variant
 
 CPU = torch.device("cpu")
 PROMPT = "def area("
 PLAIN = SpeculationParams(budget=0)
+SCORINGS: tuple[Scoring, ...] = ("coupled", "specexec")
 SAMPLING = {
     "greedy": SamplingParams(40, seed=0),
     "penalty": SamplingParams(40, repetition_penalty=1.4, seed=1),
@@ -50,8 +51,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return build_pair(tmp_path_factory.mktemp("pair"))
 
 
-def load(target: Path, draft: Path | None = None, **settings: str) -> Engine:
-    return Engine.load(str(target), draft=str(draft) if draft else "none", **({"device": "cpu"} | settings))
+def load(target: Path, draft: Path | None = None, device: str = "cpu", dtype: str = "auto") -> Engine:
+    return Engine.load(str(target), draft=str(draft) if draft else "none", device=device, dtype=dtype)
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +100,23 @@ def test_text_does_not_depend_on_guesses(name: str, draft: str, engines: dict[st
     params = SAMPLING[name]
     plain = steps(engines["none"], params=params, speculation=PLAIN)
     assert plain[-1].stats.tokens_per_pass == 1
-    for budget, scoring in product((1, 6, 64), ("coupled", "specexec")):
+    for budget, scoring in product((1, 6, 64), SCORINGS):
         speculation = SpeculationParams(budget=budget, scoring=scoring)
         guessed = steps(engines[draft], params=params, speculation=speculation)
         assert ids(guessed) == ids(plain), speculation
         assert (text(guessed), guessed[-1].finish_reason) == (text(plain), plain[-1].finish_reason)
+
+
+def test_text_does_not_depend_on_guesses_under_a_sliding_window(
+    pair: Pair, engines: dict[str, Engine], tmp_path: Path
+) -> None:
+    windowed = {"model_type": "mistral", "sliding_window": 6}
+    target, draft = (variant(folder, tmp_path / folder.name, **windowed) for folder in (pair.target, pair.draft))
+    engine = load(target, draft)
+    for params in (SAMPLING["greedy"], SAMPLING["top-p"]):
+        plain = ids(steps(engine, params=params, speculation=PLAIN))
+        assert plain != ids(steps(engines["none"], params=params))
+        assert ids(steps(engine, params=params)) == plain
 
 
 @pytest.mark.parametrize("name", ["greedy", "top-p"])
@@ -442,10 +455,9 @@ def test_device_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("cuda", notes)
 
 
-@pytest.mark.parametrize("settings", [{"dtype": "int3"}, {"device": "tpu"}])
-def test_settings_that_cannot_be_meant(settings: dict[str, str], pair: Pair) -> None:
-    with pytest.raises(UsageError, match=next(iter(settings.values()))):
-        load(pair.target, **settings)
+def test_a_dtype_that_does_not_exist(pair: Pair) -> None:
+    with pytest.raises(UsageError, match="int3"):
+        load(pair.target, dtype="int3")
 
 
 def test_threads(pair: Pair) -> None:
@@ -467,7 +479,7 @@ def test_a_model_without_a_known_draft_says_so(pair: Pair) -> None:
     assert steps(engine, max_new_tokens=4)[-1].stats.tokens_per_pass == 1
 
 
-def test_the_walk_is_the_schedulers() -> None:
-    from offspec import engine as module
-
-    assert module.exact_walk is exact_walk  # what other tests replace is what the engine calls
+def test_a_revision_is_refused_where_there_is_no_hub(pair: Pair) -> None:
+    for model in ("builtin", str(pair.target)):
+        with pytest.raises(UsageError, match="belongs to a hub id"):
+            Engine.load(model, revision="main")
