@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
+from offspec import SEED_LIMIT, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
     from offspec import Engine

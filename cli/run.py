@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from offspec.scheduler.params import SamplingParams, SpeculationParams
+from offspec import SamplingParams, SpeculationParams
 
 from .options import MODEL_HELP, load_engine, loading_options, read_prompt, sampling_options, speculation_options
 

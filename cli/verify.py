@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from offspec import SEED_LIMIT
 from offspec.errors import VerificationError
-from offspec.scheduler.params import SEED_LIMIT
 
 from .options import MAX_BUDGET, MODEL_HELP, load_engine, loading_options, read_file, several
 

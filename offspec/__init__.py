@@ -27,13 +27,24 @@ _HOMES = {
     "SamplingParams": "offspec.scheduler.params",
     "Stats": "offspec.stats",
     "OffspecError": "offspec.errors",
+    "SEED_LIMIT": "offspec.scheduler.params",
 }
-__all__ = ["Engine", "OffspecError", "SamplingParams", "SpeculationParams", "Stats", "Step", "__version__"]
+__all__ = [
+    "SEED_LIMIT",
+    "Engine",
+    "OffspecError",
+    "SamplingParams",
+    "SpeculationParams",
+    "Stats",
+    "Step",
+    "__version__",
+]
 
 if TYPE_CHECKING:
+    from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
+
     from .engine import Engine, Step
     from .errors import OffspecError
-    from .scheduler.params import SamplingParams, SpeculationParams
     from .stats import Stats
 
 
