@@ -56,7 +56,7 @@ class SpeculationParams:
 
     budget: nodes of a tree, 0 for plain decoding. scoring: coupled (shared noise, fitted sharpness) or specexec
     (cumulative draft probability). width: nodes expanded by one draft forward. children: candidates kept of an expanded
-    node. max_depth: longest path. Defaults were measured, see docs/LOG.md. Raises UsageError for a value out of range.
+    node. max_depth: longest path. The defaults are a first choice, not yet measured. Raises UsageError for a value out of range.
     """
 
     budget: int = 64

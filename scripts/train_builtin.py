@@ -1,7 +1,7 @@
 """Train the built-in pair: tokenizer, target and draft, from the Python standard library's own source.
 
     python scripts/train_builtin.py data      # corpus, tokenizer, token files      (~2 minutes)
-    python scripts/train_builtin.py target    # 7.3M parameters, next-token loss     (~70 minutes on 2 idle cores)
+    python scripts/train_builtin.py target    # 7.3M parameters, next-token loss     (103 minutes on 2 shared cores)
     python scripts/train_builtin.py draft     # 0.9M parameters, distilled (2310.08461) from the target  (~15 minutes)
     python scripts/train_builtin.py export    # bf16 checkpoints and held-out prompts into offspec/builtin/
 
