@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -46,10 +47,8 @@ class HostBuffer:
         except OSError as exc:
             raise MemoryError(f"cannot map {nbytes} bytes ({exc.strerror})") from exc
         if alignment == HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with suppress(OSError):  # a kernel built without them: ordinary pages are slower, not wrong
                 memory.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel built without them; ordinary pages are slower, not wrong
         start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % alignment
         self.nbytes = nbytes
         self.view = memoryview(memory)[start : start + nbytes]
@@ -142,5 +141,3 @@ def _pread_into(file: int, out: memoryview, offset: int, lock: threading.Lock) -
         content = os.read(file, len(out))
     out[: len(content)] = content
     return len(content)
-
-

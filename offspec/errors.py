@@ -7,6 +7,7 @@
     ├── TokenizerError            the tokenizer or chat template is missing, damaged, or refuses the input
     ├── VocabularyMismatchError   draft and target do not speak the same tokens
     ├── ContextLengthError        the prompt does not fit the model's context
+    ├── MemoryLimitError          what has to be in memory does not fit into what may be used
     ├── NumericalError            the model computed something that is not a number
     └── VerificationError         speculative text was not what plain decoding gives
 
@@ -44,6 +45,10 @@ class VocabularyMismatchError(OffspecError):
 
 class ContextLengthError(OffspecError):
     """The prompt does not fit the model's context."""
+
+
+class MemoryLimitError(OffspecError):
+    """What has to be in memory does not fit into what may be used."""
 
 
 class NumericalError(OffspecError):

@@ -236,11 +236,11 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def batches(tokens: np.ndarray, step: int, steps: int, batch_tokens: int) -> torch.Tensor:
-    """The [B, T+1] batch of a step, a pure function of the step: T is 512, over the last fifth 2048.
+    """The [B, T+1] batch of a step, a pure function of the step: T is 512, over the last fifth 1024, at the end 2048.
 
     Windows start at a fresh random offset each epoch, so that no two epochs cut the text at the same places.
     """
-    length = 512 if step < steps * 0.8 else CONTEXT
+    length = 512 if step < steps * 0.8 else 1024 if step < steps * 0.95 else CONTEXT
     rng = np.random.default_rng([7, step])
     starts = rng.integers(0, len(tokens) - length - 1, size=batch_tokens // length)
     return torch.from_numpy(np.stack([tokens[s : s + length + 1].astype(np.int64) for s in starts]))

@@ -1,0 +1,181 @@
+"""Decides what stays on the device, what waits in RAM, what stays on disk, and says what a pass will then take.
+
+Pure functions of numbers: nothing is read, measured or allocated here. Knows nothing of models: a layer is its bytes and
+its work; everything else that needs memory is an `Item` with a name that people understand.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offspec.errors import MemoryLimitError
+
+MAX_SLOTS, MIN_SLOTS = 3, 2
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs. read_bytes come through the link; slot_bytes hold them; resident_bytes if it stays."""
+
+    read_bytes: int
+    slot_bytes: int
+    resident_bytes: int
+
+
+@dataclass(frozen=True)
+class Item:
+    """Memory that is not a layer's: `on_device` bytes beside the arithmetic, `on_host` bytes in RAM.
+
+    Where the CPU computes the two are the same memory and both count.
+    """
+
+    name: str
+    on_device: int = 0
+    on_host: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Memory that may be used, in bytes: the device's own (None: the CPU computes, all is RAM), and RAM."""
+
+    device: int | None
+    ram: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each layer lies, by index, and the slots through which the streamed ones come.
+
+    num_slots of slot_bytes lie beside the arithmetic; num_host_slots are in RAM, where a GPU's layers come from disk.
+    """
+
+    resident: tuple[int, ...]
+    in_ram: tuple[int, ...]
+    on_disk: tuple[int, ...]
+    num_slots: int
+    num_host_slots: int
+    slot_bytes: int
+    items: tuple[Item, ...]
+    limits: Limits
+    device_bytes: int
+    ram_bytes: int
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """The layers that come through a link in every pass, in order."""
+        return tuple(sorted(self.in_ram + self.on_disk))
+
+
+def spread(num_layers: int, num_chosen: int) -> tuple[int, ...]:
+    """`num_chosen` of the layers, as evenly as can be: what is chosen hides the transfers of what lies between."""
+    return tuple((2 * i + 1) * num_layers // (2 * num_chosen) for i in range(num_chosen))
+
+
+def place(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits) -> Placement:
+    """As many residents as fit, the rest in RAM where it all fits beside, else on disk.
+
+    Raises MemoryLimitError, with the numbers and the remedy, where not even streaming every layer fits.
+    """
+    if limits.device is None:
+        return _place_on_cpu(layers, items, limits)
+    return _place_on_gpu(layers, items, limits, limits.device)
+
+
+def _place_on_cpu(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits) -> Placement:
+    needs = [(item.name, item.on_device + item.on_host) for item in items]
+    resident, rest, num_slots, used = _fill("RAM", limits.ram, layers, needs, [c.resident_bytes for c in layers])
+    return Placement(resident, (), rest, num_slots, 0, _slot_bytes(layers), tuple(items), limits, 0, used)
+
+
+def _place_on_gpu(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, device: int) -> Placement:
+    needs = [(item.name, item.on_device) for item in items]
+    resident, rest, num_slots, used = _fill("VRAM", device, layers, needs, [c.resident_bytes for c in layers])
+    needs = [(item.name, item.on_host) for item in items]
+    left = [layers[i] for i in rest]
+    kept, on_disk, host_slots, used_ram = _fill("RAM", limits.ram, left, needs, [c.slot_bytes for c in left])
+    in_ram, on_disk = tuple(rest[i] for i in kept), tuple(rest[i] for i in on_disk)
+    return Placement(
+        resident, in_ram, on_disk, num_slots, host_slots, _slot_bytes(layers), tuple(items), limits, used, used_ram
+    )
+
+
+def _fill(
+    tier: str, limit: int, layers: Sequence[LayerCost], needs: Sequence[tuple[str, int]], sizes: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+    """Fill one tier: which layers stay in it, which do not, how many slots these need, and the bytes used in all."""
+    taken = sum(size for _, size in needs)
+    kept, num_slots = _keep(layers, sizes, limit - taken)
+    if kept is None:
+        raise MemoryLimitError(_refusal(tier, limit, layers, needs))
+    rest = tuple(i for i in range(len(layers)) if i not in kept)
+    return kept, rest, num_slots, taken + num_slots * _slot_bytes(layers) + sum(sizes[i] for i in kept)
+
+
+def _keep(layers: Sequence[LayerCost], sizes: Sequence[int], room: int) -> tuple[tuple[int, ...] | None, int]:
+    """The most layers that fit in `room` beside slots for the others, and how many slots; None where none fit."""
+    if sum(sizes) <= room:
+        return tuple(range(len(layers))), 0
+    for num_slots in (MAX_SLOTS, MIN_SLOTS):
+        left = room - num_slots * _slot_bytes(layers)
+        for count in range(len(layers) - 1, -1, -1):
+            chosen = spread(len(layers), count)
+            if sum(sizes[i] for i in chosen) <= left:
+                return chosen, num_slots
+    return None, 0
+
+
+def _slot_bytes(layers: Sequence[LayerCost]) -> int:
+    return max((layer.slot_bytes for layer in layers), default=0)
+
+
+def _refusal(tier: str, limit: int, layers: Sequence[LayerCost], needs: Sequence[tuple[str, int]]) -> str:
+    slots = f"{MIN_SLOTS} layers in flight"
+    wanted = [*needs, (slots, MIN_SLOTS * _slot_bytes(layers))]
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in sorted(wanted, key=lambda need: -need[1]) if size)
+    return (
+        f"{gib(max(limit, 0))} of {tier} are too little: at least {gib(sum(size for _, size in wanted))} are needed "
+        f"({parts}); grant more with --{tier.lower()}, ask for a smaller --context, or take a smaller draft"
+    )
+
+
+def gib(nbytes: int) -> str:
+    """Bytes as people read them."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.0f} MiB"
+
+
+# ------------------------------------------------------------------------------------------------ prediction
+
+
+@dataclass(frozen=True)
+class PassRates:
+    """Measured rates. compute_s[i]: seconds of arithmetic in layer i; link rates in bytes/s."""
+
+    compute_s: tuple[float, ...]
+    disk_bytes_per_s: float
+    host_to_device_bytes_per_s: float | None = None
+
+
+def predict_pass_s(placement: Placement, layers: Sequence[LayerCost], rates: PassRates) -> float:
+    """Seconds of one pass in the steady state: the ring is played through, slot by slot, and the third pass is timed."""
+    on_disk, streamed = set(placement.on_disk), set(placement.streamed)
+    now = disk_free = link_free = began = 0.0
+    freed = deque([0.0] * placement.num_slots)
+    # The ring reads ahead, so a layer's transfer begins as soon as link and slot are free, whatever is computing.
+    for _ in range(3):
+        began = now
+        for i, compute_s in enumerate(rates.compute_s):
+            if i in streamed:
+                begins, nbytes = freed.popleft(), layers[i].read_bytes
+                arrived = begins
+                if i in on_disk:
+                    disk_free = arrived = max(disk_free, begins) + nbytes / rates.disk_bytes_per_s
+                if rates.host_to_device_bytes_per_s is not None:
+                    link_free = arrived = max(link_free, arrived) + nbytes / rates.host_to_device_bytes_per_s
+                now = max(now, arrived) + compute_s
+                freed.append(now)
+            else:
+                now += compute_s
+    return now - began

@@ -1,0 +1,100 @@
+"""A layer as one record: which stretches of which files have to be read to have all of its tensors side by side.
+
+Checkpoints keep a layer's tensors together as a rule, but not always: sorted by dtype, or cut by a shard's end, they lie
+in several stretches. Knows nothing of what a tensor means, and reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from .checkpoint import DTYPE_BYTES, TensorInfo
+from .readers import BLOCK_BYTES, READ_BYTES, align_down, align_up
+
+MAX_GAP_BYTES = 128 * 1024  # a hole this small is cheaper to read than to seek over
+LOOSE_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Extent:
+    """`nbytes` of `path` from byte `offset`, to be put at `start` of the record; the file holds at least `least` of them."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    least: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where the tensors of one unit of loading lie on disk, and where in a buffer of `nbytes` they come to lie.
+
+    places: full tensor name → (start, bytes) in the buffer.
+    """
+
+    nbytes: int
+    extents: tuple[Extent, ...]
+    places: dict[str, tuple[int, int]]
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that are read to have it, those between its tensors included."""
+        return sum(extent.least for extent in self.extents)
+
+    @cached_property
+    def reads(self) -> tuple[Extent, ...]:
+        """The extents in pieces of READ_BYTES."""
+        return tuple(piece for extent in self.extents for piece in _pieces(extent))
+
+    def parts(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Each tensor's bytes (uint8, 1-D) in a buffer that holds the record, as views."""
+        return {name: buffer[start : start + nbytes] for name, (start, nbytes) in self.places.items()}
+
+    @classmethod
+    def of(cls, infos: Iterable[TensorInfo]) -> Record:
+        """The record of some tensors, stretches that are close together merged, all of them aligned for O_DIRECT."""
+        ordered = sorted(infos, key=lambda info: (info.path, info.offset))
+        loose = [info for info in ordered if info.offset % DTYPE_BYTES[info.dtype]]
+        extents, places, end = list[Extent](), dict[str, tuple[int, int]](), 0
+        for group in _stretches(info for info in ordered if info not in loose):
+            first = align_down(group[0].offset)
+            least = max(info.offset + info.nbytes for info in group) - first
+            extents.append(Extent(group[0].path, first, align_up(least), least, end))
+            places |= {info.name: (end + info.offset - first, info.nbytes) for info in group}
+            end += align_up(least)
+        for info in loose:  # the file keeps it where no tensor of its dtype could point to, so it goes elsewhere
+            extents.append(Extent(info.path, info.offset, info.nbytes, info.nbytes, end))
+            places[info.name] = (end, info.nbytes)
+            end += align_up(info.nbytes, LOOSE_ALIGNMENT)
+        return cls(align_up(end), tuple(extents), places)
+
+
+def _stretches(infos: Iterable[TensorInfo]) -> Iterator[list[TensorInfo]]:
+    """Runs of tensors (by path and offset) that one read takes along together."""
+    for _, group in groupby(infos, key=lambda info: info.path):
+        run, end = list[TensorInfo](), 0
+        for info in group:
+            if run and info.offset > end + MAX_GAP_BYTES:
+                yield run
+                run = []
+            run.append(info)
+            end = max(end, info.offset + info.nbytes)
+        yield run
+
+
+def _pieces(extent: Extent) -> Iterator[Extent]:
+    for begin in range(0, extent.nbytes, READ_BYTES):
+        nbytes = min(READ_BYTES, extent.nbytes - begin)
+        least = min(nbytes, extent.least - begin)
+        if least > 0:
+            yield Extent(extent.path, extent.offset + begin, nbytes, least, extent.start + begin)
+
+
+assert READ_BYTES % BLOCK_BYTES == 0

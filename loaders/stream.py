@@ -1,0 +1,249 @@
+"""The ring: what a pass asks for next is being read while it computes.
+
+A pass asks for the streamed layers in the same order every time, so the ring always knows what comes next, beyond the
+end of a pass too: while the draft works, the first layers of the next pass are read. `Ring` keeps the order and the
+slots; a `Filler` fills a slot in the background; `PlainStream` is the synchronous twin. Knows nothing of what layers
+hold, nor of what decides which of them are streamed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from .readers import HostBuffer, Reader
+from .records import Extent, Record
+
+NUM_SLOTS = 3
+NUM_READERS = 4  # reads in flight
+
+
+class Slot(Protocol):
+    """Memory for one record, on the device that computes."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """uint8 [at least the record's bytes]."""
+        ...
+
+    def enter(self) -> None:
+        """Called before its content is used, once it is there."""
+        ...
+
+    def leave(self) -> None:
+        """Called when its content will not be used any more by whatever is started from now on."""
+        ...
+
+
+S = TypeVar("S", bound=Slot)
+S_in = TypeVar("S_in", bound=Slot, contravariant=True)
+
+
+class HostSlot:
+    """A slot in host memory; the CPU computes in order, so nothing has to be waited for."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = HostBuffer(nbytes)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.buffer.tensor
+
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+class Fill:
+    """One slot being filled in `num_parts` parts; done when each of them is read, failed, or skipped after `cancel`."""
+
+    def __init__(self, num_parts: int) -> None:
+        self.cancelled = False
+        self._left = num_parts
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        if num_parts == 0:
+            self._done.set()
+
+    def part_done(self, error: BaseException | None = None) -> None:
+        with self._lock:
+            self._left -= 1
+            if error is not None and self._error is None:
+                self._error, self.cancelled = error, True  # the other parts need not be read any more
+            if self._left == 0:
+                self._done.set()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def settle(self) -> None:
+        """Wait until nobody writes to the slot any more."""
+        self._done.wait()
+
+    def wait(self) -> None:
+        """Wait until the slot is full. Raises what reading it raised."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+
+class Filler(Protocol[S_in]):
+    """Fills slots in the background."""
+
+    def fill(self, slot: S_in, layer: int) -> Fill:
+        """Begin to fill `slot` with `layer`; returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Joins its threads. Nothing may be under way."""
+        ...
+
+
+@dataclass(frozen=True)
+class Loan(Generic[S]):
+    """A slot with the layer that it holds, or will."""
+
+    layer: int
+    slot: S
+    fill: Fill
+
+
+class Ring(Generic[S]):
+    """Slots that are filled ahead of their use, in the cyclic `order` in which passes ask for layers.
+
+    One slot is lent at a time, the others are being filled. Whoever asks out of order (a new pass after an aborted one)
+    makes the ring start over from there. Not for several callers at once.
+    """
+
+    def __init__(self, order: Sequence[int], slots: Sequence[S], filler: Filler[S]) -> None:
+        assert order
+        assert len(slots) >= 2, "one slot is lent while another is filled"
+        self._order, self._filler = list(order), filler
+        self._free = deque(slots)
+        self._ahead = deque[Loan[S]]()
+        self._next = 0
+        self._schedule()
+
+    def acquire(self, layer: int) -> Loan[S]:
+        """Wait for a layer. Raises what reading it raised; the ring can be asked again."""
+        if not self._ahead or self._ahead[0].layer != layer:
+            self._start_over(layer)
+        loan = self._ahead[0]
+        try:
+            loan.fill.wait()
+        except Exception:
+            self._drop_ahead()
+            raise
+        loan.slot.enter()
+        return self._ahead.popleft()
+
+    def release(self, loan: Loan[S]) -> None:
+        """Give the slot back, to be filled with what comes next."""
+        loan.slot.leave()
+        self._free.append(loan.slot)
+        self._schedule()
+
+    def close(self) -> None:
+        """Stops within one read and joins the threads."""
+        self._drop_ahead()
+        self._filler.close()
+
+    def _schedule(self) -> None:
+        while self._free:
+            layer, slot = self._order[self._next], self._free.popleft()
+            self._next = (self._next + 1) % len(self._order)
+            self._ahead.append(Loan(layer, slot, self._filler.fill(slot, layer)))
+
+    def _start_over(self, layer: int) -> None:
+        self._drop_ahead()
+        self._next = self._order.index(layer)
+        self._schedule()
+
+    def _drop_ahead(self) -> None:
+        for loan in self._ahead:
+            loan.fill.cancel()
+        for loan in self._ahead:
+            loan.fill.settle()
+        self._free.extend(loan.slot for loan in self._ahead)
+        self._ahead.clear()
+
+
+class PlainStream:
+    """The plain twin of `Ring` over `DiskFiller`: reads a layer when it is asked for, in the caller's thread."""
+
+    def __init__(self, records: Mapping[int, Record], reader: Reader) -> None:
+        self._records, self._reader = records, reader
+        self._slot = HostSlot(max(record.nbytes for record in records.values()))
+
+    def acquire(self, layer: int) -> Loan[HostSlot]:
+        for piece in self._records[layer].reads:
+            read_piece(self._reader, piece, self._slot.buffer)
+        return Loan(layer, self._slot, Fill(0))
+
+    def release(self, loan: Loan[HostSlot]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class DiskFiller:
+    """Reads records into host slots, several reads in flight."""
+
+    def __init__(self, records: Mapping[int, Record], reader: Reader, num_threads: int = NUM_READERS) -> None:
+        self._records, self._reader = records, reader
+        self._work = queue.SimpleQueue[tuple[Fill, Extent, HostBuffer] | None]()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"offspec-read-{i}", daemon=True) for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def fill(self, slot: HostSlot, layer: int) -> Fill:
+        reads = self._records[layer].reads
+        fill = Fill(len(reads))
+        for piece in reads:
+            self._work.put((fill, piece, slot.buffer))
+        return fill
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            fill, piece, buffer = work
+            error: BaseException | None = None
+            if not fill.cancelled:
+                try:
+                    read_piece(self._reader, piece, buffer)
+                except BaseException as exc:  # noqa: BLE001 (raised again in the thread that waits for the layer)
+                    error = exc
+            fill.part_done(error)
+
+
+def read_piece(reader: Reader, piece: Extent, buffer: HostBuffer) -> None:
+    """Read one piece of a record to its place in `buffer`."""
+    reader.read(piece.path, piece.offset, buffer.view[piece.start : piece.start + piece.nbytes], piece.least)
+
+
+def read_record(reader: Reader, record: Record, num_threads: int = NUM_READERS) -> HostBuffer:
+    """A record in memory of its own."""
+    slot = HostSlot(record.nbytes)
+    filler = DiskFiller({0: record}, reader, num_threads)
+    try:
+        filler.fill(slot, 0).wait()
+    finally:
+        filler.close()
+    return slot.buffer
