@@ -38,6 +38,7 @@ class DeviceSlot:
         self._tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._device = device
         self.ready, self.free = torch.cuda.Event(), torch.cuda.Event()
+        self.leave()  # whatever used this memory before, on the computing stream, comes first
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -53,13 +54,18 @@ class DeviceSlot:
 class DeviceFiller:
     """Copies layers into device slots: from pinned RAM where they lie there, else from the host ring's slots.
 
-    in_ram: layer → its bytes. on_disk: the ring that reads the other layers; None where there are none.
+    in_ram: layer → its bytes. on_disk: the ring that reads the other layers (None where there are none), and disk_bytes
+    how many bytes each of those has.
     """
 
     def __init__(
-        self, in_ram: Mapping[int, torch.Tensor], on_disk: Ring[HostSlot] | None, device: torch.device
+        self,
+        in_ram: Mapping[int, torch.Tensor],
+        on_disk: Ring[HostSlot] | None,
+        disk_bytes: Mapping[int, int],
+        device: torch.device,
     ) -> None:
-        self._in_ram, self._on_disk, self._device = in_ram, on_disk, device
+        self._in_ram, self._on_disk, self._disk_bytes, self._device = in_ram, on_disk, disk_bytes, device
         self._stream = torch.cuda.Stream(device)
         self._work = queue.SimpleQueue[tuple[Fill, DeviceSlot, int] | None]()
         self._thread = threading.Thread(target=self._run, name="offspec-copy", daemon=True)
@@ -94,14 +100,14 @@ class DeviceFiller:
         assert self._on_disk is not None
         loan: Loan[HostSlot] = self._on_disk.acquire(layer)
         try:
-            self._copy(slot, loan.slot.tensor)
+            self._copy(slot, loan.slot.tensor[: self._disk_bytes[layer]])
             slot.ready.synchronize()  # this thread waits, not the one that computes: the host slot is read again next
         finally:
             self._on_disk.release(loan)
 
     def _copy(self, slot: DeviceSlot, source: torch.Tensor) -> None:
-        nbytes = min(slot.tensor.numel(), source.numel())
+        nbytes = source.numel()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(slot.free)  # an event that was never recorded is no obstacle
-            slot.tensor[:nbytes].copy_(source[:nbytes], non_blocking=True)
+            self._stream.wait_event(slot.free)
+            slot.tensor[:nbytes].copy_(source, non_blocking=True)
             slot.ready.record(self._stream)

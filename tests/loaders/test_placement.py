@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offspec.errors import MemoryLimitError
+from offspec.loaders.placement import (
+    MIN_SLOTS,
+    Item,
+    LayerCost,
+    Limits,
+    PassRates,
+    Placement,
+    place,
+    predict_pass_s,
+    spread,
+)
+
+GB = 10**9
+
+
+def layers(num: int, nbytes: int = GB) -> list[LayerCost]:
+    return [LayerCost(nbytes, nbytes, nbytes) for _ in range(num)]
+
+
+ITEMS = [Item("KV cache", on_device=2 * GB), Item("embedding", on_host=GB)]
+costs = st.lists(
+    st.builds(lambda n, extra: LayerCost(n, n + extra, n * 2), st.integers(1, 50), st.integers(0, 5)),
+    min_size=1,
+    max_size=20,
+)
+
+
+@given(st.integers(1, 100).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))))
+def test_spread_is_even(numbers: tuple[int, int]) -> None:
+    num_layers, num_chosen = numbers
+    chosen = spread(num_layers, num_chosen)
+    assert len(set(chosen)) == num_chosen
+    assert all(0 <= i < num_layers for i in chosen)
+    gaps = [b - a for a, b in pairwise(chosen)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@given(costs, st.integers(0, 2000), st.one_of(st.none(), st.integers(0, 2000)))
+def test_what_is_placed_fits_and_every_layer_lies_somewhere(
+    costs: list[LayerCost], ram: int, device: int | None
+) -> None:
+    items = [Item("a", 10, 5), Item("b", 0, 7)]
+    try:
+        placed = place(costs, items, Limits(device, ram))
+    except MemoryLimitError:
+        return
+    assert sorted(placed.resident + placed.in_ram + placed.on_disk) == list(range(len(costs)))
+    assert placed.ram_bytes <= ram
+    used = sum(costs[i].resident_bytes for i in placed.resident) + placed.num_slots * placed.slot_bytes
+    if device is None:
+        assert placed.ram_bytes == 22 + used
+        assert placed.in_ram == ()
+    else:
+        assert placed.device_bytes == 10 + used <= device
+        host = sum(costs[i].slot_bytes for i in placed.in_ram) + placed.num_host_slots * placed.slot_bytes
+        assert placed.ram_bytes == 12 + host
+    assert (placed.num_slots > 0) == bool(placed.streamed)
+    assert (placed.num_host_slots > 0) == (device is not None and bool(placed.on_disk))
+
+
+@given(costs, st.integers(0, 1000), st.integers(0, 500))
+def test_a_larger_grant_never_keeps_less(costs: list[LayerCost], ram: int, more: int) -> None:
+    def kept(ram: int) -> int:
+        try:
+            return len(place(costs, [], Limits(None, ram)).resident)
+        except MemoryLimitError:
+            return -1
+
+    equal = [LayerCost(c.read_bytes, costs[0].slot_bytes, costs[0].resident_bytes) for c in costs]
+    costs[:] = equal
+    assert kept(ram) <= kept(ram + more)
+
+
+def test_everything_stays_where_it_fits() -> None:
+    placed = place(layers(4), ITEMS, Limits(None, 7 * GB))
+    assert placed.resident == (0, 1, 2, 3)
+    assert placed.streamed == ()
+    assert placed.num_slots == 0
+
+
+def test_residents_are_interleaved() -> None:
+    placed = place(layers(12), ITEMS, Limits(None, 10 * GB))
+    assert placed.num_slots == 3
+    assert placed.resident == (1, 4, 7, 10)
+
+
+def test_two_slots_do_where_memory_is_short() -> None:
+    assert place(layers(12), ITEMS, Limits(None, 5 * GB)).num_slots == MIN_SLOTS
+
+
+def test_a_gpu_spills_to_ram_then_to_disk() -> None:
+    roomy = place(layers(12), ITEMS, Limits(8 * GB, 64 * GB))
+    assert (len(roomy.resident), len(roomy.in_ram), len(roomy.on_disk)) == (3, 9, 0)
+    assert roomy.num_host_slots == 0
+    tight = place(layers(12), ITEMS, Limits(8 * GB, 8 * GB))
+    assert (len(tight.resident), len(tight.in_ram), len(tight.on_disk)) == (3, 4, 5)
+    assert tight.num_host_slots == 3
+
+
+def test_a_refusal_has_the_numbers_and_the_remedy() -> None:
+    with pytest.raises(MemoryLimitError) as refused:
+        place(layers(12), ITEMS, Limits(None, 4 * GB))
+    text = str(refused.value)
+    assert "3.7 GiB of RAM are too little: at least 4.7 GiB are needed" in text
+    assert "KV cache 1.9 GiB" in text
+    assert "--ram" in text
+    with pytest.raises(MemoryLimitError, match=r"of VRAM are too little.*--vram"):
+        place(layers(12), ITEMS, Limits(3 * GB, 64 * GB))
+    with pytest.raises(MemoryLimitError, match=r"of RAM are too little.*--ram"):
+        place(layers(12), ITEMS, Limits(8 * GB, 2 * GB))
+
+
+def predict(placed: Placement, costs: list[LayerCost], compute_s: float, disk: float, link: float | None) -> float:
+    return predict_pass_s(placed, costs, PassRates((compute_s,) * len(costs), disk, link))
+
+
+def test_a_pass_takes_the_slowest_link_s_time_or_the_computing_s() -> None:
+    costs = layers(12)
+    streamed = place(costs, [], Limits(None, 3 * GB))
+    assert predict(streamed, costs, 0.01, GB, None) == pytest.approx(12.0, rel=0.01)
+    assert predict(streamed, costs, 3.0, GB, None) == pytest.approx(36.0, rel=0.01)
+    resident = place(costs, [], Limits(None, 12 * GB))
+    assert predict(resident, costs, 0.5, GB, None) == pytest.approx(6.0)
+    half = place(costs, [], Limits(None, 9 * GB))
+    assert predict(half, costs, 0.5, GB, None) == pytest.approx(6.0, rel=0.01)  # residents hide the transfers
+    on_gpu = place(costs, [], Limits(3 * GB, 20 * GB))
+    assert predict(on_gpu, costs, 0.01, GB, 10 * GB) == pytest.approx(1.2, rel=0.01)
+    from_disk = place(costs, [], Limits(3 * GB, 9 * GB))
+    assert predict(from_disk, costs, 0.01, GB, 10 * GB) == pytest.approx(len(from_disk.on_disk), rel=0.01)

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offspec.errors import CheckpointError
+from offspec.loaders.readers import BLOCK_BYTES, HUGE_PAGE_BYTES, FileReader, HostBuffer
+
+SIZE = 3 * BLOCK_BYTES + 123
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(random.Random(0).randbytes(SIZE))
+    return path
+
+
+def test_a_buffer_is_one_memory_seen_twice() -> None:
+    for nbytes in (0, 1, BLOCK_BYTES, HUGE_PAGE_BYTES + 17):
+        buffer = HostBuffer(nbytes)
+        assert len(buffer.view) == buffer.tensor.numel() == buffer.nbytes == nbytes
+        if nbytes:
+            buffer.view[nbytes - 1] = 7
+            assert buffer.tensor[nbytes - 1] == 7
+            assert buffer.address % (HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else BLOCK_BYTES) == 0
+
+
+def test_a_buffer_that_cannot_be_had_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match="bytes"):
+        HostBuffer(2**60)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    ("offset", "length"), [(0, 2 * BLOCK_BYTES), (BLOCK_BYTES, 3 * BLOCK_BYTES), (5, 100), (SIZE - 1, 1)]
+)
+def test_it_reads_what_is_there(file: Path, direct: bool, offset: int, length: int) -> None:
+    buffer, least = HostBuffer(length), min(length, SIZE - offset)
+    reader = FileReader(direct=direct)
+    reader.read(file, offset, buffer.view, least)
+    assert bytes(buffer.view[:least]) == file.read_bytes()[offset : offset + least]
+    reader.close()
+
+
+def test_a_file_system_without_direct_reads_is_said(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open: Callable[..., int] = os.open
+
+    def refuse(path: Path, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(path, flags)
+
+    monkeypatch.setattr(os, "open", refuse)
+    reader, buffer = FileReader(), HostBuffer(BLOCK_BYTES)
+    reader.read(file, 0, buffer.view, BLOCK_BYTES)
+    assert bytes(buffer.view) == file.read_bytes()[:BLOCK_BYTES]
+    assert "refuses direct reads" in reader.fallbacks[file]
+    reader.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_cut_off_is_named_with_the_place(file: Path, direct: bool) -> None:
+    reader, buffer = FileReader(direct=direct), HostBuffer(3 * BLOCK_BYTES)
+    os.truncate(file, BLOCK_BYTES)
+    with pytest.raises(CheckpointError, match=rf"weights.bin: ends at byte {BLOCK_BYTES}, within its data"):
+        reader.read(file, 0, buffer.view, 3 * BLOCK_BYTES)
+    reader.close()
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"gone.bin: cannot be read at byte 4096 \(No such file"):
+        FileReader().read(tmp_path / "gone.bin", 4096, HostBuffer(BLOCK_BYTES).view, 1)
+
+
+def test_an_error_of_the_disk_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CheckpointError, match=r"weights.bin: cannot be read at byte 0 \(Input/output error\)"):
+        FileReader().read(file, 0, HostBuffer(BLOCK_BYTES).view, 1)
+
+
+def test_deleting_a_file_that_is_open_changes_nothing(file: Path) -> None:
+    content, reader, buffer = file.read_bytes(), FileReader(), HostBuffer(BLOCK_BYTES)
+    reader.read(file, 0, buffer.view, BLOCK_BYTES)
+    file.unlink()
+    reader.read(file, BLOCK_BYTES, buffer.view, BLOCK_BYTES)
+    assert bytes(buffer.view) == content[BLOCK_BYTES : 2 * BLOCK_BYTES]
+    reader.close()

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offspec.errors import CheckpointError
+from offspec.loaders.checkpoint import TensorInfo
+from offspec.loaders.readers import READ_BYTES
+from offspec.loaders.records import Record
+from offspec.loaders.stream import DiskFiller, HostSlot, PlainStream, Ring
+
+from .fakes import FakeReader
+
+PATH = Path("weights")
+LAYER_BYTES = 9000
+
+
+def records(num_layers: int, nbytes: int = LAYER_BYTES) -> dict[int, Record]:
+    return {
+        i: Record.of([TensorInfo(f"layer{i}", "U8", (nbytes,), PATH, 100 + i * nbytes, nbytes)])
+        for i in range(num_layers)
+    }
+
+
+def content(num_layers: int, nbytes: int = LAYER_BYTES) -> bytes:
+    return random.Random(1).randbytes(100 + num_layers * nbytes)
+
+
+class Setup:
+    """A ring over a fake file."""
+
+    def __init__(
+        self, num_layers: int = 5, num_slots: int = 3, gate: threading.Event | None = None, nbytes: int = LAYER_BYTES
+    ) -> None:
+        self.content, self.nbytes = content(num_layers, nbytes), nbytes
+        self.records = records(num_layers, nbytes)
+        self.reader = FakeReader({PATH: self.content}, gate)
+        self.slots = [HostSlot(max(r.nbytes for r in self.records.values())) for _ in range(num_slots)]
+        self.ring = Ring(range(num_layers), self.slots, DiskFiller(self.records, self.reader))
+
+    def take(self, layer: int) -> bytes:
+        loan = self.ring.acquire(layer)
+        got = bytes(self.records[layer].parts(loan.slot.tensor)[f"layer{layer}"].numpy())
+        self.ring.release(loan)
+        return got
+
+    def expected(self, layer: int) -> bytes:
+        return self.content[100 + layer * self.nbytes :][: self.nbytes]
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    made = Setup()
+    yield made
+    made.ring.close()
+
+
+def test_layers_come_in_order_pass_after_pass(setup: Setup) -> None:
+    for layer in [0, 1, 2, 3, 4] * 4:
+        assert setup.take(layer) == setup.expected(layer)
+    setup.ring.close()
+    ahead = len(setup.slots)  # what the ring read of the fifth pass meanwhile
+    assert 20 <= len(setup.reader.reads) <= 20 + ahead
+
+
+@given(st.lists(st.integers(0, 4), max_size=30), st.integers(2, 7))
+@settings(max_examples=30, deadline=None)
+def test_any_order_of_asking_gives_the_right_bytes(asked: list[int], num_slots: int) -> None:
+    setup = Setup(num_slots=num_slots)
+    assert [setup.take(layer) for layer in asked] == [setup.expected(layer) for layer in asked]
+    setup.ring.close()
+
+
+def test_the_ring_agrees_with_its_plain_twin(setup: Setup) -> None:
+    plain = PlainStream(setup.records, setup.reader)
+    for layer in [0, 1, 2, 3, 4, 0, 1]:
+        loan = plain.acquire(layer)
+        parts = setup.records[layer].parts(loan.slot.tensor)
+        assert bytes(parts[f"layer{layer}"].numpy()) == setup.take(layer)
+        plain.release(loan)
+
+
+def test_the_next_pass_is_read_while_nobody_asks(setup: Setup) -> None:
+    for layer in range(5):
+        setup.take(layer)
+    for loan in setup.ring._ahead:
+        loan.fill.settle()
+    assert [loan.layer for loan in setup.ring._ahead] == [0, 1, 2]
+
+
+def test_a_lent_slot_is_not_written_to() -> None:
+    setup = Setup(num_layers=9, num_slots=2)
+    loan = setup.ring.acquire(0)
+    for ahead in setup.ring._ahead:
+        ahead.fill.settle()
+    assert bytes(setup.records[0].parts(loan.slot.tensor)["layer0"].numpy()) == setup.expected(0)
+    setup.ring.release(loan)
+    setup.ring.close()
+
+
+def test_an_error_in_a_read_thread_surfaces_and_the_ring_can_be_asked_again(setup: Setup) -> None:
+    setup.take(0)
+    setup.reader.fail_at = 100 + 5 * LAYER_BYTES - 1  # within no other layer's aligned read
+    for layer in (1, 2, 3):
+        setup.take(layer)
+    with pytest.raises(CheckpointError, match="told to fail"):
+        setup.ring.acquire(4)
+    setup.reader.fail_at = None
+    assert setup.take(4) == setup.expected(4)
+    assert setup.take(0) == setup.expected(0)
+
+
+def test_cancelling_skips_what_is_not_begun() -> None:
+    gate = threading.Event()
+    setup = Setup(num_layers=3, num_slots=3, gate=gate, nbytes=8 * READ_BYTES)
+    closing = threading.Thread(target=setup.ring.close)
+    closing.start()
+    while not all(loan.fill.cancelled for loan in list(setup.ring._ahead)):
+        pass
+    gate.set()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert len(setup.reader.reads) <= 4  # one in flight for each thread
+
+
+def test_close_joins_the_threads(setup: Setup) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    assert "offspec-read-0" in before
+    setup.ring.close()
+    assert not any(thread.name.startswith("offspec-read") for thread in threading.enumerate())
