@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from offspec import SEED_LIMIT, SamplingParams, SpeculationParams
+from offspec import SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
 
 if TYPE_CHECKING:
     from offspec import Engine
@@ -29,6 +29,11 @@ def budget(ctx: click.Context, param: click.Parameter, value: str) -> int:
     if not 0 <= number <= MAX_BUDGET:
         raise click.BadParameter(f"{value!r} is neither auto nor a number from 0 (plain decoding) to {MAX_BUDGET}.")
     return number
+
+
+def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """A click callback: "20GiB" as bytes."""
+    return None if value is None else parse_size(value)
 
 
 def several(kind: click.ParamType[Any]) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
@@ -77,7 +82,38 @@ def loading_options(function: F) -> F:
         click.option(
             "--threads", type=click.IntRange(1, os.cpu_count()), metavar="N", help="CPU threads. [default: all cores]"
         ),
+        *memory_flags(),
+        click.option(
+            "--no-read-ahead",
+            "synchronous",
+            is_flag=True,
+            help="Read each streamed layer only when it is needed, as a plain check of the ring; slower, the same text.",
+        ),
     )(function)
+
+
+def memory_flags() -> list[Callable[[F], F]]:
+    """What may be used; `plan` has them too."""
+    return [
+        click.option(
+            "--vram",
+            callback=size,
+            metavar="SIZE",
+            help="Memory of the card that may be used, e.g. 20GiB; what does not fit is streamed. [default: what is free]",
+        ),
+        click.option(
+            "--ram",
+            callback=size,
+            metavar="SIZE",
+            help="RAM that may be used, e.g. 48GiB; what does not fit is streamed from disk. [default: what is free]",
+        ),
+        click.option(
+            "--context",
+            type=click.IntRange(1),
+            metavar="N",
+            help="Tokens of prompt and answer to make room for. [default: 4096, or what the model or the memory allows]",
+        ),
+    ]
 
 
 def speculation_options(function: F) -> F:
@@ -166,21 +202,11 @@ def sampling_options(function: F) -> F:
     )(function)
 
 
-def load_engine(
-    model: str,
-    *,
-    quiet: bool,
-    verbose: bool,
-    draft: str,
-    revision: str | None,
-    device: str,
-    dtype: str,
-    threads: int | None,
-) -> Engine:
-    """`Engine.load`, telling on stderr what was chosen and why (-v), or only what the user should act on."""
+def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> Engine:
+    """`Engine.load` with `loading_options`, telling on stderr what was chosen and why (-v), or only what to act on."""
     from offspec import Engine
 
-    engine = Engine.load(model, draft=draft, revision=revision, device=device, dtype=dtype, threads=threads)
+    engine = Engine.load(model, **loading)
     for note in engine.notes:
         if verbose or (note.advice and not quiet):
             click.echo(f"offspec: {note.text}", err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,14 +63,9 @@ def command(
     show_stats: bool,
     quiet: bool,
     verbose: bool,
-    draft: str,
-    revision: str | None,
-    device: str,
-    dtype: str,
-    threads: int | None,
-    **sampling: Any,
+    **options: Any,
 ) -> None:
-    params = SamplingParams(**sampling)
+    params = SamplingParams(**{field.name: options.pop(field.name) for field in fields(SamplingParams)})
     speculation = SpeculationParams(budget=budget, scoring=draft_scoring)
     ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
     if ids is not None and (prompt is not None or prompt_file is not None):
@@ -79,9 +75,7 @@ def command(
     if raw and system is not None:
         raise click.UsageError("--system needs the chat template, which --raw turns off.")
     words = read_prompt(prompt, prompt_file) if ids is None else ""
-    engine = load_engine(
-        model, quiet=quiet, verbose=verbose, draft=draft, revision=revision, device=device, dtype=dtype, threads=threads
-    )
+    engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
     asked = ids if ids is not None else as_prompt(engine, words, system, raw)
     stats = (_print_json if as_json else _stream)(engine, asked, params, speculation)
     if show_stats:

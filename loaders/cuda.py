@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from .readers import HostBuffer
-from .stream import Fill, HostSlot, Loan, Ring
+from .stream import Fill, Stream
 
 
 def pin(buffer: HostBuffer) -> bool:
@@ -23,12 +23,12 @@ def pin(buffer: HostBuffer) -> bool:
     """
     if buffer.nbytes == 0:
         return True
-    return int(torch.cuda.cudart().cudaHostRegister(buffer.address, buffer.nbytes, 0)) == 0
+    return int(torch.cuda.cudart().cudaHostRegister(buffer.address, buffer.nbytes, 0)) == 0  # type: ignore[no-untyped-call]
 
 
 def unpin(buffer: HostBuffer) -> None:
     """Undo `pin`, before the memory goes."""
-    torch.cuda.cudart().cudaHostUnregister(buffer.address)
+    torch.cuda.cudart().cudaHostUnregister(buffer.address)  # type: ignore[no-untyped-call]
 
 
 class DeviceSlot:
@@ -37,7 +37,7 @@ class DeviceSlot:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._device = device
-        self.ready, self.free = torch.cuda.Event(), torch.cuda.Event()
+        self.ready, self.free = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
         self.leave()  # whatever used this memory before, on the computing stream, comes first
 
     @property
@@ -54,19 +54,19 @@ class DeviceSlot:
 class DeviceFiller:
     """Copies layers into device slots: from pinned RAM where they lie there, else from the host ring's slots.
 
-    in_ram: layer → its bytes. on_disk: the ring that reads the other layers (None where there are none), and disk_bytes
+    in_ram: layer → its bytes. on_disk: the stream that reads the other layers (None where there are none), and disk_bytes
     how many bytes each of those has.
     """
 
     def __init__(
         self,
         in_ram: Mapping[int, torch.Tensor],
-        on_disk: Ring[HostSlot] | None,
+        on_disk: Stream | None,
         disk_bytes: Mapping[int, int],
         device: torch.device,
     ) -> None:
         self._in_ram, self._on_disk, self._disk_bytes, self._device = in_ram, on_disk, disk_bytes, device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._work = queue.SimpleQueue[tuple[Fill, DeviceSlot, int] | None]()
         self._thread = threading.Thread(target=self._run, name="offspec-copy", daemon=True)
         self._thread.start()
@@ -98,12 +98,9 @@ class DeviceFiller:
             self._copy(slot, self._in_ram[layer])
             return
         assert self._on_disk is not None
-        loan: Loan[HostSlot] = self._on_disk.acquire(layer)
-        try:
-            self._copy(slot, loan.slot.tensor[: self._disk_bytes[layer]])
-            slot.ready.synchronize()  # this thread waits, not the one that computes: the host slot is read again next
-        finally:
-            self._on_disk.release(loan)
+        with self._on_disk.lend(layer) as buffer:
+            self._copy(slot, buffer[: self._disk_bytes[layer]])
+            slot.ready.synchronize()  # this thread waits, not the one that computes: the host slot is read into next
 
     def _copy(self, slot: DeviceSlot, source: torch.Tensor) -> None:
         nbytes = source.numel()

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from offspec.errors import MemoryLimitError
 
+from .units import format_size
+
 MAX_SLOTS, MIN_SLOTS = 3, 2
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -134,16 +135,11 @@ def _slot_bytes(layers: Sequence[LayerCost]) -> int:
 def _refusal(tier: str, limit: int, layers: Sequence[LayerCost], needs: Sequence[tuple[str, int]]) -> str:
     slots = f"{MIN_SLOTS} layers in flight"
     wanted = [*needs, (slots, MIN_SLOTS * _slot_bytes(layers))]
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in sorted(wanted, key=lambda need: -need[1]) if size)
+    parts = ", ".join(f"{name} {format_size(size)}" for name, size in sorted(wanted, key=lambda need: -need[1]) if size)
     return (
-        f"{gib(max(limit, 0))} of {tier} are too little: at least {gib(sum(size for _, size in wanted))} are needed "
+        f"{format_size(max(limit, 0))} of {tier} are too little: at least {format_size(sum(size for _, size in wanted))} are needed "
         f"({parts}); grant more with --{tier.lower()}, ask for a smaller --context, or take a smaller draft"
     )
-
-
-def gib(nbytes: int) -> str:
-    """Bytes as people read them."""
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.0f} MiB"
 
 
 # ------------------------------------------------------------------------------------------------ prediction

@@ -11,7 +11,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -110,6 +111,21 @@ class Filler(Protocol[S_in]):
         ...
 
 
+class Stream(Protocol):
+    """Lends layers one at a time."""
+
+    def lend(self, layer: int) -> AbstractContextManager[torch.Tensor]:
+        """Wait for a layer: a buffer (uint8) that begins with its record, valid inside the `with` block.
+
+        Raises what reading it raised; the stream can be asked again.
+        """
+        ...
+
+    def close(self) -> None:
+        """Joins its threads; nothing may be lent."""
+        ...
+
+
 @dataclass(frozen=True)
 class Loan(Generic[S]):
     """A slot with the layer that it holds, or will."""
@@ -129,14 +145,27 @@ class Ring(Generic[S]):
     def __init__(self, order: Sequence[int], slots: Sequence[S], filler: Filler[S]) -> None:
         assert order
         assert len(slots) >= 2, "one slot is lent while another is filled"
+        self.slots = slots
         self._order, self._filler = list(order), filler
         self._free = deque(slots)
         self._ahead = deque[Loan[S]]()
         self._next = 0
         self._schedule()
 
-    def acquire(self, layer: int) -> Loan[S]:
-        """Wait for a layer. Raises what reading it raised; the ring can be asked again."""
+    @contextmanager
+    def lend(self, layer: int) -> Iterator[torch.Tensor]:
+        loan = self._acquire(layer)
+        try:
+            yield loan.slot.tensor
+        finally:
+            self._release(loan)
+
+    def close(self) -> None:
+        """Stops within one read and joins the threads."""
+        self._drop_ahead()
+        self._filler.close()
+
+    def _acquire(self, layer: int) -> Loan[S]:
         if not self._ahead or self._ahead[0].layer != layer:
             self._start_over(layer)
         loan = self._ahead[0]
@@ -148,16 +177,10 @@ class Ring(Generic[S]):
         loan.slot.enter()
         return self._ahead.popleft()
 
-    def release(self, loan: Loan[S]) -> None:
-        """Give the slot back, to be filled with what comes next."""
+    def _release(self, loan: Loan[S]) -> None:
         loan.slot.leave()
         self._free.append(loan.slot)
         self._schedule()
-
-    def close(self) -> None:
-        """Stops within one read and joins the threads."""
-        self._drop_ahead()
-        self._filler.close()
 
     def _schedule(self) -> None:
         while self._free:
@@ -186,12 +209,11 @@ class PlainStream:
         self._records, self._reader = records, reader
         self._slot = HostSlot(max(record.nbytes for record in records.values()))
 
-    def acquire(self, layer: int) -> Loan[HostSlot]:
+    @contextmanager
+    def lend(self, layer: int) -> Iterator[torch.Tensor]:
         for piece in self._records[layer].reads:
             read_piece(self._reader, piece, self._slot.buffer)
-        return Loan(layer, self._slot, Fill(0))
-
-    def release(self, loan: Loan[HostSlot]) -> None: ...
+        yield self._slot.tensor
 
     def close(self) -> None: ...
 

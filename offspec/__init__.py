@@ -28,6 +28,7 @@ _HOMES = {
     "Stats": "offspec.stats",
     "OffspecError": "offspec.errors",
     "SEED_LIMIT": "offspec.scheduler.params",
+    "parse_size": "offspec.loaders.units",
 }
 __all__ = [
     "SEED_LIMIT",
@@ -38,9 +39,11 @@ __all__ = [
     "Stats",
     "Step",
     "__version__",
+    "parse_size",
 ]
 
 if TYPE_CHECKING:
+    from offspec.loaders.units import parse_size
     from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
 
     from .engine import Engine, Step

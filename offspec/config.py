@@ -203,9 +203,11 @@ def _family(config: Json) -> Callable[[Json, int], dict[str, Any]]:
         raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; supported: silu")
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
-        raise UnsupportedModelError(
-            f"quantised checkpoints ({method}) are not read by this version; use the 16-bit checkpoint"
-        )
+        if method != "bitsandbytes":  # that one's tensors say themselves how they are packed
+            raise UnsupportedModelError(
+                f"checkpoints quantised by {method} are not read; use a bitsandbytes one (nf4, fp4, int8), or the 16-bit "
+                "one and `offspec quantize`"
+            )
     return FAMILIES[model_type]
 
 

@@ -7,44 +7,33 @@ Knows nothing of the terminal, of files' bytes, or of how trees are drafted.
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index
-from pathlib import Path
 from typing import TypeGuard
 
 import torch
 
-from offspec.loaders.checkpoint import Checkpoint, resolve
-from offspec.loaders.weights import RamWeights
+from offspec.loaders.hardware import read_hardware
+from offspec.loaders.placement import Placement
+from offspec.loaders.tiers import Progress, TieredWeights
 from offspec.scheduler.draft import Calibration, Drafter, ModelDrafter, NoDrafter
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.verify import Verdict, exact_walk
 
-from . import builtin
-from .config import ModelConfig, read_config
-from .errors import CheckpointError, ContextLengthError, UnsupportedModelError, UsageError, VocabularyMismatchError
-from .model import LAYER_PREFIX, CachedDecoder, Decoder, check_tensors, is_ignored
+from .errors import ContextLengthError, UsageError
+from .files import ModelFiles, Note, open_pair
+from .model import EMBEDDING, CachedDecoder, Decoder
+from .planning import Grant, Plan, all_resident, explain, plan_pair
 from .stats import Stats, peak_host_bytes
-from .tokenizer import TextStream, Tokenizer, check_vocabularies
+from .tokenizer import TextStream, Tokenizer
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SMALL_MODEL_BYTES = 2 * 2**30
-
-
-@dataclass(frozen=True)
-class Note:
-    """Something that was chosen automatically, with its reason; `advice` when the user could do something about it."""
-
-    text: str
-    advice: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,10 +62,14 @@ class Engine:
         *,
         name: str = "",
         draft_name: str | None = None,
+        max_context: int | None = None,
     ) -> None:
+        """max_context: the most a text may have in tokens, where memory was planned for less than the model could take."""
         self.target, self.tokenizer, self.draft = target, tokenizer, draft
         self.name, self.draft_name = name, draft_name
+        self.max_context = max_context or target.config.max_context
         self.notes: list[Note] = []
+        self.plan: Plan | None = None
         self._calibration = Calibration()
 
     @classmethod
@@ -89,11 +82,19 @@ class Engine:
         device: str = "auto",
         dtype: str = "auto",
         threads: int | None = None,
+        vram: int | None = None,
+        ram: int | None = None,
+        context: int | None = None,
+        synchronous: bool = False,
+        progress: Progress | None = None,
     ) -> Engine:
-        """Load MODEL (a folder, a hub id, or `builtin`) and its draft.
+        """Load MODEL (a folder, a hub id, or `builtin`) and its draft; what does not fit in memory is streamed.
 
         draft: auto (the built-in pair's own; none for other models), none, or a model like MODEL. device: auto, cpu,
-        cuda or cuda:N. dtype: auto, bf16, fp16, fp32. What was chosen automatically stands in `notes`, with its reason.
+        cuda or cuda:N. dtype: auto, bf16, fp16, fp32. vram, ram: bytes that may be used; None is what is free.
+        context: tokens to make room for; None is up to `planning.DEFAULT_CONTEXT`. synchronous: read each streamed layer
+        when it is needed (the ring's plain twin). progress(bytes_done, bytes_total) follows the loading of what stays.
+        What was chosen automatically stands in `notes`, with its reason, where everything went in `plan`.
         Raises OffspecError's children for whatever cannot be loaded or does not fit together.
         """
         if threads is not None:
@@ -103,25 +104,31 @@ class Engine:
         notes: list[Note] = []
         place = choose_device(device, notes)
         # Headers and tokenizers of both first, so that what cannot work is refused before gigabytes are read.
-        target = _Files.open(_locate(model, revision, "target"))
-        tokenizer = Tokenizer.load(target.checkpoint.path)
-        draft_name, guesser = _choose_draft(model, draft, notes), None
-        if draft_name is not None:
-            guesser = _Files.open(_locate(draft_name, None, "draft"))
-            _check_draft(tokenizer, target, guesser)
+        pair = open_pair(model, draft, revision=revision, dtype=dtype, device_type=place.type, notes=notes)
+        tokenizer = pair.tokenizer
+        plan = plan_pair(pair, read_hardware(place), Grant(vram, ram, context))
+        notes += explain(plan)
+        target, guesser = pair.target, pair.draft
         engine = cls(
-            target.read(place, dtype, notes),
+            load_decoder(target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress),
             tokenizer,
-            guesser.read(place, dtype, notes) if guesser is not None else None,
+            load_decoder(guesser, all_resident(guesser), place) if guesser is not None else None,
             name=model,
-            draft_name=draft_name,
+            draft_name=pair.draft_name,
+            max_context=plan.context,
         )
-        engine.notes = notes
+        engine.notes, engine.plan = notes, plan
         return engine
+
+    def close(self) -> None:
+        """Lets go of the memory, and joins what reads ahead; the engine cannot be used afterwards."""
+        self.target.weights.close()
+        if self.draft is not None:
+            self.draft.weights.close()
 
     def with_draft(self, draft: Decoder | None, name: str | None) -> Engine:
         """The same target with another draft (or none), calibrated afresh."""
-        return Engine(self.target, self.tokenizer, draft, name=self.name, draft_name=name)
+        return Engine(self.target, self.tokenizer, draft, name=self.name, draft_name=name, max_context=self.max_context)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: raw text, chat messages (through the chat template), or ids as they are."""
@@ -154,11 +161,17 @@ class Engine:
         began = time.perf_counter()
         params = params or SamplingParams()
         text = self.encode(prompt)
-        room = self.target.config.max_context - len(text)
+        room = self.max_context - len(text)
         if room < 1:
+            planned, longest = self.max_context, self.target.config.max_context
+            where, more = (
+                ("the model's context is", "")
+                if planned == longest
+                else ("memory was planned for", f", or give --context (up to {longest})")
+            )
             raise ContextLengthError(
-                f"the prompt has {len(text)} tokens and the model's context is {self.target.config.max_context}, "
-                "which leaves no room for an answer; shorten the prompt"
+                f"the prompt has {len(text)} tokens and {where} {planned}, which leaves no room for an answer; "
+                f"shorten the prompt{more}"
             )
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(32))
@@ -193,7 +206,8 @@ class _Request:
         assert params.seed is not None
         self.engine, self.text, self.params, self.limit, self.began = engine, text, params, limit, began
         self.final = frozenset() if params.ignore_eos else engine.tokenizer.eos_ids
-        self.target = CachedDecoder(engine.target)
+        room = len(text) + limit + speculation.budget + 1
+        self.target = CachedDecoder(engine.target, room)
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
         self.drafter = engine.drafter(self.sampler, speculation, self.final)
@@ -214,7 +228,7 @@ class _Request:
         text, target, drafter = self.text, self.target, self.drafter
         tree = drafter.propose(text, max_depth=self.limit - self.stats.num_tokens - 1)
         drafted = time.perf_counter()
-        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
+        logits = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
         verdict = exact_walk(tree, logits, self.sampler, position=len(text))
         scored = time.perf_counter()  # the walk has read the logits, so the device is done
         target.keep(verdict.path)
@@ -291,72 +305,23 @@ def choose_device(wanted: str, notes: list[Note]) -> torch.device:
     return torch.device("cuda", number)
 
 
-def choose_dtype(wanted: str, checkpoint: Checkpoint, device: torch.device, notes: list[Note]) -> torch.dtype:
-    """`auto`: the checkpoint's own, but fp32 on a CPU for a model so small that exact text costs nothing."""
-    if wanted != "auto":
-        if wanted not in DTYPES:
-            raise UsageError(f"--dtype {wanted} is not known; use auto, {', '.join(DTYPES)}")
-        return DTYPES[wanted]
-    num_elements = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
-    if device.type == "cpu" and 4 * num_elements <= SMALL_MODEL_BYTES:
-        notes.append(Note(f"dtype fp32 for {checkpoint.path.name} (small enough; text is exact to the token)"))
-        return torch.float32
-    stored = checkpoint.tensors["model.embed_tokens.weight"].dtype
-    chosen = {"F16": torch.float16, "F32": torch.float32}.get(stored, torch.bfloat16)
-    notes.append(Note(f"dtype {str(chosen).removeprefix('torch.')} for {checkpoint.path.name} (the checkpoint's own)"))
-    return chosen
-
-
-def _locate(model: str, revision: str | None, role: str) -> Path:
-    if revision is not None and (model == "builtin" or Path(model).expanduser().is_dir()):
-        raise UsageError(f"revision {revision!r} belongs to a hub id, and {model} is on this machine; leave it out")
-    return builtin.path(role) if model == "builtin" else resolve(model, revision)
-
-
-@dataclass(frozen=True)
-class _Files:
-    """A checkpoint whose headers are what its config.json calls for."""
-
-    checkpoint: Checkpoint
-    config: ModelConfig
-
-    @classmethod
-    def open(cls, path: Path) -> _Files:
-        checkpoint = Checkpoint.open(path)
-        try:
-            config = read_config(checkpoint.config)
-        except (CheckpointError, UnsupportedModelError) as exc:  # target or draft? it cannot know which file it reads
-            raise type(exc)(f"{path}: {exc}") from exc
-        check_tensors(checkpoint, config)
-        return cls(checkpoint, config)
-
-    def read(self, device: torch.device, dtype: str, notes: list[Note]) -> Decoder:
-        checkpoint, config = self.checkpoint, self.config
-        chosen = choose_dtype(dtype, checkpoint, device, notes)
-        ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
-        weights = RamWeights.load(checkpoint, layer_prefix=LAYER_PREFIX, dtype=chosen, device=device, ignore=ignored)
-        return Decoder(config, weights, dtype=chosen, device=device)
-
-
-def _choose_draft(model: str, wanted: str, notes: list[Note]) -> str | None:
-    if wanted == "none":
-        return None
-    if wanted != "auto":
-        return wanted
-    if model == "builtin":
-        return "builtin"
-    remedy = "a small model of its family makes it faster: --draft PATH"
-    notes.append(Note(f"no draft is known for {model}, so it decodes one token a pass; {remedy}", advice=True))
-    return None
-
-
-def _check_draft(tokenizer: Tokenizer, target: _Files, draft: _Files) -> None:
-    """Refuse a draft with another vocabulary; a draft without a tokenizer must at least have as many tokens."""
-    path = draft.checkpoint.path
-    if (path / "tokenizer.json").is_file():
-        check_vocabularies(tokenizer, Tokenizer.load(path))
-    elif draft.config.vocab_size != target.config.vocab_size:
-        raise VocabularyMismatchError(
-            f"the draft {path} has no tokenizer.json and {draft.config.vocab_size} tokens, the target has "
-            f"{target.config.vocab_size}; use a draft of the target's family"
-        )
+def load_decoder(
+    model: ModelFiles,
+    placement: Placement,
+    device: torch.device,
+    embedding: str | None = None,
+    *,
+    synchronous: bool = False,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Load what stays, arm the stream for the rest. `embedding` may lie away from the device, unless the head needs it."""
+    weights = TieredWeights(
+        model.stored,
+        placement,
+        dtype=model.dtype,
+        device=device,
+        embedding=None if model.config.tied_head else embedding,
+        synchronous=synchronous,
+        progress=progress,
+    )
+    return Decoder(model.config, weights, dtype=model.dtype, device=device)

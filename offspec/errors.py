@@ -8,6 +8,7 @@
     ├── VocabularyMismatchError   draft and target do not speak the same tokens
     ├── ContextLengthError        the prompt does not fit the model's context
     ├── MemoryLimitError          what has to be in memory does not fit into what may be used
+    ├── HardwareError             a device or a disk of this machine does not answer
     ├── NumericalError            the model computed something that is not a number
     └── VerificationError         speculative text was not what plain decoding gives
 
@@ -49,6 +50,10 @@ class ContextLengthError(OffspecError):
 
 class MemoryLimitError(OffspecError):
     """What has to be in memory does not fit into what may be used."""
+
+
+class HardwareError(OffspecError):
+    """A device or a disk of this machine does not answer."""
 
 
 class NumericalError(OffspecError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.checkpoint import Checkpoint
+from offspec.loaders.formats import StoredWeight, Weight, linear
 from offspec.loaders.weights import RamWeights, WeightSource
 
 from .attention import Visibility, attend
@@ -27,14 +28,19 @@ from .kv_cache import KVCache
 from .rope import rotate, rotation
 
 LAYER_PREFIX = "model.layers."
-CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; bounds activations and masks
-Weights = Mapping[str, Tensor]
+EMBEDDING = "model.embed_tokens.weight"
+CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; bounds activations
+MASK_ELEMENTS = (
+    2**25
+)  # query heads of a group times rows times keys in one attention; bounds its mask where the text is long
+HEAD_ROWS = 64  # rows whose logits are computed together
+Weights = Mapping[str, Weight]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
-def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Compare a checkpoint's tensors with what `config` calls for, by names and shapes, before anything is read.
+def check_tensors(weights: Mapping[str, StoredWeight], config: ModelConfig, path: Path) -> None:
+    """Compare a checkpoint's weights with what `config` calls for, by names and shapes, before anything is read.
 
     Raises CheckpointError for a tensor that is missing or misshapen, UnsupportedModelError for one that this
     architecture does not have (so that nothing a model was trained with is left out silently).
@@ -43,18 +49,14 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
     for index in range(config.num_layers):
         wanted |= {f"{LAYER_PREFIX}{index}.{name}": shape for name, shape in config.layer_shapes().items()}
     for name, shape in wanted.items():
-        if name not in checkpoint.tensors:
-            raise CheckpointError(
-                f"{checkpoint.path}: tensor {name} is missing; the checkpoint does not match its config.json"
-            )
-        if (found := checkpoint.tensors[name].shape) != shape:
-            raise CheckpointError(
-                f"{checkpoint.path}: tensor {name} has shape {list(found)}, config.json calls for {list(shape)}"
-            )
-    for name in checkpoint.tensors:
-        if name not in wanted and not is_ignored(name, config):
+        if name not in weights:
+            raise CheckpointError(f"{path}: tensor {name} is missing; the checkpoint does not match its config.json")
+        if (found := weights[name].shape) != shape:
+            raise CheckpointError(f"{path}: tensor {name} has shape {list(found)}, config.json calls for {list(shape)}")
+    for name in weights:
+        if name not in wanted:
             raise UnsupportedModelError(
-                f"{checkpoint.path}: tensor {name} has no place in a {config.model_type} decoder; the model has parts that are not supported"
+                f"{path}: tensor {name} has no place in a {config.model_type} decoder; the model has parts that are not supported"
             )
 
 
@@ -92,9 +94,8 @@ class Decoder:
         self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
         frequencies, self._magnitude = rotation(config.rope, config.head_dim)
         self._frequencies = frequencies.to(device)
-        self._embedding = weights.shared("model.embed_tokens.weight")
-        self._norm = weights.shared("model.norm.weight")
-        self._head = self._embedding if config.tied_head else weights.shared("lm_head.weight")
+        self._norm = _vector(weights.shared("model.norm.weight"))
+        self._head = weights.shared(EMBEDDING if config.tied_head else "lm_head.weight")
 
     def new_cache(self) -> KVCache:
         c = self.config
@@ -104,13 +105,14 @@ class Decoder:
     def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache, tree_mask: Tensor | None = None) -> Tensor:
         """Hidden states [T, hidden] of tokens [T] at positions [T], whose keys and values go behind the cache's entries.
 
+        tokens are on the CPU, positions on the device.
         With tree_mask (bool [R, P + R], see `Visibility`) the last R rows are tree nodes, the rows before them a chain.
         The cache's counts are the caller's to advance (`KVCache.append`).
         """
         start, num_rows = cache.size, tokens.shape[0]
         cache.reserve(start + num_rows)
         rows = self._rows(positions, cache, start, tree_mask)
-        hidden = F.embedding(tokens.to(self._embedding.device), self._embedding).to(self.device, self.dtype)
+        hidden = self.weights.rows(EMBEDDING, tokens)
         for index in range(self.config.num_layers):
             with self.weights.layer(index) as weights:
                 for first, last in rows.chunks:
@@ -120,7 +122,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [R, vocab] of hidden states [R, hidden] as `forward` returns them."""
-        return F.linear(self._rms_norm(hidden, self._norm), self._head).float()
+        return linear(self._rms_norm(hidden, self._norm), self._head).float()
 
     def _rows(self, positions: Tensor, cache: KVCache, start: int, tree_mask: Tensor | None) -> Rows:
         num_rows = positions.shape[0]
@@ -128,47 +130,94 @@ class Decoder:
         angles = positions[:, None].float() * self._frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
         cos, sin = (angles.cos() * self._magnitude).to(self.dtype), (angles.sin() * self._magnitude).to(self.dtype)
-        chunks = [(first, min(first + CHUNK_ROWS, num_rows)) for first in range(0, num_rows, CHUNK_ROWS)]
+        step = chunk_rows(self.config, start + num_rows)
+        chunks = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
         return Rows(Visibility(start, positions, cache.positions, tree_mask), cos, sin, chunks)
 
     def _layer(self, index: int, w: Weights, x: Tensor, cache: KVCache, rows: Rows, first: int, last: int) -> Tensor:
         """One layer over rows first .. last: x [T, hidden] → [T, hidden]."""
-        normed = self._rms_norm(x, w["input_layernorm.weight"])
+        normed = self._rms_norm(x, _vector(w["input_layernorm.weight"]))
         x = x + self._attention(index, w, normed, cache, rows, first, last)
-        normed = self._rms_norm(x, w["post_attention_layernorm.weight"])
-        inner = F.silu(_linear(w, "mlp.gate_proj", normed)) * _linear(w, "mlp.up_proj", normed)
-        return x + _linear(w, "mlp.down_proj", inner)
+        normed = self._rms_norm(x, _vector(w["post_attention_layernorm.weight"]))
+        inner = F.silu(self._linear(w, "mlp.gate_proj", normed)) * self._linear(w, "mlp.up_proj", normed)
+        return x + self._linear(w, "mlp.down_proj", inner)
 
     def _attention(
         self, index: int, w: Weights, x: Tensor, cache: KVCache, rows: Rows, first: int, last: int
     ) -> Tensor:
         c, cos, sin = self.config, rows.cos[first:last], rows.sin[first:last]
-        queries = _linear(w, "self_attn.q_proj", x).view(-1, c.num_heads, c.head_dim)
-        keys = _linear(w, "self_attn.k_proj", x).view(-1, c.num_kv_heads, c.head_dim)
-        values = _linear(w, "self_attn.v_proj", x).view(-1, c.num_kv_heads, c.head_dim)
+        queries = self._linear(w, "self_attn.q_proj", x).view(-1, c.num_heads, c.head_dim)
+        keys = self._linear(w, "self_attn.k_proj", x).view(-1, c.num_kv_heads, c.head_dim)
+        values = self._linear(w, "self_attn.v_proj", x).view(-1, c.num_kv_heads, c.head_dim)
         if c.qk_norm:
-            queries = self._rms_norm(queries, w["self_attn.q_norm.weight"])
-            keys = self._rms_norm(keys, w["self_attn.k_norm.weight"])
+            queries = self._rms_norm(queries, _vector(w["self_attn.q_norm.weight"]))
+            keys = self._rms_norm(keys, _vector(w["self_attn.k_norm.weight"]))
         seen = rows.visibility
         cache.write(index, rotate(keys, cos, sin), values, seen.start + first)
         keys, values = cache.read(index, seen.start + last)
         out = attend(rotate(queries, cos, sin), keys, values, rows.mask(first, last, c.windows[index]))
-        return _linear(w, "self_attn.o_proj", out.flatten(1))
+        return self._linear(w, "self_attn.o_proj", out.flatten(1))
+
+    def _linear(self, weights: Weights, name: str, x: Tensor) -> Tensor:
+        bias = weights.get(f"{name}.bias")
+        scratch = self.weights.scratch
+        return linear(x, weights[f"{name}.weight"], None if bias is None else _vector(bias), scratch)
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
 
 
-def _linear(weights: Weights, name: str, x: Tensor) -> Tensor:
-    return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+def _vector(weight: Weight) -> Tensor:
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def chunk_rows(config: ModelConfig, num_keys: int) -> int:
+    """How many rows go through a layer together where attention looks at `num_keys`."""
+    group = config.num_heads // config.num_kv_heads
+    return max(1, min(CHUNK_ROWS, MASK_ELEMENTS // (group * num_keys)))
+
+
+def activation_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize: int) -> int:
+    """Upper bound of what a pass over `num_rows` allocates beside weights and KV cache, in bytes."""
+    c, rows = config, min(num_rows, chunk_rows(config, num_keys))
+    queries = c.num_heads * c.head_dim
+    widths = 4 * c.hidden_size + 3 * max(c.intermediate_size, 2 * queries)
+    mask = (c.num_heads // c.num_kv_heads) * rows * num_keys * (1 + itemsize)
+    head = HEAD_ROWS * c.vocab_size * (itemsize + 4)
+    return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + mask, head)
+
+
+class RowLogits:
+    """fp32 logits [R, vocab] of hidden states, computed in slices of HEAD_ROWS when one of their rows is asked for.
+
+    A verdict looks at few rows of a large tree, most of them among the first; all of a large vocabulary's logits would
+    take a gigabyte.
+    """
+
+    def __init__(self, decoder: Decoder, hidden: Tensor) -> None:
+        self._decoder, self._hidden = decoder, hidden
+        self._slices: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return self._hidden.shape[0]
+
+    def __getitem__(self, row: int) -> Tensor:
+        index = row // HEAD_ROWS
+        if index not in self._slices:
+            first = index * HEAD_ROWS
+            self._slices[index] = self._decoder.logits(self._hidden[first : first + HEAD_ROWS])
+        return self._slices[index][row % HEAD_ROWS]
 
 
 class CachedDecoder:
     """A decoder with the KV cache of one text: what the scheduler drives, for target and draft alike."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, capacity: int = 0) -> None:
+        """`capacity`: entries to make room for at once, so that the cache need not be copied to grow."""
         self.decoder = decoder
         self.cache = decoder.new_cache()
+        self.cache.reserve(capacity)
 
     @property
     def vocab_size(self) -> int:
@@ -190,14 +239,22 @@ class CachedDecoder:
         children (depth 1) following the committed text; they stay pending. mask: bool [R, P + R], whom of the pending
         region (P earlier nodes, then these R) each node sees, itself included.
         """
+        return self.decoder.logits(self._pass(chain, tokens, depths, mask))
+
+    def score_rows(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> RowLogits:
+        """As `score`, with each row's logits computed when it is asked for."""
+        return RowLogits(self.decoder, self._pass(chain, tokens, depths, mask))
+
+    def _pass(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+        """Hidden states [(1 if chain else 0) + R, hidden] of what `score` describes."""
         device, num_nodes = self.decoder.device, len(tokens)
         base = self.length + len(chain)
-        ids = torch.tensor([*chain, *tokens.tolist()], device=device)
+        ids = torch.tensor([*chain, *tokens.tolist()])
         positions = torch.cat((torch.arange(self.length, base), torch.as_tensor(depths, dtype=torch.long) + (base - 1)))
         tree_mask = torch.as_tensor(mask, device=device) if num_nodes else None
         hidden = self.decoder.forward(ids, positions.to(device), self.cache, tree_mask)
         self.cache.append(len(chain), num_nodes)
-        return self.decoder.logits(hidden[max(len(chain) - 1, 0) :])
+        return hidden[max(len(chain) - 1, 0) :]
 
     def keep(self, path: Sequence[int]) -> None:
         """Commit the pending nodes `path` (ascending indices); forget the others."""

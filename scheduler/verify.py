@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -21,7 +22,13 @@ class Verdict:
     tokens: list[int]
 
 
-def exact_walk(tree: TokenTree, logits: Tensor, sampler: Sampler, position: int) -> Verdict:
+class Logits(Protocol):
+    """fp32 logits [rows, V], a tensor or computed when a row is asked for."""
+
+    def __getitem__(self, row: int) -> Tensor: ...
+
+
+def exact_walk(tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
     """Walk down the tree with the target's own choices; what is returned is what plain decoding would have said.
 
     logits: fp32 [1 + N, V], the target's after the root, then after each node. position: that of the token after the

@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from offspec.config import read_config
-from offspec.loaders.checkpoint import Checkpoint
-from offspec.loaders.weights import RamWeights, WeightSource
-from offspec.model import Decoder, check_tensors, is_ignored
+from offspec.engine import load_decoder
+from offspec.files import ModelFiles
+from offspec.loaders.weights import WeightSource
+from offspec.model import Decoder
+from offspec.planning import all_resident
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,12 +149,8 @@ class TinyModel:
 
     def decoder(self, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Decoder:
         """Read from the folder anew, the way the engine does it."""
-        checkpoint = Checkpoint.open(self.folder)
-        config = read_config(checkpoint.config)
-        check_tensors(checkpoint, config)
-        ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
-        weights = RamWeights.load(checkpoint, dtype=dtype, device=device, ignore=ignored)
-        return Decoder(config, weights, dtype=dtype, device=device)
+        files = replace(ModelFiles.open(self.folder, "fp32", device.type, []), dtype=dtype)
+        return load_decoder(files, all_resident(files), device)
 
     def lending_decoder(self) -> tuple[Decoder, LendingWeights]:
         """One whose layers are taken back after use."""

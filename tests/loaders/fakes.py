@@ -1,11 +1,34 @@
-"""Stand-ins for the disk: a reader over bytes in memory that can be slow, fail, or end early."""
+"""Stand-ins for the disk: a reader over bytes in memory that can wait and fail, and small checkpoints."""
 
 from __future__ import annotations
 
 import threading
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
+
 from offspec.errors import CheckpointError
+from offspec.loaders.checkpoint import Checkpoint
+
+Tensors = dict[str, torch.Tensor]
+
+
+def toy_tensors(num_layers: int = 3) -> Tensors:
+    """A table outside the layers; a matrix and a vector in each."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"model.embed.weight": torch.randn(7, 4, generator=generator)}
+    for index in range(num_layers):
+        tensors[f"model.layers.{index}.mix.weight"] = torch.randn(4, 4, generator=generator)
+        tensors[f"model.layers.{index}.norm"] = torch.randn(4, generator=generator)
+    return tensors
+
+
+def open_with(folder: Path, tensors: Tensors) -> Checkpoint:
+    """A checkpoint of one file."""
+    (folder / "config.json").write_text("{}")
+    save_file(tensors, folder / "model.safetensors")
+    return Checkpoint.open(folder)
 
 
 class FakeReader:

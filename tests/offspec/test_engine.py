@@ -14,7 +14,7 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.builtin import path as builtin_path
-from offspec.engine import Note, Prompt, choose_device, choose_dtype
+from offspec.engine import Prompt, choose_device
 from offspec.errors import (
     CheckpointError,
     ContextLengthError,
@@ -24,7 +24,7 @@ from offspec.errors import (
     UsageError,
     VocabularyMismatchError,
 )
-from offspec.loaders.checkpoint import Checkpoint
+from offspec.files import ModelFiles, Note
 from offspec.loaders.weights import RamWeights
 from offspec.model import random_decoder
 from offspec.scheduler.params import Scoring
@@ -425,10 +425,10 @@ def test_dtypes(wanted: str, dtype: torch.dtype, pair: Pair) -> None:
 
 
 def test_a_large_model_keeps_its_own_dtype(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offspec.engine.SMALL_MODEL_BYTES", 0)
+    monkeypatch.setattr("offspec.files.SMALL_MODEL_BYTES", 0)
     for folder, dtype in ((pair.target, torch.float32), (builtin_path("target"), torch.bfloat16)):
         notes: list[Note] = []
-        assert choose_dtype("auto", Checkpoint.open(folder), CPU, notes) == dtype
+        assert ModelFiles.open(folder, "auto", "cpu", notes).dtype == dtype
         assert "own" in notes[0].text
 
 

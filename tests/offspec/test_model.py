@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from offspec.config import ModelConfig, read_config
 from offspec.errors import CheckpointError, UnsupportedModelError
-from offspec.loaders.checkpoint import Checkpoint, TensorInfo
+from offspec.files import ModelFiles
+from offspec.loaders.checkpoint import TensorInfo
+from offspec.loaders.formats import PlainWeight, StoredWeight
 from offspec.model import CachedDecoder, Decoder, check_tensors, is_ignored
 from offspec.rope import rotation
 
@@ -334,18 +336,19 @@ def test_what_a_cached_decoder_says_of_itself(tiny_model: GetModel) -> None:
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
-def complete(config: ModelConfig) -> Checkpoint:
+def complete(config: ModelConfig) -> dict[str, StoredWeight]:
     """Headers of a checkpoint that fits `config`."""
     shapes = dict(config.shared_shapes())
     for layer in range(config.num_layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in config.layer_shapes().items()}
-    tensors = {name: TensorInfo(name, "F32", shape, Path("file"), 0, 0) for name, shape in shapes.items()}
-    return Checkpoint(Path("folder"), {}, {}, tensors)
+    return {name: stored(name, shape) for name, shape in shapes.items()}
 
 
-def with_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Checkpoint:
-    info = TensorInfo(name, "F32", shape, Path("file"), 0, 0)
-    return replace(checkpoint, tensors=checkpoint.tensors | {name: info})
+def stored(name: str, shape: tuple[int, ...]) -> StoredWeight:
+    return PlainWeight(name, TensorInfo(name, "F32", shape, Path("file"), 0, 0))
+
+
+FOLDER = Path("folder")
 
 
 LLAMA = read_config(config_json(FAMILIES["llama-gqa"]))
@@ -355,10 +358,8 @@ QWEN2 = read_config(config_json(FAMILIES["qwen2"]))
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_as_transformers_writes_it_fits(tiny_model: GetModel, family: str) -> None:
-    checkpoint = Checkpoint.open(tiny_model(family).folder)
-    config = read_config(checkpoint.config)
-    check_tensors(checkpoint, config)
-    assert set(checkpoint.tensors) == set(complete(config).tensors)
+    files = ModelFiles.open(tiny_model(family).folder, "fp32", "cpu", [])  # checks the tensors, too
+    assert set(files.stored.by_name) == set(complete(files.config))
 
 
 @pytest.mark.parametrize(
@@ -372,16 +373,17 @@ def test_a_checkpoint_as_transformers_writes_it_fits(tiny_model: GetModel, famil
     ],
 )
 def test_a_missing_tensor_is_named(config: ModelConfig, name: str) -> None:
-    checkpoint = complete(config)
-    del checkpoint.tensors[name]
+    weights = complete(config)
+    del weights[name]
     with pytest.raises(CheckpointError, match=rf"folder: tensor {name} is missing"):
-        check_tensors(checkpoint, config)
+        check_tensors(weights, config, FOLDER)
 
 
 def test_a_tensor_of_another_shape_is_named_with_both() -> None:
-    checkpoint = with_tensor(complete(LLAMA), "model.layers.1.self_attn.k_proj.weight", (64, 64))
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weights = complete(LLAMA) | {name: stored(name, (64, 64))}
     with pytest.raises(CheckpointError, match=r"layers.1.self_attn.k_proj.weight .*\[64, 64\].*\[32, 64\]"):
-        check_tensors(checkpoint, LLAMA)
+        check_tensors(weights, LLAMA, FOLDER)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +398,7 @@ def test_a_tensor_of_another_shape_is_named_with_both() -> None:
 )
 def test_a_tensor_without_a_place_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"folder: tensor {name} has no place in a llama decoder"):
-        check_tensors(with_tensor(complete(LLAMA), name, (64,)), LLAMA)
+        check_tensors(complete(LLAMA) | {name: stored(name, (64,))}, LLAMA, FOLDER)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +411,6 @@ def test_a_tensor_without_a_place_is_refused(name: str) -> None:
 )
 def test_tensors_that_nothing_is_lost_without_are_ignored(config: ModelConfig, name: str) -> None:
     assert is_ignored(name, config)
-    check_tensors(with_tensor(complete(config), name, (1, 2)), config)
 
 
 def test_the_head_of_an_untied_model_is_not_ignored() -> None:

@@ -1,0 +1,166 @@
+"""What a container allows this process: the limits of its control groups, version 1 and 2.
+
+A group's limit binds everything below it, so each group from the process's own up to the topmost visible one is asked.
+Functions take the root folder, so that a tree of files can stand in for the kernel's. Knows nothing of the machine.
+Formats: https://docs.kernel.org/admin-guide/cgroup-v2.html and .../cgroup-v1/memory.html
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+ROOT = Path("/")
+_UNLIMITED_BYTES = 2**60  # version 1 writes "no limit" as the largest multiple of a page in 63 bits
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """One group's limit, what is still free below it, and the file that says so."""
+
+    limit_bytes: int
+    available_bytes: int
+    source: str
+
+
+@dataclass(frozen=True)
+class CpuQuota:
+    """Processor time per time: 1.5 is one and a half processors."""
+
+    num_cpus: float
+    source: str
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A control group: its folder, and its path as the kernel names it."""
+
+    version: int
+    folder: Path
+    path: str
+
+    def number(self, name: str) -> int | None:
+        """The number in a file of this group; None where it says "max", or there is no such file."""
+        try:
+            return int(self.text(name))
+        except ValueError:
+            return None
+
+    def text(self, name: str) -> str:
+        try:
+            return (self.folder / name).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):  # not there in the root group, or not for us to see
+            return ""
+
+    def source(self, name: str) -> str:
+        return f"cgroup v{self.version} {name} of {self.path}"
+
+
+def memory_limits(root: Path = ROOT) -> list[MemoryLimit]:
+    """Every memory limit that binds this process; swap does not count. Empty where there is none."""
+    found = (_memory_limit(group) for group in _groups(root, "memory"))
+    return [limit for limit in found if limit is not None]
+
+
+def _memory_limit(group: _Group) -> MemoryLimit | None:
+    # memory.high does not kill, but what is beyond it is throttled until it is gone: a limit all the same.
+    names = ("memory.limit_in_bytes",) if group.version == 1 else ("memory.max", "memory.high")
+    limits = [(limit, name) for name in names if (limit := group.number(name)) is not None and limit < _UNLIMITED_BYTES]
+    if not limits:
+        return None
+    limit, name = min(limits)
+    usage = group.number("memory.usage_in_bytes" if group.version == 1 else "memory.current") or 0
+    used = max(0, usage - _reclaimable_bytes(group))
+    return MemoryLimit(limit, max(0, limit - used), group.source(name))
+
+
+def _reclaimable_bytes(group: _Group) -> int:
+    """Page cache that the kernel drops before anything fails.
+
+    Both lists count, as they do in the kernel's own MemAvailable: a file read twice is "active", and still only a copy.
+    What is mapped stays: programs and libraries, which would be read again at once.
+    """
+    stat = dict(line.split()[:2] for line in group.text("memory.stat").splitlines() if len(line.split()) >= 2)
+    names = ("total_inactive_file", "total_active_file", "total_mapped_file")  # total_: with the groups below it
+    if group.version == 2:
+        names = ("inactive_file", "active_file", "file_mapped")
+    inactive, active, mapped = (int(stat.get(name, "0")) for name in names)
+    return max(0, inactive + active - mapped)
+
+
+def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
+    """The tightest limit of processor time that binds this process; None where there is none."""
+    found = [quota for group in _groups(root, "cpu") if (quota := _cpu_quota(group)) is not None]
+    return min(found, key=lambda quota: quota.num_cpus, default=None)
+
+
+def _cpu_quota(group: _Group) -> CpuQuota | None:
+    if group.version == 1:
+        name = "cpu.cfs_quota_us"
+        quota, period = group.number(name), group.number("cpu.cfs_period_us")  # a quota of -1 is none
+    else:
+        name = "cpu.max"
+        match = re.fullmatch(r"(\d+) (\d+)", group.text(name))
+        quota, period = (int(match[1]), int(match[2])) if match else (None, None)
+    return CpuQuota(quota / period, group.source(name)) if quota and period and quota > 0 else None
+
+
+# ------------------------------------------------------------------------------------------------ which groups bind
+
+
+def _groups(root: Path, controller: str) -> Iterator[_Group]:
+    """The process's group and all above it, in each hierarchy that may limit `controller`."""
+    own = _own_paths(root, controller)
+    for version, mounted, mount_point in _mounts(root, controller):
+        if version in own:
+            top = root / mount_point.lstrip("/")
+            below = _below(own[version], mounted)
+            for part in (below, *below.parents):
+                yield _Group(version, top / part, str(PurePosixPath(mounted) / part))
+
+
+def _own_paths(root: Path, controller: str) -> dict[int, str]:
+    """Version → this process's group. Version 2 has one hierarchy for all controllers, called 0."""
+    paths = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "", "")
+        if controller in controllers.split(","):
+            paths[1] = path
+        elif number == "0" and not controllers:
+            paths[2] = path
+    return paths
+
+
+def _mounts(root: Path, controller: str) -> Iterator[tuple[int, str, str]]:
+    """Version, mounted group and mount point of each hierarchy, as in /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+    for line in _lines(root / "proc/self/mountinfo"):
+        left, _, right = line.partition(" - ")
+        mount, system = left.split(), right.split()
+        if len(mount) < 5 or len(system) < 3:
+            continue
+        if system[0] == "cgroup2":
+            yield 2, _unescape(mount[3]), _unescape(mount[4])
+        elif system[0] == "cgroup" and controller in system[2].split(","):
+            yield 1, _unescape(mount[3]), _unescape(mount[4])
+
+
+def _below(own: str, mounted: str) -> PurePosixPath:
+    """The group's path below the mount. A container may see its own group mounted as the top, under another name."""
+    path = PurePosixPath(own)
+    # A path with ".." leads out of our cgroup namespace, where we cannot look.
+    if ".." in path.parts or not path.is_relative_to(mounted):
+        return PurePosixPath()
+    return path.relative_to(mounted)
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:  # not Linux, or /proc is not mounted
+        return []

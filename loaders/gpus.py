@@ -1,0 +1,93 @@
+"""Cards that one does not have: what their makers say of them, for plans. Knows nothing of the card in this machine.
+
+bf16 FLOP/s: dense (sheets' headlines assume 2:4 sparsity, which is twice that), products summed in fp32. GeForce cards do
+512 of these a clock and multiprocessor, half of what the same chip does on a professional card: NVIDIA's whitepapers
+"Ampere GA102" (RTX 3090: 71 TFLOPS), "Ada" (RTX 4090: 165.2, RTX 4080: 97.5) and "RTX Blackwell" (RTX 5090: 209.5,
+RTX 5080: 112.6), in their tables "Peak BF16 Tensor TFLOPS with FP32 Accumulate". Data sheets: A100, H100, H200, L40S, A6000.
+Links: what pinned copies reach, PCIe 4.0 x16: 24-26 GB/s on eight RTX 4090 (https://github.com/NVIDIA/nvbandwidth/issues/15);
+3.0 x16: 12.2 GB/s (P100, https://github.com/mpicbg-scicomp/gearshifft/pull/82); 5.0 x16 is taken as twice 4.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offspec.errors import UsageError
+
+from .hardware import Gpu, Rates
+from .units import GIB
+
+PCIE4_X8, PCIE4_X16, PCIE5_X16 = 12.5e9, 25e9, 50e9  # bytes/s
+
+# Shares of a data sheet's figure that code in daily use reaches; guesses, on the careful side.
+MATMUL_SHARE, MEMORY_SHARE, DEQUANTISE_SHARE = 0.7, 0.8, 0.5
+# Of 24 GiB torch sees 23.65 on an RTX 4090, of which the CUDA context takes half a GiB more.
+USABLE_SHARE, CONTEXT_BYTES = 0.985, GIB // 2
+_WIDTHS = (1, 8, 64, 256, 1024)
+_NF4_BYTES, _BF16_BYTES = 0.5 + 1 / 64, 2  # a weight, with a byte of absmax for each 64
+
+
+@dataclass(frozen=True)
+class KnownGpu:
+    """A data sheet: memory in bytes, dense bf16 FLOP/s with fp32 sums, bytes/s of its memory and of its link."""
+
+    name: str
+    total_bytes: int
+    capability: tuple[int, int]
+    bf16_flops: float
+    memory_bytes_per_s: float
+    host_to_device_bytes_per_s: float
+
+    def gpu(self) -> Gpu:
+        """The card as if it were here, and nobody else used it."""
+        free_bytes = int(self.total_bytes * USABLE_SHARE) - CONTEXT_BYTES
+        return Gpu(self.name, 0, self.total_bytes, free_bytes, self.capability)
+
+    def rates(self) -> Rates:
+        """What to expect of it; the disk is not the card's, so that is left open."""
+        source = f"data sheet of the {self.name}, less what practice leaves"
+        memory = MEMORY_SHARE * self.memory_bytes_per_s
+        fields = ("host_to_device_bytes_per_s", "memory_bytes_per_s", "matmul_flops", "dequantise_elements_per_s")
+        return Rates(
+            host_to_device_bytes_per_s=self.host_to_device_bytes_per_s,
+            memory_bytes_per_s=memory,
+            # Each weight of 2 bytes is read once and used twice a row: `width` FLOP a byte, until arithmetic is the limit.
+            matmul_flops={width: min(width * memory, MATMUL_SHARE * self.bf16_flops) for width in _WIDTHS},
+            dequantise_elements_per_s=DEQUANTISE_SHARE * self.memory_bytes_per_s / (_NF4_BYTES + _BF16_BYTES),
+            sources=dict.fromkeys(fields, source),
+        )
+
+
+KNOWN_GPUS = {
+    # Ampere
+    "rtx3060": KnownGpu("RTX 3060 12 GB", 12 * GIB, (8, 6), 25.5e12, 360e9, PCIE4_X16),
+    "rtx3080": KnownGpu("RTX 3080 10 GB", 10 * GIB, (8, 6), 59.5e12, 760e9, PCIE4_X16),
+    "rtx3090": KnownGpu("RTX 3090", 24 * GIB, (8, 6), 71e12, 936e9, PCIE4_X16),
+    "a6000": KnownGpu("RTX A6000", 48 * GIB, (8, 6), 154.8e12, 768e9, PCIE4_X16),
+    "a100-80": KnownGpu("A100 80 GB", 80 * GIB, (8, 0), 312e12, 2039e9, PCIE4_X16),
+    # Ada
+    "rtx4060ti-16": KnownGpu("RTX 4060 Ti 16 GB", 16 * GIB, (8, 9), 44.1e12, 288e9, PCIE4_X8),
+    "rtx4070ti-super": KnownGpu("RTX 4070 Ti SUPER", 16 * GIB, (8, 9), 88.2e12, 672e9, PCIE4_X16),
+    "rtx4080": KnownGpu("RTX 4080", 16 * GIB, (8, 9), 97.5e12, 717e9, PCIE4_X16),
+    "rtx4090": KnownGpu("RTX 4090", 24 * GIB, (8, 9), 165.2e12, 1008e9, PCIE4_X16),
+    "l40s": KnownGpu("L40S", 48 * GIB, (8, 9), 362e12, 864e9, PCIE4_X16),
+    # Hopper
+    "h100": KnownGpu("H100 SXM", 80 * GIB, (9, 0), 989e12, 3350e9, PCIE5_X16),
+    "h200": KnownGpu("H200 SXM", 140 * GIB, (9, 0), 989e12, 4800e9, PCIE5_X16),
+    # Blackwell
+    "rtx5080": KnownGpu("RTX 5080", 16 * GIB, (12, 0), 112.6e12, 960e9, PCIE5_X16),
+    "rtx5090": KnownGpu("RTX 5090", 32 * GIB, (12, 0), 209.5e12, 1792e9, PCIE5_X16),
+}
+
+
+def find_gpu(name: str) -> KnownGpu:
+    """A card by its key, in any spelling: "rtx4090", "GeForce RTX 4090". Raises UsageError for one that is not known."""
+    wanted = _plain(name)
+    for key, gpu in KNOWN_GPUS.items():
+        if wanted == _plain(key):
+            return gpu
+    raise UsageError(f"{name!r} is not a known card; choose one of {', '.join(KNOWN_GPUS)}")
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("nvidia").removeprefix("geforce")

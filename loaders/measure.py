@@ -1,0 +1,362 @@
+"""How fast this machine is: disk, link to the GPU, memory, matrix products, NF4; measured, each in a fraction of a second.
+
+Every function works on memory and files of its own and leaves nothing behind. Knows nothing of models, and does not decide
+what goes where. One figure is a short sample: other programs' work shows in it, as it would in a pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from offspec.errors import HardwareError, OffspecError
+
+from .hardware import Rates
+from .readers import READ_BYTES, FileReader, HostBuffer, align_down
+from .units import MIB
+
+WIDTHS = (1, 8, 64, 256)
+THREADS = (1, 2, 4)
+TEMPORARY_BYTES = 768 * MIB  # what is written where there is no checkpoint to read: a part for each number of threads
+LEAST_BYTES = 64 * MIB  # of a file that is worth measuring
+_SPARE_BYTES = 1024 * MIB  # left free on the disk, whatever is measured
+_MIN_REPEATS, _MAX_REPEATS = 3, 50
+
+Progress = Callable[[str], None]
+
+
+def measure_rates(
+    device: torch.device,
+    dtype: torch.dtype,
+    path: Path,
+    *,
+    seconds: float = 1.0,
+    progress: Progress = lambda what: None,
+) -> Rates:
+    """Everything that can be measured here, each for about `seconds`; what fails is None, and `sources` says why.
+
+    path: a file to read, or a folder (see `measure_disk`). progress is told what is being measured.
+    """
+    sources: dict[str, str] = {}
+
+    def attempt(field: str, what: str, measure: Callable[[], tuple[Any, str]]) -> Any:
+        progress(what)
+        try:
+            value, sources[field] = measure()
+        except (OffspecError, RuntimeError, MemoryError, OSError) as exc:  # one that fails must not cost the others
+            value, sources[field] = None, f"not measured: {_first_line(exc)}"
+        return value
+
+    return Rates(
+        disk_bytes_per_s=attempt("disk_bytes_per_s", "disk", lambda: _disk(path, seconds)),
+        host_to_device_bytes_per_s=attempt(
+            "host_to_device_bytes_per_s", "link", lambda: _host_to_device(device, seconds)
+        ),
+        memory_bytes_per_s=attempt("memory_bytes_per_s", "memory", lambda: _memory(device, seconds)),
+        matmul_flops=attempt("matmul_flops", "matrix products", lambda: _matmul(device, dtype, seconds)) or {},
+        dequantise_elements_per_s=attempt(
+            "dequantise_elements_per_s", "NF4", lambda: _dequantise(device, dtype, seconds)
+        ),
+        sources=sources,
+    )
+
+
+def _disk(path: Path, seconds: float) -> tuple[float, str]:
+    rate = measure_disk(path, seconds=seconds)
+    return rate.bytes_per_s, str(rate)
+
+
+def _host_to_device(device: torch.device, seconds: float) -> tuple[float | None, str]:
+    rate = measure_host_to_device(device, seconds=seconds)
+    return rate, "pinned memory to the GPU" if rate is not None else "none: the CPU computes where the weights are"
+
+
+def _memory(device: torch.device, seconds: float) -> tuple[float, str]:
+    return measure_memory(device, seconds=seconds), "copy within memory, bytes read and written"
+
+
+def _matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[dict[int, float], str]:
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return measure_matmul(device, dtype, seconds=seconds), f"{str(dtype).removeprefix('torch.')}{threads}"
+
+
+def _dequantise(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[float | None, str]:
+    module, what = load_bitsandbytes()
+    return (measure_dequantise(device, dtype, seconds=seconds) if module is not None else None), what
+
+
+def _first_line(exc: BaseException) -> str:
+    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+
+
+# ------------------------------------------------------------------------------------------------ disk
+
+
+@dataclass(frozen=True)
+class DiskRate:
+    """The best rate of `num_threads` readers; `reason` says why page cache was involved, "" where it was not."""
+
+    bytes_per_s: float
+    num_threads: int
+    file: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        readers = f"{self.num_threads} reader{'s' if self.num_threads > 1 else ''}"
+        how = f"through the page cache, {self.reason}" if self.reason else "direct"
+        return f"{readers} of {READ_BYTES // MIB} MiB, {how}; {self.file}"
+
+
+def measure_disk(
+    path: Path, *, threads: Sequence[int] = THREADS, seconds: float = 1.0, temporary_bytes: int = TEMPORARY_BYTES
+) -> DiskRate:
+    """Sequential reads past the page cache, with each number of threads in turn on a part of the file of its own.
+
+    path: a file; or a folder, where the largest *.safetensors is read, or, if there is none, a temporary file of up to
+    `temporary_bytes` that is written first. Raises HardwareError where there is nothing to read and no room to write,
+    CheckpointError where a read fails.
+    """
+    with _file_to_read(path, temporary_bytes) as (file, name), _reading() as reader:
+        size = align_down(file.stat().st_size)
+        if size == 0:
+            raise HardwareError(f"{file}: too small to measure a disk with; name a larger file, or a folder")
+        part_bytes = align_down(size // len(threads)) or size
+        buffers = [HostBuffer(min(READ_BYTES, part_bytes)) for _ in range(max(threads))]
+        _touch(reader, file, buffers)
+        rates = {}
+        for i, num_threads in enumerate(threads):
+            first = i * part_bytes if size >= (i + 1) * part_bytes else 0
+            part = range(first, first + part_bytes)
+            rates[num_threads] = _read_part(reader, file, part, buffers[:num_threads], seconds / len(threads))
+        best = max(rates, key=lambda num_threads: rates[num_threads])
+        return DiskRate(rates[best], best, name, reader.fallbacks.get(file, ""))
+
+
+@contextmanager
+def _file_to_read(path: Path, temporary_bytes: int) -> Iterator[tuple[Path, str]]:
+    """The file, and what to call it."""
+    if path.is_file():
+        yield path, path.name
+        return
+    shards = [(file.stat().st_size, file) for file in path.glob("*.safetensors") if file.is_file()]
+    size, shard = max(shards, default=(0, path))
+    if size >= LEAST_BYTES:
+        yield shard, shard.name
+        return
+    with _temporary_file(path, temporary_bytes) as file:
+        yield file, f"a temporary file in {path}"
+
+
+@contextmanager
+def _temporary_file(folder: Path, nbytes: int) -> Iterator[Path]:
+    with _writing(folder):
+        room = shutil.disk_usage(folder).free - _SPARE_BYTES
+        if room < min(nbytes, LEAST_BYTES):
+            raise HardwareError(f"{folder}: too full to measure; free some space, or name a file to read")
+        number, name = tempfile.mkstemp(dir=folder, prefix=".offspec-", suffix=".tmp")
+    try:
+        with _writing(folder), os.fdopen(number, "wb", buffering=0) as file:
+            _write(file.fileno(), min(nbytes, align_down(room)))
+        yield Path(name)
+    finally:
+        os.unlink(name)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise HardwareError(f"{folder}: cannot be written to ({exc.strerror or exc}); name a file to read") from exc
+
+
+def _write(file: int, nbytes: int, seconds: float = 2.0) -> None:
+    """Bytes that no file system can compress, until there are `nbytes` or the time is up; onto the disk itself."""
+    block = os.urandom(READ_BYTES)
+    deadline = time.perf_counter() + seconds
+    written = 0
+    while written < nbytes and (written < LEAST_BYTES or time.perf_counter() < deadline):
+        written += os.write(file, block[: nbytes - written])
+        if written % LEAST_BYTES == 0:  # now and then, else a slow disk owes seconds of work when the time is up
+            os.fsync(file)
+    os.fsync(file)
+    _drop_cache(file)
+
+
+def _drop_cache(file: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextmanager
+def _reading() -> Iterator[FileReader]:
+    reader = FileReader()
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def _touch(reader: FileReader, file: Path, buffers: Sequence[HostBuffer]) -> None:
+    """One read into each buffer, so that its pages are there; and where that went through the cache, an empty cache."""
+    for buffer in buffers:
+        reader.read(file, 0, buffer.view, buffer.nbytes)
+    if file in reader.fallbacks:
+        with file.open("rb") as opened:
+            _drop_cache(opened.fileno())
+
+
+def _read_part(reader: FileReader, file: Path, part: range, buffers: Sequence[HostBuffer], seconds: float) -> float:
+    """Bytes/s of one reader for each buffer, who share a part of the file, until it is read or the time is up."""
+    left = iter(part[:: buffers[0].nbytes])
+    deadline = time.perf_counter() + seconds
+
+    def work(buffer: HostBuffer) -> int:
+        done = 0
+        for offset in left:  # one iterator for all: each next() is one step of the interpreter
+            nbytes = min(buffer.nbytes, part.stop - offset)
+            reader.read(file, offset, buffer.view[:nbytes], nbytes)
+            done += nbytes
+            if time.perf_counter() > deadline:
+                break
+        return done
+
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        began = time.perf_counter()
+        nbytes = sum(pool.map(work, buffers))
+        return nbytes / (time.perf_counter() - began)
+
+
+# ------------------------------------------------------------------------------------------------ arithmetic
+
+
+def measure_matmul(
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: Sequence[int] = WIDTHS,
+    *,
+    shape: tuple[int, int] = (8192, 4096),
+    num_weights: int = 4,
+    seconds: float = 1.0,
+) -> dict[int, float]:
+    """width → FLOP/s of [width, K] @ [N, K].T, with shape (N, K) and enough weights in turn that no cache holds them.
+
+    Where one round would take too long, N is cut down. Raises RuntimeError as torch does, out of memory for one.
+    """
+    weights = [_filled(shape, dtype, device) for _ in range(num_weights)]  # 64 MiB each in 16-bit
+    return {width: _matmul_flops(weights, width, seconds / len(widths)) for width in widths}
+
+
+def _matmul_flops(weights: Sequence[torch.Tensor], width: int, seconds: float) -> float:
+    num_outputs, num_inputs = weights[0].shape
+    rows = _filled((width, num_inputs), weights[0].dtype, weights[0].device)
+
+    def multiply(num: int) -> None:
+        for weight in weights:
+            F.linear(rows, weight[:num])
+
+    least = min(512, num_outputs)
+    trial_s = min(_seconds(rows.device, partial(multiply, least)) for _ in range(2))  # the first one also warms up
+    affordable = int(least * seconds / (_MIN_REPEATS * trial_s))
+    num = num_outputs if affordable >= num_outputs else max(least, affordable // least * least)
+    return 2 * width * num_inputs * num * len(weights) / _typical_s(rows.device, partial(multiply, num), seconds)
+
+
+def _filled(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Ordinary numbers: denormal ones slow a CPU down, and equal ones let a GPU clock higher than weights do."""
+    row = torch.randn(shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    return row.expand(shape).contiguous()
+
+
+def measure_memory(device: torch.device, *, nbytes: int = 128 * MIB, seconds: float = 1.0) -> float:
+    """Bytes/s, read and written, of a copy within the device's memory."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / _typical_s(device, lambda: target.copy_(source), seconds)
+
+
+def measure_host_to_device(device: torch.device, *, nbytes: int = 64 * MIB, seconds: float = 1.0) -> float | None:
+    """Bytes/s of copies from pinned memory; None for a CPU, which has no such link."""
+    if device.type != "cuda":
+        return None
+    source = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return nbytes / _typical_s(device, lambda: target.copy_(source, non_blocking=True), seconds)
+
+
+def measure_dequantise(
+    device: torch.device, dtype: torch.dtype, *, shape: tuple[int, int] = (4096, 4096), seconds: float = 1.0
+) -> float | None:
+    """NF4 weights/s that bitsandbytes turns into `dtype`, one matrix at a time; None where it is not there."""
+    functional, _ = load_bitsandbytes()
+    if functional is None:
+        return None
+    packed, state = functional.quantize_4bit(_filled(shape, dtype, device), quant_type="nf4")
+    return shape[0] * shape[1] / _typical_s(device, lambda: functional.dequantize_4bit(packed, state), seconds)
+
+
+def load_bitsandbytes() -> tuple[ModuleType | None, str]:
+    """`bitsandbytes.functional` and its version, or None and why it cannot be used."""
+    log = logging.getLogger("bitsandbytes")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it complains of optional kernels that nobody here asks for
+    try:
+        module = import_module("bitsandbytes.functional")
+        return module, f"bitsandbytes {import_module('bitsandbytes').__version__}"
+    except ModuleNotFoundError as exc:
+        missing = exc.name or "a part of it"
+        return None, "bitsandbytes is not installed" if missing == "bitsandbytes" else f"bitsandbytes lacks {missing}"
+    except Exception as exc:  # noqa: BLE001 (its loading of CUDA libraries fails in many ways)
+        return None, f"bitsandbytes cannot be loaded ({_first_line(exc)})"
+    finally:
+        log.setLevel(level)
+
+
+# ------------------------------------------------------------------------------------------------ clocks
+
+
+def _typical_s(device: torch.device, work: Callable[[], object], seconds: float) -> float:
+    """The median of as many runs as fit into `seconds`, a few at least unless even those take far longer."""
+    _seconds(device, work)  # pages are mapped, kernels chosen and clocks raised by the first run
+    began, times = time.perf_counter(), list[float]()
+    while len(times) < _MAX_REPEATS:
+        times.append(_seconds(device, work))
+        spent = time.perf_counter() - began
+        if spent > (seconds if len(times) >= _MIN_REPEATS else 2 * seconds):
+            break
+    return median(times)
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """How long the work takes on the device itself, launching left out. Never zero."""
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        start, end = _timing_event(), _timing_event()
+        start.record(stream)
+        work()
+        end.record(stream)
+        end.synchronize()
+        return max(float(start.elapsed_time(end)) / 1e3, 1e-9)  # milliseconds
+    began = time.perf_counter()
+    work()
+    return max(time.perf_counter() - began, 1e-9)
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,270 @@
+"""A model's weights in the tiers of a `Placement`: resident, waiting in RAM, or on disk; a `WeightSource` over them.
+
+Every byte comes through a `Reader` into memory of our own, so what is used is what was planned, and the page cache is no
+part of it. Knows nothing of what a layer computes, nor of how the placement was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import torch
+import torch.nn.functional as F
+
+from .checkpoint import Checkpoint
+from .formats import FLOAT_DTYPES, StoredWeight, Weight, stored_weights
+from .placement import LayerCost, Placement
+from .readers import FileReader, HostBuffer, Reader, align_down, align_up
+from .records import Record
+from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, read_record
+from .weights import LAYER_PREFIX, missing, split_names
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """The weights of one layer (or those outside the layers) as they lie in files, by short name."""
+
+    weights: Mapping[str, StoredWeight]
+
+    @cached_property
+    def record(self) -> Record:
+        return Record.of(info for weight in self.weights.values() for info in weight.streamed)
+
+    def cost(self, dtype: torch.dtype) -> LayerCost:
+        """What it costs to stream it, and to keep it for computing in `dtype`."""
+        converted = [w for w in self.weights.values() if not _is_ready(w, dtype)]
+        resident = sum(prod(w.shape) * dtype.itemsize for w in converted)
+        if len(converted) < len(self.weights):  # the others stay where they were read to
+            resident += self.record.nbytes
+        return LayerCost(self.record.read_bytes, self.record.nbytes, resident)
+
+    def bind(self, buffer: torch.Tensor, dtype: torch.dtype, *, is_kept: bool) -> dict[str, Weight]:
+        """The weights in a buffer that holds the record. Vectors come in `dtype`; matrices too where they are kept."""
+        parts = self.record.parts(buffer)
+        bound: dict[str, Weight] = {}
+        for name, stored in self.weights.items():
+            weight = stored.bind([parts[info.name] for info in stored.streamed])
+            if isinstance(weight, torch.Tensor) and (is_kept or weight.dim() < 2):
+                weight = weight.to(dtype)
+            bound[name] = weight
+        return bound
+
+
+def is_packed(weight: StoredWeight) -> bool:
+    """Whether it has to be dequantised for each use."""
+    return weight.dtype not in FLOAT_DTYPES
+
+
+def _is_ready(weight: StoredWeight, dtype: torch.dtype) -> bool:
+    """Whether it stays as it was read: packed, or plain in the dtype of the arithmetic."""
+    return is_packed(weight) or FLOAT_DTYPES[weight.dtype] is dtype
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A checkpoint's weights by layer, and those outside the layers by full name; nothing is in memory."""
+
+    layers: list[StoredLayer]
+    shared: Mapping[str, StoredWeight]
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, *, layer_prefix: str = LAYER_PREFIX, ignore: Collection[str] = ()
+    ) -> StoredModel:
+        """Groups what the headers list into weights, and these into layers. Raises CheckpointError."""
+        weights = stored_weights({n: info for n, info in checkpoint.tensors.items() if n not in ignore})
+        layers, shared = split_names(weights, layer_prefix)
+        return cls(
+            [StoredLayer({short: weights[name] for short, name in layer.items()}) for layer in layers],
+            {name: weights[name] for name in shared},
+        )
+
+    @cached_property
+    def by_name(self) -> Mapping[str, StoredWeight]:
+        """Every weight by its full name."""
+        layers = (weight for layer in self.layers for weight in layer.weights.values())
+        return {**self.shared, **{weight.name: weight for weight in layers}}
+
+    def to(self, device: torch.device) -> StoredModel:
+        """The same, what its formats hold in memory (tables of scales) on `device`."""
+        layers = [StoredLayer({name: w.to(device) for name, w in layer.weights.items()}) for layer in self.layers]
+        return StoredModel(layers, {name: w.to(device) for name, w in self.shared.items()})
+
+    def scratch_elements(self, placement: Placement, dtype: torch.dtype) -> int:
+        """Elements of the largest matrix that is not multiplied as it lies there."""
+        streamed = {id(self.layers[i]) for i in placement.streamed}
+        made = (
+            prod(weight.shape)
+            for layer in self.layers
+            for weight in layer.weights.values()
+            if is_packed(weight) or (id(layer) in streamed and len(weight.shape) > 1 and not _is_ready(weight, dtype))
+        )
+        return max(made, default=0)
+
+
+@dataclass
+class StreamCounters:
+    """What passes took through the link, counted as it was used."""
+
+    num_layers: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table in a file, read by rows: an embedding need not be in memory."""
+
+    stored: StoredWeight
+    reader: Reader
+    fetched: HostBuffer = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fetched", HostBuffer(align_up(self._row_bytes) + align_up(1)))
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.stored.streamed[0].nbytes // self.stored.shape[0]
+
+    def take(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows [T, columns] in the stored dtype; each distinct one is read once."""
+        distinct, where = torch.unique(indices, return_inverse=True)
+        dtype = FLOAT_DTYPES[self.stored.dtype]
+        rows = torch.stack([self._read(row).view(dtype) for row in distinct.tolist()])
+        return rows[where]
+
+    def _read(self, row: int) -> torch.Tensor:
+        info = self.stored.streamed[0]
+        begin = info.offset + row * self._row_bytes
+        first = align_down(begin)
+        least = begin + self._row_bytes - first
+        self.reader.read(info.path, first, self.fetched.view[: align_up(least)], least)
+        return self.fetched.tensor[begin - first : least].clone()
+
+
+class TieredWeights:
+    """Weights placed by a `Placement`: the residents loaded, the rest coming through a ring, on the CPU or a GPU.
+
+    embedding: the full name of the table that is only ever asked for by row. It stays in RAM, or on disk where layers
+    do too, unless the head is tied to it. synchronous: the plain twin, which reads a layer when it is asked for.
+    """
+
+    def __init__(
+        self,
+        model: StoredModel,
+        placement: Placement,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        embedding: str | None = None,
+        reader: Reader | None = None,
+        synchronous: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self._model, self._placement, self._dtype, self._device = model.to(device), placement, dtype, device
+        num_elements = model.scratch_elements(placement, dtype)
+        self.scratch = torch.empty(num_elements, dtype=dtype, device=device) if num_elements else None
+        self._reader = reader or FileReader()
+        self.counters = StreamCounters()
+        self._rows: Rows | None = None
+        self._done, self._progress = 0, progress
+        try:
+            self._shared = self._load_shared(embedding)
+            self._resident = {i: self._load(self._model.layers[i]) for i in placement.resident}
+            self._stream = self._open_stream(synchronous) if placement.streamed else None
+        except BaseException:
+            self._reader.close()
+            raise
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._model.layers)
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes that come through the link in every pass."""
+        return sum(self._model.layers[i].record.read_bytes for i in self._placement.streamed)
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[Mapping[str, Weight]]:
+        if index in self._resident:
+            yield self._resident[index]
+            return
+        assert self._stream is not None
+        with self._stream.lend(index) as buffer:
+            yield self._model.layers[index].bind(buffer, self._dtype, is_kept=False)
+        self.counters.num_layers += 1
+        self.counters.num_bytes += self._model.layers[index].record.read_bytes
+
+    def shared(self, name: str) -> Weight:
+        if name not in self._shared:
+            raise missing(name)
+        return self._shared[name]
+
+    def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
+        if self._rows is not None and self._rows.stored.name == name:
+            return self._rows.take(indices).to(self._device, self._dtype)
+        table = self.shared(name)
+        assert isinstance(table, torch.Tensor)
+        return F.embedding(indices.to(table.device), table).to(self._device, self._dtype)
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._reader.close()
+        self._resident, self._shared = {}, {}
+
+    # ---------------------------------------------------------------------------------------- loading
+
+    def _load_shared(self, embedding: str | None) -> dict[str, Weight]:
+        loaded: dict[str, Weight] = {}
+        for name, stored in self._model.shared.items():
+            if name == embedding and self._placement.on_disk and len(stored.streamed) == 1:
+                self._rows = Rows(stored, self._reader)
+                continue
+            device = torch.device("cpu") if name == embedding else self._device
+            loaded |= self._load(StoredLayer({name: stored}), device)
+        return loaded
+
+    def _load(self, layer: StoredLayer, device: torch.device | None = None) -> dict[str, Weight]:
+        """A layer in memory of its own on the device, in the dtype of the arithmetic."""
+        buffer = read_record(self._reader, layer.record).tensor.to(device or self._device)
+        self._done += layer.record.read_bytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+        return layer.bind(buffer, self._dtype, is_kept=True)
+
+    @cached_property
+    def _total(self) -> int:
+        shared = StoredLayer(self._model.shared).record.read_bytes
+        return shared + sum(self._model.layers[i].record.read_bytes for i in self._placement.resident)
+
+    def _open_stream(self, synchronous: bool) -> Stream:
+        records = {i: self._model.layers[i].record for i in self._placement.on_disk}
+        if self._device.type == "cuda":
+            return self._open_link(records)
+        return (
+            PlainStream(records, self._reader) if synchronous else self._open_disk(records, self._placement.num_slots)
+        )
+
+    def _open_disk(self, records: Mapping[int, Record], num_slots: int) -> Ring[HostSlot]:
+        slots = [HostSlot(self._placement.slot_bytes) for _ in range(num_slots)]
+        return Ring(self._placement.on_disk, slots, DiskFiller(records, self._reader))
+
+    def _open_link(self, records: Mapping[int, Record]) -> Stream:
+        from .cuda import DeviceFiller, DeviceSlot, pin
+
+        in_ram = {i: read_record(self._reader, self._model.layers[i].record) for i in self._placement.in_ram}
+        disk = self._open_disk(records, self._placement.num_host_slots) if records else None
+        host_slots = [] if disk is None else [slot.buffer for slot in disk.slots]
+        for buffer in (*in_ram.values(), *host_slots):
+            pin(buffer)
+        sizes = {i: record.nbytes for i, record in records.items()}
+        filler = DeviceFiller({i: b.tensor for i, b in in_ram.items()}, disk, sizes, self._device)
+        slots = [DeviceSlot(self._placement.slot_bytes, self._device) for _ in range(self._placement.num_slots)]
+        return Ring(self._placement.streamed, slots, filler)

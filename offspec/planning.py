@@ -1,0 +1,210 @@
+"""What has to be in memory for a pair of models, where each part goes, and what a pass will take.
+
+The arithmetic of models meets the arithmetic of memory here: `loaders.placement` knows neither a KV cache nor a draft.
+Nothing is read or allocated. `Engine.load` does what `make_plan` says; `offspec plan` prints it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from offspec.loaders.hardware import Hardware, Rates
+from offspec.loaders.placement import Item, LayerCost, Limits, PassRates, Placement, place, predict_pass_s
+from offspec.loaders.tiers import StoredLayer, is_packed
+from offspec.loaders.units import format_size
+
+from .config import ModelConfig
+from .errors import MemoryLimitError, UsageError
+from .files import ModelFiles, Note, Pair
+from .model import EMBEDDING, activation_bytes
+
+DEFAULT_CONTEXT = 4096
+MIN_CONTEXT = 512  # below that a smaller default would not help anybody
+TREE_ROOM = 1024  # KV entries for a tree, beside the context
+WORKSPACE_BYTES = 64 * 2**20  # what samplers, the tokenizer and the allocator's rounding take
+CUDA_WORKSPACE_BYTES = 300 * 2**20
+SPARE = 0.05  # of what is free now, left for whatever else runs, where no limit was given
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What the user allows: bytes of VRAM and RAM (None: what is free), and the context to make room for."""
+
+    vram: int | None = None
+    ram: int | None = None
+    context: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the target's layers go, and what was planned beside them. `context` is the most a text may have in tokens."""
+
+    placement: Placement
+    layers: tuple[LayerCost, ...]
+    context: int
+    stream_bytes: int
+    num_parameters: int
+    layer_elements: int
+    packed_elements: int
+
+    def predict_pass_s(self, rates: Rates, width: int) -> float:
+        """Seconds of one pass over `width` tokens (chain and tree) in the steady state."""
+        compute_s = _layer_s(self, rates, width)
+        disk = rates.disk_bytes_per_s or math.inf
+        link = rates.host_to_device_bytes_per_s if self.placement.limits.device is not None else None
+        return predict_pass_s(self.placement, self.layers, PassRates((compute_s,) * len(self.layers), disk, link))
+
+
+def make_plan(target: ModelFiles, draft: ModelFiles | None, limits: Limits, grant: Grant, program_bytes: int) -> Plan:
+    """Place the target's layers within `limits`, beside the draft, both KV caches and everything else.
+
+    program_bytes: what the process holds already. Without a context asked for, it is DEFAULT_CONTEXT or as much of it
+    as fits. Raises MemoryLimitError.
+    """
+    longest = target.config.max_context
+    if grant.context is not None:
+        if grant.context > longest:
+            raise UsageError(f"--context {grant.context} is more than the model's own {longest}; ask for less")
+        return _plan_for(grant.context, target, draft, limits, program_bytes)
+    context = min(longest, DEFAULT_CONTEXT)
+    while True:
+        try:
+            return _plan_for(context, target, draft, limits, program_bytes)
+        except MemoryLimitError:
+            if context // 2 < MIN_CONTEXT:
+                raise
+            context //= 2
+
+
+def limits_of(hardware: Hardware, grant: Grant, program_bytes: int) -> Limits:
+    """What may be used: what is free, less a little to spare, or what was granted if that is less."""
+    free_ram = int((hardware.ram.available_bytes + program_bytes) * (1 - SPARE))
+    ram = free_ram if grant.ram is None else min(grant.ram, hardware.ram.available_bytes + program_bytes)
+    if hardware.gpu is None:
+        return Limits(None, ram)
+    free = int(hardware.gpu.free_bytes * (1 - SPARE))
+    return Limits(free if grant.vram is None else min(grant.vram, hardware.gpu.free_bytes), ram)
+
+
+def plan_pair(pair: Pair, hardware: Hardware, grant: Grant, program_bytes: int | None = None) -> Plan:
+    """`make_plan` for this process on `hardware`."""
+    held = psutil.Process().memory_info().rss if program_bytes is None else program_bytes
+    return make_plan(pair.target, pair.draft, limits_of(hardware, grant, held), grant, held)
+
+
+def explain(plan: Plan) -> list[Note]:
+    """What was decided, in words."""
+    p = plan.placement
+    notes = [Note(f"context {plan.context} tokens (room for the KV cache was made for as many)")]
+    if not p.streamed:
+        return [*notes, Note("all layers stay in memory (they fit)")]
+    tiers = [("stay", p.resident), ("wait in RAM", p.in_ram), ("come from disk", p.on_disk)]
+    where = ", ".join(f"{len(layers)} {name}" for name, layers in tiers if layers)
+    return [
+        *notes,
+        Note(f"of {len(plan.layers)} layers {where}: {format_size(plan.stream_bytes)} are moved in each pass"),
+    ]
+
+
+def all_resident(model: ModelFiles) -> Placement:
+    """Where a draft lies: all of it beside the arithmetic."""
+    size = resident_bytes(model)
+    return place([layer.cost(model.dtype) for layer in model.stored.layers], [], Limits(None, size))
+
+
+def _plan_for(context: int, target: ModelFiles, draft: ModelFiles | None, limits: Limits, program_bytes: int) -> Plan:
+    costs = [layer.cost(target.dtype) for layer in target.stored.layers]
+    items = _items(context, target, draft, limits, program_bytes)
+    placement = place(costs, items, limits)
+    if placement.on_disk:  # then the embedding can stay there too, and be read by row
+        placement = place(costs, [item for item in items if item.name != EMBEDDING_ITEM], limits)
+    weights = [w for layer in target.stored.layers for w in layer.weights.values() if len(w.shape) == 2]
+    packed = [w for w in weights if is_packed(w)]
+    return Plan(
+        placement,
+        tuple(costs),
+        context,
+        sum(costs[i].read_bytes for i in placement.streamed),
+        target.num_parameters,
+        sum(math.prod(w.shape) for w in weights) // len(costs),
+        sum(math.prod(w.shape) for w in packed) // len(costs),
+    )
+
+
+EMBEDDING_ITEM = "embedding"
+
+
+def _items(
+    context: int, target: ModelFiles, draft: ModelFiles | None, limits: Limits, program_bytes: int
+) -> list[Item]:
+    """Everything but the target's layers."""
+    on_gpu = limits.device is not None
+    shared = {n: StoredLayer({n: w}).cost(target.dtype).resident_bytes for n, w in target.stored.shared.items()}
+    items = [
+        Item("program", on_host=program_bytes + WORKSPACE_BYTES, on_device=CUDA_WORKSPACE_BYTES if on_gpu else 0),
+        Item("KV cache", on_device=kv_bytes(target.config, context + TREE_ROOM, target.dtype.itemsize)),
+        Item("activations", on_device=_activations(target, draft, context)),
+    ]
+    if not target.config.tied_head:
+        items.append(Item(EMBEDDING_ITEM, on_host=shared.pop(EMBEDDING)))
+    items.append(Item("head", on_device=sum(shared.values())))
+    if scratch := max((_scratch_bytes(m) for m in (target, draft) if m is not None), default=0):
+        items.append(Item("unpacking", on_device=scratch))
+    if draft is not None:
+        items += [
+            Item("draft", on_device=resident_bytes(draft)),
+            Item("draft KV cache", on_device=kv_bytes(draft.config, context + TREE_ROOM, draft.dtype.itemsize)),
+        ]
+    return items
+
+
+def _scratch_bytes(model: ModelFiles) -> int:
+    """The largest matrix that is not multiplied as it is stored, wherever its layer will lie."""
+    everywhere = Placement((), (), tuple(range(model.config.num_layers)), 0, 0, 0, (), Limits(None, 0), 0, 0)
+    return model.stored.scratch_elements(everywhere, model.dtype) * model.dtype.itemsize
+
+
+def resident_bytes(model: ModelFiles) -> int:
+    """What a model takes that is loaded as a whole."""
+    layers = (*model.stored.layers, *(StoredLayer({n: w}) for n, w in model.stored.shared.items()))
+    return sum(layer.cost(model.dtype).resident_bytes for layer in layers)
+
+
+def kv_bytes(config: ModelConfig, num_entries: int, itemsize: int) -> int:
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * num_entries * itemsize
+
+
+def _activations(target: ModelFiles, draft: ModelFiles | None, context: int) -> int:
+    """The larger model's pass over a whole context."""
+    models = [target] if draft is None else [target, draft]
+    keys = context + TREE_ROOM
+    passes = [activation_bytes(m.config, context + TREE_ROOM, keys, m.dtype.itemsize) for m in models]
+    return max(passes)
+
+
+# ------------------------------------------------------------------------------------------------ prediction
+
+
+def _layer_s(plan: Plan, rates: Rates, width: int) -> float:
+    """Seconds of arithmetic in one layer."""
+    matmul_s = 2 * plan.layer_elements * width / _at_width(rates.matmul_flops, width)
+    if not plan.packed_elements or not rates.dequantise_elements_per_s:
+        return matmul_s
+    return matmul_s + plan.packed_elements / rates.dequantise_elements_per_s
+
+
+def _at_width(flops: Mapping[int, float], width: int) -> float:
+    """FLOP/s at a width, between measured ones along a line, beyond them as at the last."""
+    if not flops:
+        return math.inf
+    widths = sorted(flops)
+    right = bisect_left(widths, width)
+    if right == 0 or right == len(widths):
+        return flops[widths[min(right, len(widths) - 1)]]
+    low, high = widths[right - 1], widths[right]
+    return flops[low] + (flops[high] - flops[low]) * (width - low) / (high - low)

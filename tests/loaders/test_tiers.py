@@ -1,0 +1,188 @@
+"""Weights are the checkpoint's, converted, by layer and short name, wherever a placement puts them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from offspec.errors import CheckpointError
+from offspec.loaders.checkpoint import Checkpoint
+from offspec.loaders.placement import Limits, Placement
+from offspec.loaders.readers import FileReader
+from offspec.loaders.tiers import StoredModel, TieredWeights
+from offspec.loaders.weights import WeightSource
+
+from .fakes import Tensors, open_with, toy_tensors
+
+CPU = torch.device("cpu")
+EMBEDDING = "model.embed.weight"
+ALL, NONE, SOME = (0, 1, 2), (), (1,)
+
+
+def placed(model: StoredModel, resident: tuple[int, ...], num_slots: int = 3) -> Placement:
+    slot_bytes = max(layer.record.nbytes for layer in model.layers)
+    on_disk = tuple(i for i in range(len(model.layers)) if i not in resident)
+    return Placement(resident, (), on_disk, num_slots, 0, slot_bytes, (), Limits(None, 0), 0, 0)
+
+
+def tiered(
+    checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, resident: tuple[int, ...] = ALL, **options: Any
+) -> TieredWeights:
+    model = StoredModel.of(checkpoint, ignore=options.pop("ignore", ()))
+    return TieredWeights(model, placed(model, resident), dtype=dtype, device=CPU, **options)
+
+
+def by_full_name(weights: WeightSource, names: Tensors, dtype: torch.dtype = torch.float32) -> Tensors:
+    """What the source holds, put back under the names of the checkpoint."""
+    found = {name: weights.shared(name) for name in names if not name.startswith("model.layers.")}
+    for index in range(weights.num_layers):
+        with weights.layer(index) as layer:
+            found |= {f"model.layers.{index}.{short}": tensor.to(dtype, copy=True) for short, tensor in layer.items()}
+    return found
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("resident", [ALL, NONE, SOME])
+def test_every_pass_sees_what_was_saved(tmp_path: Path, resident: tuple[int, ...], synchronous: bool) -> None:
+    tensors = toy_tensors()
+    weights = tiered(open_with(tmp_path, tensors), resident=resident, synchronous=synchronous)
+    assert weights.num_layers == 3
+    for _ in range(4):
+        torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
+    weights.close()
+    assert not any(thread.name.startswith("offspec") for thread in threading.enumerate())
+
+
+def test_layers_have_short_names(tmp_path: Path) -> None:
+    with tiered(open_with(tmp_path, toy_tensors())).layer(1) as layer:
+        assert set(layer) == {"mix.weight", "norm"}
+
+
+@pytest.mark.parametrize("resident", [ALL, NONE])
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16])
+def test_floating_dtypes_are_converted(
+    tmp_path: Path, stored: torch.dtype, wanted: torch.dtype, resident: tuple[int, ...]
+) -> None:
+    """What stays is converted once; of what is streamed vectors at once, matrices in the place where they are used."""
+    tensors = {name: tensor.to(stored) for name, tensor in toy_tensors().items()}
+    weights = tiered(open_with(tmp_path, tensors), wanted, resident)
+    expected = {name: tensor.to(wanted) for name, tensor in tensors.items()}
+    with weights.layer(0) as layer:
+        assert layer["norm"].dtype == wanted
+        assert layer["mix.weight"].dtype == (wanted if resident else stored)
+    torch.testing.assert_close(by_full_name(weights, tensors, wanted), expected, rtol=0, atol=0)
+    assert (weights.scratch is None) == (resident == ALL or stored == wanted)
+    weights.close()
+
+
+def test_ignored_tensors_are_not_read(tmp_path: Path) -> None:
+    tensors = toy_tensors() | {"tied.head": torch.zeros(1000, dtype=torch.int8)}
+    weights = tiered(open_with(tmp_path, tensors), ignore={"tied.head", "not.there"})
+    with pytest.raises(CheckpointError, match=r"tensor 'tied\.head' is missing"):
+        weights.shared("tied.head")
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    tiered(open_with(tmp_path, toy_tensors()), progress=lambda done, total: seen.append((done, total)))
+    done = [entry[0] for entry in seen]
+    assert done == sorted(done)
+    assert len({total for _, total in seen}) == 1
+    assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_residents_do_not_change_with_the_file(tmp_path: Path) -> None:
+    tensors = toy_tensors()
+    weights = tiered(open_with(tmp_path, tensors))
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.write(bytes((tmp_path / "model.safetensors").stat().st_size))
+    torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("resident", [ALL, NONE])
+def test_a_layer_scattered_over_shards(tmp_path: Path, resident: tuple[int, ...]) -> None:
+    tensors = toy_tensors()
+    (tmp_path / "config.json").write_text("{}")
+    index = {name: f"part{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    for shard in set(index.values()):
+        save_file({name: tensors[name] for name in tensors if index[name] == shard}, tmp_path / shard)
+    quoted = ", ".join(f'"{name}": "{shard}"' for name, shard in index.items())
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{quoted}}}}}')
+    weights = tiered(Checkpoint.open(tmp_path), resident=resident)
+    torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
+    weights.close()
+
+
+@pytest.mark.parametrize("resident", [ALL, NONE])
+def test_rows_of_the_embedding(tmp_path: Path, resident: tuple[int, ...]) -> None:
+    """Where layers come from disk, so do the embedding's rows, and the table is in no memory."""
+    tensors = toy_tensors() | {EMBEDDING: torch.randn(2000, 300).to(torch.bfloat16)}
+    weights = tiered(open_with(tmp_path, tensors), resident=resident, embedding=EMBEDDING)
+    indices = torch.tensor([5, 1999, 0, 5])
+    torch.testing.assert_close(weights.rows(EMBEDDING, indices), tensors[EMBEDDING][indices].float(), rtol=0, atol=0)
+    if resident == NONE:
+        with pytest.raises(CheckpointError, match="is missing"):
+            weights.shared(EMBEDDING)
+    weights.close()
+
+
+def test_what_is_streamed_is_counted(tmp_path: Path) -> None:
+    weights = tiered(open_with(tmp_path, toy_tensors()), resident=SOME)
+    for _ in range(2):
+        by_full_name(weights, toy_tensors())
+    assert weights.counters.num_layers == 4
+    assert weights.counters.num_bytes == 2 * weights.stream_bytes > 0
+    weights.close()
+
+
+def test_a_pass_that_was_left_is_begun_anew(tmp_path: Path) -> None:
+    tensors = toy_tensors()
+    weights = tiered(open_with(tmp_path, tensors), resident=NONE)
+    with pytest.raises(KeyboardInterrupt), weights.layer(0):
+        raise KeyboardInterrupt
+    torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
+    weights.close()
+
+
+def test_a_file_that_changed_after_it_was_opened(tmp_path: Path) -> None:
+    checkpoint = open_with(tmp_path, toy_tensors())
+    path = tmp_path / "model.safetensors"
+    os.truncate(path, 100)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: ends at byte 100, within its data"):
+        tiered(checkpoint)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read at byte 0 \(No such file"):
+        tiered(checkpoint)
+    assert not any(thread.name.startswith("offspec") for thread in threading.enumerate())
+
+
+def test_a_file_cut_off_while_running_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    weights = tiered(open_with(tmp_path, toy_tensors()), resident=NONE)
+    os.truncate(tmp_path / "model.safetensors", 500)
+    # What was read before the file changed may still be served, so one pass may succeed; three cannot.
+    with pytest.raises(CheckpointError, match="within its data"):
+        [by_full_name(weights, toy_tensors()) for _ in range(3)]
+    weights.close()
+
+
+def test_buffered_reads_give_the_same(tmp_path: Path) -> None:
+    tensors = toy_tensors()
+    weights = tiered(open_with(tmp_path, tensors), resident=SOME, reader=FileReader(direct=False))
+    torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
+    weights.close()
+
+
+def test_costs_tell_what_memory_will_be_taken(tmp_path: Path) -> None:
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in toy_tensors().items()}
+    layer = StoredModel.of(open_with(tmp_path, tensors)).layers[0]
+    same, wider = layer.cost(torch.bfloat16), layer.cost(torch.float32)
+    assert same.resident_bytes == same.slot_bytes == layer.record.nbytes
+    assert wider.resident_bytes == 4 * (16 + 4)
+    assert same.read_bytes <= same.slot_bytes
