@@ -495,7 +495,7 @@ def test_a_file_that_shrank_since(tmp_path: Path) -> None:
 @given(
     state=st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists), data=st.data()
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_quant_state_is_a_traceback(
     state: Any, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
