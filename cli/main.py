@@ -19,7 +19,9 @@ from offspec.errors import OffspecError
 
 COMMANDS = {
     "run": "Generate text for one prompt.",
+    "plan": "Show what would go where, and how long a pass would take.",
     "verify": "Show that speculative text equals plain decoding, token for token.",
+    "doctor": "Show what this machine has, measured, and what would help most.",
 }
 DONE, FAILURE, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 

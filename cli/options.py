@@ -56,8 +56,8 @@ def _all(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
-def loading_options(function: F) -> F:
-    """Which model runs where."""
+def model_flags(function: F) -> F:
+    """Which models, and what computes; `plan` has them too."""
     return _all(
         click.option(
             "--draft",
@@ -79,10 +79,17 @@ def loading_options(function: F) -> F:
             show_default=True,
             help="Arithmetic. auto: the checkpoint's own; fp32 on a CPU for small models.",
         ),
+    )(function)
+
+
+def loading_options(function: F) -> F:
+    """Which model runs where."""
+    return _all(
+        model_flags,
+        memory_flags,
         click.option(
             "--threads", type=click.IntRange(1, os.cpu_count()), metavar="N", help="CPU threads. [default: all cores]"
         ),
-        *memory_flags(),
         click.option(
             "--no-read-ahead",
             "synchronous",
@@ -92,9 +99,9 @@ def loading_options(function: F) -> F:
     )(function)
 
 
-def memory_flags() -> list[Callable[[F], F]]:
+def memory_flags(function: F) -> F:
     """What may be used; `plan` has them too."""
-    return [
+    return _all(
         click.option(
             "--vram",
             callback=size,
@@ -113,7 +120,7 @@ def memory_flags() -> list[Callable[[F], F]]:
             metavar="N",
             help="Tokens of prompt and answer to make room for. [default: 4096, or what the model or the memory allows]",
         ),
-    ]
+    )(function)
 
 
 def speculation_options(function: F) -> F:

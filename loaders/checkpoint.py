@@ -14,7 +14,7 @@ import re
 import reprlib
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -102,12 +102,15 @@ class Checkpoint:
         return sum(info.nbytes for info in self.tensors.values())
 
     @classmethod
-    def open(cls, path: Path | str) -> Checkpoint:
-        """Reads the folder's JSON files and safetensors headers. Raises CheckpointError."""
+    def open(cls, path: Path | str, *, headers_only: bool = False) -> Checkpoint:
+        """Reads the folder's JSON files and safetensors headers. Raises CheckpointError.
+
+        headers_only: the files may end behind their headers, as when only these were fetched, to plan with.
+        """
         folder = Path(path)
         names = _list_folder(folder)
         # Weights come first: a folder of pickles or GGUF often lacks config.json too, and that is not its trouble.
-        tensors = _find_tensors(folder, names)
+        tensors = _find_tensors(folder, names, headers_only=headers_only)
         if "config.json" not in names:
             raise fault(folder, "has no config.json, which says how the model is built; download it again, completely")
         config = _read_json_object(folder / "config.json")
@@ -116,9 +119,15 @@ class Checkpoint:
         return cls(folder, config, generation_config, tensors)
 
 
-def resolve(model: str, revision: str | None = None) -> Path:
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """The folder's config.json, whatever else is there. Raises CheckpointError."""
+    return _read_json_object(folder / "config.json")
+
+
+def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """The local folder for a folder or a hub id ("org/name"), downloading the latter where it is not cached.
 
+    weights=False: only the JSON files, which are small, are downloaded.
     `revision` (branch, tag or commit) is for hub ids; a folder has none. Raises CheckpointError.
     """
     folder = _local_folder(model)
@@ -126,7 +135,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
         return folder
     if not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"{show(model)}: no such folder; give a local folder or a hub id of the form org/name")
-    return _download(model, revision)
+    return _download(model, revision, HUB_PATTERNS if weights else ("config.json", INDEX_FILE))
 
 
 def fault(where: Path, what: str) -> CheckpointError:
@@ -171,12 +180,12 @@ def _file_refused(path: Path) -> str:
     return "is a file; give the folder that holds config.json and the *.safetensors"
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         folder = snapshot_download(
-            model, revision=revision, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_DUPLICATES)
+            model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(HUB_DUPLICATES)
         )
     # Everything: the library's transport (requests, httpx, httpx2) and its errors' base class changed from one major
     # version to the next, and a lost connection must not be a traceback.
@@ -218,11 +227,11 @@ def _list_folder(folder: Path) -> frozenset[str]:
         return frozenset(os.listdir(folder))
 
 
-def _find_tensors(folder: Path, names: frozenset[str]) -> dict[str, TensorInfo]:
+def _find_tensors(folder: Path, names: frozenset[str], *, headers_only: bool) -> dict[str, TensorInfo]:
     if SINGLE_FILE in names:
-        return read_header(folder / SINGLE_FILE)
+        return read_header(folder / SINGLE_FILE, headers_only=headers_only)
     if INDEX_FILE in names:
-        return _read_shards(folder)
+        return _read_shards(folder, headers_only=headers_only)
     raise fault(folder, _why_no_weights(names))
 
 
@@ -236,11 +245,11 @@ def _why_no_weights(names: frozenset[str]) -> str:
     return _NO_WEIGHTS
 
 
-def _read_shards(folder: Path) -> dict[str, TensorInfo]:
+def _read_shards(folder: Path, *, headers_only: bool) -> dict[str, TensorInfo]:
     weight_map = _read_weight_map(folder / INDEX_FILE)
     shards = {shard: _shard_path(folder, shard) for shard in sorted(set(weight_map.values()))}
     _refuse_missing(folder, shards)
-    headers = {shard: read_header(path) for shard, path in shards.items()}
+    headers = {shard: read_header(path, headers_only=headers_only) for shard, path in shards.items()}
     for name, shard in weight_map.items():
         if name not in headers[shard]:
             raise fault(shards[shard], f"lacks tensor {show(name)}, which {INDEX_FILE} promises; download it again")
@@ -291,14 +300,17 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- safetensors header
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of one safetensors file, by name, after the whole header was checked. Raises CheckpointError."""
+def read_header(path: Path, *, headers_only: bool = False) -> dict[str, TensorInfo]:
+    """Every tensor of one safetensors file, by name, after the whole header was checked. Raises CheckpointError.
+
+    headers_only: the file may end behind its header.
+    """
     header, file_bytes = _read_header_bytes(path)
     entries = _parse_header(path, header)
     _check_metadata(path, entries.pop("__metadata__", {}))
     data_start = _LENGTH_BYTES + len(header)
     tensors = {name: _tensor_info(path, name, entry, data_start) for name, entry in entries.items()}
-    _check_layout(path, tensors.values(), data_start, file_bytes)
+    _check_layout(path, tensors.values(), data_start, None if headers_only else file_bytes)
     return tensors
 
 
@@ -385,14 +397,16 @@ def _is_shape(value: object) -> TypeGuard[list[int]]:
     return _is_naturals(value) and len(value) <= _MAX_RANK and math.prod(size or 1 for size in value) <= _MAX_ELEMENTS
 
 
-def _check_layout(path: Path, tensors: Iterable[TensorInfo], data_start: int, file_bytes: int) -> None:
-    """The tensors fill the file to its last byte, without an overlap or a hole."""
+def _check_layout(path: Path, tensors: Iterable[TensorInfo], data_start: int, file_bytes: int | None) -> None:
+    """The tensors fill the file to its last byte (where its length counts), without an overlap or a hole."""
     end = data_start
     for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
         if info.offset != end:
             what = "overlaps the one before it" if info.offset < end else "leaves a hole before it"
             raise fault(path, f"tensor {show(info.name)} {what}; the file is damaged, download it again")
         end += info.nbytes
+    if file_bytes is None:
+        return
     if end > file_bytes:
         _refuse_truncated(path, end, file_bytes)
     if end < file_bytes:

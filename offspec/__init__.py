@@ -28,6 +28,8 @@ _HOMES = {
     "Stats": "offspec.stats",
     "OffspecError": "offspec.errors",
     "SEED_LIMIT": "offspec.scheduler.params",
+    "format_quantity": "offspec.loaders.units",
+    "format_size": "offspec.loaders.units",
     "parse_size": "offspec.loaders.units",
 }
 __all__ = [
@@ -39,11 +41,12 @@ __all__ = [
     "Stats",
     "Step",
     "__version__",
+    "format_size",
     "parse_size",
 ]
 
 if TYPE_CHECKING:
-    from offspec.loaders.units import parse_size
+    from offspec.loaders.units import format_size, parse_size
     from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
 
     from .engine import Engine, Step

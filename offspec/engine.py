@@ -7,7 +7,6 @@ Knows nothing of the terminal, of files' bytes, or of how trees are drafted.
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -26,9 +25,9 @@ from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.verify import Verdict, exact_walk
 
 from .errors import ContextLengthError, UsageError
-from .files import ModelFiles, Note, open_pair
+from .files import ModelFiles, Note, choose_device, open_pair
 from .model import EMBEDDING, CachedDecoder, Decoder
-from .planning import Grant, Plan, all_resident, explain, plan_pair
+from .planning import Grant, Plan, all_resident, explain, plan_here
 from .stats import Stats, peak_host_bytes
 from .tokenizer import TextStream, Tokenizer
 
@@ -106,7 +105,7 @@ class Engine:
         # Headers and tokenizers of both first, so that what cannot work is refused before gigabytes are read.
         pair = open_pair(model, draft, revision=revision, dtype=dtype, device_type=place.type, notes=notes)
         tokenizer = pair.tokenizer
-        plan = plan_pair(pair, read_hardware(place), Grant(vram, ram, context))
+        plan = plan_here(pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context))
         notes += explain(plan)
         target, guesser = pair.target, pair.draft
         engine = cls(
@@ -284,25 +283,6 @@ def _is_ids(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[int
 
 
 # ------------------------------------------------------------------------------------------------ loading
-
-
-def choose_device(wanted: str, notes: list[Note]) -> torch.device:
-    """`auto` is the first CUDA device where there is one. Raises UsageError for a device that is not there."""
-    if wanted == "auto":
-        has_cuda = torch.cuda.is_available()
-        notes.append(Note("device cuda:0 (found)" if has_cuda else "device cpu (no CUDA device found)"))
-        return torch.device("cuda:0" if has_cuda else "cpu")
-    if wanted == "cpu":
-        return torch.device("cpu")
-    named = re.fullmatch(r"cuda(?::([0-9]{1,4}))?", wanted)
-    if named is None:
-        raise UsageError(f"--device {wanted} is not a device; use auto, cpu, cuda or cuda:N")
-    number, count = int(named[1] or 0), torch.cuda.device_count()
-    if number >= count:
-        raise UsageError(
-            f"--device {wanted}: this machine has {count} CUDA devices; use --device cpu or another number"
-        )
-    return torch.device("cuda", number)
 
 
 def load_decoder(

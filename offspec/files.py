@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from offspec.loaders.checkpoint import Checkpoint, resolve
+from offspec.loaders.checkpoint import Checkpoint, read_config_json, resolve
 from offspec.loaders.tiers import StoredModel
 
 from . import builtin
 from .config import ModelConfig, read_config
 from .errors import CheckpointError, UnsupportedModelError, UsageError, VocabularyMismatchError
+from .imagine import format_of, imagine
 from .model import EMBEDDING, LAYER_PREFIX, check_tensors, is_ignored
 from .tokenizer import Tokenizer, check_vocabularies
 
@@ -40,9 +42,11 @@ class ModelFiles:
     dtype: torch.dtype
 
     @classmethod
-    def open(cls, path: Path, dtype: str, device_type: str, notes: list[Note]) -> ModelFiles:
+    def open(
+        cls, path: Path, dtype: str, device_type: str, notes: list[Note], *, headers_only: bool = False
+    ) -> ModelFiles:
         """Reads headers. `dtype`: auto, bf16, fp16 or fp32; what auto chose is noted. Raises OffspecError's children."""
-        checkpoint = Checkpoint.open(path)
+        checkpoint = Checkpoint.open(path, headers_only=headers_only)
         try:
             config = read_config(checkpoint.config)
         except (CheckpointError, UnsupportedModelError) as exc:  # target or draft? it cannot know which file it reads
@@ -50,7 +54,24 @@ class ModelFiles:
         ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
         stored = StoredModel.of(checkpoint, layer_prefix=LAYER_PREFIX, ignore=ignored)
         check_tensors(stored.by_name, config, path)
-        return cls(checkpoint, config, stored, choose_dtype(dtype, checkpoint, stored, device_type, notes))
+        return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, stored, device_type, notes))
+
+    @classmethod
+    def imagine(cls, path: Path, form: str | None, dtype: str, device_type: str, notes: list[Note]) -> ModelFiles:
+        """What `open` would give, to plan with, also where only headers or config.json are there, or for another format."""
+        if form is None and has_weights(path):
+            try:
+                return cls.open(path, dtype, device_type, notes, headers_only=True)
+            except CheckpointError:
+                if not (path / "config.json").is_file():
+                    raise
+        raw = read_config_json(path)
+        config, form = read_config(raw), form or format_of(raw)
+        stored = imagine(config, form)
+        notes.append(Note(f"sizes of {path.name} as {form}, from config.json alone"))
+        return cls(
+            Checkpoint(path, raw, {}, {}), config, stored, choose_dtype(dtype, path.name, stored, device_type, notes)
+        )
 
     @property
     def name(self) -> str:
@@ -65,15 +86,35 @@ def count_parameters(stored: StoredModel) -> int:
     return sum(math.prod(weight.shape) for weight in stored.by_name.values())
 
 
-def choose_dtype(
-    wanted: str, checkpoint: Checkpoint, stored: StoredModel, device_type: str, notes: list[Note]
-) -> torch.dtype:
+def choose_device(wanted: str, notes: list[Note]) -> torch.device:
+    """`auto` is the first CUDA device where there is one. Raises UsageError for a device that is not there."""
+    if wanted == "auto":
+        has_cuda = torch.cuda.is_available()
+        notes.append(Note("device cuda:0 (found)" if has_cuda else "device cpu (no CUDA device found)"))
+        return torch.device("cuda:0" if has_cuda else "cpu")
+    if wanted == "cpu":
+        return torch.device("cpu")
+    named = re.fullmatch(r"cuda(?::([0-9]{1,4}))?", wanted)
+    if named is None:
+        raise UsageError(f"--device {wanted} is not a device; use auto, cpu, cuda or cuda:N")
+    number, count = int(named[1] or 0), torch.cuda.device_count()
+    if number >= count:
+        raise UsageError(
+            f"--device {wanted}: this machine has {count} CUDA devices; use --device cpu or another number"
+        )
+    return torch.device("cuda", number)
+
+
+def has_weights(path: Path) -> bool:
+    return any(path.glob("*.safetensors"))
+
+
+def choose_dtype(wanted: str, name: str, stored: StoredModel, device_type: str, notes: list[Note]) -> torch.dtype:
     """`auto`: the checkpoint's own, but fp32 on a CPU for a model so small that exact text costs nothing."""
     if wanted != "auto":
         if wanted not in DTYPES:
             raise UsageError(f"--dtype {wanted} is not known; use auto, {', '.join(DTYPES)}")
         return DTYPES[wanted]
-    name = checkpoint.path.name
     if device_type == "cpu" and 4 * count_parameters(stored) <= SMALL_MODEL_BYTES:
         notes.append(Note(f"dtype fp32 for {name} (small enough; text is exact to the token)"))
         return torch.float32
@@ -107,10 +148,22 @@ def open_pair(model: str, draft: str, *, revision: str | None, dtype: str, devic
     return Pair(target, tokenizer, guesser, draft_name)
 
 
-def _locate(model: str, revision: str | None, role: str) -> Path:
+def imagine_pair(
+    model: str, draft: str, form: str | None, *, revision: str | None, dtype: str, device_type: str, notes: list[Note]
+) -> tuple[ModelFiles, ModelFiles | None]:
+    """Target and draft to plan with (`ModelFiles.imagine`); of hub ids only config.json is downloaded."""
+    path = _locate(model, revision, "target", weights=False)
+    target = ModelFiles.imagine(path, form, dtype, device_type, notes)
+    name = _choose_draft(model, draft, notes)
+    if name is None:
+        return target, None
+    return target, ModelFiles.imagine(_locate(name, None, "draft", weights=False), None, dtype, device_type, notes)
+
+
+def _locate(model: str, revision: str | None, role: str, *, weights: bool = True) -> Path:
     if revision is not None and (model == "builtin" or Path(model).expanduser().is_dir()):
         raise UsageError(f"revision {revision!r} belongs to a hub id, and {model} is on this machine; leave it out")
-    return builtin.path(role) if model == "builtin" else resolve(model, revision)
+    return builtin.path(role) if model == "builtin" else resolve(model, revision, weights=weights)
 
 
 def _choose_draft(model: str, wanted: str, notes: list[Note]) -> str | None:

@@ -1,7 +1,7 @@
 """What has to be in memory for a pair of models, where each part goes, and what a pass will take.
 
 The arithmetic of models meets the arithmetic of memory here: `loaders.placement` knows neither a KV cache nor a draft.
-Nothing is read or allocated. `Engine.load` does what `make_plan` says; `offspec plan` prints it.
+Nothing is read or allocated. `Engine.load` does what `make_plan` says; `outlook` says what that would mean.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offspec.loaders.units import format_size
 
 from .config import ModelConfig
 from .errors import MemoryLimitError, UsageError
-from .files import ModelFiles, Note, Pair
+from .files import ModelFiles, Note
 from .model import EMBEDDING, activation_bytes
 
 DEFAULT_CONTEXT = 4096
@@ -91,10 +91,10 @@ def limits_of(hardware: Hardware, grant: Grant, program_bytes: int) -> Limits:
     return Limits(free if grant.vram is None else min(grant.vram, hardware.gpu.free_bytes), ram)
 
 
-def plan_pair(pair: Pair, hardware: Hardware, grant: Grant, program_bytes: int | None = None) -> Plan:
+def plan_here(target: ModelFiles, draft: ModelFiles | None, hardware: Hardware, grant: Grant) -> Plan:
     """`make_plan` for this process on `hardware`."""
-    held = psutil.Process().memory_info().rss if program_bytes is None else program_bytes
-    return make_plan(pair.target, pair.draft, limits_of(hardware, grant, held), grant, held)
+    held: int = psutil.Process().memory_info().rss
+    return make_plan(target, draft, limits_of(hardware, grant, held), grant, held)
 
 
 def explain(plan: Plan) -> list[Note]:

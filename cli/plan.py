@@ -1,0 +1,123 @@
+"""`offspec plan`: what would go where, and what a pass would take, before gigabytes are read or a card is bought."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from offspec import format_size
+
+from .options import MODEL_HELP, memory_flags, model_flags, size
+
+if TYPE_CHECKING:
+    from offspec.outlook import Outlook
+
+WIDTHS = (1, 16, 64, 256, 512)
+
+
+@click.command(
+    name="plan",
+    help=f"""Show what of a model would stay on the device, wait in RAM or come from disk, and how long a pass would take.
+
+{MODEL_HELP} Its weights need not be there: headers, or config.json alone, are enough, and of a hub id nothing else is
+downloaded.
+
+\b
+Examples:
+  offspec plan ./Llama-3.1-70B-Instruct --draft ./Llama-3.2-1B-Instruct --ram 48GiB
+  offspec plan meta-llama/Llama-3.1-70B-Instruct --format nf4 --gpu rtx4090 --ram 64GiB
+""",
+)
+@click.argument("model", default="builtin")
+@model_flags
+@memory_flags
+@click.option("--gpu", metavar="NAME", help="Plan for this card (rtx4090, rtx3090, …) instead of what is here.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["bf16", "fp16", "fp32", "nf4"]),
+    help="Plan as if the model lay in this format. [default: as it lies there]",
+)
+@click.option(
+    "--disk",
+    "disk_rate",
+    callback=size,
+    metavar="SIZE",
+    help="Bytes a second that the disk delivers, e.g. 7GB. [default: measured]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@click.option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")
+def command(model: str, disk_rate: int | None, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
+    from offspec.outlook import look_ahead
+
+    def progress(what: str) -> None:
+        if sys.stderr.isatty() and not quiet:
+            click.echo(f"\r\x1b[Kmeasuring {what}" if what else "\r\x1b[K", err=True, nl=False)
+
+    outlook = look_ahead(model, disk_bytes_per_s=disk_rate, widths=WIDTHS, progress=progress, **options)
+    progress("")
+    for note in outlook.notes:
+        if verbose or (note.advice and not quiet):
+            click.echo(f"offspec: {note.text}", err=True)
+    if as_json:
+        click.echo(json.dumps(outlook.as_dict()))
+    else:
+        click.echo("\n".join(describe(outlook)))
+
+
+def describe(outlook: Outlook) -> list[str]:
+    """The plan as a table, and what it means in seconds."""
+    placement, on_gpu = outlook.plan.placement, outlook.plan.placement.limits.device is not None
+    head = ["", outlook.device_name, "RAM"] if on_gpu else ["", "RAM"]
+    rows = [
+        [name, *(_cell(number) for number in ((device, ram) if on_gpu else (device + ram,)))]
+        for name, device, ram in outlook.rows()
+    ]
+    limits = [placement.limits.device, placement.limits.ram] if on_gpu else [placement.limits.ram]
+    rows.append(["may be used", *(format_size(limit or 0) for limit in limits)])
+    return [outlook.title, "", *_table([head, *rows]), "", *_where(outlook), *_seconds(outlook)]
+
+
+def _cell(number: int) -> str:
+    return format_size(number) if number else "-"
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+
+
+def _where(outlook: Outlook) -> list[str]:
+    plan = outlook.plan
+    if not plan.placement.streamed:
+        return [f"All {len(plan.layers)} layers stay in memory; nothing is moved in a pass."]
+    tiers = (
+        ("stay", plan.placement.resident),
+        ("wait in RAM", plan.placement.in_ram),
+        ("come from disk", plan.placement.on_disk),
+    )
+    where = ", ".join(f"{len(layers)} {name}" for name, layers in tiers if layers)
+    return [f"Of {len(plan.layers)} layers {where}; each pass moves {format_size(plan.stream_bytes)}."]
+
+
+def _seconds(outlook: Outlook) -> list[str]:
+    if not outlook.pass_s:
+        return []
+    lines = ["", f"{'tokens in the pass':>20}  {'seconds':>8}  {'tokens/s':>8}"]
+    for width, seconds in outlook.pass_s.items():
+        plain = f"{1 / seconds:8.2f}  plain decoding" if width == 1 else ""
+        lines.append(f"{width:>20}  {seconds:8.3f}  {plain}".rstrip())
+    lines += [
+        "",
+        "With a draft, tokens/s are the tokens accepted a pass (`offspec run --stats` shows them) over its seconds.",
+    ]
+    return [*lines, *(f"{name}: {source}" for name, source in outlook.sources())]
