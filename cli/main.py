@@ -20,6 +20,7 @@ from offspec.errors import OffspecError
 COMMANDS = {
     "run": "Generate text for one prompt.",
     "plan": "Show what would go where, and how long a pass would take.",
+    "quantize": "Make a 4-bit checkpoint of a 16-bit one, or lay one out to stream well.",
     "verify": "Show that speculative text equals plain decoding, token for token.",
     "doctor": "Show what this machine has, measured, and what would help most.",
 }

@@ -108,14 +108,6 @@ class StoredModel:
         return max(made, default=0)
 
 
-@dataclass
-class StreamCounters:
-    """What passes took through the link, counted as it was used."""
-
-    num_layers: int = 0
-    num_bytes: int = 0
-
-
 @dataclass(frozen=True)
 class Rows:
     """A table in a file, read by rows: an embedding need not be in memory."""
@@ -170,13 +162,15 @@ class TieredWeights:
         num_elements = model.scratch_elements(placement, dtype)
         self.scratch = torch.empty(num_elements, dtype=dtype, device=device) if num_elements else None
         self._reader = reader or FileReader()
-        self.counters = StreamCounters()
+        self.bytes_streamed = 0
         self._rows: Rows | None = None
         self._done, self._progress = 0, progress
         try:
             self._shared = self._load_shared(embedding)
             self._resident = {i: self._load(self._model.layers[i]) for i in placement.resident}
             self._stream = self._open_stream(synchronous) if placement.streamed else None
+            if not placement.on_disk:
+                self._reader.close()
         except BaseException:
             self._reader.close()
             raise
@@ -198,8 +192,7 @@ class TieredWeights:
         assert self._stream is not None
         with self._stream.lend(index) as buffer:
             yield self._model.layers[index].bind(buffer, self._dtype, is_kept=False)
-        self.counters.num_layers += 1
-        self.counters.num_bytes += self._model.layers[index].record.read_bytes
+        self.bytes_streamed += self._model.layers[index].record.read_bytes
 
     def shared(self, name: str) -> Weight:
         if name not in self._shared:

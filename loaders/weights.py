@@ -29,6 +29,11 @@ class WeightSource(Protocol):
     def num_layers(self) -> int: ...
 
     @property
+    def bytes_streamed(self) -> int:
+        """Bytes that came through a link for passes so far, counted as they were used."""
+        ...
+
+    @property
     def scratch(self) -> torch.Tensor | None:
         """Where `formats.linear` puts a matrix that it has to make first; None where all lie ready."""
         ...
@@ -60,6 +65,7 @@ class RamWeights:
         self._layers = layers
         self._shared = shared
         self.scratch = None
+        self.bytes_streamed = 0
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], *, layer_prefix: str = LAYER_PREFIX) -> RamWeights:

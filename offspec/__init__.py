@@ -27,13 +27,18 @@ _HOMES = {
     "SamplingParams": "offspec.scheduler.params",
     "Stats": "offspec.stats",
     "OffspecError": "offspec.errors",
+    "CONVERT_FORMATS": "offspec.loaders.params",
+    "ConvertParams": "offspec.loaders.params",
+    "convert": "offspec.loaders.convert",
     "SEED_LIMIT": "offspec.scheduler.params",
     "format_quantity": "offspec.loaders.units",
     "format_size": "offspec.loaders.units",
     "parse_size": "offspec.loaders.units",
 }
 __all__ = [
+    "CONVERT_FORMATS",
     "SEED_LIMIT",
+    "ConvertParams",
     "Engine",
     "OffspecError",
     "SamplingParams",
@@ -41,12 +46,16 @@ __all__ = [
     "Stats",
     "Step",
     "__version__",
+    "convert",
+    "format_quantity",
     "format_size",
     "parse_size",
 ]
 
 if TYPE_CHECKING:
-    from offspec.loaders.units import format_size, parse_size
+    from offspec.loaders.convert import convert
+    from offspec.loaders.params import CONVERT_FORMATS, ConvertParams
+    from offspec.loaders.units import format_quantity, format_size, parse_size
     from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
 
     from .engine import Engine, Step

@@ -18,9 +18,8 @@ from offspec.loaders.hardware import Disk, Hardware, read_disk, read_hardware
 from offspec.loaders.measure import Progress, measure_rates
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
-from .engine import choose_device
 from .errors import HardwareError
-from .files import Note
+from .files import Note, choose_device
 
 MAX_ADVICE = 4
 TREE_TOKENS = 64  # a pass that the advice speaks of; one of the widths that are measured
@@ -91,9 +90,17 @@ def diagnose(
     except HardwareError as exc:
         disk, disk_reason = None, str(exc)
     reason = notes[0].text.partition(" (")[2].rstrip(")") if notes else "as asked"
-    has_gpus = torch.version.cuda is not None or torch.version.hip is not None
-    bitsandbytes_version = _version("bitsandbytes")
-    return Diagnosis(str(place), reason, hardware, disk, disk_reason, torch.__version__, has_gpus, bitsandbytes_version)
+    return Diagnosis(
+        str(place),
+        reason,
+        hardware,
+        disk,
+        disk_reason,
+        torch_version=torch.__version__,
+        torch_has_gpus=torch.version.cuda is not None or torch.version.hip is not None,
+        bitsandbytes_version=_version("bitsandbytes"),
+        load_average=load_average,
+    )
 
 
 def _models_folder() -> Path:

@@ -27,7 +27,7 @@ from offspec.scheduler.verify import Verdict, exact_walk
 from .errors import ContextLengthError, UsageError
 from .files import ModelFiles, Note, choose_device, open_pair
 from .model import EMBEDDING, CachedDecoder, Decoder
-from .planning import Grant, Plan, all_resident, explain, plan_here
+from .planning import Grant, Plan, all_resident, explain, measure_link, plan_here
 from .stats import Stats, peak_host_bytes
 from .tokenizer import TextStream, Tokenizer
 
@@ -69,6 +69,7 @@ class Engine:
         self.max_context = max_context or target.config.max_context
         self.notes: list[Note] = []
         self.plan: Plan | None = None
+        self.link_bytes_per_s: float | None = None
         self._calibration = Calibration()
 
     @classmethod
@@ -106,7 +107,8 @@ class Engine:
         pair = open_pair(model, draft, revision=revision, dtype=dtype, device_type=place.type, notes=notes)
         tokenizer = pair.tokenizer
         plan = plan_here(pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context))
-        notes += explain(plan)
+        link = measure_link(plan, pair.target, place) if plan.placement.streamed else None
+        notes += explain(plan, link)
         target, guesser = pair.target, pair.draft
         engine = cls(
             load_decoder(target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress),
@@ -116,7 +118,7 @@ class Engine:
             draft_name=pair.draft_name,
             max_context=plan.context,
         )
-        engine.notes, engine.plan = notes, plan
+        engine.notes, engine.plan, engine.link_bytes_per_s = notes, plan, link
         return engine
 
     def close(self) -> None:
@@ -210,6 +212,7 @@ class _Request:
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
         self.drafter = engine.drafter(self.sampler, speculation, self.final)
+        self._moved_before = engine.target.weights.bytes_streamed
         self.stats = Stats(num_prompt_tokens=len(text), seed=params.seed)
 
     def run(self) -> Generator[Step, None, None]:
@@ -247,6 +250,10 @@ class _Request:
             stats.prefill_s, stats.ttft_s = total_s, time.perf_counter() - self.began
         else:
             stats.decode_s += total_s
+        if moved := self.engine.target.weights.bytes_streamed - self._moved_before:
+            stats.stream_bytes_per_pass = moved // stats.num_passes
+            stats.stream_gb_per_s = moved / stats.target_s / 1e9
+            stats.link_gb_per_s = self.engine.link_bytes_per_s and self.engine.link_bytes_per_s / 1e9
         stats.peak_host_bytes = peak_host_bytes()
         if self.engine.target.device.type == "cuda":
             stats.peak_device_bytes = torch.cuda.max_memory_allocated(self.engine.target.device)

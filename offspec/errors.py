@@ -9,6 +9,7 @@
     ├── ContextLengthError        the prompt does not fit the model's context
     ├── MemoryLimitError          what has to be in memory does not fit into what may be used
     ├── HardwareError             a device or a disk of this machine does not answer
+    ├── StorageError              a file cannot be written: no space, no permission
     ├── NumericalError            the model computed something that is not a number
     └── VerificationError         speculative text was not what plain decoding gives
 
@@ -54,6 +55,10 @@ class MemoryLimitError(OffspecError):
 
 class HardwareError(OffspecError):
     """A device or a disk of this machine does not answer."""
+
+
+class StorageError(OffspecError):
+    """A file cannot be written: no space, no permission."""
 
 
 class NumericalError(OffspecError):

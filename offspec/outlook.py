@@ -115,7 +115,7 @@ def look_ahead(
         rates = replace(rates, disk_bytes_per_s=disk_bytes_per_s)
     form_name = form or format_of(target.checkpoint.config)
     weights = format_size(sum(info.nbytes for w in target.stored.by_name.values() for info in w.streamed))
-    title = f"{folder.name}: {format_quantity(target.num_parameters, 'parameters').replace('parameters', ' parameters')}, {form_name}, {weights}; context {plan.context}"
+    title = f"{folder.name}: {format_quantity(target.num_parameters, '')} parameters, {form_name}, {weights}; context {plan.context}"
     name = hardware.gpu.name if hardware.gpu else "RAM"
     return Outlook(
         title, name, plan, rates, {w: plan.predict_pass_s(rates, w) for w in widths}, [*notes, *explain(plan)]

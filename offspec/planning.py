@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil
+import torch
 
 from offspec.loaders.hardware import Hardware, Rates
+from offspec.loaders.measure import measure_disk, measure_host_to_device
 from offspec.loaders.placement import Item, LayerCost, Limits, PassRates, Placement, place, predict_pass_s
 from offspec.loaders.tiers import StoredLayer, is_packed
-from offspec.loaders.units import format_size
+from offspec.loaders.units import format_quantity, format_seconds, format_size
 
 from .config import ModelConfig
 from .errors import MemoryLimitError, UsageError
@@ -97,7 +99,18 @@ def plan_here(target: ModelFiles, draft: ModelFiles | None, hardware: Hardware, 
     return make_plan(target, draft, limits_of(hardware, grant, held), grant, held)
 
 
-def explain(plan: Plan) -> list[Note]:
+def measure_link(plan: Plan, target: ModelFiles, device: torch.device) -> float:
+    """Bytes/s at which the streamed layers can come, by a measurement of half a second for each link they come through."""
+    moved, seconds = plan.stream_bytes, 0.0
+    if on_disk := sum(plan.layers[i].read_bytes for i in plan.placement.on_disk):
+        file = target.stored.layers[plan.placement.on_disk[0]].record.extents[0].path
+        seconds = on_disk / measure_disk(file, seconds=0.5).bytes_per_s
+    if device.type == "cuda" and (rate := measure_host_to_device(device, seconds=0.3)):
+        seconds = max(seconds, moved / rate)
+    return moved / seconds if seconds else math.inf
+
+
+def explain(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note]:
     """What was decided, in words."""
     p = plan.placement
     notes = [Note(f"context {plan.context} tokens (room for the KV cache was made for as many)")]
@@ -105,10 +118,11 @@ def explain(plan: Plan) -> list[Note]:
         return [*notes, Note("all layers stay in memory (they fit)")]
     tiers = [("stay", p.resident), ("wait in RAM", p.in_ram), ("come from disk", p.on_disk)]
     where = ", ".join(f"{len(layers)} {name}" for name, layers in tiers if layers)
-    return [
-        *notes,
-        Note(f"of {len(plan.layers)} layers {where}: {format_size(plan.stream_bytes)} are moved in each pass"),
-    ]
+    moved = f"{format_size(plan.stream_bytes)} are moved in each pass"
+    if link_bytes_per_s is not None:
+        seconds = format_seconds(plan.stream_bytes / link_bytes_per_s)
+        moved += f", which takes {seconds} at {format_quantity(link_bytes_per_s, 'B/s')} (measured)"
+    return [*notes, Note(f"of {len(plan.layers)} layers {where}: {moved}")]
 
 
 def all_resident(model: ModelFiles) -> Placement:

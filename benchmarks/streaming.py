@@ -1,0 +1,284 @@
+"""Seconds per pass of a streamed target, against the raw disk, against computing alone, and against the prediction.
+
+    python benchmarks/streaming.py make DIR                      # 13 GB: random weights in the shape of Llama 2 7B
+    offspec quantize DIR DIR-nf4                                 # the same in 4 bit, to compare
+    python benchmarks/streaming.py measure DIR --grants 4GiB,6GiB,10GiB --widths 1,8,64,128
+
+Every figure is a ratio inside one process: raw O_DIRECT reads of the same file, then passes, then the same passes over one
+layer that stays in memory (computing alone). Each grant runs in a process of its own; as root on Linux also in a memory
+control group of the grant + 300 MiB, with the page cache dropped before, so that nothing can hide in it. A pass is one
+token of text and width - 1 tree nodes, and the head for the first rows, as the engine does it. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from offspec.config import read_config
+from offspec.engine import load_decoder
+from offspec.files import ModelFiles
+from offspec.loaders.formats import Weight
+from offspec.loaders.hardware import read_hardware
+from offspec.loaders.measure import measure_disk, measure_rates
+from offspec.loaders.tiers import TieredWeights
+from offspec.loaders.units import format_size, parse_size
+from offspec.loaders.weights import WeightSource
+from offspec.model import EMBEDDING, CachedDecoder, Decoder
+from offspec.planning import Grant, plan_here
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "num_hidden_layers": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+SLACK_BYTES = 300 * 2**20
+CONTEXT = 512
+CPU = torch.device("cpu")
+
+
+# ------------------------------------------------------------------------------------------------ make
+
+
+def make(folder: Path, num_layers: int) -> None:
+    """A checkpoint of random weights, two bytes each, cut from a pool at random places."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = SHAPE | {"num_hidden_layers": num_layers}
+    (folder / "config.json").write_text(json.dumps(shape, indent=1))
+    config = read_config(shape)
+    rng = np.random.default_rng(0)
+    pool = torch.from_numpy(rng.standard_normal(2**26, dtype=np.float32) * 0.02).to(torch.bfloat16).view(torch.uint8)
+    layers = [
+        {f"model.layers.{i}.{name}": shape for name, shape in config.layer_shapes().items()} for i in range(num_layers)
+    ]
+    index = {}
+    for number, shapes in enumerate([config.shared_shapes(), *layers]):
+        file = f"model-{number:05}.safetensors"
+        index |= dict.fromkeys(shapes, file)
+        write(folder / file, shapes, pool.numpy(), rng)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def write(file: Path, shapes: Mapping[str, tuple[int, ...]], pool: np.ndarray, rng: np.random.Generator) -> None:
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        nbytes = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    said = json.dumps(header).encode()
+    said += b" " * (-len(said) % 8)
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(said)) + said)
+        for shape in shapes.values():
+            left = 2 * math.prod(shape)
+            while left:
+                start = 2 * int(rng.integers(0, len(pool) // 4))
+                left -= out.write(pool[start : start + left])
+
+
+# ------------------------------------------------------------------------------------------------ one grant
+
+
+class OneLayer(WeightSource):
+    """Computing alone: every layer is the same one, in memory."""
+
+    def __init__(self, source: WeightSource, layer: Mapping[str, Weight]) -> None:
+        self._source, self._layer = source, layer
+
+    @property
+    def num_layers(self) -> int:
+        return self._source.num_layers
+
+    @property
+    def bytes_streamed(self) -> int:
+        return 0
+
+    @property
+    def scratch(self) -> torch.Tensor | None:
+        return self._source.scratch
+
+    def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
+        return nullcontext(self._layer)
+
+    def shared(self, name: str) -> Weight:
+        return self._source.shared(name)
+
+    def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
+        return self._source.rows(name, indices)
+
+    def close(self) -> None: ...
+
+
+def run_one(folder: Path, ram: int, widths: list[int], repeats: int) -> dict[str, Any]:
+    """Everything that is measured within one grant of RAM."""
+    files = ModelFiles.open(folder, "bf16", "cpu", [])
+    largest = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    rates = measure_rates(CPU, files.dtype, largest, seconds=1.5)
+    plan = plan_here(files, None, read_hardware(CPU), Grant(ram=ram, context=CONTEXT))
+    began = time.perf_counter()
+    decoder = load_decoder(files, plan.placement, CPU, EMBEDDING)
+    load_s = time.perf_counter() - began
+    assert isinstance(decoder.weights, TieredWeights)
+    before = [raw_bytes_per_s(folder)]
+    passes = {width: timed(decoder, width, repeats) for width in widths}
+    raw = max(*before, raw_bytes_per_s(folder))
+    with decoder.weights.layer(0) as layer:
+        alone = Decoder(files.config, OneLayer(decoder.weights, layer), dtype=files.dtype, device=CPU)
+        compute = {width: timed(alone, width, repeats) for width in widths}
+    result = {
+        "ram": ram,
+        "resident_layers": len(plan.placement.resident),
+        "stream_bytes": plan.stream_bytes,
+        "planned_bytes": plan.placement.ram_bytes,
+        "raw_disk_bytes_per_s": raw,
+        "load_s": load_s,
+        "pass_s": passes,
+        "compute_s": compute,
+        "predicted_s": {width: plan.predict_pass_s(rates, width) for width in widths},
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+    decoder.weights.close()
+    return result
+
+
+def raw_bytes_per_s(folder: Path) -> float:
+    """The best of 1 to 4 threads, over the largest files in turn, as the layers lie in several."""
+    files = sorted(folder.glob("*.safetensors"), key=lambda path: -path.stat().st_size)[:4]
+    return max(measure_disk(file, seconds=2.0).bytes_per_s for file in files)
+
+
+def timed(decoder: Decoder, width: int, repeats: int) -> float:
+    """Median seconds of a pass over one token of text and width - 1 nodes; the first pass is not counted."""
+    text = CachedDecoder(decoder, 16 + (repeats + 1) + width)
+    text.score_rows(list(range(5, 21)), *star(0))[0]
+    seconds = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        text.score_rows([7], *star(width - 1))[0]
+        seconds.append(time.perf_counter() - began)
+        text.keep([])
+    return statistics.median(seconds[1:])
+
+
+def star(num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Nodes that are all children of the root: tokens, depths, mask."""
+    return np.arange(3, num_nodes + 3), np.ones(num_nodes, dtype=np.int64), np.eye(num_nodes, dtype=bool)
+
+
+def peak_rss_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+# ------------------------------------------------------------------------------------------------ all grants
+
+
+@contextmanager
+def memory_group(limit: int) -> Iterator[Path | None]:
+    """A memory control group (v1 or v2) of `limit` bytes; None where that is not allowed here."""
+    v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    root, name = (v1, "memory.limit_in_bytes") if v1.is_dir() else (v2, "memory.max")
+    folder = root / f"offspec-bench-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / name).write_text(str(limit))
+    except OSError as exc:
+        print(f"no memory control group ({exc.strerror}): peaks are the process's own", file=sys.stderr)
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        time.sleep(0.2)  # the kernel lets a group go once its last process is gone
+        folder.rmdir()
+
+
+def drop_page_cache() -> None:
+    try:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError as exc:
+        print(f"the page cache stays ({exc.strerror}); reads go past it all the same", file=sys.stderr)
+
+
+def in_a_group(folder: Path, ram: int, widths: str, repeats: int) -> dict[str, Any]:
+    """`run_one` in a process of its own, in a group of its own."""
+    drop_page_cache()
+    with memory_group(ram + SLACK_BYTES) as group:
+        command = [sys.executable, __file__, "one", str(folder), "--ram", f"{ram}B", "--widths", widths]
+        enter = None if group is None else (lambda: (group / "cgroup.procs").write_text(str(os.getpid())))
+        done = subprocess.run(
+            [*command, "--repeats", str(repeats)], preexec_fn=enter, stdout=subprocess.PIPE, check=True
+        )
+        result: dict[str, Any] = json.loads(done.stdout)
+        if group is not None:
+            peak = next(f for f in ("memory.max_usage_in_bytes", "memory.peak") if (group / f).exists())
+            result["peak_group_bytes"] = int((group / peak).read_text())
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    raw, streamed = result["raw_disk_bytes_per_s"], result["stream_bytes"]
+    link_s = streamed / raw
+    peak = result.get("peak_group_bytes", result["peak_rss_bytes"])
+    print(
+        f"\n--ram {format_size(result['ram'])}: {result['resident_layers']} layers stay, {format_size(streamed)} are "
+        f"streamed a pass; raw disk {raw / 1e9:.2f} GB/s, so {link_s:.2f} s; peak {format_size(peak)} "
+        f"(planned {format_size(result['planned_bytes'])})"
+    )
+    print("tokens   pass s   / link   / max(link, compute)   compute s   predicted s   / predicted")
+    for width, seconds in result["pass_s"].items():
+        compute, predicted = result["compute_s"][width], result["predicted_s"][width]
+        print(
+            f"{width:>6} {seconds:8.2f} {seconds / link_s:8.2f} {seconds / max(link_s, compute):22.2f} "
+            f"{compute:11.2f} {predicted:13.2f} {seconds / predicted:13.2f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=["make", "measure", "one"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--grants", default="4GiB,6GiB,10GiB")
+    parser.add_argument("--ram", type=parse_size, default=6 * 2**30)
+    parser.add_argument("--widths", default="1,8,64,128")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    widths = [int(width) for width in args.widths.split(",")]
+    if args.stage == "make":
+        make(args.folder, args.layers)
+    elif args.stage == "one":
+        print(json.dumps(run_one(args.folder, args.ram, widths, args.repeats)))
+    else:
+        results = [in_a_group(args.folder, parse_size(g), args.widths, args.repeats) for g in args.grants.split(",")]
+        for result in results:
+            show(result)
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`offspec doctor`: what this machine has, how fast it is, and what would help most."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from offspec import __version__, format_quantity, format_size
+
+if TYPE_CHECKING:
+    from offspec.diagnosis import Diagnosis
+
+Row = tuple[str, str, str]  # label, what, where that comes from
+MAX_COLUMNS, NARROW = 100, 50
+
+
+@click.command(
+    name="doctor",
+    help="""Show what this machine has, measured, each figure with where it comes from, and what would help most.
+
+Measuring takes some seconds, and writes a temporary file where the folder holds no checkpoint that can be read instead.
+
+\b
+Example:
+  offspec doctor
+  offspec doctor --path ./Llama-3.1-8B --json
+""",
+)
+@click.option(
+    "--device",
+    default="auto",
+    metavar="auto|cpu|cuda[:N]",
+    help="Where to compute. auto: the first CUDA device, else the CPU. [default: auto]",
+)
+@click.option(
+    "--path",
+    type=click.Path(exists=True, path_type=Path),
+    help="The folder where models lie (or a large file), whose disk is measured. [default: the hub's cache]",
+)
+@click.option("--quick", is_flag=True, help="Measure nothing, only show what the machine says of itself.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Traceback on errors.")
+def command(device: str, path: Path | None, quick: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
+    from offspec.diagnosis import diagnose
+
+    shows_progress = not quiet and not quick and sys.stderr.isatty()
+
+    def progress(what: str) -> None:
+        if shows_progress:
+            click.echo(f"\r{f'measuring {what} ...':<32}", err=True, nl=False)
+
+    try:
+        found = diagnose(device, path, quick=quick, progress=progress)
+    finally:
+        if shows_progress:
+            click.echo(f"\r{'':<32}\r", err=True, nl=False)
+    if as_json:
+        click.echo(json.dumps({"version": __version__, **found.as_dict()}))
+    else:
+        click.echo(table(found, min(shutil.get_terminal_size().columns, MAX_COLUMNS)))
+
+
+def table(found: Diagnosis, columns: int) -> str:
+    """Facts, rates and advice, in lines of at most `columns` (and at least 20)."""
+    facts, rates = _facts(found), _rates(found)
+    label_columns = max(len(label) for label, *_ in facts + rates) + 2
+    lines = [line for row in facts for line in _lines(row, label_columns, columns)]
+    if found.hardware.rates.sources:
+        lines += ["", "Measured"]
+        lines += [line for row in rates for line in _lines(row, label_columns, columns)]
+    if found.advice:
+        lines += ["", "Advice"]
+        lines += [line for text in found.advice for line in _wrapped("- ", text, 2, columns)]
+    return "\n".join(lines)
+
+
+def _lines(row: Row, label_columns: int, columns: int) -> list[str]:
+    label, what, source = row
+    text = f"{what} ({source})" if source else what
+    if columns < NARROW:  # a column of labels would leave no room beside it
+        return [label, *_wrapped("  ", text, 2, columns)]
+    return _wrapped(f"{label:<{label_columns}}", text, label_columns, columns)
+
+
+def _wrapped(start: str, text: str, indent: int, columns: int) -> list[str]:
+    return textwrap.wrap(
+        text, max(columns, 20), initial_indent=start, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
+
+
+def _facts(found: Diagnosis) -> list[Row]:
+    h = found.hardware
+    ram = f"{format_size(h.ram.total_bytes)}, {format_size(h.ram.available_bytes)} available"
+    cores = f"{h.num_cores} core{'s' if h.num_cores > 1 else ''}"
+    bitsandbytes = f"bitsandbytes {found.bitsandbytes_version or 'missing'}"
+    rows = [("RAM", ram, h.ram.limit), ("CPU", f"{h.cpu_name}, {cores}", h.cores_limit), _gpu(found)]
+    if found.disk is not None:
+        free = f"{format_size(found.disk.free_bytes)} free"
+        rows.append(("disk", f"{found.disk.file_system} on {found.disk.device}, {free}", str(found.disk.path)))
+    else:
+        rows.append(("disk", "unknown", found.disk_reason))
+    return [*rows, ("software", f"offspec {__version__}, torch {found.torch_version}, {bitsandbytes}", "")]
+
+
+def _gpu(found: Diagnosis) -> Row:
+    gpu = found.hardware.gpu
+    if gpu is None:
+        return "GPU", "none used", "--device cpu" if found.device_reason == "as asked" else found.device_reason
+    capability = "compute capability {}.{}".format(*gpu.capability)
+    memory = f"{format_size(gpu.total_bytes)}, {format_size(gpu.free_bytes)} free"
+    return "GPU", f"{gpu.name}, {memory}, {capability}", f"{found.device}, {found.device_reason}"
+
+
+def _rates(found: Diagnosis) -> list[Row]:
+    rates, sources = found.hardware.rates, found.hardware.rates.sources
+    matmul = ", ".join(f"{format_quantity(flops, 'FLOP/s')} at {n}" for n, flops in rates.matmul_flops.items())
+    return [
+        ("disk", _rate(rates.disk_bytes_per_s, "B/s"), sources.get("disk_bytes_per_s", "")),
+        ("link", _rate(rates.host_to_device_bytes_per_s, "B/s"), sources.get("host_to_device_bytes_per_s", "")),
+        ("memory", _rate(rates.memory_bytes_per_s, "B/s"), sources.get("memory_bytes_per_s", "")),
+        ("matmul", matmul or "-", f"tokens at once; {sources.get('matmul_flops', '')}"),
+        ("NF4", _rate(rates.dequantise_elements_per_s, " weights/s"), sources.get("dequantise_elements_per_s", "")),
+    ]
+
+
+def _rate(value: float | None, unit: str) -> str:
+    return "-" if value is None else format_quantity(value, unit)

@@ -1,0 +1,111 @@
+"""`offspec quantize`: make a 4-bit checkpoint of a 16-bit one, or lay one out so that it streams well."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from offspec import CONVERT_FORMATS, ConvertParams, format_quantity, format_seconds
+
+
+@click.command(
+    name="quantize",
+    help="""Make the checkpoint DST of SRC, a folder or a Hugging Face hub id.
+
+nf4 and fp4 take a bf16, fp16 or fp32 checkpoint: the matrices inside the layers become bitsandbytes' 4-bit format, as
+transformers would save them; embeddings, norms and lm_head stay as they are. keep changes no tensor and only lays them out
+anew. Either way every layer gets a file of its own and is read in one piece.
+
+Memory: one layer. An interrupted run goes on where it stopped when the same command is given again; until it is done DST
+has no index and cannot be loaded.
+
+\b
+Examples:
+  offspec quantize ./Llama-3.1-70B-Instruct ./Llama-3.1-70B-nf4
+  offspec quantize meta-llama/Llama-3.1-8B ./Llama-3.1-8B-packed --format keep
+""",
+)
+@click.argument("src")
+@click.argument("dst", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(CONVERT_FORMATS),
+    default=ConvertParams.format,
+    show_default=True,
+    help="4-bit NormalFloat, 4-bit float, or the tensors as they are.",
+)
+@click.option(
+    "--double-quant/--no-double-quant",
+    default=ConvertParams.double_quant,
+    show_default=True,
+    help="Quantise the scales too: 4.13 bits a weight instead of 4.5.",
+)
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Traceback on errors.")
+def command(
+    src: str,
+    dst: Path,
+    form: str,
+    double_quant: bool,
+    revision: str | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    from offspec import convert
+
+    if revision is not None and Path(src).expanduser().is_dir():
+        raise click.UsageError("--revision belongs to a hub id, and SRC is a folder.")
+    start = time.monotonic()
+    bar = ProgressLine() if sys.stderr.isatty() and not quiet else None
+    try:
+        params = ConvertParams(form, double_quant)
+        done = convert(src, dst.expanduser(), params, revision=revision, progress=bar)
+    finally:
+        if bar is not None:
+            bar.clear()
+    if as_json:
+        said = {"source": src, "target": str(done.path), "format": done.format, "num_files": done.num_files}
+        said |= {"num_resumed": done.num_resumed, "source_bytes": done.source_bytes, "result_bytes": done.result_bytes}
+        click.echo(json.dumps(said | {"seconds": round(time.monotonic() - start, 3)}))
+    else:
+        before, after = (format_quantity(nbytes, "B") for nbytes in (done.source_bytes, done.result_bytes))
+        resumed = f", {done.num_resumed} of them from the run before" if done.num_resumed else ""
+        click.echo(
+            f"{done.path}: {before} → {after} in {done.num_files} files{resumed}, each read back and found equal"
+        )
+
+
+class ProgressLine:
+    """How far it is and how long it will take, on one line of a terminal that is written over."""
+
+    def __init__(self) -> None:
+        self._start: tuple[float, int] | None = None
+        self._shown = 0.0
+
+    def __call__(self, bytes_done: int, bytes_total: int) -> None:
+        now = time.monotonic()
+        if self._start is None:  # what an earlier run did says nothing of this one's pace
+            self._start = now, bytes_done
+        if now - self._shown < 0.1:
+            return
+        self._shown = now
+        percent, total = 100 * bytes_done // max(1, bytes_total), format_quantity(bytes_total, "B")
+        click.echo(f"\r\x1b[K{percent} % of {total}{self._left(now, bytes_done, bytes_total)}", err=True, nl=False)
+
+    def _left(self, now: float, bytes_done: int, bytes_total: int) -> str:
+        assert self._start is not None
+        seconds, nbytes = now - self._start[0], bytes_done - self._start[1]
+        if seconds < 1 or not nbytes:
+            return ""
+        return f", {format_seconds((bytes_total - bytes_done) * seconds / nbytes)} left"
+
+    def clear(self) -> None:
+        click.echo("\r\x1b[K", err=True, nl=False)

@@ -1,0 +1,156 @@
+"""A streamed target says what a resident one says, whatever stays, whatever was interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from offspec import Engine, SamplingParams
+from offspec.engine import load_decoder
+from offspec.errors import CheckpointError, MemoryLimitError, UsageError
+from offspec.files import ModelFiles
+from offspec.loaders.placement import Limits, Placement
+from offspec.model import EMBEDDING, CachedDecoder, Decoder
+
+from ..pair import CONFIG, CONTEXT, Pair, build_pair, variant
+
+CPU = torch.device("cpu")
+NO_NODES = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), bool)
+REQUESTS = [SamplingParams(30, seed=0, ignore_eos=True), SamplingParams(30, temperature=1.0, top_p=0.9, seed=1)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Iterator[Engine]:
+    loaded = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
+    yield loaded
+    loaded.close()
+
+
+def stream(folder: Path, resident: tuple[int, ...] = (), *, synchronous: bool = False) -> Decoder:
+    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    costs = [layer.cost(files.dtype) for layer in files.stored.layers]
+    on_disk = tuple(i for i in range(len(costs)) if i not in resident)
+    slot = max(cost.slot_bytes for cost in costs)
+    placement = Placement(resident, (), on_disk, 2, 0, slot, (), Limits(None, 0), 0, 0)
+    return load_decoder(files, placement, CPU, EMBEDDING, synchronous=synchronous)
+
+
+def behind(engine: Engine, target: Decoder) -> Engine:
+    """The engine's draft and tokenizer before another target."""
+    return Engine(target, engine.tokenizer, engine.draft)
+
+
+def says(engine: Engine, params: SamplingParams) -> list[int]:
+    return [token for step in engine.generate("def area(", params) for token in step.token_ids]
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("resident", [(), (0,), (1,)])
+def test_the_text_is_that_of_a_resident_target(
+    engine: Engine, pair: Pair, resident: tuple[int, ...], synchronous: bool
+) -> None:
+    target = stream(pair.target, resident, synchronous=synchronous)
+    for params in REQUESTS:
+        assert says(behind(engine, target), params) == says(engine, params)
+    target.weights.close()
+
+
+def test_16_bit_weights_computed_in_fp32(engine: Engine, pair: Pair, tmp_path: Path) -> None:
+    """What is stored in another dtype is converted for each use, to the same numbers."""
+    folder = variant(pair.target, tmp_path / "narrow")
+    file = folder / "model.safetensors"
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in load_file(file).items()}, file)
+    resident, streamed = stream(folder, (0, 1)), stream(folder)
+    for params in REQUESTS:
+        assert says(behind(engine, streamed), params) == says(behind(engine, resident), params)
+    streamed.weights.close()
+
+
+def test_a_request_that_was_left_does_not_disturb_the_next(engine: Engine, pair: Pair) -> None:
+    target = stream(pair.target)
+    asked = behind(engine, target).generate("def area(", REQUESTS[0])
+    next(asked)
+    asked.close()
+    assert says(behind(engine, target), REQUESTS[0]) == says(engine, REQUESTS[0])
+    target.weights.close()
+
+
+def test_an_interrupted_pass_does_not_disturb_the_next(
+    engine: Engine, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, real = stream(pair.target), Decoder._layer
+    calls: list[int] = []
+
+    def interrupted(self: Decoder, index: int, *rest: object) -> torch.Tensor:
+        calls.append(index)
+        if self is target and len(calls) > 3:
+            raise KeyboardInterrupt
+        return real(self, index, *rest)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "_layer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            says(behind(engine, target), REQUESTS[0])
+    assert says(behind(engine, target), REQUESTS[0]) == says(engine, REQUESTS[0])
+    target.weights.close()
+
+
+def test_a_shard_cut_off_while_running_is_one_clear_error(engine: Engine, pair: Pair, tmp_path: Path) -> None:
+    folder = variant(pair.target, tmp_path / "cut")
+    target = stream(folder)
+    says(behind(engine, target), REQUESTS[0])
+    os.truncate(folder / "model.safetensors", 5000)
+    with pytest.raises(CheckpointError, match=r"ends at byte .*, within its data"):
+        says(behind(engine, target), replace(REQUESTS[0], max_new_tokens=60))
+    target.weights.close()
+
+
+def test_a_prompt_of_8192_tokens_reads_the_weights_once(pair: Pair, tmp_path: Path) -> None:
+    folder = variant(pair.target, tmp_path / "long")
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 9000}))
+    target = stream(folder)
+    per_pass = sum(layer.record.read_bytes for layer in ModelFiles.open(folder, "fp32", "cpu", []).stored.layers)
+    text = CachedDecoder(target, 8200)
+    text.score_rows([i % 300 for i in range(8192)], *NO_NODES)
+    assert target.weights.bytes_streamed == per_pass
+    text.score_rows([1], *NO_NODES)
+    assert target.weights.bytes_streamed == 2 * per_pass
+    target.weights.close()
+
+
+def test_stats_say_what_was_streamed(engine: Engine, pair: Pair) -> None:
+    target = stream(pair.target)
+    *_, last = behind(engine, target).generate("def area(", REQUESTS[0])
+    assert last.stats.stream_bytes_per_pass * last.stats.num_passes == target.weights.bytes_streamed
+    assert last.stats.stream_gb_per_s
+    *_, last = engine.generate("def area(", REQUESTS[0])
+    assert last.stats.stream_bytes_per_pass == 0
+    assert last.stats.stream_gb_per_s is None
+    target.weights.close()
+
+
+def test_too_small_a_grant_is_refused_before_anything_is_read(pair: Pair) -> None:
+    with pytest.raises(MemoryLimitError, match=r"1 MiB of RAM are too little: at least .* are needed \(.*--ram"):
+        Engine.load(str(pair.target), draft="none", device="cpu", ram=2**20)
+
+
+def test_a_context_asked_for_is_the_limit_and_is_said(pair: Pair) -> None:
+    loaded = Engine.load(str(pair.target), draft="none", device="cpu", context=40)
+    assert loaded.max_context == 40
+    assert any("context 40 tokens" in note.text for note in loaded.notes)
+    assert len(says(loaded, SamplingParams(100, ignore_eos=True))) < 40
+    with pytest.raises(UsageError, match=rf"--context 1000 is more than the model's own {CONTEXT}"):
+        Engine.load(str(pair.target), draft="none", device="cpu", context=1000)
