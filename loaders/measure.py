@@ -6,7 +6,6 @@ what goes where. One figure is a short sample: other programs' work shows in it,
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
@@ -14,12 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,14 +24,16 @@ import torch.nn.functional as F
 
 from offspec.errors import HardwareError, OffspecError
 
-from .hardware import Rates
+from .formats import Layout4bit, Nested, Weight4bit, bitsandbytes_functional
+from .hardware import Rates, read_memory
 from .readers import READ_BYTES, FileReader, HostBuffer, align_down
-from .units import MIB
+from .units import MIB, format_size
 
 WIDTHS = (1, 8, 64, 256)
 THREADS = (1, 2, 4)
 TEMPORARY_BYTES = 768 * MIB  # what is written where there is no checkpoint to read: a part for each number of threads
 LEAST_BYTES = 64 * MIB  # of a file that is worth measuring
+ROOM_BYTES = 768 * MIB  # what measuring takes, twice over: a container kills whoever takes more than it has
 _SPARE_BYTES = 1024 * MIB  # left free on the disk, whatever is measured
 _MIN_REPEATS, _MAX_REPEATS = 3, 50
 
@@ -53,6 +52,9 @@ def measure_rates(
 
     path: a file to read, or a folder (see `measure_disk`). progress is told what is being measured.
     """
+    if (free := read_memory().available_bytes) < ROOM_BYTES:
+        why = f"not measured: only {format_size(free)} of RAM are free, and measuring takes some"
+        return Rates(sources=dict.fromkeys((field.name for field in fields(Rates) if field.name != "sources"), why))
     sources: dict[str, str] = {}
 
     def attempt(field: str, what: str, measure: Callable[[], tuple[Any, str]]) -> Any:
@@ -92,13 +94,16 @@ def _memory(device: torch.device, seconds: float) -> tuple[float, str]:
 
 
 def _matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[dict[int, float], str]:
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return measure_matmul(device, dtype, seconds=seconds), f"{str(dtype).removeprefix('torch.')}{threads}"
+    threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
+    return measure_matmul(device, dtype, seconds=seconds), f"{_name(dtype)}{threads}"
 
 
-def _dequantise(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[float | None, str]:
-    module, what = load_bitsandbytes()
-    return (measure_dequantise(device, dtype, seconds=seconds) if module is not None else None), what
+def _dequantise(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[float, str]:
+    return measure_dequantise(device, dtype, seconds=seconds), f"whole matrices to {_name(dtype)}, nested scales"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _first_line(exc: BaseException) -> str:
@@ -302,30 +307,22 @@ def measure_host_to_device(device: torch.device, *, nbytes: int = 64 * MIB, seco
 
 def measure_dequantise(
     device: torch.device, dtype: torch.dtype, *, shape: tuple[int, int] = (4096, 4096), seconds: float = 1.0
-) -> float | None:
-    """NF4 weights/s that bitsandbytes turns into `dtype`, one matrix at a time; None where it is not there."""
-    functional, _ = load_bitsandbytes()
-    if functional is None:
-        return None
-    packed, state = functional.quantize_4bit(_filled(shape, dtype, device), quant_type="nf4")
-    return shape[0] * shape[1] / _typical_s(device, lambda: functional.dequantize_4bit(packed, state), seconds)
+) -> float:
+    """NF4 weights/s that become `dtype`, a whole matrix at a time, as a pass does it. Raises OffspecError without bitsandbytes."""
+    bitsandbytes_functional()
+    num_blocks = shape[0] * shape[1] // 64
+    nested = Nested(torch.linspace(-1, 1, 256), torch.ones(-(-num_blocks // 256)), 0.0, 256)
+    matrix = (
+        Weight4bit("weight", Layout4bit(shape, "nf4", 64, nested), ())
+        .to(device)
+        .bind([_any_bytes(shape[0] * shape[1] // 2, device), _any_bytes(num_blocks, device)])
+    )
+    out = torch.empty(shape, dtype=dtype, device=device)
+    return shape[0] * shape[1] / _typical_s(device, lambda: matrix.dequantize(dtype, out), seconds)
 
 
-def load_bitsandbytes() -> tuple[ModuleType | None, str]:
-    """`bitsandbytes.functional` and its version, or None and why it cannot be used."""
-    log = logging.getLogger("bitsandbytes")
-    level = log.level
-    log.setLevel(logging.ERROR)  # it complains of optional kernels that nobody here asks for
-    try:
-        module = import_module("bitsandbytes.functional")
-        return module, f"bitsandbytes {import_module('bitsandbytes').__version__}"
-    except ModuleNotFoundError as exc:
-        missing = exc.name or "a part of it"
-        return None, "bitsandbytes is not installed" if missing == "bitsandbytes" else f"bitsandbytes lacks {missing}"
-    except Exception as exc:  # noqa: BLE001 (its loading of CUDA libraries fails in many ways)
-        return None, f"bitsandbytes cannot be loaded ({_first_line(exc)})"
-    finally:
-        log.setLevel(level)
+def _any_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(nbytes, dtype=torch.int64).mul_(37).to(torch.uint8).to(device)
 
 
 # ------------------------------------------------------------------------------------------------ clocks

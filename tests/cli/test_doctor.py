@@ -1,0 +1,106 @@
+"""`offspec doctor`: a table that fits any terminal, or one JSON object, and progress only where somebody watches."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offspec.cli.doctor import table
+from offspec.loaders.hardware import Rates
+
+from ..offspec.test_diagnosis import CPU_ONLY, DESKTOP
+from .conftest import Offspec, finish, start
+
+MEASURED = Rates(2e9, None, 10e9, {1: 1e9, 64: 2e11}, None, {"disk_bytes_per_s": "direct", "matmul_flops": "bfloat16",
+                 "dequantise_elements_per_s": "not measured: bitsandbytes is missing"})  # fmt: skip
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring without a clock, a disk or an import."""
+
+    def measure(device: Any, dtype: Any, path: Path, progress: Any) -> Rates:
+        progress("disk")
+        return MEASURED
+
+    monkeypatch.setattr("offspec.diagnosis.measure_rates", measure)
+
+
+@pytest.mark.usefixtures("measured")
+def test_the_table(offspec: Offspec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    result = offspec("doctor", "--device", "cpu", "--path", tmp_path)
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0].startswith("RAM       ")
+    assert "GPU       none used (--device cpu)" in lines
+    assert "disk      2 GB/s (direct)" in lines
+    assert "matmul    1 GFLOP/s at 1, 200 GFLOP/s at 64 (tokens at once; bfloat16)" in lines
+    assert "NF4       - (not measured: bitsandbytes is missing)" in lines
+    assert any(line.startswith("- This disk delivers 2 GB/s: ") for line in lines)
+
+
+@pytest.mark.usefixtures("measured")
+def test_json_is_one_object_and_nothing_else(offspec: Offspec, tmp_path: Path) -> None:
+    result = offspec("doctor", "--device", "cpu", "--path", tmp_path, "--json")
+    assert (result.code, result.err) == (0, "")
+    found = json.loads(result.out)
+    assert found["hardware"]["rates"] == {**asdict(MEASURED), "matmul_flops": {"1": 1e9, "64": 2e11}}
+    assert found["hardware"]["ram"]["available_bytes"] > 0
+    assert found["disk"]["path"] == str(tmp_path)
+    assert (found["device"], type(found["advice"])) == ("cpu", list)
+
+
+def test_quick_shows_no_rates(offspec: Offspec, tmp_path: Path) -> None:
+    result = offspec("doctor", "--quick", "--device", "cpu", "--path", tmp_path)
+    assert (result.code, result.err) == (0, "")
+    assert "Measured" not in result.out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize(("flags", "shown"), [((), True), (("--quiet",), False)])
+def test_progress_for_who_watches(
+    offspec: Offspec, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], shown: bool
+) -> None:
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True)
+    result = offspec("doctor", "--device", "cpu", *flags)
+    assert result.err.startswith("\rmeasuring disk ...") == shown
+    assert result.err.endswith("\r") == shown
+
+
+@pytest.mark.parametrize("found", [DESKTOP, CPU_ONLY])
+@pytest.mark.parametrize("columns", [20, 36, 80, 100])
+def test_the_table_fits(found: Any, columns: int) -> None:
+    lines = table(found, columns).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert all(line.isascii() for line in lines)
+
+
+def test_a_card_is_shown_with_its_memory() -> None:
+    shown = "GPU       RTX 4090, 24 GiB, 23 GiB free, compute capability 8.9 (cuda:0, found)"
+    assert shown in table(DESKTOP, 100).splitlines()
+    assert "link      25 GB/s" in table(DESKTOP, 100).splitlines()
+
+
+@pytest.mark.parametrize("arguments", [("--device", "tpu"), ("--path", "/not/there"), ("--fast",)])
+def test_wrong_usage(offspec: Offspec, arguments: tuple[str, ...]) -> None:
+    assert offspec("doctor", "--quick", *arguments).refusal(2)
+
+
+@pytest.mark.slow
+def test_for_real_in_a_terminal_without_utf8(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
+    process = start(
+        "doctor", "--device", "cpu", "--path", tmp_path / "model.safetensors",
+        env={"PYTHONIOENCODING": "ascii", "COLUMNS": "60"},
+    )  # fmt: skip
+    result = finish(process)
+    assert (result.code, result.err) == (0, "")
+    assert "Measured" in result.out
+    assert "not measured" not in result.out
