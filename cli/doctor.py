@@ -120,12 +120,13 @@ def _gpu(found: Diagnosis) -> Row:
 
 def _rates(found: Diagnosis) -> list[Row]:
     rates, sources = found.hardware.rates, found.hardware.rates.sources
+    how = sources.get("matmul_flops", "")
     matmul = ", ".join(f"{format_quantity(flops, 'FLOP/s')} at {n}" for n, flops in rates.matmul_flops.items())
     return [
         ("disk", _rate(rates.disk_bytes_per_s, "B/s"), sources.get("disk_bytes_per_s", "")),
         ("link", _rate(rates.host_to_device_bytes_per_s, "B/s"), sources.get("host_to_device_bytes_per_s", "")),
         ("memory", _rate(rates.memory_bytes_per_s, "B/s"), sources.get("memory_bytes_per_s", "")),
-        ("matmul", matmul or "-", f"tokens at once; {sources.get('matmul_flops', '')}"),
+        ("matmul", matmul or "-", f"tokens at once; {how}" if matmul else how),
         ("NF4", _rate(rates.dequantise_elements_per_s, " weights/s"), sources.get("dequantise_elements_per_s", "")),
     ]
 

@@ -129,7 +129,8 @@ def _version(package: str) -> str | None:
 
 def _busy_processor(d: Diagnosis) -> str | None:
     h = d.hardware
-    if not h.rates.sources or d.load_average <= h.num_cores:
+    is_measured = h.rates.disk_bytes_per_s is not None or h.rates.matmul_flops
+    if not is_measured or d.load_average <= h.num_cores:
         return None
     return (
         f"This machine is busy: {d.load_average:.1f} processes share {h.num_cores} cores. The figures above are what is left "
