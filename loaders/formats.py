@@ -38,9 +38,9 @@ from torch import Tensor
 from offspec.errors import CheckpointError, OffspecError
 
 from .checkpoint import TensorInfo, fault, show
+from .params import QUANT_TYPES
 
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-QUANT_TYPES = ("nf4", "fp4")
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 # The 16 values of each type, as bitsandbytes computes with them whatever a checkpoint's quant_map says.

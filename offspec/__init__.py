@@ -32,6 +32,7 @@ _HOMES = {
     "convert": "offspec.loaders.convert",
     "SEED_LIMIT": "offspec.scheduler.params",
     "format_quantity": "offspec.loaders.units",
+    "format_seconds": "offspec.loaders.units",
     "format_size": "offspec.loaders.units",
     "parse_size": "offspec.loaders.units",
 }
@@ -48,6 +49,7 @@ __all__ = [
     "__version__",
     "convert",
     "format_quantity",
+    "format_seconds",
     "format_size",
     "parse_size",
 ]
@@ -55,7 +57,7 @@ __all__ = [
 if TYPE_CHECKING:
     from offspec.loaders.convert import convert
     from offspec.loaders.params import CONVERT_FORMATS, ConvertParams
-    from offspec.loaders.units import format_quantity, format_size, parse_size
+    from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
     from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
 
     from .engine import Engine, Step

@@ -1,0 +1,422 @@
+"""Makes another checkpoint of a checkpoint: bf16, fp16 or fp32 → NF4 or FP4, or the same tensors packed layer by layer.
+
+The result has one safetensors file for each layer, its data beginning on a page, so that a layer is one contiguous read;
+all else lies in the first file. It is a normal checkpoint for `transformers` and bitsandbytes. Memory: one layer of the
+result and one tensor of the source. A conversion that was interrupted goes on with the first file that is missing, and the
+result is the same to the last bit; until it is complete the folder has no index and a marker, and nobody reads it.
+Knows nothing of architectures: a matrix inside a layer is multiplied with, and quantised; everything else is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from offspec.errors import CheckpointError, StorageError, UsageError
+
+from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, fault, read_header, resolve, show
+from .formats import FLOAT_DTYPES, bitsandbytes_functional, pack_4bit, stored_weights
+from .params import QUANT_TYPES, ConvertParams
+from .shards import (
+    CHUNK_BYTES,
+    PART_SUFFIX,
+    Piece,
+    cannot_write,
+    forget_cached,
+    sync_folder,
+    write_atomically,
+    write_shard,
+)
+from .units import format_quantity
+from .weights import LAYER_PREFIX, split_names
+
+MARKER = "offspec-quantize.json"  # in an unfinished result: what is being made of what
+BLOCKSIZE = 64  # what transformers quantises with; it has no setting for it
+
+# What belongs to a checkpoint beside weights, index and config.json: tokenizer, chat template, the terms it is under.
+_COMPANIONS = (
+    *("generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template*", "chat_templates/*", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
+_SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.float32: "F32"}
+_SPARE_BYTES = 2**20  # headers, config.json, tokenizer
+_LAYOUT = 1  # of the result; a conversion begun by another version of offspec may not be mixed with this one's
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What came of it. `num_resumed` of `num_files` were there from an earlier run."""
+
+    path: Path
+    format: str
+    source_bytes: int
+    result_bytes: int
+    num_files: int
+    num_resumed: int
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One file of the result, and the tensors of the source that go into it."""
+
+    name: str
+    infos: tuple[TensorInfo, ...]
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(info.nbytes for info in self.infos)
+
+
+def convert(
+    source: str | Path,
+    target: Path,
+    params: ConvertParams | None = None,
+    *,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Makes the checkpoint `target` of the checkpoint `source` (a folder or a hub id), or goes on with it.
+
+    `progress(bytes_done, bytes_total)` counts bytes of the source; its first call tells what was there already.
+    Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to go on).
+    """
+    params = params or ConvertParams()
+    folder = resolve(str(source), revision)
+    _check_folders(folder, target)
+    checkpoint = Checkpoint.open(folder)
+    work = _Work(checkpoint, target, params)
+    with _claimed(target, _job(checkpoint, params)):
+        finished = [shard for shard in work.shards if work.is_finished(shard)]
+        rest = [shard for shard in work.shards if shard not in finished]
+        _check_space(target, work.result_bytes(rest))
+        counter = _Counter(checkpoint.nbytes, progress)
+        counter.add(sum(shard.source_bytes for shard in finished))
+        for shard in rest:
+            write_shard(target / shard.name, list(work.pieces(shard, counter)))
+        nbytes = work.publish()
+    return Conversion(target, params.format, checkpoint.nbytes, nbytes, len(work.shards), len(finished))
+
+
+@dataclass
+class _Counter:
+    """Bytes of the source that are done."""
+
+    total: int
+    tell: Progress | None
+    done: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.tell is not None:
+            self.tell(self.done, self.total)
+
+
+# ------------------------------------------------------------------------------------------------------- before work
+
+
+def _check_folders(source: Path, target: Path) -> None:
+    """The result must not end up in, or on top of, what it is made of."""
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{target}: is a file; name a new folder for the result")
+    one, other = source.resolve(), target.resolve()
+    if one == other or one in other.parents or other in one.parents:
+        raise UsageError(f"{target}: lies in SRC, or SRC in it ({source}); name a new folder elsewhere")
+
+
+def _job(checkpoint: Checkpoint, params: ConvertParams) -> dict[str, Any]:
+    """Everything that the result depends on; two runs with equal jobs make equal files."""
+    said: dict[str, Any] = {**asdict(params), "layout": _LAYOUT, "source": _fingerprint(checkpoint)}
+    if params.format in QUANT_TYPES:
+        from importlib.metadata import version
+
+        said |= {"torch": torch.__version__, "bitsandbytes": version("bitsandbytes")}
+    return said
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    """Changes with the source: its headers, config.json, and its files' sizes and times; their contents are not read."""
+    tensors = sorted((i.name, i.dtype, i.shape, i.path.name, i.offset) for i in checkpoint.tensors.values())
+    paths = sorted({info.path for info in checkpoint.tensors.values()})
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return hashlib.sha256(json.dumps([tensors, stats, checkpoint.config]).encode()).hexdigest()
+
+
+@contextmanager
+def _claimed(target: Path, job: Mapping[str, Any]) -> Iterator[None]:
+    """The folder is this job's, begun by this run or an earlier one, and no other run's at the same time."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        entries = set(os.listdir(target)) - {MARKER}
+        if entries and not (target / MARKER).exists():
+            raise UsageError(f"{target}: is not empty; name a new folder for the result")
+        marker = (target / MARKER).open("a+", encoding="utf-8")
+    except OSError as exc:
+        raise cannot_write(target, exc) from exc
+    with marker:
+        _lock(marker.fileno(), target)
+        marker.seek(0)
+        begun = marker.read()
+        if entries:
+            _check_same(target, begun, job)
+        else:  # nothing was made yet, so nothing can be mixed up
+            _write_marker(target, marker, job)
+        yield
+
+
+def _lock(descriptor: int, target: Path) -> None:
+    """Held until the process ends, however it ends."""
+    with suppress(ImportError):  # not on Windows
+        import fcntl
+
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise UsageError(f"{target}: another process is making it; wait for that one, or stop it") from exc
+        except OSError:
+            pass  # a file system without locks
+
+
+def _write_marker(target: Path, marker: TextIO, job: Mapping[str, Any]) -> None:
+    try:
+        marker.truncate(0)
+        marker.write(json.dumps(job))
+        marker.flush()
+        os.fsync(marker.fileno())
+        sync_folder(target)
+    except OSError as exc:
+        raise cannot_write(target / MARKER, exc) from exc
+
+
+def _check_same(target: Path, begun: str, job: Mapping[str, Any]) -> None:
+    before = None
+    with suppress(ValueError, RecursionError):
+        before = json.loads(begun)
+    if before == job:
+        return
+    what = "of another kind"
+    if isinstance(before, dict):
+        different = [key for key in job if before.get(key) != job[key]]
+        what = (
+            "of other weights" if "source" in different else ", ".join(f"{k} {show(before.get(k))}" for k in different)
+        )
+    raise UsageError(
+        f"{target}: holds an unfinished result ({what}); delete it, or name a new folder, or repeat the first command"
+    )
+
+
+def _check_space(target: Path, needed: int) -> None:
+    free = shutil.disk_usage(target).free
+    if needed > free:
+        raise StorageError(
+            f"{target}: {format_quantity(needed, 'B')} are still to be written, its disk has {format_quantity(free, 'B')} "
+            "free; make room and run the same command again, or choose another disk"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------- work
+
+
+class _Work:
+    """Which files the result has, and how each is made."""
+
+    def __init__(self, checkpoint: Checkpoint, target: Path, params: ConvertParams) -> None:
+        self._checkpoint, self._target, self._params = checkpoint, target, params
+        layers, shared = split_names(checkpoint.tensors, LAYER_PREFIX)
+        self._quantised = frozenset[str]()
+        if params.format in QUANT_TYPES:
+            _refuse_quantised(checkpoint)
+            self._quantised = frozenset(_matrices(checkpoint, layers))
+            bitsandbytes_functional()  # where it is not installed, that is to be known before anything is written
+        groups = [shared, *(layer.values() for layer in layers)] if shared else [layer.values() for layer in layers]
+        self.shards = [
+            _Shard(f"model-{i:05d}-of-{len(groups):05d}.safetensors", tuple(checkpoint.tensors[name] for name in names))
+            for i, names in enumerate(groups, start=1)
+        ]
+
+    def is_finished(self, shard: _Shard) -> bool:
+        """A file under its final name was read back before it got it; what is checked here is that nobody replaced it."""
+        try:
+            return read_header(self._target / shard.name).keys() == self._names(shard)
+        except CheckpointError:
+            return False
+
+    def _names(self, shard: _Shard) -> set[str]:
+        kept = {info.name for info in shard.infos}
+        return kept | {name + suffix for name in kept & self._quantised for suffix in self._suffixes()}
+
+    def _suffixes(self) -> Iterable[str]:
+        yield from (".absmax", ".quant_map", f".quant_state.bitsandbytes__{self._params.format}")
+        if self._params.double_quant:
+            yield from (".nested_absmax", ".nested_quant_map")
+
+    def result_bytes(self, shards: Iterable[_Shard]) -> int:
+        """What the files will take; a little more where an exact figure is not worth computing."""
+        infos = [info for shard in shards for info in shard.infos]
+        packed = sum(self._packed_bytes(math.prod(i.shape)) for i in infos if i.name in self._quantised)
+        return packed + sum(i.nbytes for i in infos if i.name not in self._quantised) + _SPARE_BYTES
+
+    def _packed_bytes(self, elements: int) -> int:
+        blocks = -(-elements // BLOCKSIZE)
+        scales = blocks + 4 * -(-blocks // 256) + 1024 if self._params.double_quant else 4 * blocks
+        return -(-elements // 2) + scales + 1024  # quant_map, quant_state, and all of them in the header
+
+    def pieces(self, shard: _Shard, counter: _Counter) -> Iterator[Piece]:
+        for info in shard.infos:
+            if info.name in self._quantised:
+                yield from self._packed(info)
+                counter.add(info.nbytes)
+            else:
+                yield Piece(info.name, info.dtype, info.shape, partial(_chunks, info, counter))
+
+    def _packed(self, info: TensorInfo) -> Iterator[Piece]:
+        weight = _read(info)
+        try:
+            parts = pack_4bit(weight, self._params.format, nested=self._params.double_quant, blocksize=BLOCKSIZE)
+        except CheckpointError as exc:
+            raise fault(info.path, f"tensor {show(info.name)} {exc}; use another copy of this model") from exc
+        for suffix, tensor in parts.items():
+            content = tensor.reshape(-1).view(torch.uint8).numpy().data
+            dtype = _SAFETENSORS_DTYPES[tensor.dtype]
+            yield Piece(info.name + suffix, dtype, tuple(tensor.shape), partial(_once, content))
+
+    def publish(self) -> int:
+        """Puts what is not weights in place, the index last: with it the folder is a checkpoint. Returns its bytes."""
+        headers = {shard.name: read_header(self._target / shard.name) for shard in self.shards}
+        tensors = {name: info for infos in headers.values() for name, info in infos.items()}
+        if self._quantised:
+            stored_weights(tensors)  # refused by our own reader, it would be worth nothing
+        for path in self._companions():
+            self._put(path.relative_to(self._checkpoint.path), _read_file(path))
+        self._put("config.json", self._config())
+        weight_map = {name: shard for shard, infos in headers.items() for name in infos}
+        nbytes = sum(info.nbytes for info in tensors.values())
+        index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+        self._put(INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
+        try:
+            (self._target / MARKER).unlink()
+            sync_folder(self._target)
+        except OSError as exc:
+            raise cannot_write(self._target, exc) from exc
+        return nbytes
+
+    def _companions(self) -> list[Path]:
+        found = {path for pattern in _COMPANIONS for path in self._checkpoint.path.glob(pattern)}
+        return sorted(path for path in found if path.is_file() and not path.name.endswith(PART_SUFFIX))
+
+    def _put(self, name: str | Path, content: bytes) -> None:
+        path = self._target / name
+        try:
+            path.parent.mkdir(exist_ok=True)
+        except OSError as exc:
+            raise cannot_write(path, exc) from exc
+        write_atomically(path, [memoryview(content)])
+
+    def _config(self) -> bytes:
+        if not self._quantised:
+            return _read_file(self._checkpoint.path / "config.json")
+        dtypes = {self._checkpoint.tensors[name].dtype for name in self._quantised}
+        config = self._checkpoint.config | {"quantization_config": self._quantization_config(min(dtypes))}
+        return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+
+    def _quantization_config(self, dtype: str) -> dict[str, Any]:
+        """As transformers' BitsAndBytesConfig writes it; computing in the dtype that the weights had."""
+        return {
+            "_load_in_4bit": True,
+            "_load_in_8bit": False,
+            "bnb_4bit_compute_dtype": {"F16": "float16", "BF16": "bfloat16"}.get(dtype, "float32"),
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_quant_type": self._params.format,
+            "bnb_4bit_use_double_quant": self._params.double_quant,
+            "llm_int8_enable_fp32_cpu_offload": False,
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_skip_modules": ["lm_head"],
+            "llm_int8_threshold": 6.0,
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "quant_method": "bitsandbytes",
+        }
+
+
+def _refuse_quantised(checkpoint: Checkpoint) -> None:
+    remedy = "use the 16-bit checkpoint, or --format keep to lay out this one anew"
+    if checkpoint.config.get("quantization_config"):
+        raise CheckpointError(f"{checkpoint.path}: is quantised already, its config.json says; {remedy}")
+    for weight in stored_weights(checkpoint.tensors).values():
+        if weight.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{checkpoint.path}: {show(weight.name)} is quantised already ({weight.dtype}); {remedy}"
+            )
+
+
+def _matrices(checkpoint: Checkpoint, layers: Iterable[Mapping[str, str]]) -> Iterator[str]:
+    """Names of the tensors inside layers that are multiplied with. Refuses what a Linear does not have."""
+    for layer in layers:
+        for name in layer.values():
+            info = checkpoint.tensors[name]
+            if len(info.shape) == 2 and name.endswith(".weight") and info.nbytes:
+                yield name
+            elif len(info.shape) != 1:
+                what = f"tensor {show(name)} of shape {list(info.shape)} is no linear layer's"
+                raise fault(info.path, f"{what}; such models are not quantised by this version")
+
+
+# ----------------------------------------------------------------------------------------------------- reading source
+
+
+def _once(content: memoryview) -> Iterable[memoryview]:
+    return (content,)
+
+
+def _read(info: TensorInfo) -> Tensor:
+    """The whole tensor, in the dtype it has; fp64 as fp32, which is what it will be quantised from."""
+    raw = torch.empty(info.nbytes, dtype=torch.uint8)
+    _fill(info, 0, raw.numpy().data)
+    weight = raw.view(FLOAT_DTYPES[info.dtype]).view(info.shape)
+    return weight.float() if weight.dtype is torch.float64 else weight
+
+
+def _chunks(info: TensorInfo, counter: _Counter) -> Iterator[memoryview]:
+    """The tensor's bytes as they are, some at a time."""
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, info.nbytes)))
+    for first in range(0, info.nbytes, CHUNK_BYTES):
+        chunk = buffer[: min(CHUNK_BYTES, info.nbytes - first)]
+        _fill(info, first, chunk)
+        yield chunk
+        counter.add(chunk.nbytes)
+
+
+def _fill(info: TensorInfo, first: int, buffer: memoryview) -> None:
+    """Bytes `first` .. of a tensor."""
+    try:
+        with info.path.open("rb", buffering=0) as file:
+            file.seek(info.offset + first)
+            done = 0
+            while done < buffer.nbytes and (count := file.readinto(buffer[done:])):
+                done += count
+            forget_cached(file.fileno(), info.offset + first, buffer.nbytes)
+    except OSError as exc:
+        reason = exc.strerror or type(exc).__name__
+        raise fault(info.path, f"cannot be read ({reason}); check the disk, then run the same command again") from exc
+    if done < buffer.nbytes:
+        raise fault(info.path, f"ends before tensor {show(info.name)} does; something changed it, download it again")
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as exc:
+        raise fault(path, f"cannot be read ({exc.strerror or type(exc).__name__})") from exc

@@ -1,0 +1,24 @@
+"""What a user can set when a checkpoint is converted, with the defaults that the CLI shows. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offspec.errors import UsageError
+
+QUANT_TYPES = ("nf4", "fp4")
+CONVERT_FORMATS = (*QUANT_TYPES, "keep")
+
+
+@dataclass(frozen=True)
+class ConvertParams:
+    """format: nf4, fp4, or keep (the same tensors, only laid out anew). double_quant: scales in 8 bit instead of 32."""
+
+    format: str = "nf4"
+    double_quant: bool = True
+
+    def __post_init__(self) -> None:
+        if self.format not in CONVERT_FORMATS:
+            raise UsageError(f"format {self.format!r} is not known; use {', '.join(CONVERT_FORMATS)}")
+        if self.format == "keep" and not self.double_quant:
+            raise UsageError("format keep quantises nothing, so there is no double quantisation to leave out")

@@ -1,0 +1,145 @@
+"""Writes safetensors files that are whole or not there: temporary name, fsync, read back, rename.
+
+The header is padded so that the data begins on a page, and tensors lie by falling size of their numbers, so that each is
+aligned to its dtype without a hole (the format allows none). Knows nothing of what a tensor means or where it came from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from offspec.errors import StorageError
+
+from .checkpoint import DTYPE_BYTES
+
+PART_SUFFIX = ".part"
+PAGE_BYTES = 4096
+CHUNK_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor to be written. `chunks` yields its bytes, exactly as many as dtype and shape call for."""
+
+    name: str
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+    chunks: Callable[[], Iterable[memoryview]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def write_shard(path: Path, pieces: Sequence[Piece]) -> None:
+    """Writes `path`, which appears under its name only after it was read back from the disk and found equal.
+
+    Raises StorageError; what `chunks` raises comes through.
+    """
+    ordered = sorted(pieces, key=_place)
+
+    def content() -> Iterator[memoryview]:
+        yield memoryview(header(ordered))
+        for piece in ordered:
+            yield from piece.chunks()
+
+    write_atomically(path, content())
+
+
+def write_atomically(path: Path, content: Iterable[memoryview]) -> None:
+    """Writes a file that is there whole or not at all, also when the power fails. Raises StorageError."""
+    part = path.with_name(path.name + PART_SUFFIX)
+    with _storing(path, part):
+        written = _write(part, content)
+        if written != _read_back(part):
+            raise StorageError(
+                f"{path}: what was read back is not what was written; the disk or the memory of this machine is faulty"
+            )
+        os.replace(part, path)
+        sync_folder(path.parent)
+
+
+def header(pieces: Sequence[Piece]) -> bytes:
+    """Length and JSON header of a file in which the pieces lie one after another, padded to whole pages."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers does not read the file
+    end = 0
+    for piece in pieces:
+        offsets = [end, end + piece.nbytes]
+        entries[piece.name] = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": offsets}
+        end += piece.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % PAGE_BYTES)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _place(piece: Piece) -> tuple[int, bool, str]:
+    # Descriptions go last, so that what is read for each use of a layer lies together.
+    return -DTYPE_BYTES[piece.dtype], ".quant_state." in piece.name, piece.name
+
+
+def _write(part: Path, content: Iterable[memoryview]) -> tuple[int, int]:
+    """Bytes and checksum of what was written."""
+    nbytes, checksum = 0, 0
+    with part.open("wb") as file:
+        for chunk in content:
+            file.write(chunk)
+            nbytes, checksum = nbytes + chunk.nbytes, zlib.crc32(chunk, checksum)
+        file.flush()
+        os.fsync(file.fileno())
+    return nbytes, checksum
+
+
+def _read_back(part: Path) -> tuple[int, int]:
+    """Bytes and checksum of what the disk has, not the page cache."""
+    nbytes, checksum = 0, 0
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with part.open("rb", buffering=0) as file:
+        forget_cached(file.fileno())
+        while count := file.readinto(buffer):
+            nbytes, checksum = nbytes + count, zlib.crc32(buffer[:count], checksum)
+        forget_cached(file.fileno())
+    return nbytes, checksum
+
+
+def forget_cached(descriptor: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Give back the page cache of a stretch of a file (0 bytes: to its end); it would push out what others need."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _storing(path: Path, part: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        with contextlib.suppress(OSError):
+            part.unlink()  # half a file is of no use, and its space may be needed to finish
+        raise cannot_write(path, exc) from exc
+
+
+def cannot_write(path: Path, exc: OSError) -> StorageError:
+    """The one line for a file or folder that could not be written."""
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = "no space left on its disk; make room and run the same command again, it goes on where it stopped"
+    else:
+        what = f"cannot be written ({exc.strerror or type(exc).__name__}); check that you may write there"
+    return StorageError(" ".join(f"{path}: {what}".splitlines()))

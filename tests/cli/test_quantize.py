@@ -1,0 +1,117 @@
+"""`offspec quantize`: what it prints, how it refuses, and that a run that was killed goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from offspec.cli.quantize import ProgressLine
+
+from ..pair import Pair
+from .conftest import Offspec, finish, start
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("form", ["nf4", "fp4", "keep"])
+def test_the_result_is_told_and_runs(form: str, pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    result = offspec("quantize", pair.target, tmp_path / "made", "--format", form)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith(f"{tmp_path / 'made'}: ")
+    assert "read back and found equal" in result.out
+    ran = offspec("run", tmp_path / "made", "def area(", "--device", "cpu", "--max-new-tokens", 3, "--json")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["stats"]["num_tokens"] == 3
+
+
+def test_keep_says_what_the_source_says(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    offspec("quantize", pair.target, tmp_path / "made", "--format", "keep")
+    flags = ("--device", "cpu", "--max-new-tokens", 12, "--json", "--draft", "none")
+    texts = [json.loads(offspec("run", model, "def area(", *flags).out) for model in (pair.target, tmp_path / "made")]
+    assert texts[0]["token_ids"] == texts[1]["token_ids"]
+
+
+def test_json(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    result = offspec("quantize", pair.target, tmp_path / "made", "--json", "--no-double-quant")
+    said = json.loads(result.out)
+    assert (result.code, result.err) == (0, "")
+    assert (said["format"], said["num_resumed"], said["target"]) == ("nf4", 0, str(tmp_path / "made"))
+    assert 0 < said["result_bytes"] < said["source_bytes"]
+    assert said["num_files"] == len(list((tmp_path / "made").glob("*.safetensors")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"),
+    [
+        (("{source}",), 2, "DST"),
+        (("{source}", "{source}"), 2, "elsewhere"),
+        (("{source}", "{source}/nf4"), 2, "elsewhere"),
+        (("{source}", "{new}", "--format", "int3"), 2, "int3"),
+        (("{source}", "{new}", "--format", "keep", "--no-double-quant"), 2, "keep"),
+        (("{source}", "{new}", "--revision", "main"), 2, "hub id"),
+        (("{source}", "{taken}"), 2, "not empty"),
+        (("{new}", "{new}/deeper"), 1, "no such folder"),
+        (("{taken}", "{new}"), 1, "safetensors"),
+    ],
+)
+def test_refusals(
+    arguments: tuple[str, ...], code: int, word: str, pair: Pair, tmp_path: Path, offspec: Offspec
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    places = {"source": pair.target, "new": tmp_path / "new", "taken": tmp_path / "taken"}
+    assert word in offspec("quantize", *(argument.format(**places) for argument in arguments)).refusal(code)
+    assert not (tmp_path / "new").exists()
+
+
+def test_killed_it_goes_on(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    """Killed as soon as the second file is there, wherever in its work that is."""
+    process = start("quantize", pair.target, tmp_path / "made")
+    try:
+        deadline = time.monotonic() + 240
+        while process.poll() is None and not list((tmp_path / "made").glob("model-00002-*.safetensors")):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        finish(process)
+    again = offspec("quantize", pair.target, tmp_path / "made", "--json")
+    if process.returncode == -signal.SIGKILL:
+        assert again.code == 0, again.err
+        assert json.loads(again.out)["num_resumed"] >= 2
+    offspec("quantize", pair.target, tmp_path / "whole")
+    assert contents(tmp_path / "made") == contents(tmp_path / "whole")
+
+
+def test_progress_is_for_terminals(pair: Pair, tmp_path: Path) -> None:
+    terminal, inside = pty.openpty()
+    try:
+        result = finish(start("quantize", pair.target, tmp_path / "made", stderr=inside))
+        shown = os.read(terminal, 65536).decode()
+    finally:
+        os.close(terminal)
+        os.close(inside)
+    assert result.code == 0
+    assert "% of" in shown
+    assert shown.endswith("\x1b[K")
+
+
+def test_what_is_left_is_told_from_this_runs_pace(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 100.01, 110.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    line = ProgressLine()
+    for done in (500, 510, 600):  # 500 were there from an earlier run; 100 in ten seconds, 400 to go
+        line(done, 1000)
+    shown = capsys.readouterr().err
+    assert shown.count("% of") == 2
+    assert shown.endswith("60 % of 1 kB, 40 s left")

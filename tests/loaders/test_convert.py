@@ -1,0 +1,558 @@
+"""A converted checkpoint is what transformers would have saved, whatever interrupted the conversion; or it is not there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from offspec.errors import CheckpointError, OffspecError, StorageError, UsageError
+from offspec.loaders import convert as converting
+from offspec.loaders import shards
+from offspec.loaders.checkpoint import INDEX_FILE, Checkpoint, TensorInfo, read_header
+from offspec.loaders.convert import MARKER, convert
+from offspec.loaders.formats import bitsandbytes_functional, pack_4bit
+from offspec.loaders.params import ConvertParams
+from offspec.loaders.records import Record
+from offspec.loaders.weights import LAYER_PREFIX, split_names
+
+Tensors = dict[str, Tensor]
+NUM_LAYERS = 3
+KEEP = ConvertParams("keep")
+
+
+def toy_tensors(dtype: torch.dtype = torch.bfloat16) -> Tensors:
+    """Layers of differing size, with an odd matrix among them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    tensors = {
+        "lm_head.weight": noise(50, 32),
+        "model.embed_tokens.weight": noise(50, 32),
+        "model.norm.weight": noise(32),
+    }
+    for index in range(NUM_LAYERS):
+        prefix = f"model.layers.{index}"
+        tensors[f"{prefix}.mlp.up_proj.weight"] = noise(33 + index, 32)
+        tensors[f"{prefix}.mlp.down_proj.weight"] = noise(32, 33 + index)
+        tensors[f"{prefix}.mlp.up_proj.bias"] = noise(33 + index)
+        tensors[f"{prefix}.input_layernorm.weight"] = noise(32)
+    return tensors
+
+
+def write(folder: Path, tensors: Tensors, num_shards: int = 1) -> Path:
+    """A checkpoint, scattered over shards in such a way that no layer lies in one of them."""
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "toy", "torch_dtype": "bfloat16"}')
+    (folder / "tokenizer.json").write_text('{"é": 1}', encoding="utf-8")
+    (folder / "LICENSE").write_text("terms")
+    (folder / "chat_templates").mkdir()
+    (folder / "chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    (folder / "training_args.bin").write_bytes(b"a pickle")
+    if num_shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    names = sorted(tensors)
+    weight_map = {name: f"part-{i % num_shards}.safetensors" for i, name in enumerate(names)}
+    for shard in set(weight_map.values()):
+        save_file({name: tensors[name] for name in names if weight_map[name] == shard}, folder / shard)
+    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write(tmp_path / "source", toy_tensors(), num_shards=3)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "made" / "target"
+
+
+def loaded(folder: Path) -> Tensors:
+    """Every tensor, as the safetensors library reads it."""
+    tensors = {}
+    for path in {info.path for info in Checkpoint.open(folder).tensors.values()}:
+        with safe_open(path, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+    return tensors
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def same(found: Tensors, expected: Tensors) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == tensor.dtype
+        and found[name].shape == tensor.shape
+        and torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+        for name, tensor in expected.items()
+    )
+
+
+def refusal(kind: type[OffspecError], *args: Any) -> str:
+    with pytest.raises(kind) as caught:
+        convert(*args)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def is_multiplied(name: str) -> bool:
+    return name.startswith(LAYER_PREFIX) and name.endswith("proj.weight")
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_keep_changes_no_bit(dtype: torch.dtype, num_shards: int, tmp_path: Path, target: Path) -> None:
+    tensors = toy_tensors(dtype)
+    source = write(tmp_path / "source", tensors, num_shards)
+    done = convert(source, target, KEEP)
+    assert same(loaded(target), tensors)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    assert (done.source_bytes, done.result_bytes, done.num_resumed) == (nbytes, nbytes, 0)
+    kept = ("config.json", "tokenizer.json", "LICENSE", "chat_templates/tools.jinja")
+    assert all((target / name).read_bytes() == (source / name).read_bytes() for name in kept)
+    made = {f"model-{i:05d}-of-{done.num_files:05d}.safetensors" for i in range(1, done.num_files + 1)}
+    assert contents(target).keys() == {*kept, *made, INDEX_FILE}
+
+
+@pytest.mark.parametrize("params", [ConvertParams(), ConvertParams("nf4", False), ConvertParams("fp4")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_matrices_of_layers_are_packed_and_all_else_is_kept(
+    dtype: torch.dtype, params: ConvertParams, tmp_path: Path, target: Path
+) -> None:
+    tensors = toy_tensors(dtype)
+    convert(write(tmp_path / "source", tensors), target, params)
+    expected: Tensors = {}
+    for name, tensor in tensors.items():
+        packed = pack_4bit(tensor, params.format, nested=params.double_quant) if is_multiplied(name) else {"": tensor}
+        expected |= {name + suffix: part for suffix, part in packed.items()}
+    assert same(loaded(target), expected)
+    said = json.loads((target / "config.json").read_text())
+    assert said.pop("quantization_config") == {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "bnb_4bit_quant_type": params.format,
+        "bnb_4bit_use_double_quant": params.double_quant,
+        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": ["lm_head"],
+        "llm_int8_threshold": 6.0,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+    }
+    assert said == {"model_type": "toy", "torch_dtype": "bfloat16"}
+    index = json.loads((target / INDEX_FILE).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+
+
+@pytest.mark.parametrize("params", [KEEP, ConvertParams(), ConvertParams(double_quant=False)], ids=str)
+def test_a_layer_is_one_aligned_read(params: ConvertParams, source: Path, target: Path) -> None:
+    convert(source, target, params)
+    infos = Checkpoint.open(target).tensors
+    layers, _ = split_names(infos, LAYER_PREFIX)
+    for layer in layers:
+        tensors = [infos[name] for name in layer.values()]
+        record = Record.of(tensors)
+        assert len(record.extents) == 1
+        assert record.extents[0].offset == shards.PAGE_BYTES
+        assert all(info.offset % {"BF16": 2, "F32": 4}.get(info.dtype, 1) == 0 for info in tensors)
+        assert record.read_bytes == sum(info.nbytes for info in tensors)
+    assert len({next(iter(layer)) for layer in layers}) == 1
+
+
+def test_a_quantised_checkpoint_can_be_kept(source: Path, tmp_path: Path, target: Path) -> None:
+    convert(source, tmp_path / "nf4")
+    convert(tmp_path / "nf4", target, KEEP)
+    assert contents(target) == contents(tmp_path / "nf4")
+
+
+def test_transformers_reads_the_result_and_says_the_same(tmp_path: Path, tiny_model: Callable[[str], Any]) -> None:
+    """Against transformers' own quantisation of the same weights: equal logits, from equal bytes."""
+    bitsandbytes_functional()
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    source = tiny_model("llama-biased").folder
+    convert(source, tmp_path / "ours")
+    options: dict[str, Any] = {"device_map": "cpu", "dtype": torch.float32}
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **options)
+    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    theirs = AutoModelForCausalLM.from_pretrained(source, quantization_config=asked, **options)
+    assert ours.model.layers[0].mlp.up_proj.weight.quant_state.nested
+    tokens = torch.arange(1, 40)[None]
+    with torch.no_grad():  # train: in eval mode some CPUs get the weights repacked, with scales rounded to bf16
+        assert torch.equal(ours.train()(tokens).logits, theirs.train()(tokens).logits)
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert same(loaded(tmp_path / "ours"), loaded(tmp_path / "theirs"))
+
+
+def test_progress_counts_the_bytes_of_the_source(source: Path, target: Path) -> None:
+    told: list[tuple[int, int]] = []
+    total = Checkpoint.open(source).nbytes
+    convert(source, target, progress=lambda *counts: told.append(counts))
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+# ------------------------------------------------------------------------------------------------------ interruptions
+
+
+class StopError(Exception):
+    """Stands for whatever ends a run."""
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:
+    """The `call`-th call of a function of `shards` or `convert` ends the run."""
+    owner: Any = shards if hasattr(shards, function) else converting
+    real, calls = getattr(owner, function), iter(range(10_000))
+
+    def counting(*args: Any, **more: Any) -> Any:
+        if next(calls) == call:
+            raise StopError
+        return real(*args, **more)
+
+    monkeypatch.setattr(owner, function, counting)
+
+
+@pytest.mark.parametrize("params", [KEEP, ConvertParams()], ids=lambda params: params.format)
+@pytest.mark.parametrize("function", ["_write", "_read_back", "sync_folder", "_read", "_fill"])
+def test_stopped_anywhere_it_goes_on(
+    function: str, params: ConvertParams, source: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(source, tmp_path / "whole", params)
+    expected = contents(tmp_path / "whole")
+    for call in range(100):
+        with monkeypatch.context() as patch:
+            stop_at(patch, function, call)
+            try:
+                convert(source, target, params)
+            except StopError:
+                with pytest.raises(CheckpointError):
+                    Checkpoint.open(target)
+            else:
+                break
+        if call % 2:  # one interruption after another, and each on its own
+            convert(source, target, params)
+            assert contents(target) == expected
+            shutil.rmtree(target)
+    assert call > 0 or (function == "_read" and params is KEEP)
+    assert contents(target) == expected
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from offspec.loaders import shards
+from offspec.loaders.convert import convert
+
+real, writes = shards._write, iter(range(99))
+
+def slow(part, content):
+    def chunks():
+        for i, chunk in enumerate(content):
+            yield chunk
+            if number == int(sys.argv[3]) and i == 2:
+                print("now", flush=True)
+                time.sleep(60)
+    number = next(writes)
+    return real(part, chunks())
+
+shards._write = slow
+convert(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("write_number", [0, 2])
+def test_killed_in_the_middle_of_a_file_it_goes_on(
+    write_number: int, source: Path, target: Path, tmp_path: Path
+) -> None:
+    arguments = [sys.executable, "-c", KILLED, str(source), str(target), str(write_number)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"now\n"
+        assert "another process" in refusal(UsageError, source, target)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+        process.stdout.close()
+    left = {path.name for path in target.iterdir()}
+    assert MARKER in left
+    assert any(name.endswith(".part") for name in left)
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(target)
+    told: list[int] = []
+    done = convert(source, target, progress=lambda bytes_done, _: told.append(bytes_done))
+    assert done.num_resumed == write_number
+    assert (told[0] > 0) == (write_number > 0)
+    convert(source, tmp_path / "whole")
+    assert contents(target) == contents(tmp_path / "whole")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if not hasattr(os, "geteuid") or os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("cannot mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_too_small_is_refused_first(source: Path, small_disk: Path) -> None:
+    (small_disk / "ballast").write_bytes(bytes(2**20 + 2**19))
+    message = refusal(StorageError, source, small_disk / "target", KEEP)
+    assert "still to be written" in message
+    assert "free" in message
+    (small_disk / "ballast").unlink()
+    convert(source, small_disk / "target", KEEP)
+
+
+@pytest.mark.parametrize("free_bytes", [0, 4096 * 3, 4096 * 6, 4096 * 10])
+def test_a_disk_that_fills_up_meanwhile(
+    free_bytes: int, source: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ballast, target = small_disk / "ballast", small_disk / "target"
+
+    def fill_up(*args: object) -> None:  # behind the back of the check
+        ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - free_bytes))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(converting, "_check_space", fill_up)
+        message = refusal(StorageError, source, target)
+    assert "no space left" in message
+    assert "same command again" in message
+    assert not list(target.glob("*.part"))
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(target)
+    ballast.unlink()
+    convert(source, target)
+    convert(source, tmp_path / "whole")
+    assert contents(target) == contents(tmp_path / "whole")
+
+
+def test_a_disk_that_is_full_as_the_system_tells_it(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same where no file system can be mounted."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.os, "fsync", full)
+        assert "no space left" in refusal(StorageError, source, target)
+    convert(source, target)
+    assert Checkpoint.open(target).tensors
+
+
+def test_a_disk_that_lies(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_read_back", lambda part: (part.stat().st_size, 0))
+    assert "faulty" in refusal(StorageError, source, target)
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(target)
+
+
+@pytest.mark.parametrize("harm", ["truncate", "delete"])
+def test_a_source_that_changes_meanwhile(
+    harm: str, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, real, calls = source / "part-1.safetensors", converting._fill, iter(range(99))
+
+    def fill(info: TensorInfo, first: int, buffer: memoryview) -> None:
+        if next(calls) == 4:
+            victim.unlink() if harm == "delete" else os.truncate(victim, 3000)
+        real(info, first, buffer)
+
+    monkeypatch.setattr(converting, "_fill", fill)
+    assert "part-1.safetensors" in refusal(CheckpointError, source, target)
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(target)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def unfinished(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch, params: ConvertParams) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, "_write", 2)
+        with pytest.raises(StopError):
+            convert(source, target, params)
+
+
+def test_an_unfinished_result_of_another_kind(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished(source, target, monkeypatch, ConvertParams("fp4"))
+    before = contents(target)
+    assert "fp4" in refusal(UsageError, source, target)
+    assert "double_quant" in refusal(UsageError, source, target, ConvertParams("fp4", False))
+    os.utime(source / "part-0.safetensors", ns=(0, 0))
+    assert "other weights" in refusal(UsageError, source, target, ConvertParams("fp4"))
+    assert contents(target) == before
+
+
+@pytest.mark.parametrize("said", ["", "[]", "{}", "not JSON", "[" * 100_000])
+def test_a_marker_that_says_nothing(said: str, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished(source, target, monkeypatch, KEEP)
+    (target / MARKER).write_text(said)
+    assert "unfinished" in refusal(UsageError, source, target, KEEP)
+    for path in target.glob("model-*"):
+        path.unlink()
+    convert(source, target, KEEP)  # with nothing made there is nothing to mix up
+    assert not (target / MARKER).exists()
+
+
+def test_a_finished_file_that_was_replaced_is_made_again(
+    source: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished(source, target, monkeypatch, KEEP)
+    (first, *_) = sorted(target.glob("model-*.safetensors"))
+    save_file({"other": torch.ones(1)}, first)
+    convert(source, target, KEEP)
+    convert(source, tmp_path / "whole", KEEP)
+    assert contents(target) == contents(tmp_path / "whole")
+
+
+def test_a_target_that_is_taken(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("years of work")
+    assert "not empty" in refusal(UsageError, source, tmp_path / "full")
+    assert contents(tmp_path / "full") == {"thesis.tex": b"years of work"}
+    assert "is a file" in refusal(UsageError, source, tmp_path / "full" / "thesis.tex")
+    convert(source, tmp_path / "done", KEEP)
+    assert "not empty" in refusal(UsageError, source, tmp_path / "done", KEEP)
+    (tmp_path / "link").symlink_to(source)
+    for inside in (source, source / "deeper" / "still", tmp_path, tmp_path / "link", source / ".." / "source"):
+        assert "elsewhere" in refusal(UsageError, source, inside)
+    assert not (source / "deeper").exists()
+    monkeypatch.chdir(source)
+    assert "elsewhere" in refusal(UsageError, Path("."), Path("target"))
+
+
+def test_a_target_that_cannot_be_written(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: object, **more: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "mkdir", forbidden)
+    assert "Permission denied" in refusal(StorageError, source, target)
+
+
+def test_what_is_quantised_already(source: Path, tmp_path: Path, target: Path) -> None:
+    convert(source, tmp_path / "nf4")
+    assert "already" in (message := refusal(CheckpointError, tmp_path / "nf4", target))
+    assert "--format keep" in message
+    shutil.copyfile(source / "config.json", tmp_path / "nf4" / "config.json")  # the tensors still tell
+    assert "already" in refusal(CheckpointError, tmp_path / "nf4", target)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "word"),
+    [
+        ({"model.layers.0.experts": torch.ones(2, 3, 4)}, "linear"),
+        ({"model.layers.0.table": torch.ones(2, 3)}, "linear"),
+        ({"model.layers.0.a.weight": torch.ones(2, 3, dtype=torch.int32)}, "I32"),
+        ({"model.layers.0.a.weight": torch.ones(2, 3).to(torch.float8_e4m3fn)}, "fp8"),
+        ({"transformer.h.0.a.weight": torch.ones(2, 3)}, "another kind"),
+        ({"model.layers.1.a.weight": torch.ones(2, 3)}, "layer 0"),
+    ],
+)
+def test_a_source_that_cannot_be_quantised(tensors: Tensors, word: str, tmp_path: Path, target: Path) -> None:
+    source = write(tmp_path / "source", tensors)
+    assert word in refusal(CheckpointError, source, target)
+    assert not target.exists()
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, target: Path) -> None:
+    tensors = toy_tensors()
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    assert "layers.1.mlp.up_proj.weight" in refusal(CheckpointError, write(tmp_path / "source", tensors), target)
+
+
+def test_params_that_cannot_be_meant() -> None:
+    for arguments in (("int3",), ("keep", False)):
+        with pytest.raises(UsageError):
+            ConvertParams(*arguments)  # type: ignore[arg-type]
+
+
+def test_the_header_is_one_that_both_readers_accept(tmp_path: Path) -> None:
+    """Names that JSON has to escape, tensors without elements and without dimensions."""
+    content = {'ä\n"': torch.ones(3), "empty": torch.ones(0, 4), "scalar": torch.tensor(1, dtype=torch.uint8)}
+
+    def chunks(tensor: Tensor) -> Callable[[], list[memoryview]]:
+        return lambda: [tensor.reshape(-1).view(torch.uint8).numpy().data]
+
+    kinds = {torch.float32: "F32", torch.uint8: "U8"}
+    pieces = [shards.Piece(name, kinds[t.dtype], tuple(t.shape), chunks(t)) for name, t in content.items()]
+    shards.write_shard(tmp_path / "model.safetensors", pieces)
+    assert read_header(tmp_path / "model.safetensors").keys() == content.keys()
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert same({name: file.get_tensor(name) for name in content}, content)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_memory_is_a_layer_and_a_tensor(tmp_path: Path) -> None:
+    """48 layers of 2 MiB and a table of 64: what a fresh process takes more than before it began."""
+    resource = pytest.importorskip("resource")
+    assert resource.RLIMIT_AS
+    tensors = {"model.embed_tokens.weight": torch.zeros(16384, 2048, dtype=torch.bfloat16)}
+    tensors |= {f"model.layers.{i}.a.weight": torch.ones(1024, 1024, dtype=torch.bfloat16) for i in range(48)}
+    source = write(tmp_path / "source", tensors)
+    script = """
+import resource, sys
+from pathlib import Path
+from offspec.loaders.convert import convert
+from offspec.loaders.formats import bitsandbytes_functional, pack_4bit
+import torch
+pack_4bit(torch.ones(1024, 1024, dtype=torch.bfloat16))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert(Path(sys.argv[1]), Path(sys.argv[2]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    arguments = [sys.executable, "-c", script, str(source), str(tmp_path / "target")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    grown_kib = int(subprocess.run(arguments, env=env, capture_output=True, check=True).stdout)
+    assert grown_kib < 40 * 1024
+
+
+def test_a_run_that_is_told_to_stop_leaves_nothing_that_looks_whole(source: Path, target: Path) -> None:
+    deadline = time.monotonic() + 60
+
+    def interrupt(done: int, total: int) -> None:
+        assert time.monotonic() < deadline
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, target, progress=interrupt)
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(target)
+    convert(source, target)
