@@ -25,6 +25,7 @@ from offspec.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+UNFINISHED_MARKER = "offspec-quantize.json"  # in what `convert` has begun and not finished
 
 HUB_PATTERNS = (
     "*.safetensors",
@@ -236,6 +237,8 @@ def _find_tensors(folder: Path, names: frozenset[str], *, headers_only: bool) ->
 
 
 def _why_no_weights(names: frozenset[str]) -> str:
+    if UNFINISHED_MARKER in names:
+        return "is unfinished; give the same `offspec quantize` command again, it goes on where it stopped"
     if any(fnmatch(name, "model-*-of-*.safetensors") for name in names):
         return f"has shards but no {INDEX_FILE}; download that file as well"
     if any(fnmatch(name, pattern) for name in names for pattern in _PICKLES):

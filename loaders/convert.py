@@ -27,6 +27,7 @@ from torch import Tensor
 from offspec.errors import CheckpointError, StorageError, UsageError
 
 from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, fault, read_header, resolve, show
+from .checkpoint import UNFINISHED_MARKER as MARKER
 from .formats import FLOAT_DTYPES, bitsandbytes_functional, pack_4bit, stored_weights
 from .params import QUANT_TYPES, ConvertParams
 from .shards import (
@@ -42,7 +43,6 @@ from .shards import (
 from .units import format_quantity
 from .weights import LAYER_PREFIX, split_names
 
-MARKER = "offspec-quantize.json"  # in an unfinished result: what is being made of what
 BLOCKSIZE = 64  # what transformers quantises with; it has no setting for it
 
 # What belongs to a checkpoint beside weights, index and config.json: tokenizer, chat template, the terms it is under.
