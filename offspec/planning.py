@@ -83,10 +83,13 @@ def make_plan(target: ModelFiles, draft: ModelFiles | None, limits: Limits, gran
             context //= 2
 
 
-def limits_of(hardware: Hardware, grant: Grant, program_bytes: int) -> Limits:
-    """What may be used: what is free, less a little to spare, or what was granted if that is less."""
-    free_ram = int((hardware.ram.available_bytes + program_bytes) * (1 - SPARE))
-    ram = free_ram if grant.ram is None else min(grant.ram, hardware.ram.available_bytes + program_bytes)
+def limits_of(hardware: Hardware, grant: Grant, own_bytes: int) -> Limits:
+    """What may be used: what is free, less a little to spare, or what was granted if that is less.
+
+    own_bytes: what this process holds of its own, which is not free any more but part of what it may use.
+    """
+    free_ram = hardware.ram.available_bytes + own_bytes
+    ram = int(free_ram * (1 - SPARE)) if grant.ram is None else min(grant.ram, free_ram)
     if hardware.gpu is None:
         return Limits(None, ram)
     free = int(hardware.gpu.free_bytes * (1 - SPARE))
@@ -95,8 +98,10 @@ def limits_of(hardware: Hardware, grant: Grant, program_bytes: int) -> Limits:
 
 def plan_here(target: ModelFiles, draft: ModelFiles | None, hardware: Hardware, grant: Grant) -> Plan:
     """`make_plan` for this process on `hardware`."""
-    held: int = psutil.Process().memory_info().rss
-    return make_plan(target, draft, limits_of(hardware, grant, held), grant, held)
+    memory = psutil.Process().memory_info()
+    # Mapped libraries are held, but what is available counts them already: the kernel could read them again.
+    own: int = memory.rss - getattr(memory, "shared", 0)
+    return make_plan(target, draft, limits_of(hardware, grant, own), grant, memory.rss)
 
 
 def measure_link(plan: Plan, target: ModelFiles, device: torch.device) -> float:
@@ -206,19 +211,20 @@ def _activations(target: ModelFiles, draft: ModelFiles | None, context: int) -> 
 
 def _layer_s(plan: Plan, rates: Rates, width: int) -> float:
     """Seconds of arithmetic in one layer."""
-    matmul_s = 2 * plan.layer_elements * width / _at_width(rates.matmul_flops, width)
+    matmul_s = plan.layer_elements * _seconds_per_element(rates.matmul_flops, width)
     if not plan.packed_elements or not rates.dequantise_elements_per_s:
         return matmul_s
     return matmul_s + plan.packed_elements / rates.dequantise_elements_per_s
 
 
-def _at_width(flops: Mapping[int, float], width: int) -> float:
-    """FLOP/s at a width, between measured ones along a line, beyond them as at the last."""
+def _seconds_per_element(flops: Mapping[int, float], width: int) -> float:
+    """For one weight and `width` rows: between measured widths along a line, beyond the last at its rate."""
     if not flops:
-        return math.inf
+        return 0.0
     widths = sorted(flops)
-    right = bisect_left(widths, width)
-    if right == 0 or right == len(widths):
-        return flops[widths[min(right, len(widths) - 1)]]
+    seconds = [2 * w / flops[w] for w in widths]
+    if width >= widths[-1]:
+        return seconds[-1] * width / widths[-1]
+    right = max(1, bisect_left(widths, width))
     low, high = widths[right - 1], widths[right]
-    return flops[low] + (flops[high] - flops[low]) * (width - low) / (high - low)
+    return seconds[right - 1] + (seconds[right] - seconds[right - 1]) * (width - low) / (high - low)

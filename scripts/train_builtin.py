@@ -2,7 +2,9 @@
 
     python scripts/train_builtin.py data      # corpus, tokenizer, token files      (~2 minutes)
     python scripts/train_builtin.py target    # 7.3M parameters, next-token loss     (103 minutes on 2 shared cores)
-    python scripts/train_builtin.py draft     # 0.9M parameters, distilled (2310.08461) from the target  (~15 minutes)
+    python scripts/train_builtin.py chat      # the target learns to take a function's name from the request
+    python scripts/train_builtin.py samples   # text that the target writes, for the draft to learn from
+    python scripts/train_builtin.py draft     # 0.9M parameters, distilled (2310.08461) from the target
     python scripts/train_builtin.py export    # bf16 checkpoints and held-out prompts into offspec/builtin/
 
 Everything is drawn from the standard library of the interpreter that runs this script (the committed pair: CPython
@@ -34,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 VOCAB_SIZE = 4096
 CONTEXT = 2048
@@ -145,6 +147,38 @@ def chat_turns(source: Source, rng: random.Random) -> Iterator[tuple[str, str]]:
             yield request_of(node.name, block[0].strip(), docstring if documented else None, rng), answer
 
 
+def renamed_turns(source: Source, words: list[str], rng: random.Random) -> Iterator[str]:
+    """One-turn chats of short functions under another name, so that it can only be taken from the request."""
+    lines = source.text.splitlines()
+    for node in ast.walk(ast.parse(source.text)):
+        if not isinstance(node, ast.FunctionDef) or node.name.startswith("__") or node.end_lineno is None:
+            continue
+        block = lines[node.lineno - 1 : node.end_lineno]
+        docstring = ast.get_docstring(node) or ""
+        if not 2 <= len(block) <= 16 or len(docstring) > 400:
+            continue
+        name = "_".join(rng.sample(words, rng.choice([1, 1, 2])))
+        indent = len(block[0]) - len(block[0].lstrip())
+        answer = re.sub(rf"\b{re.escape(node.name)}\b", name, "\n".join(line[indent:] for line in block))
+        wanted = f"def {name}(" if rng.random() < 0.4 else None
+        request = wanted or request_of(name, answer.splitlines()[0], docstring if len(docstring) >= 15 else None, rng)
+        yield f"{USER}\n{request}{END}\n{ASSISTANT}\n{answer}{END}\n"
+
+
+def prepare_chat(work: Path) -> None:
+    """Write chat.bin: `renamed_turns` of the training modules, three times with other names."""
+    rng = random.Random(2)
+    kept = [s for s in sources() if not is_held_out(s.group) and not s.is_test]
+    names = {w for s in kept for w in re.findall(r"\b[a-z]{3,9}\b", s.text)}
+    words = sorted(names)
+    turns = [turn for _ in range(3) for s in kept for turn in renamed_turns(s, words, rng)]
+    rng.shuffle(turns)
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    ids = [token for e in tokenizer.encode_batch(turns) for token in (*e.ids, 0)]
+    np.array(ids, dtype=np.uint16).tofile(work / "chat.bin")
+    print(f"chat: {len(turns)} turns, {len(ids) / 1e6:.2f} M tokens")
+
+
 def conversations(source: Source, rng: random.Random) -> Iterator[str]:
     """Chat documents of one to three turns; one in four begins with a system message."""
     turns = list(chat_turns(source, rng))
@@ -201,6 +235,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 # -------------------------------------------------------------------------------------------------------- training
 
 SEEDS = {"target": 7, "draft": 8}
+PROMPT_TOKENS, SAMPLE_TOKENS = 128, 513
 TEXT_ALONE = 0.6  # of the draft's steps learn from the text, which is three times as fast, before the target teaches
 
 
@@ -238,13 +273,18 @@ def learning_rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / min(100, steps // 10), (steps - step) / (steps * 0.5))
 
 
-def batches(kind: str, tokens: np.ndarray, step: int, steps: int, batch_tokens: int) -> torch.Tensor:
+def batches(kind: str, work: Path, tokens: np.ndarray, step: int, steps: int, batch_tokens: int) -> torch.Tensor:
     """The [B, T+1] batch of a step, a pure function of the step: T is 512, over the last fifth 1024, at the end 2048.
+
+    Every other batch that the target teaches the draft on is the target's own text (see `sample`).
 
     Windows start at a fresh random offset each epoch, so that no two epochs cut the text at the same places.
     """
-    length = 512 if step < steps * 0.8 else 1024 if step < steps * 0.98 else CONTEXT
     rng = np.random.default_rng([SEEDS[kind], step])
+    if kind == "draft" and step >= steps * TEXT_ALONE and step % 2:
+        samples = np.fromfile(work / "samples.bin", dtype=np.uint16).reshape(-1, SAMPLE_TOKENS)
+        return torch.from_numpy(samples[rng.integers(0, len(samples), batch_tokens // 512)].astype(np.int64))
+    length = 512 if step < steps * 0.8 else 1024 if step < steps * 0.98 else CONTEXT
     starts = rng.integers(0, len(tokens) - length - 1, size=batch_tokens // length)
     return torch.from_numpy(np.stack([tokens[s : s + length + 1].astype(np.int64) for s in starts]))
 
@@ -258,6 +298,77 @@ def loss_of(model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, batch: to
         with torch.no_grad():
             wanted = teacher(batch[:, :-1]).logits.flatten(0, 1).float().log_softmax(-1)
     return F.kl_div(logits.flatten(0, 1).float().log_softmax(-1), wanted, log_target=True, reduction="batchmean")
+
+
+def tune(work: Path, steps: int, batch_tokens: int) -> None:
+    """Teach the trained target to take a function's name from the request: half renamed chats, half the text as before."""
+    texts = [np.fromfile(work / f"{name}.bin", dtype=np.uint16) for name in ("chat", "train")]
+    held_out = np.fromfile(work / "held_out.bin", dtype=np.uint16)
+    model = build("target")
+    state = torch.load(work / "target.pt")
+    model.load_state_dict(state["model"])
+    opts = optimizers(model)
+    forward = torch.compile(model, dynamic=False)
+    for step in range(steps):
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = group.setdefault("base", 0.2 * group["lr"]) * min(
+                    1.0, (step + 1) / 10, (steps - step) / steps
+                )
+        rng = np.random.default_rng([10, step])
+        rows = [
+            text[s : s + 513].astype(np.int64)
+            for text in texts
+            for s in rng.integers(0, len(text) - 513, size=batch_tokens // 1024)
+        ]
+        loss = loss_of(forward, None, torch.from_numpy(np.stack(rows)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for opt in opts:
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        if (step + 1) % 10 == 0:
+            print(f"step {step + 1}/{steps} loss {loss.item():.3f}", flush=True)
+    torch.save(state | {"model": model.state_dict()}, work / "target.pt")
+    print(f"held-out loss {held_out_loss(model, held_out):.4f}", flush=True)
+
+
+@torch.no_grad()
+def sample(work: Path, num_rows: int, batch_rows: int = 96) -> None:
+    """Write samples.bin: rows of SAMPLE_TOKENS tokens, PROMPT_TOKENS of training text and what the target makes of them.
+
+    A draft meets the target's text, not the library's: on-policy data (DistillSpec, 2310.08461, section 4). A third each
+    at temperature 0, 0.6 and 1.
+    """
+    tokens = np.fromfile(work / "train.bin", dtype=np.uint16)
+    model = build("target").eval()
+    model.load_state_dict(torch.load(work / "target.pt")["model"])
+    model.generation_config.eos_token_id = None  # as in the training text, one document follows another
+    rng, rows = np.random.default_rng(9), list[np.ndarray]()
+    torch.manual_seed(9)
+    began = time.perf_counter()
+    while len(rows) * batch_rows < num_rows:
+        starts = rng.integers(0, len(tokens) - PROMPT_TOKENS, size=batch_rows)
+        prompts = torch.from_numpy(np.stack([tokens[s : s + PROMPT_TOKENS].astype(np.int64) for s in starts]))
+        rows.append(continued(model, prompts, (0.0, 0.6, 1.0)[len(rows) % 3]).numpy().astype(np.uint16))
+        rate = len(rows) * batch_rows * (SAMPLE_TOKENS - PROMPT_TOKENS) / (time.perf_counter() - began)
+        print(f"{len(rows) * batch_rows} of {num_rows} rows, {rate:,.0f} tokens/s", flush=True)
+    np.concatenate(rows).tofile(work / "samples.bin")
+
+
+def continued(model: LlamaForCausalLM, prompts: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[B, PROMPT_TOKENS] → [B, SAMPLE_TOKENS], past any end of text."""
+    count = SAMPLE_TOKENS - PROMPT_TOKENS
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    settings = GenerationConfig(
+        max_new_tokens=count,
+        use_cache=True,
+        cache_implementation="static",
+        pad_token_id=0,
+        eos_token_id=None,
+        **sampling,
+    )
+    return model.generate(prompts, generation_config=settings)
 
 
 @torch.no_grad()
@@ -299,7 +410,11 @@ def train(kind: str, work: Path, steps: int, batch_tokens: int) -> None:
     for step in range(start, steps):
         for lr, group in zip(base, (g for o in opts for g in o.param_groups), strict=True):
             group["lr"] = lr * learning_rate(step, steps)
-        loss = loss_of(forward, teacher if step >= steps * TEXT_ALONE else None, batches(kind, tokens, step, steps, batch_tokens))
+        loss = loss_of(
+            forward,
+            teacher if step >= steps * TEXT_ALONE else None,
+            batches(kind, work, tokens, step, steps, batch_tokens),
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in opts:
@@ -415,11 +530,12 @@ def function_beginnings(source: Source, tokenizer: Tokenizer) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["data", "target", "draft", "export"])
+    parser.add_argument("stage", choices=["data", "target", "chat", "samples", "draft", "export"])
     parser.add_argument("--work", type=Path, default=Path("build/builtin"))
     parser.add_argument("--out", type=Path, default=HERE, help="where export writes")
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--rows", type=int, default=1440, help="of the target's own text")
     parser.add_argument("--threads", type=int, default=None)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -427,6 +543,11 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     if args.stage == "data":
         prepare(args.work)
+    elif args.stage == "chat":
+        prepare_chat(args.work)
+        tune(args.work, args.steps or 120, args.batch_tokens)
+    elif args.stage == "samples":
+        sample(args.work, args.rows)
     elif args.stage in SHAPES:
         train(args.stage, args.work, args.steps or {"target": 1400, "draft": 500}[args.stage], args.batch_tokens)
     else:

@@ -25,7 +25,7 @@ from offspec.errors import (
     VocabularyMismatchError,
 )
 from offspec.files import ModelFiles, Note
-from offspec.loaders.weights import RamWeights
+from offspec.loaders.tiers import TieredWeights
 from offspec.model import random_decoder
 from offspec.scheduler.params import Scoring
 
@@ -374,7 +374,7 @@ def without_tokenizer(pair: Pair, folder: Path) -> Path:
 def test_a_draft_with_another_vocabulary(
     break_draft: Any, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RamWeights, "load", lambda *_, **__: pytest.fail("weights were read first"))
+    monkeypatch.setattr(TieredWeights, "__init__", lambda *_, **__: pytest.fail("weights were read first"))
     with pytest.raises(VocabularyMismatchError, match="draft"):
         load(pair.target, break_draft(pair, tmp_path / "draft"))
 

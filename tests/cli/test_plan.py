@@ -1,0 +1,67 @@
+"""`offspec plan` tells what goes where, and refuses with the numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offspec.loaders.hardware import Rates
+
+from .conftest import Offspec
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = Rates(disk_bytes_per_s=2e9, matmul_flops={1: 1e10}, sources={"disk_bytes_per_s": "2 readers"})
+    monkeypatch.setattr("offspec.outlook.measure_rates", lambda *_, **__: rates)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_the_built_in_model_stays_in_memory(offspec: Offspec) -> None:
+    result = offspec("plan", "builtin", "--device", "cpu")
+    assert result.code == 0
+    assert "All 8 layers stay in memory" in result.out
+    assert "plain decoding" in result.out
+
+
+def test_a_model_larger_than_its_grant(offspec: Offspec, large: Path) -> None:
+    result = offspec("plan", large, "--draft", "none", "--device", "cpu", "--ram", "8GiB", "-q")
+    assert result.code == 0, result
+    assert "come from disk" in result.out
+    assert "disk: 2 GB/s (2 readers)" in result.out
+    assert "may be used" in result.out
+
+
+def test_json(offspec: Offspec, large: Path) -> None:
+    result = offspec("plan", large, "--gpu", "rtx4090", "--ram", "64GiB", "--format", "nf4", "--json", "-q")
+    told = json.loads(result.out)
+    assert result.out.count("\n") == 1
+    assert told["stream_bytes_per_pass"] == 0  # 8B in 4 bits fits the card
+    assert len(told["resident_layers"]) == 32
+    assert set(told["pass_s"]) == {"1", "16", "64", "256", "512"}
+
+
+def test_refusals(offspec: Offspec, large: Path) -> None:
+    refused = offspec("plan", large, "--draft", "none", "--device", "cpu", "--ram", "1GiB", "-q").refusal(1)
+    assert "1 GiB of RAM are too little: at least" in refused
+    assert "not a known card; choose one of" in offspec("plan", large, "--gpu", "rtx9999", "-q").refusal(2)
+    assert "is not a size" in offspec("plan", large, "--ram", "plenty").refusal(2)
+    (large / "config.json").unlink()
+    assert "config.json" in offspec("plan", large, "-q").refusal(1)
