@@ -495,7 +495,7 @@ def test_a_file_that_shrank_since(tmp_path: Path) -> None:
 @given(
     state=st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists), data=st.data()
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_no_quant_state_is_a_traceback(
     state: Any, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -504,7 +504,9 @@ def test_no_quant_state_is_a_traceback(
     tensors = named(pack_4bit(noise(8, 64), nested=nested))
     key = data.draw(st.sampled_from([*said(tensors), "nested_offset", "other"]))
     changed, folder = saying(tensors, **{key: state}), tmp_path_factory.mktemp("lie")
-    if said(changed).keys() == said(tensors).keys() | {key} and key == "other":
+    is_offset = key == "nested_offset" and nested and type(state) in (int, float) and abs(state) < 3e38
+    is_true = json.dumps({key: state}) == json.dumps({key: said(tensors).get(key, "nothing")})
+    if key == "other" or is_offset or is_true:
         assert open_with(folder, changed)[NAME].shape == (8, 64)
-    elif state != said(tensors).get(key, 0.0 if key == "nested_offset" else ...):
+    else:
         refusal(folder, changed)
