@@ -175,7 +175,7 @@ def _vector(weight: Weight) -> Tensor:
 def chunk_rows(config: ModelConfig, num_keys: int) -> int:
     """How many rows go through a layer together where attention looks at `num_keys`."""
     group = config.num_heads // config.num_kv_heads
-    return max(1, min(CHUNK_ROWS, MASK_ELEMENTS // (group * num_keys)))
+    return max(1, min(CHUNK_ROWS, MASK_ELEMENTS // (group * max(1, num_keys))))
 
 
 def activation_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize: int) -> int:

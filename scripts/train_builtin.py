@@ -157,11 +157,15 @@ def renamed_turns(source: Source, words: list[str], rng: random.Random) -> Itera
         docstring = ast.get_docstring(node) or ""
         if not 2 <= len(block) <= 16 or len(docstring) > 400:
             continue
+        is_bare = rng.random() < 0.5
+        if is_bare and docstring and len(node.body) > 1:  # nothing to document: the answer is code alone
+            del block[node.body[0].lineno - node.lineno : node.body[1].lineno - node.lineno]
         name = "_".join(rng.sample(words, rng.choice([1, 1, 2])))
         indent = len(block[0]) - len(block[0].lstrip())
         answer = re.sub(rf"\b{re.escape(node.name)}\b", name, "\n".join(line[indent:] for line in block))
-        wanted = f"def {name}(" if rng.random() < 0.4 else None
-        request = wanted or request_of(name, answer.splitlines()[0], docstring if len(docstring) >= 15 else None, rng)
+        bare = rng.choice([f"def {name}(", f"def {name}(", answer.splitlines()[0]])
+        summary = docstring if len(docstring) >= 15 else None
+        request = bare if is_bare else request_of(name, answer.splitlines()[0], summary, rng)
         yield f"{USER}\n{request}{END}\n{ASSISTANT}\n{answer}{END}\n"
 
 

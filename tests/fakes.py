@@ -18,6 +18,7 @@ from torch import Tensor
 
 from offspec.engine import load_decoder
 from offspec.files import ModelFiles
+from offspec.loaders.formats import Weight
 from offspec.loaders.weights import WeightSource
 from offspec.model import Decoder
 from offspec.planning import all_resident
@@ -43,20 +44,27 @@ class LendingWeights:
         return self.source.num_layers
 
     @property
-    def nbytes(self) -> int:
-        return self.source.nbytes
+    def bytes_streamed(self) -> int:
+        return self.source.bytes_streamed
+
+    @property
+    def scratch(self) -> Tensor | None:
+        return self.source.scratch
 
     @contextmanager
-    def layer(self, index: int) -> Iterator[Mapping[str, Tensor]]:
+    def layer(self, index: int) -> Iterator[Mapping[str, Weight]]:
         self.lent.append(index)
         with self.source.layer(index) as weights:
-            copies = {name: tensor.clone() for name, tensor in weights.items()}
+            copies = {name: weight.clone() for name, weight in weights.items() if isinstance(weight, Tensor)}
         yield copies
         for tensor in copies.values():
             tensor.fill_(torch.nan)
 
-    def shared(self, name: str) -> Tensor:
+    def shared(self, name: str) -> Weight:
         return self.source.shared(name)
+
+    def rows(self, name: str, indices: Tensor) -> Tensor:
+        return self.source.rows(name, indices)
 
     def close(self) -> None:
         self.source.close()
