@@ -203,17 +203,17 @@ class Ring(Generic[S]):
 
 
 class PlainStream:
-    """The plain twin of `Ring` over `DiskFiller`: reads a layer when it is asked for, in the caller's thread."""
+    """The plain twin of every ring: reads a layer when it is asked for, in the caller's thread, and copies it to `device`."""
 
-    def __init__(self, records: Mapping[int, Record], reader: Reader) -> None:
-        self._records, self._reader = records, reader
+    def __init__(self, records: Mapping[int, Record], reader: Reader, device: torch.device) -> None:
+        self._records, self._reader, self._device = records, reader, device
         self._slot = HostSlot(max(record.nbytes for record in records.values()))
 
     @contextmanager
     def lend(self, layer: int) -> Iterator[torch.Tensor]:
         for piece in self._records[layer].reads:
             read_piece(self._reader, piece, self._slot.buffer)
-        yield self._slot.tensor
+        yield self._slot.tensor[: self._records[layer].nbytes].to(self._device)
 
     def close(self) -> None: ...
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from .checkpoint import Checkpoint
+from .cuda import DeviceFiller, DeviceSlot, pin, unpin
 from .formats import FLOAT_DTYPES, StoredWeight, Weight, stored_weights
 from .placement import LayerCost, Placement
 from .readers import FileReader, HostBuffer, Reader, align_down, align_up
@@ -164,6 +165,7 @@ class TieredWeights:
         self._reader = reader or FileReader()
         self.bytes_streamed = 0
         self._rows: Rows | None = None
+        self._pinned: list[HostBuffer] = []
         self._done, self._progress = 0, progress
         try:
             self._shared = self._load_shared(embedding)
@@ -209,6 +211,9 @@ class TieredWeights:
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
+        for buffer in self._pinned:
+            unpin(buffer)
+        self._pinned = []
         self._reader.close()
         self._resident, self._shared = {}, {}
 
@@ -239,24 +244,22 @@ class TieredWeights:
 
     def _open_stream(self, synchronous: bool) -> Stream:
         records = {i: self._model.layers[i].record for i in self._placement.on_disk}
+        if synchronous:
+            everything = {i: self._model.layers[i].record for i in self._placement.streamed}
+            return PlainStream(everything, self._reader, self._device)
         if self._device.type == "cuda":
             return self._open_link(records)
-        return (
-            PlainStream(records, self._reader) if synchronous else self._open_disk(records, self._placement.num_slots)
-        )
+        return self._open_disk(records, self._placement.num_slots)
 
     def _open_disk(self, records: Mapping[int, Record], num_slots: int) -> Ring[HostSlot]:
         slots = [HostSlot(self._placement.slot_bytes) for _ in range(num_slots)]
         return Ring(self._placement.on_disk, slots, DiskFiller(records, self._reader))
 
     def _open_link(self, records: Mapping[int, Record]) -> Stream:
-        from .cuda import DeviceFiller, DeviceSlot, pin
-
         in_ram = {i: read_record(self._reader, self._model.layers[i].record) for i in self._placement.in_ram}
         disk = self._open_disk(records, self._placement.num_host_slots) if records else None
         host_slots = [] if disk is None else [slot.buffer for slot in disk.slots]
-        for buffer in (*in_ram.values(), *host_slots):
-            pin(buffer)
+        self._pinned = [buffer for buffer in (*in_ram.values(), *host_slots) if pin(buffer)]
         sizes = {i: record.nbytes for i, record in records.items()}
         filler = DeviceFiller({i: b.tensor for i, b in in_ram.items()}, disk, sizes, self._device)
         slots = [DeviceSlot(self._placement.slot_bytes, self._device) for _ in range(self._placement.num_slots)]

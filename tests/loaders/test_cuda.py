@@ -27,12 +27,17 @@ def tensors(num_layers: int = 9) -> Tensors:
     return made
 
 
+@pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("num_slots", [2, 3])
 @pytest.mark.parametrize(
     ("resident", "in_ram"), [((), range(9)), ((), ()), ((4,), range(0, 9, 2)), ((0, 8), (1, 2, 3)), (range(9), ())]
 )
 def test_every_pass_computes_with_the_right_layers(
-    tmp_path: Path, resident: range | tuple[int, ...], in_ram: range | tuple[int, ...], num_slots: int
+    tmp_path: Path,
+    resident: range | tuple[int, ...],
+    in_ram: range | tuple[int, ...],
+    num_slots: int,
+    synchronous: bool,
 ) -> None:
     made, device = tensors(), torch.device("cuda")
     model = StoredModel.of(open_with(tmp_path, made))
@@ -42,7 +47,9 @@ def test_every_pass_computes_with_the_right_layers(
     placement = Placement(
         tuple(resident), in_ram, on_disk, num_slots, num_slots, slot_bytes, (), Limits(2**30, 2**30), 0, 0
     )
-    weights = TieredWeights(model, placement, dtype=torch.float32, device=device, embedding=EMBEDDING)
+    weights = TieredWeights(
+        model, placement, dtype=torch.float32, device=device, embedding=EMBEDDING, synchronous=synchronous
+    )
     x = torch.randn(64, 512, device=device)
     # Many passes without a synchronisation between: a slot that is overwritten too early shows in the sums.
     passes = []

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +74,7 @@ def test_any_order_of_asking_gives_the_right_bytes(asked: list[int], num_slots: 
 
 
 def test_the_ring_agrees_with_its_plain_twin(setup: Setup) -> None:
-    plain = PlainStream(setup.records, setup.reader)
+    plain = PlainStream(setup.records, setup.reader, torch.device("cpu"))
     for layer in [0, 1, 2, 3, 4, 0, 1]:
         with plain.lend(layer) as buffer:
             assert setup.records[layer].parts(buffer)[f"layer{layer}"].numpy().tobytes() == setup.take(layer)
