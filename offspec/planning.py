@@ -139,9 +139,7 @@ def all_resident(model: ModelFiles) -> Placement:
 def _plan_for(context: int, target: ModelFiles, draft: ModelFiles | None, limits: Limits, program_bytes: int) -> Plan:
     costs = [layer.cost(target.dtype) for layer in target.stored.layers]
     items = _items(context, target, draft, limits, program_bytes)
-    placement = place(costs, items, limits)
-    if placement.on_disk:  # then the embedding can stay there too, and be read by row
-        placement = place(costs, [item for item in items if item.name != EMBEDDING_ITEM], limits)
+    placement = _place(costs, items, limits)
     weights = [w for layer in target.stored.layers for w in layer.weights.values() if len(w.shape) == 2]
     packed = [w for w in weights if is_packed(w)]
     return Plan(
@@ -156,6 +154,19 @@ def _plan_for(context: int, target: ModelFiles, draft: ModelFiles | None, limits
 
 
 EMBEDDING_ITEM = "embedding"
+
+
+def _place(costs: list[LayerCost], items: list[Item], limits: Limits) -> Placement:
+    """`place`; where layers come from disk the embedding stays there too, to be read by row, and takes no memory."""
+    without = [item for item in items if item.name != EMBEDDING_ITEM]
+    try:
+        placement = place(costs, items, limits)
+    except MemoryLimitError:
+        placement = place(costs, without, limits)
+        if not placement.on_disk:
+            raise
+        return placement
+    return place(costs, without, limits) if placement.on_disk else placement
 
 
 def _items(

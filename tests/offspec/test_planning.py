@@ -130,3 +130,15 @@ def test_an_outlook_for_a_card_that_is_not_here(large: Path) -> None:
     assert together["ram_bytes"] == outlook.plan.placement.ram_bytes
     slower = replace(outlook.rates, host_to_device_bytes_per_s=outlook.rates.host_to_device_bytes_per_s / 2)  # type: ignore[operator]
     assert outlook.plan.predict_pass_s(slower, 1) > 1.5 * told["pass_s"][1]
+
+
+def test_the_smallest_grant_that_works_goes_without_the_embedding_in_memory(large: Path) -> None:
+    for tenths in range(20, 200):
+        try:
+            planned = plan(large, "nf4", Limits(None, tenths * GIB // 10))
+        except MemoryLimitError:
+            continue
+        assert "embedding" not in {item.name for item in planned.placement.items}
+        assert tenths > 20
+        return
+    pytest.fail("no grant worked")
