@@ -56,7 +56,8 @@ class SpeculationParams:
 
     budget: nodes of a tree, 0 for plain decoding. scoring: coupled (shared noise, fitted sharpness) or specexec
     (cumulative draft probability). width: nodes expanded by one draft forward. children: candidates kept of an expanded
-    node. max_depth: longest path. The defaults are a first choice, not yet measured. Raises UsageError for a value out of range.
+    node. max_depth: longest path. Raises UsageError for a value out of range.
+    The default budget is the best of 16 to 256 for a streamed 7B on two cores (docs/LOG.md); the other three are guesses.
     """
 
     budget: int = 64
