@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,17 +17,18 @@ if TYPE_CHECKING:
     from offspec import Engine
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = TypeVar("P", SamplingParams, SpeculationParams)
 MODEL_HELP = "MODEL is a folder, a Hugging Face hub id, or `builtin`."
 MAX_BUDGET = 8192  # a tree's mask takes its square in bytes, its logits 4 bytes times the vocabulary for each node
 
 
-def budget(ctx: click.Context, param: click.Parameter, value: str) -> int:
+def budget(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     """A click callback: `auto` or a number of nodes."""
     try:
-        number = SpeculationParams.budget if value == "auto" else int(value)
+        number = None if value == "auto" else int(value)
     except ValueError:
         number = -1
-    if not 0 <= number <= MAX_BUDGET:
+    if number is not None and not 0 <= number <= MAX_BUDGET:
         raise click.BadParameter(f"{value!r} is neither auto nor a number from 0 (plain decoding) to {MAX_BUDGET}.")
     return number
 
@@ -131,16 +133,38 @@ def speculation_options(function: F) -> F:
             callback=budget,
             default="auto",
             metavar="auto|N",
-            help=f"Guessed tokens sent to the target in each pass; auto is {SpeculationParams.budget}, 0 is plain decoding. The text does not depend on it. [default: auto]",
+            help="Guessed tokens sent to the target in each pass; auto finds what pays here, 0 is plain decoding. The text does not depend on it. [default: auto]",
         ),
         click.option(
             "--draft-scoring",
+            "scoring",
             type=click.Choice(["coupled", "specexec"]),
             default=SpeculationParams.scoring,
             show_default=True,
             help="How guesses are ranked: with the target's own noise and fitted sharpness, or by draft probability.",
         ),
+        click.option(
+            "--no-reuse",
+            "reuse",
+            is_flag=True,
+            flag_value=False,
+            default=True,
+            help="Draft each tree from nothing, even where a part of the last one still holds.",
+        ),
+        click.option(
+            "--no-overlap",
+            "overlap",
+            is_flag=True,
+            flag_value=False,
+            default=True,
+            help="Do not draft while the target's pass runs.",
+        ),
     )(function)
+
+
+def take(kind: type[P], options: dict[str, Any]) -> P:
+    """A dataclass of settings from the options that bear its fields' names, which are taken out of `options`."""
+    return kind(**{field.name: options.pop(field.name) for field in fields(kind) if field.name in options})
 
 
 def sampling_options(function: F) -> F:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import click
 
 from offspec import SamplingParams, SpeculationParams
 
-from .options import MODEL_HELP, load_engine, loading_options, read_prompt, sampling_options, speculation_options
+from .options import MODEL_HELP, load_engine, loading_options, read_prompt, sampling_options, speculation_options, take
 
 if TYPE_CHECKING:
     from offspec import Engine, Stats
@@ -57,16 +56,13 @@ def command(
     prompt_ids: str | None,
     system: str | None,
     raw: bool,
-    budget: int,
-    draft_scoring: Any,
     as_json: bool,
     show_stats: bool,
     quiet: bool,
     verbose: bool,
     **options: Any,
 ) -> None:
-    params = SamplingParams(**{field.name: options.pop(field.name) for field in fields(SamplingParams)})
-    speculation = SpeculationParams(budget=budget, scoring=draft_scoring)
+    params, speculation = take(SamplingParams, options), take(SpeculationParams, options)
     ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
     if ids is not None and (prompt is not None or prompt_file is not None):
         raise click.UsageError("Give --prompt-ids or a prompt, not both.")

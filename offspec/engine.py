@@ -10,7 +10,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import index
 from typing import TypeGuard
 
@@ -19,15 +21,19 @@ import torch
 from offspec.loaders.hardware import read_hardware
 from offspec.loaders.placement import Placement
 from offspec.loaders.tiers import Progress, TieredWeights
-from offspec.scheduler.draft import Calibration, Drafter, ModelDrafter, NoDrafter
-from offspec.scheduler.params import SamplingParams, SpeculationParams
+from offspec.scheduler.budget import Switch
+from offspec.scheduler.calibration import Calibration
+from offspec.scheduler.costs import Costs
+from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
+from offspec.scheduler.params import MAX_NODES, SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.verify import Verdict, exact_walk
 
+from .alongside import alongside
 from .errors import ContextLengthError, UsageError
 from .files import ModelFiles, Note, choose_device, open_pair
 from .model import EMBEDDING, CachedDecoder, Decoder
-from .planning import Grant, Plan, all_resident, explain, measure_link, plan_here
+from .planning import Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates
 from .stats import Stats, peak_host_bytes
 from .tokenizer import TextStream, Tokenizer
 
@@ -70,7 +76,7 @@ class Engine:
         self.notes: list[Note] = []
         self.plan: Plan | None = None
         self.link_bytes_per_s: float | None = None
-        self._calibration = Calibration()
+        self._calibration, self._costs, self._switch = Calibration(), Costs(), Switch()
 
     @classmethod
     def load(
@@ -110,6 +116,7 @@ class Engine:
         link = measure_link(plan, pair.target, place) if plan.placement.streamed else None
         notes += explain(plan, link)
         target, guesser = pair.target, pair.draft
+        rates = quick_rates(target, place, link)
         engine = cls(
             load_decoder(target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress),
             tokenizer,
@@ -119,6 +126,7 @@ class Engine:
             max_context=plan.context,
         )
         engine.notes, engine.plan, engine.link_bytes_per_s = notes, plan, link
+        engine._costs = Costs(partial(plan.predict_pass_s, rates))
         return engine
 
     def close(self) -> None:
@@ -181,15 +189,28 @@ class Engine:
         )
         return request.run()
 
-    def drafter(self, sampler: Sampler, speculation: SpeculationParams, final: frozenset[int]) -> Drafter:
-        """A drafter for one request."""
+    def drafter(self, sampler: Sampler, speculation: SpeculationParams, final: frozenset[int], room: int) -> Drafter:
+        """A drafter for one request, with a KV cache of `room` entries."""
         if self.draft is None or speculation.budget == 0:
             return NoDrafter()
-        return ModelDrafter(CachedDecoder(self.draft), sampler, speculation, self._calibration, final)
+        return ModelDrafter(
+            CachedDecoder(self.draft, room),
+            sampler,
+            speculation,
+            self._calibration,
+            final,
+            costs=self._costs,
+            switch=self._switch,
+        )
 
     def sharpness(self, *, greedy: bool) -> float:
         """The sharpness fitted so far (see `scheduler.draft`)."""
         return self._calibration.sharpness(greedy=greedy).value
+
+
+def _tree_room(speculation: SpeculationParams) -> int:
+    """The most nodes that a tree of the target may have."""
+    return MAX_NODES if speculation.budget is None else speculation.budget
 
 
 class _Request:
@@ -207,11 +228,12 @@ class _Request:
         assert params.seed is not None
         self.engine, self.text, self.params, self.limit, self.began = engine, text, params, limit, began
         self.final = frozenset() if params.ignore_eos else engine.tokenizer.eos_ids
-        room = len(text) + limit + speculation.budget + 1
-        self.target = CachedDecoder(engine.target, room)
+        longest = len(text) + limit + 1
+        self.target = CachedDecoder(engine.target, longest + _tree_room(speculation))
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
-        self.drafter = engine.drafter(self.sampler, speculation, self.final)
+        # Room for all that may be drafted: on a GPU the cache must not grow beside the target's pass.
+        self.drafter = engine.drafter(self.sampler, speculation, self.final, longest + MAX_NODES)
         self._moved_before = engine.target.weights.bytes_streamed
         self.stats = Stats(num_prompt_tokens=len(text), seed=params.seed)
 
@@ -230,11 +252,13 @@ class _Request:
         text, target, drafter = self.text, self.target, self.drafter
         tree = drafter.propose(text, max_depth=self.limit - self.stats.num_tokens - 1)
         drafted = time.perf_counter()
-        logits = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
+        with alongside(drafter.extend, target.device) if drafter.is_eager else nullcontext():
+            logits = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
+            target.synchronize()
         verdict = exact_walk(tree, logits, self.sampler, position=len(text))
-        scored = time.perf_counter()  # the walk has read the logits, so the device is done
+        scored = time.perf_counter()
         target.keep(verdict.path)
-        drafter.observe(tree, verdict)
+        drafter.observe(tree, verdict, logits)
         text += verdict.tokens
         self.sampler.extend(verdict.tokens)
         self._count(len(tree), drafted - started, scored - drafted, time.perf_counter() - started)

@@ -70,16 +70,20 @@ class KVCache:
         self.pending += num_pending
         assert self.size <= self.capacity
 
-    def keep(self, path: Sequence[int]) -> None:
-        """Commit the pending entries `path` (indices into the pending region, ascending); forget the other ones."""
-        assert all(a < b for a, b in pairwise((-1, *path, self.pending))), "path is not ascending pending entries"
-        if list(path) != list(range(len(path))):
-            slots = torch.tensor(path, device=self._data.device) + self.length
-            kept = slice(self.length, self.length + len(path))
+    def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
+        """Commit the pending entries `path`, leave the entries `pending` behind them pending; forget the other ones.
+
+        Indices into the pending region, ascending, those of `pending` above those of `path`.
+        """
+        stay = [*path, *pending]
+        assert all(a < b for a, b in pairwise((-1, *stay, self.pending))), "what stays is not ascending pending entries"
+        if stay != list(range(len(stay))):
+            slots = torch.tensor(stay, device=self._data.device) + self.length
+            kept = slice(self.length, self.length + len(stay))
             self._data[:, :, :, kept] = self._data[:, :, :, slots]
             self.positions[kept] = self.positions[slots]
         self.length += len(path)
-        self.pending = 0
+        self.pending = len(pending)
 
     def truncate(self, length: int) -> None:
         """Forget everything from position `length` on, and whatever is pending."""

@@ -232,6 +232,15 @@ class CachedDecoder:
         """Committed tokens."""
         return self.cache.length
 
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
         """Logits fp32 [(1 if chain else 0) + R, vocab]: after the chain's last token, then after each tree node.
 
@@ -256,9 +265,9 @@ class CachedDecoder:
         self.cache.append(len(chain), num_nodes)
         return hidden[max(len(chain) - 1, 0) :]
 
-    def keep(self, path: Sequence[int]) -> None:
-        """Commit the pending nodes `path` (ascending indices); forget the others."""
-        self.cache.keep(path)
+    def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
+        """Commit the pending nodes `path`, let `pending` below them wait on (both ascending); forget the others."""
+        self.cache.keep(path, pending)
 
     def truncate(self, length: int) -> None:
         """Forget the text from position `length` on."""

@@ -15,10 +15,11 @@ import psutil
 import torch
 
 from offspec.loaders.hardware import Hardware, Rates
-from offspec.loaders.measure import measure_disk, measure_host_to_device
+from offspec.loaders.measure import measure_dequantise, measure_disk, measure_host_to_device, measure_matmul
 from offspec.loaders.placement import Item, LayerCost, Limits, PassRates, Placement, place, predict_pass_s
 from offspec.loaders.tiers import StoredLayer, is_packed
 from offspec.loaders.units import format_quantity, format_seconds, format_size
+from offspec.scheduler.params import MAX_NODES
 
 from .config import ModelConfig
 from .errors import MemoryLimitError, UsageError
@@ -27,7 +28,7 @@ from .model import EMBEDDING, activation_bytes
 
 DEFAULT_CONTEXT = 4096
 MIN_CONTEXT = 512  # below that a smaller default would not help anybody
-TREE_ROOM = 1024  # KV entries for a tree, beside the context
+TREE_ROOM = MAX_NODES  # KV entries for a tree, beside the context
 WORKSPACE_BYTES = 64 * 2**20  # what samplers, the tokenizer and the allocator's rounding take
 CUDA_WORKSPACE_BYTES = 300 * 2**20
 SPARE = 0.05  # of what is free now, left for whatever else runs, where no limit was given
@@ -113,6 +114,17 @@ def measure_link(plan: Plan, target: ModelFiles, device: torch.device) -> float:
     if device.type == "cuda" and (rate := measure_host_to_device(device, seconds=0.3)):
         seconds = max(seconds, moved / rate)
     return moved / seconds if seconds else math.inf
+
+
+def quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: float | None) -> Rates:
+    """What `Plan.predict_pass_s` needs, measured in a quarter of a second and 64 MiB: a first guess of a pass's seconds."""
+    packed = any(is_packed(w) for w in target.stored.layers[0].weights.values())
+    return Rates(
+        disk_bytes_per_s=link_bytes_per_s,
+        host_to_device_bytes_per_s=link_bytes_per_s,
+        matmul_flops=measure_matmul(device, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.2),
+        dequantise_elements_per_s=measure_dequantise(device, target.dtype, seconds=0.05) if packed else None,
+    )
 
 
 def explain(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note]:

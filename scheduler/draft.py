@@ -4,13 +4,13 @@ A child x of a node is scored by how likely the *target* is to choose it. The ta
 argmax(log p + G) with noise G that is known beforehand, so the draft looks at v(x) = log q(x) + G(seed, position, x),
 and believes log softmax(v / s): s, the sharpness, is how far the two models' log-probabilities typically lie apart. It is
 fitted while running, from every verified node. With no noise and s = 1 this is SpecExec's cumulative probability.
-Knows models only through the `TreeModel` protocol.
+How long to draft and how much to send is a `Controller`'s to say. Knows models only through the `TreeModel` protocol.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,10 +19,16 @@ from torch import Tensor
 
 from offspec.errors import NumericalError
 
-from .params import SpeculationParams
+from .budget import Controller, Prospect, Switch, controller_for
+from .calibration import GRID, UNIT, Calibration
+from .costs import MAX_ROWS, Costs
+from .growth import Growth, Guesses
+from .params import MAX_NODES, SpeculationParams
 from .sampling import Sampler
-from .tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
-from .verify import Verdict
+from .tree import ROOT, BoolArray, IntArray, TokenTree
+from .verify import Logits, Verdict
+
+Clock = Callable[[], float]
 
 
 class TreeModel(Protocol):
@@ -41,8 +47,11 @@ class TreeModel(Protocol):
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
         """Commit chain; add R tree nodes, pending. Logits [(1 if chain) + R, V]. mask: bool [R, P + R]."""
 
-    def keep(self, path: Sequence[int]) -> None:
-        """Commit these pending nodes, in ascending order of their numbers; forget the others."""
+    def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
+        """Commit the pending nodes `path`; `pending`, nodes below them, stay pending; the others are forgotten.
+
+        Both ascend, and so do the two one after the other. What stays is numbered from 0 in its order.
+        """
 
 
 class Drafter(Protocol):
@@ -51,8 +60,15 @@ class Drafter(Protocol):
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
         """A tree of guesses for what follows `text` (all tokens so far), at most max_depth deep."""
 
-    def observe(self, tree: TokenTree, verdict: Verdict) -> None:
-        """What the target made of the tree that was proposed last."""
+    @property
+    def is_eager(self) -> bool:
+        """Whether `extend` is worth calling beside the pass that comes."""
+
+    def extend(self, is_over: Callable[[], bool]) -> None:
+        """Between propose and observe, perhaps on another thread: use the time of the target's pass, until `is_over`."""
+
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+        """What the target made of the tree that was proposed last. logits: the root's row, then the nodes'."""
 
 
 class NoDrafter:
@@ -61,165 +77,24 @@ class NoDrafter:
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
         return TokenTree.empty()
 
-    def observe(self, tree: TokenTree, verdict: Verdict) -> None:
+    is_eager = False
+
+    def extend(self, is_over: Callable[[], bool]) -> None:
         pass
 
-
-class Sharpness:
-    """Online maximum likelihood of s over a grid, with exponential forgetting.
-
-    The prior counts as `PRIOR_NODES` nodes that speak for `prior`, so that the first verified nodes already move it.
-    """
-
-    GRID = np.array([0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.3, 1.8])
-    UNIT = 6  # where GRID is 1
-    FORGETTING = 0.99
-    PRIOR_NODES = 4.0
-
-    def __init__(self, prior: float) -> None:
-        self._prior = -self.PRIOR_NODES * np.log(self.GRID / prior) ** 2
-        self._log_likelihood = np.zeros_like(self.GRID)
-
-    @property
-    def index(self) -> int:
-        """Index of the likeliest s in GRID."""
-        return int(np.argmax(self._prior + self._log_likelihood))
-
-    @property
-    def value(self) -> float:
-        return float(self.GRID[self.index])
-
-    def observe(self, log_probabilities: FloatArray) -> None:
-        """log p_s(the token that the target chose) for each s of GRID, at one verified node."""
-        self._log_likelihood = self.FORGETTING * self._log_likelihood + log_probabilities
-
-
-class Calibration:
-    """What has been learnt about a draft, kept from request to request: a sharpness for greedy, one for sampling."""
-
-    def __init__(self) -> None:
-        self._greedy, self._sampled = Sharpness(prior=0.5), Sharpness(prior=0.6)
-
-    def sharpness(self, *, greedy: bool) -> Sharpness:
-        return self._greedy if greedy else self._sampled
-
-
-@dataclass(frozen=True)
-class Guesses:
-    """What the draft thinks of the children of R expanded nodes, best first.
-
-    tokens, values [R, C]: candidates and their v = log q + G. normalisers [R, S]: logsumexp(v / s) over the whole
-    vocabulary for each s of `Sharpness.GRID`, so that any s can be judged later.
-    """
-
-    tokens: IntArray
-    values: FloatArray
-    normalisers: FloatArray
-
-    @classmethod
-    def joined(cls, rounds: Sequence[Guesses]) -> Guesses:
-        """The rows of several rounds as one."""
-        return cls(*(np.concatenate([getattr(r, f.name) for r in rounds]) for f in fields(cls)))
-
-    def log_probabilities(self, index: int) -> FloatArray:
-        """[R, C]: log softmax(v / s) for s = GRID[index]; never above 0, so that scores fall along a path."""
-        scores: FloatArray = self.values / Sharpness.GRID[index] - self.normalisers[:, index, None]
-        return np.minimum(scores, 0.0)
-
-    def likelihood(self, row: int, token: int) -> FloatArray:
-        """[S]: log-probability of `token` at one row for each s; a token outside the candidates counts as the last."""
-        possible = np.isfinite(self.values[row])
-        found = np.flatnonzero((self.tokens[row] == token) & possible)
-        value = float(self.values[row, found[0]] if len(found) else self.values[row, possible].min())
-        log_probabilities: FloatArray = value / Sharpness.GRID - self.normalisers[row]
-        return log_probabilities
-
-
-class Growth:
-    """A tree while it grows: every candidate seen, which of them have been expanded, and the best `budget` of them.
-
-    An expanded node has a row: its place in the draft's pending region.
-    """
-
-    def __init__(self, budget: int, max_depth: int, final: Collection[int]) -> None:
-        self._budget, self._max_depth, self._final = budget, max_depth, np.array(sorted(final), dtype=np.int64)
-        none = np.empty(0, dtype=np.int64)
-        self.tokens, self.parents, self.depths, self.scores = none, none, none, np.empty(0)
-        self.rows = none
-        self.num_expanded = 0
-        size = 2 * min(budget, 256)  # to start with
-        self._ancestors = np.zeros((size, size), dtype=np.bool_)  # [row, row]: who sees whom
-
-    def add(self, parents: IntArray, tokens: IntArray, log_probabilities: FloatArray) -> None:
-        """Children [W, C] of the nodes `parents` [W] (or [ROOT]); those that cannot be among the best are dropped."""
-        at_root = parents[0] == ROOT
-        scores = log_probabilities + (0.0 if at_root else self.scores[parents, None])
-        row, column = np.nonzero(scores > self._bar())
-        self.tokens = np.concatenate((self.tokens, tokens[row, column]))
-        self.parents = np.concatenate((self.parents, parents[row]))
-        depths = np.ones(len(row), dtype=np.int64) if at_root else self.depths[parents[row]] + 1
-        self.depths = np.concatenate((self.depths, depths))
-        self.scores = np.concatenate((self.scores, scores[row, column]))
-        self.rows = np.concatenate((self.rows, np.full(len(row), -1)))
-
-    def _bar(self) -> float:
-        """The score that a newcomer must exceed: that of the budget-th best candidate."""
-        if len(self.scores) < self._budget:
-            return -np.inf
-        return float(np.partition(self.scores, -self._budget)[-self._budget])
-
-    def best(self) -> IntArray:
-        """The best `budget` candidates, best first. Scores fall along a path, so they form a tree, parents first."""
-        return np.argsort(-self.scores, kind="stable")[: self._budget]
-
-    def next_batch(self, width: int) -> IntArray:
-        """The best candidates that could still gain from being expanded, at most `width`, as node numbers."""
-        best = self.best()
-        is_open = (
-            (self.rows[best] < 0) & (self.depths[best] < self._max_depth) & ~np.isin(self.tokens[best], self._final)
-        )
-        return best[is_open][:width]
-
-    def expand(self, nodes: IntArray) -> BoolArray:
-        """Give these nodes their rows; returns their mask over the pending region, bool [W, P + W]."""
-        first, last = self.num_expanded, self.num_expanded + len(nodes)
-        if last > len(self._ancestors):
-            self._ancestors = np.pad(self._ancestors, (0, max(last, len(self._ancestors))))
-        parents = self.parents[nodes]
-        inner = parents != ROOT
-        rows = np.arange(first, last)
-        self._ancestors[rows[inner]] = self._ancestors[self.rows[parents[inner]]]
-        self._ancestors[rows, rows] = True
-        self.rows[nodes] = rows
-        self.num_expanded = last
-        return self._ancestors[first:last, :last]
-
-    def path_tokens(self, nodes: IntArray) -> list[list[int]]:
-        """For each node the tokens from the root's child down to it."""
-        return [self._path(int(node)) for node in nodes]
-
-    def _path(self, node: int) -> list[int]:
-        tokens: list[int] = []
-        while node != ROOT:
-            tokens.append(int(self.tokens[node]))
-            node = int(self.parents[node])
-        return tokens[::-1]
-
-    def tree(self) -> tuple[TokenTree, IntArray]:
-        """The best candidates as a tree, and each one's row (-1 where it was not expanded)."""
-        best = self.best()
-        renumbered = np.full(len(self.tokens) + 1, ROOT)  # the last entry serves parent -1
-        renumbered[best] = np.arange(len(best))
-        tree = TokenTree(self.tokens[best], renumbered[self.parents[best]], self.depths[best], self.scores[best])
-        return tree, self.rows[best]
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+        pass
 
 
 class ModelDrafter:
     """Best-first growth in batches on a small model (SpecExec, section 4), one per request.
 
-    Each round expands the best `width` open candidates with one forward of the draft; the tree is the best `budget`
-    candidates seen, and growth ends when none of these is open. `final` tokens (end of text) are never expanded.
+    Each round expands the best open candidates with one forward of the draft; what is sent is the best of all candidates
+    seen. When the target's own next token is an expanded candidate, the growth below it lives on with its KV entries
+    (`--no-reuse` forgets it). `final` tokens (end of text) are never expanded.
     """
+
+    AHEAD_WIDTH = 16
 
     def __init__(
         self,
@@ -228,58 +103,161 @@ class ModelDrafter:
         params: SpeculationParams,
         calibration: Calibration,
         final: Collection[int] = (),
+        *,
+        controller: Controller | None = None,
+        costs: Costs | None = None,
+        switch: Switch | None = None,
+        clock: Clock = time.perf_counter,
     ) -> None:
+        """controller: what `params` call for, where there is none. costs: learns the draft's and the target's. switch: learns
+        whether `extend` pays; without it, it does. clock: in seconds.
+        """
         self._model, self._sampler, self._params, self._final = model, sampler, params, final
         self._is_coupled = params.scoring == "coupled"
-        self._sharpness = calibration.sharpness(greedy=sampler.is_greedy)
+        self._belief = calibration.belief(greedy=sampler.is_greedy, coupled=self._is_coupled)
         self._columns = min(model.vocab_size, sampler.vocab_size)
-        self._rounds: list[Guesses] = []
-        self._rows: IntArray = np.empty(0, dtype=np.int64)
+        self._costs, self._clock = costs or Costs(), clock
+        self._controller = controller or controller_for(params, self._costs)
+        self._growth = Growth(final)
+        self._position = 0  # of the root's children
+        self._max_depth = 0
+        self._sent: IntArray = np.empty(0, dtype=np.int64)
+        self._began = self._proposed = 0.0
+        self._chain = 0  # rows of the target's pass beside the nodes
+        self._is_first = True
+        self._pause = _Pause()
+        self._switch, self._was_eager = switch, False
+
+    # ------------------------------------------------------------------------------------------------ a tree
 
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
+        self._began = self._clock()
+        self._chain = len(text) - self._model.length if self._is_first else 1
+        self._position = len(text)
         # Positions beyond the draft's context would be guessed badly or not at all.
-        max_depth = min(max_depth, self._params.max_depth, self._model.max_context - len(text))
-        self._rounds = []
-        if max_depth < 1 or self._params.budget < 1:
-            return TokenTree.empty()
-        growth = Growth(self._params.budget, max_depth, self._final)
-        nodes, none = np.array([ROOT]), np.empty(0, dtype=np.int64)
-        chain = [min(token, self._model.vocab_size - 1) for token in text[self._model.length :]]
-        assert chain, "propose without an observe since the last one"
-        logits = self._model.score(chain, none, none, np.empty((0, 0), dtype=np.bool_))
-        while True:
-            self._add_children(growth, nodes, logits, len(text))
-            nodes = growth.next_batch(self._params.width)
-            if not len(nodes):
-                break
-            mask = growth.expand(nodes)
-            logits = self._model.score([], growth.tokens[nodes], growth.depths[nodes], mask)
-        tree, self._rows = growth.tree()
+        self._max_depth = min(max_depth, self._params.max_depth, self._model.max_context - len(text))
+        if self._max_depth < 1 or self._controller.limit < 1 or not self._is_worth_a_root():
+            self._sent = np.empty(0, dtype=np.int64)
+        else:
+            self._grow(text)
+            self._sent = self._best(self._controller.size(self._prospect()))
+        tree, now = self._growth.tree(self._sent), self._clock()
+        if self._switch and not self._is_first:
+            expected = 1 + self._belief.trust.value * float(np.exp(tree.scores).sum())
+            self._switch.observe(self._was_eager, expected, now - self._proposed)
+        self._was_eager, self._proposed = self.is_eager, now
         return tree
 
-    def observe(self, tree: TokenTree, verdict: Verdict) -> None:
-        if not self._rounds:
-            return
-        rows = [int(row) for row in self._rows[verdict.path] if row >= 0]
+    def _grow(self, text: Sequence[int]) -> None:
+        growth = self._growth
+        if growth.is_rooted:
+            growth.rescore(self._index)
+        else:
+            chain = [min(token, self._model.vocab_size - 1) for token in text[self._model.length :]]
+            none = np.empty(0, dtype=np.int64)
+            began = self._clock()
+            logits = self._model.score(chain, none, none, np.empty((0, 0), dtype=np.bool_))
+            self._add_children(np.array([ROOT]), logits)
+            self._count_round(len(chain), began)
+        while growth.num_expanded < MAX_NODES:
+            nodes = growth.open_among(self._best(self._controller.limit), self._max_depth)
+            width = min(self._controller.width(self._prospect(nodes)), MAX_NODES - growth.num_expanded)
+            if width < 1:
+                break
+            began = self._clock()
+            self._expand(nodes[:width])
+            self._count_round(width, began)
+
+    @property
+    def is_eager(self) -> bool:
+        has_use = self._params.overlap and self._params.reuse and self._growth.is_rooted
+        return has_use and (self._switch is None or self._switch.is_on())
+
+    def extend(self, is_over: Callable[[], bool]) -> None:
+        """Go on where `propose` stopped: the best open candidates are the likeliest to be the next root, or below it."""
+        growth = self._growth
+        while not is_over() and growth.is_rooted:
+            nodes = growth.open_among(growth.best(MAX_NODES, self._max_depth), self._max_depth)
+            width = min(self.AHEAD_WIDTH, MAX_NODES - growth.num_expanded, len(nodes))
+            if width < 1:
+                break
+            self._expand(nodes[:width])
+
+    def _expand(self, nodes: IntArray) -> None:
+        mask = self._growth.expand(nodes)
+        picked = self._growth.nodes[nodes]
+        self._add_children(nodes, self._model.score([], picked["token"], picked["depth"], mask))
+
+    def _best(self, count: int) -> IntArray:
+        return self._growth.best(count, self._max_depth)
+
+    def _prospect(self, open_nodes: IntArray | None = None) -> Prospect:
+        trust, scores = self._belief.trust.value, self._growth.nodes["score"]
+        best = self._best(self._controller.limit)
+        return Prospect(
+            best=trust * np.exp(scores[best]),
+            open=trust * np.exp(scores[open_nodes]) if open_nodes is not None else np.empty(0),
+            profile=self._belief.profile.values,
+            chain=self._chain,
+            spent_s=self._clock() - self._began,
+        )
+
+    def _is_worth_a_root(self) -> bool:
+        """Whether asking the draft at all promises anything; where it does not, it is asked again now and then."""
+        if self._growth.is_rooted:
+            return True
+        root = np.array([self._belief.trust.value])
+        prospect = Prospect(np.empty(0), root, self._belief.profile.values, self._chain, 0.0)
+        return self._pause.is_over(promising=self._controller.width(prospect) > 0)
+
+    def _count_round(self, rows: int, began: float) -> None:
+        if rows <= MAX_ROWS:
+            self._costs.draft.observe(rows, self._clock() - began)
+
+    # ------------------------------------------------------------------------------------------------ a verdict
+
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+        now, rows = self._clock(), self._chain + len(tree)
+        if rows <= MAX_ROWS:
+            self._costs.target.observe(rows, now - self._proposed)
+        path = self._sent[verdict.path]
+        if self._growth.is_rooted:
+            if len(tree):
+                self._belief.trust.observe(float(np.exp(tree.scores).sum()), len(path))
+            self._live_on(path, verdict.tokens)
+        if not self._is_first:  # the first pass has the prompt in it, and says nothing of the rate
+            self._controller.observe(len(verdict.tokens), self._clock() - self._began)
+        self._is_first = False
+
+    def _live_on(self, path: IntArray, tokens: Sequence[int]) -> None:
+        """Commit what was accepted, learn from it, and keep what was drafted below the new last token."""
+        growth = self._growth
+        rows = [int(row) for row in growth.nodes["row"][path] if row >= 0]
         if self._is_coupled:  # values without the noise would say nothing about values with it
-            self._calibrate(rows, verdict.tokens)
+            for row, token in zip([-1, *rows], tokens, strict=False):
+                self._belief.sharpness.observe(growth.guesses.likelihood(row + 1, token))
+        self._belief.profile.observe(np.exp(growth.guesses.log_probabilities(self._index)))
+        if self._params.reuse and len(rows) == len(path):
+            last = growth.child(int(path[-1]) if len(path) else ROOT, tokens[-1])
+            if last is not None and growth.nodes["row"][last] >= 0:
+                rows.append(int(growth.nodes["row"][last]))
+                self._model.keep(rows, growth.reroot(last).tolist())
+                return
         self._model.keep(rows)
+        self._growth = Growth(self._final)
 
-    def _calibrate(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Tell the sharpness which token the target chose at each expanded node of the walk."""
-        guesses = Guesses.joined(self._rounds)
-        # The root was expanded first, so the node in row r of the pending region has guesses[r + 1].
-        for index, token in zip([0, *(row + 1 for row in rows)], tokens, strict=False):
-            self._sharpness.observe(guesses.likelihood(index, token))
+    # ------------------------------------------------------------------------------------------------ scoring
 
-    def _add_children(self, growth: Growth, nodes: IntArray, logits: Tensor, position: int) -> None:
-        """Score the children of the nodes just expanded; `position` is that of the root's children."""
-        depths = np.zeros(1, dtype=np.int64) if nodes[0] == ROOT else growth.depths[nodes]
-        paths = growth.path_tokens(nodes) if self._sampler.needs_history else [[]] * len(nodes)
-        guesses = self._guess(logits[:, : self._columns], paths, position + depths)
-        self._rounds.append(guesses)
-        index = self._sharpness.index if self._is_coupled else Sharpness.UNIT
-        growth.add(nodes, guesses.tokens, guesses.log_probabilities(index))
+    @property
+    def _index(self) -> int:
+        return self._belief.sharpness.index if self._is_coupled else UNIT
+
+    def _add_children(self, nodes: IntArray, logits: Tensor) -> None:
+        """Score the children of the nodes just expanded."""
+        depths = np.zeros(1, dtype=np.int64) if nodes[0] == ROOT else self._growth.nodes["depth"][nodes]
+        paths = self._growth.path_tokens(nodes) if self._sampler.needs_history else [[]] * len(nodes)
+        guesses = self._guess(logits[:, : self._columns], paths, self._position + depths)
+        self._growth.add(nodes, guesses, self._index)
 
     def _guess(self, logits: Tensor, paths: Sequence[Sequence[int]], positions: IntArray) -> Guesses:
         """Candidates of R rows of draft logits [R, V], the children of each at positions [R]."""
@@ -288,7 +266,7 @@ class ModelDrafter:
             unique, inverse = np.unique(positions, return_inverse=True)
             noise = torch.stack([self._sampler.noise(int(p))[: self._columns].float() for p in unique])
             values = values + noise[torch.as_tensor(inverse, device=noise.device)]
-        grid = torch.as_tensor(Sharpness.GRID, dtype=torch.float32, device=values.device)
+        grid = torch.as_tensor(GRID, dtype=torch.float32, device=values.device)
         normalisers = torch.stack([(values / s).logsumexp(-1) for s in grid], dim=-1).double().cpu().numpy()
         if not np.isfinite(normalisers).all():
             raise NumericalError(
@@ -296,3 +274,22 @@ class ModelDrafter:
             )
         best, tokens = values.topk(min(self._params.children, self._columns), dim=-1)
         return Guesses(tokens.cpu().numpy(), best.double().cpu().numpy(), normalisers)
+
+
+class _Pause:
+    """When to ask a draft again that promises nothing: after 8 passes, then 16, and so on up to 128."""
+
+    FIRST, LONGEST = 8, 128
+
+    def __init__(self) -> None:
+        self._length, self._passed = self.FIRST, 0
+
+    def is_over(self, *, promising: bool) -> bool:
+        if promising:
+            self._length, self._passed = self.FIRST, 0
+            return True
+        self._passed += 1
+        if self._passed < self._length:
+            return False
+        self._length, self._passed = min(2 * self._length, self.LONGEST), 0
+        return True

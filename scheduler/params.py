@@ -12,6 +12,7 @@ from typing import Literal
 from offspec.errors import UsageError
 
 SEED_LIMIT = 1 << 64
+MAX_NODES = 1024  # of a tree where the budget is found, and expanded ones that wait in the draft's KV cache
 Scoring = Literal["coupled", "specexec"]
 
 
@@ -54,21 +55,24 @@ class SamplingParams:
 class SpeculationParams:
     """How the tree is drafted.
 
-    budget: nodes of a tree, 0 for plain decoding. scoring: coupled (shared noise, fitted sharpness) or specexec
-    (cumulative draft probability). width: nodes expanded by one draft forward. children: candidates kept of an expanded
-    node. max_depth: longest path. Raises UsageError for a value out of range.
-    The default budget is the best of 16 to 256 for a streamed 7B on two cores (docs/LOG.md); the other three are guesses.
+    budget: nodes of a tree, 0 for plain decoding, None for what pays here (`scheduler.budget`). scoring: coupled (shared
+    noise, fitted sharpness) or specexec (cumulative draft probability). width: nodes expanded by one draft forward, where
+    the budget is given. children: candidates kept of an expanded node. max_depth: longest path. reuse: what was drafted
+    below the accepted token stays. overlap: draft on while the target's pass runs. Raises UsageError for a value out of
+    range. The text is the same whatever is set here.
     """
 
-    budget: int = 64
+    budget: int | None = None
     scoring: Scoring = "coupled"
     width: int = 16
     children: int = 16
     max_depth: int = 32
+    reuse: bool = True
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.scoring not in ("coupled", "specexec"):
             raise UsageError(f"scoring must be coupled or specexec, not {self.scoring!r}")
         for name, least in (("budget", 0), ("width", 1), ("children", 1), ("max_depth", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} must be at least {least}, not {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and value < least:
+                raise UsageError(f"{name} must be at least {least}, not {value}")

@@ -98,27 +98,46 @@ class RuleModel:
         assert all(self._sights[seen] == sight[: place + 1] for place, seen in enumerate(sight))
         return tuple(self._pending[seen][0] for seen in sight)
 
-    def keep(self, path: Sequence[int]) -> None:
+    def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         assert not path or self._sights[path[-1]] == list(path), "what is kept is not a path from the root"
+        assert list(pending) == sorted(pending)
         self.text += [self._pending[node][0] for node in path]
-        self._pending, self._sights = [], []
+        numbers = {node: number for number, node in enumerate(pending)}
+        sights = [self._sights[node] for node in pending]
+        assert all(sight[: len(path)] == list(path) for sight in sights), "what waits on is not below the path"
+        # A KeyError here: an ancestor of what waits on was forgotten.
+        self._sights = [[numbers[seen] for seen in sight[len(path) :]] for sight in sights]
+        self._pending = [(token, depth - len(path)) for token, depth in (self._pending[node] for node in pending)]
 
 
 def generate(
-    target: RuleModel, drafter: Drafter, sampler: Sampler, prompt: Sequence[int], num_tokens: int
+    target: RuleModel,
+    drafter: Drafter,
+    sampler: Sampler,
+    prompt: Sequence[int],
+    num_tokens: int,
+    rounds_ahead: int = 0,
 ) -> list[int]:
-    """The engine's loop without the engine: propose, score, verify, commit, observe."""
+    """The engine's loop without the engine: propose, (extend,) score, verify, commit, observe."""
     text, end = list(prompt), len(prompt) + num_tokens
     sampler.extend(text)
     while len(text) < end:
         tree = drafter.propose(text, max_depth=end - len(text) - 1)
+        if drafter.is_eager:
+            drafter.extend(count_down(rounds_ahead))
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
         verdict = exact_walk(tree, logits, sampler, position=len(text))
         target.keep(verdict.path)
-        drafter.observe(tree, verdict)
+        drafter.observe(tree, verdict, logits)
         text += verdict.tokens
         sampler.extend(verdict.tokens)
     return text[len(prompt) :]
+
+
+def count_down(count: int) -> Callable[[], bool]:
+    """False so many times, then True."""
+    left = iter(range(count))
+    return lambda: next(left, None) is None
 
 
 # ------------------------------------------------------------------------------------------------ twins

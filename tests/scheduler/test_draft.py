@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.errors import NumericalError
-from offspec.scheduler.draft import Calibration, Guesses, ModelDrafter, Sharpness
+from offspec.scheduler.calibration import GRID, UNIT, Calibration, Sharpness
+from offspec.scheduler.draft import ModelDrafter
+from offspec.scheduler.growth import Guesses
 from offspec.scheduler.params import SamplingParams, Scoring, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
@@ -194,7 +197,7 @@ def test_no_room_or_budget_is_an_empty_tree(max_depth: int, budget: int) -> None
     drafter = drafter_of(model, budget=budget)
     tree = drafter.propose(PROMPT, max_depth)
     assert len(tree) == 0
-    drafter.observe(tree, Verdict([], [1]))
+    drafter.observe(tree, Verdict([], [1]), torch.zeros(1, VOCAB_SIZE))
     assert model.batches == []
 
 
@@ -233,23 +236,26 @@ def test_draft_cache_follows_the_text(params: SamplingParams) -> None:
     model, target = RuleModel(DRAFT, VOCAB_SIZE), RuleModel(target_rule, VOCAB_SIZE)
     drafter, sampler = drafter_of(model, params, budget=12, width=5), Sampler(params, SEED, VOCAB_SIZE)
     text, missing = list(PROMPT), len(PROMPT)
-    num_accepted = 0
+    num_accepted = num_reused = 0
     for number in range(20):
         num_calls = len(model.chains)
         tree = drafter.propose(text, max_depth=0 if number == 9 else 6)
         chains = model.chains[num_calls:]
-        assert [len(chain) for chain in chains] == ([] if number == 9 else [missing] + [0] * (len(chains) - 1))
-        assert number == 9 or model.text == text
+        if number != 9:
+            assert [len(chain) for chain in chains if chain] == ([missing] if missing else [])
+            assert model.text == text
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
         verdict = exact_walk(tree, logits, sampler, len(text))
         target.keep(verdict.path)
-        drafter.observe(tree, verdict)
+        drafter.observe(tree, verdict, logits)
         text += verdict.tokens
         num_accepted += len(verdict.path)
         missing = len(text) - len(model.text)
-        assert model.text == text[:-missing]
+        assert model.text == text[: len(model.text)]
         assert missing <= (3 if number == 9 else 2)  # the bonus token, and a leaf that was not expanded
+        num_reused += missing == 0
     assert num_accepted > 10
+    assert num_reused > 0
     assert text[len(PROMPT) :] == plain_text(target_rule, params, SEED, PROMPT, len(text) - len(PROMPT))
 
 
@@ -277,7 +283,7 @@ def test_sharpness_tells_a_good_draft_from_a_bad_one(params: SamplingParams) -> 
         num_passes(DRAFT, draft, params, calibration, budget=8)
         fitted.append(calibration.sharpness(greedy=params is GREEDY).value)
         assert calibration.sharpness(greedy=params is SAMPLED).value == (0.6 if params is GREEDY else 0.5)
-    assert fitted == [Sharpness.GRID[0], Sharpness.GRID[-1]]
+    assert fitted == [GRID[0], GRID[-1]]
 
 
 def test_specexec_leaves_the_calibration_alone() -> None:
@@ -297,8 +303,6 @@ def test_draft_logits_that_are_not_numbers_are_refused_in_one_line(params: Sampl
 
 
 # ------------------------------------------------------------------------------------------------ sharpness
-
-GRID = Sharpness.GRID
 
 
 def guesses_of(values: FloatArray, num_candidates: int) -> Guesses:
@@ -328,7 +332,7 @@ def test_sharpness_starts_at_its_prior_and_moves_soon() -> None:
 
 
 def test_unit_is_where_the_sharpness_is_1() -> None:
-    assert GRID[Sharpness.UNIT] == 1.0
+    assert GRID[UNIT] == 1.0
 
 
 def test_sharpness_forgets() -> None:

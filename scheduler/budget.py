@@ -1,0 +1,167 @@
+"""How long to draft and how many nodes to send: fixed, by the marginal rate, or by Thompson sampling.
+
+A controller sees probabilities and seconds, never tokens or models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from .costs import Costs
+from .params import MAX_NODES, SpeculationParams
+from .tree import FloatArray
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What a drafter knows before its next round.
+
+    best: probabilities of the best candidates, falling, at most the controller's limit. open: of those among them that
+    could be expanded, falling. profile [C]: typical probabilities of a node's children. chain: rows that the target's
+    pass has beside the nodes. spent_s: the drafting of this pass so far.
+    """
+
+    best: FloatArray
+    open: FloatArray
+    profile: FloatArray
+    chain: int
+    spent_s: float
+
+
+class Controller(Protocol):
+    @property
+    def limit(self) -> int:
+        """The most nodes that it would send."""
+
+    def width(self, prospect: Prospect) -> int:
+        """How many nodes the next round of the draft is to expand; 0 ends the drafting."""
+
+    def size(self, prospect: Prospect) -> int:
+        """How many of the best candidates to send."""
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """What a whole iteration brought and took."""
+
+
+class FixedBudget:
+    """Always the same number of nodes, drafted to the end."""
+
+    def __init__(self, budget: int, width: int) -> None:
+        self.limit, self._width = budget, width
+
+    def width(self, prospect: Prospect) -> int:
+        return min(self._width, len(prospect.open))
+
+    def size(self, prospect: Prospect) -> int:
+        return self.limit
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        pass
+
+
+class MarginalRate:
+    """Tokens for seconds: nodes are sent, and rounds drafted, while they earn more than the going rate.
+
+    With R tokens/s over the last passes, a tree of k nodes is worth 1 + sum of the k best probabilities - R * seconds of
+    its pass (the ratio of sums is maximal where this difference is, with R the best ratio: Dinkelbach 1967). A round is
+    drafted when what it may add to that worth exceeds R * its own seconds. Before there is a rate, the tree at hand
+    gives one.
+    """
+
+    WIDTHS = (4, 8, 16, 32, 64)
+    FORGETTING = 0.95
+
+    def __init__(self, costs: Costs, limit: int) -> None:
+        self.limit, self._costs = limit, costs
+        self._tokens = self._seconds = 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        self._tokens = self.FORGETTING * self._tokens + num_tokens
+        self._seconds = self.FORGETTING * self._seconds + seconds
+
+    def rate(self, prospect: Prospect) -> float:
+        """Tokens/s: that of the last passes, or what the tree at hand promises."""
+        if self._seconds:
+            return self._tokens / self._seconds
+        tokens, seconds = self._tokens_and_seconds(prospect)
+        return float((tokens / (prospect.spent_s + seconds)).max())
+
+    def size(self, prospect: Prospect) -> int:
+        tokens, seconds = self._tokens_and_seconds(prospect)
+        return int((tokens - self.rate(prospect) * seconds).argmax())
+
+    def width(self, prospect: Prospect) -> int:
+        if not len(prospect.open):
+            return 0
+        if not self._costs.draft.is_known or not self._costs.target.is_known:
+            return min(16, len(prospect.open))
+        rate = self.rate(prospect)
+        if not len(prospect.best) and self._wants_plain(prospect, rate):
+            return 0
+        gains = self._gains(prospect, rate)
+        widths = np.array([w for w in self.WIDTHS if w < len(gains)] + [min(len(gains), self.WIDTHS[-1])])
+        worth = gains.cumsum()[widths - 1] - rate * self._costs.draft.seconds(widths)
+        best = int(worth.argmax())
+        return int(widths[best]) if worth[best] > 0 else 0
+
+    def _wants_plain(self, prospect: Prospect, rate: float) -> bool:
+        """Whether a pass without a tree might be the best choice, and has hardly been tried."""
+        curve = self._costs.target
+        plain_s = float(curve.seconds(np.array([prospect.chain]))[0])
+        return curve.weight(prospect.chain) < 0.25 and self._seconds > 0 and 1 / plain_s > 0.5 * rate
+
+    def _tokens_and_seconds(self, prospect: Prospect) -> tuple[FloatArray, FloatArray]:
+        """Expected tokens, and seconds of the pass, for the k best candidates, k = 0 .. all."""
+        tokens = np.concatenate(([1.0], 1 + prospect.best.cumsum()))
+        return tokens, self._costs.target.seconds(np.arange(len(tokens)) + prospect.chain)
+
+    def _gains(self, prospect: Prospect, rate: float) -> FloatArray:
+        """Tokens that expanding each open node may add: its likely children, less what a node must bring to be sent."""
+        size = self.size(prospect)
+        step = max(8, size // 8)
+        now, then = self._costs.target.seconds(np.array([size, size + step]) + prospect.chain)
+        price = rate * (then - now) / step
+        if len(prospect.best) >= self.limit:
+            price = max(price, prospect.best[-1])  # another one has to go
+        children = prospect.open[: self.WIDTHS[-1], None] * prospect.profile
+        gains: FloatArray = np.maximum(children - price, 0.0).sum(-1)
+        return gains
+
+
+def controller_for(params: SpeculationParams, costs: Costs) -> Controller:
+    """The given budget, or the marginal rate."""
+    return MarginalRate(costs, MAX_NODES) if params.budget is None else FixedBudget(params.budget, params.width)
+
+
+class Switch:
+    """Whether drafting beside the target's pass pays: both ways are tried, then the better one, the other now and then.
+
+    On a machine where the pass leaves nothing idle, it does not.
+    """
+
+    TRIALS = 2
+    AGAIN = 32  # cycles after which the other way is tried once
+    FORGETTING = 0.9
+
+    def __init__(self) -> None:
+        self._tokens, self._seconds = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+        self._cycles = 0
+
+    def is_on(self) -> bool:
+        """For the next cycle: a pass, and the drafting of the tree after it."""
+        if self._cycles < 2 * self.TRIALS:
+            return self._cycles < self.TRIALS
+        better = self._rate(True) > self._rate(False)
+        return better != (self._cycles % self.AGAIN == 0)
+
+    def observe(self, was_on: bool, num_tokens: float, seconds: float) -> None:
+        """num_tokens: expected of the tree that came out of the cycle."""
+        self._tokens[was_on] = self.FORGETTING * self._tokens[was_on] + num_tokens
+        self._seconds[was_on] = self.FORGETTING * self._seconds[was_on] + seconds
+        self._cycles += 1
+
+    def _rate(self, on: bool) -> float:
+        return self._tokens[on] / self._seconds[on] if self._seconds[on] else 0.0

@@ -1,0 +1,256 @@
+"""A tree while it grows: every candidate that was seen, which of them have been expanded, and the best of them.
+
+Numpy throughout, no Python work per node. Knows nothing of models, budgets, or who guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from .calibration import GRID
+from .tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What the draft thinks of the children of R expanded nodes, best first.
+
+    tokens, values [R, C]: candidates and their v = log q + G. normalisers [R, S]: logsumexp(v / s) over the whole
+    vocabulary for each s of `calibration.GRID`, so that any s can be judged later.
+    """
+
+    tokens: IntArray
+    values: FloatArray
+    normalisers: FloatArray
+
+    @classmethod
+    def joined(cls, parts: Sequence[Guesses]) -> Guesses:
+        """The rows of several as one."""
+        return (
+            parts[0] if len(parts) == 1 else cls(*(np.concatenate(c) for c in zip(*map(_columns, parts), strict=True)))
+        )
+
+    def rows(self, indices: IntArray) -> Guesses:
+        return Guesses(*(column[indices] for column in _columns(self)))
+
+    def log_probabilities(self, index: int) -> FloatArray:
+        """[R, C]: log softmax(v / s) for s = GRID[index]; never above 0, so that scores fall along a path."""
+        scores: FloatArray = self.values / GRID[index] - self.normalisers[:, index, None]
+        return np.minimum(scores, 0.0)
+
+    def likelihood(self, row: int, token: int) -> FloatArray:
+        """[S]: log-probability of `token` at one row for each s; a token outside the candidates counts as the last."""
+        possible = np.isfinite(self.values[row])
+        found = np.flatnonzero((self.tokens[row] == token) & possible)
+        value = float(self.values[row, found[0]] if len(found) else self.values[row, possible].min())
+        log_probabilities: FloatArray = value / GRID - self.normalisers[row]
+        return log_probabilities
+
+
+def _columns(guesses: Guesses) -> list[np.ndarray]:
+    return [getattr(guesses, field.name) for field in fields(guesses)]
+
+
+# A candidate. parent: its index, or ROOT. row: its place among the expanded nodes, which is the draft's pending region;
+# -1 where it has none. value: v at its parent, -inf where the model has not been asked. floor: a guest's score.
+NODE = np.dtype(
+    [
+        ("token", np.int64),
+        ("parent", np.int64),
+        ("depth", np.int64),
+        ("row", np.int64),
+        ("value", np.float64),
+        ("floor", np.float64),
+        ("score", np.float64),
+    ]
+)
+
+
+class Growth:
+    """Candidates below a root. `nodes` is an array of NODE, parents before children; scores fall along every path.
+
+    Indices into `nodes` stay valid until `reroot`. `final` tokens (end of text) are never expanded.
+    """
+
+    def __init__(self, final: Collection[int] = ()) -> None:
+        self.nodes = np.empty(0, dtype=NODE)
+        self.num_expanded = 0
+        self._final = np.array(sorted(final), dtype=np.int64)
+        self._guesses: list[Guesses] = []  # the root's, then those of the expanded nodes, by row
+        self._ancestors = np.zeros((64, 64), dtype=np.bool_)  # [row, row]: who sees whom
+        self._has_guests = False
+
+    @property
+    def is_rooted(self) -> bool:
+        """Whether the root's children are there."""
+        return bool(self._guesses)
+
+    @property
+    def guesses(self) -> Guesses:
+        """Row 0 is the root's; the node in row r of the pending region has row r + 1."""
+        self._guesses = [Guesses.joined(self._guesses)]
+        return self._guesses[0]
+
+    # ------------------------------------------------------------------------------------------------ growing
+
+    def add(self, parents: IntArray, guesses: Guesses, index: int) -> None:
+        """The children of the nodes `parents` [R] (or [ROOT]), in the order of their rows, judged with s = GRID[index]."""
+        self._guesses.append(guesses)
+        at_root = parents[0] == ROOT
+        base = np.zeros(1) if at_root else self.nodes["score"][parents]
+        depths = np.zeros(1, dtype=np.int64) if at_root else self.nodes["depth"][parents]
+        scores = guesses.log_probabilities(index) + base[:, None]
+        wanted = scores > -np.inf
+        if self._has_guests:
+            wanted &= ~self._already_there(parents, guesses, scores)
+        row, column = np.nonzero(wanted)
+        new = np.empty(len(row), dtype=NODE)
+        new["token"], new["parent"], new["depth"] = guesses.tokens[row, column], parents[row], depths[row] + 1
+        new["row"], new["floor"] = -1, -np.inf
+        new["value"], new["score"] = guesses.values[row, column], scores[row, column]
+        self.nodes = np.concatenate((self.nodes, new))
+
+    def _already_there(self, parents: IntArray, guesses: Guesses, scores: FloatArray) -> BoolArray:
+        """[R, C]: children that a guest had guessed before; these learn what the model thinks of them."""
+        there = np.zeros(scores.shape, dtype=np.bool_)
+        guests = np.flatnonzero(np.isfinite(self.nodes["floor"]) & np.isin(self.nodes["parent"], parents))
+        for guest in guests:
+            row = int(np.flatnonzero(parents == self.nodes["parent"][guest])[0])
+            for column in np.flatnonzero(guesses.tokens[row] == self.nodes["token"][guest]):
+                there[row, column] = True
+                self.nodes["value"][guest] = guesses.values[row, column]
+                self.nodes["score"][guest] = max(self.nodes["floor"][guest], scores[row, column])
+        return there
+
+    def add_guests(self, tree: TokenTree, index: int) -> None:
+        """Another guesser's tree below the same root; a node that is there already keeps the better score."""
+        places = np.full(len(tree) + 1, ROOT)  # the last entry serves parent ROOT
+        lost = np.zeros(len(tree) + 1, dtype=np.bool_)  # below a final token
+        for i, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+            lost[i] = lost[parent] or (parent != ROOT and tree.tokens[parent] in self._final)
+            if lost[i]:
+                continue
+            above, score = int(places[parent]), float(tree.scores[i])
+            found = self.child(above, token)
+            if found is None:
+                depth = 1 if above == ROOT else int(self.nodes["depth"][above]) + 1
+                new = np.array([(token, above, depth, -1, -np.inf, score, score)], dtype=NODE)
+                found, self.nodes = len(self.nodes), np.concatenate((self.nodes, new))
+            self.nodes["floor"][found] = max(self.nodes["floor"][found], score)
+            places[i] = found
+        self._has_guests |= len(tree) > 0
+        self.rescore(index)
+
+    def rescore(self, index: int) -> None:
+        """Judge every candidate anew with s = GRID[index], from the root downwards."""
+        nodes = self.nodes
+        if not len(nodes):
+            return
+        judges = np.where(nodes["parent"] == ROOT, 0, nodes["row"][nodes["parent"]] + 1)
+        gains = np.full(len(nodes), -np.inf)
+        judged = np.isfinite(nodes["value"])
+        if judged.any():
+            gains[judged] = nodes["value"][judged] / GRID[index] - self.guesses.normalisers[judges[judged], index]
+        for depth in range(1, int(nodes["depth"].max()) + 1):
+            level = np.flatnonzero(nodes["depth"] == depth)
+            base = np.zeros(len(level)) if depth == 1 else nodes["score"][nodes["parent"][level]]
+            nodes["score"][level] = np.maximum(base + np.minimum(gains[level], 0.0), nodes["floor"][level])
+
+    def expand(self, nodes: IntArray) -> BoolArray:
+        """Give these nodes their rows; returns their mask over the pending region, bool [R, P + R]."""
+        first, last = self.num_expanded, self.num_expanded + len(nodes)
+        if last > len(self._ancestors):
+            self._ancestors = np.pad(self._ancestors, (0, max(last - len(self._ancestors), len(self._ancestors))))
+        rows = np.arange(first, last)
+        self.nodes["row"][nodes] = rows
+        parents = self.nodes["parent"][nodes]
+        inner = parents != ROOT
+        above = self.nodes["row"][parents[inner]]
+        self._ancestors[rows[inner]] = self._ancestors[above]
+        self._ancestors[rows, rows] = True
+        if len(above) and above.max() >= first:  # guests may bring a parent and its child into one batch, in this order
+            for row, parent in zip(rows[inner], above, strict=True):
+                self._ancestors[row] |= self._ancestors[parent]
+        self.num_expanded = last
+        return self._ancestors[first:last, :last]
+
+    # ------------------------------------------------------------------------------------------------ choosing
+
+    def best(self, count: int, max_depth: int) -> IntArray:
+        """The best `count` candidates at most `max_depth` deep, best first: a tree, parents before children."""
+        scores = self.nodes["score"]
+        if max_depth < (self.nodes["depth"].max() if len(self.nodes) else 0):
+            scores = np.where(self.nodes["depth"] <= max_depth, scores, -np.inf)
+        least = -np.partition(-scores, count - 1)[count - 1] if count < len(scores) else -np.inf
+        near = np.flatnonzero((scores >= least) & (scores > -np.inf))
+        return near[np.argsort(-scores[near], kind="stable")][:count]
+
+    def open_among(self, nodes: IntArray, max_depth: int) -> IntArray:
+        """Those of `nodes` that could still gain from being expanded, in the same order."""
+        picked = self.nodes[nodes]
+        is_open = (picked["row"] < 0) & (picked["depth"] < max_depth)
+        if len(self._final):
+            is_open &= ~np.isin(picked["token"], self._final)
+        return nodes[is_open]
+
+    def child(self, node: int, token: int) -> int | None:
+        """The candidate `token` below `node` (or ROOT)."""
+        found = np.flatnonzero((self.nodes["parent"] == node) & (self.nodes["token"] == token))
+        return int(found[0]) if len(found) else None
+
+    def path_tokens(self, nodes: IntArray) -> list[list[int]]:
+        """For each node the tokens from the root's child down to it."""
+        return [self._path(int(node)) for node in nodes]
+
+    def _path(self, node: int) -> list[int]:
+        tokens: list[int] = []
+        while node != ROOT:
+            tokens.append(int(self.nodes["token"][node]))
+            node = int(self.nodes["parent"][node])
+        return tokens[::-1]
+
+    def tree(self, nodes: IntArray) -> TokenTree:
+        """These nodes (as `best` returns them) as a tree, in the same order."""
+        renumbered = np.full(len(self.nodes) + 1, ROOT)  # the last entry serves parent ROOT
+        renumbered[nodes] = np.arange(len(nodes))
+        picked = self.nodes[nodes]
+        return TokenTree(
+            np.ascontiguousarray(picked["token"]),
+            renumbered[picked["parent"]],
+            np.ascontiguousarray(picked["depth"]),
+            np.ascontiguousarray(picked["score"]),
+        )
+
+    # ------------------------------------------------------------------------------------------------ living on
+
+    def reroot(self, node: int) -> IntArray:
+        """Make the expanded `node` the root: what is not below it is forgotten. Returns the rows that stay, ascending.
+
+        Depths and scores count from the new root; the rows that stay are numbered from 0 in their order.
+        """
+        row = int(self.nodes["row"][node])
+        kept = np.flatnonzero(self._ancestors[: self.num_expanded, row])[1:]  # the first is the node itself
+        self._guesses = [self.guesses.rows(np.array([row, *kept]) + 1)]
+        depth, score = int(self.nodes["depth"][node]), float(self.nodes["score"][node])
+        inside = self.nodes["parent"] == node
+        for below in range(depth + 2, int(self.nodes["depth"].max()) + 1):
+            level = np.flatnonzero(self.nodes["depth"] == below)
+            inside[level] = inside[self.nodes["parent"][level]]
+        renumbered = np.full(len(self.nodes) + 1, ROOT)
+        renumbered[:-1][inside] = np.arange(int(inside.sum()))
+        new_rows = np.full(self.num_expanded + 1, -1)
+        new_rows[kept] = np.arange(len(kept))
+        self.nodes = self.nodes[inside]
+        self.nodes["parent"] = renumbered[self.nodes["parent"]]
+        self.nodes["row"] = new_rows[self.nodes["row"]]
+        self.nodes["depth"] -= depth
+        self.nodes["score"] -= score
+        self.nodes["floor"] -= score
+        self.num_expanded = len(kept)
+        self._ancestors[: len(kept), : len(kept)] = self._ancestors[np.ix_(kept, kept)]
+        self._ancestors[: len(kept), len(kept) :] = False
+        self._ancestors[len(kept) :] = False
+        return kept
