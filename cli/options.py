@@ -144,6 +144,13 @@ def speculation_options(function: F) -> F:
             help="How guesses are ranked: with the target's own noise and fitted sharpness, or by draft probability.",
         ),
         click.option(
+            "--stopping",
+            type=click.Choice(["default", "thompson", "thompson-calibrated"]),
+            default=SpeculationParams.stopping,
+            show_default=True,
+            help="When drafting ends: where nothing is left to gain, or by Thompson sampling (EESD).",
+        ),
+        click.option(
             "--no-reuse",
             "reuse",
             is_flag=True,

@@ -58,5 +58,5 @@ def _stream(device: torch.device) -> torch.cuda.Stream | None:
     if device.type != "cuda":
         return None
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[device]

@@ -131,9 +131,57 @@ class MarginalRate:
         return gains
 
 
+class ThompsonSampling:
+    """Another controller's trees, with the drafting stopped by Thompson sampling (EESD, 2406.03853, section 3.3).
+
+    After each round theta is drawn from Beta(alpha, beta) and a coin with that bias decides whether to draft on. A verdict
+    of r accepted tokens after n rounds, each of which made the tree a level deeper, adds r to alpha and n - r to beta.
+    The calibrated variant lets the draft speak too: `CONFIDENCE` further counts, shared out by the probability of the
+    best node that is still open.
+    """
+
+    CONFIDENCE = 4.0
+    FORGETTING = 0.98
+
+    def __init__(self, inner: Controller, width: int, *, calibrated: bool, seed: int = 0) -> None:
+        self._inner, self._width, self._calibrated = inner, width, calibrated
+        self._random = np.random.default_rng(seed)
+        self._accepted = self._rejected = 1.0
+        self._num_rounds = 0
+
+    @property
+    def limit(self) -> int:
+        return self._inner.limit
+
+    def width(self, prospect: Prospect) -> int:
+        if not len(prospect.open):
+            return 0
+        confidence = self.CONFIDENCE if self._calibrated else 0.0
+        likely = min(1.0, float(prospect.open[0]))
+        bias = self._random.beta(self._accepted + confidence * likely, self._rejected + confidence * (1 - likely))
+        if len(prospect.best) and self._random.random() >= bias:  # the root is always asked
+            return 0
+        self._num_rounds += 1
+        return min(self._width, len(prospect.open))
+
+    def size(self, prospect: Prospect) -> int:
+        return self._inner.size(prospect)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        accepted = min(num_tokens - 1, self._num_rounds)
+        self._accepted = max(1.0, self.FORGETTING * self._accepted) + accepted
+        self._rejected = max(1.0, self.FORGETTING * self._rejected) + self._num_rounds - accepted
+        self._num_rounds = 0
+        self._inner.observe(num_tokens, seconds)
+
+
 def controller_for(params: SpeculationParams, costs: Costs) -> Controller:
-    """The given budget, or the marginal rate."""
-    return MarginalRate(costs, MAX_NODES) if params.budget is None else FixedBudget(params.budget, params.width)
+    """What the parameters call for."""
+    budget = params.budget
+    inner = MarginalRate(costs, MAX_NODES) if budget is None else FixedBudget(budget, params.width)
+    if params.stopping == "default":
+        return inner
+    return ThompsonSampling(inner, params.width, calibrated=params.stopping == "thompson-calibrated")
 
 
 class Switch:

@@ -69,15 +69,16 @@ class Profile:
     RATE = 0.02  # of each expanded node
 
     def __init__(self) -> None:
-        self.values: FloatArray = 0.5 ** np.arange(1, 17)
+        self.values: FloatArray = np.power(0.5, np.arange(1, 17))
 
     def observe(self, probabilities: FloatArray) -> None:
         """Children's probabilities [R, C] of R expanded nodes."""
         num_rows, num_children = probabilities.shape
-        mean, size = probabilities.mean(0), max(num_children, len(self.values))
+        mean: FloatArray = probabilities.mean(0)
+        size = max(num_children, len(self.values))
         rate = 1 - (1 - self.RATE) ** num_rows
-        padded = [np.pad(values, (0, size - len(values))) for values in (self.values, mean)]
-        self.values = padded[0] + rate * (padded[1] - padded[0])
+        old, new = (np.pad(values, (0, size - len(values))) for values in (self.values, mean))
+        self.values = old * (1 - rate) + new * rate
 
 
 class Belief:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from offspec.errors import UsageError
 
 SEED_LIMIT = 1 << 64
 MAX_NODES = 1024  # of a tree where the budget is found, and expanded ones that wait in the draft's KV cache
 Scoring = Literal["coupled", "specexec"]
+Stopping = Literal["default", "thompson", "thompson-calibrated"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class SpeculationParams:
 
     budget: nodes of a tree, 0 for plain decoding, None for what pays here (`scheduler.budget`). scoring: coupled (shared
     noise, fitted sharpness) or specexec (cumulative draft probability). width: nodes expanded by one draft forward, where
-    the budget is given. children: candidates kept of an expanded node. max_depth: longest path. reuse: what was drafted
+    the budget is given. children: candidates kept of an expanded node. max_depth: longest path. stopping:
+    when drafting ends: where nothing is left to gain, or by Thompson sampling (EESD). reuse: what was drafted
     below the accepted token stays. overlap: draft on while the target's pass runs. Raises UsageError for a value out of
     range. The text is the same whatever is set here.
     """
@@ -67,12 +69,15 @@ class SpeculationParams:
     width: int = 16
     children: int = 16
     max_depth: int = 32
+    stopping: Stopping = "default"
     reuse: bool = True
     overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.scoring not in ("coupled", "specexec"):
             raise UsageError(f"scoring must be coupled or specexec, not {self.scoring!r}")
+        if self.stopping not in get_args(Stopping):
+            raise UsageError(f"stopping must be one of {', '.join(get_args(Stopping))}, not {self.stopping!r}")
         for name, least in (("budget", 0), ("width", 1), ("children", 1), ("max_depth", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise UsageError(f"{name} must be at least {least}, not {value}")
