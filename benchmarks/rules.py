@@ -11,7 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from offspec.scheduler.draft import TreeModel
 from offspec.scheduler.sampling import Sampler
@@ -78,7 +80,8 @@ def _share(mass: float, other: float) -> float:
 
 def _normalised(rows: FloatArray) -> FloatArray:
     totals = rows.sum(-1, keepdims=True)
-    return np.divide(rows, totals, out=np.zeros_like(rows), where=totals > 0)
+    shares: FloatArray = np.divide(rows, totals, out=np.zeros_like(rows), where=totals > 0)
+    return shares
 
 
 def _draw(probabilities: FloatArray, generator: np.random.Generator) -> int:
@@ -158,7 +161,7 @@ def _distributions(logits: Tensor, sampler: Sampler, drafted: Sequence[int], fir
     """[R, V] of logits [R, V], the first of them after `first` drafted tokens; greedy is certain of its choice."""
     values = sampler.process(logits.double(), [drafted[: first + row] for row in range(len(logits))])
     if sampler.is_greedy:
-        return np.eye(values.shape[-1])[values.argmax(-1).cpu().numpy()]
+        values = torch.where(one_hot(values.argmax(-1), values.shape[-1]) == 1, 0.0, -torch.inf)
     found: FloatArray = values.softmax(-1).cpu().numpy()
     return found
 
