@@ -1,0 +1,241 @@
+"""Judges drafters without running the target: a text is recorded once, and every drafter is walked along it.
+
+The text of (target, prompt, parameters, seed) is the same whatever was guessed, so what a pass accepts of a tree is how
+far the tree follows the recorded text. What that would take on a machine that is not here is counted on a virtual clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.engine import Prompt
+from offspec.model import CachedDecoder
+from offspec.scheduler.draft import Drafter, TreeModel
+from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.tree import ROOT, BoolArray, IntArray, TokenTree
+from offspec.scheduler.verify import Verdict, exact_walk
+
+# ------------------------------------------------------------------------------------------------ recording
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the target said: token_ids after prompt_ids, with these parameters (the seed is set).
+
+    limit: the most tokens that were allowed, by the parameters and the context; fewer where the text ended by itself.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    limit: int
+    params: SamplingParams
+
+    def sampler(self, vocab_size: int) -> Sampler:
+        """A sampler with the noise that the text was made with."""
+        assert self.params.seed is not None
+        return Sampler(self.params, self.params.seed, vocab_size)
+
+
+def record(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, folder: Path) -> list[Recording]:
+    """Decode each prompt plainly, prompt i with seed params.seed + i, unless a recording of it lies in `folder`.
+
+    A recording that is found there is checked by one pass over it: weights may have changed under the same name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    recordings: list[Recording] = []
+    for index, prompt in enumerate(prompts):
+        own = replace(params, seed=(params.seed or 0) + index)
+        ids = engine.encode(prompt)
+        file = folder / f"{_key(engine, ids, own)}.json"
+        found = _load(file, own)
+        if found is None or not is_true(engine, found):
+            found = _decoded(engine, ids, own)
+            _save(file, found)
+        recordings.append(found)
+    return recordings
+
+
+def is_true(engine: Engine, recording: Recording) -> bool:
+    """Whether this is what the target says, by one pass over all of it as a chain."""
+    sampler = recording.sampler(engine.target.config.vocab_size)
+    sampler.extend(recording.prompt_ids)
+    tokens = np.array(recording.token_ids[:-1], dtype=np.int64)
+    chain = np.arange(len(tokens))
+    tree = TokenTree(tokens, chain - 1, chain + 1, np.zeros(len(tokens)))
+    logits = CachedDecoder(engine.target).score_rows(recording.prompt_ids, tree.tokens, tree.depths, tree.mask())
+    return exact_walk(tree, logits, sampler, len(recording.prompt_ids)).tokens == recording.token_ids
+
+
+def _decoded(engine: Engine, ids: list[int], params: SamplingParams) -> Recording:
+    steps = engine.generate(ids, params, SpeculationParams(budget=0))
+    limit = min(params.max_new_tokens, engine.max_context - len(ids))
+    return Recording(ids, [token for step in steps for token in step.token_ids], limit, params)
+
+
+def _key(engine: Engine, ids: Sequence[int], params: SamplingParams) -> str:
+    asked = json.dumps([engine.name, engine.max_context, list(ids), asdict(params)])
+    return sha256(asked.encode()).hexdigest()[:24]
+
+
+def _load(file: Path, params: SamplingParams) -> Recording | None:
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+        return Recording(said["prompt_ids"], said["token_ids"], said["limit"], params)
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # absent, or cut short
+        return None
+
+
+def _save(file: Path, recording: Recording) -> None:
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(asdict(recording)), encoding="utf-8")
+    unfinished.replace(file)
+
+
+# ------------------------------------------------------------------------------------------------ time
+
+
+class VirtualClock:
+    """Seconds of a machine that is simulated; `now` can stand for `time.perf_counter`."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0
+        self._now += seconds
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the passes of a target and the rounds of its draft take, in seconds.
+
+    A pass lasts as long as its weights take to arrive (stream_s) or its rows to be computed, whichever is more. A row is a
+    tree node or a token of the text that is new to the target. The defaults: 70B in NF4 streamed to an RTX 4090, flat to
+    500 rows, and a draft that takes 12 ms a round.
+    """
+
+    stream_s: float = 0.9
+    pass_launch_s: float = 0.0
+    pass_row_s: float = 0.9 / 500
+    round_launch_s: float = 0.012
+    round_row_s: float = 0.0
+
+    def pass_s(self, num_rows: int) -> float:
+        """Of one pass of the target."""
+        return max(self.stream_s, self.pass_launch_s + num_rows * self.pass_row_s)
+
+    def round_s(self, num_rows: int) -> float:
+        """Of one forward of the draft."""
+        return self.round_launch_s + num_rows * self.round_row_s
+
+
+class ClockedModel:
+    """A TreeModel whose every `score` takes `seconds(rows)` on a clock."""
+
+    def __init__(self, model: TreeModel, clock: VirtualClock, seconds: Callable[[int], float]) -> None:
+        self._model, self._clock, self._seconds = model, clock, seconds
+        self.num_calls = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        return self._model.max_context
+
+    @property
+    def length(self) -> int:
+        return self._model.length
+
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+        self.num_calls += 1
+        self._clock.advance(self._seconds(len(chain) + len(tokens)))
+        return self._model.score(chain, tokens, depths, mask)
+
+    def keep(self, path: Sequence[int]) -> None:
+        self._model.keep(path)
+
+
+# ------------------------------------------------------------------------------------------------ replaying
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a drafter came to. draft_s: seconds in which the target waited for the draft. total_s: all, by the clock."""
+
+    num_tokens: int = 0
+    num_passes: int = 0
+    num_rounds: int = 0
+    num_drafted_tokens: int = 0
+    draft_s: float = 0.0
+    total_s: float = 0.0
+
+    @classmethod
+    def total(cls, parts: Iterable[Replayed]) -> Replayed:
+        """Of several texts together."""
+        return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.num_tokens / self.num_passes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of everything, the first pass with the prompt too."""
+        return self.num_tokens / self.total_s
+
+
+def replay(
+    recording: Recording,
+    drafter: Drafter,
+    sampler: Sampler,
+    clock: VirtualClock,
+    costs: Costs,
+    draft: ClockedModel | None = None,
+) -> Replayed:
+    """The engine's loop with the recorded text for a target, and a pass that takes `costs.pass_s` on the clock.
+
+    sampler: the one that the drafter knows, from `recording.sampler`. draft: the drafter's model, to count its rounds.
+    """
+    text, said = list(recording.prompt_ids), recording.token_ids
+    sampler.extend(text)
+    began, rounds_before = clock.now(), draft.num_calls if draft else 0
+    num_tokens, num_passes, num_drafted, draft_s, num_new = 0, 0, 0, 0.0, len(text)
+    while num_tokens < len(said):
+        started = clock.now()
+        tree = drafter.propose(text, max_depth=recording.limit - num_tokens - 1)
+        draft_s += clock.now() - started
+        clock.advance(costs.pass_s(num_new + len(tree)))
+        verdict = walk(tree, said[num_tokens:])
+        drafter.observe(tree, verdict)
+        text += verdict.tokens
+        sampler.extend(verdict.tokens)
+        num_tokens, num_passes, num_drafted = num_tokens + len(verdict.tokens), num_passes + 1, num_drafted + len(tree)
+        num_new = 1  # the target holds all but the last token
+    num_rounds = (draft.num_calls if draft else 0) - rounds_before
+    return Replayed(num_tokens, num_passes, num_rounds, num_drafted, draft_s, clock.now() - began)
+
+
+def walk(tree: TokenTree, ahead: Sequence[int]) -> Verdict:
+    """The verdict of a target that is going to say `ahead`, at least one token; it ends with the last of them."""
+    node, path = ROOT, list[int]()
+    for token in ahead[:-1]:
+        child = tree.child(node, token)
+        if child is None:
+            break
+        node = child
+        path.append(node)
+    return Verdict(path, list(ahead[: len(path) + 1]))

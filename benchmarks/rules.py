@@ -1,0 +1,172 @@
+"""Acceptance rules of the literature, to compare the exact walk with: the ratio test and block verification, on chains.
+
+The draft samples gamma tokens from its own distributions q; the target's p are known after each of them. A rule says how
+many are accepted and how the next token is drawn, so that what is emitted is distributed exactly as the target's own
+text. Both need randomness of their own: the text depends on the draft, where offspec's does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from offspec.scheduler.draft import TreeModel
+from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.tree import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rule makes of a chain of gamma drafted tokens.
+
+    stop [gamma + 1]: the probability that exactly that many are accepted. following [gamma + 1, V]: how the token after
+    them is distributed; rows at which a chain never stops say nothing.
+    """
+
+    stop: FloatArray
+    following: FloatArray
+
+    @property
+    def expected_accepted(self) -> float:
+        return float(self.stop @ np.arange(len(self.stop)))
+
+
+# p [gamma + 1, V]: the target after the text and after each drafted token. q [gamma, V]: what each of them was drawn from.
+Rule = Callable[[FloatArray, FloatArray, Sequence[int]], Outcome]
+
+
+def token_level(p: FloatArray, q: FloatArray, drafted: Sequence[int]) -> Outcome:
+    """The ratio test (Leviathan et al., 2211.17192, algorithm 1): each token by itself, until one is rejected."""
+    accepted = np.minimum(1.0, _ratios(p, q, drafted))
+    reached = np.cumprod([1.0, *accepted])
+    stop = reached * np.array([*(1 - accepted), 1.0])
+    return Outcome(stop, np.vstack((_normalised(np.maximum(p[:-1] - q, 0)), p[-1:])))
+
+
+def block(p: FloatArray, q: FloatArray, drafted: Sequence[int]) -> Outcome:
+    """Block verification (Sun et al., 2403.10444, algorithm 2): the longest beginning whose own test passes."""
+    joint = [1.0]  # of each beginning: p's share of q, capped at 1 on the way
+    for ratio in _ratios(p, q, drafted):
+        joint.append(min(1.0, joint[-1] * ratio))
+    left = np.maximum(np.array(joint[:-1])[:, None] * p[:-1] - q, 0)
+    passed = [_share(mass, 1 - above) for mass, above in zip(left.sum(-1), joint, strict=False)] + [joint[-1]]
+    passed[0] = 1.0  # nothing accepted is what remains
+    stop = np.array(passed) * np.append(np.cumprod(1 - np.array(passed[:0:-1]))[::-1], 1.0)
+    return Outcome(stop, np.vstack((_normalised(left), p[-1:])))
+
+
+def draw(outcome: Outcome, drafted: Sequence[int], generator: np.random.Generator) -> list[int]:
+    """The emitted tokens: those accepted, and the one that follows."""
+    num_accepted = _draw(outcome.stop, generator)
+    return [*drafted[:num_accepted], _draw(outcome.following[num_accepted], generator)]
+
+
+def _ratios(p: FloatArray, q: FloatArray, drafted: Sequence[int]) -> FloatArray:
+    """p / q of each drafted token."""
+    rows, tokens = np.arange(len(drafted)), np.array(drafted, dtype=np.int64)
+    ratios: FloatArray = p[rows, tokens] / q[rows, tokens]
+    return ratios
+
+
+def _share(mass: float, other: float) -> float:
+    """mass / (mass + other); 0 / 0 is where p and q agree, so that a longer beginning passes for certain."""
+    return mass / (mass + other) if mass > 0 else 0.0
+
+
+def _normalised(rows: FloatArray) -> FloatArray:
+    totals = rows.sum(-1, keepdims=True)
+    shares: FloatArray = np.divide(rows, totals, out=np.zeros_like(rows), where=totals > 0)
+    return shares
+
+
+def _draw(probabilities: FloatArray, generator: np.random.Generator) -> int:
+    """An index, with these probabilities up to rounding; never one whose probability is 0."""
+    edges = probabilities.cumsum()
+    return int(np.searchsorted(edges, generator.random() * edges[-1], side="right"))
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+
+@dataclass(frozen=True)
+class ChainText:
+    """A text decoded through chains, and the target passes that it took."""
+
+    token_ids: list[int]
+    num_passes: int
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return len(self.token_ids) / self.num_passes
+
+
+def decode(
+    target: TreeModel,
+    draft: TreeModel,
+    sampler: Sampler,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    num_drafted: int,
+    rule: Rule,
+    generator: np.random.Generator,
+    final: Collection[int] = (),
+) -> ChainText:
+    """Decode by chains of `num_drafted` tokens; p and q are what the sampler's parameters make of the models' logits.
+
+    Its noise is not used. Ends after a `final` token, or at max_new_tokens.
+    """
+    text, end, num_passes = list(prompt), len(prompt) + max_new_tokens, 0
+    sampler.extend(text)
+    while len(text) < end and not (num_passes and text[-1] in final):
+        drafted, q = _drafted(draft, sampler, text, min(num_drafted, end - len(text) - 1), generator)
+        tokens, depths, mask = np.array(drafted, dtype=np.int64), *_chain(0, len(drafted))
+        p = _distributions(target.score(text[target.length :], tokens, depths, mask), sampler, drafted)
+        emitted = draw(rule(p, q, drafted), drafted, generator)
+        num_passes += 1
+        target.keep(range(len(emitted) - 1))
+        draft.keep(range(min(len(emitted), len(drafted)) - 1))
+        emitted = _until(emitted, final)
+        text += emitted
+        sampler.extend(emitted)
+    return ChainText(text[len(prompt) :], num_passes)
+
+
+def _drafted(
+    draft: TreeModel, sampler: Sampler, text: Sequence[int], num_drafted: int, generator: np.random.Generator
+) -> tuple[list[int], FloatArray]:
+    """A chain drawn from the draft, and the distributions [gamma, V of the target] that its tokens were drawn from."""
+    drafted: list[int] = []
+    q = np.zeros((num_drafted, sampler.vocab_size))
+    for depth in range(num_drafted):
+        chain = [min(token, draft.vocab_size - 1) for token in text[draft.length :]] if depth == 0 else []
+        depths, mask = _chain(depth - 1, depth) if depth else _chain(0, 0)
+        logits = draft.score(chain, np.array(drafted[-1:], dtype=np.int64), depths, mask)
+        row = _distributions(logits[:, : sampler.vocab_size], sampler, drafted, first=depth)[0]
+        q[depth, : len(row)] = row
+        drafted.append(_draw(row, generator))
+    return drafted, q
+
+
+def _chain(first: int, end: int) -> tuple[IntArray, BoolArray]:
+    """Depths and mask of the nodes first .. end of a chain."""
+    return np.arange(first + 1, end + 1), np.tri(end, dtype=np.bool_)[first:]
+
+
+def _distributions(logits: Tensor, sampler: Sampler, drafted: Sequence[int], first: int = 0) -> FloatArray:
+    """[R, V] of logits [R, V], the first of them after `first` drafted tokens; greedy is certain of its choice."""
+    values = sampler.process(logits.double(), [drafted[: first + row] for row in range(len(logits))])
+    if sampler.is_greedy:
+        values = torch.where(one_hot(values.argmax(-1), values.shape[-1]) == 1, 0.0, -torch.inf)
+    found: FloatArray = values.softmax(-1).cpu().numpy()
+    return found
+
+
+def _until(tokens: list[int], final: Collection[int]) -> list[int]:
+    """Up to and with the first final token."""
+    ends = [place for place, token in enumerate(tokens) if token in final]
+    return tokens[: ends[0] + 1] if ends else tokens

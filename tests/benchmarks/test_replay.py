@@ -1,0 +1,193 @@
+"""A replayed drafter is judged as the engine judges it, on a clock that says what was asked of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, is_true, record, replay, walk
+from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.model import CachedDecoder
+from offspec.scheduler.draft import Calibration, Drafter, ModelDrafter, NoDrafter
+from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
+from offspec.scheduler.tree import TokenTree
+from offspec.scheduler.verify import Verdict, exact_walk
+
+from ..scheduler.fakes import RuleModel, build_tree, few, generate, plain_text, random_rule, resembling, sampling_params
+
+NUM_TOKENS = 24
+GREEDY = SamplingParams(NUM_TOKENS, temperature=0.0, seed=3, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=1.0)
+COSTS = Costs(stream_s=10.0, pass_launch_s=4.0, pass_row_s=1.0, round_launch_s=0.5, round_row_s=0.25)
+
+# ------------------------------------------------------------------------------------------------ the built-in pair
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load("builtin", device="cpu", dtype="fp32")
+
+
+def replayed(
+    engine: Engine, recording: Recording, speculation: SpeculationParams, calibration: Calibration
+) -> Replayed:
+    assert engine.draft is not None
+    clock, sampler = VirtualClock(), recording.sampler(engine.target.config.vocab_size)
+    model = ClockedModel(CachedDecoder(engine.draft), clock, COSTS.round_s)
+    drafter = ModelDrafter(model, sampler, speculation, calibration)
+    return replay(recording, drafter, sampler, clock, COSTS, model)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_replayed_passes_are_the_engines(engine: Engine, params: SamplingParams, tmp_path: Path) -> None:
+    prompts, speculation = builtin.prompts()[:2], SpeculationParams(budget=16)
+    fresh, calibration = engine.with_draft(engine.draft, engine.draft_name), Calibration()
+    for index, recording in enumerate(record(engine, prompts, params, tmp_path)):
+        assert recording.params == replace(params, seed=3 + index)
+        *_, last = fresh.generate(prompts[index], recording.params, speculation)
+        found = replayed(engine, recording, speculation, calibration)
+        assert found.num_tokens == last.stats.num_tokens == NUM_TOKENS
+        assert found.num_passes == last.stats.num_passes < NUM_TOKENS
+        assert found.num_drafted_tokens == last.stats.num_drafted_tokens
+        assert found.tokens_per_pass == last.stats.tokens_per_pass
+    greedy = params.temperature == 0
+    assert calibration.sharpness(greedy=greedy).value == fresh.sharpness(greedy=greedy)
+
+
+def test_a_text_is_recorded_once(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = replace(SAMPLED, max_new_tokens=5)
+    prompts = builtin.prompts()[:2]
+    first = record(engine, prompts, params, tmp_path / "texts")
+    assert [len(recording.token_ids) for recording in first] == [5, 5]
+    calls: list[Any] = []
+    monkeypatch.setattr(engine, "generate", lambda *asked: calls.append(asked) or Engine.generate(engine, *asked))
+    assert record(engine, prompts, params, tmp_path / "texts") == first
+    assert calls == []
+    assert record(engine, prompts[:1], replace(params, seed=9), tmp_path / "texts") != first[:1]
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("spoilt", ["other weights", "cut short"])
+def test_a_recording_that_is_not_the_targets_is_made_anew(engine: Engine, tmp_path: Path, spoilt: str) -> None:
+    params = replace(SAMPLED, max_new_tokens=5)
+    true = record(engine, builtin.prompts()[:1], params, tmp_path)
+    (file,) = tmp_path.iterdir()
+    said = json.loads(file.read_text())
+    said["token_ids"][2] += 1
+    file.write_text(json.dumps(said) if spoilt == "other weights" else file.read_text()[:40])
+    assert record(engine, builtin.prompts()[:1], params, tmp_path) == true
+    assert json.loads(file.read_text())["token_ids"] == true[0].token_ids
+    assert is_true(engine, true[0])
+    for place in range(5):
+        wrong = list(true[0].token_ids)
+        wrong[place] += 1
+        assert not is_true(engine, replace(true[0], token_ids=wrong))
+
+
+# ------------------------------------------------------------------------------------------------ any drafter
+
+VOCAB_SIZE, PROMPT, SEED = 4, [3, 0, 2], 11
+TARGET = random_rule(VOCAB_SIZE, seed=0)
+
+
+class Witness:
+    """A drafter that writes down what was asked of it and what it was told."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.asked: list[tuple[list[int], int]] = []
+        self.told: list[tuple[list[int], Verdict]] = []
+
+    def propose(self, text: list[int], max_depth: int) -> TokenTree:
+        self.asked.append((list(text), max_depth))
+        return self.drafter.propose(text, max_depth)
+
+    def observe(self, tree: TokenTree, verdict: Verdict) -> None:
+        self.told.append((tree.tokens.tolist(), verdict))
+        self.drafter.observe(tree, verdict)
+
+
+def drafter_of(kind: str, model: Any, sampler: Sampler) -> Drafter:
+    speculation = SpeculationParams(budget=7, max_depth=5)
+    if kind == "model":
+        return ModelDrafter(model, sampler, speculation, Calibration())
+    if kind == "sequoia":
+        return SequoiaDrafter(model, sampler, speculation, MeasuredAcceptance(), coupled=True)
+    return OptTreeDrafter(model, sampler, speculation, threshold=0.05) if kind == "opt-tree" else NoDrafter()
+
+
+@few
+@given(
+    kind=st.sampled_from(["model", "sequoia", "opt-tree", "none"]), params=sampling_params(), seed=st.integers(0, 99)
+)
+def test_a_drafter_cannot_tell_a_recording_from_a_target(kind: str, params: SamplingParams, seed: int) -> None:
+    draft_rule = resembling(TARGET, 1, 0.7)
+    sampler, draft = Sampler(params, seed, VOCAB_SIZE), RuleModel(draft_rule, VOCAB_SIZE)
+    real, target = Witness(drafter_of(kind, draft, sampler)), RuleModel(TARGET, VOCAB_SIZE)
+    words = generate(target, real, sampler, PROMPT, 20)
+    recording = Recording(PROMPT, words, 20, replace(params, seed=seed))
+    clock, sampler = VirtualClock(), recording.sampler(VOCAB_SIZE)
+    model = ClockedModel(RuleModel(draft_rule, VOCAB_SIZE), clock, COSTS.round_s)
+    fake = Witness(drafter_of(kind, model, sampler))
+    found = replay(recording, fake, sampler, clock, COSTS, model)
+    assert (fake.asked, fake.told) == (real.asked, real.told)
+    assert (found.num_tokens, found.num_passes, found.num_rounds) == (20, len(real.told), len(draft.batches))
+    assert found.num_drafted_tokens == sum(target.batches)
+    num_draft_rows = sum(map(len, draft.chains)) + sum(draft.batches)
+    assert found.draft_s == pytest.approx(0.5 * found.num_rounds + 0.25 * num_draft_rows)
+    target_rows = [len(chain) + nodes for chain, nodes in zip(target.chains, target.batches, strict=True)]
+    assert found.total_s == pytest.approx(found.draft_s + sum(max(10.0, 4.0 + rows) for rows in target_rows))
+
+
+def test_plain_decoding_has_no_rounds() -> None:
+    recording = Recording(PROMPT, plain_text(TARGET, GREEDY, 0, PROMPT, 6), 6, GREEDY)
+    found = replay(recording, NoDrafter(), recording.sampler(VOCAB_SIZE), VirtualClock(), Costs())
+    assert found == Replayed(num_tokens=6, num_passes=6, total_s=pytest.approx(5.4))
+    assert found.tokens_per_s == pytest.approx(6 / 5.4)
+
+
+def test_a_text_that_ended_by_itself() -> None:
+    """Depth is what the limit allows; the walk does not go beyond the end, though the tree does."""
+    words = plain_text(TARGET, GREEDY, 0, PROMPT, 4)
+    recording = Recording(PROMPT, words, 9, GREEDY)
+    sampler = recording.sampler(VOCAB_SIZE)
+    perfect = Witness(drafter_of("opt-tree", RuleModel(TARGET, VOCAB_SIZE), sampler))
+    found = replay(recording, perfect, sampler, VirtualClock(), COSTS)
+    assert found.num_tokens == 4
+    assert perfect.asked[0] == (PROMPT, 8)
+    assert [token for _, verdict in perfect.told for token in verdict.tokens] == words
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+
+@few
+@given(
+    paths=st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=9), ahead=st.lists(st.integers(0, 2), min_size=6)
+)
+def test_the_walk_is_the_exact_walk(paths: list[list[int]], ahead: list[int]) -> None:
+    """Of a target that is certain of what it says."""
+    tree = build_tree(paths)
+    model = RuleModel(lambda prefix: 9.0 * (np.arange(3) == ahead[len(prefix) - 1]), 3)
+    logits = model.score([0], tree.tokens, tree.depths, tree.mask())
+    assert walk(tree, ahead) == exact_walk(tree, logits, Sampler(GREEDY, 0, 3), 1)
+
+
+def test_costs_of_the_simulated_card() -> None:
+    costs = Costs()
+    assert [costs.pass_s(rows) for rows in (1, 500, 1000)] == pytest.approx([0.9, 0.9, 1.8])
+    assert costs.round_s(64) == costs.round_s(1) == 0.012
+
+
+def test_totals_are_weighed_by_time_and_passes() -> None:
+    total = Replayed.total([Replayed(10, 5, 1, 8, 0.5, 4.0), Replayed(2, 1, 1, 8, 0.5, 2.0)])
+    assert total == Replayed(12, 6, 2, 16, 1.0, 6.0)
+    assert (total.tokens_per_pass, total.tokens_per_s) == (2, 2)

@@ -1,0 +1,571 @@
+"""Shapes and trees are the best of all, by brute force; drafting a layer at a time leaves text and caches as they must be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offspec.errors import NumericalError
+from offspec.scheduler.draft import Drafter
+from offspec.scheduler.params import SamplingParams, SpeculationParams
+from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.static import (
+    MeasuredAcceptance,
+    OptTreeDrafter,
+    RankAcceptance,
+    SequoiaDrafter,
+    Topology,
+    best_size,
+    best_topology,
+)
+from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
+from offspec.scheduler.verify import Verdict, exact_walk
+
+from .fakes import (
+    Rule,
+    RuleModel,
+    few,
+    generate,
+    many,
+    noise,
+    paths,
+    plain_text,
+    processed,
+    random_rule,
+    resembling,
+    sampling_params,
+    softmax,
+)
+
+Path = tuple[int, ...]
+
+VOCAB_SIZE, PROMPT, SEED = 4, [3, 0, 2], 11
+DRAFT = random_rule(VOCAB_SIZE, seed=0)
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
+KINDS = ["sequoia", "opt-tree"]
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+# ------------------------------------------------------------------------------------------------ twins
+
+
+@cache
+def all_trees(num_branches: int, num_nodes: int, max_depth: int) -> list[frozenset[Path]]:
+    """Every tree of up to num_nodes nodes, as the set of its nodes' paths; a path says which branch to take."""
+    if num_nodes == 0:
+        return [frozenset()]
+    smaller = all_trees(num_branches, num_nodes - 1, max_depth)
+    grown = {
+        tree | {(*path, branch)}
+        for tree in smaller
+        for path in (*tree, ())
+        if len(path) < max_depth
+        for branch in range(num_branches)
+    }
+    return list({*smaller, *grown})
+
+
+def published_optimum(acceptance: list[float], num_nodes: int, max_depth: int) -> float:
+    """Sequoia's recurrence: the expected tokens of the best tree whose nodes' children are always their first k."""
+    size = num_nodes + 1  # with the root
+    best = np.where(np.arange(size + 1) == 1, 1.0, -np.inf)  # [n]: a lone root
+    for _ in range(max_depth):
+        forest = np.where(np.arange(size) == 0, 0.0, -np.inf)  # [n]: n nodes below the first k branches
+        deeper = np.concatenate(([-np.inf], 1 + forest))
+        for chance in acceptance:
+            forest = np.array(
+                [max((forest[n - m] + chance * best[m] for m in range(1, n + 1)), default=-np.inf) for n in range(size)]
+            )
+            deeper = np.maximum(deeper, np.concatenate(([-np.inf], 1 + forest)))
+        best = deeper
+    return float(best.max())
+
+
+def rank_paths(shape: Topology) -> list[Path]:
+    found: list[Path] = []
+    for parent, rank in zip(shape.parents.tolist(), shape.ranks.tolist(), strict=True):
+        found.append((*(found[parent] if parent != ROOT else ()), rank))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ Sequoia's shape
+
+
+@many
+@given(
+    acceptance=st.lists(st.floats(0, 1), min_size=1, max_size=4),
+    num_nodes=st.integers(0, 6),
+    max_depth=st.integers(1, 4),
+)
+def test_no_tree_is_better(acceptance: list[float], num_nodes: int, max_depth: int) -> None:
+    """Whatever the order of the ranks, for the walk takes any child."""
+    shape = best_topology(np.array(acceptance), num_nodes, max_depth)
+    chances = {
+        path: math.prod(acceptance[rank] for rank in path)
+        for depth in range(1, max_depth + 1)
+        for path in itertools.product(range(len(acceptance)), repeat=depth)
+    }
+    best = max(sum(chances[path] for path in tree) for tree in all_trees(len(acceptance), num_nodes, max_depth))
+    assert shape.expected_tokens == pytest.approx(1 + best)
+    np.testing.assert_allclose(shape.probabilities, [chances[path] for path in rank_paths(shape)])
+
+
+@few
+@given(
+    acceptance=st.lists(st.floats(0.001, 1), min_size=1, max_size=6),
+    num_nodes=st.integers(1, 40),
+    max_depth=st.sampled_from([1, 2, 3, 5, 40]),
+)
+def test_the_published_recurrence_has_the_same_optimum(acceptance: list[float], num_nodes: int, max_depth: int) -> None:
+    falling = sorted(acceptance, reverse=True)
+    shape = best_topology(np.array(falling), num_nodes, max_depth)
+    assert shape.expected_tokens == pytest.approx(published_optimum(falling, num_nodes, max_depth))
+    assert all((*path[:-1], path[-1] - 1) in rank_paths(shape) for path in rank_paths(shape) if path[-1])
+
+
+@many
+@given(
+    acceptance=st.lists(st.floats(0, 1), min_size=1, max_size=16),
+    num_nodes=st.integers(0, 200),
+    max_depth=st.integers(1, 32),
+)
+def test_topology_is_a_tree_within_its_limits(acceptance: list[float], num_nodes: int, max_depth: int) -> None:
+    shape = best_topology(np.array(acceptance), num_nodes, max_depth)
+    found = rank_paths(shape)
+    assert len(found) == len(set(found)) <= num_nodes
+    assert (shape.parents < np.arange(len(shape))).all()
+    assert shape.depths.tolist() == [len(path) for path in found]
+    assert max(shape.depths, default=0) <= max_depth
+    assert (np.diff(shape.probabilities) <= 0).all()
+    assert (shape.probabilities > 0).all()
+    beginning = best_topology(np.array(acceptance), num_nodes // 2, max_depth)
+    assert rank_paths(beginning) == found[: num_nodes // 2]
+
+
+def test_topologies_known_by_hand() -> None:
+    assert rank_paths(best_topology(np.array([1.0, 0.0]), 3, 9)) == [(0,), (0, 0), (0, 0, 0)]
+    assert rank_paths(best_topology(np.array([1.0, 0.0]), 3, 2)) == [(0,), (0, 0)]
+    assert rank_paths(best_topology(np.array([0.5, 0.3, 0.2]), 4, 9)) == [(0,), (1,), (0, 0), (2,)]
+    assert rank_paths(best_topology(np.array([0.2, 0.7]), 3, 9)) == [(1,), (1, 1), (1, 1, 1)]
+
+
+def test_a_big_topology() -> None:
+    """1024 nodes of 32 ranks: the sum of the likeliest paths, which are counted by their ranks' multiset."""
+    acceptance = 0.6 / np.arange(1.0, 33) ** 1.5
+    shape = best_topology(acceptance / max(1, acceptance.sum()), 1024, 32)
+    assert len(shape) == 1024
+    worst = shape.probabilities[-1]
+
+    def count_above(depth: int, chance: float) -> int:
+        """Paths below a node of this depth and chance that are likelier than the tree's last node."""
+        if depth == 32:
+            return 0
+        below = [chance * step for step in acceptance / max(1, acceptance.sum()) if chance * step > worst * (1 + 1e-9)]
+        return len(below) + sum(count_above(depth + 1, step) for step in below)
+
+    assert count_above(0, 1.0) <= 1023
+    assert count_above(0, 1.0) >= 1024 - int(np.isclose(shape.probabilities, worst, rtol=1e-9).sum())
+
+
+@few
+@given(
+    acceptance=st.lists(st.floats(0.01, 1), min_size=1, max_size=3),
+    flat=st.integers(0, 5),
+    slope=st.floats(0.01, 1),
+    round_s=st.sampled_from([0.0, 0.05, 0.5, 5.0]),
+)
+def test_size_and_depth_are_the_fastest(acceptance: list[float], flat: int, slope: float, round_s: float) -> None:
+    pass_s = 1 + slope * np.maximum(0, np.arange(6) - flat)
+    num_nodes, depth = best_size(np.array(acceptance), 4, pass_s, round_s)
+
+    def rate(tree: Collection[Path]) -> float:
+        tokens = 1 + sum(math.prod(acceptance[rank] for rank in path) for path in tree)
+        return tokens / float(pass_s[len(tree)] + round_s * max(map(len, tree), default=0))
+
+    chosen = best_topology(np.array(acceptance), num_nodes, depth) if depth else None
+    found = rate(rank_paths(chosen)) if chosen is not None else rate([])
+    assert found == pytest.approx(max(rate(tree) for tree in all_trees(len(acceptance), 5, 4)))
+
+
+# ------------------------------------------------------------------------------------------------ acceptance
+
+
+def test_acceptance_converges_to_the_frequencies() -> None:
+    acceptance, truth = RankAcceptance(), np.array([0.5, 0.1, 0.2])
+    generator = np.random.default_rng(0)
+    for rank in generator.choice(4, size=4000, p=[*truth, 0.2]):
+        acceptance.observe(int(rank) if rank < 3 else None)
+    np.testing.assert_allclose(acceptance.probabilities(3), truth, atol=0.03)
+    np.testing.assert_allclose(acceptance.probabilities(5)[3:], 0, atol=0.001)
+
+
+def test_acceptance_starts_at_its_prior_and_moves_soon() -> None:
+    acceptance = RankAcceptance()
+    prior = acceptance.probabilities(8)
+    assert (np.diff(prior) < 0).all()
+    assert prior.sum() < 1
+    for _ in range(4):
+        acceptance.observe(1)
+    assert acceptance.probabilities(2).argmax() == 1
+    assert (acceptance.probabilities(8) > 0).all()
+    assert acceptance.probabilities(8).sum() < 1
+
+
+def test_modes_are_measured_apart() -> None:
+    measured = MeasuredAcceptance()
+    greedy, sampled, coupled = (
+        measured.ranks(greedy=greedy, coupled=coupled)
+        for greedy, coupled in ((True, False), (False, False), (False, True))
+    )
+    assert len({id(greedy), id(sampled), id(coupled)}) == 3
+    assert measured.ranks(greedy=True, coupled=True) is greedy
+    assert measured.ranks(greedy=False, coupled=True) is coupled
+
+
+# ------------------------------------------------------------------------------------------------ the draft's own view
+
+
+def draft_values(params: SamplingParams, path: Path, *, coupled: bool, columns: int = VOCAB_SIZE) -> FloatArray:
+    """What the draft holds of each child of PROMPT + path, by one forward."""
+    values = processed(DRAFT((*PROMPT, *path)), params, (*PROMPT, *path))
+    if coupled and params.temperature > 0:
+        values = values + noise(SEED, len(PROMPT) + len(path), columns)
+    return values
+
+
+def every_path(
+    params: SamplingParams, max_depth: int, final: Collection[int], children: int, *, coupled: bool
+) -> dict[Path, float]:
+    """The probability that the draft gives to every path it may guess: the whole tree, by recursion."""
+    found: dict[Path, float] = {(): 1.0}
+
+    def grow(path: Path) -> None:
+        values = draft_values(params, path, coupled=coupled)
+        chances = softmax(values)
+        for token in np.argsort(-values)[:children].tolist():
+            if values[token] > -math.inf:
+                found[(*path, token)] = found[path] * chances[token]
+                if len(path) + 1 < max_depth and token not in final:
+                    grow((*path, token))
+
+    grow(())
+    del found[()]
+    return found
+
+
+def drafter_of(
+    kind: str,
+    model: RuleModel,
+    params: SamplingParams = SAMPLED,
+    sampler: Sampler | None = None,
+    final: Collection[int] = (),
+    acceptance: MeasuredAcceptance | None = None,
+    coupled: bool = False,
+    threshold: float = 0.0,
+    **speculation: Any,
+) -> SequoiaDrafter | OptTreeDrafter:
+    """A drafter whose sampler knows the prompt."""
+    if sampler is None:
+        sampler = Sampler(params, SEED, VOCAB_SIZE)
+        sampler.extend(PROMPT)
+    settings = SpeculationParams(**speculation)
+    if kind == "sequoia":
+        return SequoiaDrafter(model, sampler, settings, acceptance or MeasuredAcceptance(), final, coupled=coupled)
+    return OptTreeDrafter(model, sampler, settings, final, threshold=threshold, coupled=coupled)
+
+
+def assert_well_formed(tree: TokenTree, budget: int, max_depth: int, final: Collection[int] = ()) -> None:
+    assert len(tree) <= budget
+    assert len(set(paths(tree))) == len(tree), "siblings hold the same token"
+    assert (tree.parents < np.arange(len(tree))).all()
+    assert tree.depths.tolist() == [len(path) for path in paths(tree)]
+    assert max(tree.depths, default=0) <= max_depth
+    assert (np.diff(tree.scores) <= 1e-6).all()
+    assert (tree.scores <= 0).all()
+    assert not {int(tree.tokens[parent]) for parent in tree.parents if parent != ROOT} & set(final)
+
+
+# ------------------------------------------------------------------------------------------------ Sequoia's drafter
+
+
+@few
+@given(
+    params=sampling_params(),
+    coupled=st.booleans(),
+    budget=st.sampled_from([1, 7, 30, 200]),
+    children=st.sampled_from([1, 3, 16]),
+    max_depth=st.sampled_from([1, 3, 4]),
+    final=st.sampled_from([(), (1,), (0, 2)]),
+)
+def test_the_shape_is_filled_with_the_drafts_choices(
+    params: SamplingParams, coupled: bool, budget: int, children: int, max_depth: int, final: tuple[int, ...]
+) -> None:
+    model = RuleModel(DRAFT, VOCAB_SIZE)
+    drafter = drafter_of(
+        "sequoia", model, params, final=final, coupled=coupled, budget=budget, children=children, max_depth=max_depth
+    )
+    tree = drafter.propose(PROMPT, max_depth=9)
+    assert_well_formed(tree, budget, max_depth, final)
+    shape = best_topology(RankAcceptance().probabilities(min(children, VOCAB_SIZE)), budget, max_depth)
+    expected: dict[Path, float] = {}
+    tokens: dict[Path, Path | None] = {(): ()}  # ranks → tokens, None where there is nothing
+    for ranks, chance in zip(rank_paths(shape), shape.probabilities, strict=True):
+        above = tokens[ranks[:-1]]
+        tokens[ranks] = None
+        if above is None or (above and above[-1] in final):
+            continue
+        values = draft_values(params, above, coupled=coupled)
+        token = int(np.argsort(-values, kind="stable")[ranks[-1]])
+        if values[token] > -math.inf:
+            tokens[ranks] = (*above, token)
+            expected[(*above, token)] = chance
+    assert dict(zip(paths(tree), np.exp(tree.scores), strict=True)) == pytest.approx(expected)
+    assert len(model.batches) <= max_depth
+    inner = {int(parent) for parent in tree.parents} - {ROOT}
+    assert sum(model.batches) >= len(inner)
+
+
+def test_a_layer_is_one_forward() -> None:
+    model = RuleModel(DRAFT, VOCAB_SIZE)
+    tree = drafter_of("sequoia", model, budget=300, max_depth=4).propose(PROMPT, 9)
+    parents = [sum(tree.depths[np.unique(tree.parents[tree.depths == depth])] == depth - 1) for depth in (2, 3, 4)]
+    assert model.batches == [0, *parents]
+
+
+def test_ranks_are_counted_on_the_walk() -> None:
+    """A draft that is the target is right at the first rank, at every node that was expanded, and at no other."""
+    acceptance = MeasuredAcceptance()
+    model, sampler = RuleModel(DRAFT, VOCAB_SIZE), Sampler(GREEDY, SEED, VOCAB_SIZE)
+    drafter = drafter_of("sequoia", model, sampler=sampler, acceptance=acceptance, budget=12)
+    tree = drafter.propose(PROMPT, 9)
+    words = plain_text(DRAFT, GREEDY, SEED, PROMPT, 3)
+    path = [paths(tree).index(tuple(words[:length])) for length in (1, 2)]
+    drafter.observe(tree, Verdict(path, words))
+    ranks = acceptance.ranks(greedy=True, coupled=False)
+    assert ranks.num_nodes == 3
+    prior = RankAcceptance().probabilities(1)[0] * RankAcceptance.PRIOR_NODES
+    assert ranks.probabilities(1)[0] == pytest.approx((prior + 3) / (RankAcceptance.PRIOR_NODES + 3))
+    assert acceptance.ranks(greedy=False, coupled=False).num_nodes == 0
+
+
+@pytest.mark.parametrize(("params", "coupled"), [(GREEDY, False), (SAMPLED, False), (SAMPLED, True)])
+def test_the_shape_follows_the_draft(params: SamplingParams, coupled: bool) -> None:
+    """A draft that is right at once is given depth, one that is wrong breadth, and the acceptance is the true one."""
+    shapes = []
+    for target in (resembling(DRAFT, seed=5, error=0.3), random_rule(VOCAB_SIZE, seed=77)):
+        acceptance, sampler = MeasuredAcceptance(), Sampler(params, SEED, VOCAB_SIZE)
+        drafter = drafter_of(
+            "sequoia", RuleModel(DRAFT, VOCAB_SIZE), sampler=sampler, acceptance=acceptance, coupled=coupled, budget=12
+        )
+        generate(RuleModel(target, VOCAB_SIZE), drafter, sampler, PROMPT, 150)
+        ranks = acceptance.ranks(greedy=params is GREEDY, coupled=coupled)
+        assert ranks.num_nodes > 100
+        assert ranks.probabilities(VOCAB_SIZE).sum() == pytest.approx(1, abs=0.05)  # all tokens are candidates
+        shapes.append(best_topology(ranks.probabilities(VOCAB_SIZE), 12, 32))
+    assert shapes[0].depths.max() > shapes[1].depths.max()
+    assert shapes[0].expected_tokens > shapes[1].expected_tokens
+
+
+# ------------------------------------------------------------------------------------------------ OPT-Tree's drafter
+
+
+@few
+@given(
+    params=sampling_params(),
+    coupled=st.booleans(),
+    budget=st.integers(1, 5),
+    children=st.sampled_from([1, 3, 16]),
+    max_depth=st.integers(1, 3),
+    final=st.sampled_from([(), (1,), (0, 2)]),
+)
+def test_no_tree_has_more_of_the_drafts_probability(
+    params: SamplingParams, coupled: bool, budget: int, children: int, max_depth: int, final: tuple[int, ...]
+) -> None:
+    """With a threshold of 0, against all trees."""
+    model = RuleModel(DRAFT, VOCAB_SIZE)
+    drafter = drafter_of(
+        "opt-tree", model, params, final=final, coupled=coupled, budget=budget, children=children, max_depth=max_depth
+    )
+    tree = drafter.propose(PROMPT, max_depth=9)
+    assert_well_formed(tree, budget, max_depth, final)
+    chances = every_path(params, max_depth, final, children, coupled=coupled)
+    np.testing.assert_allclose(np.exp(tree.scores), [chances[path] for path in paths(tree)], atol=1e-5)
+    best = max(
+        sum(chances.get(path, -math.inf) for path in nodes) for nodes in all_trees(VOCAB_SIZE, budget, max_depth)
+    )
+    assert np.exp(tree.scores).sum() == pytest.approx(best, abs=1e-4)
+
+
+@few
+@given(
+    params=sampling_params(),
+    coupled=st.booleans(),
+    budget=st.sampled_from([3, 10, 40]),
+    threshold=st.sampled_from([0.0, 0.02, 0.1, 0.3, 1.0]),
+)
+def test_growth_ends_where_a_layer_gains_too_little(
+    params: SamplingParams, coupled: bool, budget: int, threshold: float
+) -> None:
+    chances = every_path(params, 4, (), VOCAB_SIZE, coupled=coupled)
+
+    def best_of(depth: int) -> list[float]:
+        return sorted((chance for path, chance in chances.items() if len(path) <= depth), reverse=True)[:budget]
+
+    gains = [sum(best_of(depth)) - sum(best_of(depth - 1)) for depth in range(1, 5)]
+    if any(abs(gain - threshold) < 1e-4 for gain in gains):
+        return  # too close to say
+    depth = next((depth for depth, gain in enumerate(gains, 1) if gain <= threshold), 4)
+    drafter = drafter_of(
+        "opt-tree",
+        RuleModel(DRAFT, VOCAB_SIZE),
+        params,
+        coupled=coupled,
+        budget=budget,
+        threshold=threshold,
+        max_depth=4,
+    )
+    tree = drafter.propose(PROMPT, max_depth=9)
+    np.testing.assert_allclose(np.exp(tree.scores), best_of(depth), atol=1e-4)
+
+
+def test_only_what_may_gain_is_expanded() -> None:
+    """Of the nodes of a layer, those that are among the best so far."""
+    model = RuleModel(DRAFT, VOCAB_SIZE)
+    tree = drafter_of("opt-tree", model, budget=8, max_depth=5).propose(PROMPT, 9)
+    assert max(model.batches) <= 8
+    assert len(tree) == 8
+    wide = RuleModel(lambda prefix: np.zeros(VOCAB_SIZE), VOCAB_SIZE)
+    drafter_of("opt-tree", wide, budget=4, max_depth=5).propose(PROMPT, 9)
+    assert wide.batches == [0, 4], "children of equal nodes do not get in"
+
+
+# ------------------------------------------------------------------------------------------------ both
+
+
+@few
+@given(
+    kind=st.sampled_from(KINDS),
+    coupled=st.booleans(),
+    params=sampling_params(),
+    seed=st.integers(0, 1000),
+    budget=st.sampled_from([0, 1, 4, 16, 40]),
+    children=st.integers(1, 8),
+    max_depth=st.integers(1, 8),
+    error=st.sampled_from([0.0, 0.5, 5.0]),
+    final=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
+)
+def test_text_is_plain_decodings(
+    kind: str,
+    coupled: bool,
+    params: SamplingParams,
+    seed: int,
+    budget: int,
+    children: int,
+    max_depth: int,
+    error: float,
+    final: set[int],
+) -> None:
+    sampler, draft = Sampler(params, seed, VOCAB_SIZE), RuleModel(resembling(DRAFT, 1, error), VOCAB_SIZE)
+    drafter = drafter_of(
+        kind,
+        draft,
+        sampler=sampler,
+        final=final,
+        coupled=coupled,
+        threshold=0.05,
+        budget=budget,
+        children=children,
+        max_depth=max_depth,
+    )
+    text = generate(RuleModel(DRAFT, VOCAB_SIZE), drafter, sampler, PROMPT, 20)
+    assert text == plain_text(DRAFT, params, seed, PROMPT, 20)
+
+
+@few
+@given(
+    kind=st.sampled_from(KINDS),
+    params=sampling_params(),
+    vocab_size=st.sampled_from([1, 3, 9]),
+    max_context=st.integers(1, 30),
+)
+def test_text_is_independent_of_the_drafts_shape(
+    kind: str, params: SamplingParams, vocab_size: int, max_context: int
+) -> None:
+    """Another vocabulary, or a context that ends before the text does."""
+    sampler, draft = Sampler(params, 7, VOCAB_SIZE), RuleModel(random_rule(vocab_size, 1), vocab_size, max_context)
+    drafter = drafter_of(kind, draft, sampler=sampler, coupled=True, budget=9)
+    text = generate(RuleModel(DRAFT, VOCAB_SIZE), drafter, sampler, PROMPT, 20)
+    assert text == plain_text(DRAFT, params, 7, PROMPT, 20)
+
+
+@each_kind
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_draft_cache_follows_the_text(kind: str, params: SamplingParams) -> None:
+    """Also over a pass without guesses. What was drafted and accepted is not computed a second time."""
+    target_rule = resembling(DRAFT, seed=5, error=0.7)
+    model, target = RuleModel(DRAFT, VOCAB_SIZE), RuleModel(target_rule, VOCAB_SIZE)
+    sampler = Sampler(params, SEED, VOCAB_SIZE)
+    drafter: Drafter = drafter_of(kind, model, sampler=sampler, coupled=True, budget=12)
+    text, missing, num_accepted = list(PROMPT), len(PROMPT), 0
+    for number in range(20):
+        num_calls = len(model.chains)
+        tree = drafter.propose(text, max_depth=0 if number == 9 else 6)
+        chains = model.chains[num_calls:]
+        assert [len(chain) for chain in chains] == ([] if number == 9 else [missing] + [0] * (len(chains) - 1))
+        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
+        verdict = exact_walk(tree, logits, sampler, len(text))
+        target.keep(verdict.path)
+        drafter.observe(tree, verdict)
+        text += verdict.tokens
+        num_accepted += len(verdict.path)
+        missing = len(text) - len(model.text)
+        assert model.text == text[:-missing]
+        assert missing <= (3 if number == 9 else 2)  # the bonus token, and a leaf that was not expanded
+    assert num_accepted > 10
+
+
+@each_kind
+def test_shared_noise_saves_passes(kind: str) -> None:
+    num_passes = []
+    for coupled in (True, False):
+        sampler, target = Sampler(SAMPLED, SEED, VOCAB_SIZE), RuleModel(resembling(DRAFT, 5, 0.5), VOCAB_SIZE)
+        draft = RuleModel(DRAFT, VOCAB_SIZE)
+        generate(target, drafter_of(kind, draft, sampler=sampler, coupled=coupled, budget=8), sampler, PROMPT, 200)
+        num_passes.append(len(target.batches))
+    assert num_passes[0] < 0.8 * num_passes[1]
+
+
+@each_kind
+@pytest.mark.parametrize(("max_depth", "budget"), [(0, 9), (-1, 9), (9, 0)])
+def test_no_room_or_budget_is_an_empty_tree(kind: str, max_depth: int, budget: int) -> None:
+    model = RuleModel(DRAFT, VOCAB_SIZE)
+    drafter = drafter_of(kind, model, budget=budget)
+    tree = drafter.propose(PROMPT, max_depth)
+    assert len(tree) == 0
+    drafter.observe(tree, Verdict([], [1]))
+    assert model.batches == []
+
+
+@each_kind
+def test_tree_stays_within_the_drafts_context(kind: str) -> None:
+    tree = drafter_of(kind, RuleModel(DRAFT, VOCAB_SIZE, len(PROMPT) + 2), budget=1000).propose(PROMPT, 9)
+    assert tree.depths.max() == 2
+
+
+@each_kind
+@pytest.mark.parametrize("bad", [[math.nan] * 4, [0, math.nan, 0, 0], [math.inf, 0, 0, 0], [-math.inf] * 4])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_draft_logits_that_are_not_numbers_are_refused_in_one_line(
+    kind: str, params: SamplingParams, bad: list[float]
+) -> None:
+    rule: Rule = lambda _: np.array(bad)  # noqa: E731
+    with pytest.raises(NumericalError, match=r"^the draft's logits are not finite[^\n]*$"):
+        drafter_of(kind, RuleModel(rule, VOCAB_SIZE), params).propose(PROMPT, 3)
