@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams
@@ -103,6 +104,9 @@ def _save(file: Path, recording: Recording) -> None:
 # ------------------------------------------------------------------------------------------------ time
 
 
+NO_LOGITS = torch.empty(0, 0)  # a recorded text has none
+
+
 class VirtualClock:
     """Seconds of a machine that is simulated; `now` can stand for `time.perf_counter`."""
 
@@ -165,8 +169,8 @@ class ClockedModel:
         self._clock.advance(self._seconds(len(chain) + len(tokens)))
         return self._model.score(chain, tokens, depths, mask)
 
-    def keep(self, path: Sequence[int]) -> None:
-        self._model.keep(path)
+    def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
+        self._model.keep(path, pending)
 
 
 # ------------------------------------------------------------------------------------------------ replaying
@@ -218,9 +222,12 @@ def replay(
         started = clock.now()
         tree = drafter.propose(text, max_depth=recording.limit - num_tokens - 1)
         draft_s += clock.now() - started
-        clock.advance(costs.pass_s(num_new + len(tree)))
+        ends = clock.now() + costs.pass_s(num_new + len(tree))
+        if drafter.is_eager:
+            drafter.extend(lambda ends=ends: clock.now() >= ends)
+        clock.advance(max(0.0, ends - clock.now()))  # a round that was under way is waited for
         verdict = walk(tree, said[num_tokens:])
-        drafter.observe(tree, verdict)
+        drafter.observe(tree, verdict, NO_LOGITS)
         text += verdict.tokens
         sampler.extend(verdict.tokens)
         num_tokens, num_passes, num_drafted = num_tokens + len(verdict.tokens), num_passes + 1, num_drafted + len(tree)

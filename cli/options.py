@@ -144,6 +144,13 @@ def speculation_options(function: F) -> F:
             help="How guesses are ranked: with the target's own noise and fitted sharpness, or by draft probability.",
         ),
         click.option(
+            "--tree",
+            type=click.Choice(["best-first", "sequoia", "opt-tree"]),
+            default=SpeculationParams.tree,
+            show_default=True,
+            help="How the tree's shape is found; the last two are there to be compared with.",
+        ),
+        click.option(
             "--stopping",
             type=click.Choice(["default", "thompson", "thompson-calibrated"]),
             default=SpeculationParams.stopping,

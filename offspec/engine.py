@@ -27,6 +27,7 @@ from offspec.scheduler.costs import Costs
 from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
 from offspec.scheduler.params import MAX_NODES, SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
 from offspec.scheduler.verify import Verdict, exact_walk
 
 from .alongside import alongside
@@ -77,6 +78,7 @@ class Engine:
         self.plan: Plan | None = None
         self.link_bytes_per_s: float | None = None
         self._calibration, self._costs, self._switch = Calibration(), Costs(), Switch()
+        self._acceptance = MeasuredAcceptance()
 
     @classmethod
     def load(
@@ -193,8 +195,13 @@ class Engine:
         """A drafter for one request, with a KV cache of `room` entries."""
         if self.draft is None or speculation.budget == 0:
             return NoDrafter()
+        model, is_coupled = CachedDecoder(self.draft, room), speculation.scoring == "coupled"
+        if speculation.tree == "sequoia":
+            return SequoiaDrafter(model, sampler, speculation, self._acceptance, final, coupled=is_coupled)
+        if speculation.tree == "opt-tree":
+            return OptTreeDrafter(model, sampler, speculation, final, coupled=is_coupled)
         return ModelDrafter(
-            CachedDecoder(self.draft, room),
+            model,
             sampler,
             speculation,
             self._calibration,

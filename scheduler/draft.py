@@ -71,16 +71,20 @@ class Drafter(Protocol):
         """What the target made of the tree that was proposed last. logits: the root's row, then the nodes'."""
 
 
-class NoDrafter:
-    """Guesses nothing: plain decoding."""
-
-    def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
-        return TokenTree.empty()
+class Patient:
+    """A drafter that waits while the target's pass runs."""
 
     is_eager = False
 
     def extend(self, is_over: Callable[[], bool]) -> None:
         pass
+
+
+class NoDrafter(Patient):
+    """Guesses nothing: plain decoding."""
+
+    def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
+        return TokenTree.empty()
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
         pass

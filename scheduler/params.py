@@ -14,6 +14,7 @@ from offspec.errors import UsageError
 SEED_LIMIT = 1 << 64
 MAX_NODES = 1024  # of a tree where the budget is found, and expanded ones that wait in the draft's KV cache
 Scoring = Literal["coupled", "specexec"]
+Tree = Literal["best-first", "sequoia", "opt-tree"]
 Stopping = Literal["default", "thompson", "thompson-calibrated"]
 
 
@@ -57,7 +58,8 @@ class SpeculationParams:
     """How the tree is drafted.
 
     budget: nodes of a tree, 0 for plain decoding, None for what pays here (`scheduler.budget`). scoring: coupled (shared
-    noise, fitted sharpness) or specexec (cumulative draft probability). width: nodes expanded by one draft forward, where
+    noise, fitted sharpness) or specexec (cumulative draft probability). tree: how its shape is
+    found; the others are there to be compared with (`scheduler.static`). width: nodes expanded by one draft forward, where
     the budget is given. children: candidates kept of an expanded node. max_depth: longest path. stopping:
     when drafting ends: where nothing is left to gain, or by Thompson sampling (EESD). reuse: what was drafted
     below the accepted token stays. overlap: draft on while the target's pass runs. Raises UsageError for a value out of
@@ -66,6 +68,7 @@ class SpeculationParams:
 
     budget: int | None = None
     scoring: Scoring = "coupled"
+    tree: Tree = "best-first"
     width: int = 16
     children: int = 16
     max_depth: int = 32
@@ -76,8 +79,9 @@ class SpeculationParams:
     def __post_init__(self) -> None:
         if self.scoring not in ("coupled", "specexec"):
             raise UsageError(f"scoring must be coupled or specexec, not {self.scoring!r}")
-        if self.stopping not in get_args(Stopping):
-            raise UsageError(f"stopping must be one of {', '.join(get_args(Stopping))}, not {self.stopping!r}")
+        for name, kind in (("tree", Tree), ("stopping", Stopping)):
+            if getattr(self, name) not in get_args(kind):
+                raise UsageError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
         for name, least in (("budget", 0), ("width", 1), ("children", 1), ("max_depth", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise UsageError(f"{name} must be at least {least}, not {value}")

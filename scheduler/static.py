@@ -19,12 +19,13 @@ from torch import Tensor
 
 from offspec.errors import NumericalError
 
-from .draft import TreeModel
+from .draft import Patient, TreeModel
 from .params import SpeculationParams
 from .sampling import Sampler
 from .tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
-from .verify import Verdict
+from .verify import Logits, Verdict
 
+DEFAULT_NODES = 64  # where the budget is not given: these shapes do not find their own
 UNEXPANDED = -2  # as a node's row; ROOT (-1) is the root's
 
 # ------------------------------------------------------------------------------------------------ Sequoia's shape
@@ -237,7 +238,7 @@ def _subtree(kept: IntArray, tokens: IntArray, parents: IntArray, depths: IntArr
 # ------------------------------------------------------------------------------------------------ drafters
 
 
-class SequoiaDrafter:
+class SequoiaDrafter(Patient):
     """A tree of the shape that is best for the acceptance measured so far (Sequoia, section 3.1), one per request.
 
     A node of rank r holds the draft's (r+1)-th likeliest token: by logits when greedy, by processed probability when
@@ -259,7 +260,7 @@ class SequoiaDrafter:
         coupled: bool = False,
     ) -> None:
         self._draft = LayeredDraft(model, sampler, params.children, coupled=coupled)
-        self._params, self._final = params, sorted(final)
+        self._params, self._final, self._budget = params, sorted(final), params.budget or DEFAULT_NODES
         self._acceptance = acceptance.ranks(greedy=sampler.is_greedy, coupled=coupled)
         self._rows: IntArray = np.empty(0, dtype=np.int64)
 
@@ -267,9 +268,9 @@ class SequoiaDrafter:
         draft = self._draft
         max_depth = min(draft.room(text, max_depth), self._params.max_depth)
         draft.forget()
-        if max_depth < 1 or self._params.budget < 1:
+        if max_depth < 1 or self._budget < 1:
             return TokenTree.empty()
-        shape = best_topology(self._acceptance.probabilities(draft.num_children), self._params.budget, max_depth)
+        shape = best_topology(self._acceptance.probabilities(draft.num_children), self._budget, max_depth)
         tokens, rows = np.full(len(shape), -1), np.full(len(shape), UNEXPANDED)
         has_children = np.isin(np.arange(len(shape)), shape.parents)
         candidates = draft.begin(text)
@@ -287,7 +288,7 @@ class SequoiaDrafter:
         self._rows = rows[kept]
         return _subtree(kept, tokens, shape.parents, shape.depths, np.log(shape.probabilities))
 
-    def observe(self, tree: TokenTree, verdict: Verdict) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
         if not self._draft.layers:
             return
         rows = [int(row) for row in self._rows[verdict.path] if row >= 0]
@@ -296,7 +297,7 @@ class SequoiaDrafter:
         self._draft.model.keep(rows)
 
 
-class OptTreeDrafter:
+class OptTreeDrafter(Patient):
     """The nodes that the draft holds likeliest in this step, as many as the budget allows (OPT-Tree, 2406.17276, section
     3), one per request.
 
@@ -318,11 +319,12 @@ class OptTreeDrafter:
         coupled: bool = False,
     ) -> None:
         self._draft = LayeredDraft(model, sampler, params.children, coupled=coupled)
-        self._params, self._final, self._threshold = params, sorted(final), threshold
+        self._params, self._final, self._budget = params, sorted(final), params.budget or DEFAULT_NODES
+        self._threshold = threshold
         self._rows: IntArray = np.empty(0, dtype=np.int64)
 
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
-        draft, budget = self._draft, self._params.budget
+        draft, budget = self._draft, self._budget
         max_depth = min(draft.room(text, max_depth), self._params.max_depth)
         draft.forget()
         if max_depth < 1 or budget < 1:
@@ -354,6 +356,6 @@ class OptTreeDrafter:
         self._rows = rows[best]
         return _subtree(best, tokens, parents, depths, scores)
 
-    def observe(self, tree: TokenTree, verdict: Verdict) -> None:
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
         if self._draft.layers:
             self._draft.model.keep([int(row) for row in self._rows[verdict.path] if row >= 0])

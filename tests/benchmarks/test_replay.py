@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from hypothesis import strategies as st
 from benchmarks.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, is_true, record, replay, walk
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model import CachedDecoder
-from offspec.scheduler.draft import Calibration, Drafter, ModelDrafter, NoDrafter
+from offspec.scheduler.calibration import Calibration
+from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
 from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import Verdict, exact_walk
+from offspec.scheduler.verify import Logits, Verdict, exact_walk
 
 from ..scheduler.fakes import RuleModel, build_tree, few, generate, plain_text, random_rule, resembling, sampling_params
 
@@ -110,13 +112,20 @@ class Witness:
         self.asked.append((list(text), max_depth))
         return self.drafter.propose(text, max_depth)
 
-    def observe(self, tree: TokenTree, verdict: Verdict) -> None:
+    @property
+    def is_eager(self) -> bool:
+        return self.drafter.is_eager
+
+    def extend(self, is_over: Callable[[], bool]) -> None:
+        self.drafter.extend(is_over)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
         self.told.append((tree.tokens.tolist(), verdict))
-        self.drafter.observe(tree, verdict)
+        self.drafter.observe(tree, verdict, logits)
 
 
 def drafter_of(kind: str, model: Any, sampler: Sampler) -> Drafter:
-    speculation = SpeculationParams(budget=7, max_depth=5)
+    speculation = SpeculationParams(budget=7, max_depth=5, overlap=False)
     if kind == "model":
         return ModelDrafter(model, sampler, speculation, Calibration())
     if kind == "sequoia":

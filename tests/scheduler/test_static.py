@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -348,7 +349,7 @@ def test_ranks_are_counted_on_the_walk() -> None:
     tree = drafter.propose(PROMPT, 9)
     words = plain_text(DRAFT, GREEDY, SEED, PROMPT, 3)
     path = [paths(tree).index(tuple(words[:length])) for length in (1, 2)]
-    drafter.observe(tree, Verdict(path, words))
+    drafter.observe(tree, Verdict(path, words), torch.empty(0, 0))
     ranks = acceptance.ranks(greedy=True, coupled=False)
     assert ranks.num_nodes == 3
     prior = RankAcceptance().probabilities(1)[0] * RankAcceptance.PRIOR_NODES
@@ -523,7 +524,7 @@ def test_draft_cache_follows_the_text(kind: str, params: SamplingParams) -> None
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
         verdict = exact_walk(tree, logits, sampler, len(text))
         target.keep(verdict.path)
-        drafter.observe(tree, verdict)
+        drafter.observe(tree, verdict, logits)
         text += verdict.tokens
         num_accepted += len(verdict.path)
         missing = len(text) - len(model.text)
@@ -550,7 +551,7 @@ def test_no_room_or_budget_is_an_empty_tree(kind: str, max_depth: int, budget: i
     drafter = drafter_of(kind, model, budget=budget)
     tree = drafter.propose(PROMPT, max_depth)
     assert len(tree) == 0
-    drafter.observe(tree, Verdict([], [1]))
+    drafter.observe(tree, Verdict([], [1]), torch.empty(0, 0))
     assert model.batches == []
 
 
