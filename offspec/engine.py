@@ -25,7 +25,7 @@ from offspec.scheduler.budget import Switch
 from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.costs import Costs
 from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
-from offspec.scheduler.params import MAX_NODES, SamplingParams, SpeculationParams
+from offspec.scheduler.params import MAX_NODES, MAX_ROWS, SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
 from offspec.scheduler.verify import Verdict, exact_walk
@@ -240,7 +240,7 @@ class _Request:
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
         # Room for all that may be drafted: on a GPU the cache must not grow beside the target's pass.
-        self.drafter = engine.drafter(self.sampler, speculation, self.final, longest + MAX_NODES)
+        self.drafter = engine.drafter(self.sampler, speculation, self.final, longest + MAX_ROWS)
         self._moved_before = engine.target.weights.bytes_streamed
         self.stats = Stats(num_prompt_tokens=len(text), seed=params.seed)
 

@@ -19,7 +19,7 @@ from offspec.loaders.measure import measure_dequantise, measure_disk, measure_ho
 from offspec.loaders.placement import Item, LayerCost, Limits, PassRates, Placement, place, predict_pass_s
 from offspec.loaders.tiers import StoredLayer, is_packed
 from offspec.loaders.units import format_quantity, format_seconds, format_size
-from offspec.scheduler.params import MAX_NODES
+from offspec.scheduler.params import MAX_NODES, MAX_ROWS
 
 from .config import ModelConfig
 from .errors import MemoryLimitError, UsageError
@@ -200,7 +200,7 @@ def _items(
     if draft is not None:
         items += [
             Item("draft", on_device=resident_bytes(draft)),
-            Item("draft KV cache", on_device=kv_bytes(draft.config, context + TREE_ROOM, draft.dtype.itemsize)),
+            Item("draft KV cache", on_device=kv_bytes(draft.config, context + MAX_ROWS, draft.dtype.itemsize)),
         ]
     return items
 

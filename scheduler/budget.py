@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .costs import Costs
+from .costs import WIDTHS, Costs
 from .params import MAX_NODES, SpeculationParams
 from .tree import FloatArray
 
@@ -49,8 +49,9 @@ class Controller(Protocol):
 class FixedBudget:
     """Always the same number of nodes, drafted to the end."""
 
-    def __init__(self, budget: int, width: int) -> None:
-        self.limit, self._width = budget, width
+    def __init__(self, budget: int, width: int | None = None) -> None:
+        """width: None is an eighth of the budget, from 16 to 64."""
+        self.limit, self._width = budget, width or min(64, max(16, budget // 8))
 
     def width(self, prospect: Prospect) -> int:
         return min(self._width, len(prospect.open))
@@ -71,12 +72,16 @@ class MarginalRate:
     gives one.
     """
 
-    WIDTHS = (4, 8, 16, 32, 64)
     FORGETTING = 0.95
+    FIRST_NODES = 64  # where nothing is known of the target's passes yet
 
     def __init__(self, costs: Costs, limit: int) -> None:
-        self.limit, self._costs = limit, costs
+        self._limit, self._costs = limit, costs
         self._tokens = self._seconds = 0.0
+
+    @property
+    def limit(self) -> int:
+        return self._limit if self._costs.target.is_known else min(self._limit, self.FIRST_NODES)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         self._tokens = self.FORGETTING * self._tokens + num_tokens
@@ -102,7 +107,7 @@ class MarginalRate:
         if not len(prospect.best) and self._wants_plain(prospect, rate):
             return 0
         gains = self._gains(prospect, rate)
-        widths = np.array([w for w in self.WIDTHS if w < len(gains)] + [min(len(gains), self.WIDTHS[-1])])
+        widths = np.array([*WIDTHS[WIDTHS < len(gains)], min(len(gains), WIDTHS[-1])])
         worth = gains.cumsum()[widths - 1] - rate * self._costs.draft.seconds(widths)
         best = int(worth.argmax())
         return int(widths[best]) if worth[best] > 0 else 0
@@ -126,9 +131,12 @@ class MarginalRate:
         price = rate * (then - now) / step
         if len(prospect.best) >= self.limit:
             price = max(price, prospect.best[-1])  # another one has to go
-        children = prospect.open[: self.WIDTHS[-1], None] * prospect.profile
+        children = prospect.open[: WIDTHS[-1], None] * prospect.profile
         gains: FloatArray = np.maximum(children - price, 0.0).sum(-1)
         return gains
+
+
+THOMPSON_WIDTH = 16
 
 
 class ThompsonSampling:
@@ -143,8 +151,8 @@ class ThompsonSampling:
     CONFIDENCE = 4.0
     FORGETTING = 0.98
 
-    def __init__(self, inner: Controller, width: int, *, calibrated: bool, seed: int = 0) -> None:
-        self._inner, self._width, self._calibrated = inner, width, calibrated
+    def __init__(self, inner: Controller, *, calibrated: bool, seed: int = 0) -> None:
+        self._inner, self._calibrated = inner, calibrated
         self._random = np.random.default_rng(seed)
         self._accepted = self._rejected = 1.0
         self._num_rounds = 0
@@ -162,7 +170,7 @@ class ThompsonSampling:
         if len(prospect.best) and self._random.random() >= bias:  # the root is always asked
             return 0
         self._num_rounds += 1
-        return min(self._width, len(prospect.open))
+        return min(THOMPSON_WIDTH, len(prospect.open))
 
     def size(self, prospect: Prospect) -> int:
         return self._inner.size(prospect)
@@ -181,7 +189,7 @@ def controller_for(params: SpeculationParams, costs: Costs) -> Controller:
     inner = MarginalRate(costs, MAX_NODES) if budget is None else FixedBudget(budget, params.width)
     if params.stopping == "default":
         return inner
-    return ThompsonSampling(inner, params.width, calibrated=params.stopping == "thompson-calibrated")
+    return ThompsonSampling(inner, calibrated=params.stopping == "thompson-calibrated")
 
 
 class Switch:

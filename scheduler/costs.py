@@ -9,55 +9,72 @@ import numpy as np
 from .tree import FloatArray, IntArray
 
 Predict = Callable[[int], float]
-MAX_ROWS = 4096
+MOST_ROWS = 4096
+WIDTHS = np.array([4, 8, 16, 32, 64])  # of draft rounds; few, so that each can be captured as a graph
 
 
 class CostCurve:
-    """Seconds of one forward as a function of its rows.
+    """Seconds of one forward as a function of its rows, which never falls.
 
-    A prior curve times a correction that is learnt: at knots half an octave apart, each observation moves those near it,
-    and where none came near the mean correction holds. Never falls with the number of rows.
+    Learnt at knots half an octave apart: each observation moves those near it. Where none came near, the prior's shape
+    holds, scaled to what was seen; without a prior the hopeful guess, so that what might be better is tried: as many rows
+    fewer as seconds fewer, and no seconds more for more rows.
     """
 
-    KNOTS = np.arange(0, 2 * np.log2(MAX_ROWS) + 1) / 2  # log2 of rows
+    KNOTS = np.arange(0, 2 * np.log2(MOST_ROWS) + 1) / 2  # log2 of rows
     RATE = 0.15  # of each observation, at its own place
-    OWN_WEIGHT = 0.05  # of the mean correction, against what was observed nearby
+    LITTLE = 0.02  # weight of what is only inferred, against what was observed there
 
     def __init__(self, prior: Predict | None = None) -> None:
-        """prior: predicted seconds for a number of rows; without it, as if they all cost the same, and unknown."""
-        self._prior = np.array([prior(round(2**x)) if prior else 1.0 for x in self.KNOTS])
-        self._has_prior = prior is not None
-        self._moved, self._weights = np.zeros_like(self.KNOTS), np.zeros_like(self.KNOTS)
-        self._mean, self._mean_weight = 0.0, 0.0
+        """prior: predicted seconds for a number of rows."""
+        self._prior = None if prior is None else np.array([prior(round(2**x)) for x in self.KNOTS])
+        self._sums, self._weights = np.zeros_like(self.KNOTS), np.zeros_like(self.KNOTS)
         self._seconds: FloatArray | None = None
 
     @property
     def is_known(self) -> bool:
-        return self._has_prior or self._mean_weight > 0
+        return self._prior is not None or bool(self._weights.any())
 
     def observe(self, rows: int, seconds: float) -> None:
-        place = np.log2(np.clip(rows, 1, MAX_ROWS))
-        ratio = seconds / float(np.interp(place, self.KNOTS, self._prior))
-        rates = self.RATE * np.exp(-0.5 * ((self.KNOTS - place) / 0.5) ** 2)
-        self._moved += rates * (ratio - self._moved)
+        place = np.log2(np.clip(rows, 1, MOST_ROWS))
+        rates = self.RATE * np.exp(-0.5 * ((self.KNOTS - place) / 0.25) ** 2)
+        rates[rates < self.LITTLE * self.RATE] = 0.0
+        shape = 1.0 if self._prior is None else self._prior / np.interp(place, self.KNOTS, self._prior)
+        self._sums += rates * (seconds * shape - self._sums)
         self._weights += rates * (1 - self._weights)
-        self._mean += self.RATE * (ratio - self._mean)
-        self._mean_weight += self.RATE * (1 - self._mean_weight)
         self._seconds = None
 
     def weight(self, rows: int) -> float:
         """How much has been observed near this number of rows, from 0 to 1."""
-        return float(np.interp(np.log2(np.clip(rows, 1, MAX_ROWS)), self.KNOTS, self._weights))
+        return float(np.interp(np.log2(np.clip(rows, 1, MOST_ROWS)), self.KNOTS, self._weights))
+
+    def best_width(self) -> int:
+        """The number of rows that a second is best spent on."""
+        return int(WIDTHS[(WIDTHS / self.seconds(WIDTHS)).argmax()])
 
     def seconds(self, rows: IntArray) -> FloatArray:
         """Of forwards with these numbers of rows."""
         if self._seconds is None:
-            mean = self._mean / self._mean_weight if self._mean_weight else 1.0
-            correction = (self._moved + self.OWN_WEIGHT * mean) / (self._weights + self.OWN_WEIGHT)
-            logs = np.log2(np.maximum(np.arange(MAX_ROWS + 1), 1))
-            self._seconds = np.maximum.accumulate(np.interp(logs, self.KNOTS, self._prior * correction))
-        curve: FloatArray = self._seconds[np.minimum(rows, MAX_ROWS)]
+            logs = np.log2(np.maximum(np.arange(MOST_ROWS + 1), 1))
+            knots = (self._sums + self.LITTLE * self._inferred()) / (self._weights + self.LITTLE)
+            self._seconds = np.maximum.accumulate(np.interp(logs, self.KNOTS, knots))
+        curve: FloatArray = self._seconds[np.minimum(rows, MOST_ROWS)]
         return curve
+
+    def _inferred(self) -> FloatArray:
+        """What the knots that were seen say of the others."""
+        seen = np.flatnonzero(self._weights > self.LITTLE)
+        if not len(seen):
+            return np.ones_like(self.KNOTS) if self._prior is None else self._prior
+        known = self._sums[seen] / self._weights[seen]
+        if self._prior is not None:
+            ratios: FloatArray = np.interp(self.KNOTS, self.KNOTS[seen], known / self._prior[seen])
+            return self._prior * ratios
+        right = np.searchsorted(seen, np.arange(len(self.KNOTS)))  # the first that was seen, there or beyond
+        above, below = np.minimum(right, len(seen) - 1), np.maximum(right - 1, 0)
+        fewer = known[above] * 2 ** np.minimum(self.KNOTS - self.KNOTS[seen[above]], 0.0)
+        least: FloatArray = np.where(right > 0, np.maximum(known[below], fewer), fewer)
+        return np.where(right == len(seen), known[-1], least)
 
 
 class Costs:

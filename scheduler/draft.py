@@ -21,9 +21,9 @@ from offspec.errors import NumericalError
 
 from .budget import Controller, Prospect, Switch, controller_for
 from .calibration import GRID, UNIT, Calibration
-from .costs import MAX_ROWS, Costs
+from .costs import MOST_ROWS, Costs
 from .growth import Growth, Guesses
-from .params import MAX_NODES, SpeculationParams
+from .params import MAX_ROWS, SpeculationParams
 from .sampling import Sampler
 from .tree import ROOT, BoolArray, IntArray, TokenTree
 from .verify import Logits, Verdict
@@ -98,8 +98,6 @@ class ModelDrafter:
     (`--no-reuse` forgets it). `final` tokens (end of text) are never expanded.
     """
 
-    AHEAD_WIDTH = 16
-
     def __init__(
         self,
         model: TreeModel,
@@ -163,9 +161,9 @@ class ModelDrafter:
             logits = self._model.score(chain, none, none, np.empty((0, 0), dtype=np.bool_))
             self._add_children(np.array([ROOT]), logits)
             self._count_round(len(chain), began)
-        while growth.num_expanded < MAX_NODES:
+        while growth.num_expanded < MAX_ROWS:
             nodes = growth.open_among(self._best(self._controller.limit), self._max_depth)
-            width = min(self._controller.width(self._prospect(nodes)), MAX_NODES - growth.num_expanded)
+            width = min(self._controller.width(self._prospect(nodes)), MAX_ROWS - growth.num_expanded)
             if width < 1:
                 break
             began = self._clock()
@@ -179,11 +177,10 @@ class ModelDrafter:
 
     def extend(self, is_over: Callable[[], bool]) -> None:
         """Go on where `propose` stopped: the best open candidates are the likeliest to be the next root, or below it."""
-        growth = self._growth
-        while not is_over() and growth.is_rooted:
-            nodes = growth.open_among(growth.best(MAX_NODES, self._max_depth), self._max_depth)
-            width = min(self.AHEAD_WIDTH, MAX_NODES - growth.num_expanded, len(nodes))
-            if width < 1:
+        growth, width = self._growth, self._costs.draft.best_width()
+        while not is_over() and growth.is_rooted and growth.num_expanded + width <= MAX_ROWS:
+            nodes = growth.open_among(growth.best(growth.num_expanded + 8 * width, self._max_depth), self._max_depth)
+            if not len(nodes):
                 break
             self._expand(nodes[:width])
 
@@ -215,14 +212,14 @@ class ModelDrafter:
         return self._pause.is_over(promising=self._controller.width(prospect) > 0)
 
     def _count_round(self, rows: int, began: float) -> None:
-        if rows <= MAX_ROWS:
+        if rows <= MOST_ROWS:
             self._costs.draft.observe(rows, self._clock() - began)
 
     # ------------------------------------------------------------------------------------------------ a verdict
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
         now, rows = self._clock(), self._chain + len(tree)
-        if rows <= MAX_ROWS:
+        if rows <= MOST_ROWS:
             self._costs.target.observe(rows, now - self._proposed)
         path = self._sent[verdict.path]
         if self._growth.is_rooted:

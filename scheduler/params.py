@@ -12,7 +12,8 @@ from typing import Literal, get_args
 from offspec.errors import UsageError
 
 SEED_LIMIT = 1 << 64
-MAX_NODES = 1024  # of a tree where the budget is found, and expanded ones that wait in the draft's KV cache
+MAX_NODES = 1024  # of a tree where the budget is found
+MAX_ROWS = 3072  # expanded candidates that wait in the draft's KV cache at a time
 Scoring = Literal["coupled", "specexec"]
 Tree = Literal["best-first", "sequoia", "opt-tree"]
 Stopping = Literal["default", "thompson", "thompson-calibrated"]
@@ -59,8 +60,8 @@ class SpeculationParams:
 
     budget: nodes of a tree, 0 for plain decoding, None for what pays here (`scheduler.budget`). scoring: coupled (shared
     noise, fitted sharpness) or specexec (cumulative draft probability). tree: how its shape is
-    found; the others are there to be compared with (`scheduler.static`). width: nodes expanded by one draft forward, where
-    the budget is given. children: candidates kept of an expanded node. max_depth: longest path. stopping:
+    found; the others are there to be compared with (`scheduler.static`). width: nodes expanded by one draft forward; None
+    is what pays, or an eighth of a given budget, from 16 to 64. children: candidates kept of an expanded node. max_depth: longest path. stopping:
     when drafting ends: where nothing is left to gain, or by Thompson sampling (EESD). reuse: what was drafted
     below the accepted token stays. overlap: draft on while the target's pass runs. Raises UsageError for a value out of
     range. The text is the same whatever is set here.
@@ -69,7 +70,7 @@ class SpeculationParams:
     budget: int | None = None
     scoring: Scoring = "coupled"
     tree: Tree = "best-first"
-    width: int = 16
+    width: int | None = None
     children: int = 16
     max_depth: int = 32
     stopping: Stopping = "default"
