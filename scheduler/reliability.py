@@ -1,13 +1,13 @@
 """How far guesses made without a model can be trusted: learnt from those that came true, by kind of guess.
 
 A guesser that has no probabilities has kinds of guesses ("eight tokens matched, and every match goes on like this").
-Of each kind is learnt w, the probability that the target gives to such a token.
+Of each kind is learnt how w, the probability that the target gives to the guessed token, is spread among such guesses.
 
-Greedy, a guess comes true where the target's first choice is it: with probability w, its share of all such guesses.
-Sampled, the noise is known beforehand, and that says much more. The target chooses argmax_y(log p(y) + G(y)), which is
-argmin_y(E(y) / p(y)) with E = exp(-G), standard exponentials: a race in which y arrives at time E(y) / p(y). The guess
-x arrives at E(x) / w. Each of the others arrives at an exponential time of rate p(y), so the first of them at one of
-rate 1 - w, however many share that mass. Hence P(x wins | E(x)) = exp(-(1 - w) / w · E(x)).
+Greedy, a guess comes true or not, and its kind's share of those that did is all there is to know. Sampled, the noise is
+known beforehand, and that says much more. The target chooses argmax_y(log p(y) + G(y)), which is argmin_y(E(y) / p(y))
+with E = exp(-G), standard exponentials: a race in which y arrives at time E(y) / p(y). The guess x arrives at E(x) / w.
+Each of the others arrives at an exponential time of rate p(y), so the first of them at one of rate 1 - w, however many
+share that mass. Hence P(x wins | E(x)) = exp(-(1 - w) / w · E(x)).
 Knows nothing of texts, of who guessed, or of models.
 """
 
@@ -22,6 +22,8 @@ from .sampling import Sampler
 from .tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
 from .verify import Verdict
 
+_TINY = np.finfo(np.float64).tiny
+
 
 @dataclass(frozen=True)
 class Candidates:
@@ -33,47 +35,61 @@ class Candidates:
 
 
 class Reliability:
-    """w for each kind of guess: online Bayes over a grid, with exponential forgetting by kind; greedy and sampled apart.
+    """How w is spread among the guesses of each kind: weights over a grid, learnt online; greedy and sampled apart.
 
-    prior [K]: what w is taken for at first; it counts as PRIOR_GUESSES guesses, of which that share came true.
+    One w for a kind would be too sure of itself: matches that go on as before and matches that have come to their end
+    look alike. So each kind is a mixture over GRID, fitted by expectation-maximisation, one guess at a time: each divides
+    one count among the w's by how well they explain it (quasi-Bayes, Smith and Makov 1978), with exponential forgetting.
+
+    prior [K]: what w is taken for at first, on average; it counts as PRIOR_GUESSES guesses.
     """
 
-    GRID = 1 / (1 + np.exp(-np.linspace(-5.5, 5.5, 23)))  # w from 0.004 to 0.996
+    GRID = 1 / (1 + np.exp(-np.linspace(-5.5, 5.5, 12)))  # w from 0.004 to 0.996
     FORGETTING = 0.99
-    PRIOR_GUESSES = 4.0
+    PRIOR_GUESSES = 2.0
 
     def __init__(self, prior: FloatArray) -> None:
         share = prior[:, None]
-        self._prior = self.PRIOR_GUESSES * (share * np.log(self.GRID) + (1 - share) * np.log1p(-self.GRID))
-        self._log_likelihood = np.zeros((2, *self._prior.shape))
+        # Beta(share, 1 - share), on a grid that is even in log-odds: most of it near 0 and 1, as guesses are.
+        spread = self.GRID**share * (1 - self.GRID) ** (1 - share)
+        self._prior = self.PRIOR_GUESSES * spread / spread.sum(-1, keepdims=True)
+        self._counts = np.zeros((2, *self._prior.shape))
 
-    def estimates(self, *, greedy: bool) -> FloatArray:
-        """w [K]: the mean over the grid of what is believed of each kind."""
-        belief = self._prior + self._log_likelihood[int(greedy)]
-        weights = np.exp(belief - belief.max(-1, keepdims=True))
-        means: FloatArray = weights @ self.GRID / weights.sum(-1)
-        return means
+    def weights(self, *, greedy: bool) -> FloatArray:
+        """How likely each w of GRID is for a guess of each kind, [K, W]."""
+        counts = self._prior + self._counts[int(greedy)]
+        weights: FloatArray = counts / counts.sum(-1, keepdims=True)
+        return weights
 
     def log_probabilities(self, kinds: IntArray, waits: FloatArray | None) -> FloatArray:
         """[N]: log P(the target chooses the guess, where its text has come to the guess's parent); below 0."""
-        return log_win(self.estimates(greedy=waits is None)[kinds], waits)
+        weights = self.weights(greedy=waits is None)
+        if waits is None:
+            shares: FloatArray = np.log(weights @ self.GRID)
+            return shares[kinds]
+        wins = np.einsum("nw,nw->n", weights[kinds], np.exp(log_win(self.GRID, waits[:, None])))
+        log_probabilities: FloatArray = np.log(np.maximum(wins, _TINY))
+        return log_probabilities
 
     def observe(self, candidates: Candidates, verdict: Verdict) -> None:
         """Learn from every guess whose parent the target's text came to, whether it came true or not."""
         judged, came_true = _judged(candidates.tree, verdict)
         kinds = candidates.kinds[judged]
-        waits = None if candidates.waits is None else candidates.waits[judged, None]
-        hits = log_win(self.GRID[None], waits)
-        log_likelihood = np.where(came_true[:, None], hits, np.log(-np.expm1(hits)))
-        learnt = self._log_likelihood[int(waits is None)]
-        learnt *= self.FORGETTING ** np.bincount(kinds, minlength=len(learnt))[:, None]
-        np.add.at(learnt, kinds, log_likelihood)
+        if candidates.waits is None:  # what the target prefers it always chooses: w has turned out to be 1, or 0
+            shares = np.zeros((len(kinds), len(self.GRID)))
+            shares[came_true, -1] = shares[~came_true, 0] = 1.0
+        else:
+            wins = np.exp(log_win(self.GRID, candidates.waits[judged, None]))
+            shares = self.weights(greedy=False)[kinds] * np.where(came_true[:, None], wins, 1 - wins)
+            shares /= np.maximum(shares.sum(-1, keepdims=True), _TINY)
+        counts = self._counts[int(candidates.waits is None)]
+        counts *= self.FORGETTING ** np.bincount(kinds, minlength=len(counts))[:, None]
+        np.add.at(counts, kinds, shares)
 
 
-def log_win(w: FloatArray, waits: FloatArray | None) -> FloatArray:
-    """log P(the target chooses a token of probability w), given its E = exp(-G); None is greedy. See the module."""
-    log_probabilities: FloatArray = np.log(w) if waits is None else -(1 - w) / w * waits
-    return log_probabilities
+def log_win(w: FloatArray, waits: FloatArray) -> FloatArray:
+    """log P(a token of probability w wins the race), given its E = exp(-G); see the module."""
+    return -(1 - w) / w * waits
 
 
 def waits_of(tokens: IntArray, depths: IntArray, sampler: Sampler, position: int) -> FloatArray | None:
