@@ -7,6 +7,7 @@ stranger's program). Knows nothing of models, sampling or the terminal, nor how 
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of ids, added tokens included: the highest id + 1."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """A hash of everything that decides which ids a text gets."""
+        return hashlib.blake2b(self._backend.to_str().encode()).digest()
 
     @property
     def bos_id(self) -> int | None:

@@ -1,11 +1,12 @@
-"""The mask is the ancestor relation; a child and a path are found where a walk over the tokens would find them."""
+"""The mask is the ancestor relation; children and paths are those of a walk over the tokens; what is trimmed is a tree."""
 
 from __future__ import annotations
 
 import numpy as np
 from hypothesis import given
+from hypothesis import strategies as st
 
-from offspec.scheduler.tree import ROOT, TokenTree
+from offspec.scheduler.tree import ROOT, TokenTree, merge, trimmed
 
 from .fakes import build_tree, many, paths, trees
 
@@ -44,3 +45,41 @@ def test_empty_tree() -> None:
     assert tree.mask().dtype == np.bool_
     assert tree.child(ROOT, 0) is None
     assert tree.path(ROOT) == []
+
+
+@st.composite
+def scored_trees(draw: st.DrawFn) -> TokenTree:
+    """Trees whose scores fall, or stay, along each path."""
+    tree = draw(trees(vocab_size=3))
+    gains = draw(st.lists(st.sampled_from([0.0, -0.5, -1.0]), min_size=len(tree), max_size=len(tree)))
+    scores = [sum((gains[above] for above in tree.path(node)), 0.0) for node in range(len(tree))]
+    return TokenTree(tree.tokens, tree.parents, tree.depths, np.array(scores))
+
+
+def scores_of(tree: TokenTree) -> dict[tuple[int, ...], float]:
+    return dict(zip(paths(tree), tree.scores.tolist(), strict=True))
+
+
+def assert_best_of(tree: TokenTree, everything: dict[tuple[int, ...], float], budget: int) -> None:
+    """A tree, parents first, of `budget` nodes of `everything`, and no other is better than one of them."""
+    assert len(set(paths(tree))) == len(tree) == min(budget, len(everything))
+    assert (tree.parents < np.arange(len(tree))).all()
+    assert tree.depths.tolist() == [len(path) for path in paths(tree)]
+    assert tree.scores.tolist() == sorted(everything.values(), reverse=True)[:budget]
+    assert scores_of(tree).items() <= everything.items()
+
+
+@many
+@given(tree=scored_trees(), budget=st.integers(0, 12))
+def test_trimmed_keeps_the_best_and_keeps_a_tree(tree: TokenTree, budget: int) -> None:
+    assert_best_of(trimmed(tree, budget), scores_of(tree), budget)
+
+
+@many
+@given(guesses=st.lists(scored_trees(), max_size=3), budget=st.integers(0, 20))
+def test_merge_is_the_union_with_the_highest_scores(guesses: list[TokenTree], budget: int) -> None:
+    union: dict[tuple[int, ...], float] = {}
+    for tree in guesses:
+        for path, score in scores_of(tree).items():
+            union[path] = max(union.get(path, score), score)
+    assert_best_of(merge(guesses, budget), union, budget)

@@ -1,0 +1,148 @@
+"""Token recycling (2408.08696): what the target thought likely after a token, it may choose after that token again.
+
+Every verified node leaves the target's likeliest successors of its token, which would otherwise be thrown away. Followed
+from the last token on they make a tree. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .reliability import Candidates, Reliability, waits_of
+from .sampling import Sampler
+from .tree import ROOT, FloatArray, IntArray, TokenTree, trimmed
+from .verify import Logits, Verdict
+
+
+class SuccessorTable:
+    """The target's likeliest successors of the tokens seen last, with their probabilities, in bounded memory.
+
+    Rows are given out to tokens as they come; when all are taken, the one given out longest ago changes hands. With
+    a vocabulary of 128k that is 1.1 MB; a row for every token would be 6 MB.
+    """
+
+    NUM_ROWS = 1 << 14
+    NUM_SUCCESSORS = 8  # as in the paper, section 4.2
+
+    def __init__(self, vocab_size: int) -> None:
+        num_rows = min(self.NUM_ROWS, vocab_size)
+        self._row_of = np.full(vocab_size, -1, dtype=np.int16)
+        self._token_of = np.full(num_rows, -1, dtype=np.int32)
+        self._successors = np.full((num_rows, min(self.NUM_SUCCESSORS, vocab_size)), -1, dtype=np.int32)
+        self._probabilities = np.zeros(self._successors.shape, dtype=np.float16)
+        self._next_row = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in (self._row_of, self._token_of, self._successors, self._probabilities))
+
+    def store(self, tokens: IntArray, logits: torch.Tensor) -> None:
+        """Logits [R, V] of the target after each of `tokens` [R]; of a token that comes twice the last is kept."""
+        best, successors = logits.topk(self._successors.shape[1])
+        probabilities = (best - logits.logsumexp(-1, keepdim=True)).exp().cpu().numpy()
+        rows = [self._row(int(token)) for token in tokens]
+        for row, successor, probability in zip(rows, successors.cpu().numpy(), probabilities, strict=True):
+            self._successors[row], self._probabilities[row] = successor, probability
+
+    def _row(self, token: int) -> int:
+        """The row of a token, a new one if it has none."""
+        if self._row_of[token] < 0:
+            row = self._next_row
+            if (former := self._token_of[row]) >= 0:
+                self._row_of[former] = -1
+            self._row_of[token], self._token_of[row] = row, token
+            self._next_row = (row + 1) % len(self._token_of)
+        return int(self._row_of[token])
+
+    def successors(self, tokens: IntArray) -> tuple[IntArray, FloatArray]:
+        """Likeliest successors [R, K] of each token [R], best first, and their probabilities; -1 where none is known."""
+        rows = self._row_of[tokens]
+        known = (rows >= 0)[:, None]
+        successors = np.where(known, self._successors[rows], -1).astype(np.int64)
+        return successors, self._probabilities[rows].astype(np.float64)
+
+
+class TokenRecycling:
+    """Follows the target's earlier successors, best first; may serve request after request of one target.
+
+    A guess's kind is its rank among the successors, and how probable the target found it where it last saw them.
+    num_spare_rows: so many of a pass's first rows are kept whether the text went there or not. Engines compute a block
+    of rows at once, the root's among them, so these are there anyway.
+    """
+
+    PROBABILITIES = np.array(
+        [0.0, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9, 0.98]
+    )  # from each of these on, guesses are of a kind
+    RANKS = np.array([0, 1, 2, 4])  # likewise
+
+    def __init__(self, vocab_size: int, reliability: Reliability | None = None, num_spare_rows: int = 16) -> None:
+        self.table = SuccessorTable(vocab_size)
+        self._num_spare_rows = num_spare_rows
+        self._reliability = reliability or self.new_reliability()
+        self._last: Candidates | None = None
+
+    @classmethod
+    def new_reliability(cls) -> Reliability:
+        """Takes each kind at first for half as probable as it was."""
+        middle = np.sqrt(np.maximum(cls.PROBABILITIES, 0.003) * np.append(cls.PROBABILITIES[1:], 1.0))
+        return Reliability(np.tile(middle / 2, len(cls.RANKS)))
+
+    def guess(self, text: Sequence[int], sampler: Sampler, max_nodes: int, max_depth: int) -> TokenTree:
+        tree, kinds, waits = TokenTree.empty(), np.empty(0, dtype=np.int64), np.empty(0)
+        open_nodes, tokens = np.array([ROOT]), np.array([text[-1]], dtype=np.int64)
+        # Scores fall along a path, so that below a node that is not among the best none can be: levels suffice.
+        for depth in range(1, max_depth + 1):
+            level, level_kinds, level_waits = self._level(tree, open_nodes, tokens, depth, sampler, len(text))
+            first, num_nodes = len(tree), len(tree) + len(level)
+            tree = _joined(tree, level)
+            kinds = np.concatenate((kinds, level_kinds))
+            waits = np.concatenate((waits, np.empty(0) if level_waits is None else level_waits))
+            bar = -np.inf if num_nodes <= max_nodes else np.partition(tree.scores, -max_nodes)[-max_nodes]
+            open_nodes = first + np.flatnonzero(level.scores >= bar)
+            tokens = tree.tokens[open_nodes]
+            if not len(open_nodes):
+                break
+        self._last = Candidates(tree, kinds, None if sampler.is_greedy else waits)
+        return trimmed(tree, max_nodes)
+
+    def _level(
+        self, tree: TokenTree, parents: IntArray, tokens: IntArray, depth: int, sampler: Sampler, position: int
+    ) -> tuple[TokenTree, IntArray, FloatArray | None]:
+        """The children of these nodes, which hold these tokens: nodes, kinds, waits."""
+        successors, probabilities = self.table.successors(tokens)
+        row, rank = np.nonzero(successors >= 0)
+        successors, kinds = successors[row, rank], self._kinds(rank, probabilities[row, rank])
+        depths = np.full(len(row), depth)
+        waits = waits_of(successors, depths, sampler, position)
+        scores = self._reliability.log_probabilities(kinds, waits)
+        if depth > 1:
+            scores = scores + tree.scores[parents[row]]
+        return TokenTree(successors, parents[row], depths, scores), kinds, waits
+
+    def _kinds(self, ranks: IntArray, probabilities: FloatArray) -> npt.NDArray[np.int64]:
+        rank = np.searchsorted(self.RANKS, ranks, side="right") - 1
+        return rank * len(self.PROBABILITIES) + np.searchsorted(self.PROBABILITIES, probabilities, side="right") - 1
+
+    def observe(self, text: Sequence[int], tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+        if self._last is not None:
+            self._reliability.observe(self._last, verdict)
+        self._last = None
+        tokens = np.concatenate(([text[-1]], tree.tokens))
+        spare = set(range(min(self._num_spare_rows, len(tokens))))
+        path = [0, *(node + 1 for node in verdict.path)]
+        rows = [*sorted(spare.difference(path)), *path]  # what the text did comes last, and is kept
+        self.table.store(tokens[rows], torch.stack([logits[row] for row in rows]))
+
+
+def _joined(upper: TokenTree, lower: TokenTree) -> TokenTree:
+    """Nodes `lower`, whose parents are numbers of `upper`, behind those of `upper`."""
+    return TokenTree(
+        np.concatenate((upper.tokens, lower.tokens)),
+        np.concatenate((upper.parents, lower.parents)),
+        np.concatenate((upper.depths, lower.depths)),
+        np.concatenate((upper.scores, lower.scores)),
+    )

@@ -1,0 +1,128 @@
+"""Retrieval (REST, 2311.08252): what followed the last tokens in a body of other texts, found by a sorted index.
+
+`SuffixIndex` is two arrays of numbers, in memory or mapped from a file; it does not know which. Knows nothing of files,
+text or models.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from .lookup import NOTHING, Matches, match_reliability
+from .reliability import Reliability
+from .sampling import Sampler
+from .tree import IntArray, TokenTree
+from .verify import Logits, Verdict
+
+Int32Array = npt.NDArray[np.int32]
+
+MAX_MATCH = 16  # tokens that the index is sorted by, backwards
+SHARD_TOKENS = 1 << 22  # sorted apart, so that sorting takes some 200 MB however long the texts are
+_BEFORE = NOTHING - 1  # stands before the first token of a shard
+
+
+class SuffixIndex:
+    """Finds where a sequence of tokens stands in `tokens` [N], in some 20 steps for each token that matches.
+
+    order [N]: places in `tokens`, in each shard sorted by the tokens that end there, read backwards. So all places
+    where the same n tokens end lie together, and n + 1 tokens narrow that stretch. tokens: NOTHING between texts.
+    """
+
+    def __init__(self, tokens: Int32Array, order: Int32Array) -> None:
+        self.tokens, self.order = np.asarray(tokens), np.asarray(order)  # a memmap's own indexing is slow
+
+    def continuations(self, context: Sequence[int], max_matches: int, depth: int) -> tuple[IntArray, IntArray]:
+        """rows [M, depth]: what follows the context's end, the longest matches first, padded with NOTHING; lengths [M].
+
+        Of more than `max_matches` equally long ones, some spread evenly over what stands before them.
+        """
+        shards = range(0, len(self.tokens), SHARD_TOKENS)
+        found = [part for first in shards for part in self._matches(context, first, max_matches)]
+        places = np.concatenate([np.empty(0, dtype=np.int64), *(places for places, _ in found)])
+        lengths = np.concatenate([np.empty(0, dtype=np.int64), *(np.full(len(p), length) for p, length in found)])
+        longest = np.argsort(-lengths, kind="stable")[:max_matches]
+        ahead = places[longest, None] + 1 + np.arange(depth)
+        inside = ahead < len(self.tokens)
+        rows = np.where(inside, self.tokens[np.where(inside, ahead, 0)], NOTHING)
+        return rows.astype(np.int64), lengths[longest]
+
+    def _matches(self, context: Sequence[int], first: int, max_matches: int) -> Iterator[tuple[IntArray, int]]:
+        """Places in one shard where the context's last tokens end, and how many of these: most first."""
+        stretches = self._stretches(context, first)
+        inner = (0, 0)
+        while stretches and max_matches > 0:
+            length, outer = len(stretches), stretches.pop()
+            # What is in the outer stretch and not in the inner one, which is part of it.
+            before = inner[0] - outer[0] if inner[1] > inner[0] else 0
+            gap = inner[1] - inner[0]
+            total = outer[1] - outer[0] - gap
+            picks = np.linspace(0, total - 1, min(total, max_matches)).astype(np.int64)
+            picks += outer[0] + np.where(picks >= before, gap, 0)
+            max_matches -= len(picks)
+            inner = outer
+            yield self.order[picks].astype(np.int64), length
+
+    def _stretches(self, context: Sequence[int], first: int) -> list[tuple[int, int]]:
+        """For n = 1, 2, … as far as there are any: the stretch of `order` where the last n tokens of the context end."""
+        tokens, stretches = self.tokens, list[tuple[int, int]]()
+        start, end = first, min(first + SHARD_TOKENS, len(tokens))
+        for back, token in enumerate(reversed(context[-MAX_MATCH:])):
+
+            def backwards(place: int, back: int = back) -> int:
+                return int(tokens[place - back]) if place - back >= first else _BEFORE
+
+            start = bisect_left(self.order, token, start, end, key=backwards)
+            end = bisect_right(self.order, token, start, end, key=backwards)
+            if start == end:
+                break
+            stretches.append((start, end))
+        return stretches
+
+
+def sorted_places(tokens: Int32Array, first: int, last: int) -> Int32Array:
+    """The places first … last - 1, a shard, by the MAX_MATCH tokens that end there, read backwards.
+
+    Prefix doubling (Manber and Myers 1993), stopped once ranks tell MAX_MATCH tokens apart; equal ones by place.
+    """
+    rank = tokens[first:last].astype(np.int64) - _BEFORE  # 0 is before the shard
+    width = 1
+    while True:
+        keys = rank << 32
+        keys[width:] |= rank[:-width]
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        rank[order] = np.cumsum(np.diff(keys, prepend=keys[:1]) != 0) + 1
+        width *= 2
+        if width >= MAX_MATCH:
+            return (order + first).astype(np.int32)
+
+
+def build_index(tokens: Int32Array, order: Int32Array | None = None) -> SuffixIndex:
+    """Sort `tokens`; the places go to `order`, which may be mapped from a file."""
+    order = np.empty(len(tokens), dtype=np.int32) if order is None else order
+    for first in range(0, len(tokens), SHARD_TOKENS):
+        last = min(first + SHARD_TOKENS, len(tokens))
+        order[first:last] = sorted_places(tokens, first, last)
+    return SuffixIndex(tokens, order)
+
+
+class Retrieval:
+    """Looks the end of the text up in other texts; may serve request after request."""
+
+    MAX_MATCHES = 64
+
+    def __init__(self, index: SuffixIndex, reliability: Reliability | None = None) -> None:
+        self._index = index
+        self._matches = Matches(reliability or match_reliability())
+
+    def guess(self, text: Sequence[int], sampler: Sampler, max_nodes: int, max_depth: int) -> TokenTree:
+        rows, lengths = self._index.continuations(text[-MAX_MATCH:], self.MAX_MATCHES, max_depth)
+        rows = np.where(rows < sampler.vocab_size, rows, NOTHING)  # the tokenizer may have more tokens than the model
+        return self._matches.tree(rows, lengths, sampler, len(text), max_nodes)
+
+    def observe(self, text: Sequence[int], tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+        self._matches.observe(verdict)
