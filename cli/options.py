@@ -64,8 +64,8 @@ def model_flags(function: F) -> F:
         click.option(
             "--draft",
             default="auto",
-            metavar="PATH|auto|none",
-            help="The model that guesses. auto: the built-in pair's own, none for other models. [default: auto]",
+            metavar="PATH|auto|lookup|none",
+            help="What guesses: a small model; lookup, which needs none: what stood in the text before; auto: the built-in pair's own, lookup for other models. [default: auto]",
         ),
         click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub id."),
         click.option(
@@ -91,6 +91,13 @@ def loading_options(function: F) -> F:
         memory_flags,
         click.option(
             "--threads", type=click.IntRange(1, os.cpu_count()), metavar="N", help="CPU threads. [default: all cores]"
+        ),
+        click.option(
+            "--lookup-files",
+            multiple=True,
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="A text file whose wording is likely to come again (your code, your notes); may be given several times.",
         ),
         click.option(
             "--no-read-ahead",
@@ -156,6 +163,14 @@ def speculation_options(function: F) -> F:
             default=SpeculationParams.stopping,
             show_default=True,
             help="When drafting ends: where nothing is left to gain, or by Thompson sampling (EESD).",
+        ),
+        click.option(
+            "--no-lookup",
+            "lookup",
+            is_flag=True,
+            flag_value=False,
+            default=True,
+            help="Do not guess that what followed the same tokens earlier in the text follows again.",
         ),
         click.option(
             "--no-reuse",

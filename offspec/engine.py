@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
+from pathlib import Path
 from typing import TypeGuard
 
 import torch
@@ -25,14 +26,18 @@ from offspec.scheduler.budget import Switch
 from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.costs import Costs
 from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
+from offspec.scheduler.lookup import Guesser, PromptLookup, match_reliability
 from offspec.scheduler.params import MAX_NODES, MAX_ROWS, SamplingParams, SpeculationParams
+from offspec.scheduler.recycling import TokenRecycling
+from offspec.scheduler.retrieval import Retrieval, SuffixIndex
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
 from offspec.scheduler.verify import Verdict, exact_walk
 
 from .alongside import alongside
+from .corpus import open_index
 from .errors import ContextLengthError, UsageError
-from .files import ModelFiles, Note, choose_device, open_pair
+from .files import LOOKUP, ModelFiles, Note, choose_device, open_pair
 from .model import EMBEDDING, CachedDecoder, Decoder
 from .planning import Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates
 from .stats import Stats, peak_host_bytes
@@ -78,7 +83,9 @@ class Engine:
         self.plan: Plan | None = None
         self.link_bytes_per_s: float | None = None
         self._calibration, self._costs, self._switch = Calibration(), Costs(), Switch()
-        self._acceptance = MeasuredAcceptance()
+        self._acceptance, self._recycling = MeasuredAcceptance(), TokenRecycling(target.config.vocab_size)
+        self._lookups, self._retrievals = match_reliability(), match_reliability()
+        self.lookup_index: SuffixIndex | None = None
 
     @classmethod
     def load(
@@ -95,10 +102,12 @@ class Engine:
         context: int | None = None,
         synchronous: bool = False,
         progress: Progress | None = None,
+        lookup_files: Sequence[Path] = (),
     ) -> Engine:
         """Load MODEL (a folder, a hub id, or `builtin`) and its draft; what does not fit in memory is streamed.
 
-        draft: auto (the built-in pair's own; none for other models), none, or a model like MODEL. device: auto, cpu,
+        draft: auto (the built-in pair's own; lookup for other models), none, lookup (no model: what stood in the text
+        before, and what the target said), or a model like MODEL. lookup_files: text files to look up in as well. device: auto, cpu,
         cuda or cuda:N. dtype: auto, bf16, fp16, fp32. vram, ram: bytes that may be used; None is what is free.
         context: tokens to make room for; None is up to `planning.DEFAULT_CONTEXT`. synchronous: read each streamed layer
         when it is needed (the ring's plain twin). progress(bytes_done, bytes_total) follows the loading of what stays.
@@ -128,6 +137,8 @@ class Engine:
             max_context=plan.context,
         )
         engine.notes, engine.plan, engine.link_bytes_per_s = notes, plan, link
+        if lookup_files:
+            engine.lookup_index = open_index(lookup_files, pair.tokenizer)
         engine._costs = Costs(partial(plan.predict_pass_s, rates))
         return engine
 
@@ -193,12 +204,14 @@ class Engine:
 
     def drafter(self, sampler: Sampler, speculation: SpeculationParams, final: frozenset[int], room: int) -> Drafter:
         """A drafter for one request, with a KV cache of `room` entries."""
-        if self.draft is None or speculation.budget == 0:
+        guessers = self._guessers(speculation)
+        if speculation.budget == 0 or (self.draft is None and not guessers):
             return NoDrafter()
-        model, is_coupled = CachedDecoder(self.draft, room), speculation.scoring == "coupled"
-        if speculation.tree == "sequoia":
+        model = CachedDecoder(self.draft, room) if self.draft is not None else None
+        is_coupled = speculation.scoring == "coupled"
+        if model is not None and speculation.tree == "sequoia":
             return SequoiaDrafter(model, sampler, speculation, self._acceptance, final, coupled=is_coupled)
-        if speculation.tree == "opt-tree":
+        if model is not None and speculation.tree == "opt-tree":
             return OptTreeDrafter(model, sampler, speculation, final, coupled=is_coupled)
         return ModelDrafter(
             model,
@@ -206,9 +219,22 @@ class Engine:
             speculation,
             self._calibration,
             final,
+            guessers=guessers,
             costs=self._costs,
             switch=self._switch,
         )
+
+    def _guessers(self, speculation: SpeculationParams) -> list[Guesser]:
+        """Those that need no model."""
+        is_alone = self.draft_name == LOOKUP
+        found: list[Guesser] = []
+        if speculation.lookup and (is_alone or self.draft is not None):
+            found.append(PromptLookup(self._lookups))
+        if self.lookup_index is not None:
+            found.append(Retrieval(self.lookup_index, self._retrievals))
+        if is_alone:
+            found.append(self._recycling)
+        return found
 
     def sharpness(self, *, greedy: bool) -> float:
         """The sharpness fitted so far (see `scheduler.draft`)."""

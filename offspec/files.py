@@ -127,9 +127,15 @@ def choose_dtype(wanted: str, name: str, stored: StoredModel, device_type: str, 
 # ------------------------------------------------------------------------------------------------ target and draft
 
 
+LOOKUP = "lookup"  # in place of a draft's name: the text itself, and what the target said before, are looked up
+
+
 @dataclass(frozen=True)
 class Pair:
-    """A target, its tokenizer, and perhaps a draft that speaks the same tokens."""
+    """A target, its tokenizer, and perhaps a draft that speaks the same tokens.
+
+    draft_name: what guesses: a model's name, LOOKUP, or None.
+    """
 
     target: ModelFiles
     tokenizer: Tokenizer
@@ -142,7 +148,7 @@ def open_pair(model: str, draft: str, *, revision: str | None, dtype: str, devic
     target = ModelFiles.open(_locate(model, revision, "target"), dtype, device_type, notes)
     tokenizer = Tokenizer.load(target.checkpoint.path)
     draft_name, guesser = _choose_draft(model, draft, notes), None
-    if draft_name is not None:
+    if draft_name not in (None, LOOKUP):
         guesser = ModelFiles.open(_locate(draft_name, None, "draft"), dtype, device_type, notes)
         _check_draft(tokenizer, target, guesser)
     return Pair(target, tokenizer, guesser, draft_name)
@@ -155,7 +161,7 @@ def imagine_pair(
     path = _locate(model, revision, "target", weights=False)
     target = ModelFiles.imagine(path, form, dtype, device_type, notes)
     name = _choose_draft(model, draft, notes)
-    if name is None:
+    if name in (None, LOOKUP):
         return target, None
     return target, ModelFiles.imagine(_locate(name, None, "draft", weights=False), None, dtype, device_type, notes)
 
@@ -174,8 +180,8 @@ def _choose_draft(model: str, wanted: str, notes: list[Note]) -> str | None:
     if model == "builtin":
         return "builtin"
     remedy = "a small model of its family makes it faster: --draft PATH"
-    notes.append(Note(f"no draft is known for {model}, so it decodes one token a pass; {remedy}", advice=True))
-    return None
+    notes.append(Note(f"no draft is known for {model}, so only repetitions are guessed; {remedy}", advice=True))
+    return LOOKUP
 
 
 def _check_draft(tokenizer: Tokenizer, target: ModelFiles, draft: ModelFiles) -> None:

@@ -107,7 +107,7 @@ class MarginalRate:
         if not len(prospect.best) and self._wants_plain(prospect, rate):
             return 0
         gains = self._gains(prospect, rate)
-        widths = np.array([*WIDTHS[WIDTHS < len(gains)], min(len(gains), WIDTHS[-1])])
+        widths = np.array([*WIDTHS[len(gains) > WIDTHS], min(len(gains), WIDTHS[-1])])
         worth = gains.cumsum()[widths - 1] - rate * self._costs.draft.seconds(widths)
         best = int(worth.argmax())
         return int(widths[best]) if worth[best] > 0 else 0

@@ -23,11 +23,13 @@ from .budget import Controller, Prospect, Switch, controller_for
 from .calibration import GRID, UNIT, Calibration
 from .costs import MOST_ROWS, Costs
 from .growth import Growth, Guesses
+from .lookup import Guesser
 from .params import MAX_ROWS, SpeculationParams
 from .sampling import Sampler
-from .tree import ROOT, BoolArray, IntArray, TokenTree
+from .tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
 from .verify import Logits, Verdict
 
+MOST_GUESTS = 64  # nodes that one guesser may add
 Clock = Callable[[], float]
 
 
@@ -90,6 +92,18 @@ class NoDrafter(Patient):
         pass
 
 
+class NoModel:
+    """A TreeModel that is never asked: its context has no room for anything."""
+
+    vocab_size, max_context, length = 1, 0, 0
+
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+        raise AssertionError("there is no model to ask")
+
+    def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
+        pass
+
+
 class ModelDrafter:
     """Best-first growth in batches on a small model (SpecExec, section 4), one per request.
 
@@ -100,29 +114,34 @@ class ModelDrafter:
 
     def __init__(
         self,
-        model: TreeModel,
+        model: TreeModel | None,
         sampler: Sampler,
         params: SpeculationParams,
         calibration: Calibration,
         final: Collection[int] = (),
         *,
+        guessers: Sequence[Guesser] = (),
         controller: Controller | None = None,
         costs: Costs | None = None,
         switch: Switch | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """controller: what `params` call for, where there is none. costs: learns the draft's and the target's. switch: learns
+        """model: None leaves the guessing to the guessers, whose trees are merged with the model's own otherwise.
+        controller: what `params` call for, where there is none. costs: learns the draft's and the target's. switch: learns
         whether `extend` pays; without it, it does. clock: in seconds.
         """
-        self._model, self._sampler, self._params, self._final = model, sampler, params, final
+        self._model: TreeModel = model or NoModel()
+        self._sampler, self._params, self._final = sampler, params, final
         self._is_coupled = params.scoring == "coupled"
         self._belief = calibration.belief(greedy=sampler.is_greedy, coupled=self._is_coupled)
-        self._columns = min(model.vocab_size, sampler.vocab_size)
+        self._columns = min(self._model.vocab_size, sampler.vocab_size)
+        self._guessers = guessers
+        self._text: Sequence[int] = ()
         self._costs, self._clock = costs or Costs(), clock
         self._controller = controller or controller_for(params, self._costs)
         self._growth = Growth(final)
         self._position = 0  # of the root's children
-        self._max_depth = 0
+        self._max_depth = self._model_depth = 0
         self._sent: IntArray = np.empty(0, dtype=np.int64)
         self._began = self._proposed = 0.0
         self._chain = 0  # rows of the target's pass beside the nodes
@@ -135,17 +154,21 @@ class ModelDrafter:
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
         self._began = self._clock()
         self._chain = len(text) - self._model.length if self._is_first else 1
-        self._position = len(text)
+        self._position, self._text = len(text), text
+        self._max_depth = min(max_depth, self._params.max_depth)
         # Positions beyond the draft's context would be guessed badly or not at all.
-        self._max_depth = min(max_depth, self._params.max_depth, self._model.max_context - len(text))
-        if self._max_depth < 1 or self._controller.limit < 1 or not self._is_worth_a_root():
-            self._sent = np.empty(0, dtype=np.int64)
-        else:
-            self._grow(text)
+        self._model_depth = min(self._max_depth, self._model.max_context - len(text))
+        self._sent = np.empty(0, dtype=np.int64)
+        if self._max_depth > 0 and self._controller.limit > 0:
+            for guesser in self._guessers:
+                guesses = guesser.guess(text, self._sampler, min(self._controller.limit, MOST_GUESTS), self._max_depth)
+                self._growth.add_guests(guesses, self._index)
+            if self._model_depth > 0 and self._is_worth_a_root():
+                self._grow(text)
             self._sent = self._best(self._controller.size(self._prospect()))
         tree, now = self._growth.tree(self._sent), self._clock()
         if self._switch and not self._is_first:
-            expected = 1 + self._belief.trust.value * float(np.exp(tree.scores).sum())
+            expected = 1 + float(self._probabilities(self._sent).sum())
             self._switch.observe(self._was_eager, expected, now - self._proposed)
         self._was_eager, self._proposed = self.is_eager, now
         return tree
@@ -162,7 +185,7 @@ class ModelDrafter:
             self._add_children(np.array([ROOT]), logits)
             self._count_round(len(chain), began)
         while growth.num_expanded < MAX_ROWS:
-            nodes = growth.open_among(self._best(self._controller.limit), self._max_depth)
+            nodes = growth.open_among(self._best(self._controller.limit), self._model_depth)
             width = min(self._controller.width(self._prospect(nodes)), MAX_ROWS - growth.num_expanded)
             if width < 1:
                 break
@@ -179,7 +202,8 @@ class ModelDrafter:
         """Go on where `propose` stopped: the best open candidates are the likeliest to be the next root, or below it."""
         growth, width = self._growth, self._costs.draft.best_width()
         while not is_over() and growth.is_rooted and growth.num_expanded + width <= MAX_ROWS:
-            nodes = growth.open_among(growth.best(growth.num_expanded + 8 * width, self._max_depth), self._max_depth)
+            best = growth.best(growth.num_expanded + 8 * width, self._model_depth)
+            nodes = growth.open_among(best, self._model_depth)
             if not len(nodes):
                 break
             self._expand(nodes[:width])
@@ -193,15 +217,20 @@ class ModelDrafter:
         return self._growth.best(count, self._max_depth)
 
     def _prospect(self, open_nodes: IntArray | None = None) -> Prospect:
-        trust, scores = self._belief.trust.value, self._growth.nodes["score"]
-        best = self._best(self._controller.limit)
         return Prospect(
-            best=trust * np.exp(scores[best]),
-            open=trust * np.exp(scores[open_nodes]) if open_nodes is not None else np.empty(0),
+            best=self._probabilities(self._best(self._controller.limit)),
+            open=self._probabilities(open_nodes) if open_nodes is not None else np.empty(0),
             profile=self._belief.profile.values,
             chain=self._chain,
             spent_s=self._clock() - self._began,
         )
+
+    def _probabilities(self, nodes: IntArray) -> FloatArray:
+        """That these nodes are accepted: the model's guesses as far as it is trusted, the guessers' as they say."""
+        picked = self._growth.nodes[nodes]
+        trust = np.where(picked["score"] > picked["floor"], self._belief.trust.value, 1.0)
+        probabilities: FloatArray = trust * np.exp(picked["score"])
+        return probabilities
 
     def _is_worth_a_root(self) -> bool:
         """Whether asking the draft at all promises anything; where it does not, it is asked again now and then."""
@@ -221,11 +250,12 @@ class ModelDrafter:
         now, rows = self._clock(), self._chain + len(tree)
         if rows <= MOST_ROWS:
             self._costs.target.observe(rows, now - self._proposed)
-        path = self._sent[verdict.path]
-        if self._growth.is_rooted:
-            if len(tree):
-                self._belief.trust.observe(float(np.exp(tree.scores).sum()), len(path))
-            self._live_on(path, verdict.tokens)
+        for guesser in self._guessers:
+            guesser.observe(self._text, tree, verdict, logits)
+        own = self._growth.nodes["score"][self._sent] > self._growth.nodes["floor"][self._sent]
+        if own.any():
+            self._belief.trust.observe(float(np.exp(tree.scores[own]).sum()), int(own[verdict.path].sum()))
+        self._live_on(self._sent[verdict.path], verdict.tokens)
         if not self._is_first:  # the first pass has the prompt in it, and says nothing of the rate
             self._controller.observe(len(verdict.tokens), self._clock() - self._began)
         self._is_first = False
@@ -234,10 +264,8 @@ class ModelDrafter:
         """Commit what was accepted, learn from it, and keep what was drafted below the new last token."""
         growth = self._growth
         rows = [int(row) for row in growth.nodes["row"][path] if row >= 0]
-        if self._is_coupled:  # values without the noise would say nothing about values with it
-            for row, token in zip([-1, *rows], tokens, strict=False):
-                self._belief.sharpness.observe(growth.guesses.likelihood(row + 1, token))
-        self._belief.profile.observe(np.exp(growth.guesses.log_probabilities(self._index)))
+        if growth.is_rooted:
+            self._learn(rows, tokens)
         if self._params.reuse and len(rows) == len(path):
             last = growth.child(int(path[-1]) if len(path) else ROOT, tokens[-1])
             if last is not None and growth.nodes["row"][last] >= 0:
@@ -246,6 +274,14 @@ class ModelDrafter:
                 return
         self._model.keep(rows)
         self._growth = Growth(self._final)
+
+    def _learn(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """From the tokens that followed the root and the nodes in these rows."""
+        guesses = self._growth.guesses
+        if self._is_coupled:  # values without the noise would say nothing about values with it
+            for row, token in zip([-1, *rows], tokens, strict=False):
+                self._belief.sharpness.observe(guesses.likelihood(row + 1, token))
+        self._belief.profile.observe(np.exp(guesses.log_probabilities(self._index)))
 
     # ------------------------------------------------------------------------------------------------ scoring
 

@@ -7,16 +7,15 @@ from whether the matches agree; `reliability` learns it while running. Knows not
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from .params import SpeculationParams
 from .reliability import Candidates, Reliability, waits_of
 from .sampling import Sampler
-from .tree import ROOT, IntArray, TokenTree, merge, trimmed
+from .tree import ROOT, IntArray, TokenTree, trimmed
 from .verify import Logits, Verdict
 
 NOTHING = -1  # in place of a token: no token
@@ -30,41 +29,6 @@ class Guesser(Protocol):
 
     def observe(self, text: Sequence[int], tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
         """What the target made of a pass: `text` before it, the tree that it scored (whoever guessed it), its logits."""
-
-
-class GuesserDrafter:
-    """A drafter without a model: the best nodes of what one or several guessers say. Nothing follows a `final` token."""
-
-    def __init__(
-        self, guessers: Sequence[Guesser], sampler: Sampler, params: SpeculationParams, final: Collection[int] = ()
-    ) -> None:
-        self._guessers, self._sampler, self._params = guessers, sampler, params
-        self._final = np.array(sorted(final), dtype=np.int64)
-        self._text: Sequence[int] = ()
-
-    def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
-        self._text = text
-        max_depth, budget = min(max_depth, self._params.max_depth), self._params.budget
-        if max_depth < 1 or budget < 1:
-            return TokenTree.empty()
-        trees = [guesser.guess(text, self._sampler, budget, max_depth) for guesser in self._guessers]
-        return merge([ending_at(tree, self._final) for tree in trees], budget)
-
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
-        """To be called before the text that was proposed for grows."""
-        for guesser in self._guessers:
-            guesser.observe(self._text, tree, verdict, logits)
-
-
-def ending_at(tree: TokenTree, final: IntArray) -> TokenTree:
-    """The tree without what lies below nodes that hold a `final` token."""
-    ends = np.isin(tree.tokens, final)
-    if not ends.any():
-        return tree
-    below = (tree.mask() & ends).sum(-1) - ends > 0
-    return trimmed(
-        TokenTree(tree.tokens, tree.parents, tree.depths, np.where(below, -np.inf, tree.scores)), (~below).sum()
-    )
 
 
 # ------------------------------------------------------------------------------------------------ matches → tree

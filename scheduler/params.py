@@ -62,7 +62,8 @@ class SpeculationParams:
     noise, fitted sharpness) or specexec (cumulative draft probability). tree: how its shape is
     found; the others are there to be compared with (`scheduler.static`). width: nodes expanded by one draft forward; None
     is what pays, or an eighth of a given budget, from 16 to 64. children: candidates kept of an expanded node. max_depth: longest path. stopping:
-    when drafting ends: where nothing is left to gain, or by Thompson sampling (EESD). reuse: what was drafted
+    when drafting ends: where nothing is left to gain, or by Thompson sampling (EESD). lookup: merge in what followed the
+    same tokens earlier in the text. reuse: what was drafted
     below the accepted token stays. overlap: draft on while the target's pass runs. Raises UsageError for a value out of
     range. The text is the same whatever is set here.
     """
@@ -74,6 +75,7 @@ class SpeculationParams:
     children: int = 16
     max_depth: int = 32
     stopping: Stopping = "default"
+    lookup: bool = True
     reuse: bool = True
     overlap: bool = True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,32 +66,3 @@ def trimmed(tree: TokenTree, budget: int) -> TokenTree:
     renumbered = np.full(len(tree) + 1, ROOT)  # the last entry serves parent -1
     renumbered[best] = np.arange(len(best))
     return TokenTree(tree.tokens[best], renumbered[tree.parents[best]], tree.depths[best], tree.scores[best])
-
-
-def merge(trees: Sequence[TokenTree], budget: int) -> TokenTree:
-    """The best `budget` nodes of all paths of several trees; a path that several have keeps its highest score."""
-    starts = np.cumsum([0, *map(len, trees)])
-    tokens, depths, scores = (
-        np.concatenate([getattr(tree, name) for tree in (*trees, TokenTree.empty())])
-        for name in ("tokens", "depths", "scores")
-    )
-    parents = np.concatenate(
-        [TokenTree.empty().parents]
-        + [
-            np.where(tree.parents == ROOT, ROOT, tree.parents + start)
-            for tree, start in zip(trees, starts, strict=False)
-        ]
-    )
-    merged = np.full(len(tokens) + 1, ROOT)  # node → its number in the union; the last entry serves parent -1
-    sources, num_nodes = [TokenTree.empty().tokens], 0
-    for depth in range(1, int(depths.max(initial=0)) + 1):
-        nodes = np.flatnonzero(depths == depth)
-        paths = merged[parents[nodes]] << 32 | tokens[nodes]
-        unique, first, inverse = np.unique(paths, return_index=True, return_inverse=True)
-        merged[nodes] = num_nodes + inverse
-        sources.append(nodes[first])
-        num_nodes += len(unique)
-    source = np.concatenate(sources)
-    highest = np.full(num_nodes, -np.inf)
-    np.maximum.at(highest, merged[:-1], scores)
-    return trimmed(TokenTree(tokens[source], merged[parents[source]], depths[source], highest), budget)

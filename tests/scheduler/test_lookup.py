@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offspec.scheduler.calibration import Calibration
+from offspec.scheduler.draft import ModelDrafter
 from offspec.scheduler.lookup import (
     AGREED,
     FIRST,
@@ -18,7 +20,6 @@ from offspec.scheduler.lookup import (
     ONCE,
     OTHER,
     Guesser,
-    GuesserDrafter,
     NGramIndex,
     PromptLookup,
     Trie,
@@ -38,6 +39,13 @@ GREEDY = SamplingParams()
 
 def sampler_for(params: SamplingParams = GREEDY) -> Sampler:
     return Sampler(params, seed=3, vocab_size=VOCAB_SIZE)
+
+
+def sole_drafter(
+    guessers: Sequence[Guesser], sampler: Sampler, params: SpeculationParams, final: Sequence[int] = ()
+) -> ModelDrafter:
+    """A drafter without a model."""
+    return ModelDrafter(None, sampler, params, Calibration(), final, guessers=guessers)
 
 
 def assert_well_formed(tree: TokenTree, max_nodes: int, max_depth: int) -> None:
@@ -63,7 +71,7 @@ def decode(
 ) -> tuple[list[int], list[TokenTree]]:
     """The engine's loop with guessers alone: the text, and every tree that was proposed."""
     target = RuleModel(rule, VOCAB_SIZE)
-    drafter = GuesserDrafter(guessers, sampler, SpeculationParams(budget=budget))
+    drafter = sole_drafter(guessers, sampler, SpeculationParams(budget=budget))
     text, proposed, end = list(prompt), list[TokenTree](), len(prompt) + num_tokens
     sampler.extend(text)
     while len(text) < end:
@@ -150,7 +158,7 @@ def test_wrong_guesses_lose_their_credit(temperature: float) -> None:
 def test_nothing_is_guessed_below_a_final_token() -> None:
     text = [1, 2, 3, 4, 1, 2, 5, 3, 4, 1, 2]
     for final, expected in (((), 6), ((3,), 3), ((3, 5), 2)):
-        drafter = GuesserDrafter([PromptLookup()], sampler_for(), SpeculationParams(budget=6, max_depth=4), final)
+        drafter = sole_drafter([PromptLookup()], sampler_for(), SpeculationParams(budget=6, max_depth=4), final)
         tree = drafter.propose(text, 9)
         assert len(tree) == expected
         assert not any(token in final for path in paths(tree) for token in path[:-1])
@@ -159,7 +167,7 @@ def test_nothing_is_guessed_below_a_final_token() -> None:
 def test_drafter_keeps_to_budget_and_depth() -> None:
     text = [1, 2, 3, 4] * 5
     for budget, depth, room in ((0, 5, 5), (7, 5, 0), (7, 5, 5), (3, 5, 5), (7, 2, 5), (7, 5, 2)):
-        drafter = GuesserDrafter([PromptLookup()], sampler_for(), SpeculationParams(budget=budget, max_depth=depth))
+        drafter = sole_drafter([PromptLookup()], sampler_for(), SpeculationParams(budget=budget, max_depth=depth))
         assert len(drafter.propose(text, room)) == min(budget, depth, room)
 
 
