@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from offspec import SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
+
+from .terminal import LoadingBar, is_watched
 
 if TYPE_CHECKING:
     from offspec import Engine
@@ -143,18 +146,22 @@ def speculation_options(function: F) -> F:
     )(function)
 
 
-def sampling_options(function: F) -> F:
+def max_new_tokens_option(default: int) -> Callable[[F], F]:
+    return click.option(
+        "--max-new-tokens",
+        type=click.IntRange(1),
+        default=default,
+        show_default=True,
+        metavar="N",
+        help="Stop after N tokens.",
+    )
+
+
+def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_tokens) -> F:
     """How tokens are chosen, and when to stop."""
     p = SamplingParams
     return _all(
-        click.option(
-            "--max-new-tokens",
-            type=click.IntRange(1),
-            default=p.max_new_tokens,
-            show_default=True,
-            metavar="N",
-            help="Stop after N tokens.",
-        ),
+        max_new_tokens_option(max_new_tokens),
         click.option(
             "--temperature",
             type=click.FloatRange(0),
@@ -213,7 +220,11 @@ def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> En
     """`Engine.load` with `loading_options`, telling on stderr what was chosen and why (-v), or only what to act on."""
     from offspec import Engine
 
-    engine = Engine.load(model, **loading)
+    if quiet or not is_watched():
+        engine = Engine.load(model, **loading)
+    else:
+        with LoadingBar(model) as bar:
+            engine = Engine.load(model, progress=bar, **loading)
     for note in engine.notes:
         if verbose or (note.advice and not quiet):
             click.echo(f"offspec: {note.text}", err=True)
@@ -235,6 +246,11 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     return _decoded(argument.encode("utf-8", "surrogateescape"), "PROMPT")
 
 
+def read_line() -> str:
+    """The next line of standard input with its end; empty where there is none. Raises click.UsageError: not UTF-8."""
+    return _decoded(sys.stdin.buffer.readline(), "a line of standard input") if sys.stdin is not None else ""
+
+
 def read_file(file: Path) -> str:
     """The text of a file, as it is. Raises click.UsageError where it is not UTF-8."""
     return _decoded(file.read_bytes(), str(file))
@@ -245,3 +261,13 @@ def _decoded(content: bytes, where: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as exc:
         raise click.UsageError(f"{where} is not UTF-8 text (byte {exc.start}).") from exc
+
+
+def sampling_of(options: dict[str, Any]) -> SamplingParams:
+    """Takes what `sampling_options` brought out of `options`."""
+    return SamplingParams(**{field.name: options.pop(field.name) for field in fields(SamplingParams)})
+
+
+def speculation_of(options: dict[str, Any]) -> SpeculationParams:
+    """Takes what `speculation_options` brought out of `options`."""
+    return SpeculationParams(budget=options.pop("budget"), scoring=options.pop("draft_scoring"))
