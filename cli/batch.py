@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -38,14 +38,33 @@ class Task:
         return found
 
 
+def read_tasks(source: Path) -> tuple[list[Task], dict[int, str]]:
+    """The tasks of a JSON Lines file, and what is wrong with the lines that are none, by their numbers."""
+    tasks, errors = list[Task](), dict[int, str]()
+    for number, line in enumerate(source.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line.decode("utf-8"))
+            _check(content)
+        except UnicodeDecodeError as exc:
+            errors[number] = f"not UTF-8 text (byte {exc.start})"
+        except (ValueError, RecursionError) as exc:
+            errors[number] = f"not JSON ({exc})"
+        except UsageError as exc:
+            errors[number] = str(exc)
+        else:
+            tasks.append(Task(number, content))
+    return tasks, errors
+
+
 class Batch:
     """The tasks of a prompt file, and the file that takes the answers (None: standard output)."""
 
     def __init__(self, source: Path, output: Path | None, settings: Mapping[str, Any]) -> None:
         """settings: what the answers depend on, beside the prompts. Raises UsageError where the output has others."""
         self.source, self.output, self._settings = source, output, settings
-        self.errors: dict[int, str] = {}
-        self.tasks = list(self._read())
+        self.tasks, self.errors = read_tasks(source)
         self._done = {} if output is None else self._read_done(output)
         for task in self.tasks:
             if task.line in self._done and not self._is_answer(self._done[task.line], task):
@@ -86,22 +105,6 @@ class Batch:
 
     def _tell(self, line: int, error: str) -> None:
         click.echo(f"offspec: {self.source}, line {line}: {' '.join(error.split())}", err=True)
-
-    def _read(self) -> Iterator[Task]:
-        for number, line in enumerate(self.source.read_bytes().splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                content = json.loads(line.decode("utf-8"))
-                _check(content)
-            except UnicodeDecodeError as exc:
-                self.errors[number] = f"not UTF-8 text (byte {exc.start})"
-            except (ValueError, RecursionError) as exc:
-                self.errors[number] = f"not JSON ({exc})"
-            except UsageError as exc:
-                self.errors[number] = str(exc)
-            else:
-                yield Task(number, content)
 
     def _read_done(self, output: Path) -> dict[int, Answer]:
         """What an earlier run wrote; half a line at the end, where it was stopped, is taken away."""
