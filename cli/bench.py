@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from offspec import SpeculationParams
 from offspec.errors import StorageError
 
 from .batch import read_tasks
@@ -115,6 +116,7 @@ def command(
     verbose: bool,
     **options: Any,
 ) -> None:
+    options["budget"] = SpeculationParams.budget  # --budgets stands for it
     params, speculation = sampling_of(options), speculation_of(options)
     from offspec.benchmark import WORKLOADS, measure
 
@@ -146,6 +148,9 @@ def command(
         click.echo(
             json.dumps({"model": engine.name, "draft": engine.draft_name, "settings": settings, **report.as_dict()})
         )
+
+
+command.params = [parameter for parameter in command.params if parameter.name != "budget"]
 
 
 def read_workloads(file: Path) -> list[Workload]:

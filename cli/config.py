@@ -34,6 +34,7 @@ or OFFSPEC_CHAT_TEMPERATURE for one command. OFFSPEC_CONFIG names another file, 
 Example:
   offspec config chat
   OFFSPEC_TEMPERATURE=0.7 offspec config
+
 \b
 The file, for example:
   draft = "./Llama-3.2-1B-Instruct"

@@ -44,7 +44,7 @@ Examples:
   offspec run ./Llama-3.1-70B-Instruct --draft ./Llama-3.2-1B-Instruct "Why is the sky blue?"
   git diff | offspec run builtin --raw --temperature 0.6 --stats
   offspec run builtin --prompt-file prompts.jsonl --output answers.jsonl
-\b
+
 A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}; whatever else is
 in it stands in the answer, too.
 """,
