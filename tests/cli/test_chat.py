@@ -54,7 +54,8 @@ def test_stats_tell_what_was_prefilled(talk: Talk, tmp_path: Path) -> None:
     prompt, new, reply = ([int(row[column]) for row in rows[-3:]] for column in (1, 2, 3))
     assert new[0] == prompt[0]
     for k in (1, 2):
-        assert new[k] == prompt[k] - (prompt[k - 1] + reply[k - 1] - 1)
+        held = prompt[k - 1] + reply[k - 1]  # the last one only where it was a guess, as the end of a text may be
+        assert new[k] in {prompt[k] - held, prompt[k] - held + 1}
     assert "of 128 tokens of context used" in result.out
 
 

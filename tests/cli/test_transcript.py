@@ -86,7 +86,7 @@ def test_a_first_conversation(tmp_path: Path, environment: dict[str, str]) -> No
         assert [row[0] for row in rows[1:-1]] == ["1", "2", "3", "4", "5"]
         (prompt, new, reply), (next_prompt, next_new) = map(int, rows[4][1:4]), map(int, rows[5][1:3])
         assert new == prompt  # a new process has nothing in its caches
-        assert next_new == next_prompt - (prompt + reply - 1)
+        assert next_new in {next_prompt - (prompt + reply), next_prompt - (prompt + reply) + 1}
 
         terminal.press(*["Up"] * 5)  # past this conversation's four lines: the history knows those of the first one
         terminal.wait(lambda screen: screen.endswith(">>> /save talk.json"))

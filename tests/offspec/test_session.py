@@ -58,11 +58,12 @@ def test_a_turn_scores_what_is_new_and_says_what_a_fresh_run_says(params: Sampli
         turn = say(session, message, params)
         stats = turn.stats
         assert stats is not None
-        # All but the last emitted token was in the caches; the rest is its end, this message and the template around.
-        assert stats.num_prefilled_tokens == stats.num_prompt_tokens - max(0, held - 1)
+        # All but the last emitted token was in the caches, and that one too where it was a guess (the end of a text may
+        # be); the rest is this message and the template around.
+        assert stats.num_prefilled_tokens in {stats.num_prompt_tokens - held, stats.num_prompt_tokens - held + 1}
         assert turn.token_ids == fresh(session, params)
         held = stats.num_prompt_tokens + stats.num_tokens
-    assert session.num_tokens >= held
+        assert session.num_tokens >= held
 
 
 def test_the_draft_keeps_its_cache_too(engine: Engine) -> None:
