@@ -13,17 +13,22 @@ from importlib import import_module
 from typing import NoReturn
 
 import click
+from click.shell_completion import shell_complete
 
 from offspec import __version__
 from offspec.errors import OffspecError
 
 COMMANDS = {
-    "run": "Generate text for one prompt.",
+    "run": "Generate text for one prompt, or for a file of them.",
+    "chat": "Talk to a model.",
+    "bench": "Measure speculative against plain decoding.",
     "plan": "Show what would go where, and how long a pass would take.",
     "quantize": "Make a 4-bit checkpoint of a 16-bit one, or lay one out to stream well.",
     "verify": "Show that speculative text equals plain decoding, token for token.",
     "doctor": "Show what this machine has, measured, and what would help most.",
+    "config": "Show every setting and where it comes from.",
 }
+COMPLETION = "_OFFSPEC_COMPLETE"  # set by the shell's completion script (click)
 DONE, FAILURE, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -62,6 +67,11 @@ def cli(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         _show(ctx.get_help())
         ctx.exit(WRONG_USAGE)
+    if ctx.invoked_subcommand != "config":  # which has nothing to be set, and shows what is wrong with a file
+        from .config import Commands
+        from .settings import Settings
+
+        ctx.default_map = {ctx.invoked_subcommand: Settings(Commands(ctx)).defaults(ctx.invoked_subcommand)}
 
 
 def main() -> NoReturn:
@@ -78,6 +88,8 @@ def run(args: list[str]) -> int:
                 stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" rather than a traceback
         if sys.stdout is None:
             raise OSError("standard output is closed")
+        if instruction := os.environ.get(COMPLETION):
+            return shell_complete(cli, {}, "offspec", COMPLETION, instruction)
         # Not `cli.main`, which has an exit code of its own for a closed pipe.
         with cli.make_context("offspec", list(args)) as context:
             cli.invoke(context)

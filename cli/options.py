@@ -13,11 +13,12 @@ import click
 
 from offspec import SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
 
+from .terminal import LoadingBar, is_watched
+
 if TYPE_CHECKING:
     from offspec import Engine
 
 F = TypeVar("F", bound=Callable[..., Any])
-P = TypeVar("P", SamplingParams, SpeculationParams)
 MODEL_HELP = "MODEL is a folder, a Hugging Face hub id, or `builtin`."
 MAX_BUDGET = 8192  # a tree's mask takes its square in bytes, its logits 4 bytes times the vocabulary for each node
 
@@ -191,23 +192,22 @@ def speculation_options(function: F) -> F:
     )(function)
 
 
-def take(kind: type[P], options: dict[str, Any]) -> P:
-    """A dataclass of settings from the options that bear its fields' names, which are taken out of `options`."""
-    return kind(**{field.name: options.pop(field.name) for field in fields(kind) if field.name in options})
+def max_new_tokens_option(default: int) -> Callable[[F], F]:
+    return click.option(
+        "--max-new-tokens",
+        type=click.IntRange(1),
+        default=default,
+        show_default=True,
+        metavar="N",
+        help="Stop after N tokens.",
+    )
 
 
-def sampling_options(function: F) -> F:
+def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_tokens) -> F:
     """How tokens are chosen, and when to stop."""
     p = SamplingParams
     return _all(
-        click.option(
-            "--max-new-tokens",
-            type=click.IntRange(1),
-            default=p.max_new_tokens,
-            show_default=True,
-            metavar="N",
-            help="Stop after N tokens.",
-        ),
+        max_new_tokens_option(max_new_tokens),
         click.option(
             "--temperature",
             type=click.FloatRange(0),
@@ -266,7 +266,11 @@ def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> En
     """`Engine.load` with `loading_options`, telling on stderr what was chosen and why (-v), or only what to act on."""
     from offspec import Engine
 
-    engine = Engine.load(model, **loading)
+    if quiet or not is_watched():
+        engine = Engine.load(model, **loading)
+    else:
+        with LoadingBar(model) as bar:
+            engine = Engine.load(model, progress=bar, **loading)
     for note in engine.notes:
         if verbose or (note.advice and not quiet):
             click.echo(f"offspec: {note.text}", err=True)
@@ -288,6 +292,11 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     return _decoded(argument.encode("utf-8", "surrogateescape"), "PROMPT")
 
 
+def read_line() -> str:
+    """The next line of standard input with its end; empty where there is none. Raises click.UsageError: not UTF-8."""
+    return _decoded(sys.stdin.buffer.readline(), "a line of standard input") if sys.stdin is not None else ""
+
+
 def read_file(file: Path) -> str:
     """The text of a file, as it is. Raises click.UsageError where it is not UTF-8."""
     return _decoded(file.read_bytes(), str(file))
@@ -298,3 +307,13 @@ def _decoded(content: bytes, where: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as exc:
         raise click.UsageError(f"{where} is not UTF-8 text (byte {exc.start}).") from exc
+
+
+def sampling_of(options: dict[str, Any]) -> SamplingParams:
+    """Takes what `sampling_options` brought out of `options`."""
+    return SamplingParams(**{field.name: options.pop(field.name) for field in fields(SamplingParams)})
+
+
+def speculation_of(options: dict[str, Any]) -> SpeculationParams:
+    """Takes what `speculation_options` brought out of `options`."""
+    return SpeculationParams(**{f.name: options.pop(f.name) for f in fields(SpeculationParams) if f.name in options})

@@ -1,9 +1,11 @@
-"""`offspec run`: one prompt, its text on stdout as it is accepted."""
+"""`offspec run`: one prompt, its text on stdout as it is accepted; or a file of prompts."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,18 @@ import click
 
 from offspec import SamplingParams, SpeculationParams
 
-from .options import MODEL_HELP, load_engine, loading_options, read_prompt, sampling_options, speculation_options, take
+from .batch import Batch
+from .options import (
+    MODEL_HELP,
+    load_engine,
+    loading_options,
+    read_prompt,
+    sampling_of,
+    sampling_options,
+    speculation_of,
+    speculation_options,
+)
+from .terminal import first_pass_shown, marked, shows_colors
 
 if TYPE_CHECKING:
     from offspec import Engine, Stats
@@ -30,6 +43,10 @@ Examples:
   offspec run builtin "def area("
   offspec run ./Llama-3.1-70B-Instruct --draft ./Llama-3.2-1B-Instruct "Why is the sky blue?"
   git diff | offspec run builtin --raw --temperature 0.6 --stats
+  offspec run builtin --prompt-file prompts.jsonl --output answers.jsonl
+
+A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}; whatever else is
+in it stands in the answer, too.
 """,
 )
 @click.argument("model", default="builtin")
@@ -37,11 +54,21 @@ Examples:
 @click.option(
     "--prompt-file",
     type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
-    help="Read the prompt from a file.",
+    help="Read the prompt from a file; from one that ends with .jsonl many, a JSON object a line.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where the answers to a .jsonl file go; what is in it already is not done again. [default: standard output]",
 )
 @click.option("--prompt-ids", metavar='"1,2,3"', help="The prompt as token ids; no template, no special tokens added.")
 @click.option("--system", metavar="TEXT", help="System message, for models with a chat template.")
 @click.option("--raw", is_flag=True, help="No chat template: continue the prompt as text.")
+@click.option(
+    "--color-accepted",
+    is_flag=True,
+    help="On a terminal: the draft's guesses green, the target's corrections yellow (underlined with NO_COLOR).",
+)
 @loading_options
 @speculation_options
 @sampling_options
@@ -54,15 +81,17 @@ def command(
     prompt: str | None,
     prompt_file: Path | None,
     prompt_ids: str | None,
+    output: Path | None,
     system: str | None,
     raw: bool,
+    color_accepted: bool,
     as_json: bool,
     show_stats: bool,
     quiet: bool,
     verbose: bool,
     **options: Any,
 ) -> None:
-    params, speculation = take(SamplingParams, options), take(SpeculationParams, options)
+    params, speculation = sampling_of(options), speculation_of(options)
     ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
     if ids is not None and (prompt is not None or prompt_file is not None):
         raise click.UsageError("Give --prompt-ids or a prompt, not both.")
@@ -70,10 +99,35 @@ def command(
         raise click.UsageError("--system needs the chat template, which --prompt-ids goes without.")
     if raw and system is not None:
         raise click.UsageError("--system needs the chat template, which --raw turns off.")
+    if color_accepted and as_json:
+        raise click.UsageError("--color-accepted marks the text, and --json shows none.")
+    is_batch = prompt_file is not None and prompt_file.suffix == ".jsonl"
+    if is_batch and prompt is not None:
+        raise click.UsageError("Give PROMPT or --prompt-file, not both.")
+    if output is not None and not is_batch:
+        raise click.UsageError("--output takes the answers to a --prompt-file that ends with .jsonl.")
+    load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
+    if is_batch:
+        assert prompt_file is not None
+        batch = Batch(prompt_file, output, {"model": model, "system": system, "raw": raw, **asdict(params)})
+        engine = load() if batch.open_tasks else None
+
+        def answer(asked: Prompt) -> dict[str, Any]:
+            assert engine is not None
+            asked = as_prompt(engine, asked, system, raw) if isinstance(asked, str) else asked
+            return _answer(engine, asked, params, speculation, quiet=True)[0]
+
+        batch.run(answer, quiet=quiet)
+        return
     words = read_prompt(prompt, prompt_file) if ids is None else ""
-    engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
+    engine = load()
     asked = ids if ids is not None else as_prompt(engine, words, system, raw)
-    stats = (_print_json if as_json else _stream)(engine, asked, params, speculation)
+    if as_json:
+        found, stats = _answer(engine, asked, params, speculation, quiet=quiet)
+        click.echo(json.dumps(found))
+    else:
+        marks = color_accepted and shows_colors()
+        stats = _stream(engine, asked, params, speculation, marks=marks, quiet=quiet)
     if show_stats:
         click.echo(describe(stats), err=True)
 
@@ -93,11 +147,19 @@ def _parse_ids(text: str) -> list[int]:
         raise click.UsageError(f'--prompt-ids must be numbers like "1,2,3", not {text!r}.') from exc
 
 
-def _stream(engine: Engine, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams) -> Stats:
+def _stream(
+    engine: Engine,
+    prompt: Prompt,
+    params: SamplingParams,
+    speculation: SpeculationParams,
+    *,
+    marks: bool,
+    quiet: bool,
+) -> Stats:
     """Print each step's text as it comes; a newline at the end where the text has none."""
     shown, stats = "", None
-    for step in engine.generate(prompt, params, speculation):
-        sys.stdout.write(step.text)
+    for step in first_pass_shown(engine, engine.generate(prompt, params, speculation), quiet=quiet):
+        sys.stdout.write(marked(step) if marks else step.text)
         sys.stdout.flush()
         shown, stats = step.text or shown, step.stats
     if not shown.endswith("\n"):
@@ -106,10 +168,12 @@ def _stream(engine: Engine, prompt: Prompt, params: SamplingParams, speculation:
     return stats
 
 
-def _print_json(engine: Engine, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams) -> Stats:
-    """Print everything about one request as one JSON object."""
+def _answer(
+    engine: Engine, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams, *, quiet: bool
+) -> tuple[dict[str, Any], Stats]:
+    """Everything about one request, for JSON, and its figures."""
     ids = engine.encode(prompt)
-    steps = list(engine.generate(ids, params, speculation))
+    steps = list(first_pass_shown(engine, engine.generate(ids, params, speculation), quiet=quiet))
     stats = steps[-1].stats
     answer = {
         "model": engine.name,
@@ -121,8 +185,7 @@ def _print_json(engine: Engine, prompt: Prompt, params: SamplingParams, speculat
         "seed": stats.seed,
         "stats": stats.as_dict(),
     }
-    click.echo(json.dumps(answer))
-    return stats
+    return answer, stats
 
 
 def describe(stats: Stats) -> str:

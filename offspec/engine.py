@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from offspec.scheduler.recycling import TokenRecycling
 from offspec.scheduler.retrieval import Retrieval, SuffixIndex
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
+from offspec.scheduler.tree import TokenTree
 from offspec.scheduler.verify import Verdict, exact_walk
 
 from .alongside import alongside
@@ -41,10 +42,12 @@ from .files import LOOKUP, ModelFiles, Note, choose_device, open_pair
 from .model import EMBEDDING, CachedDecoder, Decoder
 from .planning import Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates
 from .stats import Stats, peak_host_bytes
+from .text_caches import TextCaches
 from .tokenizer import TextStream, Tokenizer
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
+Observer = Callable[[TokenTree, Verdict], None]
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Step:
 
     finish_reason is None until the last step: eos (the model ended), stop (a stop text), length (max_new_tokens, or the
     context is full). num_accepted of the token ids were the draft's guesses; the last of a pass is the target's alone.
+    texts[i] is what token_ids[i] made certain, often its own text; together they are `text`.
     """
 
     token_ids: list[int]
@@ -60,6 +64,7 @@ class Step:
     stats: Stats
     finish_reason: str | None = None
     num_accepted: int = 0
+    texts: tuple[str, ...] = ()
 
 
 class Engine:
@@ -173,11 +178,16 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
+        *,
+        caches: TextCaches | None = None,
+        observer: Observer | None = None,
     ) -> Generator[Step, None, None]:
         """Generate text for a prompt, a step a pass; the text appears as it is accepted.
 
         The text is that of plain decoding (`SpeculationParams(budget=0)`) with the same seed, token for token, whatever
         the draft. Closing the iterator between steps leaves the engine ready for the next request.
+        caches: kept from an earlier request (`new_caches`); what the prompt shares with its text is not scored again.
+        observer: shown every tree with its verdict, as the pass ends.
         Raises ContextLengthError or UsageError at once, NumericalError while running.
         """
         began = time.perf_counter()
@@ -198,16 +208,28 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(32))
         request = _Request(
-            self, text, params, min(params.max_new_tokens, room), speculation or SpeculationParams(), began
+            self,
+            text,
+            params,
+            min(params.max_new_tokens, room),
+            speculation or SpeculationParams(),
+            began,
+            caches or self.new_caches(),
+            observer,
         )
         return request.run()
 
-    def drafter(self, sampler: Sampler, speculation: SpeculationParams, final: frozenset[int], room: int) -> Drafter:
-        """A drafter for one request, with a KV cache of `room` entries."""
+    def new_caches(self, capacity: int = 0) -> TextCaches:
+        """Empty KV caches of one text, to be kept from request to request. capacity: tokens to make room for at once."""
+        return TextCaches(self.target, self.draft, capacity)
+
+    def drafter(
+        self, model: CachedDecoder | None, sampler: Sampler, speculation: SpeculationParams, final: frozenset[int]
+    ) -> Drafter:
+        """A drafter for one request. `model`: the draft with the text's KV cache."""
         guessers = self._guessers(speculation)
-        if speculation.budget == 0 or (self.draft is None and not guessers):
+        if speculation.budget == 0 or (model is None and not guessers):
             return NoDrafter()
-        model = CachedDecoder(self.draft, room) if self.draft is not None else None
         is_coupled = speculation.scoring == "coupled"
         if model is not None and speculation.tree == "sequoia":
             return SequoiaDrafter(model, sampler, speculation, self._acceptance, final, coupled=is_coupled)
@@ -257,18 +279,23 @@ class _Request:
         limit: int,
         speculation: SpeculationParams,
         began: float,
+        caches: TextCaches,
+        observer: Observer | None,
     ) -> None:
         assert params.seed is not None
-        self.engine, self.text, self.params, self.limit, self.began = engine, text, params, limit, began
+        self.engine, self.params, self.limit, self.began, self.observer = engine, params, limit, began, observer
         self.final = frozenset() if params.ignore_eos else engine.tokenizer.eos_ids
+        num_prefilled = caches.rewind(text)
+        self.text, self.target = caches.text, caches.target  # one list: the caches know what they hold
         longest = len(text) + limit + 1
-        self.target = CachedDecoder(engine.target, longest + _tree_room(speculation))
+        self.target.cache.reserve(longest + _tree_room(speculation))
+        if caches.draft is not None:  # all that may be drafted: on a GPU it must not grow beside the target's pass
+            caches.draft.cache.reserve(longest + MAX_ROWS)
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
-        # Room for all that may be drafted: on a GPU the cache must not grow beside the target's pass.
-        self.drafter = engine.drafter(self.sampler, speculation, self.final, longest + MAX_ROWS)
+        self.drafter = engine.drafter(caches.draft, self.sampler, speculation, self.final)
         self._moved_before = engine.target.weights.bytes_streamed
-        self.stats = Stats(num_prompt_tokens=len(text), seed=params.seed)
+        self.stats = Stats(num_prompt_tokens=len(text), num_prefilled_tokens=num_prefilled, seed=params.seed)
 
     def run(self) -> Generator[Step, None, None]:
         stream = self.engine.tokenizer.stream(self.params.stop, skip_special_tokens=True)
@@ -295,6 +322,8 @@ class _Request:
         text += verdict.tokens
         self.sampler.extend(verdict.tokens)
         self._count(len(tree), drafted - started, scored - drafted, time.perf_counter() - started)
+        if self.observer is not None:
+            self.observer(tree, verdict)
         return verdict
 
     def _count(self, num_drafted: int, draft_s: float, target_s: float, total_s: float) -> None:
@@ -317,14 +346,14 @@ class _Request:
 
     def _step(self, verdict: Verdict, stream: TextStream) -> Step:
         """The tokens of a verdict up to where the text ends, as text."""
-        tokens: list[int] = []
-        shown, reason = "", None
+        tokens, texts = list[int](), list[str]()
+        reason = None
         for token in verdict.tokens:
             tokens.append(token)
+            texts.append("" if token in self.final else stream.push(token))
             if token in self.final:
                 reason = "eos"
                 break
-            shown += stream.push(token)
             if stream.stopped is not None:
                 reason = "stop"
                 break
@@ -334,8 +363,9 @@ class _Request:
         if reason is None and self.stats.num_tokens >= self.limit:
             reason = "length"
         if reason:
-            shown += stream.flush()
-        return Step(tokens, shown, replace(self.stats), reason, min(len(verdict.path), len(tokens)))
+            texts[-1] += stream.flush()
+        num_accepted = min(len(verdict.path), len(tokens))
+        return Step(tokens, "".join(texts), replace(self.stats), reason, num_accepted, tuple(texts))
 
 
 def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:

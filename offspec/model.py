@@ -96,6 +96,7 @@ class Decoder:
         self._frequencies = frequencies.to(device)
         self._norm = _vector(weights.shared("model.norm.weight"))
         self._head = weights.shared(EMBEDDING if config.tied_head else "lm_head.weight")
+        self.current_layer = 0  # where a pass is, for whoever watches from another thread
 
     def new_cache(self) -> KVCache:
         c = self.config
@@ -114,9 +115,11 @@ class Decoder:
         rows = self._rows(positions, cache, start, tree_mask)
         hidden = self.weights.rows(EMBEDDING, tokens)
         for index in range(self.config.num_layers):
+            self.current_layer = index
             with self.weights.layer(index) as weights:
                 for first, last in rows.chunks:
                     hidden[first:last] = self._layer(index, weights, hidden[first:last], cache, rows, first, last)
+        self.current_layer = 0
         return hidden
 
     @torch.inference_mode()

@@ -13,14 +13,35 @@ from offspec.loaders.hardware import Rates, read_hardware
 from offspec.loaders.measure import measure_rates
 from offspec.loaders.units import format_quantity, format_size
 
-from .files import Note, choose_device, imagine_pair
+from .files import ModelFiles, Note, choose_device, imagine_pair
 from .imagine import format_of
-from .planning import Grant, Plan, explain, plan_here
+from .planning import Grant, Plan, explain, plan_here, with_more
+
+GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4
+GAIN_WIDTH = 64  # tokens of the pass that gains are told for
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What `more_bytes` more of one kind of memory would bring: where layers would be, and the seconds of a pass."""
+
+    memory: str
+    more_bytes: int
+    plan: Plan
+    pass_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        p = self.plan.placement
+        layers = {"resident": len(p.resident), "in_ram": len(p.in_ram), "on_disk": len(p.on_disk)}
+        return {"memory": self.memory, "more_bytes": self.more_bytes, "num_layers": layers, "pass_s": self.pass_s}
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """A plan with what it is for, and the seconds a pass would take at some widths (tokens → seconds)."""
+    """A plan with what it is for, the seconds a pass would take at some widths (tokens → seconds), and what would help.
+
+    gains: of VRAM, then of RAM, in steps of GAIN_STEP_BYTES, for as long as a step brings something.
+    """
 
     title: str
     device_name: str
@@ -28,6 +49,7 @@ class Outlook:
     rates: Rates
     pass_s: dict[int, float]
     notes: list[Note]
+    gains: list[Gain]
 
     def rows(self) -> list[tuple[str, int, int]]:
         """(what, bytes beside the arithmetic, bytes of RAM) of everything that is planned, and the sums."""
@@ -67,6 +89,8 @@ class Outlook:
             "disk_layers": list(p.on_disk),
             "stream_bytes_per_pass": self.plan.stream_bytes,
             "pass_s": self.pass_s,
+            "gain_pass_tokens": GAIN_WIDTH,
+            "gains": [gain.as_dict() for gain in self.gains],
             "rates": asdict(self.rates),
         }
 
@@ -117,6 +141,22 @@ def look_ahead(
     weights = format_size(sum(info.nbytes for w in target.stored.by_name.values() for info in w.streamed))
     title = f"{folder.name}: {format_quantity(target.num_parameters, '')} parameters, {form_name}, {weights}; context {plan.context}"
     name = hardware.gpu.name if hardware.gpu else "RAM"
-    return Outlook(
-        title, name, plan, rates, {w: plan.predict_pass_s(rates, w) for w in widths}, [*notes, *explain(plan)]
-    )
+    pass_s = {w: plan.predict_pass_s(rates, w) for w in widths}
+    return Outlook(title, name, plan, rates, pass_s, [*notes, *explain(plan)], _gains(plan, rates, target, guesser))
+
+
+def _gains(plan: Plan, rates: Rates, target: ModelFiles, draft: ModelFiles | None) -> list[Gain]:
+    gains = list[Gain]()
+    for memory in ("RAM",) if plan.placement.limits.device is None else ("VRAM", "RAM"):
+        before = plan
+        for step in range(1, MAX_GAIN_STEPS + 1):
+            more = step * GAIN_STEP_BYTES
+            after = with_more(plan, target, draft, **{memory.lower(): more})
+            if (
+                after.placement.resident == before.placement.resident
+                and after.placement.in_ram == before.placement.in_ram
+            ):
+                break
+            gains.append(Gain(memory, more, after, after.predict_pass_s(rates, GAIN_WIDTH)))
+            before = after
+    return gains

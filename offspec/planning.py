@@ -105,6 +105,14 @@ def plan_here(target: ModelFiles, draft: ModelFiles | None, hardware: Hardware, 
     return make_plan(target, draft, limits_of(hardware, grant, own), grant, memory.rss)
 
 
+def with_more(plan: Plan, target: ModelFiles, draft: ModelFiles | None, *, vram: int = 0, ram: int = 0) -> Plan:
+    """What `plan` would be where so many bytes more may be used."""
+    limits = plan.placement.limits
+    device = None if limits.device is None else limits.device + vram
+    (program,) = (item for item in plan.placement.items if item.name == PROGRAM_ITEM)
+    return _plan_for(plan.context, target, draft, Limits(device, limits.ram + ram), program.on_host - WORKSPACE_BYTES)
+
+
 def measure_link(plan: Plan, target: ModelFiles, device: torch.device) -> float:
     """Bytes/s at which the streamed layers can come, by a measurement of half a second for each link they come through."""
     moved, seconds = plan.stream_bytes, 0.0
@@ -165,7 +173,7 @@ def _plan_for(context: int, target: ModelFiles, draft: ModelFiles | None, limits
     )
 
 
-EMBEDDING_ITEM = "embedding"
+PROGRAM_ITEM, EMBEDDING_ITEM = "program", "embedding"
 
 
 def _place(costs: list[LayerCost], items: list[Item], limits: Limits) -> Placement:
@@ -188,7 +196,7 @@ def _items(
     on_gpu = limits.device is not None
     shared = {n: StoredLayer({n: w}).cost(target.dtype).resident_bytes for n, w in target.stored.shared.items()}
     items = [
-        Item("program", on_host=program_bytes + WORKSPACE_BYTES, on_device=CUDA_WORKSPACE_BYTES if on_gpu else 0),
+        Item(PROGRAM_ITEM, on_host=program_bytes + WORKSPACE_BYTES, on_device=CUDA_WORKSPACE_BYTES if on_gpu else 0),
         Item("KV cache", on_device=kv_bytes(target.config, context + TREE_ROOM, target.dtype.itemsize)),
         Item("activations", on_device=_activations(target, draft, context)),
     ]

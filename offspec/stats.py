@@ -13,6 +13,7 @@ import psutil
 class Stats:
     """Counters of one request; the engine writes them, `as_dict` adds what follows from them.
 
+    num_prefilled_tokens of the prompt's were scored; the others were in caches kept from an earlier request.
     The first pass takes the whole prompt *and* a tree, so it is the prefill and already yields tokens: prefill_s is that
     iteration, drafting included, and ttft_s the time from the request to its tokens. decode_s is everything after it.
     tokens_per_pass counts every pass, the first one too; 1 is plain decoding. draft_s and target_s are sums over passes.
@@ -20,6 +21,7 @@ class Stats:
     """
 
     num_prompt_tokens: int = 0
+    num_prefilled_tokens: int = 0
     num_tokens: int = 0
     num_passes: int = 0
     num_drafted_tokens: int = 0

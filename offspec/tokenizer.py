@@ -10,6 +10,7 @@ import codecs
 import hashlib
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -88,15 +89,26 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a prompt, led by BOS where the tokenizer says so, never ended by EOS."""
+        ids = self._encode(text).ids
+        return [*self._prefix, *ids] if add_special_tokens else list(ids)
+
+    def encode_after(self, context: str, text: str) -> list[int]:
+        """Ids of `text` where it follows `context`; of `text` alone where a token would straddle the two."""
+        encoding = self._encode(context + text)
+        at = bisect_left([start for start, _ in encoding.offsets], len(context))
+        if at > 0 and encoding.offsets[at - 1][1] > len(context):
+            return self.encode(text, add_special_tokens=False)
+        return list(encoding.ids[at:])
+
+    def _encode(self, text: str) -> tokenizers.Encoding:
         try:
             text.encode()  # names a lone surrogate; the library says "must be str" (0.23) or takes it silently (0.20)
-            ids = self._backend.encode(text, add_special_tokens=False).ids
+            return self._backend.encode(text, add_special_tokens=False)
         except Exception as exc:  # the library raises TypeError and bare Exception alike
             raise TokenizerError(
                 f"the text cannot be encoded ({_one_line(exc)}) with {self.folder / 'tokenizer.json'}: "
                 "check that the text is valid Unicode, and that the vocabulary covers it"
             ) from exc
-        return [*self._prefix, *ids] if add_special_tokens else list(ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids; ids without a token add nothing.

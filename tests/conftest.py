@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 # Before torch is imported: on matrices this small, threads only wait for each other, 30 times as long on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What the person who runs the tests has set for himself is none of their business.
+for _name in [name for name in os.environ if name.startswith("OFFSPEC_")]:
+    del os.environ[_name]
+os.environ["OFFSPEC_CONFIG"] = ""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -58,6 +58,34 @@ def test_json(offspec: Offspec, large: Path) -> None:
     assert set(told["pass_s"]) == {"1", "16", "64", "256", "512"}
 
 
+def test_what_more_memory_would_bring(offspec: Offspec, large: Path) -> None:
+    """16 GB of weights: on 8 GiB some stay, with 8 more most, with 16 more all."""
+    asked = ("plan", large, "--draft", "none", "--device", "cpu", "--ram", "8GiB", "-q")
+    told = json.loads(offspec(*asked, "--json").out)
+    kept = [len(told["resident_layers"]), *(gain["num_layers"]["resident"] for gain in told["gains"])]
+    seconds = [told["pass_s"]["64"], *(gain["pass_s"] for gain in told["gains"])]
+    assert kept == sorted(set(kept))
+    assert kept[-1] == 32
+    assert seconds == sorted(seconds, reverse=True)
+    assert [(gain["memory"], gain["more_bytes"]) for gain in told["gains"]] == [
+        ("RAM", step * 8 * 2**30) for step in range(1, len(kept))
+    ]
+    shown = offspec(*asked).out
+    assert "A pass of 64 tokens takes" in shown
+    assert "   8 GiB more RAM" in shown
+    assert "32 stay" in shown
+    assert offspec("plan", large, "--gpu", "rtx4090", "--ram", "64GiB", "-q").out.count(" more ") == 0  # it all fits
+
+
+def test_more_of_which_memory(offspec: Offspec, large: Path) -> None:
+    asked = ("plan", large, "--gpu", "rtx4090", "--vram", "8GiB", "--draft", "none", "-q", "--json")
+    gains = json.loads(offspec(*asked, "--ram", "4GiB").out)["gains"]
+    assert {gain["memory"] for gain in gains} == {"VRAM", "RAM"}
+    assert [gain for gain in gains if gain["memory"] == "RAM"][-1]["num_layers"]["on_disk"] == 0
+    plenty = json.loads(offspec(*asked, "--ram", "40GiB").out)["gains"]
+    assert {gain["memory"] for gain in plenty} == {"VRAM"}
+
+
 def test_refusals(offspec: Offspec, large: Path) -> None:
     refused = offspec("plan", large, "--draft", "none", "--device", "cpu", "--ram", "1GiB", "-q").refusal(1)
     assert "1 GiB of RAM are too little: at least" in refused

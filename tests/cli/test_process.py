@@ -108,13 +108,13 @@ def python(code: str) -> str:
         "import offspec.scheduler.params",
         "from offspec import SamplingParams, SpeculationParams",
         "import offspec.cli.main",
-        "import offspec.cli.run, offspec.cli.verify",
+        "import offspec.cli.run, offspec.cli.verify, offspec.cli.chat, offspec.cli.bench, offspec.cli.config",
         "from offspec.cli.main import run; assert run(['--help']) == 0 == run(['run', '--help'])",
         "from offspec.cli.main import run; assert run(['verify', '--budgets', 'x']) == 2",
     ],
 )
 def test_heavy_modules_are_left_alone(statement: str) -> None:
-    heavy = "torch numpy tokenizers jinja2 transformers huggingface_hub"
+    heavy = "torch numpy tokenizers jinja2 transformers huggingface_hub rich prompt_toolkit matplotlib"
     loaded = python(f"{statement}\nimport sys; print('loaded:', *(set('{heavy}'.split()) & sys.modules.keys()))")
     assert loaded.splitlines()[-1] == "loaded:"
 

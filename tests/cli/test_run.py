@@ -137,13 +137,14 @@ def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) 
     assert "dtype" not in offspec(*args).err
 
 
-@pytest.mark.parametrize("command", ["run", "verify"])
+@pytest.mark.parametrize("command", ["run", "chat", "bench", "plan", "quantize", "verify", "doctor", "config"])
 def test_help_explains_every_flag(command: str, offspec: Offspec) -> None:
     from offspec.cli.main import LazyGroup, cli
 
     assert isinstance(cli, LazyGroup)
     shown = offspec(command, "--help")
     assert (shown.code, shown.err) == (0, "")
+    assert f"  offspec {command}" in shown.out.partition("Example")[2].partition("Options:")[0]
     found = cli.commands.get(command) or cli.get_command(None, command)  # type: ignore[arg-type]
     assert found is not None
     for parameter in found.params:

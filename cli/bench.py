@@ -1,0 +1,247 @@
+"""`offspec bench`: speculative against plain decoding, measured in the same run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import textwrap
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from offspec.errors import StorageError
+
+from .batch import read_tasks
+from .options import (
+    MODEL_HELP,
+    budget,
+    load_engine,
+    loading_options,
+    read_file,
+    sampling_of,
+    sampling_options,
+    speculation_of,
+    speculation_options,
+)
+from .terminal import columns, is_watched
+
+if TYPE_CHECKING:
+    from offspec.benchmark import Figure, Report, Row, Workload
+
+PLOT_SUFFIXES = (".png", ".svg")
+MAX_NEW_TOKENS = 64
+
+
+def _budgets(ctx: click.Context, param: click.Parameter, value: str) -> list[int | None]:
+    """A click callback: "16,64,auto"; each of them once."""
+    found = [budget(ctx, param, part.strip()) for part in value.split(",")]
+    if 0 in found:
+        raise click.BadParameter("0 is plain decoding, which is measured anyway.")
+    return list(dict.fromkeys(found))
+
+
+def _plot_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """A click callback: refuses what could not be written, before anything is measured."""
+    if value is None:
+        return None
+    if value.suffix.lower() not in PLOT_SUFFIXES:
+        raise click.BadParameter(f"{value} must end with {' or '.join(PLOT_SUFFIXES)}.")
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise click.BadParameter("plots need matplotlib: pip install 'offspec[bench]'.")
+    return value
+
+
+@click.command(
+    name="bench",
+    help=f"""Measure speculative against plain decoding on the same prompts, in the same run.
+
+{MODEL_HELP} Tokens/s count the first pass, which takes the prompt; figures are medians over repeats, with the range. The
+built-in prompts ask for code, chat, prose and something repetitive.
+
+\b
+Examples:
+  offspec bench builtin
+  offspec bench ./Llama-3.1-70B-nf4 --draft ./Llama-3.2-1B-Instruct --budgets auto --repeats 1 --max-new-tokens 16
+  offspec bench builtin --budgets 4,16,64,256 --plot passes.svg --csv runs.csv --json
+""",
+)
+@click.argument("model", default="builtin")
+@click.option(
+    "--prompts",
+    "prompt_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help='Prompts of your own: a text file, one a line, or .jsonl with "prompt" or "messages", and "kind".',
+)
+@click.option(
+    "--budgets",
+    default="16,64,256,auto",
+    show_default=True,
+    callback=_budgets,
+    help="Tree sizes to measure, comma-separated.",
+)
+@click.option(
+    "--warmup", type=click.IntRange(0), default=1, show_default=True, metavar="N", help="Rounds before it counts."
+)
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Rounds that count.")
+@click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every run as a row.")
+@click.option(
+    "--plot",
+    "plot_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=_plot_file,
+    help="Draw where the time goes and what was accepted, as .png or .svg; needs matplotlib.",
+)
+@loading_options
+@speculation_options
+@partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")
+def command(
+    model: str,
+    prompt_file: Path | None,
+    budgets: list[int | None],
+    warmup: int,
+    repeats: int,
+    csv_file: Path | None,
+    plot_file: Path | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> None:
+    params, speculation = sampling_of(options), speculation_of(options)
+    from offspec.benchmark import WORKLOADS, measure
+
+    workloads = list(WORKLOADS) if prompt_file is None else read_workloads(prompt_file)
+    engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
+    if engine.draft_name is None:
+        budgets = []
+
+    def progress(done: int, total: int) -> None:
+        if is_watched() and not quiet:
+            click.echo(f"\r\x1b[K{f'run {done + 1} of {total}' if done < total else ''}", err=True, nl=False)
+
+    ways = [replace(speculation, budget=nodes) for nodes in budgets]
+    report = measure(engine, workloads, params, ways, num_warmups=warmup, num_repeats=repeats, progress=progress)
+    click.echo("\n".join(table(report, columns())))
+    if csv_file is not None:
+        write_csv(report, csv_file)
+    if plot_file is not None:
+        from .plots import plot
+
+        plot(report, f"{engine.name}, draft {engine.draft_name or 'none'}", plot_file)
+    if as_json:
+        settings = {
+            "warmup": warmup,
+            "repeats": repeats,
+            "max_new_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+        }
+        click.echo(
+            json.dumps({"model": engine.name, "draft": engine.draft_name, "settings": settings, **report.as_dict()})
+        )
+
+
+command.params = [parameter for parameter in command.params if parameter.name != "budget"]
+
+
+def read_workloads(file: Path) -> list[Workload]:
+    """Prompts of a file. Raises click.UsageError for one that holds none, or a line that is none."""
+    from offspec.benchmark import Workload
+
+    if file.suffix == ".jsonl":
+        tasks, errors = read_tasks(file)
+        if errors:
+            number, error = min(errors.items())
+            raise click.UsageError(f"{file}, line {number}: {error}.")
+        found = [Workload(str(task.content.get("kind", "prompts")), task.prompt) for task in tasks]
+    else:
+        found = [Workload("prompts", line) for line in read_file(file).splitlines() if line.strip()]
+    if not found:
+        raise click.UsageError(f"{file} holds no prompt.")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def table(report: Report, width: int) -> list[str]:
+    """A line for each kind of prompts and budget, blocks where the terminal is narrow, and what is to be said to it."""
+    rows = [_cells(row) for row in report.rows()]
+    sizes = [max(len(name), *(len(cells[name]) for cells in rows)) for name in rows[0]]
+    lines = [
+        "  ".join(cell.rjust(size) for cell, size in zip(cells, sizes, strict=True))
+        for cells in (list(rows[0]), *(list(cells.values()) for cells in rows))
+    ]
+    if len(lines[0]) > width:
+        lines = [line for cells in rows for line in (*(f"{name}: {cell}" for name, cell in cells.items()), "")]
+    return [*lines, *(line for text in _remarks(report) for line in textwrap.wrap(text, max(width, 20)))]
+
+
+def _cells(row: Row) -> dict[str, str]:
+    draft, target, rest = row.later_ms
+    return {
+        "prompts": row.kind,
+        "budget": row.budget_name,
+        "tokens/s": _with_range(row.tokens_per_s),
+        "gain": f"{row.gain.median:.2f}x" if row.budget != 0 else "",
+        "first s": f"{row.first_pass_s.median:.2f}",
+        "then tokens/s": f"{row.later_tokens_per_s.median:.1f}",
+        "per pass": f"{row.tokens_per_pass.median:.2f}",
+        "draft ms": f"{draft:.1f}",
+        "target ms": f"{target:.1f}",
+        "rest ms": f"{rest:.1f}",
+    }
+
+
+def _with_range(figure: Figure) -> str:
+    return f"{figure.median:.1f} ({figure.low:.1f}-{figure.high:.1f})"
+
+
+def _remarks(report: Report) -> list[str]:
+    different, guessed = report.num_different(), [run for run in report.runs if run.budget != 0]
+    same = (
+        "all texts equal plain decoding"
+        if not different
+        else (
+            f"{different} of {len(guessed)} texts differ from plain decoding; in 16-bit arithmetic near-ties may "
+            "(offspec verify tells), in fp32 none should"
+        )
+    )
+    remarks = [
+        f"tokens/s: everything, first pass included; ms: of a later pass; {same if guessed else 'there is no draft'}"
+    ]
+    for name, found in report.acceptance.items():
+        remarks.append(
+            f"budget {name}: {found.predicted_per_pass:.2f} guesses a pass were expected to be accepted, "
+            f"{found.accepted_per_pass:.2f} were"
+        )
+    return remarks
+
+
+def write_csv(report: Report, file: Path) -> None:
+    """A row a run. Raises StorageError."""
+    rows = [
+        {
+            "kind": run.kind,
+            "prompt": run.workload,
+            "budget": run.budget_name,
+            "repeat": run.repeat,
+            "seconds": run.seconds,
+            **run.stats.as_dict(),
+        }
+        for run in report.runs
+    ]
+    try:
+        with file.open("w", newline="", encoding="utf-8") as sink:
+            writer = csv.DictWriter(sink, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as exc:
+        raise StorageError(f"{file} cannot be written: {exc.strerror}; choose another --csv") from exc

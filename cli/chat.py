@@ -1,0 +1,463 @@
+"""`offspec chat`: a conversation in the terminal, or through a pipe."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from offspec import SamplingParams, SpeculationParams
+from offspec.errors import OffspecError, UsageError
+
+from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquoted
+from .options import (
+    MODEL_HELP,
+    load_engine,
+    loading_options,
+    sampling_of,
+    sampling_options,
+    speculation_of,
+    speculation_options,
+)
+from .settings import convert, nearest, settable
+from .terminal import first_pass_shown, marked, shows_colors
+
+if TYPE_CHECKING:
+    from offspec.session import Session, Turn
+
+MAX_NEW_TOKENS = 1024  # in a chat the model ends its replies itself
+WARN_SHARE = 0.75  # of the context in use, where it is time to say so
+
+
+@click.command(
+    name="chat",
+    help=f"""Talk to a model that has a chat template.
+
+{MODEL_HELP} What was said stays in the KV caches, so each turn scores only what is new. Type /help for the commands, three
+quotes around a message of several lines, Ctrl-C to stop a reply, Ctrl-D to leave. Where standard input is a pipe, each
+line is a message or command.
+
+\b
+Examples:
+  offspec chat
+  offspec chat ./Llama-3.1-70B-nf4 --draft ./Llama-3.2-1B-Instruct --temperature 0.7 --system "Be brief."
+  printf 'def area(\\n/save talk.json\\n' | offspec chat builtin -q
+""",
+)
+@click.argument("model", default="builtin")
+@click.option("--system", metavar="TEXT", help="System message.")
+@click.option("--load", "saved", type=click.Path(path_type=Path), help="Go on with a conversation that /save wrote.")
+@click.option(
+    "--when-full",
+    type=click.Choice(["drop", "stop"]),
+    default="drop",
+    show_default=True,
+    help="Where the context is full: leave out the oldest turns, or refuse the message.",
+)
+@click.option(
+    "--history",
+    metavar="FILE|none",
+    help="Where typed lines are remembered. [default: a file in the user's state folder]",
+)
+@click.option("--color-accepted", is_flag=True, help="Show the draft's guesses and the target's corrections apart.")
+@loading_options
+@speculation_options
+@partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
+@click.option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    model: str,
+    system: str | None,
+    saved: Path | None,
+    when_full: str,
+    history: str | None,
+    color_accepted: bool,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> None:
+    names = _setting_names()
+    values = {name: options.pop(name) for name in list(options) if name in names}
+    settings = Values(ctx.command, values)
+    settings.params()  # refused before gigabytes are read
+    engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
+    from offspec.session import Session
+
+    session = Session(engine, system, drops_oldest=when_full == "drop", tell=_note)
+    chat = Chat(session, settings, marks=color_accepted and shows_colors(), verbose=verbose)
+    if saved is not None:
+        chat.load(str(saved))
+    on_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    if on_terminal and not quiet:
+        click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}. /help shows the commands, Ctrl-D leaves.")
+    lines = TerminalInput(_history_file(history), chat.completions) if on_terminal else PipeInput()
+    num_errors = chat.talk(lines)
+    if num_errors and not on_terminal:
+        raise OffspecError(f"{num_errors} of the lines could not be done; they are named above")
+
+
+def _setting_names() -> set[str]:
+    """What /set knows, by click's names: whatever says how tokens are guessed and chosen."""
+
+    @speculation_options
+    @sampling_options
+    def probe() -> None: ...
+
+    return {str(parameter.name) for parameter in click.command()(probe).params}
+
+
+def _history_file(wanted: str | None) -> Path | None:
+    if wanted == "none":
+        return None
+    if wanted is None:
+        from platformdirs import user_state_path
+
+        file = user_state_path("offspec", appauthor=False) / "chat_history"
+    else:
+        file = Path(wanted).expanduser()
+    if open_history(file):
+        return file
+    _note(f"{file} cannot be written, so what you type is not remembered; --history names another file")
+    return None
+
+
+def _note(text: str) -> None:
+    click.echo(f"({text})", err=True)
+
+
+# ------------------------------------------------------------------------------------------------ what /set sets
+
+
+class Values:
+    """The settings of a conversation, judged by the same click parameters as the flags."""
+
+    def __init__(self, command: click.Command, values: dict[str, Any]) -> None:
+        """values: by click's names, as the command got them."""
+        self._command, self._values = command, values
+        self.parameters = {key: p for key, p in settable(command).items() if p.name in values}
+
+    def params(self) -> tuple[SamplingParams, SpeculationParams]:
+        """Raises UsageError for a value, or a combination, that cannot be meant."""
+        options = dict(self._values)
+        return sampling_of(options), speculation_of(options)
+
+    def set(self, changes: dict[str, Any]) -> None:
+        """Change some, by their flags' names without dashes; all of them or none. Raises UsageError."""
+        values = dict(self._values)
+        for key, value in changes.items():
+            if key not in self.parameters:
+                guess = nearest(key, set(self.parameters))
+                meant = f"did you mean {guess}?" if guess else f"choose one of {', '.join(self.parameters)}"
+                raise UsageError(f"there is no setting {key!r}; {meant}")
+            parameter = self.parameters[key]
+            try:
+                values[str(parameter.name)] = None if value is None else convert(parameter, value, self._command)
+            except click.ClickException as exc:
+                raise UsageError(f"{key}: {exc.message}") from exc
+        before, self._values = self._values, values
+        try:
+            self.params()
+        except (OffspecError, TypeError) as exc:
+            self._values = before
+            raise exc if isinstance(exc, OffspecError) else UsageError("a setting has no value") from exc
+
+    def as_dict(self) -> dict[str, Any]:
+        """By the flags' names without dashes, fit for JSON."""
+        found = {key: self._values[str(p.name)] for key, p in self.parameters.items()}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+
+
+# ------------------------------------------------------------------------------------------------ the conversation
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the conversation: what it takes, what it does, and who does it."""
+
+    takes: str
+    help: str
+    do: Callable[[Chat, str], None]
+
+
+class Chat:
+    """Reads lines, answers messages, does commands. An error is one line, and the conversation goes on."""
+
+    def __init__(self, session: Session, values: Values, *, marks: bool = False, verbose: bool = False) -> None:
+        self.session, self.values = session, values
+        self._marks, self._verbose = marks, verbose
+        self._edited: str | None = None  # a message that the next one takes the place of
+        self._is_warned = False
+
+    def talk(self, lines: LineInput) -> int:
+        """Until the end of input; returns how many lines could not be done."""
+        num_errors = 0
+        while True:
+            try:
+                if not self.do(lines.read(self._edited or "")):
+                    return num_errors
+            except EOFError:
+                return num_errors
+            except KeyboardInterrupt:
+                _note("nothing is changed" if self._edited else "Ctrl-D leaves")
+                self._edited = None
+            except BrokenPipeError:
+                raise
+            except Exception as exc:  # noqa: BLE001 (whatever it is, the conversation must not be lost)
+                num_errors += 1
+                self._tell_error(exc)
+
+    def do(self, line: str) -> bool:
+        """One message or command; False where it says to leave. Raises OffspecError."""
+        text, again = unquoted(line), self._edited is not None
+        self._edited = None
+        if not line.startswith("/"):
+            if text.strip():
+                self.answer(text, again=again)
+            return True
+        name, _, argument = line[1:].partition(" ")
+        if name in ("exit", "quit", "bye"):
+            return False
+        if name not in COMMANDS:
+            guess = nearest(name, COMMANDS)
+            meant = f"did you mean /{guess}?" if guess else "/help lists them"
+            raise UsageError(
+                f"there is no command /{name}; {meant} (a message that begins with / goes in three quotes)"
+            )
+        COMMANDS[name].do(self, argument.strip())
+        return True
+
+    def answer(self, message: str, *, again: bool = False) -> None:
+        """Show the reply as it comes; Ctrl-C ends it, and what was said stays."""
+        sampling, speculation = self.values.params()
+        steps, last = self.session.reply(message, sampling, speculation, again=again), ""
+        try:
+            for step in first_pass_shown(self.session.engine, steps):
+                sys.stdout.write(marked(step) if self._marks else step.text)
+                sys.stdout.flush()
+                last = step.text or last
+        except KeyboardInterrupt:
+            steps.close()
+            if last:
+                click.echo()
+            _note(
+                "stopped; what was said stays"
+                if last
+                else "stopped before anything was said; the message is taken back"
+            )
+            return
+        except BaseException:
+            if last:
+                click.echo()
+            raise
+        if not last.endswith("\n"):
+            click.echo()
+        self._explain_end(sampling)
+
+    def _explain_end(self, sampling: SamplingParams) -> None:
+        """Why a reply ended where the model would have gone on, and when the context will be full."""
+        session = self.session
+        turn = session.turns[-1] if session.turns else None
+        if turn is not None and turn.finish_reason == "length":
+            if len(turn.token_ids) >= sampling.max_new_tokens:
+                _note(f"cut at {sampling.max_new_tokens} tokens; /set max-new-tokens N allows more")
+            else:
+                _note("cut: the context is full")
+        limit = session.engine.max_context
+        is_filling = session.num_tokens + session.spare(sampling) > WARN_SHARE * limit
+        if is_filling and not self._is_warned:
+            then = "the oldest turns will be left out" if session.drops_oldest else "messages will be refused"
+            _note(f"{session.num_tokens} of {limit} tokens of context are used; when it is full, {then}")
+        self._is_warned = is_filling
+
+    def _tell_error(self, error: Exception) -> None:
+        message = error.message if isinstance(error, click.ClickException) else str(error)
+        if not isinstance(error, (OffspecError, click.ClickException)):
+            message = f"{type(error).__name__}: {message} (unexpected; -v shows where)"
+        if self._verbose:
+            from traceback import format_exc
+
+            click.echo(format_exc().rstrip(), err=True)
+        click.echo(f"Error: {' '.join(message.split())}", err=True)
+
+    def completions(self, text: str) -> Iterable[str]:
+        """What the last word of a line may become."""
+        if not text.startswith("/"):
+            return []
+        name, space, rest = text[1:].partition(" ")
+        if not space:
+            return [f"/{command}" for command in (*COMMANDS, "exit") if command.startswith(name)]
+        if name == "set" and " " not in rest:
+            return [key for key in self.values.parameters if key.startswith(rest)]
+        if name in ("save", "load", "export"):
+            return _files(rest)
+        return []
+
+    # ---------------------------------------------------------------------------------------- commands
+
+    def regen(self, argument: str) -> None:
+        sampling, _ = self.values.params()
+        if sampling.temperature == 0 or sampling.seed is not None:
+            why = "temperature is 0" if sampling.temperature == 0 else "the seed is set"
+            remedy = "/set temperature 0.7" if sampling.temperature == 0 else "/set seed none"
+            _note(f"{why}, so the reply will be the same; {remedy} changes that")
+        self.answer(self._last().message, again=True)
+
+    def undo(self, argument: str) -> None:
+        taken = self.session.undo()
+        _note(f"taken back: {_short(taken.message)}")
+
+    def edit(self, argument: str) -> None:
+        if argument:
+            self.answer(argument, again=bool(self._last()))
+            return
+        message = self._last().message
+        self._edited = f'"""{message}"""' if "\n" in message else message
+
+    def system(self, argument: str) -> None:
+        if argument:
+            self.session.system = None if argument == "none" else unquoted(argument)
+        click.echo("no system message" if self.session.system is None else self.session.system)
+
+    def set(self, argument: str) -> None:
+        if not argument:
+            self.show_settings()
+            return
+        try:
+            key, *words = shlex.split(argument)
+        except ValueError as exc:
+            raise UsageError(f"/set {argument}: {exc}") from exc
+        key = key.replace("_", "-").lstrip("-")
+        parameter = self.values.parameters.get(key)
+        if words == ["none"]:
+            value: Any = [] if parameter is not None and getattr(parameter, "multiple", False) else None
+        elif parameter is not None and getattr(parameter, "multiple", False):
+            value = words
+        elif len(words) != 1:
+            raise UsageError("give a setting and its value, like /set temperature 0.7; /set alone shows them")
+        else:
+            value = words[0]
+        self.values.set({key: value})
+        click.echo(f"{key} {_worded(self.values.as_dict()[key])}")
+
+    def show_settings(self) -> None:
+        found = self.values.as_dict()
+        width = max(map(len, found))
+        click.echo("\n".join(f"{key:<{width}}  {_worded(value)}" for key, value in found.items()))
+
+    def show(self, argument: str) -> None:
+        session = self.session
+        if session.system is not None:
+            click.echo(f"system  {session.system}\n")
+        for turn in session.turns:
+            state = " (stopped)" if turn.finish_reason == "interrupted" else ""
+            click.echo(f">>> {turn.message}\n{turn.reply.rstrip()}{state}\n")
+        engine = session.engine
+        click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}, {len(session.turns)} turns\n")
+        self.show_settings()
+
+    def stats(self, argument: str) -> None:
+        click.echo("\n".join(stats_table(self.session)))
+
+    def clear(self, argument: str) -> None:
+        self.session.clear()
+        _note("a new conversation, with the same system message and settings")
+
+    def save(self, argument: str) -> None:
+        path = _path(argument, "/save")
+        self.session.save(path, self.values.as_dict())
+        _note(f"{len(self.session.turns)} turns saved in {path}")
+
+    def load(self, argument: str) -> None:
+        path, before = _path(argument, "/load"), (self.session.turns, self.session.system)
+        settings = self.session.load(path)
+        try:
+            self.values.set(settings)
+        except OffspecError as exc:
+            self.session.turns, self.session.system = before
+            raise UsageError(f"{path}: {exc}") from exc
+        _note(f"{len(self.session.turns)} turns loaded from {path}")
+
+    def export(self, argument: str) -> None:
+        path = _path(argument, "/export")
+        self.session.export(path)
+        _note(f"written to {path}")
+
+    def help(self, argument: str) -> None:
+        width = max(len(f"/{name} {command.takes}") for name, command in COMMANDS.items())
+        lines = [f"{f'/{name} {command.takes}':<{width}}  {command.help}" for name, command in COMMANDS.items()]
+        click.echo("\n".join([*lines, "", *KEYS]))
+
+    def _last(self) -> Turn:
+        if not self.session.turns:
+            raise UsageError("there is no turn yet")
+        return self.session.turns[-1]
+
+
+COMMANDS = {
+    "regen": Command("", "Reply once more to the last message.", Chat.regen),
+    "undo": Command("", "Take back the last message and its reply.", Chat.undo),
+    "edit": Command("[TEXT]", "Change the last message and have it answered anew.", Chat.edit),
+    "system": Command("[TEXT|none]", "Show or change the system message.", Chat.system),
+    "set": Command("[NAME VALUE]", "Show or change settings, e.g. /set temperature 0.7.", Chat.set),
+    "show": Command("", "Show the conversation and the settings.", Chat.show),
+    "stats": Command("", "Show what each turn took.", Chat.stats),
+    "clear": Command("", "Begin a new conversation.", Chat.clear),
+    "save": Command("FILE", "Write conversation and settings to a file.", Chat.save),
+    "load": Command("FILE", "Go on with a conversation from a file.", Chat.load),
+    "export": Command("FILE.md", "Write the conversation as Markdown.", Chat.export),
+    "help": Command("", "Show this.", Chat.help),
+}
+KEYS = (
+    '""" begins and ends a message of several lines; Alt-Enter begins a new line anywhere.',
+    "Ctrl-C stops a reply and keeps it; Ctrl-D or /exit leaves. Tab completes.",
+)
+
+
+def stats_table(session: Session) -> list[str]:
+    """A line a turn. `new` are the tokens of the prompt that were scored, the rest was in the KV caches."""
+    lines = [f"{'turn':>4}  {'prompt':>6}  {'new':>6}  {'reply':>6}  {'per pass':>8}  {'first s':>7}  {'tokens/s':>8}"]
+    for number, turn in enumerate(session.turns, 1):
+        if (s := turn.stats) is None:
+            lines.append(f"{number:>4}  (loaded)")
+            continue
+        lines.append(
+            f"{number:>4}  {s.num_prompt_tokens:>6}  {s.num_prefilled_tokens:>6}  {s.num_tokens:>6}  "
+            f"{s.tokens_per_pass:>8.2f}  {s.ttft_s:>7.2f}  {s.decode_tokens_per_s:>8.1f}"
+        )
+    return [*lines, f"{session.num_tokens} of {session.engine.max_context} tokens of context used"]
+
+
+def _path(argument: str, command: str) -> Path:
+    if not argument:
+        raise UsageError(f"{command} needs a file, like {command} talk{'.md' if command == '/export' else '.json'}")
+    return Path(argument).expanduser()
+
+
+def _files(beginning: str) -> Sequence[str]:
+    path = Path(beginning).expanduser()
+    folder, stem = (path, "") if beginning.endswith(("/", "\\")) else (path.parent, path.name)
+    try:
+        found = sorted(entry for entry in folder.iterdir() if entry.name.startswith(stem))
+    except OSError:
+        return []
+    return [f"{entry}/" if entry.is_dir() else str(entry) for entry in found]
+
+
+def _worded(value: Any) -> str:
+    if isinstance(value, list):
+        return shlex.join(value) or "none"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else f"{line[:57]}..."

@@ -1,0 +1,123 @@
+"""`offspec config`: every setting, its value, and where that comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from .settings import Settings, settable
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting with the commands that it holds for; `commands` is empty where all that have it agree."""
+
+    key: str
+    value: Any
+    source: str
+    commands: tuple[str, ...] = ()
+
+
+@click.command(
+    name="config",
+    help="""Show every setting, its value, and where that comes from.
+
+A flag wins over the environment, which wins over the file, which wins over the default. Keys of the file are flags
+without their dashes; a table like [chat] belongs to one command. In the environment the same key is OFFSPEC_TEMPERATURE,
+or OFFSPEC_CHAT_TEMPERATURE for one command. OFFSPEC_CONFIG names another file, or none where it is empty.
+
+\b
+Example:
+  offspec config chat
+  OFFSPEC_TEMPERATURE=0.7 offspec config
+
+\b
+The file, for example:
+  draft = "./Llama-3.2-1B-Instruct"
+  [chat]
+  temperature = 0.7
+""",
+)
+@click.argument("name", metavar="[COMMAND]", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@click.option("-v", "--verbose", is_flag=True, help="Traceback on errors.")
+@click.pass_context
+def command(ctx: click.Context, name: str | None, as_json: bool, verbose: bool) -> None:
+    commands = Commands(ctx.find_root())
+    if name is not None and name not in commands:
+        raise click.UsageError(f"there is no command {name!r}; choose one of {', '.join(commands)}")
+    settings = Settings(commands)
+    rows = list(_rows(settings, commands if name is None else {name: commands[name]}))
+    if as_json:
+        told = [{"key": r.key, "value": r.value, "source": r.source, "commands": r.commands} for r in rows]
+        click.echo(json.dumps({"file": None if settings.file is None else str(settings.file), "settings": told}))
+    else:
+        click.echo("\n".join([*_head(settings), "", *_table(rows)]))
+
+
+class Commands(Mapping[str, click.Command]):
+    """Every command of the program but this one, imported when it is asked for."""
+
+    def __init__(self, ctx: click.Context) -> None:
+        assert isinstance(ctx.command, click.Group)
+        self._group, self._ctx = ctx.command, ctx
+        self._names = [name for name in self._group.list_commands(ctx) if name != "config"]
+
+    def __getitem__(self, name: str) -> click.Command:
+        found = self._group.get_command(self._ctx, name) if name in self._names else None
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _rows(settings: Settings, commands: Mapping[str, click.Command]) -> Iterator[Row]:
+    """One row a setting, or several where commands differ."""
+    by_key: dict[str, dict[tuple[str, str], list[str]]] = {}
+    values: dict[tuple[str, str], Any] = {}
+    for name, command in commands.items():
+        given = settings.for_command(name)
+        for key, parameter in settable(command).items():
+            value: Any = parameter.get_default(click.Context(command))
+            source = "default"
+            if key in given:
+                value, source = given[key].value, given[key].source
+            shown = _shown(value)
+            values[shown, source] = None if shown == "-" else value
+            by_key.setdefault(key, {}).setdefault((shown, source), []).append(name)
+    for key, groups in by_key.items():
+        for (shown, source), names in groups.items():
+            yield Row(key, values[shown, source], source, tuple(names) if len(groups) > 1 else ())
+
+
+def _shown(value: Any) -> str:
+    """`-` for what is not set."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return json.dumps(list(value)) if value else "-"
+    return str(value) if isinstance(value, (int, float, str)) else "-"
+
+
+def _head(settings: Settings) -> list[str]:
+    if settings.file is None:
+        return ["no file (OFFSPEC_CONFIG is empty)"]
+    return [f"{settings.file}{'' if settings.file.is_file() else ' (not there yet)'}"]
+
+
+def _table(rows: list[Row]) -> list[str]:
+    cells = [("setting", "value", "from", "")]
+    cells += [(row.key, _shown(row.value), row.source, ", ".join(row.commands)) for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(3)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, [*widths, 0], strict=True)).rstrip() for line in cells
+    ]

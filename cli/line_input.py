@@ -1,0 +1,137 @@
+"""Where a chat's lines come from: a terminal with history, completion and paste, or a pipe.
+
+A message that begins with three quotes goes on until three quotes end it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from .options import read_line
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.input import Input
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output import Output
+
+QUOTES = '"""'
+Complete = Callable[[str], Iterable[str]]
+
+
+def is_open(text: str) -> bool:
+    """Whether a message in quotes goes on."""
+    return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.rstrip().endswith(QUOTES))
+
+
+def unquoted(text: str) -> str:
+    """A message as it is meant."""
+    if not text.startswith(QUOTES):
+        return text
+    return text.rstrip().removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+
+
+class LineInput(Protocol):
+    """One message or command after the other."""
+
+    def read(self, proposed: str = "") -> str:
+        """The next one, quotes and all. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C.
+
+        proposed: what stands in the line to be changed.
+        """
+        ...
+
+
+class PipeInput:
+    """Lines of a pipe or file, as they are."""
+
+    def read(self, proposed: str = "") -> str:
+        text = self._line()
+        while is_open(text):
+            try:
+                text += "\n" + self._line()
+            except EOFError:
+                break
+        return text
+
+    def _line(self) -> str:
+        line = read_line()
+        if not line:
+            raise EOFError
+        return line.rstrip("\r\n")
+
+
+class TerminalInput:
+    """A line editor. Enter sends, but goes on inside three quotes; Alt-Enter always begins a new line."""
+
+    def __init__(
+        self, history: Path | None, complete: Complete, *, source: Input | None = None, sink: Output | None = None
+    ) -> None:
+        """history: a file that remembers what was typed; None remembers nothing beyond this session."""
+        self._session = _prompt_session(history, complete, source, sink)
+
+    def read(self, proposed: str = "") -> str:
+        text: str = self._session.prompt(default=proposed)
+        return text
+
+
+def open_history(file: Path) -> bool:
+    """Make the file, for its owner only; False where that cannot be done."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(mode=0o600)
+        with file.open("ab"):
+            return True
+    except OSError:
+        return False
+
+
+def _prompt_session(
+    history: Path | None, complete: Complete, source: Input | None, sink: Output | None
+) -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+    from prompt_toolkit.document import Document
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.shortcuts import CompleteStyle
+
+    class Commands(Completer):
+        def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+            text = document.text_before_cursor
+            for word in complete(text):
+                yield Completion(word, start_position=-len(text.split(" ")[-1]))
+
+    return PromptSession(
+        ">>> ",
+        multiline=True,
+        prompt_continuation="... ",
+        history=InMemoryHistory() if history is None else FileHistory(str(history)),
+        completer=Commands(),
+        complete_style=CompleteStyle.READLINE_LIKE,  # a menu would not fit a narrow terminal
+        key_bindings=_bindings(),
+        enable_history_search=True,
+        input=source,
+        output=sink,
+    )
+
+
+def _bindings() -> KeyBindings:
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if is_open(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings

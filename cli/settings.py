@@ -1,0 +1,177 @@
+"""Where a setting comes from: a flag, the environment, the user's file, or the default; the first that is there wins.
+
+The file is `config.toml` in the user's configuration folder, or what OFFSPEC_CONFIG names (empty: none). Keys are flags
+without their dashes, and `model`; a table belongs to one command:
+
+    draft = "./Llama-3.2-1B-Instruct"
+    [chat]
+    temperature = 0.7
+
+So do OFFSPEC_DRAFT and OFFSPEC_CHAT_TEMPERATURE. A key that nobody knows is an error: a default that is misspelt would
+otherwise be missed for months. Values are judged by the same click parameters as flags.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import click
+
+from offspec.errors import OffspecError
+
+FILE_VARIABLE, PREFIX = "OFFSPEC_CONFIG", "OFFSPEC_"
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value that somebody set for `key`, for one command or (None) for all that have it; source: where."""
+
+    command: str | None
+    key: str
+    value: Any
+    source: str
+
+
+class Settings:
+    """What the environment and the user's file set. `commands`: every command of the program by its name."""
+
+    def __init__(self, commands: Mapping[str, click.Command], environment: Mapping[str, str] = os.environ) -> None:
+        self._commands, self._environment = commands, environment
+
+    @cached_property
+    def file(self) -> Path | None:
+        """The user's file, whether it is there or not; None where OFFSPEC_CONFIG is empty."""
+        named = self._environment.get(FILE_VARIABLE)
+        if named is not None:
+            return Path(named).expanduser() if named else None
+        from platformdirs import user_config_path
+
+        return user_config_path("offspec", appauthor=False) / "config.toml"
+
+    @cached_property
+    def given(self) -> list[Given]:
+        """Everything that is set, the strongest first. Raises click.UsageError for a key that no command has."""
+        found = [*self._from_environment(), *self._from_file()]
+        # The environment before the file, and in each of them what was said to one command before what was said to all.
+        return sorted(found, key=lambda given: (given.source == str(self.file), given.command is None))
+
+    def for_command(self, name: str) -> dict[str, Given]:
+        """What is set for one command, by the key. Raises click.UsageError for a value that cannot be meant."""
+        parameters = settable(self._commands[name])
+        found: dict[str, Given] = {}
+        for given in self.given:
+            if given.command in (None, name) and given.key in parameters and given.key not in found:
+                check(parameters[given.key], given, self._commands[name])
+                found[given.key] = given
+        return found
+
+    def defaults(self, name: str) -> dict[str, Any]:
+        """What is set for one command, as click's default_map wants it."""
+        parameters = settable(self._commands[name])
+        return {str(parameters[key].name): plain(given.value) for key, given in self.for_command(name).items()}
+
+    def _from_environment(self) -> Iterator[Given]:
+        for variable, value in sorted(self._environment.items()):
+            if not variable.startswith(PREFIX) or variable == FILE_VARIABLE or not value:
+                continue
+            key = variable.removeprefix(PREFIX).lower().replace("_", "-")
+            command, _, rest = key.partition("-")
+            if command in self._commands and rest:
+                yield self._known(Given(command, rest, value, variable))
+            else:
+                yield self._known(Given(None, key, value, variable))
+
+    def _from_file(self) -> Iterator[Given]:
+        for key, value in self._read().items():
+            if not isinstance(value, dict):
+                yield self._known(Given(None, _dashed(key), value, str(self.file)))
+                continue
+            if key not in self._commands:
+                raise click.UsageError(f"{self.file}: there is no command [{key}]{_instead(key, self._commands)}")
+            for inner, given in value.items():
+                yield self._known(Given(key, _dashed(inner), given, str(self.file)))
+
+    def _read(self) -> dict[str, Any]:
+        file = self.file
+        if file is None or not (file.exists() or FILE_VARIABLE in self._environment):
+            return {}
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            import tomli as tomllib
+        try:
+            return tomllib.loads(file.read_text(encoding="utf-8"))
+        except OSError as exc:
+            raise click.UsageError(f"the settings {file} cannot be read: {exc.strerror}") from exc
+        except ValueError as exc:  # TOMLDecodeError, and bytes that are not UTF-8
+            raise click.UsageError(f"the settings {file} are not TOML: {exc}") from exc
+
+    def _known(self, given: Given) -> Given:
+        names = self._commands if given.command is None else [given.command]
+        keys = {key for name in names for key in settable(self._commands[name])}
+        if given.key not in keys:
+            of = "no command has" if given.command is None else f"offspec {given.command} does not have"
+            raise click.UsageError(
+                f"{given.source}: {of} a setting {given.key!r}{_instead(given.key, keys)}; `offspec config` lists them"
+            )
+        return given
+
+
+def settable(command: click.Command) -> dict[str, click.Parameter]:
+    """The parameters that a person may set beforehand, by the key: flags without dashes, and MODEL."""
+    found: dict[str, click.Parameter] = {}
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and not parameter.is_eager:
+            found[max(parameter.opts, key=len).lstrip("-")] = parameter
+        elif parameter.name == "model":
+            found["model"] = parameter
+    return found
+
+
+def convert(parameter: click.Parameter, value: Any, command: click.Command) -> Any:
+    """A value from a file or the environment as the flag would give it. Raises click.BadParameter or OffspecError."""
+    if isinstance(value, bool) and not (isinstance(parameter, click.Option) and parameter.is_flag):
+        raise click.BadParameter(f"{str(value).lower()} is neither a number nor a text")
+    if not isinstance(value, (bool, int, float, str)) and not (parameter.multiple and isinstance(value, list)):
+        raise click.BadParameter(f"{value!r} is no value for it")
+    raw = plain(value)
+    return parameter.process_value(
+        click.Context(command), [raw] if parameter.multiple and isinstance(raw, str) else raw
+    )
+
+
+def plain(value: Any) -> Any:
+    """As the command line would say it: numbers as texts."""
+    if isinstance(value, list):
+        return [str(part) for part in value]
+    return value if isinstance(value, (bool, str)) else str(value)
+
+
+def check(parameter: click.Parameter, given: Given, command: click.Command) -> None:
+    """Raises click.UsageError, with where it stands, for a value that cannot be meant."""
+    try:
+        convert(parameter, given.value, command)
+    except (click.ClickException, OffspecError) as exc:
+        said = exc.message if isinstance(exc, click.ClickException) else str(exc)
+        raise click.UsageError(f"{given.source}: {given.key}: {said}") from exc
+
+
+def nearest(word: str, words: Mapping[str, Any] | set[str]) -> str | None:
+    """What was probably meant."""
+    return next(iter(get_close_matches(word, words, n=1)), None)
+
+
+def _instead(word: str, words: Mapping[str, Any] | set[str]) -> str:
+    found = nearest(word, words)
+    return "" if found is None else f"; did you mean {found!r}?"
+
+
+def _dashed(key: str) -> str:
+    return key.replace("_", "-")

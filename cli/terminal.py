@@ -1,0 +1,160 @@
+"""What a person watches: a bar while gigabytes are loaded, a line while the first pass is under way, marked tokens.
+
+Everything but the text goes to stderr, and only where that is a terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Generator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import click
+
+from offspec import format_quantity, format_seconds
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from offspec import Engine, Step
+
+SMALL_LOAD_BYTES = 2**28  # is there before a bar could be read
+FIRST_LOOK_S, LOOK_EVERY_S = 1.0, 0.5
+ACCEPTED, CORRECTION, PLAIN = "\x1b[32m", "\x1b[1;33m", "\x1b[0m"
+UNDERLINED = "\x1b[4m"
+
+
+def is_watched() -> bool:
+    """Whether there is a terminal on stderr."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def columns() -> int:
+    return shutil.get_terminal_size().columns
+
+
+class LoadingBar:
+    """What is loaded, GB done, GB/s and how long it will take, on stderr; nothing for a model that is there at once.
+
+    Called with (bytes done, bytes in all), as `Engine.load` does.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._bar: Progress | None = None
+
+    def __call__(self, bytes_done: int, bytes_total: int) -> None:
+        if bytes_total < SMALL_LOAD_BYTES:
+            return
+        if self._bar is None:
+            self._bar = self._start(bytes_total)
+        self._bar.update(self._bar.task_ids[0], completed=bytes_done)
+
+    def _start(self, bytes_total: int) -> Progress:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        figures = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))
+        # In a narrow terminal the figures are what counts.
+        around = (TextColumn("loading {task.description}"), BarColumn()) if columns() >= 80 else ()
+        bar = Progress(*around, *figures, console=Console(stderr=True), transient=True)
+        bar.add_task(self._name, total=bytes_total)
+        bar.start()
+        return bar
+
+    def __enter__(self) -> LoadingBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def first_pass_shown(
+    engine: Engine, steps: Generator[Step, None, None], *, quiet: bool = False
+) -> Generator[Step, None, None]:
+    """The same steps; on a terminal a line shows how far a long first pass is, until it is done. Closes `steps`."""
+    line = PassLine(engine)
+    if not quiet and is_watched():
+        line.start()
+    try:
+        for step in steps:
+            line.done()
+            yield step
+    finally:
+        line.done()
+        steps.close()
+
+
+class PassLine:
+    """Which layer a pass has reached, and at what rate weights come, so that slow is never taken for hung.
+
+    The figures are read from the engine while it computes; it does not know of it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._stop = engine, threading.Event()
+        self._thread: threading.Thread | None = None
+        self._began, self._bytes_before = time.monotonic(), engine.target.weights.bytes_streamed
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._watch, name="offspec-pass-line", daemon=True)
+        self._thread.start()
+
+    def done(self) -> None:
+        """Take the line away; it does not come back."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+
+    def _watch(self) -> None:
+        shown, wait_s = False, FIRST_LOOK_S
+        while not self._stop.wait(wait_s):
+            click.echo(f"\r\x1b[K{self.text(time.monotonic())[: columns() - 1]}", err=True, nl=False)
+            shown, wait_s = True, LOOK_EVERY_S
+        if shown:
+            click.echo("\r\x1b[K", err=True, nl=False)
+
+    def text(self, now: float) -> str:
+        """The line as it is at the monotonic time `now`."""
+        target, seconds = self._engine.target, now - self._began
+        layer, layers = target.current_layer + 1, target.config.num_layers
+        moved = target.weights.bytes_streamed - self._bytes_before
+        rate = f", {format_quantity(moved / seconds, 'B/s')}" if moved else ""
+        left = f", {format_seconds(seconds / layer * (layers - layer))} left" if 1 < layer < layers else ""
+        return f"first pass: layer {layer}/{layers}{rate}{left}"
+
+
+def shows_colors() -> bool:
+    """Whether stdout takes escape codes: a terminal that is not a dumb one."""
+    return sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def marked(step: Step) -> str:
+    """A step's text, the draft's guesses apart from the target's corrections: by colour, or underlined with NO_COLOR."""
+    accepted, correction = ("", UNDERLINED) if os.environ.get("NO_COLOR") else (ACCEPTED, CORRECTION)
+    cut = step.num_accepted
+    guessed, chosen = "".join(step.texts[:cut]), "".join(step.texts[cut:])
+    return _styled(guessed, accepted) + _styled(chosen, correction)
+
+
+def _styled(text: str, style: str) -> str:
+    """Line by line, so that a colour never reaches beyond a line's end."""
+    if not style:
+        return text
+    return "\n".join(f"{style}{line}{PLAIN}" if line else "" for line in text.split("\n"))

@@ -1,0 +1,293 @@
+"""A conversation: its turns, what of it the model sees, and KV caches that are kept from turn to turn.
+
+The model is told the conversation as its chat template writes it, but replies as the tokens that it said itself: text does
+not always encode to the tokens that it was decoded from, and only the same tokens are in the caches. So a turn scores
+what is new and nothing else. Knows nothing of the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offspec.scheduler.params import SamplingParams, SpeculationParams
+
+from .engine import Engine, Message, Step
+from .errors import ContextLengthError, OffspecError, StorageError, UsageError
+from .planning import TREE_ROOM
+from .stats import Stats
+from .tokenizer import Tokenizer
+
+FILE_FORMAT, FILE_VERSION = "offspec chat", 1
+SPARE_SHARE = 4  # of the context: the most that is kept free for a reply, and what is freed where it is full
+INTERRUPTED = "interrupted"
+
+
+@dataclass
+class Turn:
+    """A message and its reply. token_ids: the reply's, as the model said them, without the end-of-text token.
+
+    finish_reason is a `Step`'s, or `interrupted`. num_dropped: turns before it that the model was not shown any more.
+    """
+
+    message: str
+    reply: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = INTERRUPTED
+    num_dropped: int = 0
+    stats: Stats | None = None
+
+    def add(self, step: Step) -> None:
+        self.reply += step.text
+        self.token_ids += step.token_ids[:-1] if step.finish_reason == "eos" else step.token_ids
+        self.finish_reason, self.stats = step.finish_reason or INTERRUPTED, step.stats
+
+
+class Session:
+    """One conversation with an engine.
+
+    drops_oldest: where the context is full, the oldest turns are not shown to the model any more (the system message
+    always is); otherwise the next message is refused. tell(text) is called before that happens.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        system: str | None = None,
+        *,
+        drops_oldest: bool = True,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Raises TokenizerError where the model has no chat template, or one that refuses a system message."""
+        if not engine.tokenizer.has_chat_template:
+            engine.tokenizer.render_chat([])  # raises, with the folder's name
+        self.engine, self.drops_oldest, self.turns = engine, drops_oldest, list[Turn]()
+        self._tell = tell
+        self._system: str | None = None
+        # What was planned for a text is taken at once; without a plan nobody knows how much that would be.
+        self._caches = engine.new_caches(engine.max_context + TREE_ROOM if engine.plan is not None else 0)
+        self.system = system
+
+    @property
+    def system(self) -> str | None:
+        """The system message. Setting it raises TokenizerError where the template refuses one."""
+        return self._system
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        if text is not None:
+            _encode(self.engine.tokenizer, text, [Turn("?")])
+        self._system = text
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the context that the last turn took, its reply included."""
+        return len(self._caches.text)
+
+    def spare(self, params: SamplingParams) -> int:
+        """Tokens that are kept free for a reply, as long as there are turns to drop."""
+        return min(params.max_new_tokens, self.engine.max_context // SPARE_SHARE)
+
+    def encode(self, turns: Sequence[Turn]) -> list[int]:
+        """Token ids of the system message and these turns, up to where the last one's reply begins."""
+        return _encode(self.engine.tokenizer, self.system, turns)
+
+    def reply(
+        self,
+        message: str,
+        params: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        *,
+        again: bool = False,
+    ) -> Generator[Step, None, None]:
+        """Answer a message, a step a pass. again: in place of the last turn, which stays if nothing comes.
+
+        Closing the iterator, or an exception in it, ends the reply and keeps what was said; a turn in which nothing was
+        said is taken back. Raises ContextLengthError or UsageError at once, NumericalError while running.
+        """
+        params = params or SamplingParams()
+        before, turn = self.turns[: len(self.turns) - again], Turn(message)
+        ids = self._fit(before, turn, params)
+        return self._run(before, turn, self.engine.generate(ids, params, speculation, caches=self._caches))
+
+    def _run(self, before: list[Turn], turn: Turn, steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
+        with closing(steps):
+            for step in steps:
+                turn.add(step)
+                self.turns = [*before, turn]
+                yield step
+
+    def _fit(self, before: Sequence[Turn], turn: Turn, params: SamplingParams) -> list[int]:
+        """The ids of as many turns as the context holds; `turn` is told how many were dropped."""
+        # What was dropped stays dropped, so that the caches' beginning stays the same from turn to turn.
+        dropped = min(before[-1].num_dropped if before else 0, len(before))
+        ids, limit, spare = self.encode([*before[dropped:], turn]), self.engine.max_context, self.spare(params)
+        turn.num_dropped = dropped
+        if not self.drops_oldest and len(ids) >= limit:
+            raise ContextLengthError(
+                f"the conversation would have {len(ids)} tokens, and the context has {limit}: save it and begin anew, take "
+                "turns back, or let the oldest be dropped"
+            )
+        if not self.drops_oldest or len(ids) + spare <= limit:
+            return ids
+        room = limit - limit // SPARE_SHARE  # some turns more than need be, or the next turn would begin anew again
+        while turn.num_dropped < len(before) and len(ids) + spare > room:
+            turn.num_dropped += 1
+            ids = self.encode([*before[turn.num_dropped :], turn])
+        if turn.num_dropped > dropped:
+            number = turn.num_dropped - dropped
+            what = "turn is" if number == 1 else f"{number} turns are"
+            self._tell(f"the context of {limit} tokens is full: the oldest {what} not shown to the model any more")
+        return ids
+
+    def undo(self) -> Turn:
+        """Take back the last turn. Raises UsageError where there is none."""
+        if not self.turns:
+            raise UsageError("there is no turn to take back")
+        return self.turns.pop()
+
+    def clear(self) -> None:
+        """Begin anew, with the same system message."""
+        self.turns = []
+
+    # ---------------------------------------------------------------------------------------- files
+
+    def save(self, path: Path, settings: Mapping[str, Any]) -> None:
+        """Write the conversation, and `settings` beside it, as JSON: all of it or nothing. Raises StorageError."""
+        turns = [{name: value for name, value in asdict(turn).items() if name != "stats"} for turn in self.turns]
+        content = {
+            "format": FILE_FORMAT,
+            "version": FILE_VERSION,
+            "model": self.engine.name,
+            "system": self.system,
+            "settings": dict(settings),
+            "turns": turns,
+        }
+        write_atomically(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Take over a saved conversation, in place of this one; returns the settings that were saved with it.
+
+        Raises UsageError for a file that is not one, with this conversation as it was. Replies keep their tokens where
+        these mean the same text here, so another model can go on, too.
+        """
+        saved = read_saved(path)
+        system, self.system = self.system, saved.system
+        try:
+            if saved.turns:
+                self.encode(saved.turns)
+        except OffspecError:
+            self._system = system
+            raise
+        self.turns = saved.turns
+        return saved.settings
+
+    def export(self, path: Path) -> None:
+        """Write the conversation as Markdown, for people. Raises StorageError."""
+        parts = [f"# {self.engine.name}"]
+        if self.system is not None:
+            parts += ["## System", self.system]
+        for turn in self.turns:
+            parts += ["## You", turn.message, "## Reply", turn.reply]
+        write_atomically(path, "\n\n".join(part.strip("\n") for part in parts) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------ to tokens
+
+
+def _messages(system: str | None, turns: Sequence[Turn], replies: Sequence[str]) -> list[Message]:
+    """The last turn's reply is still to come."""
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    for turn, reply in zip(turns, [*replies, None], strict=True):
+        messages.append({"role": "user", "content": turn.message})
+        if reply is not None:
+            messages.append({"role": "assistant", "content": reply})
+    return messages
+
+
+def _encode(tokenizer: Tokenizer, system: str | None, turns: Sequence[Turn]) -> list[int]:
+    """The template's text as ids, with the very tokens of each reply that stands in it as it was said.
+
+    A second rendering with marks instead of replies shows where they stand. From a reply on that the template changes
+    (it may strip one, or leave out its reasoning) the text is encoded as it is.
+    """
+    said = turns[:-1]
+    text = tokenizer.render_chat(_messages(system, turns, [turn.reply for turn in said]))
+    marks = [f"\ue000{i}\ue001" for i in range(len(said))]
+    rest = tokenizer.render_chat(_messages(system, turns, marks))
+    ids, context = list[int](), ""
+    done = at = 0  # text[:done] is encoded, text[:at] is understood
+    for turn, mark in zip(said, marks, strict=True):
+        before, _, rest = rest.partition(mark)
+        if not text.startswith(before + turn.reply, at):
+            break
+        start, at = at + len(before), at + len(before) + len(turn.reply)
+        if turn.token_ids and tokenizer.decode(turn.token_ids, skip_special_tokens=False) == turn.reply:
+            ids += [*tokenizer.encode_after(context, text[done:start]), *turn.token_ids]
+            done, context = at, turn.reply
+    return ids + tokenizer.encode_after(context, text[done:])
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a file holds."""
+
+    system: str | None
+    settings: dict[str, Any]
+    turns: list[Turn]
+
+
+def read_saved(path: Path) -> Saved:
+    """Read what `Session.save` wrote. Raises UsageError for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise UsageError(f"{path} cannot be read: {exc.strerror}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise UsageError(f"{path} is no saved chat: not JSON ({exc})") from exc
+    if not isinstance(content, dict) or content.get("format") != FILE_FORMAT:
+        raise UsageError(f'{path} is no saved chat: "format" is not "{FILE_FORMAT}"; give a file that /save wrote')
+    version = content.get("version")
+    if version != FILE_VERSION:
+        raise UsageError(f"{path} has version {version!r} of the format, and {FILE_VERSION} is read: update offspec")
+    system, settings, turns = (content.get(key) for key in ("system", "settings", "turns"))
+    if not (system is None or isinstance(system, str)) or not isinstance(settings, dict) or not isinstance(turns, list):
+        raise UsageError(f"{path} is damaged: system, settings or turns are not what /save writes")
+    return Saved(system, settings, [_turn(path, number, turn) for number, turn in enumerate(turns, 1)])
+
+
+def _turn(path: Path, number: int, content: Any) -> Turn:
+    kinds = {"message": str, "reply": str, "finish_reason": str, "num_dropped": int, "token_ids": list}
+    good = isinstance(content, dict) and content.keys() == kinds.keys()
+    good = good and all(isinstance(content[name], kind) for name, kind in kinds.items())
+    good = good and all(type(token) is int and 0 <= token < 2**32 for token in content["token_ids"])
+    if not good or not 0 <= content["num_dropped"] < number:
+        raise UsageError(f"{path} is damaged: turn {number} is not what /save writes")
+    return Turn(**content)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Put `text` where `path` is, all of it or nothing: a file beside it is written and renamed. Raises StorageError."""
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except (OSError, UnicodeEncodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise StorageError(f"{path} cannot be written: {reason}; nothing is lost, choose another file") from exc

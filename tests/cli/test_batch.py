@@ -1,0 +1,141 @@
+"""`offspec run --prompt-file prompts.jsonl`: every line that can be done is, once, and the others are told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offspec import Engine
+from offspec.errors import NumericalError
+
+from .conftest import Offspec, Result
+
+GOOD = (
+    '{"prompt": "hi", "id": "a"}',
+    '{"messages": [{"role": "user", "content": "sch\\u00f6n"}]}',
+    '{"prompt": "more"}',
+)
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(GOOD) + "\n\n")
+    return file
+
+
+@pytest.fixture
+def batch(source: Path, run_args: Sequence[object], offspec: Offspec) -> Run:
+    return lambda *flags: offspec(*run_args, "--prompt-file", source, *flags)
+
+
+def records(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_each_line_is_answered_as_alone(batch: Run, run_args: Sequence[object], offspec: Offspec) -> None:
+    result = batch()
+    assert (result.code, result.err) == (0, "")
+    answers = records(result.out)
+    assert [answer["line"] for answer in answers] == [1, 2, 3]
+    assert (answers[0]["id"], answers[0]["prompt"]) == ("a", "hi")
+    for answer, prompt in zip(answers, ("hi", "schön", "more"), strict=True):
+        alone = json.loads(offspec(*run_args, prompt, "--json").out)
+        same = ("text", "token_ids", "prompt_token_ids", "finish_reason", "model", "draft")
+        assert {key: answer[key] for key in same} == {key: alone[key] for key in same}
+
+
+def test_a_stopped_run_goes_on(batch: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "answers.jsonl"
+    assert batch("--output", output).out == ""
+    whole = output.read_bytes()
+    first, second, third = whole.splitlines(keepends=True)
+    output.write_bytes(first + second[:30])
+    result = batch("--output", output)
+    assert (result.code, result.out) == (0, "")
+    again = records(output.read_text())
+    assert [(a["line"], a["text"]) for a in again] == [(a["line"], a["text"]) for a in records(whole.decode())]
+    assert output.read_bytes().startswith(first)
+    assert third
+    monkeypatch.setattr(Engine, "load", None)  # nothing is left to do, so nothing is loaded
+    assert batch("--output", output).code == 0
+
+
+def test_a_broken_line_is_told_and_the_others_are_done(batch: Run, source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    lines = [GOOD[0], '{"prompt": ', *GOOD[1:]]
+    source.write_text("\n".join(lines))
+    result = batch("--output", output)
+    told, last = result.err.splitlines()
+    assert (result.code, result.out) == (1, "")
+    assert told.startswith(f"offspec: {source}, line 2: not JSON")
+    assert last.startswith(f"Error: 1 of 4 lines of {source} could not be done (2)")
+    assert [answer["line"] for answer in records(output.read_text())] == [1, 3, 4]
+    lines[1] = '{"prompt": "late"}'
+    source.write_text("\n".join(lines))
+    assert batch("--output", output).code == 0
+    assert [answer["line"] for answer in records(output.read_text())] == [1, 3, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"[1]", "not an object"),
+        (b'{"text": "x"}', "not an object with either"),
+        (b'{"prompt": "a", "messages": []}', "not an object with either"),
+        (b'{"prompt": ""}', '"prompt" is not a text'),
+        (b'{"prompt": 5}', '"prompt" is not a text'),
+        (b'{"messages": []}', '"messages" is not a list'),
+        (b'{"messages": [{"role": "user"}]}', '"messages" is not a list'),
+        (b'{"prompt": "a", "text": "b"}', "'text' is a key of the answer"),
+        (b'{"prompt": "\xff"}', "not UTF-8 text (byte 12)"),
+        (b'{"prompt": "%s"}' % (b"x" * 500), "no room for an answer"),
+        (b'{"messages": [{"role": "odd", "content": "\\ud800"}]}', "cannot be encoded"),
+    ],
+)
+def test_lines_that_cannot_be_done(line: bytes, words: str, batch: Run, source: Path) -> None:
+    source.write_bytes(line + b"\n" + GOOD[0].encode())
+    result = batch()
+    assert (result.code, [answer["line"] for answer in records(result.out)]) == (1, [2])
+    assert "line 1: " in result.err.splitlines()[0]
+    assert words in result.err.splitlines()[0]
+
+
+def test_a_failure_while_running_is_told_and_the_others_are_done(batch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = Engine.generate
+
+    def fail(self: Engine, prompt: Any, *args: Any, **more: Any) -> Any:
+        if len(prompt) > 8:
+            raise NumericalError("the logits are not finite")
+        return generate(self, prompt, *args, **more)
+
+    monkeypatch.setattr(Engine, "generate", fail)
+    result = batch()
+    assert result.code == 1
+    assert "line 2: the logits are not finite" in result.err
+    assert [answer["line"] for answer in records(result.out)] == [1, 3]
+
+
+def test_an_output_of_something_else_is_left_alone(batch: Run, source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    batch("--output", output)
+    before = output.read_bytes()
+    assert "line 1" in batch("--output", output, "--temperature", "0.5").refusal(2)
+    source.write_text(source.read_text().replace("hi", "ho"))
+    assert "give another --output" in batch("--output", output).refusal(2)
+    assert output.read_bytes() == before
+    output.write_text("notes of mine\n")
+    assert "line 1 is no answer of offspec" in batch("--output", output).refusal(2)
+    assert output.read_text() == "notes of mine\n"
+    assert "cannot be written" in batch("--output", tmp_path / "no" / "folder.jsonl").refusal(1)
+
+
+def test_what_cannot_be_meant(batch: Run, run_args: Sequence[object], offspec: Offspec, tmp_path: Path) -> None:
+    assert "not both" in batch("hi").refusal(2)
+    assert "--output takes" in offspec(*run_args, "hi", "--output", tmp_path / "x").refusal(2)
+    assert "--color-accepted" in offspec(*run_args, "hi", "--json", "--color-accepted").refusal(2)

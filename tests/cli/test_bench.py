@@ -1,0 +1,123 @@
+"""`offspec bench`: a table that fits, one JSON line, a CSV, plots; and what cannot be measured is refused beforehand."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from offspec.cli.bench import table
+
+from ..offspec.test_benchmark import REPORT
+from ..pair import Pair
+from .conftest import Offspec, Result
+
+Bench = Callable[..., Result]
+
+
+@pytest.fixture
+def bench(pair: Pair, tmp_path: Path, offspec: Offspec) -> Bench:
+    """Two short prompts of two kinds, few tokens, one repeat."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def", "kind": "code"}\n{"messages": [{"role": "user", "content": "hi"}]}\n')
+    args = ("bench", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", 6)
+    small = ("--prompts", prompts, "--budgets", "4,8", "--warmup", 0, "--repeats", 1)
+    return lambda *flags: offspec(*args, *small, *flags)
+
+
+def test_a_table_and_the_last_line_is_json(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    result = bench("--json")
+    assert (result.code, result.err) == (0, "")
+    *lines, last = result.out.splitlines()
+    told = json.loads(last)
+    assert told.keys() >= {"model", "draft", "settings", "rows", "acceptance", "num_different_texts"}
+    assert [(row["kind"], row["budget"]) for row in told["rows"]] == [
+        (kind, budget) for kind in ("code", "prompts", "all") for budget in (0, 4, 8)
+    ]
+    assert told["acceptance"].keys() == {"4", "8"}
+    assert lines[0].split()[:2] == ["prompts", "budget"]
+    assert [line.split()[:2] for line in lines[1:10]] == [
+        [row["kind"], str(row["budget"] or "plain")] for row in told["rows"]
+    ]
+    assert "all texts equal plain decoding" in result.out
+    assert "first pass included" in result.out
+    assert bench().out.count("{") == 0
+
+
+def test_a_csv_holds_every_run(bench: Bench, tmp_path: Path) -> None:
+    assert bench("--csv", tmp_path / "runs.csv").code == 0
+    with (tmp_path / "runs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["kind"], row["budget"]) for row in rows] == [
+        (kind, budget) for kind in ("code", "prompts") for budget in ("0", "4", "8")
+    ]
+    assert all(float(row["seconds"]) >= float(row["prefill_s"]) > 0 for row in rows)
+
+
+@pytest.mark.parametrize(("name", "begins"), [("passes.svg", b"<?xml"), ("passes.PNG", b"\x89PNG")])
+def test_plots(name: str, begins: bytes, bench: Bench, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert bench("--plot", tmp_path / name).code == 0
+    content = (tmp_path / name).read_bytes()
+    assert content.startswith(begins)
+    if name.endswith("svg"):
+        for title in (b"Where a pass", b"Tokens per pass against budget", b"Accepted guesses", b"Reliability"):
+            assert title in content
+    assert "cannot be written" in bench("--plot", tmp_path / "no" / name).err
+
+
+def test_without_a_draft_plain_decoding_is_measured(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    (tmp_path / "prompts.txt").write_text("hi\n\nho\n")
+    result = offspec(
+        *("bench", pair.target, "--draft", "none", "--device", "cpu", "--max-new-tokens", 3, "--prompts"),
+        *(tmp_path / "prompts.txt", "--repeats", 1, "--warmup", 0, "--json"),
+    )
+    told = json.loads(result.out.splitlines()[-1])
+    assert [(row["kind"], row["budget"]) for row in told["rows"]] == [("prompts", 0)]
+    assert told["num_runs"] == 2
+    assert "there is no draft" in result.out
+
+
+@pytest.mark.parametrize("columns", [30, 80, 110])
+def test_the_table_fits(columns: int) -> None:
+    lines = table(REPORT, columns)
+    assert max(map(len, lines)) <= columns
+    assert ("tokens/s: 1.8 (1.6-2.0)" in lines) == (columns < 100)
+    assert all(line.isascii() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (("--budgets", "0"), "plain decoding"),
+        (("--budgets", "4,many"), "many"),
+        (("--budgets", ""), "budgets"),
+        (("--repeats", "0"), "repeats"),
+        (("--warmup", "-1"), "warmup"),
+        (("--plot", "passes.gif"), ".png or .svg"),
+        (("--prompts", "no-such-file"), "no-such-file"),
+        (("--temperature", "-1"), "temperature"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
+)
+def test_what_cannot_be_meant(flags: Sequence[str], word: str, bench: Bench) -> None:
+    assert word in bench(*flags).refusal(2)
+
+
+def test_prompts_that_cannot_be_read(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"prompt": "hi"}\n{\n')
+    assert "line 2: not JSON" in bench("--prompts", file).refusal(2)
+    file.write_text("\n")
+    assert "no prompt" in bench("--prompts", file).refusal(2)
+
+
+def test_without_matplotlib_plots_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'offspec[bench]'" in bench("--plot", "x.svg").refusal(2)

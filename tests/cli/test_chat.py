@@ -1,0 +1,313 @@
+"""`offspec chat` through a pipe: replies, commands, and mistakes that are told and cost nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offspec import Engine
+from offspec.cli import chat as chat_module
+from offspec.cli.line_input import TerminalInput, is_open, open_history, unquoted
+
+from ..pair import Pair, variant
+from .conftest import Offspec, Result
+
+Talk = Callable[..., Result]
+
+
+@pytest.fixture
+def talk(pair: Pair, offspec: Offspec) -> Talk:
+    """A conversation with the tiny pair: lines in, what was shown out."""
+
+    def call(*lines: str, flags: Sequence[object] = ()) -> Result:
+        stdin = "".join(f"{line}\n" for line in lines).encode()
+        args = ("chat", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", 8, *flags)
+        return offspec(*args, stdin=stdin)
+
+    return call
+
+
+def saved(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text())
+    return content
+
+
+def test_a_pipe_drives_it(talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    result = talk("hi", "", '"""', "two", "lines", '"""', '"""one"""', f"/save {file}", "/exit", "not this")
+    assert result.code == 0
+    turns = saved(file)["turns"]
+    assert [turn["message"] for turn in turns] == ["hi", "two\nlines", "one"]
+    assert result.out == "".join(turn["reply"].rstrip("\n") + "\n" for turn in turns)
+    assert "3 turns saved" in result.err
+
+
+def test_stats_tell_what_was_prefilled(talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    result = talk("hi", "and?", "more", "/stats", f"/save {file}")
+    rows = [line.split() for line in result.out.splitlines() if line.split()[:1] in (["1"], ["2"], ["3"])]
+    prompt, new, reply = ([int(row[column]) for row in rows[-3:]] for column in (1, 2, 3))
+    assert new[0] == prompt[0]
+    for k in (1, 2):
+        held = prompt[k - 1] + reply[k - 1]  # the last one only where it was a guess, as the end of a text may be
+        assert new[k] in {prompt[k] - held, prompt[k] - held + 1}
+    assert "of 128 tokens of context used" in result.out
+
+
+def test_commands_change_the_conversation(talk: Talk, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    result = talk(
+        *("/system Be brief.", "/system", "hi", "more", f"/save {first}", "/undo", "/edit other", "/regen"),
+        *(f"/save {second}", "/clear", "/show", f"/load {first}", "/show", f"/export {tmp_path / 'talk.md'}", "/help"),
+    )
+    assert result.code == 0, result
+    assert [turn["message"] for turn in saved(first)["turns"]] == ["hi", "more"]
+    assert [turn["message"] for turn in saved(second)["turns"]] == ["other"]
+    assert saved(second)["system"] == "Be brief."
+    assert "temperature is 0, so the reply will be the same; /set temperature 0.7" in result.err
+    assert "0 turns" in result.out
+    assert ">>> more" in result.out
+    assert "## You\n\nmore" in (tmp_path / "talk.md").read_text()
+    for name in chat_module.COMMANDS:
+        assert f"\n/{name}" in f"\n{result.out}"
+
+
+def test_edit_without_a_text_takes_the_next_line(talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    assert talk("hi", "/edit", "ho", f"/save {file}", "/edit", "/stats", "last", f"/save {file}").code == 0
+    assert [turn["message"] for turn in saved(file)["turns"]] == ["ho", "last"]
+
+
+def test_settings_are_those_of_the_flags(talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    lines = [
+        "/set temperature 0.7",
+        "/set top_p 0.9",
+        '/set stop "x y" z',
+        "/set seed 5",
+        "/set budget 4",
+        "/set ignore-eos true",
+    ]
+    result = talk(*lines, "/set", "hi", f"/save {file}", flags=("--top-k", 40))
+    assert (result.code, result.err.count("Error")) == (0, 0)
+    settings = saved(file)["settings"]
+    assert settings["temperature"] == 0.7
+    assert (settings["top-p"], settings["top-k"], settings["stop"]) == (0.9, 40, ["x y", "z"])
+    assert (settings["seed"], settings["budget"], settings["ignore-eos"]) == (5, 4, True)
+    assert "stop 'x y' z" in result.out
+    again = talk(f"/load {file}", "/set seed none", "/set stop none", f"/save {file}", "/regen")
+    assert again.code == 0
+    assert saved(file)["settings"] == settings | {"seed": None, "stop": []}
+    loaded = talk(f"/save {file}", flags=("--load", file, "--seed", 9))
+    assert (loaded.code, saved(file)["settings"]["temperature"]) == (0, 0.7)
+
+
+def test_going_on_says_what_would_have_been_said(talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    whole = talk("/set temperature 0.6", "/set seed 1", "hi", f"/save {file}", "more")
+    assert talk(f"/load {file}", "more").out == whole.out.splitlines(keepends=True)[-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/set temperature hot", ("temperature", "hot")),
+        ("/set temperature -1", ("temperature", "-1")),
+        ("/set top_p 0", ("top-p", "0")),
+        ("/set seed 99999999999999999999999", ("seed",)),
+        ("/set budget many", ("budget", "many")),
+        ("/set draft-scoring foo", ("foo",)),
+        ("/set temperature", ("/set temperature 0.7",)),
+        ("/set temperature none", ("no value",)),
+        ("/set temprature 1", ("did you mean temperature?",)),
+        ("/set model x", ("no setting 'model'",)),
+        ("/set stop 'open", ("quotation",)),
+        ("/set stop ''", ("stop",)),
+        ("/regn", ("/regn", "did you mean /regen?")),
+        ("/xyzzy", ("/xyzzy", "/help")),
+        ("/undo", ("no turn",)),
+        ("/regen", ("no turn",)),
+        ("/edit", ("no turn",)),
+        ("/save", ("needs a file",)),
+        ("/load no-such-file.json", ("no-such-file.json", "cannot be read")),
+        ("/save /no/such/folder/talk.json", ("/no/such/folder", "nothing is lost")),
+        ("/export /no/such/folder/talk.md", ("/no/such/folder", "nothing is lost")),
+        ("x" * 600, ("tokens", "no room")),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_a_mistake_is_told_and_the_conversation_goes_on(
+    line: str, words: Sequence[str], talk: Talk, tmp_path: Path
+) -> None:
+    file = tmp_path / "talk.json"
+    result = talk(line, "hi", f"/save {file}")
+    errors = [text for text in result.err.splitlines() if text.startswith("Error: ")]
+    assert (result.code, len(errors)) == (1, 2), result  # the line, and the count at the end
+    for word in words:
+        assert word in errors[0]
+    assert saved(file)["settings"]["temperature"] == 0
+    assert [turn["message"] for turn in saved(file)["turns"]] == ["hi"]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"settings": {"temperature": "hot"}}, "hot"),
+        ({"settings": {"colour": 1}}, "colour"),
+        ({"version": 9}, "version 9"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_changes_nothing(
+    change: dict[str, Any], word: str, talk: Talk, tmp_path: Path
+) -> None:
+    file, after = tmp_path / "talk.json", tmp_path / "after.json"
+    talk("hi", f"/save {file}")
+    file.write_text(json.dumps(saved(file) | change))
+    result = talk("/system kept", "ho", f"/load {file}", f"/save {after}")
+    assert word in result.err
+    assert str(file) in result.err
+    assert (saved(after)["system"], [turn["message"] for turn in saved(after)["turns"]]) == ("kept", ["ho"])
+    assert word in talk(flags=("--load", file)).err
+
+
+def test_even_our_own_mistakes_do_not_lose_the_conversation(
+    talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = chat_module.Chat.answer
+
+    def answer(self: Any, message: str, **more: Any) -> None:
+        if message == "fail":
+            raise RuntimeError("out of memory\nand more")
+        reply(self, message, **more)
+
+    monkeypatch.setattr(chat_module.Chat, "answer", answer)
+    result = talk("hi", "fail", f"/save {tmp_path / 'talk.json'}")
+    assert "Error: RuntimeError: out of memory and more (unexpected; -v shows where)" in result.err
+    assert len(saved(tmp_path / "talk.json")["turns"]) == 1
+    assert "Traceback" in talk("fail", flags=("-v",)).err
+
+
+def test_a_full_context_is_told_beforehand(talk: Talk) -> None:
+    result = talk(*(f"message {number}" for number in range(10)))
+    assert result.code == 0
+    warned = result.err.index("tokens of context are used; when it is full, the oldest turns will be left out")
+    assert warned < result.err.index("not shown to the model any more")
+    stopped = talk(*(f"message {number}" for number in range(12)), flags=("--when-full", "stop"))
+    assert stopped.code == 1
+    assert "messages will be refused" in stopped.err
+    assert "Error: the conversation would have" in stopped.err
+
+
+def test_a_reply_that_is_cut_says_so(talk: Talk) -> None:
+    result = talk("hi")
+    assert "(cut at 8 tokens; /set max-new-tokens N allows more)" in result.err
+
+
+def test_lines_that_are_no_text(pair: Pair, offspec: Offspec) -> None:
+    result = offspec("chat", pair.target, "--draft", "none", "--device", "cpu", stdin=b"\xff\n/stats\n")
+    assert "is not UTF-8" in result.err
+    assert "0 of 128" in result.out
+
+
+def test_what_cannot_chat_is_refused(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    folder = variant(pair.target, tmp_path / "model")
+    (folder / "tokenizer_config.json").unlink()
+    assert "chat template" in offspec("chat", folder, "--draft", "none", stdin=b"hi\n").refusal(1)
+    assert "temperature" in offspec("chat", pair.target, "--temperature", "-1", stdin=b"hi\n").refusal(2)
+    assert "when-full" in offspec("chat", pair.target, "--when-full", "go", stdin=b"hi\n").refusal(2)
+
+
+def test_ctrl_c_stops_the_reply_only(talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a signal would come: in the middle of the second pass."""
+    walk, calls = Engine.generate, []
+
+    def generate(self: Engine, *args: Any, **more: Any) -> Any:
+        for number, step in enumerate(walk(self, *args, **more)):
+            calls.append(number)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            yield step
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    file = tmp_path / "talk.json"
+    result = talk("hi", "go on", f"/save {file}", flags=("--budget", 0))
+    assert result.code == 0
+    assert "(stopped; what was said stays)" in result.err
+    first, second = saved(file)["turns"]
+    assert (first["finish_reason"], second["finish_reason"]) == ("interrupted", "length")
+    assert len(first["token_ids"]) == 1
+
+
+# ------------------------------------------------------------------------------------------------ the line editor
+
+
+@pytest.mark.parametrize(
+    ("text", "goes_on", "meant"),
+    [
+        ("hi", False, "hi"),
+        ('"""', True, None),
+        ('"""a\nb', True, None),
+        ('"""a\nb"""', False, "a\nb"),
+        ('"""\n a\n"""  ', False, " a"),
+        ('""""""', False, ""),
+        ('""""', True, None),
+        ('a """', False, 'a """'),
+    ],
+)
+def test_quotes(text: str, goes_on: bool, meant: str | None) -> None:
+    assert is_open(text) == goes_on
+    if meant is not None:
+        assert unquoted(text) == meant
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="prompt_toolkit has no pipe input there")
+def test_keys(tmp_path: Path) -> None:
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    history = tmp_path / "deep" / "history"
+    assert open_history(history)
+    with create_pipe_input() as keys:
+        lines = TerminalInput(
+            history, lambda text: ["/regen"] if text == "/re" else [], source=keys, sink=DummyOutput()
+        )
+        keys.send_text("hi\r")
+        assert lines.read() == "hi"
+        keys.send_text('"""two\rlines"""\r')
+        assert unquoted(lines.read()) == "two\nlines"
+        keys.send_text("a\x1b\rb\r")
+        assert lines.read() == "a\nb"
+        keys.send_text("\x1b[200~pasted\nlines\n\x1b[201~\r")
+        assert lines.read() == "pasted\nlines\n"
+        keys.send_text("/re\t\r")
+        assert lines.read() == "/regen"
+        keys.send_text("!\r")
+        assert lines.read("proposed") == "proposed!"
+        keys.send_text("\x1b[A\r")
+        assert lines.read() == "proposed!"
+        keys.send_text("\x04")
+        with pytest.raises(EOFError):
+            lines.read()
+        keys.send_text("x\x03")
+        with pytest.raises(KeyboardInterrupt):
+            lines.read()
+    assert "+proposed!" in history.read_text()
+    if sys.platform != "win32":
+        assert history.stat().st_mode & 0o077 == 0
+    assert not open_history(tmp_path)
+
+
+def test_completions(tmp_path: Path, pair: Pair) -> None:
+    (tmp_path / "talk.json").touch()
+    values = chat_module.Values(chat_module.command, {"temperature": 0.0, "top_p": 1.0, "top_k": 0})
+    chat = chat_module.Chat(None, values)  # type: ignore[arg-type]
+    assert list(chat.completions("/s")) == ["/system", "/set", "/show", "/stats", "/save"]
+    assert list(chat.completions("/set to")) == ["top-k", "top-p"]
+    assert list(chat.completions(f"/load {tmp_path}/ta")) == [str(tmp_path / "talk.json")]
+    assert list(chat.completions("/load /no/such/")) == []
+    assert list(chat.completions("hello /s")) == []

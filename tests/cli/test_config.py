@@ -1,0 +1,117 @@
+"""Settings: flags win over the environment, over the file, over defaults; what nobody knows is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Offspec
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    found = tmp_path / "config.toml"
+    monkeypatch.setenv("OFFSPEC_CONFIG", str(found))
+    return found
+
+
+def told(offspec: Offspec, *names: str) -> dict[str, Any]:
+    result = offspec("config", *names, "--json")
+    assert (result.code, result.err) == (0, "")
+    return {row["key"]: row for row in json.loads(result.out)["settings"]}
+
+
+def test_the_strongest_wins(file: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not file.exists()
+    monkeypatch.setenv("OFFSPEC_CONFIG", "")
+    assert told(offspec, "chat")["temperature"] == {
+        "key": "temperature", "value": 0.0, "source": "default", "commands": []
+    }  # fmt: skip
+    monkeypatch.setenv("OFFSPEC_CONFIG", str(file))
+    file.write_text('temperature = 0.5\nstop = ["a", "b"]\n[chat]\ntemperature = 0.6\n')
+    assert (told(offspec, "run")["temperature"]["value"], told(offspec, "chat")["temperature"]["value"]) == (0.5, 0.6)
+    assert told(offspec, "chat")["stop"] == {"key": "stop", "value": ["a", "b"], "source": str(file), "commands": []}
+    monkeypatch.setenv("OFFSPEC_TEMPERATURE", "0.7")
+    found = told(offspec, "chat")["temperature"]
+    assert (found["value"], found["source"]) == ("0.7", "OFFSPEC_TEMPERATURE")
+    monkeypatch.setenv("OFFSPEC_CHAT_TEMPERATURE", "0.8")
+    assert told(offspec, "chat")["temperature"]["source"] == "OFFSPEC_CHAT_TEMPERATURE"
+    assert told(offspec, "run")["temperature"]["source"] == "OFFSPEC_TEMPERATURE"
+
+
+def test_settings_reach_a_command_and_flags_win(
+    file: Path, run_args: Any, pair: Any, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(f"model = '{pair.target}'\ndraft = 'none'\nseed = 5\nraw = true\nmax_new_tokens = 3\n")
+    monkeypatch.setenv("OFFSPEC_DEVICE", "cpu")
+    answer = json.loads(offspec("run", "--json", stdin=b"hi").out)
+    assert (answer["model"], answer["draft"], answer["seed"]) == (str(pair.target), None, 5)
+    assert len(answer["token_ids"]) == 3
+    flagged = json.loads(offspec(*run_args, "hi", "--seed", 6, "--json").out)
+    assert (flagged["seed"], flagged["draft"], len(flagged["token_ids"])) == (6, str(pair.draft), 12)
+
+
+def test_the_table_says_where_commands_differ(file: Path, offspec: Offspec) -> None:
+    file.write_text("[chat]\ntemperature = 0.7\n")
+    lines = offspec("config").out.splitlines()
+    assert lines[0] == str(file)
+    assert any(line.split() == ["temperature", "0.7", str(file), "chat"] for line in lines)
+    assert any(line.startswith("temperature ") and "0.0" in line and "default" in line for line in lines)
+
+
+def test_a_file_that_is_not_there_yet(offspec: Offspec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("OFFSPEC_CONFIG")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert "config.toml (not there yet)" in offspec("config").out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("temprature = 1", ("'temprature'", "did you mean 'temperature'?")),
+        ("[chat]\nprompt-file = 'x'", ("offspec chat does not have", "prompt-file")),
+        ("[chta]\ntemperature = 1", ("no command [chta]", "did you mean 'chat'?")),
+        ("temperature = 'hot'", ("temperature: 'hot'",)),
+        ("temperature = [1]", ("temperature: [1] is no value",)),
+        ("temperature = true", ("temperature: true is neither",)),
+        ("ram = 20", ("ram:", "no unit")),
+        ("dtype = 'int3'", ("dtype:", "int3")),
+        ("temperature = ", ("are not TOML",)),
+    ],
+)
+def test_what_cannot_be_meant(content: str, words: tuple[str, ...], file: Path, offspec: Offspec) -> None:
+    file.write_text(content)
+    for arguments in (("config",), ("run", "builtin", "hi")):
+        message = offspec(*arguments).refusal(2)
+        assert str(file) in message
+        for word in words:
+            assert word in message
+    assert offspec("--help").code == 0
+
+
+def test_variables_that_cannot_be_meant(offspec: Offspec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "no command 'chta'" in offspec("config", "chta").refusal(2)
+    monkeypatch.setenv("OFFSPEC_CONFIG", str(tmp_path / "none.toml"))
+    assert "none.toml cannot be read" in offspec("config").refusal(2)
+    monkeypatch.setenv("OFFSPEC_CONFIG", "")
+    monkeypatch.setenv("OFFSPEC_TEMP", "1")
+    assert "OFFSPEC_TEMP: no command has a setting 'temp'" in offspec("config").refusal(2)
+    monkeypatch.delenv("OFFSPEC_TEMP")
+    monkeypatch.setenv("OFFSPEC_CHAT_TOP_P", "7")
+    assert "OFFSPEC_CHAT_TOP_P: top-p:" in offspec("config").refusal(2)
+    assert "OFFSPEC_CHAT_TOP_P" in offspec("chat", stdin=b"").refusal(2)
+
+
+def test_the_shell_completes_commands_and_flags(offspec: Offspec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_OFFSPEC_COMPLETE", "bash_source")
+    assert "_OFFSPEC_COMPLETE=bash_complete" in offspec().out
+    monkeypatch.setenv("_OFFSPEC_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "offspec ch")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert offspec().out.splitlines() == ["plain,chat"]
+    monkeypatch.setenv("COMP_WORDS", "offspec run --temp")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    assert offspec().out.splitlines() == ["plain,--temperature"]

@@ -1,0 +1,145 @@
+"""What a person watches goes to a terminal only, fits it, and is gone when the text comes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offspec import Stats, Step
+from offspec.cli import terminal
+from offspec.cli.terminal import LoadingBar, PassLine, first_pass_shown, marked
+
+from .conftest import Offspec
+
+STEP = Step([1, 2, 3], "ab\ncd", Stats(), None, 2, ("a", "b\nc", "d"))
+
+
+def engine(layer: int = 0, moved: int = 0, layers: int = 80) -> Any:
+    """What the line reads of an engine."""
+    weights = SimpleNamespace(bytes_streamed=moved)
+    target = SimpleNamespace(current_layer=layer, config=SimpleNamespace(num_layers=layers), weights=weights)
+    return SimpleNamespace(target=target)
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True)
+
+
+# ------------------------------------------------------------------------------------------------ marks
+
+
+def test_guesses_and_corrections_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert marked(STEP) == "\x1b[32mab\x1b[0m\n\x1b[32mc\x1b[0m\x1b[1;33md\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert marked(STEP) == "ab\nc\x1b[4md\x1b[0m"
+
+
+def test_marks_are_for_terminals(run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = offspec(*run_args, "hi")
+    assert offspec(*run_args, "hi", "--color-accepted") == plain
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(terminal, "shows_colors", lambda: True)
+    monkeypatch.setattr("offspec.cli.run.shows_colors", lambda: True)
+    shown = offspec(*run_args, "hi", "--color-accepted")
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown.out) == plain.out
+    assert "\x1b[32m" in shown.out
+    assert "\x1b[1;33m" in shown.out
+    monkeypatch.undo()
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
+    monkeypatch.setenv("TERM", "dumb")
+    assert not terminal.shows_colors()
+
+
+def test_texts_of_tokens_are_the_text(run_args: Sequence[object], pair: Any) -> None:
+    from offspec import Engine, SamplingParams
+
+    loaded = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
+    params = SamplingParams(30, temperature=2.0, seed=1, stop=("a", "e\n"))
+    for step in loaded.generate("def", params):
+        assert "".join(step.texts) == step.text
+        assert len(step.texts) == len(step.token_ids)
+
+
+# ------------------------------------------------------------------------------------------------ the first pass
+
+
+def test_the_line_says_how_far_a_pass_is() -> None:
+    watched = engine()
+    line = PassLine(watched)
+    assert line.text(line._began + 2) == "first pass: layer 1/80"
+    watched.target.current_layer, watched.target.weights.bytes_streamed = 19, 6 * 10**9
+    assert line.text(line._began + 4) == "first pass: layer 20/80, 1.5 GB/s, 12 s left"
+
+
+@pytest.mark.parametrize("columns", [12, 80])
+def test_the_line_fits_and_is_taken_away(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_terminal(monkeypatch, columns)
+    monkeypatch.setattr(terminal, "FIRST_LOOK_S", 0.01)
+    monkeypatch.setattr(terminal, "LOOK_EVERY_S", 0.01)
+
+    def steps() -> Any:
+        while "layer" not in (said := capsys.readouterr().err) and "first pass" not in said:
+            pass  # a long first pass: until the line has been seen
+        seen.append(said)
+        yield STEP
+        yield STEP
+
+    seen: list[str] = []
+    shown = first_pass_shown(engine(9), steps())
+    assert next(shown) is STEP
+    rest = capsys.readouterr().err
+    assert rest.endswith("\r\x1b[K")
+    assert list(shown) == [STEP]
+    assert capsys.readouterr().err == ""
+    for text in (*seen, rest):
+        assert all(len(part) < columns for part in re.split(r"\r\x1b\[K", text))
+
+
+def test_nobody_watches_no_thread(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(PassLine, "start", lambda self: pytest.fail("started"))
+    assert list(first_pass_shown(engine(), iter_of(STEP))) == [STEP]
+    on_terminal(monkeypatch, 80)
+    assert list(first_pass_shown(engine(), iter_of(STEP), quiet=True)) == [STEP]
+
+
+def iter_of(*steps: Step) -> Any:
+    yield from steps
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
+@pytest.mark.parametrize("columns", [30, 100])
+def test_the_bar_tells_what_is_loaded(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_terminal(monkeypatch, columns)
+    monkeypatch.setenv("TERM", "xterm")
+    with LoadingBar("./model") as bar:
+        bar(10**9, 4 * 10**9)
+        bar(2 * 10**9, 4 * 10**9)
+        assert bar._bar is not None
+        bar._bar.refresh()
+    text = capsys.readouterr().err
+    assert "2.0/4.0" in text
+    assert ("./model" in text) == (columns >= 80)
+
+
+def test_a_model_that_is_there_at_once_has_no_bar(
+    run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_terminal(monkeypatch, 80)
+    monkeypatch.setattr(terminal, "FIRST_LOOK_S", 60)
+    assert offspec(*run_args, "hi").err == ""
+    monkeypatch.setattr(terminal, "SMALL_LOAD_BYTES", 0)
+    assert "loading" in offspec(*run_args, "hi").err
+    assert offspec(*run_args, "hi", "-q").err == ""
