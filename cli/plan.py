@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from offspec import format_size
+from offspec import PLAN_FORMATS, format_size
 
 from .options import MODEL_HELP, memory_flags, model_flags, size
 
@@ -38,7 +38,7 @@ Examples:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["bf16", "fp16", "fp32", "nf4"]),
+    type=click.Choice(PLAN_FORMATS),
     help="Plan as if the model lay in this format. [default: as it lies there]",
 )
 @click.option(

@@ -89,7 +89,7 @@ def look_ahead(
 ) -> Outlook:
     """Plan for a model that may not be here, on this machine or on one with the card `gpu`. Arguments as `Engine.load`.
 
-    form: the format to assume (`imagine.FORMATS`). Links are measured, or taken from the card's data sheet; the disk
+    form: the format to assume (`PLAN_FORMATS`). Links are measured, or taken from the card's data sheet; the disk
     is the one the model lies on. Raises MemoryLimitError where it cannot work.
     """
     notes: list[Note] = []

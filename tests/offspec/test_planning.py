@@ -11,9 +11,10 @@ import pytest
 
 from offspec.builtin import path as builtin_path
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
-from offspec.files import ModelFiles
-from offspec.imagine import FORMATS, imagine
+from offspec.files import ModelFiles, Note
+from offspec.imagine import imagine
 from offspec.loaders.hardware import Rates
+from offspec.loaders.params import PLAN_FORMATS
 from offspec.loaders.placement import Limits
 from offspec.outlook import look_ahead
 from offspec.planning import DEFAULT_CONTEXT, MIN_CONTEXT, Grant, Plan, explain, kv_bytes, make_plan
@@ -50,7 +51,9 @@ def plan(folder: Path, form: str, limits: Limits, grant: Grant | None = None) ->
 def test_a_70b_model_has_its_size(large: Path) -> None:
     files = ModelFiles.imagine(large, None, "auto", "cuda", [])
     assert files.num_parameters == 70_553_706_496  # as the hub tells of Llama 3.1 70B
-    sizes = {form: sum(layer.record.read_bytes for layer in imagine(files.config, form).layers) for form in FORMATS}
+    sizes = {
+        form: sum(layer.record.read_bytes for layer in imagine(files.config, form).layers) for form in PLAN_FORMATS
+    }
     assert sizes["fp32"] == pytest.approx(2 * sizes["bf16"], rel=1e-3)
     assert sizes["fp16"] == sizes["bf16"]
     assert sizes["bf16"] / sizes["nf4"] == pytest.approx(2 / (0.5 + 1 / 64), rel=1e-3)
@@ -115,6 +118,30 @@ def test_headers_alone_are_enough_to_plan_and_not_to_load(tmp_path: Path) -> Non
     assert ModelFiles.imagine(folder, None, "auto", "cpu", []).num_parameters == whole.num_parameters
     with pytest.raises(CheckpointError, match="truncated"):
         ModelFiles.open(folder, "auto", "cpu", [])
+
+
+def test_weights_that_are_not_all_there_are_imagined_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+    folder, notes = tmp_path / "model", list[Note]()
+    shutil.copytree(builtin_path("target"), folder)
+    file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    whole = ModelFiles.open(folder, "auto", "cpu", [])
+    content = file.read_bytes()
+    file.write_bytes(content[:100])
+    with pytest.raises(CheckpointError, match="truncated: header promises"):
+        ModelFiles.imagine(folder, None, "auto", "cpu", notes)
+    file.write_bytes(content[:9] + b"!" + content[10:])
+    with pytest.raises(CheckpointError, match="the file is damaged"):
+        ModelFiles.imagine(folder, None, "auto", "cpu", notes)
+    assert not notes
+    file.write_text("version https://git-lfs.github.com/spec/v1\n")
+    imagined = [ModelFiles.imagine(folder, None, "auto", "cpu", notes)]
+    file.rename(folder / "model-00001-of-00002.safetensors")
+    imagined.append(ModelFiles.imagine(folder, None, "auto", "cpu", notes))
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}))
+    imagined.append(ModelFiles.imagine(folder, None, "auto", "cpu", notes))
+    assert {files.num_parameters for files in imagined} == {whole.num_parameters}
+    told = [note.text for note in notes if note.text.startswith("sizes of model")]
+    assert told == ["sizes of model as bf16, from config.json alone (its weights are not all there)"] * 3
 
 
 def test_an_outlook_for_a_card_that_is_not_here(large: Path) -> None:
