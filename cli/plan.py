@@ -79,7 +79,7 @@ def describe(outlook: Outlook) -> list[str]:
     ]
     limits = [placement.limits.device, placement.limits.ram] if on_gpu else [placement.limits.ram]
     rows.append(["may be used", *(format_size(limit or 0) for limit in limits)])
-    return [outlook.title, "", *_table([head, *rows]), "", *_where(outlook), *_seconds(outlook)]
+    return [outlook.title, "", *_table([head, *rows]), "", outlook.where, *_seconds(outlook)]
 
 
 def _cell(number: int) -> str:
@@ -94,19 +94,6 @@ def _table(rows: list[list[str]]) -> list[str]:
         )
         for row in rows
     ]
-
-
-def _where(outlook: Outlook) -> list[str]:
-    plan = outlook.plan
-    if not plan.placement.streamed:
-        return [f"All {len(plan.layers)} layers stay in memory; nothing is moved in a pass."]
-    tiers = (
-        ("stay", plan.placement.resident),
-        ("wait in RAM", plan.placement.in_ram),
-        ("come from disk", plan.placement.on_disk),
-    )
-    where = ", ".join(f"{len(layers)} {name}" for name, layers in tiers if layers)
-    return [f"Of {len(plan.layers)} layers {where}; each pass moves {format_size(plan.stream_bytes)}."]
 
 
 def _seconds(outlook: Outlook) -> list[str]:

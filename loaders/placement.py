@@ -158,18 +158,21 @@ def predict_pass_s(placement: Placement, layers: Sequence[LayerCost], rates: Pas
     """Seconds of one pass in the steady state: the ring is played through, slot by slot, and the third pass is timed."""
     on_disk, streamed = set(placement.on_disk), set(placement.streamed)
     now = disk_free = link_free = began = 0.0
-    freed = deque([0.0] * placement.num_slots)
+    freed, host_freed = deque([0.0] * placement.num_slots), deque([0.0] * placement.num_host_slots)
     # The ring reads ahead, so a layer's transfer begins as soon as link and slot are free, whatever is computing.
     for _ in range(3):
         began = now
         for i, compute_s in enumerate(rates.compute_s):
             if i in streamed:
-                begins, nbytes = freed.popleft(), layers[i].read_bytes
-                arrived = begins
+                arrived, nbytes = freed.popleft(), layers[i].read_bytes
                 if i in on_disk:
-                    disk_free = arrived = max(disk_free, begins) + nbytes / rates.disk_bytes_per_s
+                    begins = host_freed.popleft() if host_freed else arrived
+                    disk_free = max(disk_free, begins) + nbytes / rates.disk_bytes_per_s
+                    arrived = max(arrived, disk_free)
                 if rates.host_to_device_bytes_per_s is not None:
                     link_free = arrived = max(link_free, arrived) + nbytes / rates.host_to_device_bytes_per_s
+                if i in on_disk and placement.num_host_slots:
+                    host_freed.append(arrived)
                 now = max(now, arrived) + compute_s
                 freed.append(now)
             else:

@@ -97,14 +97,13 @@ class StoredModel:
         layers = [StoredLayer({name: w.to(device) for name, w in layer.weights.items()}) for layer in self.layers]
         return StoredModel(layers, {name: w.to(device) for name, w in self.shared.items()})
 
-    def scratch_elements(self, placement: Placement, dtype: torch.dtype) -> int:
-        """Elements of the largest matrix that is not multiplied as it lies there."""
-        streamed = {id(self.layers[i]) for i in placement.streamed}
+    def scratch_elements(self, streamed: Collection[int], dtype: torch.dtype) -> int:
+        """Elements of the largest matrix that is not multiplied as it lies there, where the layers `streamed` are."""
         made = (
             prod(weight.shape)
-            for layer in self.layers
+            for index, layer in enumerate(self.layers)
             for weight in layer.weights.values()
-            if is_packed(weight) or (id(layer) in streamed and len(weight.shape) > 1 and not _is_ready(weight, dtype))
+            if is_packed(weight) or (index in streamed and len(weight.shape) > 1 and not _is_ready(weight, dtype))
         )
         return max(made, default=0)
 
@@ -160,7 +159,7 @@ class TieredWeights:
         progress: Progress | None = None,
     ) -> None:
         self._model, self._placement, self._dtype, self._device = model.to(device), placement, dtype, device
-        num_elements = model.scratch_elements(placement, dtype)
+        num_elements = model.scratch_elements(placement.streamed, dtype)
         self.scratch = torch.empty(num_elements, dtype=dtype, device=device) if num_elements else None
         self._reader = reader or FileReader()
         self.bytes_streamed = 0

@@ -106,7 +106,7 @@ class Engine:
         # Headers and tokenizers of both first, so that what cannot work is refused before gigabytes are read.
         pair = open_pair(model, draft, revision=revision, dtype=dtype, device_type=place.type, notes=notes)
         plan = plan_here(pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context))
-        link = measure_link(plan, pair.target, place) if plan.placement.streamed else None
+        link = measure_link(plan, pair.target, place)
         notes += explain(plan, link)
         engine = cls(
             load_decoder(pair.target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress),

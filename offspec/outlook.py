@@ -15,7 +15,7 @@ from offspec.loaders.units import format_quantity, format_size
 
 from .files import Note, choose_device, imagine_pair
 from .imagine import format_of
-from .planning import Grant, Plan, explain, plan_here
+from .planning import Grant, Plan, explain, plan_here, tell_tiers
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,12 @@ class Outlook:
     rates: Rates
     pass_s: dict[int, float]
     notes: list[Note]
+
+    @property
+    def where(self) -> str:
+        """How many layers lie where, in a sentence."""
+        told = tell_tiers(self.plan)
+        return f"{told[0].upper()}{told[1:]}."
 
     def rows(self) -> list[tuple[str, int, int]]:
         """(what, bytes beside the arithmetic, bytes of RAM) of everything that is planned, and the sums."""
