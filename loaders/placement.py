@@ -86,43 +86,41 @@ def place(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits) ->
 
 
 def _place_on_cpu(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits) -> Placement:
-    needs = [(item.name, item.on_device + item.on_host) for item in items]
-    resident, rest, num_slots, used = _fill("RAM", limits.ram, layers, needs, [c.resident_bytes for c in layers])
-    return Placement(resident, (), rest, num_slots, 0, _slot_bytes(layers), tuple(items), limits, 0, used)
+    needs, slot_bytes = [(item.name, item.on_device + item.on_host) for item in items], _slot_bytes(layers)
+    resident, rest, num_slots, used = _fill("RAM", limits.ram, [c.resident_bytes for c in layers], needs, slot_bytes)
+    return Placement(resident, (), rest, num_slots, 0, slot_bytes, tuple(items), limits, 0, used)
 
 
 def _place_on_gpu(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, device: int) -> Placement:
-    needs = [(item.name, item.on_device) for item in items]
-    resident, rest, num_slots, used = _fill("VRAM", device, layers, needs, [c.resident_bytes for c in layers])
+    needs, slot_bytes = [(item.name, item.on_device) for item in items], _slot_bytes(layers)
+    resident, rest, num_slots, used = _fill("VRAM", device, [c.resident_bytes for c in layers], needs, slot_bytes)
     needs = [(item.name, item.on_host) for item in items]
-    left = [layers[i] for i in rest]
-    kept, on_disk, host_slots, used_ram = _fill("RAM", limits.ram, left, needs, [c.slot_bytes for c in left])
+    sizes = [layers[i].slot_bytes for i in rest]
+    kept, on_disk, host_slots, used_ram = _fill("RAM", limits.ram, sizes, needs, slot_bytes)
     in_ram, on_disk = tuple(rest[i] for i in kept), tuple(rest[i] for i in on_disk)
-    return Placement(
-        resident, in_ram, on_disk, num_slots, host_slots, _slot_bytes(layers), tuple(items), limits, used, used_ram
-    )
+    return Placement(resident, in_ram, on_disk, num_slots, host_slots, slot_bytes, tuple(items), limits, used, used_ram)
 
 
 def _fill(
-    tier: str, limit: int, layers: Sequence[LayerCost], needs: Sequence[tuple[str, int]], sizes: Sequence[int]
+    tier: str, limit: int, sizes: Sequence[int], needs: Sequence[tuple[str, int]], slot_bytes: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-    """Fill one tier: which layers stay in it, which do not, how many slots these need, and the bytes used in all."""
+    """Fill one tier with layers of these sizes: which stay in it, which do not, how many slots these need, all bytes used."""
     taken = sum(size for _, size in needs)
-    kept, num_slots = _keep(layers, sizes, limit - taken)
+    kept, num_slots = _keep(sizes, limit - taken, slot_bytes)
     if kept is None:
-        raise MemoryLimitError(_refusal(tier, limit, layers, needs))
-    rest = tuple(i for i in range(len(layers)) if i not in kept)
-    return kept, rest, num_slots, taken + num_slots * _slot_bytes(layers) + sum(sizes[i] for i in kept)
+        raise MemoryLimitError(_refusal(tier, limit, needs, slot_bytes))
+    rest = tuple(i for i in range(len(sizes)) if i not in kept)
+    return kept, rest, num_slots, taken + num_slots * slot_bytes + sum(sizes[i] for i in kept)
 
 
-def _keep(layers: Sequence[LayerCost], sizes: Sequence[int], room: int) -> tuple[tuple[int, ...] | None, int]:
+def _keep(sizes: Sequence[int], room: int, slot_bytes: int) -> tuple[tuple[int, ...] | None, int]:
     """The most layers that fit in `room` beside slots for the others, and how many slots; None where none fit."""
     if sum(sizes) <= room:
-        return tuple(range(len(layers))), 0
+        return tuple(range(len(sizes))), 0
     for num_slots in (MAX_SLOTS, MIN_SLOTS):
-        left = room - num_slots * _slot_bytes(layers)
-        for count in range(len(layers) - 1, -1, -1):
-            chosen = spread(len(layers), count)
+        left = room - num_slots * slot_bytes
+        for count in range(len(sizes) - 1, -1, -1):
+            chosen = spread(len(sizes), count)
             if sum(sizes[i] for i in chosen) <= left:
                 return chosen, num_slots
     return None, 0
@@ -132,9 +130,9 @@ def _slot_bytes(layers: Sequence[LayerCost]) -> int:
     return max((layer.slot_bytes for layer in layers), default=0)
 
 
-def _refusal(tier: str, limit: int, layers: Sequence[LayerCost], needs: Sequence[tuple[str, int]]) -> str:
+def _refusal(tier: str, limit: int, needs: Sequence[tuple[str, int]], slot_bytes: int) -> str:
     slots = f"{MIN_SLOTS} layers in flight"
-    wanted = [*needs, (slots, MIN_SLOTS * _slot_bytes(layers))]
+    wanted = [*needs, (slots, MIN_SLOTS * slot_bytes)]
     parts = ", ".join(f"{name} {format_size(size)}" for name, size in sorted(wanted, key=lambda need: -need[1]) if size)
     return (
         f"{format_size(max(limit, 0))} of {tier} are too little: at least {format_size(sum(size for _, size in wanted))} are needed "

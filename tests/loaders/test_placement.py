@@ -107,6 +107,14 @@ def test_a_gpu_spills_to_ram_then_to_disk() -> None:
     assert tight.num_host_slots == 3
 
 
+def test_the_slots_in_ram_are_as_large_as_those_on_the_device() -> None:
+    """The largest layer stays on the device here, but every slot has its size."""
+    costs = [LayerCost(n, n, 2 * n) for n in (40, 40, 50, 40, 40)]
+    placed = place(costs, [], Limits(250, 125))
+    assert (placed.resident, placed.in_ram, placed.on_disk) == ((2,), (), (0, 1, 3, 4))
+    assert (placed.num_host_slots, placed.slot_bytes, placed.ram_bytes) == (2, 50, 100)
+
+
 def test_a_refusal_has_the_numbers_and_the_remedy() -> None:
     with pytest.raises(MemoryLimitError) as refused:
         place(layers(12), ITEMS, Limits(None, 4 * GB))
