@@ -115,7 +115,14 @@ def look_ahead(
     plan = plan_here(target, guesser, hardware, Grant(vram, ram, context))
     folder = target.checkpoint.path
     file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size, default=folder)
-    measured = measure_rates(place, target.dtype, file, seconds=0.5, progress=progress)
+    measured = measure_rates(
+        place,
+        target.dtype,
+        file,
+        widths=widths,
+        beside_reads=bool(plan.placement.on_disk) and place.type == "cpu",
+        progress=progress,
+    )
     rates = measured if known is None else replace(known.rates(), disk_bytes_per_s=measured.disk_bytes_per_s)
     if disk_bytes_per_s is not None:
         rates = replace(rates, disk_bytes_per_s=disk_bytes_per_s)

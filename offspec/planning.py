@@ -23,7 +23,7 @@ from offspec.loaders.units import format_quantity, format_seconds, format_size
 from .config import ModelConfig
 from .errors import MemoryLimitError, UsageError
 from .files import ModelFiles, Note
-from .model import EMBEDDING, activation_bytes
+from .model import EMBEDDING, HEAD_ROWS, activation_bytes
 
 DEFAULT_CONTEXT = 4096
 MIN_CONTEXT = 512  # below that a smaller default would not help anybody
@@ -53,19 +53,22 @@ class Plan:
     num_parameters: int
     layer_elements: int
     packed_elements: int
+    head_elements: int
 
     def predict_pass_s(self, rates: Rates, width: int) -> float:
         """Seconds of one pass over `width` tokens (chain and tree) in the steady state."""
-        return self._pass_s(rates, _layer_s(self, rates, width))
+        head_s = self.head_elements * _seconds_per_element(rates.matmul_flops, min(width, HEAD_ROWS))
+        return self._pass_s(rates, _layer_s(self, rates, width), head_s)
 
     def link_s(self, rates: Rates) -> float:
         """Seconds of a pass in which nothing is computed: what moving the streamed layers takes."""
         return self._pass_s(rates, 0.0)
 
-    def _pass_s(self, rates: Rates, layer_s: float) -> float:
+    def _pass_s(self, rates: Rates, layer_s: float, head_s: float = 0.0) -> float:
         disk = rates.disk_bytes_per_s or math.inf
         link = rates.host_to_device_bytes_per_s if self.placement.limits.device is not None else None
-        return predict_pass_s(self.placement, self.layers, PassRates((layer_s,) * len(self.layers), disk, link))
+        compute_s = (*(layer_s for _ in self.layers[1:]), layer_s + head_s)
+        return predict_pass_s(self.placement, self.layers, PassRates(compute_s, disk, link))
 
 
 def make_plan(target: ModelFiles, draft: ModelFiles | None, limits: Limits, grant: Grant, program_bytes: int) -> Plan:
@@ -164,6 +167,7 @@ def _plan_for(context: int, target: ModelFiles, draft: ModelFiles | None, limits
         target.num_parameters,
         sum(math.prod(w.shape) for w in weights) // len(costs),
         sum(math.prod(w.shape) for w in packed) // len(costs),
+        target.config.vocab_size * target.config.hidden_size,
     )
 
 
