@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from offspec.builtin import path as builtin_path
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
@@ -17,7 +18,7 @@ from offspec.loaders.hardware import Rates
 from offspec.loaders.params import PLAN_FORMATS
 from offspec.loaders.placement import Limits
 from offspec.outlook import look_ahead
-from offspec.planning import DEFAULT_CONTEXT, MIN_CONTEXT, Grant, Plan, explain, kv_bytes, make_plan
+from offspec.planning import DEFAULT_CONTEXT, MIN_CONTEXT, Grant, Plan, explain, kv_bytes, make_plan, measure_link
 
 GIB = 2**30
 LLAMA_70B = {
@@ -92,6 +93,24 @@ def test_a_default_context_shrinks_to_what_fits_one_asked_for_does_not(large: Pa
 
 def test_the_kv_cache_of_a_70b_model(large: Path) -> None:
     assert kv_bytes(ModelFiles.imagine(large, None, "auto", "cuda", []).config, 4096, 2) == 4096 * 327_680
+
+
+def test_what_a_pass_is_made_of(large: Path) -> None:
+    """Arithmetic alone: every matrix of the layers once, the head for as many rows as a verdict looks at first."""
+    planned = plan(large, "bf16", Limits(200 * GIB, 64 * GIB))
+    rates = Rates(matmul_flops={1: 1e12, 1000: 1e12})
+    in_layers, head = 70_553_706_496 - 2 * 128256 * 8192, 128256 * 8192
+    for width, head_rows in ((8, 8), (512, 64)):
+        expected_s = 2 * (width * in_layers + head_rows * head) / 1e12
+        assert planned.predict_pass_s(rates, width) == pytest.approx(expected_s, rel=1e-3)
+
+
+def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offspec.planning.measure_host_to_device", lambda device, seconds: 25e9)
+    files, device = ModelFiles.imagine(large, "nf4", "auto", "cuda", []), torch.device("cuda")
+    streamed, resident = (plan(large, "nf4", Limits(vram, 64 * GIB)) for vram in (24 * GIB, 80 * GIB))
+    assert measure_link(streamed, files, device) == pytest.approx(25e9, rel=0.01)
+    assert measure_link(resident, files, device) is None  # and no infinity, which JSON does not have
 
 
 def test_what_was_decided_is_said(large: Path) -> None:
