@@ -360,10 +360,9 @@ def measure_dequantise(
     num_blocks = shape[0] * shape[1] // 64
     nested = Nested(torch.linspace(-1, 1, 256), torch.ones(-(-num_blocks // 256)), 0.0, 256)
     stored = Weight4bit("weight", Layout4bit(shape, "nf4", 64, nested), ()).to(device)
-    matrices = itertools.cycle(
-        stored.bind([_any_bytes(shape[0] * shape[1] // 2, device), _any_bytes(num_blocks, device)])
-        for _ in range(num_weights)
-    )
+    parts = (shape[0] * shape[1] // 2, num_blocks)
+    bound = [stored.bind([_any_bytes(nbytes, device) for nbytes in parts]) for _ in range(num_weights)]
+    matrices = itertools.cycle(bound)
     out, row = torch.zeros(shape, dtype=dtype, device=device), _filled((1, shape[1]), dtype, device)
     seconds_each = _typical_s(
         device, lambda: next(matrices).dequantize(dtype, out), seconds, before=lambda: F.linear(row, out)
@@ -372,7 +371,7 @@ def measure_dequantise(
 
 
 def _any_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(nbytes, dtype=torch.int64).mul_(37).to(torch.uint8).to(device)
+    return torch.arange(256, dtype=torch.uint8).mul_(37).repeat(-(-nbytes // 256))[:nbytes].to(device)
 
 
 # ------------------------------------------------------------------------------------------------ clocks
