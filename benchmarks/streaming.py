@@ -141,8 +141,10 @@ def run_one(folder: Path, ram: int, widths: list[int], repeats: int) -> dict[str
     """Everything that is measured within one grant of RAM."""
     files = ModelFiles.open(folder, "bf16", "cpu", [])
     largest = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    rates = measure_rates(CPU, files.dtype, largest, seconds=1.5)
     plan = plan_here(files, None, read_hardware(CPU), Grant(ram=ram, context=CONTEXT))
+    rates = measure_rates(
+        CPU, files.dtype, largest, widths=widths, beside_reads=bool(plan.placement.on_disk), seconds=1.5
+    )
     began = time.perf_counter()
     decoder = load_decoder(files, plan.placement, CPU, EMBEDDING)
     load_s = time.perf_counter() - began

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from offspec import format_seconds, format_size
+from offspec import PLAN_FORMATS, format_seconds, format_size
 
 from .options import MODEL_HELP, memory_flags, model_flags, size
 
 if TYPE_CHECKING:
     from offspec.outlook import Outlook
-    from offspec.planning import Plan
 
 WIDTHS = (1, 16, 64, 256, 512)
 
@@ -39,7 +38,7 @@ Examples:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["bf16", "fp16", "fp32", "nf4"]),
+    type=click.Choice(PLAN_FORMATS),
     help="Plan as if the model lay in this format. [default: as it lies there]",
 )
 @click.option(
@@ -80,7 +79,7 @@ def describe(outlook: Outlook) -> list[str]:
     ]
     limits = [placement.limits.device, placement.limits.ram] if on_gpu else [placement.limits.ram]
     rows.append(["may be used", *(format_size(limit or 0) for limit in limits)])
-    return [outlook.title, "", *_table([head, *rows]), "", *_where(outlook), *_seconds(outlook), *_gains(outlook)]
+    return [outlook.title, "", *_table([head, *rows]), "", outlook.where, *_seconds(outlook), *_gains(outlook)]
 
 
 def _cell(number: int) -> str:
@@ -97,22 +96,6 @@ def _table(rows: list[list[str]]) -> list[str]:
     ]
 
 
-def _where(outlook: Outlook) -> list[str]:
-    plan = outlook.plan
-    if not plan.placement.streamed:
-        return [f"All {len(plan.layers)} layers stay in memory; nothing is moved in a pass."]
-    return [f"Of {len(plan.layers)} layers {_tiers(plan)}; each pass moves {format_size(plan.stream_bytes)}."]
-
-
-def _tiers(plan: Plan) -> str:
-    tiers = (
-        ("stay", plan.placement.resident),
-        ("wait in RAM", plan.placement.in_ram),
-        ("come from disk", plan.placement.on_disk),
-    )
-    return ", ".join(f"{len(layers)} {name}" for name, layers in tiers if layers)
-
-
 def _gains(outlook: Outlook) -> list[str]:
     """What each 8 GiB more would bring, or that nothing would."""
     if not outlook.plan.placement.streamed:
@@ -123,7 +106,7 @@ def _gains(outlook: Outlook) -> list[str]:
 
     now = format_seconds(outlook.plan.predict_pass_s(outlook.rates, GAIN_WIDTH))
     lines = [
-        f"  {format_size(gain.more_bytes):>6} more {gain.memory:<4}  {format_seconds(gain.pass_s):>7}  {_tiers(gain.plan)}"
+        f"  {format_size(gain.more_bytes):>6} more {gain.memory:<4}  {format_seconds(gain.pass_s):>7}  {gain.plan.tiers}"
         for gain in outlook.gains
     ]
     return ["", f"A pass of {GAIN_WIDTH} tokens takes {now}; it would take with", *lines]

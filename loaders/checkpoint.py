@@ -21,7 +21,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn, TypeGuard
 
-from offspec.errors import CheckpointError
+from offspec.errors import CheckpointError, MissingWeightsError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -104,7 +104,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path | str, *, headers_only: bool = False) -> Checkpoint:
-        """Reads the folder's JSON files and safetensors headers. Raises CheckpointError.
+        """Reads the folder's JSON files and safetensors headers. Raises CheckpointError, MissingWeightsError for one.
 
         headers_only: the files may end behind their headers, as when only these were fetched, to plan with.
         """
@@ -139,9 +139,9 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
     return _download(model, revision, HUB_PATTERNS if weights else ("config.json", INDEX_FILE))
 
 
-def fault(where: Path, what: str) -> CheckpointError:
+def fault(where: Path, what: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
     """A one-line CheckpointError, also where a path has line breaks in it."""
-    return CheckpointError(" ".join(f"{where}: {what}".splitlines()))
+    return kind(" ".join(f"{where}: {what}".splitlines()))
 
 
 def show(value: object) -> str:
@@ -233,7 +233,7 @@ def _find_tensors(folder: Path, names: frozenset[str], *, headers_only: bool) ->
         return read_header(folder / SINGLE_FILE, headers_only=headers_only)
     if INDEX_FILE in names:
         return _read_shards(folder, headers_only=headers_only)
-    raise fault(folder, _why_no_weights(names))
+    raise fault(folder, _why_no_weights(names), MissingWeightsError)
 
 
 def _why_no_weights(names: frozenset[str]) -> str:
@@ -285,7 +285,8 @@ def _refuse_missing(folder: Path, shards: dict[str, Path]) -> None:
                 missing.append(shard)
     if missing:
         count = f"{len(missing)} of {len(shards)} shards missing"
-        raise fault(folder, f"lacks {show(missing[0])}, which {INDEX_FILE} names ({count}); download it again")
+        what = f"lacks {show(missing[0])}, which {INDEX_FILE} names ({count}); download it again"
+        raise fault(folder, what, MissingWeightsError)
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
@@ -332,7 +333,8 @@ def _read_header_bytes(path: Path) -> tuple[bytes, int]:
 
 def _header_length(path: Path, start: bytes, file_bytes: int) -> int:
     if start == _LFS_POINTER:
-        raise fault(path, "is a git-lfs pointer, not the weights; run `git lfs pull` in its folder")
+        what = "is a git-lfs pointer, not the weights; run `git lfs pull` in its folder"
+        raise fault(path, what, MissingWeightsError)
     if len(start) < _LENGTH_BYTES:
         raise fault(path, f"is no safetensors file: {file_bytes} bytes have no room for a header; download it again")
     header_bytes: int = struct.unpack("<Q", start[:_LENGTH_BYTES])[0]

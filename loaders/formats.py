@@ -369,17 +369,22 @@ def bitsandbytes_functional() -> ModuleType:
 
 @contextmanager
 def _quiet_import() -> Iterator[None]:
-    """bitsandbytes warns of kernels that are not used here, and downloads one from the hub where it finds `kernels`."""
+    """bitsandbytes warns of kernels that are not used here, and downloads one from the hub where it finds `kernels`.
+
+    It also wraps operations that are not used here in torch.compile, which alone takes seconds to import.
+    """
     level, unused = logging.root.manager.disable, object()
-    before = sys.modules.get("kernels", unused)
+    before, compiler = sys.modules.get("kernels", unused), torch.compile
     logging.disable(logging.ERROR)
     sys.modules["kernels"] = None  # type: ignore[assignment]  # to import it is an ImportError, which it expects
+    torch.compile = lambda function, **_: function  # type: ignore[assignment]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(level)
+        torch.compile = compiler
         sys.modules.pop("kernels", None)
         if isinstance(before, ModuleType):
             sys.modules["kernels"] = before

@@ -6,13 +6,15 @@ what goes where. One figure is a short sample: other programs' work shows in it,
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,7 @@ from offspec.errors import HardwareError, OffspecError
 from .formats import Layout4bit, Nested, Weight4bit, bitsandbytes_functional
 from .hardware import Rates, read_memory
 from .readers import READ_BYTES, FileReader, HostBuffer, align_down
+from .stream import NUM_READERS
 from .units import MIB, format_size
 
 WIDTHS = (1, 8, 64, 256)
@@ -38,6 +41,7 @@ _SPARE_BYTES = 1024 * MIB  # left free on the disk, whatever is measured
 _MIN_REPEATS, _MAX_REPEATS = 3, 50
 
 Progress = Callable[[str], None]
+Reads = Callable[[], AbstractContextManager[None]]
 
 
 def measure_rates(
@@ -45,17 +49,25 @@ def measure_rates(
     dtype: torch.dtype,
     path: Path,
     *,
-    seconds: float = 1.0,
+    widths: Sequence[int] = WIDTHS,
+    beside_reads: bool = False,
+    seconds: float = 0.5,
     progress: Progress = lambda what: None,
 ) -> Rates:
     """Everything that can be measured here, each for about `seconds`; what fails is None, and `sources` says why.
 
-    path: a file to read, or a folder (see `measure_disk`). progress is told what is being measured.
+    path: a file to read, or a folder (see `measure_disk`). widths: rows of the matrix products. beside_reads: measure these
+    and NF4 while `path`, if it is a large file, is read as in a pass whose layers come from disk: readers take their share of a
+    CPU, and threads that share a matrix wait for the one that was held up. progress is told what is being measured.
     """
     if (free := read_memory().available_bytes) < ROOM_BYTES:
         why = f"not measured: only {format_size(free)} of RAM are free, and measuring takes some"
         return Rates(sources=dict.fromkeys((field.name for field in fields(Rates) if field.name != "sources"), why))
     sources: dict[str, str] = {}
+    beside_reads = beside_reads and path.is_file() and path.stat().st_size >= READ_BYTES
+
+    def reads() -> AbstractContextManager[None]:
+        return _reads_in_flight(path) if beside_reads else nullcontext()
 
     def attempt(field: str, what: str, measure: Callable[[], tuple[Any, str]]) -> Any:
         progress(what)
@@ -71,9 +83,10 @@ def measure_rates(
             "host_to_device_bytes_per_s", "link", lambda: _host_to_device(device, seconds)
         ),
         memory_bytes_per_s=attempt("memory_bytes_per_s", "memory", lambda: _memory(device, seconds)),
-        matmul_flops=attempt("matmul_flops", "matrix products", lambda: _matmul(device, dtype, seconds)) or {},
+        matmul_flops=attempt("matmul_flops", "matrix products", lambda: _matmul(device, dtype, widths, seconds, reads))
+        or {},
         dequantise_elements_per_s=attempt(
-            "dequantise_elements_per_s", "NF4", lambda: _dequantise(device, dtype, seconds)
+            "dequantise_elements_per_s", "NF4", lambda: _dequantise(device, dtype, seconds, reads)
         ),
         sources=sources,
     )
@@ -93,13 +106,18 @@ def _memory(device: torch.device, seconds: float) -> tuple[float, str]:
     return measure_memory(device, seconds=seconds), "copy within memory, bytes read and written"
 
 
-def _matmul(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[dict[int, float], str]:
+def _matmul(
+    device: torch.device, dtype: torch.dtype, widths: Sequence[int], seconds: float, reads: Reads
+) -> tuple[dict[int, float], str]:
     threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
-    return measure_matmul(device, dtype, seconds=seconds), f"{_name(dtype)}{threads}"
+    with reads():
+        return measure_matmul(device, dtype, widths, seconds=seconds), f"{_name(dtype)}{threads}"
 
 
-def _dequantise(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[float, str]:
-    return measure_dequantise(device, dtype, seconds=seconds), f"whole matrices to {_name(dtype)}, nested scales"
+def _dequantise(device: torch.device, dtype: torch.dtype, seconds: float, reads: Reads) -> tuple[float, str]:
+    bitsandbytes_functional()  # imported before anything is read beside it
+    with reads():
+        return measure_dequantise(device, dtype, seconds=seconds), f"whole matrices to {_name(dtype)}, nested scales"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -191,7 +209,7 @@ def _writing(folder: Path) -> Iterator[None]:
         raise HardwareError(f"{folder}: cannot be written to ({exc.strerror or exc}); name a file to read") from exc
 
 
-def _write(file: int, nbytes: int, seconds: float = 2.0) -> None:
+def _write(file: int, nbytes: int, seconds: float = 1.0) -> None:
     """Bytes that no file system can compress, until there are `nbytes` or the time is up; onto the disk itself."""
     block = os.urandom(READ_BYTES)
     deadline = time.perf_counter() + seconds
@@ -246,6 +264,27 @@ def _read_part(reader: FileReader, file: Path, part: range, buffers: Sequence[Ho
         began = time.perf_counter()
         nbytes = sum(pool.map(work, buffers))
         return nbytes / (time.perf_counter() - began)
+
+
+@contextmanager
+def _reads_in_flight(file: Path) -> Iterator[None]:
+    """Reads a file over and over, as a ring does, while something else is measured. Raises CheckpointError where that fails."""
+    offsets = itertools.cycle(range(0, file.stat().st_size, READ_BYTES))
+    is_over = threading.Event()
+
+    def work(reader: FileReader) -> None:
+        buffer = HostBuffer(READ_BYTES)
+        while not is_over.is_set():
+            reader.read(file, next(offsets), buffer.view, 1)
+
+    with _reading() as reader, ThreadPoolExecutor(NUM_READERS) as pool:
+        readers = [pool.submit(work, reader) for _ in range(NUM_READERS)]
+        try:
+            yield
+        finally:
+            is_over.set()
+        for one in readers:
+            one.result()
 
 
 # ------------------------------------------------------------------------------------------------ arithmetic
@@ -306,33 +345,49 @@ def measure_host_to_device(device: torch.device, *, nbytes: int = 64 * MIB, seco
 
 
 def measure_dequantise(
-    device: torch.device, dtype: torch.dtype, *, shape: tuple[int, int] = (4096, 4096), seconds: float = 1.0
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    shape: tuple[int, int] = (8192, 4096),
+    num_weights: int = 4,
+    seconds: float = 1.0,
 ) -> float:
-    """NF4 weights/s that become `dtype`, a whole matrix at a time, as a pass does it. Raises OffspecError without bitsandbytes."""
+    """NF4 weights/s that become `dtype`, a whole matrix at a time. Raises OffspecError without bitsandbytes.
+
+    As in a pass no cache holds the matrices, and between two of them the result of the last one is multiplied with.
+    """
     bitsandbytes_functional()
     num_blocks = shape[0] * shape[1] // 64
     nested = Nested(torch.linspace(-1, 1, 256), torch.ones(-(-num_blocks // 256)), 0.0, 256)
-    matrix = (
-        Weight4bit("weight", Layout4bit(shape, "nf4", 64, nested), ())
-        .to(device)
-        .bind([_any_bytes(shape[0] * shape[1] // 2, device), _any_bytes(num_blocks, device)])
+    stored = Weight4bit("weight", Layout4bit(shape, "nf4", 64, nested), ()).to(device)
+    parts = (shape[0] * shape[1] // 2, num_blocks)
+    bound = [stored.bind([_any_bytes(nbytes, device) for nbytes in parts]) for _ in range(num_weights)]
+    matrices = itertools.cycle(bound)
+    out, row = torch.zeros(shape, dtype=dtype, device=device), _filled((1, shape[1]), dtype, device)
+    seconds_each = _typical_s(
+        device, lambda: next(matrices).dequantize(dtype, out), seconds, before=lambda: F.linear(row, out)
     )
-    out = torch.empty(shape, dtype=dtype, device=device)
-    return shape[0] * shape[1] / _typical_s(device, lambda: matrix.dequantize(dtype, out), seconds)
+    return shape[0] * shape[1] / seconds_each
 
 
 def _any_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(nbytes, dtype=torch.int64).mul_(37).to(torch.uint8).to(device)
+    return torch.arange(256, dtype=torch.uint8).mul_(37).repeat(-(-nbytes // 256))[:nbytes].to(device)
 
 
 # ------------------------------------------------------------------------------------------------ clocks
 
 
-def _typical_s(device: torch.device, work: Callable[[], object], seconds: float) -> float:
-    """The median of as many runs as fit into `seconds`, a few at least unless even those take far longer."""
+def _typical_s(
+    device: torch.device, work: Callable[[], object], seconds: float, before: Callable[[], object] = lambda: None
+) -> float:
+    """The median of as many runs as fit into `seconds`, a few at least unless even those take far longer.
+
+    before: what is done before each run, and not counted.
+    """
     _seconds(device, work)  # pages are mapped, kernels chosen and clocks raised by the first run
     began, times = time.perf_counter(), list[float]()
     while len(times) < _MAX_REPEATS:
+        before()
         times.append(_seconds(device, work))
         spent = time.perf_counter() - began
         if spent > (seconds if len(times) >= _MIN_REPEATS else 2 * seconds):

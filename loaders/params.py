@@ -1,4 +1,4 @@
-"""What a user can set when a checkpoint is converted, with the defaults that the CLI shows. Imports no torch."""
+"""What a user can set when a checkpoint is converted or planned for, with the defaults that the CLI shows. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from offspec.errors import UsageError
 
 QUANT_TYPES = ("nf4", "fp4")
 CONVERT_FORMATS = (*QUANT_TYPES, "keep")
+PLAN_FORMATS = ("bf16", "fp16", "fp32", "nf4")
 
 
 @dataclass(frozen=True)

@@ -86,43 +86,41 @@ def place(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits) ->
 
 
 def _place_on_cpu(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits) -> Placement:
-    needs = [(item.name, item.on_device + item.on_host) for item in items]
-    resident, rest, num_slots, used = _fill("RAM", limits.ram, layers, needs, [c.resident_bytes for c in layers])
-    return Placement(resident, (), rest, num_slots, 0, _slot_bytes(layers), tuple(items), limits, 0, used)
+    needs, slot_bytes = [(item.name, item.on_device + item.on_host) for item in items], _slot_bytes(layers)
+    resident, rest, num_slots, used = _fill("RAM", limits.ram, [c.resident_bytes for c in layers], needs, slot_bytes)
+    return Placement(resident, (), rest, num_slots, 0, slot_bytes, tuple(items), limits, 0, used)
 
 
 def _place_on_gpu(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, device: int) -> Placement:
-    needs = [(item.name, item.on_device) for item in items]
-    resident, rest, num_slots, used = _fill("VRAM", device, layers, needs, [c.resident_bytes for c in layers])
+    needs, slot_bytes = [(item.name, item.on_device) for item in items], _slot_bytes(layers)
+    resident, rest, num_slots, used = _fill("VRAM", device, [c.resident_bytes for c in layers], needs, slot_bytes)
     needs = [(item.name, item.on_host) for item in items]
-    left = [layers[i] for i in rest]
-    kept, on_disk, host_slots, used_ram = _fill("RAM", limits.ram, left, needs, [c.slot_bytes for c in left])
+    sizes = [layers[i].slot_bytes for i in rest]
+    kept, on_disk, host_slots, used_ram = _fill("RAM", limits.ram, sizes, needs, slot_bytes)
     in_ram, on_disk = tuple(rest[i] for i in kept), tuple(rest[i] for i in on_disk)
-    return Placement(
-        resident, in_ram, on_disk, num_slots, host_slots, _slot_bytes(layers), tuple(items), limits, used, used_ram
-    )
+    return Placement(resident, in_ram, on_disk, num_slots, host_slots, slot_bytes, tuple(items), limits, used, used_ram)
 
 
 def _fill(
-    tier: str, limit: int, layers: Sequence[LayerCost], needs: Sequence[tuple[str, int]], sizes: Sequence[int]
+    tier: str, limit: int, sizes: Sequence[int], needs: Sequence[tuple[str, int]], slot_bytes: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-    """Fill one tier: which layers stay in it, which do not, how many slots these need, and the bytes used in all."""
+    """Fill one tier with layers of these sizes: which stay in it, which do not, how many slots these need, all bytes used."""
     taken = sum(size for _, size in needs)
-    kept, num_slots = _keep(layers, sizes, limit - taken)
+    kept, num_slots = _keep(sizes, limit - taken, slot_bytes)
     if kept is None:
-        raise MemoryLimitError(_refusal(tier, limit, layers, needs))
-    rest = tuple(i for i in range(len(layers)) if i not in kept)
-    return kept, rest, num_slots, taken + num_slots * _slot_bytes(layers) + sum(sizes[i] for i in kept)
+        raise MemoryLimitError(_refusal(tier, limit, needs, slot_bytes))
+    rest = tuple(i for i in range(len(sizes)) if i not in kept)
+    return kept, rest, num_slots, taken + num_slots * slot_bytes + sum(sizes[i] for i in kept)
 
 
-def _keep(layers: Sequence[LayerCost], sizes: Sequence[int], room: int) -> tuple[tuple[int, ...] | None, int]:
+def _keep(sizes: Sequence[int], room: int, slot_bytes: int) -> tuple[tuple[int, ...] | None, int]:
     """The most layers that fit in `room` beside slots for the others, and how many slots; None where none fit."""
     if sum(sizes) <= room:
-        return tuple(range(len(layers))), 0
+        return tuple(range(len(sizes))), 0
     for num_slots in (MAX_SLOTS, MIN_SLOTS):
-        left = room - num_slots * _slot_bytes(layers)
-        for count in range(len(layers) - 1, -1, -1):
-            chosen = spread(len(layers), count)
+        left = room - num_slots * slot_bytes
+        for count in range(len(sizes) - 1, -1, -1):
+            chosen = spread(len(sizes), count)
             if sum(sizes[i] for i in chosen) <= left:
                 return chosen, num_slots
     return None, 0
@@ -132,9 +130,9 @@ def _slot_bytes(layers: Sequence[LayerCost]) -> int:
     return max((layer.slot_bytes for layer in layers), default=0)
 
 
-def _refusal(tier: str, limit: int, layers: Sequence[LayerCost], needs: Sequence[tuple[str, int]]) -> str:
+def _refusal(tier: str, limit: int, needs: Sequence[tuple[str, int]], slot_bytes: int) -> str:
     slots = f"{MIN_SLOTS} layers in flight"
-    wanted = [*needs, (slots, MIN_SLOTS * _slot_bytes(layers))]
+    wanted = [*needs, (slots, MIN_SLOTS * slot_bytes)]
     parts = ", ".join(f"{name} {format_size(size)}" for name, size in sorted(wanted, key=lambda need: -need[1]) if size)
     return (
         f"{format_size(max(limit, 0))} of {tier} are too little: at least {format_size(sum(size for _, size in wanted))} are needed "
@@ -158,18 +156,21 @@ def predict_pass_s(placement: Placement, layers: Sequence[LayerCost], rates: Pas
     """Seconds of one pass in the steady state: the ring is played through, slot by slot, and the third pass is timed."""
     on_disk, streamed = set(placement.on_disk), set(placement.streamed)
     now = disk_free = link_free = began = 0.0
-    freed = deque([0.0] * placement.num_slots)
+    freed, host_freed = deque([0.0] * placement.num_slots), deque([0.0] * placement.num_host_slots)
     # The ring reads ahead, so a layer's transfer begins as soon as link and slot are free, whatever is computing.
     for _ in range(3):
         began = now
         for i, compute_s in enumerate(rates.compute_s):
             if i in streamed:
-                begins, nbytes = freed.popleft(), layers[i].read_bytes
-                arrived = begins
+                arrived, nbytes = freed.popleft(), layers[i].read_bytes
                 if i in on_disk:
-                    disk_free = arrived = max(disk_free, begins) + nbytes / rates.disk_bytes_per_s
+                    begins = host_freed.popleft() if host_freed else arrived
+                    disk_free = max(disk_free, begins) + nbytes / rates.disk_bytes_per_s
+                    arrived = max(arrived, disk_free)
                 if rates.host_to_device_bytes_per_s is not None:
                     link_free = arrived = max(link_free, arrived) + nbytes / rates.host_to_device_bytes_per_s
+                if i in on_disk and placement.num_host_slots:
+                    host_freed.append(arrived)
                 now = max(now, arrived) + compute_s
                 freed.append(now)
             else:

@@ -21,7 +21,6 @@ import torch
 from .readers import HostBuffer, Reader
 from .records import Extent, Record
 
-NUM_SLOTS = 3
 NUM_READERS = 4  # reads in flight
 
 
@@ -93,10 +92,6 @@ class Fill:
         self._done.wait()
         if self._error is not None:
             raise self._error
-
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
 
 
 class Filler(Protocol[S_in]):
@@ -171,7 +166,7 @@ class Ring(Generic[S]):
         loan = self._ahead[0]
         try:
             loan.fill.wait()
-        except Exception:
+        except Exception:  # whatever the reader raised: that fill would raise it for ever, the next to ask reads anew
             self._drop_ahead()
             raise
         loan.slot.enter()

@@ -7,7 +7,7 @@ part of it. Knows nothing of what a layer computes, nor of how the placement was
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -97,14 +97,13 @@ class StoredModel:
         layers = [StoredLayer({name: w.to(device) for name, w in layer.weights.items()}) for layer in self.layers]
         return StoredModel(layers, {name: w.to(device) for name, w in self.shared.items()})
 
-    def scratch_elements(self, placement: Placement, dtype: torch.dtype) -> int:
-        """Elements of the largest matrix that is not multiplied as it lies there."""
-        streamed = {id(self.layers[i]) for i in placement.streamed}
+    def scratch_elements(self, streamed: Collection[int], dtype: torch.dtype) -> int:
+        """Elements of the largest matrix that is not multiplied as it lies there, where the layers `streamed` are."""
         made = (
             prod(weight.shape)
-            for layer in self.layers
+            for index, layer in enumerate(self.layers)
             for weight in layer.weights.values()
-            if is_packed(weight) or (id(layer) in streamed and len(weight.shape) > 1 and not _is_ready(weight, dtype))
+            if is_packed(weight) or (index in streamed and len(weight.shape) > 1 and not _is_ready(weight, dtype))
         )
         return max(made, default=0)
 
@@ -145,6 +144,7 @@ class TieredWeights:
 
     embedding: the full name of the table that is only ever asked for by row. It stays in RAM, or on disk where layers
     do too, unless the head is tied to it. synchronous: the plain twin, which reads a layer when it is asked for.
+    progress(bytes_done, bytes_total) follows what is read before the first pass, and ends at the total.
     """
 
     def __init__(
@@ -160,31 +160,37 @@ class TieredWeights:
         progress: Progress | None = None,
     ) -> None:
         self._model, self._placement, self._dtype, self._device = model.to(device), placement, dtype, device
-        num_elements = model.scratch_elements(placement, dtype)
+        num_elements = model.scratch_elements(placement.streamed, dtype)
         self.scratch = torch.empty(num_elements, dtype=dtype, device=device) if num_elements else None
         self._reader = reader or FileReader()
         self.bytes_streamed = 0
-        self._rows: Rows | None = None
         self._pinned: list[HostBuffer] = []
-        self._done, self._progress = 0, progress
+        self._shared: dict[str, Weight] = {}
+        self._resident: dict[int, dict[str, Weight]] = {}
+        self._stream: Stream | None = None
+        self._rows = self._rows_of(embedding)
+        by_row = None if self._rows is None else self._rows.stored.name
+        shared = {n: StoredLayer({n: stored}) for n, stored in self._model.shared.items() if n != by_row}
+        read_once = placement.resident if synchronous else placement.resident + placement.in_ram
+        layers = (*shared.values(), *(self._model.layers[i] for i in read_once))
+        self._done, self._total = 0, sum(layer.record.read_bytes for layer in layers)
+        self._progress = progress
         try:
-            self._shared = self._load_shared(embedding)
-            self._resident = {i: self._load(self._model.layers[i]) for i in placement.resident}
-            self._stream = self._open_stream(synchronous) if placement.streamed else None
+            for name, layer in shared.items():
+                self._shared |= self._load(layer, torch.device("cpu") if name == embedding else device)
+            for i in placement.resident:
+                self._resident[i] = self._load(self._model.layers[i], device)
+            if placement.streamed:
+                self._stream = self._open_stream(synchronous)
             if not placement.on_disk:
                 self._reader.close()
         except BaseException:
-            self._reader.close()
+            self.close()
             raise
 
     @property
     def num_layers(self) -> int:
         return len(self._model.layers)
-
-    @property
-    def stream_bytes(self) -> int:
-        """Bytes that come through the link in every pass."""
-        return sum(self._model.layers[i].record.read_bytes for i in self._placement.streamed)
 
     @contextmanager
     def layer(self, index: int) -> Iterator[Mapping[str, Weight]]:
@@ -219,28 +225,23 @@ class TieredWeights:
 
     # ---------------------------------------------------------------------------------------- loading
 
-    def _load_shared(self, embedding: str | None) -> dict[str, Weight]:
-        loaded: dict[str, Weight] = {}
-        for name, stored in self._model.shared.items():
-            if name == embedding and self._placement.on_disk and len(stored.streamed) == 1:
-                self._rows = Rows(stored, self._reader)
-                continue
-            device = torch.device("cpu") if name == embedding else self._device
-            loaded |= self._load(StoredLayer({name: stored}), device)
-        return loaded
+    def _rows_of(self, embedding: str | None) -> Rows | None:
+        """The embedding as a table on disk, where it may stay there."""
+        stored = self._model.shared.get(embedding) if embedding is not None else None
+        if stored is None or not self._placement.on_disk or len(stored.streamed) != 1:
+            return None
+        return Rows(stored, self._reader)
 
-    def _load(self, layer: StoredLayer, device: torch.device | None = None) -> dict[str, Weight]:
+    def _load(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
         """A layer in memory of its own on the device, in the dtype of the arithmetic."""
-        buffer = read_record(self._reader, layer.record).tensor.to(device or self._device)
+        return layer.bind(self._read(layer).tensor.to(device), self._dtype, is_kept=True)
+
+    def _read(self, layer: StoredLayer) -> HostBuffer:
+        buffer = read_record(self._reader, layer.record)
         self._done += layer.record.read_bytes
         if self._progress is not None:
             self._progress(self._done, self._total)
-        return layer.bind(buffer, self._dtype, is_kept=True)
-
-    @cached_property
-    def _total(self) -> int:
-        shared = StoredLayer(self._model.shared).record.read_bytes
-        return shared + sum(self._model.layers[i].record.read_bytes for i in self._placement.resident)
+        return buffer
 
     def _open_stream(self, synchronous: bool) -> Stream:
         records = {i: self._model.layers[i].record for i in self._placement.on_disk}
@@ -256,11 +257,16 @@ class TieredWeights:
         return Ring(self._placement.on_disk, slots, DiskFiller(records, self._reader))
 
     def _open_link(self, records: Mapping[int, Record]) -> Stream:
-        in_ram = {i: read_record(self._reader, self._model.layers[i].record) for i in self._placement.in_ram}
-        disk = self._open_disk(records, self._placement.num_host_slots) if records else None
-        host_slots = [] if disk is None else [slot.buffer for slot in disk.slots]
-        self._pinned = [buffer for buffer in (*in_ram.values(), *host_slots) if pin(buffer)]
-        sizes = {i: record.nbytes for i, record in records.items()}
-        filler = DeviceFiller({i: b.tensor for i, b in in_ram.items()}, disk, sizes, self._device)
+        in_ram = {i: self._read(self._model.layers[i]) for i in self._placement.in_ram}
         slots = [DeviceSlot(self._placement.slot_bytes, self._device) for _ in range(self._placement.num_slots)]
+        sizes = {i: record.nbytes for i, record in records.items()}
+        with ExitStack() as opened:
+            disk, buffers = None, list(in_ram.values())
+            if records:
+                disk = self._open_disk(records, self._placement.num_host_slots)
+                opened.callback(disk.close)
+                buffers += [slot.buffer for slot in disk.slots]
+            self._pinned += (buffer for buffer in buffers if pin(buffer))
+            filler = DeviceFiller({i: b.tensor for i, b in in_ram.items()}, disk, sizes, self._device)
+            opened.pop_all()  # the filler closes it from here on
         return Ring(self._placement.streamed, slots, filler)

@@ -29,6 +29,7 @@ _HOMES = {
     "OffspecError": "offspec.errors",
     "CONVERT_FORMATS": "offspec.loaders.params",
     "ConvertParams": "offspec.loaders.params",
+    "PLAN_FORMATS": "offspec.loaders.params",
     "convert": "offspec.loaders.convert",
     "SEED_LIMIT": "offspec.scheduler.params",
     "format_quantity": "offspec.loaders.units",
@@ -38,6 +39,7 @@ _HOMES = {
 }
 __all__ = [
     "CONVERT_FORMATS",
+    "PLAN_FORMATS",
     "SEED_LIMIT",
     "ConvertParams",
     "Engine",
@@ -56,7 +58,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from offspec.loaders.convert import convert
-    from offspec.loaders.params import CONVERT_FORMATS, ConvertParams
+    from offspec.loaders.params import CONVERT_FORMATS, PLAN_FORMATS, ConvertParams
     from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
     from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
 

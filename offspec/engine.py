@@ -127,16 +127,14 @@ class Engine:
         place = choose_device(device, notes)
         # Headers and tokenizers of both first, so that what cannot work is refused before gigabytes are read.
         pair = open_pair(model, draft, revision=revision, dtype=dtype, device_type=place.type, notes=notes)
-        tokenizer = pair.tokenizer
         plan = plan_here(pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context))
-        link = measure_link(plan, pair.target, place) if plan.placement.streamed else None
+        link = measure_link(plan, pair.target, place)
         notes += explain(plan, link)
-        target, guesser = pair.target, pair.draft
-        rates = quick_rates(target, place, link)
+        rates = quick_rates(pair.target, place, link)
         engine = cls(
-            load_decoder(target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress),
-            tokenizer,
-            load_decoder(guesser, all_resident(guesser), place) if guesser is not None else None,
+            load_decoder(pair.target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress),
+            pair.tokenizer,
+            load_decoder(pair.draft, all_resident(pair.draft), place) if pair.draft is not None else None,
             name=model,
             draft_name=pair.draft_name,
             max_context=plan.context,
@@ -195,16 +193,7 @@ class Engine:
         text = self.encode(prompt)
         room = self.max_context - len(text)
         if room < 1:
-            planned, longest = self.max_context, self.target.config.max_context
-            where, more = (
-                ("the model's context is", "")
-                if planned == longest
-                else ("memory was planned for", f", or give --context (up to {longest})")
-            )
-            raise ContextLengthError(
-                f"the prompt has {len(text)} tokens and {where} {planned}, which leaves no room for an answer; "
-                f"shorten the prompt{more}"
-            )
+            raise ContextLengthError(self._too_long(len(text)))
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(32))
         request = _Request(
@@ -222,6 +211,16 @@ class Engine:
     def new_caches(self, capacity: int = 0) -> TextCaches:
         """Empty KV caches of one text, to be kept from request to request. capacity: tokens to make room for at once."""
         return TextCaches(self.target, self.draft, capacity)
+
+    def _too_long(self, num_tokens: int) -> str:
+        planned, longest = self.max_context, self.target.config.max_context
+        where, more = "the model's context is", ""
+        if planned < longest:
+            where, more = "memory was planned for", f", or give --context (up to {longest})"
+        return (
+            f"the prompt has {num_tokens} tokens and {where} {planned}, which leaves no room for an answer; "
+            f"shorten the prompt{more}"
+        )
 
     def drafter(
         self, model: CachedDecoder | None, sampler: Sampler, speculation: SpeculationParams, final: frozenset[int]

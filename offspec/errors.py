@@ -3,6 +3,7 @@
     OffspecError                  the message is one line: what, where, the remedy
     ├── UsageError                a value or a combination that cannot be meant
     ├── CheckpointError           a checkpoint is missing, damaged, or in a form that is not read
+    │   └── MissingWeightsError   its weights, or some of them, are not there at all
     ├── UnsupportedModelError     the architecture, or a feature of it, is not implemented
     ├── TokenizerError            the tokenizer or chat template is missing, damaged, or refuses the input
     ├── VocabularyMismatchError   draft and target do not speak the same tokens
@@ -31,6 +32,10 @@ class UsageError(OffspecError):
 
 class CheckpointError(OffspecError):
     """A checkpoint is missing, damaged, or in a form that is not read."""
+
+
+class MissingWeightsError(CheckpointError):
+    """A checkpoint's weights, or some of them, are not there at all; what is there may be sound."""
 
 
 class UnsupportedModelError(OffspecError):

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +16,13 @@ from offspec.loaders.tiers import StoredModel
 
 from . import builtin
 from .config import ModelConfig, read_config
-from .errors import CheckpointError, UnsupportedModelError, UsageError, VocabularyMismatchError
+from .errors import (
+    CheckpointError,
+    MissingWeightsError,
+    UnsupportedModelError,
+    UsageError,
+    VocabularyMismatchError,
+)
 from .imagine import format_of, imagine
 from .model import EMBEDDING, LAYER_PREFIX, check_tensors, is_ignored
 from .tokenizer import Tokenizer, check_vocabularies
@@ -47,10 +54,7 @@ class ModelFiles:
     ) -> ModelFiles:
         """Reads headers. `dtype`: auto, bf16, fp16 or fp32; what auto chose is noted. Raises OffspecError's children."""
         checkpoint = Checkpoint.open(path, headers_only=headers_only)
-        try:
-            config = read_config(checkpoint.config)
-        except (CheckpointError, UnsupportedModelError) as exc:  # target or draft? it cannot know which file it reads
-            raise type(exc)(f"{path}: {exc}") from exc
+        config = _config(path, checkpoint.config)
         ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
         stored = StoredModel.of(checkpoint, layer_prefix=LAYER_PREFIX, ignore=ignored)
         check_tensors(stored.by_name, config, path)
@@ -58,28 +62,34 @@ class ModelFiles:
 
     @classmethod
     def imagine(cls, path: Path, form: str | None, dtype: str, device_type: str, notes: list[Note]) -> ModelFiles:
-        """What `open` would give, to plan with, also where only headers or config.json are there, or for another format."""
-        if form is None and has_weights(path):
+        """What `open` would give, to plan with, also where only headers or config.json are there, or for another format.
+
+        Raises OffspecError's children, also for weights that are there and damaged.
+        """
+        why = "as asked"
+        if form is None:
             try:
                 return cls.open(path, dtype, device_type, notes, headers_only=True)
-            except CheckpointError:
-                if not (path / "config.json").is_file():
-                    raise
+            except MissingWeightsError:
+                why = "its weights are not all there"
         raw = read_config_json(path)
-        config, form = read_config(raw), form or format_of(raw)
+        config, form = _config(path, raw), form or format_of(raw)
         stored = imagine(config, form)
-        notes.append(Note(f"sizes of {path.name} as {form}, from config.json alone"))
+        notes.append(Note(f"sizes of {path.name} as {form}, from config.json alone ({why})"))
         return cls(
             Checkpoint(path, raw, {}, {}), config, stored, choose_dtype(dtype, path.name, stored, device_type, notes)
         )
 
-    @property
-    def name(self) -> str:
-        return self.checkpoint.path.name
-
     @cached_property
     def num_parameters(self) -> int:
         return count_parameters(self.stored)
+
+
+def _config(path: Path, raw: dict[str, Any]) -> ModelConfig:
+    try:
+        return read_config(raw)
+    except (CheckpointError, UnsupportedModelError) as exc:  # target or draft? it cannot know which file it reads
+        raise type(exc)(f"{path}: {exc}") from exc
 
 
 def count_parameters(stored: StoredModel) -> int:
@@ -103,10 +113,6 @@ def choose_device(wanted: str, notes: list[Note]) -> torch.device:
             f"--device {wanted}: this machine has {count} CUDA devices; use --device cpu or another number"
         )
     return torch.device("cuda", number)
-
-
-def has_weights(path: Path) -> bool:
-    return any(path.glob("*.safetensors"))
 
 
 def choose_dtype(wanted: str, name: str, stored: StoredModel, device_type: str, notes: list[Note]) -> torch.dtype:

@@ -16,7 +16,6 @@ from offspec.loaders.tiers import StoredLayer, StoredModel
 
 from .config import ModelConfig
 
-FORMATS = ("bf16", "fp16", "fp32", "nf4")
 _STORED = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _BLOCK = 64  # weights a scale; scales of 8 bit, as double quantisation leaves them
 
@@ -30,7 +29,7 @@ def format_of(config: Mapping[str, Any]) -> str:
 
 
 def imagine(config: ModelConfig, form: str) -> StoredModel:
-    """The weights of a model of this shape in the format `form` (of FORMATS); nf4 leaves what is outside the layers in bf16."""
+    """The weights of a model of this shape in the format `form` (of PLAN_FORMATS); nf4 leaves what is outside the layers in bf16."""
     layers = [_Layer(form, config.layer_shapes()).weights(f"model.layers.{i}.") for i in range(config.num_layers)]
     shared = _Layer("bf16" if form == "nf4" else form, config.shared_shapes()).weights("")
     return StoredModel([StoredLayer(layer) for layer in layers], shared)

@@ -30,9 +30,7 @@ from .rope import rotate, rotation
 LAYER_PREFIX = "model.layers."
 EMBEDDING = "model.embed_tokens.weight"
 CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; bounds activations
-MASK_ELEMENTS = (
-    2**25
-)  # query heads of a group times rows times keys in one attention; bounds its mask where the text is long
+MASK_ELEMENTS = 2**25  # heads of a group * rows * keys in one attention; bounds its mask where the text is long
 HEAD_ROWS = 64  # rows whose logits are computed together
 Weights = Mapping[str, Weight]
 IntArray = npt.NDArray[np.int64]

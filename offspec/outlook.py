@@ -15,7 +15,7 @@ from offspec.loaders.units import format_quantity, format_size
 
 from .files import ModelFiles, Note, choose_device, imagine_pair
 from .imagine import format_of
-from .planning import Grant, Plan, explain, plan_here, with_more
+from .planning import Grant, Plan, explain, plan_here, tell_tiers, with_more
 
 GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4
 GAIN_WIDTH = 64  # tokens of the pass that gains are told for
@@ -50,6 +50,12 @@ class Outlook:
     pass_s: dict[int, float]
     notes: list[Note]
     gains: list[Gain]
+
+    @property
+    def where(self) -> str:
+        """How many layers lie where, in a sentence."""
+        told = tell_tiers(self.plan)
+        return f"{told[0].upper()}{told[1:]}."
 
     def rows(self) -> list[tuple[str, int, int]]:
         """(what, bytes beside the arithmetic, bytes of RAM) of everything that is planned, and the sums."""
@@ -113,7 +119,7 @@ def look_ahead(
 ) -> Outlook:
     """Plan for a model that may not be here, on this machine or on one with the card `gpu`. Arguments as `Engine.load`.
 
-    form: the format to assume (`imagine.FORMATS`). Links are measured, or taken from the card's data sheet; the disk
+    form: the format to assume (`PLAN_FORMATS`). Links are measured, or taken from the card's data sheet; the disk
     is the one the model lies on. Raises MemoryLimitError where it cannot work.
     """
     notes: list[Note] = []
@@ -133,7 +139,14 @@ def look_ahead(
     plan = plan_here(target, guesser, hardware, Grant(vram, ram, context))
     folder = target.checkpoint.path
     file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size, default=folder)
-    measured = measure_rates(place, target.dtype, file, seconds=0.5, progress=progress)
+    measured = measure_rates(
+        place,
+        target.dtype,
+        file,
+        widths=widths,
+        beside_reads=bool(plan.placement.on_disk) and place.type == "cpu",
+        progress=progress,
+    )
     rates = measured if known is None else replace(known.rates(), disk_bytes_per_s=measured.disk_bytes_per_s)
     if disk_bytes_per_s is not None:
         rates = replace(rates, disk_bytes_per_s=disk_bytes_per_s)

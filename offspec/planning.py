@@ -24,7 +24,7 @@ from offspec.scheduler.params import MAX_NODES, MAX_ROWS
 from .config import ModelConfig
 from .errors import MemoryLimitError, UsageError
 from .files import ModelFiles, Note
-from .model import EMBEDDING, activation_bytes
+from .model import EMBEDDING, HEAD_ROWS, activation_bytes
 
 DEFAULT_CONTEXT = 4096
 MIN_CONTEXT = 512  # below that a smaller default would not help anybody
@@ -54,13 +54,29 @@ class Plan:
     num_parameters: int
     layer_elements: int
     packed_elements: int
+    head_elements: int
+
+    @property
+    def tiers(self) -> str:
+        """How many layers lie where."""
+        p = self.placement
+        tiers = (("stay", p.resident), ("wait in RAM", p.in_ram), ("come from disk", p.on_disk))
+        return ", ".join(f"{len(layers)} {name}" for name, layers in tiers if layers)
 
     def predict_pass_s(self, rates: Rates, width: int) -> float:
         """Seconds of one pass over `width` tokens (chain and tree) in the steady state."""
-        compute_s = _layer_s(self, rates, width)
+        head_s = self.head_elements * _seconds_per_element(rates.matmul_flops, min(width, HEAD_ROWS))
+        return self._pass_s(rates, _layer_s(self, rates, width), head_s)
+
+    def link_s(self, rates: Rates) -> float:
+        """Seconds of a pass in which nothing is computed: what moving the streamed layers takes."""
+        return self._pass_s(rates, 0.0)
+
+    def _pass_s(self, rates: Rates, layer_s: float, head_s: float = 0.0) -> float:
         disk = rates.disk_bytes_per_s or math.inf
         link = rates.host_to_device_bytes_per_s if self.placement.limits.device is not None else None
-        return predict_pass_s(self.placement, self.layers, PassRates((compute_s,) * len(self.layers), disk, link))
+        compute_s = (*(layer_s for _ in self.layers[1:]), layer_s + head_s)
+        return predict_pass_s(self.placement, self.layers, PassRates(compute_s, disk, link))
 
 
 def make_plan(target: ModelFiles, draft: ModelFiles | None, limits: Limits, grant: Grant, program_bytes: int) -> Plan:
@@ -113,15 +129,19 @@ def with_more(plan: Plan, target: ModelFiles, draft: ModelFiles | None, *, vram:
     return _plan_for(plan.context, target, draft, Limits(device, limits.ram + ram), program.on_host - WORKSPACE_BYTES)
 
 
-def measure_link(plan: Plan, target: ModelFiles, device: torch.device) -> float:
-    """Bytes/s at which the streamed layers can come, by a measurement of half a second for each link they come through."""
-    moved, seconds = plan.stream_bytes, 0.0
-    if on_disk := sum(plan.layers[i].read_bytes for i in plan.placement.on_disk):
+def measure_link(plan: Plan, target: ModelFiles, device: torch.device) -> float | None:
+    """Bytes/s at which the streamed layers can come, by a measurement of half a second for each link they come through.
+
+    None where nothing is streamed.
+    """
+    disk = link = None
+    if plan.placement.on_disk:
         file = target.stored.layers[plan.placement.on_disk[0]].record.extents[0].path
-        seconds = on_disk / measure_disk(file, seconds=0.5).bytes_per_s
-    if device.type == "cuda" and (rate := measure_host_to_device(device, seconds=0.3)):
-        seconds = max(seconds, moved / rate)
-    return moved / seconds if seconds else math.inf
+        disk = measure_disk(file, seconds=0.5).bytes_per_s
+    if plan.placement.streamed:
+        link = measure_host_to_device(device, seconds=0.3)
+    seconds = plan.link_s(Rates(disk_bytes_per_s=disk, host_to_device_bytes_per_s=link))
+    return plan.stream_bytes / seconds if seconds else None
 
 
 def quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: float | None) -> Rates:
@@ -137,17 +157,19 @@ def quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: floa
 
 def explain(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note]:
     """What was decided, in words."""
-    p = plan.placement
-    notes = [Note(f"context {plan.context} tokens (room for the KV cache was made for as many)")]
-    if not p.streamed:
-        return [*notes, Note("all layers stay in memory (they fit)")]
-    tiers = [("stay", p.resident), ("wait in RAM", p.in_ram), ("come from disk", p.on_disk)]
-    where = ", ".join(f"{len(layers)} {name}" for name, layers in tiers if layers)
-    moved = f"{format_size(plan.stream_bytes)} are moved in each pass"
+    where = tell_tiers(plan)
     if link_bytes_per_s is not None:
         seconds = format_seconds(plan.stream_bytes / link_bytes_per_s)
-        moved += f", which takes {seconds} at {format_quantity(link_bytes_per_s, 'B/s')} (measured)"
-    return [*notes, Note(f"of {len(plan.layers)} layers {where}: {moved}")]
+        where += f", which takes {seconds} at {format_quantity(link_bytes_per_s, 'B/s')} (measured)"
+    return [Note(f"context {plan.context} tokens (room for the KV cache was made for as many)"), Note(where)]
+
+
+def tell_tiers(plan: Plan) -> str:
+    """How many layers lie where, and what of them is moved."""
+    p, num_layers = plan.placement, len(plan.layers)
+    if not p.streamed:
+        return f"all {num_layers} layers stay in memory; nothing is moved in a pass"
+    return f"of {num_layers} layers {plan.tiers}; each pass moves {format_size(plan.stream_bytes)}"
 
 
 def all_resident(model: ModelFiles) -> Placement:
@@ -170,6 +192,7 @@ def _plan_for(context: int, target: ModelFiles, draft: ModelFiles | None, limits
         target.num_parameters,
         sum(math.prod(w.shape) for w in weights) // len(costs),
         sum(math.prod(w.shape) for w in packed) // len(costs),
+        target.config.vocab_size * target.config.hidden_size,
     )
 
 
@@ -215,8 +238,7 @@ def _items(
 
 def _scratch_bytes(model: ModelFiles) -> int:
     """The largest matrix that is not multiplied as it is stored, wherever its layer will lie."""
-    everywhere = Placement((), (), tuple(range(model.config.num_layers)), 0, 0, 0, (), Limits(None, 0), 0, 0)
-    return model.stored.scratch_elements(everywhere, model.dtype) * model.dtype.itemsize
+    return model.stored.scratch_elements(range(model.config.num_layers), model.dtype) * model.dtype.itemsize
 
 
 def resident_bytes(model: ModelFiles) -> int:

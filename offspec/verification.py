@@ -1,7 +1,9 @@
 """Shows that speculative text is plain decoding's, token for token. Knows nothing of the terminal.
 
 Each prompt is decoded plainly once per temperature; then the same request runs with every budget, scoring and draft
-asked for, and the token ids are compared. A difference is explained: how far apart the target held the two tokens.
+asked for, and the token ids are compared. A random draft's guesses are worth nothing, so that a text takes a pass for each
+token: it is left after some passes, each over a whole tree. A difference is explained: how far apart the target held the
+two tokens.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -129,12 +132,14 @@ def verify(
     prompts: Sequence[str],
     settings: Sequence[Setting],
     *,
-    max_new_tokens: int = 32,
+    max_new_tokens: int = 16,
+    random_passes: int = 4,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Compare every setting with plain decoding on every prompt. progress(settings done, settings in all).
 
+    random_passes: after how many passes a text is left where the draft is random.
     Raises UsageError where a setting asks for the engine's own draft and it has none.
     """
     engines = {draft: _with_draft(engine, draft) for draft in {setting.draft for setting in settings}}
@@ -147,14 +152,16 @@ def verify(
         key = (setting.temperature, setting.top_p)
         if key not in plain:
             plain[key] = [
-                _tokens(engine, prompt, p, SpeculationParams(budget=0))[0]
+                _run(engine, prompt, p, SpeculationParams(budget=0)).tokens
                 for prompt, p in zip(ids, params, strict=True)
             ]
+        max_passes = random_passes if setting.draft == "random" else None
         num_tokens = num_passes = 0
         for i, (prompt, p, wanted) in enumerate(zip(ids, params, plain[key], strict=True)):
-            found, passes = _tokens(engines[setting.draft], prompt, p, setting.speculation())
-            num_tokens, num_passes = num_tokens + len(found), num_passes + passes
-            report.differences += _differences(engine, setting, i, prompt, p, wanted, found)
+            found = _run(engines[setting.draft], prompt, p, setting.speculation(), max_passes)
+            num_tokens, num_passes = num_tokens + len(found.tokens), num_passes + found.num_passes
+            compared = wanted[: len(found.tokens)] if found.was_left else wanted
+            report.differences += _differences(engine, setting, i, prompt, p, compared, found.tokens)
         report.num_tokens += num_tokens
         report.settings.append(setting)
         report.tokens_per_pass.append(num_tokens / num_passes)
@@ -180,12 +187,27 @@ def _random_draft(engine: Engine) -> Decoder:
     return random_decoder(shape, seed=0, dtype=engine.target.dtype, device=engine.target.device)
 
 
-def _tokens(
-    engine: Engine, prompt: Sequence[int], params: SamplingParams, speculation: SpeculationParams
-) -> tuple[list[int], int]:
-    """(token ids, passes) of one request."""
-    steps = list(engine.generate(prompt, params, speculation))
-    return [token for step in steps for token in step.token_ids], steps[-1].stats.num_passes
+@dataclass(frozen=True)
+class _Text:
+    """What one request gave; was_left: the rest was not waited for."""
+
+    tokens: list[int]
+    num_passes: int
+    was_left: bool
+
+
+def _run(
+    engine: Engine,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    speculation: SpeculationParams,
+    max_passes: int | None = None,
+) -> _Text:
+    with closing(engine.generate(prompt, params, speculation)) as request:
+        steps = list(itertools.islice(request, max_passes))
+    tokens = [token for step in steps for token in step.token_ids]
+    was_left = len(steps) == max_passes and steps[-1].finish_reason is None
+    return _Text(tokens, steps[-1].stats.num_passes, was_left)
 
 
 def _differences(

@@ -103,6 +103,7 @@ def test_prompts_limit_and_random_draft(pair: Pair, verify_args: Sequence[object
         ("--top-p", "0"),
         ("--max-prompts", "0"),
         ("--max-new-tokens", "0"),
+        ("--random-passes", "0"),
         ("--seed", str(2**64)),
         ("--prompts", "no-such-file"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -510,3 +511,14 @@ def test_no_quant_state_is_a_traceback(
         assert open_with(folder, changed)[NAME].shape == (8, 64)
     else:
         refusal(folder, changed)
+
+
+@pytest.mark.slow
+def test_bitsandbytes_is_imported_without_the_compiler() -> None:
+    """Of a process of its own: what it would be wrapped in takes seconds to import, and is left as it was."""
+    code = (
+        "import sys, torch; before = torch.compile; from offspec.loaders.formats import bitsandbytes_functional as f; "
+        "f().dequantize_4bit; print(torch.compile is before, 'torch._inductor.compile_fx' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("True False\n", "")

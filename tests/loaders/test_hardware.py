@@ -9,7 +9,8 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -515,7 +516,64 @@ def test_a_gpus_time_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_dequantising() -> None:
     pytest.importorskip("bitsandbytes")
-    assert measure.measure_dequantise(CPU, torch.float32, shape=(64, 96), seconds=0.02) > 0
+    assert measure.measure_dequantise(CPU, torch.float32, shape=(64, 96), num_weights=2, seconds=0.02) > 0
+
+
+def test_what_comes_before_a_run_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_seconds", lambda device, work: work() or 2e-3)
+    done: list[str] = []
+    work, before = lambda: done.append("work"), lambda: done.append("before")
+    assert measure._typical_s(CPU, work, seconds=0.01, before=before) == 2e-3
+    assert done == ["work", *(["before", "work"] * (len(done) // 2))]
+
+
+def test_reads_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole file is read over and over, and no more of it afterwards."""
+    file, reads, read = tmp_path / "shard", list[int](), FileReader.read
+    file.write_bytes(bytes(5 * MIB + 5))
+    monkeypatch.setattr(measure, "READ_BYTES", MIB)
+
+    def spy(self: FileReader, path: Path, offset: int, out: memoryview, least: int) -> None:
+        read(self, path, offset, out, least)
+        reads.append(offset)
+
+    monkeypatch.setattr(FileReader, "read", spy)
+    deadline = time.monotonic() + 60
+    with measure._reads_in_flight(file):
+        while len(reads) < 20 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    so_far = len(reads)
+    assert set(reads) == set(range(0, 6 * MIB, MIB))
+    file.unlink()
+    with pytest.raises(FileNotFoundError), measure._reads_in_flight(file):
+        pass
+    assert len(reads) == so_far >= 20
+
+
+@pytest.mark.parametrize(("num_bytes", "num_measured_beside"), [(1000, 0), (MIB, 2)])
+def test_arithmetic_is_measured_beside_reads_of_a_large_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, num_measured_beside: int
+) -> None:
+    file, beside = tmp_path / "shard", list[Path]()
+    file.write_bytes(bytes(num_bytes))
+
+    @contextmanager
+    def reads(path: Path) -> Iterator[None]:
+        beside.append(path)
+        yield
+
+    monkeypatch.setattr(measure, "READ_BYTES", MIB)
+    monkeypatch.setattr(measure, "_reads_in_flight", reads)
+    monkeypatch.setattr(measure, "measure_matmul", lambda device, dtype, widths, seconds: dict.fromkeys(widths, 1.0))
+    monkeypatch.setattr(measure, "measure_dequantise", lambda device, dtype, seconds: 2.0)
+    monkeypatch.setattr(measure, "measure_memory", lambda device, seconds: 3.0)
+    monkeypatch.setattr(measure, "bitsandbytes_functional", lambda: None)
+    ask = partial(measure.measure_rates, CPU, torch.float32, file, widths=(2, 5), seconds=0.01)
+    assert ask().matmul_flops == {2: 1.0, 5: 1.0}
+    assert beside == []
+    rates = ask(beside_reads=True)
+    assert (rates.matmul_flops, rates.dequantise_elements_per_s) == ({2: 1.0, 5: 1.0}, 2.0)
+    assert beside == [file] * num_measured_beside
 
 
 def test_one_measurement_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

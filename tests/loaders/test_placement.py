@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -106,6 +107,14 @@ def test_a_gpu_spills_to_ram_then_to_disk() -> None:
     assert tight.num_host_slots == 3
 
 
+def test_the_slots_in_ram_are_as_large_as_those_on_the_device() -> None:
+    """The largest layer stays on the device here, but every slot has its size."""
+    costs = [LayerCost(n, n, 2 * n) for n in (40, 40, 50, 40, 40)]
+    placed = place(costs, [], Limits(250, 125))
+    assert (placed.resident, placed.in_ram, placed.on_disk) == ((2,), (), (0, 1, 3, 4))
+    assert (placed.num_host_slots, placed.slot_bytes, placed.ram_bytes) == (2, 50, 100)
+
+
 def test_a_refusal_has_the_numbers_and_the_remedy() -> None:
     with pytest.raises(MemoryLimitError) as refused:
         place(layers(12), ITEMS, Limits(None, 4 * GB))
@@ -136,3 +145,12 @@ def test_a_pass_takes_the_slowest_link_s_time_or_the_computing_s() -> None:
     assert predict(on_gpu, costs, 0.01, GB, 10 * GB) == pytest.approx(1.2, rel=0.01)
     from_disk = place(costs, [], Limits(3 * GB, 9 * GB))
     assert predict(from_disk, costs, 0.01, GB, 10 * GB) == pytest.approx(len(from_disk.on_disk), rel=0.01)
+
+
+def test_the_disk_reads_into_ram_while_other_layers_come_from_there() -> None:
+    costs = layers(24)
+    placed = replace(
+        place(costs, [], Limits(2 * GB, 40 * GB)), in_ram=tuple(i for i in range(24) if i % 8), on_disk=(0, 8, 16)
+    )
+    placed = replace(placed, num_host_slots=3)
+    assert predict(placed, costs, 0.0, GB, 10 * GB) == pytest.approx(3.0, rel=0.01)  # the disk rests at no time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from safetensors.torch import save_file
 from offspec.errors import CheckpointError
 from offspec.loaders.checkpoint import Checkpoint
 from offspec.loaders.placement import Limits, Placement
-from offspec.loaders.readers import FileReader
+from offspec.loaders.readers import FileReader, HostBuffer
+from offspec.loaders.stream import HostSlot
 from offspec.loaders.tiers import StoredModel, TieredWeights
 from offspec.loaders.weights import WeightSource
 
-from .fakes import Tensors, open_with, toy_tensors
+from .fakes import FakeReader, Tensors, open_with, toy_tensors
 
 CPU = torch.device("cpu")
 EMBEDDING = "model.embed.weight"
@@ -89,13 +91,50 @@ def test_ignored_tensors_are_not_read(tmp_path: Path) -> None:
         weights.shared("tied.head")
 
 
-def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resident", [ALL, SOME])
+@pytest.mark.parametrize("embedding", [None, EMBEDDING])
+def test_progress_ends_at_the_total(tmp_path: Path, embedding: str | None, resident: tuple[int, ...]) -> None:
+    """Also where two tensors that are loaded lie around a third that is not, and where a table stays on disk."""
     seen: list[tuple[int, int]] = []
-    tiered(open_with(tmp_path, toy_tensors()), progress=lambda done, total: seen.append((done, total)))
+    tensors = toy_tensors() | {name: torch.ones(3000) for name in ("model.a", "model.b", "model.c")}
+    weights = tiered(
+        open_with(tmp_path, tensors),
+        resident=resident,
+        ignore={"model.b"},
+        embedding=embedding,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    weights.close()
     done = [entry[0] for entry in seen]
     assert done == sorted(done)
     assert len({total for _, total in seen}) == 1
     assert seen[-1][0] == seen[-1][1] > 0
+
+
+@pytest.mark.parametrize("fails", ["reading", "pinning"])
+def test_what_was_opened_is_closed_where_the_rest_fails(
+    tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link to a GPU without a GPU: the ring over the disk is open by the time that memory cannot be pinned."""
+    model = StoredModel.of(open_with(tmp_path, toy_tensors()))
+    path, opened = tmp_path / "model.safetensors", list[threading.Thread]()
+    reader = FakeReader({path: path.read_bytes()})
+    if fails == "reading":
+        reader.fail_at = model.layers[1].weights["norm"].streamed[0].offset
+
+    def refuse(buffer: HostBuffer) -> bool:
+        opened.extend(thread for thread in threading.enumerate() if thread.name.startswith("offspec-read"))
+        raise CheckpointError("told to fail")
+
+    monkeypatch.setattr("offspec.loaders.tiers.DeviceSlot", lambda nbytes, device: HostSlot(nbytes))
+    monkeypatch.setattr("offspec.loaders.tiers.pin", refuse)
+    placement = replace(placed(model, NONE), in_ram=(1,), on_disk=(0, 2), num_host_slots=2)
+    cuda = torch.device("cuda")
+    with pytest.raises(CheckpointError, match="told to fail"):
+        TieredWeights(model, placement, dtype=torch.float32, device=cuda, embedding=EMBEDDING, reader=reader)
+    assert bool(opened) == (fails == "pinning")
+    assert reader.closed
+    assert not any(thread.name.startswith("offspec") for thread in threading.enumerate())
 
 
 def test_residents_do_not_change_with_the_file(tmp_path: Path) -> None:
@@ -137,7 +176,8 @@ def test_what_is_streamed_is_counted(tmp_path: Path) -> None:
     weights = tiered(open_with(tmp_path, toy_tensors()), resident=SOME)
     for _ in range(2):
         by_full_name(weights, toy_tensors())
-    assert weights.bytes_streamed == 2 * weights.stream_bytes > 0
+    records = [layer.record for layer in StoredModel.of(Checkpoint.open(tmp_path)).layers]
+    assert weights.bytes_streamed == 2 * (records[0].read_bytes + records[2].read_bytes) > 0
     weights.close()
 
 

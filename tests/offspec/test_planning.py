@@ -8,15 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from offspec.builtin import path as builtin_path
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
-from offspec.files import ModelFiles
-from offspec.imagine import FORMATS, imagine
+from offspec.files import ModelFiles, Note
+from offspec.imagine import imagine
 from offspec.loaders.hardware import Rates
+from offspec.loaders.params import PLAN_FORMATS
 from offspec.loaders.placement import Limits
 from offspec.outlook import look_ahead
-from offspec.planning import DEFAULT_CONTEXT, MIN_CONTEXT, Grant, Plan, explain, kv_bytes, make_plan
+from offspec.planning import DEFAULT_CONTEXT, MIN_CONTEXT, Grant, Plan, explain, kv_bytes, make_plan, measure_link
 
 GIB = 2**30
 LLAMA_70B = {
@@ -50,7 +52,9 @@ def plan(folder: Path, form: str, limits: Limits, grant: Grant | None = None) ->
 def test_a_70b_model_has_its_size(large: Path) -> None:
     files = ModelFiles.imagine(large, None, "auto", "cuda", [])
     assert files.num_parameters == 70_553_706_496  # as the hub tells of Llama 3.1 70B
-    sizes = {form: sum(layer.record.read_bytes for layer in imagine(files.config, form).layers) for form in FORMATS}
+    sizes = {
+        form: sum(layer.record.read_bytes for layer in imagine(files.config, form).layers) for form in PLAN_FORMATS
+    }
     assert sizes["fp32"] == pytest.approx(2 * sizes["bf16"], rel=1e-3)
     assert sizes["fp16"] == sizes["bf16"]
     assert sizes["bf16"] / sizes["nf4"] == pytest.approx(2 / (0.5 + 1 / 64), rel=1e-3)
@@ -91,6 +95,24 @@ def test_the_kv_cache_of_a_70b_model(large: Path) -> None:
     assert kv_bytes(ModelFiles.imagine(large, None, "auto", "cuda", []).config, 4096, 2) == 4096 * 327_680
 
 
+def test_what_a_pass_is_made_of(large: Path) -> None:
+    """Arithmetic alone: every matrix of the layers once, the head for as many rows as a verdict looks at first."""
+    planned = plan(large, "bf16", Limits(200 * GIB, 64 * GIB))
+    rates = Rates(matmul_flops={1: 1e12, 1000: 1e12})
+    in_layers, head = 70_553_706_496 - 2 * 128256 * 8192, 128256 * 8192
+    for width, head_rows in ((8, 8), (512, 64)):
+        expected_s = 2 * (width * in_layers + head_rows * head) / 1e12
+        assert planned.predict_pass_s(rates, width) == pytest.approx(expected_s, rel=1e-3)
+
+
+def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offspec.planning.measure_host_to_device", lambda device, seconds: 25e9)
+    files, device = ModelFiles.imagine(large, "nf4", "auto", "cuda", []), torch.device("cuda")
+    streamed, resident = (plan(large, "nf4", Limits(vram, 64 * GIB)) for vram in (24 * GIB, 80 * GIB))
+    assert measure_link(streamed, files, device) == pytest.approx(25e9, rel=0.01)
+    assert measure_link(resident, files, device) is None  # and no infinity, which JSON does not have
+
+
 def test_what_was_decided_is_said(large: Path) -> None:
     said = [note.text for note in explain(plan(large, "nf4", Limits(24 * GIB, 64 * GIB)), 25e9)]
     assert any("context 4096" in text for text in said)
@@ -115,6 +137,30 @@ def test_headers_alone_are_enough_to_plan_and_not_to_load(tmp_path: Path) -> Non
     assert ModelFiles.imagine(folder, None, "auto", "cpu", []).num_parameters == whole.num_parameters
     with pytest.raises(CheckpointError, match="truncated"):
         ModelFiles.open(folder, "auto", "cpu", [])
+
+
+def test_weights_that_are_not_all_there_are_imagined_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+    folder, notes = tmp_path / "model", list[Note]()
+    shutil.copytree(builtin_path("target"), folder)
+    file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    whole = ModelFiles.open(folder, "auto", "cpu", [])
+    content = file.read_bytes()
+    file.write_bytes(content[:100])
+    with pytest.raises(CheckpointError, match="truncated: header promises"):
+        ModelFiles.imagine(folder, None, "auto", "cpu", notes)
+    file.write_bytes(content[:9] + b"!" + content[10:])
+    with pytest.raises(CheckpointError, match="the file is damaged"):
+        ModelFiles.imagine(folder, None, "auto", "cpu", notes)
+    assert not notes
+    file.write_text("version https://git-lfs.github.com/spec/v1\n")
+    imagined = [ModelFiles.imagine(folder, None, "auto", "cpu", notes)]
+    file.rename(folder / "model-00001-of-00002.safetensors")
+    imagined.append(ModelFiles.imagine(folder, None, "auto", "cpu", notes))
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}))
+    imagined.append(ModelFiles.imagine(folder, None, "auto", "cpu", notes))
+    assert {files.num_parameters for files in imagined} == {whole.num_parameters}
+    told = [note.text for note in notes if note.text.startswith("sizes of model")]
+    assert told == ["sizes of model as bf16, from config.json alone (its weights are not all there)"] * 3
 
 
 def test_an_outlook_for_a_card_that_is_not_here(large: Path) -> None:

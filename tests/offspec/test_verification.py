@@ -96,6 +96,20 @@ def test_the_gap_counts_logits_and_noise(temperature: float, engine: Engine, mon
     assert found.gap == pytest.approx(float(values[best] - values[second]), rel=1e-4)
 
 
+def test_a_random_draft_s_text_is_left_after_some_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = setting(draft="random")
+    whole = verify(engine, PROMPTS, [one], max_new_tokens=8, random_passes=8)
+    part = verify(engine, PROMPTS, [one], max_new_tokens=8, random_passes=3)
+    assert whole.num_tokens == 8 * len(PROMPTS) > part.num_tokens >= 3 * len(PROMPTS)
+    assert whole.is_exact
+    assert part.is_exact
+    length = len(engine.encode(PROMPTS[0]))
+    wanted = plain_tokens(engine, PROMPTS[0], one, seed=0)
+    replace_at(monkeypatch, length + 2, (wanted[2] + 1) % 256)
+    (found,) = verify(engine, PROMPTS[:1], [one], max_new_tokens=8, random_passes=3).errors
+    assert (found.token_index, found.plain_token) == (2, wanted[2])
+
+
 def test_only_16_bit_near_ties_are_excused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert NEAR_TIE[torch.float32] == 0 < NEAR_TIE[torch.float16] < NEAR_TIE[torch.bfloat16]
     prompt = engine.encode(PROMPTS[0])
@@ -124,8 +138,10 @@ def test_a_text_that_ends_early_differs(engine: Engine, monkeypatch: pytest.Monk
     real = Engine.generate
 
     def short(self: Engine, prompt: Any, params: Any, speculation: Any) -> Any:
-        found = list(real(self, prompt, params, speculation))
-        return found if speculation.budget == 0 else found[:1]
+        for step in real(self, prompt, params, speculation):
+            yield step
+            if speculation.budget:
+                return
 
     monkeypatch.setattr(Engine, "generate", short)
     report = verify(engine, PROMPTS[:1], [setting()], max_new_tokens=8)
