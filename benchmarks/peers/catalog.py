@@ -37,7 +37,8 @@ PEERS = {
         "transformers_worker.py", "safetensors", (TORCH, "transformers==5.23.0", "accelerate==1.15.0")
     ),
     "airllm": Peer("airllm_worker.py", "airllm", (TORCH, "airllm==4.0.0")),
-    "llama.cpp": Peer("llama_cpp_worker.py", "gguf", ("xllamacpp==2026.10.11549", "gguf==0.19.0", "numpy")),
+    "llama.cpp": Peer("llama_cpp_worker.py", "gguf-bf16", ("xllamacpp==2026.10.11549", "gguf==0.19.0", "numpy")),
+    "openvino": Peer("openvino_worker.py", "gguf-f16", ("openvino-genai==2026.4.1.0", "gguf==0.19.0", "numpy")),
 }
 
 # accelerate: what it keeps in RAM must leave room for a layer on its way and for torch itself.
@@ -54,6 +55,8 @@ def _drafted(number: int) -> Row:
     says = f"mmap, speculative type draft-simple, n_max={number}, p_min=0 (here the most tokens a pass), AVX2 build"
     return Row(f"llama.cpp, draft, {number}", "llama.cpp", says, {"draft_max": number, "draft_p_min": 0.0})
 
+
+_OPENVINO = "LLMPipeline of openvino-genai on the CPU, from GGUF in fp16 (its reader takes no bf16), its own precision (bf16 here)"
 
 OURS = "offspec"
 ROWS = (
@@ -72,6 +75,8 @@ ROWS = (
     Row("llama.cpp", "llama.cpp", "mmap (the default), AVX2 build", is_steady=True),
     _drafted(8),
     _drafted(16),
+    Row("openvino", "openvino", _OPENVINO, is_steady=True),
+    Row("openvino, draft, 8", "openvino", f"{_OPENVINO}; draft_model, num_assistant_tokens=8", {"draft_tokens": 8}),
 )
 
 # Who is not in ROWS, and why.

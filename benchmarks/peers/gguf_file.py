@@ -1,9 +1,10 @@
-"""Writes a Llama checkpoint (safetensors, bf16) as GGUF for llama.cpp, tensor by tensor.
+"""Writes a Llama checkpoint (safetensors, bf16) as GGUF for llama.cpp or OpenVINO, tensor by tensor.
 
-    PYTHON gguf_file.py CHECKPOINT FILE.gguf
+    PYTHON gguf_file.py CHECKPOINT FILE.gguf bf16|f16
 
-Runs in llama.cpp's environment (packages gguf and numpy). The rows of q and k are reordered: Hugging Face turns dimension i
-with i + D/2, llama.cpp 2i with 2i + 1. Weights stay bf16; norms become fp32, as llama.cpp wants them.
+Runs in the peer's environment (packages gguf and numpy). The rows of q and k are reordered: Hugging Face turns dimension i
+with i + D/2, llama.cpp 2i with 2i + 1. Weights stay bf16, or become fp16 for OpenVINO, whose reader takes no bf16; norms become
+fp32, as llama.cpp wants them.
 """
 
 from __future__ import annotations
@@ -18,41 +19,51 @@ from typing import Any
 import gguf
 import numpy as np
 
-BF16 = gguf.GGMLQuantizationType.BF16
+FILE_TYPES = {"bf16": gguf.LlamaFileType.MOSTLY_BF16, "f16": gguf.LlamaFileType.MOSTLY_F16}
 
 
-def write(folder: Path, file: Path) -> None:
+def write(folder: Path, file: Path, dtype: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     part = file.with_suffix(".part")
     writer = gguf.GGUFWriter(str(part), "llama")
+    writer.add_file_type(FILE_TYPES[dtype])
     describe(writer, config)
     add_vocabulary(writer, json.loads((folder / "tokenizer.json").read_text()), config)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     tensors = dict(stored(folder))
     for name, bits in tensors.items():
-        rows, is_matrix = bits.shape, bits.ndim == 2
-        if is_matrix:
-            told: tuple[Any, ...] = ((rows[0], 2 * rows[1]), np.dtype(np.uint8), bits.nbytes, BF16)
-        else:
-            told = (rows, np.dtype(np.float32), 4 * bits.size)
-        writer.add_tensor_info(names.get_name(name, try_suffixes=(".weight",)), *told)
+        writer.add_tensor_info(names.get_name(name, try_suffixes=(".weight",)), *told(bits, dtype))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, bits in tensors.items():
-        writer.write_tensor_data(content(name, bits, config))
+        writer.write_tensor_data(content(name, bits, config, dtype))
     writer.close()
     part.rename(file)
 
 
-def content(name: str, bits: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    """bf16 bits as uint8 rows; a norm as fp32."""
+def told(bits: np.ndarray, dtype: str) -> tuple[Any, ...]:
+    """Shape, dtype, bytes and GGUF type of what `content` makes; numpy has no bf16, so that goes as bytes."""
     if bits.ndim == 1:
-        return (bits.astype(np.uint32) << 16).view(np.float32)
+        return bits.shape, np.dtype(np.float32), 4 * bits.size
+    if dtype == "f16":
+        return bits.shape, np.dtype(np.float16), bits.nbytes
+    return (bits.shape[0], 2 * bits.shape[1]), np.dtype(np.uint8), bits.nbytes, gguf.GGMLQuantizationType.BF16
+
+
+def content(name: str, bits: np.ndarray, config: dict[str, Any], dtype: str) -> np.ndarray:
+    """A matrix's rows, as bf16's bytes or in fp16; a norm in fp32."""
+    if bits.ndim == 1:
+        return numbers(bits)
     if name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         bits = bits.reshape(heads, 2, -1, bits.shape[1]).swapaxes(1, 2).reshape(bits.shape)
-    return np.ascontiguousarray(bits).view(np.uint8)
+    return numbers(bits).astype(np.float16) if dtype == "f16" else np.ascontiguousarray(bits).view(np.uint8)
+
+
+def numbers(bits: np.ndarray) -> np.ndarray:
+    """bf16's bits as fp32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
@@ -66,7 +77,6 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         add(config["head_dim"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_vocab_size(config["vocab_size"])
 
 
@@ -104,4 +114,4 @@ def stored(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]))
+    write(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

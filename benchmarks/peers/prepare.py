@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from benchmarks.grow import SHAPES, grow
@@ -67,12 +67,12 @@ class Workshop:
     def _safetensors(self, python: Path) -> Files:
         return Files(self.grown, self.draft)
 
-    def _gguf(self, python: Path) -> Files:
-        files = Files(self.folder / f"{self.shape}.gguf", self.folder / "draft.gguf")
+    def _gguf(self, python: Path, dtype: str) -> Files:
+        files = Files(self.folder / f"{self.shape}-{dtype}.gguf", self.folder / f"draft-{dtype}.gguf")
         for source, file in ((self.grown, files.model), (self.draft, files.draft)):
             if not file.exists():
-                tell(f"{file.name} for llama.cpp")
-                subprocess.run([python, HERE / "gguf_file.py", source, file], check=True)
+                tell(f"{file.name}")
+                subprocess.run([python, HERE / "gguf_file.py", source, file, dtype], check=True)
         return files
 
     def _airllm(self, python: Path) -> Files:
@@ -88,7 +88,8 @@ class Workshop:
 
 FORMS: dict[str, Callable[[Workshop, Path], Files]] = {
     "safetensors": Workshop._safetensors,
-    "gguf": Workshop._gguf,
+    "gguf-bf16": partial(Workshop._gguf, dtype="bf16"),
+    "gguf-f16": partial(Workshop._gguf, dtype="f16"),
     "airllm": Workshop._airllm,
 }
 
