@@ -19,8 +19,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from benchmarks.grow import SHAPES
+from benchmarks.streaming import best_raw
 from offspec import builtin, parse_size
 from offspec.errors import OffspecError
+from offspec.loaders.checkpoint import Checkpoint
+from offspec.loaders.readers import READ_BYTES
+from offspec.loaders.records import Record
 
 from . import cells, report
 from .catalog import PEERS, ROWS, Row
@@ -28,6 +32,7 @@ from .cells import Terms
 from .prepare import HERE, Files, Workshop, tell
 from .truth import Truth
 
+RAW_BYTES = 2**30
 ROOM_BYTES = 2 * 2**30  # beside the weights, for a model that is to lie in RAM
 
 
@@ -49,7 +54,8 @@ def main() -> None:
         sys.exit(f"Error: {exc}")
     except KeyboardInterrupt:
         tell(f"stopped; the same command goes on, what there is stands in {results}")
-    report.publish(list(cells.stored(results)), results)
+    wanted = {cells.blank(row, number, terms).key for row in ROWS for number in range(args.prompts)}
+    report.publish([cell for cell in cells.stored(results) if cell.key in wanted], results)
 
 
 def arguments() -> argparse.Namespace:
@@ -82,10 +88,11 @@ def measure(
     ready = {row.peer: prepared(row.peer, shop) for row in rows}
     for number, prompt in enumerate(builtin.prompts()[:num_prompts]):
         ids = truth.encode(prompt)
-        for row in rows:
+        missing = [row for row in rows if cells.blank(row, number, terms).key not in done]
+        raw = raw_disk_bytes_per_s(shop.grown) if missing else 0.0
+        for row in missing:
             cell = cells.blank(row, number, terms)
-            if cell.key in done:
-                continue
+            cell.raw_disk_bytes_per_s = raw
             python, files = ready[row.peer]
             if files is None:
                 cell.status, cell.error = "failed", python
@@ -96,6 +103,12 @@ def measure(
                 cell.judgement = truth.judge(ids, cell.token_ids)
             cells.append(results, cell)
             tell(f"prompt {number + 1} of {num_prompts}, {report.line(cell)}")
+
+
+def raw_disk_bytes_per_s(checkpoint: Path) -> float:
+    """O_DIRECT reads of a GB of the checkpoint: what the disk gives just now."""
+    infos = [info for info in Checkpoint.open(checkpoint).tensors.values() if info.name.startswith("model.layers.")]
+    return best_raw(Record.of(infos).reads[: RAW_BYTES // READ_BYTES])
 
 
 def prepared(name: str, shop: Workshop) -> tuple[str, Files | None]:

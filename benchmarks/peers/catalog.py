@@ -37,8 +37,8 @@ PEERS = {
         "transformers_worker.py", "safetensors", (TORCH, "transformers==5.23.0", "accelerate==1.15.0")
     ),
     "airllm": Peer("airllm_worker.py", "airllm", (TORCH, "airllm==4.0.0")),
-    "llama.cpp": Peer("llama_cpp_worker.py", "gguf-bf16", ("xllamacpp==2026.10.11549", "gguf==0.19.0", "numpy")),
-    "openvino": Peer("openvino_worker.py", "gguf-f16", ("openvino-genai==2026.4.1.0", "gguf==0.19.0", "numpy")),
+    "llama.cpp": Peer("llama_cpp_worker.py", "gguf", ("xllamacpp==2026.10.11549", "gguf==0.19.0", "numpy")),
+    "openvino": Peer("openvino_worker.py", "openvino", ("openvino-genai==2026.4.1.0", "gguf==0.19.0", "numpy")),
 }
 
 # accelerate: what it keeps in RAM must leave room for a layer on its way and for torch itself.

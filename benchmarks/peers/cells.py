@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.streaming import drop_page_cache, memory_group
+from offspec import format_size
 
 from .catalog import Row
 from .prepare import Files
@@ -45,7 +46,8 @@ class Cell:
     """What came of a cell. status: ok, time (limit reached), memory (killed for it), or failed; `error` says more.
 
     arrivals: see workers/common.py. peak_bytes: the group's, page cache included; peak_anonymous_bytes: without it, sampled.
-    Both are the process's own resident memory, and `is_limited` false, where no group could be made.
+    Both are the process's own resident memory, and `is_limited` false, where no group could be made. raw_disk_bytes_per_s:
+    O_DIRECT reads of the checkpoint, measured before the cells of this prompt. load_average: of the minute before.
     """
 
     row: str
@@ -68,6 +70,8 @@ class Cell:
     peak_bytes: int = 0
     peak_anonymous_bytes: int = 0
     is_limited: bool = True
+    raw_disk_bytes_per_s: float = 0.0
+    load_average: float = 0.0
     judgement: Judgement | None = None
 
     @property
@@ -91,7 +95,10 @@ def blank(row: Row, prompt: int, terms: Terms) -> Cell:
     """A cell that has not run."""
     num_tokens = terms.num_steady_tokens if row.is_steady else terms.num_tokens
     now = time.strftime("%Y-%m-%d %H:%M")
-    return Cell(row.name, prompt, terms.shape, terms.ram, terms.threads, num_tokens, row.settings, now)
+    load = os.getloadavg()[0]
+    return Cell(
+        row.name, prompt, terms.shape, terms.ram, terms.threads, num_tokens, row.settings, now, load_average=load
+    )
 
 
 def run(cell: Cell, python: Path, worker: Path, files: Files, ids: list[int], terms: Terms) -> Cell:
@@ -173,8 +180,7 @@ def _read(cell: Cell, result: Path, log: str, *, is_limited: bool) -> None:
     if cell.status == "ok" and not result.exists():
         cell.status = "failed"
     if cell.status != "ok":
-        lines = [line for line in log.splitlines() if line.strip()]
-        cell.error = lines[-1][:300] if lines else "no output"
+        cell.error = _why(cell, log)
         return
     said = json.loads(result.read_text())
     peak = said.pop("peak_rss_bytes")
@@ -185,6 +191,15 @@ def _read(cell: Cell, result: Path, log: str, *, is_limited: bool) -> None:
     if len(cell.token_ids) < cell.num_tokens:
         cell.status, cell.error = "failed", f"ended after {len(cell.token_ids)} of {cell.num_tokens} tokens"
     cell.token_ids = cell.token_ids[: cell.num_tokens]
+
+
+def _why(cell: Cell, log: str) -> str:
+    if cell.status == "memory":
+        return f"killed by the kernel; it takes more than {format_size(cell.ram)}"
+    if cell.status == "time":
+        return "not done within the time limit"
+    lines = [line for line in log.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "ended without a word"
 
 
 # ------------------------------------------------------------------------------------------------ what was kept

@@ -75,6 +75,17 @@ class Workshop:
                 subprocess.run([python, HERE / "gguf_file.py", source, file, dtype], check=True)
         return files
 
+    def _openvino(self, python: Path) -> Files:
+        """The target as GGUF in fp16; of a draft OpenVINO takes only its own format, which it can write of a GGUF."""
+        files = self._gguf(python, "f16")
+        folder = self.folder / "draft-openvino"
+        if not (folder / "openvino_model.xml").exists():
+            tell("the draft in OpenVINO's own format")
+            folder.mkdir(exist_ok=True)
+            copy = shutil.copy(files.draft, folder)
+            subprocess.run([python, HERE / "workers" / "openvino_worker.py", "--convert", copy], check=True)
+        return Files(files.model, folder)
+
     def _airllm(self, python: Path) -> Files:
         """AirLLM keeps every layer in a file of its own, in a folder it chooses below the one given."""
         split = self.folder / f"{self.shape}-airllm"
@@ -88,8 +99,8 @@ class Workshop:
 
 FORMS: dict[str, Callable[[Workshop, Path], Files]] = {
     "safetensors": Workshop._safetensors,
-    "gguf-bf16": partial(Workshop._gguf, dtype="bf16"),
-    "gguf-f16": partial(Workshop._gguf, dtype="f16"),
+    "gguf": partial(Workshop._gguf, dtype="bf16"),
+    "openvino": Workshop._openvino,
     "airllm": Workshop._airllm,
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from offspec import format_size
+from offspec import format_quantity, format_size
 
 from .catalog import LEFT_OUT, OURS, ROWS
 from .cells import Cell
@@ -32,7 +32,7 @@ class Line:
     tokens_per_s: float
     worst_tokens_per_s: float
     best_tokens_per_s: float
-    times_slower: float | None
+    times_slower: float | None  # than offspec on the same prompts
     tokens_per_pass: float
     first_token_s: float
     worst_first_token_s: float
@@ -63,6 +63,7 @@ def _line(some: list[Cell], ours: list[Cell]) -> Line:
     rates = [_rate([cell]) for cell in good] or [math.nan]
     firsts = [cell.first_token_s for cell in good] or [math.nan]
     rate = _rate(good)
+    beside = [cell for cell in ours if cell.prompt in {one.prompt for one in good}]
     num_tokens = sum(len(cell.token_ids) for cell in good)
     return Line(
         row=some[0].row,
@@ -72,7 +73,7 @@ def _line(some: list[Cell], ours: list[Cell]) -> Line:
         tokens_per_s=rate,
         worst_tokens_per_s=min(rates),
         best_tokens_per_s=max(rates),
-        times_slower=_rate(ours) / rate if ours and good else None,
+        times_slower=_rate(beside) / rate if beside else None,
         tokens_per_pass=num_tokens / max(1, sum(cell.num_passes for cell in good)),
         first_token_s=statistics.median(firsts),
         worst_first_token_s=max(firsts),
@@ -126,8 +127,9 @@ def publish(found: Sequence[Cell], results: Path) -> None:
     if not found:
         sys.exit("Error: nothing has been measured yet")
     all_lines = lines(found)
-    table = markdown(all_lines)
-    summary = {"machine": machine(), "terms": terms(found), "rows": [asdict(one) for one in all_lines]}
+    said = terms(found)
+    table = markdown(all_lines, said)
+    summary = {"machine": machine(), "terms": said, "rows": [asdict(one) for one in all_lines]}
     results.with_suffix(".json").write_text(json.dumps(summary, indent=1))
     results.with_suffix(".md").write_text(table)
     plot(all_lines, results.with_suffix(".png"), f"{found[-1].shape}, {format_size(found[-1].ram)} of RAM")
@@ -158,12 +160,25 @@ def terms(found: Sequence[Cell]) -> dict[str, Any]:
         "ram_bytes": last.ram,
         "threads": last.threads,
         "memory_is_limited": all(cell.is_limited for cell in found if cell.status == "ok"),
+        "raw_disk_bytes_per_s": sorted({cell.raw_disk_bytes_per_s for cell in found}),
+        "load_average": max(cell.load_average for cell in found),
         "from": min(cell.date for cell in found),
         "to": max(cell.date for cell in found),
     }
 
 
-def markdown(all_lines: Sequence[Line]) -> str:
+def conditions(said: dict[str, Any]) -> str:
+    """Under which the cells ran, in a line."""
+    raw = said["raw_disk_bytes_per_s"]
+    limit = "in a memory control group" if said["memory_is_limited"] else "NOT limited (no control group could be made)"
+    return (
+        f"{said['shape']}, {format_size(said['ram_bytes'])} of RAM {limit}, {said['threads']} threads, raw disk "
+        f"{format_quantity(raw[0], 'B/s')} to {format_quantity(raw[-1], 'B/s')}, load average up to "
+        f"{said['load_average']:.1f}, {said['from']} to {said['to']}"
+    )
+
+
+def markdown(all_lines: Sequence[Line], said: dict[str, Any]) -> str:
     head = (
         "| | prompts x tokens | tokens/s (worst, best prompt) | times slower than offspec | tokens a pass | first token s (worst) "
         "| peak memory (without page cache) | read a token | text |\n|---|---|---|---|---|---|---|---|---|\n"
@@ -172,7 +187,7 @@ def markdown(all_lines: Sequence[Line]) -> str:
     failed = "".join(f"\n- {one.row}: {'; '.join(one.failures)}" for one in all_lines if one.failures)
     left_out = "".join(f"\n- {name}: {why}" for name, why in LEFT_OUT.items())
     settings = "".join(f"\n- {one.row} ({one.version}): {one.says}" for one in all_lines if one.num_prompts)
-    parts = [head + body, f"Settings:\n{settings}"]
+    parts = [head + body, conditions(said), f"Settings:\n{settings}"]
     parts += [f"Did not end well:\n{failed}"] if failed else []
     parts += [f"Not compared:\n{left_out}"] if left_out else []
     return "\n".join(part + "\n" for part in parts)

@@ -1,7 +1,12 @@
-"""openvino-genai's LLMPipeline on the CPU, which reads GGUF. Settings: `draft_tokens` N drafts N tokens with the draft model."""
+"""openvino-genai's LLMPipeline on the CPU, which reads GGUF. Settings: `draft_tokens` N drafts N tokens with the draft model.
+
+PYTHON openvino_worker.py JOB.json RESULT.json   as every worker; the job's "draft" is a folder in OpenVINO's format
+PYTHON openvino_worker.py --convert FILE.gguf    write that format beside the file
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import common
@@ -47,4 +52,7 @@ def load(job: common.Job) -> tuple[common.Generate, str]:
 
 
 if __name__ == "__main__":
-    common.run(load)
+    if sys.argv[1] == "--convert":
+        openvino_genai.LLMPipeline(sys.argv[2], "CPU", enable_save_ov_model=True)
+    else:
+        common.run(load)
