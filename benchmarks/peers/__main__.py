@@ -6,13 +6,14 @@ Every row (a peer with settings) runs every prompt greedily, each in a fresh pro
 the page cache dropped before (both as root on Linux only; it says so where not). All rows run a prompt before the next prompt
 comes, so that what the machine does meanwhile meets all of them. A run can be stopped at any time: the same command goes on
 with the cells that are missing, --report only shows what there is. Rows whose tokens cost the same whatever the text write
---steady-tokens only. The work folder takes 5 times the checkpoint's bytes at most; see docs/benchmarks.md.
+--steady-tokens to --steady-prompts only. The work folder takes four times the checkpoint's bytes; see docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -43,11 +44,13 @@ def main() -> None:
         sys.exit(f"Error: --only names no row; there are: {'; '.join(row.name for row in ROWS)}")
     checkpoint = args.checkpoint or args.work / args.shape
     results = args.results or args.work / f"results-{args.shape}-{args.ram // 2**20}MiB.jsonl"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a running cell ends as well
     truth = Truth(args.source)
     try:
         shop = Workshop(args.work, args.shape, args.source, args.draft, checkpoint)
-        fits = args.ram >= report.folder_bytes(shop.grown) + ROOM_BYTES
-        terms = Terms(args.shape, args.ram, fits, args.threads, args.tokens, args.steady_tokens, args.timeout)
+        room = 0 if args.report else report.folder_bytes(shop.grown) + ROOM_BYTES
+        steady = (args.steady_tokens, args.steady_prompts)
+        terms = Terms(args.shape, args.ram, args.ram >= room, args.threads, args.tokens, *steady, args.timeout)
         if not args.report:
             measure(rows, args.prompts, shop, terms, truth, results, retry=args.retry)
     except OffspecError as exc:
@@ -67,8 +70,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ram", type=parse_size, required=True, help="memory of each cell, e.g. 6GiB")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="ROW", help="rows by name, e.g. 'llama*' offspec")
     parser.add_argument("--prompts", type=int, default=12, help="how many of the held-out prompts [12]")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--steady-tokens", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=128, help="greedy tokens of each prompt [128]")
+    parser.add_argument("--steady-tokens", type=int, default=12, help="of rows without a draft [12]")
+    parser.add_argument("--steady-prompts", type=int, default=4, help="of rows without a draft [4]")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help="limit of each cell [1800]")
     parser.add_argument("--source", type=Path, default=builtin.path("target"), help="the small target")
@@ -88,7 +92,8 @@ def measure(
     ready = {row.peer: prepared(row.peer, shop) for row in rows}
     for number, prompt in enumerate(builtin.prompts()[:num_prompts]):
         ids = truth.encode(prompt)
-        missing = [row for row in rows if cells.blank(row, number, terms).key not in done]
+        due = [row for row in rows if number < terms.num_steady_prompts or not row.is_steady]
+        missing = [row for row in due if cells.blank(row, number, terms).key not in done]
         raw = raw_disk_bytes_per_s(shop.grown) if missing else 0.0
         for row in missing:
             cell = cells.blank(row, number, terms)

@@ -38,6 +38,7 @@ class Terms:
     threads: int
     num_tokens: int
     num_steady_tokens: int
+    num_steady_prompts: int
     timeout_s: float
 
 
