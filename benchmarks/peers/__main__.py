@@ -44,19 +44,17 @@ def main() -> None:
         sys.exit(f"Error: --only names no row; there are: {'; '.join(row.name for row in ROWS)}")
     checkpoint = args.checkpoint or args.work / args.shape
     results = args.results or args.work / f"results-{args.shape}-{args.ram // 2**20}MiB.jsonl"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a running cell ends as well
-    truth = Truth(args.source)
-    try:
-        shop = Workshop(args.work, args.shape, args.source, args.draft, checkpoint)
-        room = 0 if args.report else report.folder_bytes(shop.grown) + ROOM_BYTES
-        steady = (args.steady_tokens, args.steady_prompts)
-        terms = Terms(args.shape, args.ram, args.ram >= room, args.threads, args.tokens, *steady, args.timeout)
-        if not args.report:
-            measure(rows, args.prompts, shop, terms, truth, results, retry=args.retry)
-    except OffspecError as exc:
-        sys.exit(f"Error: {exc}")
-    except KeyboardInterrupt:
-        tell(f"stopped; the same command goes on, what there is stands in {results}")
+    steady = (args.steady_tokens, args.steady_prompts)
+    terms = Terms(args.shape, args.ram, args.threads, args.tokens, *steady, args.timeout)
+    if not args.report:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a cell that is running ends as well
+        try:
+            shop = Workshop(args.work, args.shape, args.source, args.draft, checkpoint)
+            measure(rows, args.prompts, shop, terms, Truth(args.source), results, retry=args.retry)
+        except OffspecError as exc:
+            sys.exit(f"Error: {exc}")
+        except KeyboardInterrupt:
+            tell(f"stopped; the same command goes on, what there is stands in {results}")
     wanted = {cells.blank(row, number, terms).key for row in ROWS for number in range(args.prompts)}
     report.publish([cell for cell in cells.stored(results) if cell.key in wanted], results)
 
@@ -89,6 +87,7 @@ def measure(
 ) -> None:
     """Run the cells that are missing, prompt by prompt."""
     done = {cell.key for cell in cells.stored(results) if cell.status == "ok" or not retry}
+    fits = terms.ram >= report.folder_bytes(shop.grown) + ROOM_BYTES
     ready = {row.peer: prepared(row.peer, shop) for row in rows}
     for number, prompt in enumerate(builtin.prompts()[:num_prompts]):
         ids = truth.encode(prompt)
@@ -103,7 +102,7 @@ def measure(
                 cell.status, cell.error = "failed", python
             else:
                 worker = HERE / "workers" / PEERS[row.peer].worker
-                cells.run(cell, Path(python), worker, files, list(ids), terms)
+                cells.run(cell, Path(python), worker, files, list(ids), terms, fits=fits)
             if cell.status == "ok":
                 cell.judgement = truth.judge(ids, cell.token_ids)
             cells.append(results, cell)

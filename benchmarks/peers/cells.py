@@ -30,11 +30,10 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Terms:
-    """What all cells of a run have in common. fits: the model is to lie in RAM (it does, with room to compute)."""
+    """What all cells of a run have in common."""
 
     shape: str
     ram: int
-    fits: bool
     threads: int
     num_tokens: int
     num_steady_tokens: int
@@ -102,8 +101,8 @@ def blank(row: Row, prompt: int, terms: Terms) -> Cell:
     )
 
 
-def run(cell: Cell, python: Path, worker: Path, files: Files, ids: list[int], terms: Terms) -> Cell:
-    """Run it; fills `cell` in and returns it. A peer's failure is a result, not an exception."""
+def run(cell: Cell, python: Path, worker: Path, files: Files, ids: list[int], terms: Terms, *, fits: bool) -> Cell:
+    """Run it; fills `cell` in and returns it. fits: the model is to lie in RAM. A peer's failure is no exception."""
     with tempfile.TemporaryDirectory() as folder:
         job, result, log = (Path(folder) / name for name in ("job.json", "result.json", "log.txt"))
         asked = {
@@ -113,7 +112,7 @@ def run(cell: Cell, python: Path, worker: Path, files: Files, ids: list[int], te
             "num_tokens": cell.num_tokens,
             "threads": terms.threads,
             "ram": terms.ram,
-            "fits": terms.fits,
+            "fits": fits,
             "settings": cell.settings,
         }
         job.write_text(json.dumps(asked))

@@ -15,7 +15,7 @@ from benchmarks.peers.prepare import FORMS, HERE, Files
 from benchmarks.peers.truth import Judgement, Truth
 from offspec import builtin
 
-TERMS = Terms("1b", 2**30, True, 1, num_tokens=6, num_steady_tokens=4, num_steady_prompts=2, timeout_s=60)
+TERMS = Terms("1b", 2**30, 1, num_tokens=6, num_steady_tokens=4, num_steady_prompts=2, timeout_s=60)
 ROW = Row("fake", "fake", "counts", {"step": 2})
 WORKER = f"""
 import sys
@@ -46,7 +46,7 @@ def run(tmp_path: Path, code: str, terms: Terms = TERMS) -> Cell:
     worker = tmp_path / "worker.py"
     worker.write_text(code)
     files = Files(tmp_path, tmp_path)
-    return cells.run(cells.blank(ROW, 0, terms), Path(sys.executable), worker, files, [10, 11], terms)
+    return cells.run(cells.blank(ROW, 0, terms), Path(sys.executable), worker, files, [10, 11], terms, fits=True)
 
 
 @pytest.mark.usefixtures("no_group")
