@@ -42,7 +42,9 @@ PEERS = {
 }
 
 # accelerate: what it keeps in RAM must leave room for a layer on its way and for torch itself.
-_ACCELERATE = 'device_map="auto", max_memory for half of the grant, weights read from the safetensors in place'
+_ACCELERATE = (
+    'where it does not fit: device_map="auto", max_memory of half the grant, read from the safetensors in place'
+)
 _SHARE = {"resident_share": 0.5}
 
 
