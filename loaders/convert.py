@@ -329,26 +329,27 @@ class _Work:
         if not self._quantised:
             return _read_file(self._checkpoint.path / "config.json")
         dtypes = {self._checkpoint.tensors[name].dtype for name in self._quantised}
-        config = self._checkpoint.config | {"quantization_config": self._quantization_config(min(dtypes))}
+        config = self._checkpoint.config | {"quantization_config": quantization_config(self._params, min(dtypes))}
         return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
-    def _quantization_config(self, dtype: str) -> dict[str, Any]:
-        """As transformers' BitsAndBytesConfig writes it; computing in the dtype that the weights had."""
-        return {
-            "_load_in_4bit": True,
-            "_load_in_8bit": False,
-            "bnb_4bit_compute_dtype": {"F16": "float16", "BF16": "bfloat16"}.get(dtype, "float32"),
-            "bnb_4bit_quant_storage": "uint8",
-            "bnb_4bit_quant_type": self._params.format,
-            "bnb_4bit_use_double_quant": self._params.double_quant,
-            "llm_int8_enable_fp32_cpu_offload": False,
-            "llm_int8_has_fp16_weight": False,
-            "llm_int8_skip_modules": ["lm_head"],
-            "llm_int8_threshold": 6.0,
-            "load_in_4bit": True,
-            "load_in_8bit": False,
-            "quant_method": "bitsandbytes",
-        }
+
+def quantization_config(params: ConvertParams, dtype: str) -> dict[str, Any]:
+    """As transformers' BitsAndBytesConfig writes it; computing in the dtype that the weights had ("BF16")."""
+    return {
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "bnb_4bit_compute_dtype": {"F16": "float16", "BF16": "bfloat16"}.get(dtype, "float32"),
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": params.format,
+        "bnb_4bit_use_double_quant": params.double_quant,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_skip_modules": ["lm_head"],
+        "llm_int8_threshold": 6.0,
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "quant_method": "bitsandbytes",
+    }
 
 
 def _refuse_quantised(checkpoint: Checkpoint) -> None:

@@ -1,0 +1,85 @@
+"""Who is compared, with which settings, and why with these; and who cannot be compared here, and why not.
+
+A *peer* is a program in an environment of its own; a *row* is a peer with settings, a line of the table. Knows nothing of
+how a cell is run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A program. requirements: for pip; none means this environment. form: what it opens (`prepare.FORMS`)."""
+
+    worker: str
+    form: str
+    requirements: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A peer with settings. is_steady: a token costs the same whatever the text, so that a few tell what all would cost."""
+
+    name: str
+    peer: str
+    says: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    is_steady: bool = False
+
+
+TORCH = "torch==2.13.0"
+PEERS = {
+    "offspec": Peer("offspec_worker.py", "safetensors"),
+    "transformers": Peer(
+        "transformers_worker.py", "safetensors", (TORCH, "transformers==5.23.0", "accelerate==1.15.0")
+    ),
+    "airllm": Peer("airllm_worker.py", "airllm", (TORCH, "airllm==4.0.0")),
+    "llama.cpp": Peer("llama_cpp_worker.py", "gguf", ("xllamacpp==2026.10.11549", "gguf==0.19.0", "numpy")),
+    "openvino": Peer("openvino_worker.py", "openvino", ("openvino-genai==2026.4.1.0", "gguf==0.19.0", "numpy")),
+}
+
+# accelerate: what it keeps in RAM must leave room for a layer on its way and for torch itself.
+_ACCELERATE = (
+    'where it does not fit: device_map="auto", max_memory of half the grant, read from the safetensors in place'
+)
+_SHARE = {"resident_share": 0.5}
+
+
+def _assisted(number: int) -> Row:
+    says = f"{_ACCELERATE}; assistant_model with num_assistant_tokens={number}, constant, no confidence threshold"
+    return Row(f"transformers, assistant, {number}", "transformers", says, {**_SHARE, "assistant_tokens": number})
+
+
+def _drafted(number: int) -> Row:
+    says = f"mmap, speculative type draft-simple, n_max={number}, p_min=0 (here the most tokens a pass), AVX2 build"
+    return Row(f"llama.cpp, draft, {number}", "llama.cpp", says, {"draft_max": number, "draft_p_min": 0.0})
+
+
+_OPENVINO = "LLMPipeline of openvino-genai on the CPU, from GGUF in fp16 (its reader takes no bf16), its own precision (bf16 here)"
+
+OURS = "offspec"
+ROWS = (
+    Row(OURS, "offspec", "the defaults: tree of 64, fitted sharpness, ram= the grant"),
+    Row("offspec, plain", "offspec", "budget 0: no draft", {"budget": 0}, is_steady=True),
+    Row("transformers", "transformers", _ACCELERATE, _SHARE, is_steady=True),
+    _assisted(10),
+    _assisted(20),
+    Row(
+        "transformers, lookup",
+        "transformers",
+        f"{_ACCELERATE}; prompt_lookup_num_tokens=10",
+        {**_SHARE, "lookup_tokens": 10},
+    ),
+    Row("airllm", "airllm", "AutoModel on the CPU, bf16, split layer by layer beforehand", is_steady=True),
+    Row("llama.cpp", "llama.cpp", "mmap (the default), AVX2 build", is_steady=True),
+    _drafted(8),
+    _drafted(16),
+    Row("openvino", "openvino", _OPENVINO, is_steady=True),
+    Row("openvino, draft, 8", "openvino", f"{_OPENVINO}; draft_model, num_assistant_tokens=8", {"draft_tokens": 8}),
+)
+
+# Who is not in ROWS, and why.
+LEFT_OUT: dict[str, str] = {}

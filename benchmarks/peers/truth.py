@@ -1,0 +1,60 @@
+"""Whether a peer's text is the target's own greedy text, judged with the small model in fp32.
+
+The grown model computes the small model's function, so the small one in fp32 says in a second what the big one would say
+without rounding: our plain decoding of each prompt, and for any text how far each of its tokens lay behind the one that plain
+decoding would have chosen there. In bf16 near-ties fall either way, and what follows is another text; so two texts are
+compared up to the first difference, and every token after it by its gap, given the text before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.verification import NEAR_TIE
+
+GAP = NEAR_TIE[torch.bfloat16]  # in logits
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """num_equal: tokens up to the first that differs from plain decoding's. num_ties: tokens that were not the likeliest,
+    by `worst_gap` of a logit at most. is_exact: no token lay further behind than rounding to bf16 explains."""
+
+    num_tokens: int
+    num_equal: int
+    num_ties: int
+    worst_gap: float
+
+    @property
+    def is_exact(self) -> bool:
+        return self.worst_gap <= GAP
+
+
+class Truth:
+    """The small model in fp32."""
+
+    def __init__(self, source: Path) -> None:
+        self._engine = Engine.load(str(source), draft="none", dtype="fp32", device="cpu")
+        self.plain = cache(self._plain)
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        return tuple(self._engine.encode(prompt))
+
+    def _plain(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+        steps = self._engine.generate(prompt, SamplingParams(num_tokens, ignore_eos=True), SpeculationParams(budget=0))
+        return [token for step in steps for token in step.token_ids]
+
+    def judge(self, prompt: tuple[int, ...], tokens: list[int]) -> Judgement:
+        wanted = self.plain(prompt, len(tokens))
+        equal = next((i for i, (a, b) in enumerate(zip(tokens, wanted, strict=True)) if a != b), len(tokens))
+        target = self._engine.target
+        text = torch.tensor([*prompt, *tokens[:-1]])
+        hidden = target.forward(text, torch.arange(len(text)), target.new_cache())
+        logits = target.logits(hidden[len(prompt) - 1 :])
+        gaps = logits.amax(dim=1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        return Judgement(len(tokens), equal, int((gaps > 0).sum()), float(gaps.max()))

@@ -1,0 +1,24 @@
+"""offspec through its own `Engine`. Settings: `budget`, the nodes of a tree; the default where it is not said."""
+
+from __future__ import annotations
+
+import common
+
+from offspec import Engine, SamplingParams, SpeculationParams, __version__
+
+
+def load(job: common.Job) -> tuple[common.Generate, str]:
+    engine = Engine.load(
+        job.model, draft=job.draft, dtype="bf16", device="cpu", threads=job.threads, ram=job.ram, context=1024
+    )
+    speculation = SpeculationParams(**job.settings)
+
+    def generate(prompt: list[int], num_tokens: int, emit: common.Emit) -> None:
+        for step in engine.generate(prompt, SamplingParams(num_tokens, ignore_eos=True), speculation):
+            emit(step.token_ids)
+
+    return generate, __version__
+
+
+if __name__ == "__main__":
+    common.run(load)

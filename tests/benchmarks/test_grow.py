@@ -1,0 +1,174 @@
+"""Grown models: the small model's function in a big model's tensors, in which nothing but what must be is zero."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.grow import SHAPES, Layout, Shape, grow
+from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.config import read_config
+from offspec.errors import UsageError
+from offspec.loaders.checkpoint import Checkpoint
+from offspec.loaders.formats import dense, stored_weights
+
+SOURCE = builtin.path("target")
+# As 7B: a quarter of the state, KV heads twice. As 70B: the state twice over, several query heads to a KV head, idle heads.
+SHAPES_HERE = {
+    "one copy": Shape(1024, 896, 11, 9, 9, 128),
+    "two copies": Shape(512, 800, 9, 16, 4, 128),
+    "same heads": Shape(256, 768, 8, 8, 4, 32),
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES_HERE)
+def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return grow(SOURCE, tmp_path_factory.mktemp("grown") / "model", SHAPES_HERE[request.param])
+
+
+def texts(folder: Path, num_prompts: int = 2, num_tokens: int = 24) -> list[list[int]]:
+    """Greedy token ids in fp32, decoded plainly."""
+    engine = Engine.load(str(folder), draft="none", dtype="fp32", device="cpu")
+    params, plain = SamplingParams(num_tokens, ignore_eos=True), SpeculationParams(budget=0)
+    return [
+        [token for step in engine.generate(prompt, params, plain) for token in step.token_ids]
+        for prompt in builtin.prompts()[:num_prompts]
+    ]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every weight as a matrix in fp32."""
+    checkpoint = Checkpoint.open(folder)
+    raw = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: dense(weight.bind([raw[i.name].reshape(-1).view(torch.uint8) for i in weight.streamed]), torch.float32)
+        for name, weight in stored_weights(checkpoint.tensors).items()
+    }
+
+
+def test_the_text_is_the_small_models(grown: Path) -> None:
+    assert texts(grown) == texts(SOURCE)
+
+
+def test_logits_are_the_small_models(grown: Path) -> None:
+    ids = torch.arange(100, 160)
+    found = []
+    for folder in (SOURCE, grown):
+        target = Engine.load(str(folder), draft="none", dtype="fp32", device="cpu").target
+        hidden = target.forward(ids, torch.arange(len(ids)), target.new_cache())
+        found.append(target.logits(hidden))
+    torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=1e-4)
+
+
+def test_the_padding_of_the_state_stays_zero(grown: Path) -> None:
+    target = Engine.load(str(grown), draft="none", dtype="bf16", device="cpu").target
+    ids = torch.arange(50, 90)
+    hidden = target.forward(ids, torch.arange(len(ids)), target.new_cache())
+    layout = Layout(read_config(Checkpoint.open(SOURCE).config), shape_of(grown))
+    padding = torch.ones(hidden.shape[1], dtype=torch.bool)
+    padding[layout.hidden] = False
+    assert (hidden[:, padding] == 0).all()
+    assert (hidden[:, layout.hidden] != 0).any()
+
+
+def shape_of(folder: Path) -> Shape:
+    config = read_config(Checkpoint.open(folder).config)
+    return next(s for s in SHAPES_HERE.values() if s.hidden_size == config.hidden_size)
+
+
+def test_what_meets_only_zeros_is_random(grown: Path) -> None:
+    """Zeros stand only in columns that carry a number, and none of the random rows comes twice."""
+    layout = Layout(read_config(Checkpoint.open(SOURCE).config), shape_of(grown))
+    carried = {"o_proj": layout.attended, "down_proj": layout.neurons}
+    for name, matrix in tensors(grown).items():
+        if matrix.dim() == 2 and "embed_tokens" not in name:
+            columns = torch.ones(matrix.shape[1], dtype=torch.bool)
+            columns[carried.get(name.split(".")[-2], layout.hidden)] = False
+            free = matrix[:, columns]
+            if free.numel():
+                assert (free == 0).float().mean() < 1e-3, name
+                assert len(free.unique(dim=0)) == len(free), name
+
+
+def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    shape = replace(SHAPES_HERE["same heads"], num_layers=9)
+    folder = grow(SOURCE, tmp_path / "model", shape)
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+    (folder / "model-00004-of-00010.safetensors").unlink()
+    (folder / "config.json").unlink()
+    written: list[str] = []
+    grow(SOURCE, folder, shape, say=written.append)
+    assert len(written) == 1
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole
+    with pytest.raises(UsageError, match="another model"):
+        grow(SOURCE, folder, replace(shape, num_layers=8))
+
+
+def test_nf4_is_the_function_of_its_own_numbers(tmp_path: Path) -> None:
+    """The small model of what NF4 has left of the weights writes the same text: the padding adds nothing in NF4 either."""
+    shape = replace(SHAPES_HERE["two copies"], format="nf4")
+    folder = grow(SOURCE, tmp_path / "nf4", shape)
+    shrunk = shrink(folder, Layout(read_config(Checkpoint.open(SOURCE).config), shape), tmp_path / "small")
+    assert texts(folder) == texts(shrunk)
+    assert texts(folder) != texts(SOURCE)
+
+
+def shrink(folder: Path, layout: Layout, target: Path) -> Path:
+    """The small model that a grown checkpoint holds (the copies of the state need not be equal any more: their mean)."""
+    small, source = layout.small, Checkpoint.open(SOURCE)
+    big, copies = tensors(folder), layout.copies
+
+    def state(matrix: torch.Tensor) -> torch.Tensor:
+        return matrix[:, layout.hidden].unflatten(1, (copies, -1)).sum(dim=1)
+
+    result = {
+        "model.embed_tokens.weight": big["model.embed_tokens.weight"][:, : small.hidden_size],
+        "model.norm.weight": big["model.norm.weight"][: small.hidden_size] / layout.norm_scale,
+        "lm_head.weight": state(big["lm_head.weight"]),
+    }
+    for at, index in layout.layers.items():
+        old, new = f"model.layers.{at}.", f"model.layers.{index}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            result[f"{new}{norm}.weight"] = big[f"{old}{norm}.weight"][: small.hidden_size] / layout.norm_scale
+        for kind, rows, scale in (("q", layout.q, layout.query_scale), ("k", layout.kv, 1), ("v", layout.kv, 1)):
+            name = f"self_attn.{kind}_proj.weight"
+            result[new + name] = state(big[old + name])[rows] / scale
+        for kind in ("gate", "up"):
+            name = f"mlp.{kind}_proj.weight"
+            result[new + name] = state(big[old + name])[layout.neurons]
+        for name, columns in (("self_attn.o_proj.weight", layout.q), ("mlp.down_proj.weight", layout.neurons)):
+            written = big[old + name][layout.hidden][:, columns].unflatten(0, (copies, -1))
+            result[new + name] = written[0]
+    target.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in result.items()}, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps({**source.config, "tie_word_embeddings": False}))
+    (target / "tokenizer.json").write_bytes((SOURCE / "tokenizer.json").read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_big_shapes_hold_the_built_in_target(name: str) -> None:
+    layout = Layout(read_config(Checkpoint.open(SOURCE).config), SHAPES[name])
+    assert len(layout.layers) == layout.small.num_layers
+    for factor in (layout.norm_scale, layout.query_scale):
+        mantissa, _ = torch.frexp(torch.tensor(factor))
+        assert mantissa == 0.5  # a power of two: exact in bf16
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": 768}, "times a power of two"),
+        ({"head_dim": 64}, "times a power of four"),
+        ({"num_layers": 7}, "less than"),
+        ({"num_heads": 16, "num_kv_heads": 16, "hidden_size": 100}, "times a power of two"),
+    ],
+)
+def test_shapes_that_cannot_hold_the_model_are_refused(change: dict[str, int], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        grow(SOURCE, tmp_path / "model", replace(SHAPES_HERE["one copy"], **change))

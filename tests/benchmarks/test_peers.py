@@ -1,0 +1,140 @@
+"""The harness: cells end as they should whatever a worker does, are kept and found again, and are judged and counted right."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import cells, report
+from benchmarks.peers.catalog import LEFT_OUT, PEERS, ROWS, Row
+from benchmarks.peers.cells import Cell, Terms
+from benchmarks.peers.prepare import FORMS, HERE, Files
+from benchmarks.peers.truth import Judgement, Truth
+from offspec import builtin
+
+TERMS = Terms("1b", 2**30, 1, num_tokens=6, num_steady_tokens=4, num_steady_prompts=2, timeout_s=60)
+ROW = Row("fake", "fake", "counts", {"step": 2})
+WORKER = f"""
+import sys
+sys.path.insert(0, {str(HERE / "workers")!r})
+import common
+
+def load(job):
+    def generate(prompt, num_tokens, emit):
+        step = job.settings["step"]
+        for first in range(0, num_tokens, step):
+            emit(range(prompt[0] + first, prompt[0] + first + step))
+    return generate, "7.1"
+
+common.run(load)
+"""
+
+
+@pytest.fixture
+def no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests neither make control groups nor drop the machine's page cache."""
+    from contextlib import nullcontext
+
+    monkeypatch.setattr(cells, "memory_group", lambda limit: nullcontext(None))
+    monkeypatch.setattr(cells, "drop_page_cache", lambda: None)
+
+
+def run(tmp_path: Path, code: str, terms: Terms = TERMS) -> Cell:
+    worker = tmp_path / "worker.py"
+    worker.write_text(code)
+    files = Files(tmp_path, tmp_path)
+    return cells.run(cells.blank(ROW, 0, terms), Path(sys.executable), worker, files, [10, 11], terms, fits=True)
+
+
+@pytest.mark.usefixtures("no_group")
+def test_a_cell_that_ends_well(tmp_path: Path) -> None:
+    cell = run(tmp_path, WORKER)
+    assert (cell.status, cell.error, cell.version) == ("ok", "", "7.1")
+    assert cell.token_ids == [10, 11, 12, 13, 14, 15]
+    assert [count for _, count in cell.arrivals] == [2, 4, 6]
+    assert (cell.num_passes, cell.decode[0]) == (3, 4)
+    assert cell.peak_bytes > 2**20
+    assert not cell.is_limited
+
+
+@pytest.mark.usefixtures("no_group")
+@pytest.mark.parametrize(
+    ("code", "status", "error"),
+    [
+        ("print('no such model'); raise SystemExit(3)", "failed", "no such model"),
+        ("pass", "failed", "ended without a word"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "memory", "more than 1 GiB"),
+        ("import time; time.sleep(60)", "time", "time limit"),
+        (WORKER.replace("num_tokens, step)", "num_tokens - step, step)"), "failed", "4 of 6 tokens"),
+    ],
+)
+def test_cells_that_do_not(tmp_path: Path, code: str, status: str, error: str) -> None:
+    cell = run(tmp_path, code, replace(TERMS, timeout_s=1.0) if status == "time" else TERMS)
+    assert cell.status == status
+    assert error in cell.error
+
+
+def test_cells_are_kept_and_found_again(tmp_path: Path) -> None:
+    one = cells.blank(ROW, 3, TERMS)
+    one.arrivals, one.judgement = [(0.5, 1), (1.5, 3)], Judgement(3, 2, 1, 0.1)
+    other = cells.blank(replace(ROW, is_steady=True, settings={}), 3, TERMS)
+    for cell in (one, other):
+        cells.append(tmp_path / "deep" / "results.jsonl", cell)
+    found = list(cells.stored(tmp_path / "deep" / "results.jsonl"))
+    assert [cell.key for cell in found] == [one.key, other.key]
+    assert found[0].judgement == one.judgement
+    assert found[0].decode == (2, 1.0)
+    assert other.num_tokens == TERMS.num_steady_tokens
+    assert one.key != other.key
+
+
+def test_texts_are_judged_by_the_target(tmp_path: Path) -> None:
+    truth = Truth(builtin.path("target"))
+    prompt = truth.encode(builtin.prompts()[0])
+    plain = truth.plain(prompt, 12)
+    assert truth.judge(prompt, plain) == Judgement(12, 12, 0, 0.0)
+    wrong = [*plain[:5], plain[5] + 1, *plain[6:]]
+    judged = truth.judge(prompt, wrong)
+    assert judged.num_equal == 5
+    assert judged.num_ties >= 1
+    assert not judged.is_exact
+
+
+def test_lines_of_the_table() -> None:
+    def cell(row: str, prompt: int, seconds: float, **more: object) -> Cell:
+        done = cells.blank(Row(row, row, "", {}), prompt, TERMS)
+        done.token_ids, done.num_passes, done.peak_bytes = [0] * 6, 3, 10 * (prompt + 1)
+        done.arrivals, done.judgement = [(1.0, 2), (1.0 + seconds, 6)], Judgement(6, 6, 0, 0.0)
+        done.__dict__.update(more)
+        return done
+
+    found = [
+        cell("offspec", 0, 1.0),
+        cell("offspec", 1, 3.0),
+        cell("llama.cpp", 0, 9.0),  # an older one of the same kind does not count
+        cell("llama.cpp", 0, 4.0, judgement=Judgement(6, 2, 3, 0.9)),
+        cell("llama.cpp", 1, 1.0, status="time", error="not done"),
+    ]
+    ours, theirs = report.lines(found)
+    assert (ours.tokens_per_s, ours.worst_tokens_per_s, ours.best_tokens_per_s) == (2.0, 4 / 3, 4.0)
+    assert (ours.tokens_per_pass, ours.peak_bytes, ours.text) == (2.0, 20, "equal")
+    assert theirs.tokens_per_s == 1.0
+    assert theirs.times_slower == 4.0  # on the prompt that both have
+    assert theirs.text == "differs in 1 of 1 (by 0.9)"
+    assert theirs.failures == ["time: not done"]
+    table = report.markdown([ours, theirs], report.terms(found))
+    assert "| llama.cpp | 1 x 6 | 1 (1, 1) | 4 |" in table
+    assert "- llama.cpp: time: not done" in table
+
+
+def test_the_catalogue_holds_together() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert {row.peer for row in ROWS} == set(PEERS)
+    assert LEFT_OUT.keys().isdisjoint(row.name for row in ROWS)
+    for peer in PEERS.values():
+        assert peer.form in FORMS
+        assert (HERE / "workers" / peer.worker).is_file()
+        assert all("==" in one or one == "numpy" for one in peer.requirements)
