@@ -97,12 +97,11 @@ class TokenRecycling:
         # Scores fall along a path, so that below a node that is not among the best none can be: levels suffice.
         for depth in range(1, max_depth + 1):
             level, level_kinds, level_waits = self._level(tree, open_nodes, tokens, depth, sampler, len(text))
-            first, num_nodes = len(tree), len(tree) + len(level)
-            tree = _joined(tree, level)
+            first, tree = len(tree), _joined(tree, level)
             kinds = np.concatenate((kinds, level_kinds))
             waits = np.concatenate((waits, np.empty(0) if level_waits is None else level_waits))
-            bar = -np.inf if num_nodes <= max_nodes else np.partition(tree.scores, -max_nodes)[-max_nodes]
-            open_nodes = first + np.flatnonzero(level.scores >= bar)
+            best = np.argsort(-tree.scores, kind="stable")[:max_nodes]
+            open_nodes = best[best >= first]
             tokens = tree.tokens[open_nodes]
             if not len(open_nodes):
                 break
