@@ -111,7 +111,7 @@ def test_pieces_are_cut_at_lines_and_lose_nothing(
     file: Path, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = open_index([file], tokenizer, tmp_path / "whole").tokens.tolist()
-    monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 30)
+    monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 10)
     seen: list[tuple[int, int]] = []
     pieces = open_index([file], tokenizer, tmp_path / "pieces", lambda done, total: seen.append((done, total)))
     assert tokenizer.decode(pieces.tokens[:-1].tolist()) == tokenizer.decode(whole[:-1]) == TEXT
@@ -125,7 +125,7 @@ def test_pieces_are_cut_at_lines_and_lose_nothing(
         (None, "does not exist"),
         (b"", "is empty"),
         (b"\x7fELF\0\0\1", "is binary"),
-        (b"a" * 3_000_000 + b"\0", "is binary"),
+        (b"x = 1\n" * 200_000 + b"\0", "is binary"),
         ("façade".encode("latin-1"), "is not UTF-8"),
     ],
     ids=["missing", "empty", "binary", "binary further on", "latin-1"],
