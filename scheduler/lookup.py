@@ -162,15 +162,17 @@ class NGramIndex:
     def continuations(self, max_matches: int, depth: int) -> tuple[IntArray, IntArray]:
         """rows [M, depth]: what followed where the text's end stood before, longest and latest first; lengths [M]."""
         recent = self._tokens[max(self._length - self.MAX_ORDER, 0) : self._length].tolist()
-        found: list[list[int]] = []
+        found: dict[int, None] = {}
         for n in range(1, len(recent) + 1):
             if (places := self._places.get(_key(recent, n))) is None:
                 break
-            found.append(places[-max_matches:])
-        latest = dict.fromkeys(place for places in reversed(found) for place in reversed(places))
-        starts = np.array(list(latest)[:max_matches], dtype=np.int64)
+            # The first place was filed under no longer key than this, so it may match for longer than the others.
+            found.update(dict.fromkeys((places[0], *places[-max_matches:])))
+        starts = np.array(list(found), dtype=np.int64)
         lengths = self._match_lengths(starts)
-        starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+        best = np.lexsort((-starts, -lengths))[:max_matches]
+        best = best[lengths[best] > 0]
+        starts, lengths = starts[best], lengths[best]
         # A match that reaches the end of the text is a period, so it goes round (as LZ77 copies from its own output).
         return self._tokens[starts[:, None] + np.arange(depth) % (self._length - starts[:, None])], lengths
 

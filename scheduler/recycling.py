@@ -70,8 +70,8 @@ class TokenRecycling:
     """Follows the target's earlier successors, best first; may serve request after request of one target.
 
     A guess's kind is its rank among the successors, and how probable the target found it where it last saw them.
-    num_spare_rows: so many of a pass's first rows are kept whether the text went there or not. Engines compute a block
-    of rows at once, the root's among them, so these are there anyway.
+    num_spare_rows: so many of a pass's first rows are kept whether the text went there or not. The engine computes logits
+    in blocks of 64 rows, and the root is in the first, so these are there anyway; without them, it guesses far worse.
     """
 
     PROBABILITIES = np.array(
@@ -79,7 +79,7 @@ class TokenRecycling:
     )  # from each of these on, guesses are of a kind
     RANKS = np.array([0, 1, 2, 4])  # likewise
 
-    def __init__(self, vocab_size: int, reliability: Reliability | None = None, num_spare_rows: int = 16) -> None:
+    def __init__(self, vocab_size: int, reliability: Reliability | None = None, num_spare_rows: int = 64) -> None:
         self.table = SuccessorTable(vocab_size)
         self._num_spare_rows = num_spare_rows
         self._reliability = reliability or self.new_reliability()
@@ -97,12 +97,11 @@ class TokenRecycling:
         # Scores fall along a path, so that below a node that is not among the best none can be: levels suffice.
         for depth in range(1, max_depth + 1):
             level, level_kinds, level_waits = self._level(tree, open_nodes, tokens, depth, sampler, len(text))
-            first, num_nodes = len(tree), len(tree) + len(level)
-            tree = _joined(tree, level)
+            first, tree = len(tree), _joined(tree, level)
             kinds = np.concatenate((kinds, level_kinds))
             waits = np.concatenate((waits, np.empty(0) if level_waits is None else level_waits))
-            bar = -np.inf if num_nodes <= max_nodes else np.partition(tree.scores, -max_nodes)[-max_nodes]
-            open_nodes = first + np.flatnonzero(level.scores >= bar)
+            best = np.argsort(-tree.scores, kind="stable")[:max_nodes]
+            open_nodes = best[best >= first]
             tokens = tree.tokens[open_nodes]
             if not len(open_nodes):
                 break

@@ -49,9 +49,12 @@ class Reliability:
     PRIOR_GUESSES = 2.0
 
     def __init__(self, prior: FloatArray) -> None:
-        share = prior[:, None]
-        # Beta(share, 1 - share), on a grid that is even in log-odds: most of it near 0 and 1, as guesses are.
-        spread = self.GRID**share * (1 - self.GRID) ** (1 - share)
+        # Even in log-odds for w = 0.5 on average, and for other averages tilted.
+        tilts, log_odds = np.linspace(-3, 3, 121), np.log(self.GRID / (1 - self.GRID))
+        spreads = np.exp(tilts[:, None] * log_odds)
+        spreads /= spreads.sum(-1, keepdims=True)
+        tilt = np.interp(prior, spreads @ self.GRID, tilts)
+        spread = np.exp(tilt[:, None] * log_odds)
         self._prior = self.PRIOR_GUESSES * spread / spread.sum(-1, keepdims=True)
         self._counts = np.zeros((2, *self._prior.shape))
 

@@ -132,7 +132,7 @@ def test_guesses_are_a_tree_within_its_limits(
 def test_a_target_that_repeats_itself_is_guessed(name: str) -> None:
     text, trees = decode(cyclic(6), [MAKERS[name]()], sampler_for(), [0, 1, 2, 3, 4, 5, 0], 120)
     assert text == [token % 6 for token in range(1, 121)]
-    assert len(trees) < 12
+    assert len(trees) < 15
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -214,18 +214,19 @@ def test_index_finds_what_a_search_of_everything_finds(text: list[int]) -> None:
 
 
 @many
-@given(text=st.lists(st.integers(0, 2), min_size=2, max_size=80))
-def test_the_longest_match_is_among_the_few_that_are_kept(text: list[int]) -> None:
-    """Up to MAX_ORDER tokens: beyond, the latest of equals in the index comes first."""
+@given(text=st.lists(st.integers(0, 2), min_size=2, max_size=80), max_matches=st.integers(1, 4))
+def test_the_longest_match_is_among_the_few_that_are_kept(text: list[int], max_matches: int) -> None:
+    """Up to MAX_ORDER tokens; of longer ones the latest are compared."""
     index = NGramIndex()
     index.extend(text)
-    _, lengths = index.continuations(max_matches=4, depth=1)
+    _, lengths = index.continuations(max_matches, depth=1)
+    assert (np.diff(lengths) <= 0).all()
     longest = max(matches_by_search(text, NGramIndex.MAX_ORDER).values(), default=0)
-    assert min(max(lengths, default=0), NGramIndex.MAX_ORDER) >= min(longest, NGramIndex.MAX_ORDER) - 1
+    assert min(max(lengths, default=0), NGramIndex.MAX_ORDER) == longest
 
 
 def test_a_lookup_does_not_touch_the_whole_text() -> None:
-    """A million tokens: the index is asked for at most MAX_ORDER keys, and copies no list of places."""
+    """Of 100,000 tokens: few entries, and a lookup asks for at most MAX_ORDER keys."""
     generator, index = np.random.default_rng(0), NGramIndex()
     index.extend(generator.integers(0, 50, 100_000).tolist())
     num_entries = sum(map(len, index._places.values()))
@@ -287,12 +288,10 @@ def test_support() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "best"), [([1, 1, 1], 1), ([1, 2, 1], 0), ([2, 2, 3], 1)], ids=["frequency", "length", "latest"]
+    ("rows", "lengths", "best"),
+    [([[0], [1], [1]], [1, 1, 1], 1), ([[1], [0], [1]], [1, 2, 1], 0), ([[4], [0]], [2, 2], 4)],
+    ids=["most frequent", "longest", "preferred"],
 )
-def test_the_best_of_several(lengths: list[int], best: int) -> None:
-    rows = np.array([[1], [0], [1]]) if lengths != [2, 2, 3] else np.array([[1], [0], [4]])
-    order = np.argsort([-length for length in lengths], kind="stable")
-    trie = Trie(rows, np.array(lengths))
-    firsts = trie.tokens[trie.kinds % NUM_SUPPORTS == FIRST]
-    assert len(firsts) == 1
-    assert firsts[0] == (rows[order[0], 0] if lengths == [2, 2, 3] else best)
+def test_the_best_of_several(rows: list[list[int]], lengths: list[int], best: int) -> None:
+    trie = Trie(np.array(rows), np.array(lengths))
+    assert trie.tokens[trie.kinds % NUM_SUPPORTS == FIRST].tolist() == [best]

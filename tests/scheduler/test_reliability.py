@@ -8,7 +8,7 @@ import pytest
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.reliability import Candidates, Reliability, log_win, waits_of
 from offspec.scheduler.sampling import Sampler, gumbel
-from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
+from offspec.scheduler.tree import ROOT, BoolArray, FloatArray, TokenTree
 from offspec.scheduler.verify import Verdict
 
 from .fakes import noise
@@ -43,7 +43,9 @@ def test_a_guess_wins_as_often_as_its_noise_says(w: float, num_others: int) -> N
 def test_waits_are_those_of_each_nodes_position() -> None:
     sampler = Sampler(SamplingParams(temperature=0.7), seed=5, vocab_size=9)
     tokens, depths = np.array([3, 8, 3, 0]), np.array([1, 1, 2, 4])
-    expected = [np.exp(-noise(5, 20 + depth - 1, 9)[token]) for token, depth in zip(tokens, depths, strict=True)]
+    expected = [
+        np.exp(-noise(5, 20 + depth - 1, 9)[token]) for token, depth in zip(tokens, depths.tolist(), strict=True)
+    ]
     waits = waits_of(tokens, depths, sampler, position=20)
     assert waits is not None
     np.testing.assert_allclose(waits, expected)
@@ -56,7 +58,7 @@ def test_waits_are_those_of_each_nodes_position() -> None:
 def test_the_prior_is_what_it_says() -> None:
     prior = np.array([0.1, 0.5, 0.9])
     guesses = Reliability(prior).log_probabilities(np.arange(3), None)
-    np.testing.assert_allclose(np.exp(guesses), prior, atol=0.03)
+    np.testing.assert_allclose(np.exp(guesses), prior, atol=0.005)
 
 
 def test_greedy_learns_the_share_that_comes_true() -> None:
@@ -79,31 +81,31 @@ def test_greedy_follows_a_change_within_a_hundred_guesses() -> None:
     assert np.exp(reliability.log_probabilities(np.array([0]), None))[0] < 0.4
 
 
-def log_loss(log_probabilities: FloatArray, came_true: FloatArray) -> float:
+def log_loss(log_probabilities: FloatArray, came_true: BoolArray) -> float:
     return float(-np.where(came_true, log_probabilities, np.log(-np.expm1(log_probabilities))).mean())
 
 
-@pytest.mark.parametrize("spread", [(0.8, 0.8), (0.98, 0.05)])
+@pytest.mark.parametrize("spread", [(0.8, 0.8), (0.98, 0.05), (0.6, 0.3)])
 def test_sampled_learns_how_w_is_spread(spread: tuple[float, float]) -> None:
-    """Guesses of one kind with two values of w, half of each: predictions come near those of who knows the mixture."""
+    """Guesses of one kind with two values of w: predictions come near to those of one who knows the mixture."""
     generator = np.random.default_rng(1)
     reliability = Reliability(np.array([0.3]))
 
-    def draw(count: int) -> tuple[FloatArray, FloatArray]:
+    def draw(count: int) -> tuple[FloatArray, BoolArray]:
         w, waits = generator.choice(spread, count), generator.exponential(size=count)
         return waits, generator.random(count) < np.exp(log_win(w, waits))
 
-    for wait, true in zip(*draw(3000), strict=True):
+    for wait, true in zip(*draw(1500), strict=True):
         reliability.observe(children([7], [0], [wait]), Verdict([], [7 if true else 8]))
     waits, came_true = draw(20000)
     known = np.log(np.mean([np.exp(log_win(np.array(w), waits)) for w in spread], axis=0))
     learnt = reliability.log_probabilities(np.zeros(len(waits), dtype=np.int64), waits)
-    naive = np.full(len(waits), np.log(came_true.mean()))
-    gain = (log_loss(naive, came_true) - log_loss(learnt, came_true)) / (
-        log_loss(naive, came_true) - log_loss(known, came_true)
-    )
-    assert gain > 0.85
+    assert log_loss(learnt, came_true) < log_loss(known, came_true) + 0.03
     assert (np.diff(learnt[np.argsort(waits)]) <= 1e-12).all(), "the later a guess arrives, the less likely it wins"
+    if spread == (0.98, 0.05):
+        assert (
+            log_loss(learnt, came_true) < min(log_loss(log_win(w, waits), came_true) for w in Reliability.GRID) - 0.05
+        )
 
 
 def test_greedy_and_sampled_are_learnt_apart() -> None:
