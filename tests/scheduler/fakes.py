@@ -6,7 +6,7 @@ A model is a rule: from all tokens so far to logits. The twins share no code wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,13 +16,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from offspec.scheduler.calibration import GRID
 from offspec.scheduler.draft import Drafter
+from offspec.scheduler.growth import Guesses
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
 from offspec.scheduler.verify import exact_walk
 
-Rule = Callable[[tuple[int, ...]], FloatArray]
+TokenPath = tuple[int, ...]
+Rule = Callable[[TokenPath], FloatArray]
 
 # The machine may be busy, so no deadlines; the same examples every time, so that a failure is a change of the code.
 EXAMPLES: dict[str, Any] = {"deadline": None, "derandomize": True}
@@ -148,6 +151,11 @@ def softmax(values: FloatArray) -> FloatArray:
     return weights / weights.sum()
 
 
+def log_softmax(values: FloatArray) -> FloatArray:
+    shifted = values - values.max()
+    return shifted - math.log(np.exp(shifted).sum())
+
+
 def processed(logits: FloatArray, params: SamplingParams, seen: Iterable[int] = ()) -> FloatArray:
     """Log-probabilities up to a constant of what the parameters make of logits [V], given the tokens so far."""
     values = logits.astype(np.float64)
@@ -201,6 +209,63 @@ def plain_text(rule: Rule, params: SamplingParams, seed: int, prompt: Sequence[i
             values = values + noise(seed, len(text), len(values))
         text.append(int(values.argmax()))
     return text[len(prompt) :]
+
+
+def guesses_of(values: FloatArray, num_candidates: int) -> Guesses:
+    """One row: the best candidates of values [V]."""
+    order = np.argsort(-values, kind="stable")[:num_candidates]
+    normalisers = np.array([np.log(np.exp(values / s).sum()) for s in GRID])
+    return Guesses(order[None], values[order][None], normalisers[None])
+
+
+class PlainGrowth:
+    """What a `Growth` should hold: which paths were expanded, what others guessed; all else is worked out when asked for.
+
+    Paths count from `root`, which is a path itself. expanded: in the order of their rows.
+    """
+
+    def __init__(self, rule: Rule, num_children: int, final: Collection[int]) -> None:
+        self.rule, self.num_children, self.final = rule, num_children, final
+        self.root: TokenPath = ()
+        self.is_rooted = False
+        self.expanded: list[TokenPath] = []
+        self.floors: dict[TokenPath, float] = {}
+
+    def row(self, path: TokenPath) -> int:
+        return self.expanded.index(path) if path in self.expanded else -1
+
+    def is_open(self, path: TokenPath) -> bool:
+        return path not in self.expanded and path[-1] not in self.final
+
+    def mask(self) -> BoolArray:
+        return np.array([[below[: len(above)] == above for above in self.expanded] for below in self.expanded])
+
+    def scores(self, sharpness: float) -> dict[TokenPath, float]:
+        """Of every candidate."""
+        found: dict[TokenPath, float] = {path: -math.inf for path in self.floors}
+        for parent in [(), *self.expanded] if self.is_rooted else []:
+            values = self.rule((*self.root, *parent))
+            gains = log_softmax(values / sharpness)
+            for token in np.argsort(-values, kind="stable")[: self.num_children].tolist():
+                if gains[token] > -math.inf:
+                    found[(*parent, token)] = gains[token]
+        for path in sorted(found, key=len):
+            found[path] = max(found[path] + found.get(path[:-1], 0.0), self.floors.get(path, -math.inf))
+        return found
+
+    def add_guests(self, tree: TokenTree) -> None:
+        for path, score in zip(paths(tree), tree.scores.tolist(), strict=True):
+            if not set(path[:-1]) & set(self.final):
+                self.floors[path] = max(self.floors.get(path, -math.inf), score)
+
+    def reroot(self, node: TokenPath, sharpness: float) -> list[int]:
+        """The rows that stay."""
+        score, depth = self.scores(sharpness)[node], len(node)
+        below = [path for path in self.expanded if path[:depth] == node and path != node]
+        rows = [self.row(path) for path in below]
+        self.floors = {p[depth:]: f - score for p, f in self.floors.items() if p[:depth] == node and p != node}
+        self.root, self.expanded = (*self.root, *node), [path[depth:] for path in below]
+        return rows
 
 
 # ------------------------------------------------------------------------------------------------ trees

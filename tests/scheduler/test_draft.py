@@ -63,11 +63,6 @@ def proposed(room: int, **options: Any) -> TokenTree:
 # ------------------------------------------------------------------------------------------------ the best tree
 
 
-def log_softmax(values: FloatArray) -> FloatArray:
-    shifted = values - values.max()
-    return shifted - math.log(np.exp(shifted).sum())
-
-
 def every_node(
     rule: Rule,
     params: SamplingParams,
@@ -303,13 +298,6 @@ def test_draft_logits_that_are_not_numbers_are_refused_in_one_line(params: Sampl
 
 
 # ------------------------------------------------------------------------------------------------ sharpness
-
-
-def guesses_of(values: FloatArray, num_candidates: int) -> Guesses:
-    """One row: the best candidates of values [V]."""
-    order = np.argsort(-values)[:num_candidates]
-    normalisers = np.array([np.log(np.exp(values / s).sum()) for s in GRID])
-    return Guesses(order[None], values[order][None], normalisers[None])
 
 
 @pytest.mark.parametrize("true_index", range(len(GRID)))
