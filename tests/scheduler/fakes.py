@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.scheduler.calibration import GRID
-from offspec.scheduler.draft import Drafter
+from offspec.scheduler.draft import Drafter, TreeModel
 from offspec.scheduler.growth import Guesses
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.sampling import Sampler
@@ -113,8 +113,32 @@ class RuleModel:
         self._pending = [(token, depth - len(path)) for token, depth in (self._pending[node] for node in pending)]
 
 
+class VirtualClock:
+    """Seconds that pass only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedModel(RuleModel):
+    """A RuleModel whose every pass takes `seconds(rows)` on a virtual clock. `lengths`: of the text at every pass."""
+
+    def __init__(self, rule: Rule, vocab_size: int, clock: VirtualClock, seconds: Callable[[int], float]) -> None:
+        super().__init__(rule, vocab_size)
+        self.clock, self.seconds = clock, seconds
+        self.lengths: list[int] = []
+
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+        self.lengths.append(len(self.text))
+        self.clock.now += self.seconds(len(chain) + len(tokens))
+        return super().score(chain, tokens, depths, mask)
+
+
 def generate(
-    target: RuleModel,
+    target: TreeModel,
     drafter: Drafter,
     sampler: Sampler,
     prompt: Sequence[int],
@@ -242,7 +266,7 @@ class PlainGrowth:
 
     def scores(self, sharpness: float) -> dict[TokenPath, float]:
         """Of every candidate."""
-        found: dict[TokenPath, float] = {path: -math.inf for path in self.floors}
+        found: dict[TokenPath, float] = dict.fromkeys(self.floors, -math.inf)
         for parent in [(), *self.expanded] if self.is_rooted else []:
             values = self.rule((*self.root, *parent))
             gains = log_softmax(values / sharpness)
@@ -290,6 +314,17 @@ def paths(tree: TokenTree) -> list[tuple[int, ...]]:
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         found.append((*(found[parent] if parent != ROOT else ()), token))
     return found
+
+
+def assert_well_formed(tree: TokenTree) -> None:
+    """Every guess once, parents first, best first, and none better than its parent."""
+    assert len(set(paths(tree))) == len(tree), "siblings hold the same token"
+    assert (tree.parents < np.arange(len(tree))).all()
+    assert tree.depths.tolist() == [len(path) for path in paths(tree)]
+    assert (np.diff(tree.scores) <= 0).all()
+    inner = tree.parents != ROOT
+    assert (tree.scores[inner] <= tree.scores[tree.parents[inner]]).all()
+    assert (tree.scores <= 0).all()
 
 
 def trees(vocab_size: int, max_depth: int = 5, max_paths: int = 12) -> st.SearchStrategy[TokenTree]:

@@ -24,8 +24,11 @@ from offspec.scheduler.verify import Verdict, exact_walk
 from .fakes import (
     Rule,
     RuleModel,
+    assert_well_formed,
     few,
     generate,
+    guesses_of,
+    log_softmax,
     many,
     noise,
     paths,
@@ -71,18 +74,20 @@ def every_node(
     final: Collection[int] = (),
     children: int = 16,
     columns: int = VOCAB_SIZE,
-    prompt: Sequence[int] = PROMPT,
+    text: Sequence[int] = PROMPT,
+    known: Sequence[int] | None = None,
+    calibration: Calibration | None = None,
 ) -> dict[tuple[int, ...], float]:
-    """The score of every path that a drafter may guess: the whole tree, by recursion."""
+    """The score of every path that a drafter may guess: the whole tree, by recursion. known: the text as the draft reads it."""
     is_greedy = params.temperature == 0
-    sharpness = Calibration().sharpness(greedy=is_greedy).value if scoring == "coupled" else 1.0
+    sharpness = (calibration or Calibration()).sharpness(greedy=is_greedy).value if scoring == "coupled" else 1.0
     scores: dict[tuple[int, ...], float] = {(): 0.0}
 
     def grow(path: tuple[int, ...]) -> None:
-        seen = [token for token in (*PROMPT, *path) if token < columns]
-        values = processed(rule((*prompt, *path))[:columns], params, seen)
+        seen = [token for token in (*text, *path) if token < columns]
+        values = processed(rule((*(known or text), *path))[:columns], params, seen)
         if scoring == "coupled" and not is_greedy:
-            values = values + noise(SEED, len(PROMPT) + len(path), columns)
+            values = values + noise(SEED, len(text) + len(path), columns)
         gains = log_softmax(values / sharpness)
         for token in np.argsort(-gains)[:children].tolist():
             if gains[token] > -math.inf:
@@ -128,17 +133,43 @@ def test_tree_is_the_best_there_is(
     tree = drafter.propose(PROMPT, max_depth=9)
     assert_best(tree, every_node(DRAFT, params, scoring, max_depth, final, children), budget)
     assert max(model.batches) <= width
-    _assert_well_formed(tree)
+    assert_well_formed(tree)
 
 
-def _assert_well_formed(tree: TokenTree) -> None:
-    assert len(set(paths(tree))) == len(tree), "siblings hold the same token"
-    assert (tree.parents < np.arange(len(tree))).all()
-    assert tree.depths.tolist() == [len(path) for path in paths(tree)]
-    assert (np.diff(tree.scores) <= 0).all()
-    inner = tree.parents != ROOT
-    assert (tree.scores[inner] <= tree.scores[tree.parents[inner]]).all()
-    assert (tree.scores <= 0).all()
+@few
+@given(
+    params=sampling_params(),
+    scoring=st.sampled_from(SCORINGS),
+    budget=st.sampled_from([23, 7, 1]),
+    width=st.sampled_from([1, 3, 16]),
+    children=st.sampled_from([4, 3]),
+    final=st.sampled_from([(), (1,)]),
+    rounds_ahead=st.sampled_from([0, 1, 2, 30]),
+)
+def test_what_lives_on_leaves_the_tree_the_best_there_is(
+    params: SamplingParams,
+    scoring: Scoring,
+    budget: int,
+    width: int,
+    children: int,
+    final: tuple[int, ...],
+    rounds_ahead: int,
+) -> None:
+    """From pass to pass, while the sharpness moves: every tree is the one that would be drafted from nothing."""
+    calibration, deepest = Calibration(), 3
+    speculation = SpeculationParams(budget, scoring, width, children, deepest)
+
+    class BestDrafter(ModelDrafter):
+        def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
+            tree, depth = super().propose(text, max_depth), min(max_depth, deepest)
+            nodes = every_node(DRAFT, params, scoring, depth, final, children, text=text, calibration=calibration)
+            assert_best(tree, nodes if depth > 0 else {}, budget)
+            return tree
+
+    sampler, draft = Sampler(params, SEED, VOCAB_SIZE), RuleModel(DRAFT, VOCAB_SIZE)
+    drafter = BestDrafter(draft, sampler, speculation, calibration, final)
+    target = RuleModel(resembling(DRAFT, seed=5, error=0.7), VOCAB_SIZE)
+    generate(target, drafter, sampler, PROMPT, 12, rounds_ahead)
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
@@ -206,7 +237,7 @@ def test_draft_with_another_vocabulary(draft_size: int, scoring: Scoring, params
     tree = drafter_of(model, params, budget=10, scoring=scoring).propose(PROMPT, 3)
     known, columns = [min(token, draft_size - 1) for token in PROMPT], min(draft_size, VOCAB_SIZE)
     assert model.chains[0] == known
-    assert_best(tree, every_node(rule, params, scoring, 3, columns=columns, prompt=known), 10)
+    assert_best(tree, every_node(rule, params, scoring, 3, columns=columns, known=known), 10)
 
 
 @pytest.mark.parametrize("max_context", [1, len(PROMPT) - 1])

@@ -15,7 +15,7 @@ from offspec.scheduler.calibration import GRID, UNIT
 from offspec.scheduler.growth import Growth, Guesses
 from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
 
-from .fakes import TokenPath, PlainGrowth, build_tree, guesses_of, many, paths, random_rule, trees
+from .fakes import PlainGrowth, TokenPath, build_tree, guesses_of, many, paths, random_rule, trees
 
 VOCAB_SIZE, FAR = 4, 999
 
