@@ -222,12 +222,19 @@ class ModelDrafter:
             self._costs.target.observe(rows, now - self._proposed)
         path = self._sent[verdict.path]
         if self._growth.is_rooted:
-            if len(tree):
-                self._belief.trust.observe(float(np.exp(tree.scores).sum()), len(path))
+            self._learn_trust(tree, verdict)
             self._live_on(path, verdict.tokens)
         if not self._is_first:  # the first pass has the prompt in it, and says nothing of the rate
             self._controller.observe(len(verdict.tokens), self._clock() - self._began)
         self._is_first = False
+
+    def _learn_trust(self, tree: TokenTree, verdict: Verdict) -> None:
+        """Where nothing was sent the best guess is judged all the same, or a draft once out of favour would stay so."""
+        if len(tree):
+            self._belief.trust.observe(float(np.exp(tree.scores).sum()), len(verdict.path))
+        elif len(best := self._best(1)):
+            guess = self._growth.nodes[best[0]]
+            self._belief.trust.observe(float(np.exp(guess["score"])), int(guess["token"] == verdict.tokens[0]))
 
     def _live_on(self, path: IntArray, tokens: Sequence[int]) -> None:
         """Commit what was accepted, learn from it, and keep what was drafted below the new last token."""
