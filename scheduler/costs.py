@@ -16,7 +16,8 @@ class CostCurve:
     """Seconds of one forward as a function of its rows.
 
     A prior curve times a correction that is learnt: at knots half an octave apart, each observation moves those near it,
-    and where none came near the mean correction holds. Never falls with the number of rows.
+    and where none came near the mean correction holds. Never falls with the number of rows: where knots disagree, those
+    farther from the last observation give way, for they may be stale.
     """
 
     KNOTS = np.arange(0, 2 * np.log2(MAX_ROWS) + 1) / 2  # log2 of rows
@@ -29,6 +30,7 @@ class CostCurve:
         self._has_prior = prior is not None
         self._moved, self._weights = np.zeros_like(self.KNOTS), np.zeros_like(self.KNOTS)
         self._mean, self._mean_weight = 0.0, 0.0
+        self._last = 0  # knot nearest to the last observation
         self._seconds: FloatArray | None = None
 
     @property
@@ -43,6 +45,7 @@ class CostCurve:
         self._weights += rates * (1 - self._weights)
         self._mean += self.RATE * (ratio - self._mean)
         self._mean_weight += self.RATE * (1 - self._mean_weight)
+        self._last = int(np.abs(self.KNOTS - place).argmin())
         self._seconds = None
 
     def weight(self, rows: int) -> float:
@@ -54,8 +57,11 @@ class CostCurve:
         if self._seconds is None:
             mean = self._mean / self._mean_weight if self._mean_weight else 1.0
             correction = (self._moved + self.OWN_WEIGHT * mean) / (self._weights + self.OWN_WEIGHT)
+            knots, last = self._prior * correction, self._last
+            knots[last:] = np.maximum.accumulate(knots[last:])
+            knots[last::-1] = np.minimum.accumulate(knots[last::-1])
             logs = np.log2(np.maximum(np.arange(MAX_ROWS + 1), 1))
-            self._seconds = np.maximum.accumulate(np.interp(logs, self.KNOTS, self._prior * correction))
+            self._seconds = np.interp(logs, self.KNOTS, knots)
         curve: FloatArray = self._seconds[np.minimum(rows, MAX_ROWS)]
         return curve
 
