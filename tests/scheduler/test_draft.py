@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.errors import NumericalError
-from offspec.scheduler.calibration import GRID, UNIT, Calibration, Sharpness
+from offspec.scheduler.calibration import GRID, Calibration
 from offspec.scheduler.draft import ModelDrafter
-from offspec.scheduler.growth import Guesses
 from offspec.scheduler.params import SamplingParams, Scoring, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
@@ -27,7 +26,6 @@ from .fakes import (
     assert_well_formed,
     few,
     generate,
-    guesses_of,
     log_softmax,
     many,
     noise,
@@ -326,63 +324,3 @@ def test_draft_logits_that_are_not_numbers_are_refused_in_one_line(params: Sampl
     drafter = drafter_of(RuleModel(lambda _: np.array(bad), VOCAB_SIZE), params)
     with pytest.raises(NumericalError, match=r"^the draft's logits are not finite[^\n]*$"):
         drafter.propose(PROMPT, 3)
-
-
-# ------------------------------------------------------------------------------------------------ sharpness
-
-
-@pytest.mark.parametrize("true_index", range(len(GRID)))
-def test_sharpness_converges_to_the_truth(true_index: int) -> None:
-    """Within a step of the grid, for it remembers about a hundred nodes."""
-    generator, sharpness = np.random.default_rng(true_index), Sharpness(prior=0.6)
-    for _ in range(600):
-        values = generator.normal(scale=2, size=12)
-        token = int((values / GRID[true_index] + generator.gumbel(size=12)).argmax())
-        sharpness.observe(guesses_of(values, 12).likelihood(0, token))
-    assert abs(sharpness.index - true_index) <= 1
-
-
-def test_sharpness_starts_at_its_prior_and_moves_soon() -> None:
-    assert [Sharpness(prior=s).value for s in GRID] == GRID.tolist()
-    sharpness, calm = Sharpness(prior=0.6), guesses_of(np.array([4.0, 3.0, 0.0, -1.0]), 4)
-    for _ in range(5):
-        sharpness.observe(calm.likelihood(0, 2))
-    assert sharpness.value > 0.6
-
-
-def test_unit_is_where_the_sharpness_is_1() -> None:
-    assert GRID[UNIT] == 1.0
-
-
-def test_sharpness_forgets() -> None:
-    sharpness, guesses = Sharpness(prior=0.6), guesses_of(np.array([3.0, 2.0, 0.0]), 3)
-    for token, end in ((0, GRID[0]), (2, GRID[-1]), (0, GRID[0])):
-        for _ in range(500):
-            sharpness.observe(guesses.likelihood(0, token))
-        assert sharpness.value == end
-
-
-def test_likelihood_is_that_of_the_scores() -> None:
-    guesses = guesses_of(np.array([1.0, -0.5, 2.0, 0.3]), 3)
-    for index, (column, token) in enumerate([(0, 2), (1, 0), (2, 3)] * 3):
-        assert guesses.likelihood(0, token)[index] == pytest.approx(guesses.log_probabilities(index)[0, column])
-
-
-@pytest.mark.parametrize("token", [1, 3, 4, 77])
-def test_likelihood_of_a_token_that_was_not_guessed_is_that_of_the_last(token: int) -> None:
-    """Beyond the candidates (1), excluded (3, 4), or unknown to the draft (77)."""
-    guesses = guesses_of(np.array([2.0, -1.0, 0.5, -math.inf, -math.inf]), 2)
-    assert np.isfinite(guesses.likelihood(0, token)).all()
-    np.testing.assert_array_equal(guesses.likelihood(0, token), guesses.likelihood(0, 2))
-    with_excluded = guesses_of(np.array([2.0, 0.5, 0.5, -math.inf, -math.inf]), 5)
-    np.testing.assert_array_equal(with_excluded.likelihood(0, 3), with_excluded.likelihood(0, 2))
-
-
-@few
-@given(values=st.lists(st.floats(-30, 30), min_size=1, max_size=8), rounding=st.floats(-1e-6, 1e-6))
-def test_log_probabilities_are_never_above_zero(values: list[float], rounding: float) -> None:
-    exact = guesses_of(np.array(values), len(values))
-    guesses = Guesses(exact.tokens, exact.values, exact.normalisers + rounding)
-    for index in range(len(GRID)):
-        assert (guesses.log_probabilities(index) <= 0).all()
-        assert np.exp(guesses.log_probabilities(index)).sum() == pytest.approx(1, abs=1e-5)

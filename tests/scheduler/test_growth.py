@@ -15,7 +15,7 @@ from offspec.scheduler.calibration import GRID, UNIT
 from offspec.scheduler.growth import Growth, Guesses
 from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
 
-from .fakes import PlainGrowth, TokenPath, build_tree, guesses_of, many, paths, random_rule, trees
+from .fakes import PlainGrowth, TokenPath, build_tree, few, guesses_of, many, paths, random_rule, trees
 
 VOCAB_SIZE, FAR = 4, 999
 
@@ -217,3 +217,32 @@ def test_masks_beyond_what_was_set_aside() -> None:
     assert growth.reroot(node).tolist() == list(range(121, 200))
     last = growth.open_among(growth.best(FAR, FAR), FAR)
     np.testing.assert_array_equal(growth.expand(last), np.ones((1, 80), dtype=bool))
+
+
+# ------------------------------------------------------------------------------------------------ guesses
+
+
+def test_likelihood_is_that_of_the_scores() -> None:
+    guesses = guesses_of(np.array([1.0, -0.5, 2.0, 0.3]), 3)
+    for index, (column, token) in enumerate([(0, 2), (1, 0), (2, 3)] * 3):
+        assert guesses.likelihood(0, token)[index] == pytest.approx(guesses.log_probabilities(index)[0, column])
+
+
+@pytest.mark.parametrize("token", [1, 3, 4, 77])
+def test_likelihood_of_a_token_that_was_not_guessed_is_that_of_the_last(token: int) -> None:
+    """Beyond the candidates (1), excluded (3, 4), or unknown to the draft (77)."""
+    guesses = guesses_of(np.array([2.0, -1.0, 0.5, -math.inf, -math.inf]), 2)
+    assert np.isfinite(guesses.likelihood(0, token)).all()
+    np.testing.assert_array_equal(guesses.likelihood(0, token), guesses.likelihood(0, 2))
+    with_excluded = guesses_of(np.array([2.0, 0.5, 0.5, -math.inf, -math.inf]), 5)
+    np.testing.assert_array_equal(with_excluded.likelihood(0, 3), with_excluded.likelihood(0, 2))
+
+
+@few
+@given(values=st.lists(st.floats(-30, 30), min_size=1, max_size=8), rounding=st.floats(-1e-6, 1e-6))
+def test_log_probabilities_are_never_above_zero(values: list[float], rounding: float) -> None:
+    exact = guesses_of(np.array(values), len(values))
+    guesses = Guesses(exact.tokens, exact.values, exact.normalisers + rounding)
+    for index in range(len(GRID)):
+        assert (guesses.log_probabilities(index) <= 0).all()
+        assert np.exp(guesses.log_probabilities(index)).sum() == pytest.approx(1, abs=1e-5)
