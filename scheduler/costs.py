@@ -18,7 +18,8 @@ class CostCurve:
 
     Learnt at knots half an octave apart: each observation moves those near it. Where none came near, the prior's shape
     holds, scaled to what was seen; without a prior the hopeful guess, so that what might be better is tried: as many rows
-    fewer as seconds fewer, and no seconds more for more rows.
+    fewer as seconds fewer, and no seconds more for more rows. Where knots disagree, those farther from the last observation
+    give way, for they may be stale.
     """
 
     KNOTS = np.arange(0, 2 * np.log2(MOST_ROWS) + 1) / 2  # log2 of rows
@@ -29,6 +30,7 @@ class CostCurve:
         """prior: predicted seconds for a number of rows."""
         self._prior = None if prior is None else np.array([prior(round(2**x)) for x in self.KNOTS])
         self._sums, self._weights = np.zeros_like(self.KNOTS), np.zeros_like(self.KNOTS)
+        self._last = 0  # knot nearest to the last observation
         self._seconds: FloatArray | None = None
 
     @property
@@ -42,6 +44,7 @@ class CostCurve:
         shape = 1.0 if self._prior is None else self._prior / np.interp(place, self.KNOTS, self._prior)
         self._sums += rates * (seconds * shape - self._sums)
         self._weights += rates * (1 - self._weights)
+        self._last = int(np.abs(self.KNOTS - place).argmin())
         self._seconds = None
 
     def weight(self, rows: int) -> float:
@@ -57,7 +60,10 @@ class CostCurve:
         if self._seconds is None:
             logs = np.log2(np.maximum(np.arange(MOST_ROWS + 1), 1))
             knots = (self._sums + self.LITTLE * self._inferred()) / (self._weights + self.LITTLE)
-            self._seconds = np.maximum.accumulate(np.interp(logs, self.KNOTS, knots))
+            last = self._last
+            knots[last:] = np.maximum.accumulate(knots[last:])
+            knots[last::-1] = np.minimum.accumulate(knots[last::-1])
+            self._seconds = np.interp(logs, self.KNOTS, knots)
         curve: FloatArray = self._seconds[np.minimum(rows, MOST_ROWS)]
         return curve
 

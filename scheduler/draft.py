@@ -252,13 +252,22 @@ class ModelDrafter:
             self._costs.target.observe(rows, now - self._proposed)
         for guesser in self._guessers:
             guesser.observe(self._text, tree, verdict, logits)
-        own = self._growth.nodes["score"][self._sent] > self._growth.nodes["floor"][self._sent]
-        if own.any():
-            self._belief.trust.observe(float(np.exp(tree.scores[own]).sum()), int(own[verdict.path].sum()))
+        self._learn_trust(tree, verdict)
         self._live_on(self._sent[verdict.path], verdict.tokens)
         if not self._is_first:  # the first pass has the prompt in it, and says nothing of the rate
             self._controller.observe(len(verdict.tokens), self._clock() - self._began)
         self._is_first = False
+
+    def _learn_trust(self, tree: TokenTree, verdict: Verdict) -> None:
+        """From the model's own nodes. Where nothing was sent its best guess is judged all the same, or a draft once out of
+        favour would stay so."""
+        nodes, trust = self._growth.nodes, self._belief.trust
+        own = nodes["score"][self._sent] > nodes["floor"][self._sent]
+        if own.any():
+            trust.observe(float(np.exp(tree.scores[own]).sum()), int(own[verdict.path].sum()))
+        elif not len(tree) and self._growth.is_rooted and len(best := self._best(1)):
+            guess = nodes[best[0]]
+            trust.observe(float(np.exp(guess["score"])), int(guess["token"] == verdict.tokens[0]))
 
     def _live_on(self, path: IntArray, tokens: Sequence[int]) -> None:
         """Commit what was accepted, learn from it, and keep what was drafted below the new last token."""

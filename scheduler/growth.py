@@ -104,25 +104,26 @@ class Growth:
         depths = np.zeros(1, dtype=np.int64) if at_root else self.nodes["depth"][parents]
         scores = guesses.log_probabilities(index) + base[:, None]
         wanted = scores > -np.inf
-        if self._has_guests:
-            wanted &= ~self._already_there(parents, guesses, scores)
+        there = self._already_there(parents, guesses) if self._has_guests else np.zeros_like(wanted)
+        wanted &= ~there
         row, column = np.nonzero(wanted)
         new = np.empty(len(row), dtype=NODE)
         new["token"], new["parent"], new["depth"] = guesses.tokens[row, column], parents[row], depths[row] + 1
         new["row"], new["floor"] = -1, -np.inf
         new["value"], new["score"] = guesses.values[row, column], scores[row, column]
         self.nodes = np.concatenate((self.nodes, new))
+        if there.any():  # such a guest may be among `parents` itself, and its children's scores count from its own
+            self.rescore(index)
 
-    def _already_there(self, parents: IntArray, guesses: Guesses, scores: FloatArray) -> BoolArray:
+    def _already_there(self, parents: IntArray, guesses: Guesses) -> BoolArray:
         """[R, C]: children that a guest had guessed before; these learn what the model thinks of them."""
-        there = np.zeros(scores.shape, dtype=np.bool_)
+        there = np.zeros(guesses.tokens.shape, dtype=np.bool_)
         guests = np.flatnonzero(np.isfinite(self.nodes["floor"]) & np.isin(self.nodes["parent"], parents))
         for guest in guests:
             row = int(np.flatnonzero(parents == self.nodes["parent"][guest])[0])
             for column in np.flatnonzero(guesses.tokens[row] == self.nodes["token"][guest]):
                 there[row, column] = True
                 self.nodes["value"][guest] = guesses.values[row, column]
-                self.nodes["score"][guest] = max(self.nodes["floor"][guest], scores[row, column])
         return there
 
     def add_guests(self, tree: TokenTree, index: int) -> None:

@@ -6,7 +6,7 @@ A model is a rule: from all tokens so far to logits. The twins share no code wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,13 +16,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.scheduler.draft import Drafter
+from offspec.scheduler.calibration import GRID
+from offspec.scheduler.draft import Drafter, TreeModel
+from offspec.scheduler.growth import Guesses
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
 from offspec.scheduler.verify import exact_walk
 
-Rule = Callable[[tuple[int, ...]], FloatArray]
+TokenPath = tuple[int, ...]
+Rule = Callable[[TokenPath], FloatArray]
 
 # The machine may be busy, so no deadlines; the same examples every time, so that a failure is a change of the code.
 EXAMPLES: dict[str, Any] = {"deadline": None, "derandomize": True}
@@ -110,8 +113,32 @@ class RuleModel:
         self._pending = [(token, depth - len(path)) for token, depth in (self._pending[node] for node in pending)]
 
 
+class VirtualClock:
+    """Seconds that pass only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedModel(RuleModel):
+    """A RuleModel whose every pass takes `seconds(rows)` on a virtual clock. `lengths`: of the text at every pass."""
+
+    def __init__(self, rule: Rule, vocab_size: int, clock: VirtualClock, seconds: Callable[[int], float]) -> None:
+        super().__init__(rule, vocab_size)
+        self.clock, self.seconds = clock, seconds
+        self.lengths: list[int] = []
+
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+        self.lengths.append(len(self.text))
+        self.clock.now += self.seconds(len(chain) + len(tokens))
+        return super().score(chain, tokens, depths, mask)
+
+
 def generate(
-    target: RuleModel,
+    target: TreeModel,
     drafter: Drafter,
     sampler: Sampler,
     prompt: Sequence[int],
@@ -146,6 +173,11 @@ def count_down(count: int) -> Callable[[], bool]:
 def softmax(values: FloatArray) -> FloatArray:
     weights = np.exp(values - values.max())
     return weights / weights.sum()
+
+
+def log_softmax(values: FloatArray) -> FloatArray:
+    shifted = values - values.max()
+    return shifted - math.log(np.exp(shifted).sum())
 
 
 def processed(logits: FloatArray, params: SamplingParams, seen: Iterable[int] = ()) -> FloatArray:
@@ -203,6 +235,63 @@ def plain_text(rule: Rule, params: SamplingParams, seed: int, prompt: Sequence[i
     return text[len(prompt) :]
 
 
+def guesses_of(values: FloatArray, num_candidates: int) -> Guesses:
+    """One row: the best candidates of values [V]."""
+    order = np.argsort(-values, kind="stable")[:num_candidates]
+    normalisers = np.array([np.log(np.exp(values / s).sum()) for s in GRID])
+    return Guesses(order[None], values[order][None], normalisers[None])
+
+
+class PlainGrowth:
+    """What a `Growth` should hold: which paths were expanded, what others guessed; all else is worked out when asked for.
+
+    Paths count from `root`, which is a path itself. expanded: in the order of their rows.
+    """
+
+    def __init__(self, rule: Rule, num_children: int, final: Collection[int]) -> None:
+        self.rule, self.num_children, self.final = rule, num_children, final
+        self.root: TokenPath = ()
+        self.is_rooted = False
+        self.expanded: list[TokenPath] = []
+        self.floors: dict[TokenPath, float] = {}
+
+    def row(self, path: TokenPath) -> int:
+        return self.expanded.index(path) if path in self.expanded else -1
+
+    def is_open(self, path: TokenPath) -> bool:
+        return path not in self.expanded and path[-1] not in self.final
+
+    def mask(self) -> BoolArray:
+        return np.array([[below[: len(above)] == above for above in self.expanded] for below in self.expanded])
+
+    def scores(self, sharpness: float) -> dict[TokenPath, float]:
+        """Of every candidate."""
+        found: dict[TokenPath, float] = dict.fromkeys(self.floors, -math.inf)
+        for parent in [(), *self.expanded] if self.is_rooted else []:
+            values = self.rule((*self.root, *parent))
+            gains = log_softmax(values / sharpness)
+            for token in np.argsort(-values, kind="stable")[: self.num_children].tolist():
+                if gains[token] > -math.inf:
+                    found[(*parent, token)] = gains[token]
+        for path in sorted(found, key=len):
+            found[path] = max(found[path] + found.get(path[:-1], 0.0), self.floors.get(path, -math.inf))
+        return found
+
+    def add_guests(self, tree: TokenTree) -> None:
+        for path, score in zip(paths(tree), tree.scores.tolist(), strict=True):
+            if not set(path[:-1]) & set(self.final):
+                self.floors[path] = max(self.floors.get(path, -math.inf), score)
+
+    def reroot(self, node: TokenPath, sharpness: float) -> list[int]:
+        """The rows that stay."""
+        score, depth = self.scores(sharpness)[node], len(node)
+        below = [path for path in self.expanded if path[:depth] == node and path != node]
+        rows = [self.row(path) for path in below]
+        self.floors = {p[depth:]: f - score for p, f in self.floors.items() if p[:depth] == node and p != node}
+        self.root, self.expanded = (*self.root, *node), [path[depth:] for path in below]
+        return rows
+
+
 # ------------------------------------------------------------------------------------------------ trees
 
 
@@ -225,6 +314,17 @@ def paths(tree: TokenTree) -> list[tuple[int, ...]]:
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         found.append((*(found[parent] if parent != ROOT else ()), token))
     return found
+
+
+def assert_well_formed(tree: TokenTree) -> None:
+    """Every guess once, parents first, best first, and none better than its parent."""
+    assert len(set(paths(tree))) == len(tree), "siblings hold the same token"
+    assert (tree.parents < np.arange(len(tree))).all()
+    assert tree.depths.tolist() == [len(path) for path in paths(tree)]
+    assert (np.diff(tree.scores) <= 0).all()
+    inner = tree.parents != ROOT
+    assert (tree.scores[inner] <= tree.scores[tree.parents[inner]]).all()
+    assert (tree.scores <= 0).all()
 
 
 def trees(vocab_size: int, max_depth: int = 5, max_paths: int = 12) -> st.SearchStrategy[TokenTree]:

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.errors import NumericalError
-from offspec.scheduler.calibration import GRID, UNIT, Calibration, Sharpness
+from offspec.scheduler.calibration import GRID, Calibration
 from offspec.scheduler.draft import ModelDrafter
-from offspec.scheduler.growth import Guesses
 from offspec.scheduler.params import SamplingParams, Scoring, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
@@ -24,8 +23,10 @@ from offspec.scheduler.verify import Verdict, exact_walk
 from .fakes import (
     Rule,
     RuleModel,
+    assert_well_formed,
     few,
     generate,
+    log_softmax,
     many,
     noise,
     paths,
@@ -63,11 +64,6 @@ def proposed(room: int, **options: Any) -> TokenTree:
 # ------------------------------------------------------------------------------------------------ the best tree
 
 
-def log_softmax(values: FloatArray) -> FloatArray:
-    shifted = values - values.max()
-    return shifted - math.log(np.exp(shifted).sum())
-
-
 def every_node(
     rule: Rule,
     params: SamplingParams,
@@ -76,18 +72,20 @@ def every_node(
     final: Collection[int] = (),
     children: int = 16,
     columns: int = VOCAB_SIZE,
-    prompt: Sequence[int] = PROMPT,
+    text: Sequence[int] = PROMPT,
+    known: Sequence[int] | None = None,
+    calibration: Calibration | None = None,
 ) -> dict[tuple[int, ...], float]:
-    """The score of every path that a drafter may guess: the whole tree, by recursion."""
+    """The score of every path that a drafter may guess: the whole tree, by recursion. known: the text as the draft reads it."""
     is_greedy = params.temperature == 0
-    sharpness = Calibration().sharpness(greedy=is_greedy).value if scoring == "coupled" else 1.0
+    sharpness = (calibration or Calibration()).sharpness(greedy=is_greedy).value if scoring == "coupled" else 1.0
     scores: dict[tuple[int, ...], float] = {(): 0.0}
 
     def grow(path: tuple[int, ...]) -> None:
-        seen = [token for token in (*PROMPT, *path) if token < columns]
-        values = processed(rule((*prompt, *path))[:columns], params, seen)
+        seen = [token for token in (*text, *path) if token < columns]
+        values = processed(rule((*(known or text), *path))[:columns], params, seen)
         if scoring == "coupled" and not is_greedy:
-            values = values + noise(SEED, len(PROMPT) + len(path), columns)
+            values = values + noise(SEED, len(text) + len(path), columns)
         gains = log_softmax(values / sharpness)
         for token in np.argsort(-gains)[:children].tolist():
             if gains[token] > -math.inf:
@@ -133,17 +131,43 @@ def test_tree_is_the_best_there_is(
     tree = drafter.propose(PROMPT, max_depth=9)
     assert_best(tree, every_node(DRAFT, params, scoring, max_depth, final, children), budget)
     assert max(model.batches) <= width
-    _assert_well_formed(tree)
+    assert_well_formed(tree)
 
 
-def _assert_well_formed(tree: TokenTree) -> None:
-    assert len(set(paths(tree))) == len(tree), "siblings hold the same token"
-    assert (tree.parents < np.arange(len(tree))).all()
-    assert tree.depths.tolist() == [len(path) for path in paths(tree)]
-    assert (np.diff(tree.scores) <= 0).all()
-    inner = tree.parents != ROOT
-    assert (tree.scores[inner] <= tree.scores[tree.parents[inner]]).all()
-    assert (tree.scores <= 0).all()
+@few
+@given(
+    params=sampling_params(),
+    scoring=st.sampled_from(SCORINGS),
+    budget=st.sampled_from([23, 7, 1]),
+    width=st.sampled_from([1, 3, 16]),
+    children=st.sampled_from([4, 3]),
+    final=st.sampled_from([(), (1,)]),
+    rounds_ahead=st.sampled_from([0, 1, 2, 30]),
+)
+def test_what_lives_on_leaves_the_tree_the_best_there_is(
+    params: SamplingParams,
+    scoring: Scoring,
+    budget: int,
+    width: int,
+    children: int,
+    final: tuple[int, ...],
+    rounds_ahead: int,
+) -> None:
+    """From pass to pass, while the sharpness moves: every tree is the one that would be drafted from nothing."""
+    calibration, deepest = Calibration(), 3
+    speculation = SpeculationParams(budget, scoring, width, children, deepest)
+
+    class BestDrafter(ModelDrafter):
+        def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
+            tree, depth = super().propose(text, max_depth), min(max_depth, deepest)
+            nodes = every_node(DRAFT, params, scoring, depth, final, children, text=text, calibration=calibration)
+            assert_best(tree, nodes if depth > 0 else {}, budget)
+            return tree
+
+    sampler, draft = Sampler(params, SEED, VOCAB_SIZE), RuleModel(DRAFT, VOCAB_SIZE)
+    drafter = BestDrafter(draft, sampler, speculation, calibration, final)
+    target = RuleModel(resembling(DRAFT, seed=5, error=0.7), VOCAB_SIZE)
+    generate(target, drafter, sampler, PROMPT, 12, rounds_ahead)
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
@@ -211,7 +235,7 @@ def test_draft_with_another_vocabulary(draft_size: int, scoring: Scoring, params
     tree = drafter_of(model, params, budget=10, scoring=scoring).propose(PROMPT, 3)
     known, columns = [min(token, draft_size - 1) for token in PROMPT], min(draft_size, VOCAB_SIZE)
     assert model.chains[0] == known
-    assert_best(tree, every_node(rule, params, scoring, 3, columns=columns, prompt=known), 10)
+    assert_best(tree, every_node(rule, params, scoring, 3, columns=columns, known=known), 10)
 
 
 @pytest.mark.parametrize("max_context", [1, len(PROMPT) - 1])
@@ -300,70 +324,3 @@ def test_draft_logits_that_are_not_numbers_are_refused_in_one_line(params: Sampl
     drafter = drafter_of(RuleModel(lambda _: np.array(bad), VOCAB_SIZE), params)
     with pytest.raises(NumericalError, match=r"^the draft's logits are not finite[^\n]*$"):
         drafter.propose(PROMPT, 3)
-
-
-# ------------------------------------------------------------------------------------------------ sharpness
-
-
-def guesses_of(values: FloatArray, num_candidates: int) -> Guesses:
-    """One row: the best candidates of values [V]."""
-    order = np.argsort(-values)[:num_candidates]
-    normalisers = np.array([np.log(np.exp(values / s).sum()) for s in GRID])
-    return Guesses(order[None], values[order][None], normalisers[None])
-
-
-@pytest.mark.parametrize("true_index", range(len(GRID)))
-def test_sharpness_converges_to_the_truth(true_index: int) -> None:
-    """Within a step of the grid, for it remembers about a hundred nodes."""
-    generator, sharpness = np.random.default_rng(true_index), Sharpness(prior=0.6)
-    for _ in range(600):
-        values = generator.normal(scale=2, size=12)
-        token = int((values / GRID[true_index] + generator.gumbel(size=12)).argmax())
-        sharpness.observe(guesses_of(values, 12).likelihood(0, token))
-    assert abs(sharpness.index - true_index) <= 1
-
-
-def test_sharpness_starts_at_its_prior_and_moves_soon() -> None:
-    assert [Sharpness(prior=s).value for s in GRID] == GRID.tolist()
-    sharpness, calm = Sharpness(prior=0.6), guesses_of(np.array([4.0, 3.0, 0.0, -1.0]), 4)
-    for _ in range(5):
-        sharpness.observe(calm.likelihood(0, 2))
-    assert sharpness.value > 0.6
-
-
-def test_unit_is_where_the_sharpness_is_1() -> None:
-    assert GRID[UNIT] == 1.0
-
-
-def test_sharpness_forgets() -> None:
-    sharpness, guesses = Sharpness(prior=0.6), guesses_of(np.array([3.0, 2.0, 0.0]), 3)
-    for token, end in ((0, GRID[0]), (2, GRID[-1]), (0, GRID[0])):
-        for _ in range(500):
-            sharpness.observe(guesses.likelihood(0, token))
-        assert sharpness.value == end
-
-
-def test_likelihood_is_that_of_the_scores() -> None:
-    guesses = guesses_of(np.array([1.0, -0.5, 2.0, 0.3]), 3)
-    for index, (column, token) in enumerate([(0, 2), (1, 0), (2, 3)] * 3):
-        assert guesses.likelihood(0, token)[index] == pytest.approx(guesses.log_probabilities(index)[0, column])
-
-
-@pytest.mark.parametrize("token", [1, 3, 4, 77])
-def test_likelihood_of_a_token_that_was_not_guessed_is_that_of_the_last(token: int) -> None:
-    """Beyond the candidates (1), excluded (3, 4), or unknown to the draft (77)."""
-    guesses = guesses_of(np.array([2.0, -1.0, 0.5, -math.inf, -math.inf]), 2)
-    assert np.isfinite(guesses.likelihood(0, token)).all()
-    np.testing.assert_array_equal(guesses.likelihood(0, token), guesses.likelihood(0, 2))
-    with_excluded = guesses_of(np.array([2.0, 0.5, 0.5, -math.inf, -math.inf]), 5)
-    np.testing.assert_array_equal(with_excluded.likelihood(0, 3), with_excluded.likelihood(0, 2))
-
-
-@few
-@given(values=st.lists(st.floats(-30, 30), min_size=1, max_size=8), rounding=st.floats(-1e-6, 1e-6))
-def test_log_probabilities_are_never_above_zero(values: list[float], rounding: float) -> None:
-    exact = guesses_of(np.array(values), len(values))
-    guesses = Guesses(exact.tokens, exact.values, exact.normalisers + rounding)
-    for index in range(len(GRID)):
-        assert (guesses.log_probabilities(index) <= 0).all()
-        assert np.exp(guesses.log_probabilities(index)).sum() == pytest.approx(1, abs=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,13 +13,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.errors import NumericalError
+from offspec.scheduler.budget import Switch
 from offspec.scheduler.draft import Calibration, ModelDrafter, NoDrafter
-from offspec.scheduler.params import SamplingParams, SpeculationParams
+from offspec.scheduler.params import MAX_NODES, SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, TokenTree
 from offspec.scheduler.verify import exact_walk
 
-from .fakes import RuleModel, build_tree, few, generate, many, paths, plain_text, random_rule, sampling_params, trees
+from .fakes import (
+    RuleModel,
+    TimedModel,
+    VirtualClock,
+    assert_well_formed,
+    build_tree,
+    few,
+    generate,
+    many,
+    paths,
+    plain_text,
+    random_rule,
+    sampling_params,
+    trees,
+)
 from .fakes import resembling as draft_of
 
 VOCAB_SIZE, PROMPT = 5, [3, 1, 4, 1]
@@ -71,29 +87,53 @@ def test_only_logits_on_the_walk_are_looked_at() -> None:
 def speculations() -> st.SearchStrategy[SpeculationParams]:
     return st.builds(
         SpeculationParams,
-        budget=st.sampled_from([0, 1, 4, 16, 40]),
+        budget=st.sampled_from([0, 1, 4, 16, 40, None, None]),
         scoring=st.sampled_from(["coupled", "specexec"]),
         width=st.integers(1, 16),
         children=st.integers(1, 8),
         max_depth=st.integers(1, 8),
+        stopping=st.sampled_from(["default", "default", "thompson", "thompson-calibrated"]),
+        reuse=st.sampled_from([True, True, False]),
+        overlap=st.booleans(),
     )
 
 
-@few
+class StrictDrafter(ModelDrafter):
+    """Insists that every tree is one, and within what was allowed."""
+
+    def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
+        tree = super().propose(text, max_depth)
+        assert len(tree) <= (MAX_NODES if self._params.budget is None else self._params.budget)
+        assert tree.depths.max(initial=0) <= max(0, min(max_depth, self._params.max_depth))
+        assert_well_formed(tree)
+        return tree
+
+
+@many
 @given(
     params=sampling_params(),
     speculation=speculations(),
     seed=st.integers(0, 1000),
     error=st.sampled_from([0.0, 0.5, 5.0]),
     final=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
+    rounds_ahead=st.sampled_from([0, 1, 3, 30]),
+    drafting_s=st.sampled_from([0.0, 0.02, 1.0]),
 )
 def test_text_is_independent_of_the_drafting(
-    params: SamplingParams, speculation: SpeculationParams, seed: int, error: float, final: set[int]
+    params: SamplingParams,
+    speculation: SpeculationParams,
+    seed: int,
+    error: float,
+    final: set[int],
+    rounds_ahead: int,
+    drafting_s: float,
 ) -> None:
-    draft = RuleModel(draft_of(TARGET, seed=1, error=error), VOCAB_SIZE)
-    sampler = Sampler(params, seed, VOCAB_SIZE)
-    drafter = ModelDrafter(draft, sampler, speculation, Calibration(), final)
-    text = generate(RuleModel(TARGET, VOCAB_SIZE), drafter, sampler, PROMPT, 20)
+    """However long it was drafted, before or beside the pass, and whatever lives on from tree to tree."""
+    clock, sampler = VirtualClock(), Sampler(params, seed, VOCAB_SIZE)
+    target = TimedModel(TARGET, VOCAB_SIZE, clock, lambda rows: 1 + 0.05 * rows)
+    draft = TimedModel(draft_of(TARGET, seed=1, error=error), VOCAB_SIZE, clock, lambda _: drafting_s)
+    drafter = StrictDrafter(draft, sampler, speculation, Calibration(), final, switch=Switch(), clock=clock)
+    text = generate(target, drafter, sampler, PROMPT, 20, rounds_ahead)
     assert text == plain_text(TARGET, params, seed, PROMPT, 20)
 
 
