@@ -77,7 +77,14 @@ def main() -> None:
     for temperature in map(float, args.temperatures.split(",")):
         for scoring in args.scorings.split(","):
             for budget in map(int, args.budgets.split(",")):
-                speculation = SpeculationParams(budget, scoring, args.width, args.children, args.max_depth)
+                speculation = SpeculationParams(
+                    budget,
+                    scoring=scoring,
+                    width=args.width,
+                    children=args.children,
+                    max_depth=args.max_depth,
+                    lookup=False,  # what the model alone guesses
+                )
                 row = measure(engine, prompts, temperature, speculation, args.max_new_tokens)
                 rows.append(row)
                 spread = f"({row.worst_prompt:.2f}, {row.best_prompt:.2f})"

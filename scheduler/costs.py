@@ -24,6 +24,7 @@ class CostCurve:
 
     KNOTS = np.arange(0, 2 * np.log2(MOST_ROWS) + 1) / 2  # log2 of rows
     RATE = 0.15  # of each observation, at its own place
+    FORGETTING = 0.99  # so that what has not been seen for some hundred passes may be tried again
     LITTLE = 0.02  # weight of what is only inferred, against what was observed there
 
     def __init__(self, prior: Predict | None = None) -> None:
@@ -42,8 +43,8 @@ class CostCurve:
         rates = self.RATE * np.exp(-0.5 * ((self.KNOTS - place) / 0.25) ** 2)
         rates[rates < self.LITTLE * self.RATE] = 0.0
         shape = 1.0 if self._prior is None else self._prior / np.interp(place, self.KNOTS, self._prior)
-        self._sums += rates * (seconds * shape - self._sums)
-        self._weights += rates * (1 - self._weights)
+        self._sums = self.FORGETTING * self._sums + rates * (seconds * shape - self._sums)
+        self._weights = self.FORGETTING * self._weights + rates * (1 - self._weights)
         self._last = int(np.abs(self.KNOTS - place).argmin())
         self._seconds = None
 
@@ -53,7 +54,7 @@ class CostCurve:
 
     def best_width(self) -> int:
         """The number of rows that a second is best spent on."""
-        return int(WIDTHS[(WIDTHS / self.seconds(WIDTHS)).argmax()])
+        return int(WIDTHS[(self.seconds(WIDTHS) / WIDTHS).argmin()])
 
     def seconds(self, rows: IntArray) -> FloatArray:
         """Of forwards with these numbers of rows."""

@@ -260,7 +260,11 @@ class SequoiaDrafter(Patient):
         coupled: bool = False,
     ) -> None:
         self._draft = LayeredDraft(model, sampler, params.children, coupled=coupled)
-        self._params, self._final, self._budget = params, sorted(final), params.budget or DEFAULT_NODES
+        self._params, self._final, self._budget = (
+            params,
+            sorted(final),
+            DEFAULT_NODES if params.budget is None else params.budget,
+        )
         self._acceptance = acceptance.ranks(greedy=sampler.is_greedy, coupled=coupled)
         self._rows: IntArray = np.empty(0, dtype=np.int64)
 
@@ -319,7 +323,11 @@ class OptTreeDrafter(Patient):
         coupled: bool = False,
     ) -> None:
         self._draft = LayeredDraft(model, sampler, params.children, coupled=coupled)
-        self._params, self._final, self._budget = params, sorted(final), params.budget or DEFAULT_NODES
+        self._params, self._final, self._budget = (
+            params,
+            sorted(final),
+            DEFAULT_NODES if params.budget is None else params.budget,
+        )
         self._threshold = threshold
         self._rows: IntArray = np.empty(0, dtype=np.int64)
 

@@ -66,7 +66,7 @@ def test_a_fixed_budget_drafts_to_the_end() -> None:
 @pytest.mark.parametrize("budget", [None, 5])
 @pytest.mark.parametrize("stopping", ["default", "thompson", "thompson-calibrated"])
 def test_parameters_call_for_a_controller(stopping: Stopping, budget: int | None) -> None:
-    controller = controller_for(SpeculationParams(budget=budget, stopping=stopping), Costs())
+    controller = controller_for(SpeculationParams(budget=budget, stopping=stopping), Costs(lambda _: 1.0))
     assert controller.limit == (MAX_NODES if budget is None else budget)
     plain = MarginalRate if budget is None else FixedBudget
     assert isinstance(controller, plain if stopping == "default" else ThompsonSampling)
@@ -235,7 +235,7 @@ def test_the_budget_that_is_found_is_about_as_good_as_the_best_fixed_one(target_
 
 
 def thompson(*, calibrated: bool = False, seed: int = 0) -> ThompsonSampling:
-    return ThompsonSampling(FixedBudget(50, 16), width=16, calibrated=calibrated, seed=seed)
+    return ThompsonSampling(FixedBudget(50, 16), calibrated=calibrated, seed=seed)
 
 
 def rounds_of(controller: ThompsonSampling, depth: int, likely: float = 0.5, most: int = 40) -> int:
@@ -287,7 +287,7 @@ def test_only_the_calibrated_one_listens_to_the_draft() -> None:
 
 
 def test_the_tree_is_another_controllers() -> None:
-    controller = ThompsonSampling(rated(MarginalRate(Costs(flat_until(1, 10.0)), 9), 1.0), 16, calibrated=False)
+    controller = ThompsonSampling(rated(MarginalRate(Costs(flat_until(1, 10.0)), 9), 1.0), calibrated=False)
     assert controller.limit == 9
     assert controller.size(prospect_of(PROFILE)) == 0
 

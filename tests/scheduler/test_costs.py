@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offspec.scheduler.costs import MAX_ROWS, CostCurve, Costs
+from offspec.scheduler.costs import MOST_ROWS, CostCurve, Costs
 
 from .fakes import many
 
@@ -52,14 +52,14 @@ def test_scale_and_noise_of_what_is_observed() -> None:
 
 @many
 @given(
-    observations=st.lists(st.tuples(st.integers(1, 2 * MAX_ROWS), st.floats(1e-6, 1e3)), max_size=30),
+    observations=st.lists(st.tuples(st.integers(1, 2 * MOST_ROWS), st.floats(1e-6, 1e3)), max_size=30),
     has_prior=st.booleans(),
 )
 def test_never_falls_and_never_ends(observations: list[tuple[int, float]], has_prior: bool) -> None:
     curve = CostCurve(pass_s if has_prior else None)
     for rows, value in observations:
         curve.observe(rows, value)
-        found = curve.seconds(np.arange(2 * MAX_ROWS))
+        found = curve.seconds(np.arange(2 * MOST_ROWS))
         assert (np.diff(found) >= 0).all()
         assert (found > 0).all()
         assert np.isfinite(found).all()
@@ -95,12 +95,16 @@ def test_one_outlier_moves_little() -> None:
     assert 1.0 < seconds(curve, 32) < 1.2
 
 
-def test_the_first_observation_is_believed() -> None:
+def test_the_first_observation_is_believed_and_hope_fills_the_rest() -> None:
+    """More rows may cost nothing more, and fewer as much less: what might be better is tried."""
     curve = CostCurve()
     assert not curve.is_known
-    curve.observe(10, 7.0)
+    curve.observe(16, 7.0)
     assert curve.is_known
-    np.testing.assert_allclose(curve.seconds(ROWS), 7.0)
+    np.testing.assert_allclose(curve.seconds(np.array([16, 17, 40, 4096])), 7.0)
+    hoped = curve.seconds(np.array([1, 2, 4]))
+    np.testing.assert_allclose(hoped, hoped[0] * np.array([1, 2, 4]))
+    assert hoped[0] < 1.0
 
 
 def test_weight_says_where_was_observed() -> None:
@@ -112,7 +116,7 @@ def test_weight_says_where_was_observed() -> None:
     assert 0 < once < curve.weight(16) <= 1
     assert curve.weight(16) > 0.9
     assert curve.weight(13) > 0.5 > 0.1 > curve.weight(1)
-    assert curve.weight(10**6) == curve.weight(MAX_ROWS)
+    assert curve.weight(10**6) == curve.weight(MOST_ROWS)
 
 
 def test_a_pair_has_two_curves() -> None:
