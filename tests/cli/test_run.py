@@ -56,6 +56,16 @@ def test_a_drawn_seed_is_told_and_gives_the_text_again(run_args: Sequence[object
     assert again["token_ids"] == drawn["token_ids"] != other["token_ids"]
 
 
+@pytest.mark.parametrize(
+    "flags", [(), ("--no-reuse",), ("--no-overlap",), ("--budget", "auto", "--stopping", "thompson-calibrated")]
+)
+def test_how_is_drafted_leaves_the_text_as_it_is(
+    flags: Sequence[str], run_args: Sequence[object], offspec: Offspec
+) -> None:
+    args = (*run_args, "hi", "--temperature", "1", "--seed", "3")
+    assert run_json(offspec, *args, *flags)["token_ids"] == run_json(offspec, *args, "--budget", "0")["token_ids"]
+
+
 def test_a_prompt_is_a_chat_message_unless_raw(run_args: Sequence[object], pair: Pair, offspec: Offspec) -> None:
     def asked(*args: str) -> str:
         return prompt_text(pair, run_json(offspec, *run_args, *args))
@@ -105,13 +115,13 @@ def test_every_flag_reaches_the_engine(
     flags = (
         *("--max-new-tokens", 3, "--temperature", 0.5, "--top-k", 9, "--top-p", 0.8, "--min-p", 0.1),
         *("--repetition-penalty", 1.2, "--seed", 5, "--stop", "zz", "--stop", "yy", "--ignore-eos"),
-        *("--budget", 4, "--draft-scoring", "specexec"),
+        *("--budget", 4, "--draft-scoring", "specexec", "--stopping", "thompson", "--no-reuse", "--no-overlap"),
     )
     assert offspec(*run_args[:-2], "hi", *flags).code == 0
     assert offspec(*run_args[:-2], "hi").code == 0
     params = SamplingParams(3, 0.5, 9, 0.8, 0.1, 1.2, 5, ("zz", "yy"), True)
     assert asked == [
-        (params, SpeculationParams(budget=4, scoring="specexec")),
+        (params, SpeculationParams(4, "specexec", stopping="thompson", reuse=False, overlap=False)),
         (SamplingParams(), SpeculationParams()),
     ]
 

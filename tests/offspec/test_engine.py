@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from offspec.errors import (
 )
 from offspec.files import ModelFiles, Note
 from offspec.loaders.tiers import TieredWeights
-from offspec.model import random_decoder
-from offspec.scheduler.params import Scoring
+from offspec.model import CachedDecoder, random_decoder
+from offspec.scheduler.draft import ModelDrafter
+from offspec.scheduler.params import Scoring, Stopping
 
 from ..pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, scale_weights, variant
 
@@ -83,6 +85,11 @@ def steps(
     return list(engine.generate(prompt, params or SamplingParams(**more), speculation))
 
 
+def fresh(engine: Engine) -> Engine:
+    """The same pair, knowing nothing of it yet, so that drafting beside the pass is tried at once."""
+    return engine.with_draft(engine.draft, engine.draft_name)
+
+
 def ids(found: Sequence[Step]) -> list[int]:
     return list(chain.from_iterable(step.token_ids for step in found))
 
@@ -105,6 +112,25 @@ def test_text_does_not_depend_on_guesses(name: str, draft: str, engines: dict[st
         guessed = steps(engines[draft], params=params, speculation=speculation)
         assert ids(guessed) == ids(plain), speculation
         assert (text(guessed), guessed[-1].finish_reason) == (text(plain), plain[-1].finish_reason)
+
+
+@pytest.mark.parametrize("draft", ["own", "random"])
+@pytest.mark.parametrize("name", ["greedy", "everything"])
+def test_text_does_not_depend_on_what_lives_on_or_is_drafted_beside(
+    name: str, draft: str, engines: dict[str, Engine]
+) -> None:
+    params = SAMPLING[name]
+    plain = ids(steps(engines["none"], params=params, speculation=PLAIN))
+    for reuse, overlap, budget in [(True, True, None), *product((True, False), (True, False), (6,))]:
+        speculation = SpeculationParams(budget=budget, reuse=reuse, overlap=overlap)
+        assert ids(steps(fresh(engines[draft]), params=params, speculation=speculation)) == plain, speculation
+
+
+@pytest.mark.parametrize("stopping", ["thompson", "thompson-calibrated"])
+def test_text_does_not_depend_on_when_drafting_stops(stopping: Stopping, engines: dict[str, Engine]) -> None:
+    params = SAMPLING["top-p"]
+    plain = ids(steps(engines["none"], params=params, speculation=PLAIN))
+    assert ids(steps(engines["own"], params=params, speculation=SpeculationParams(stopping=stopping))) == plain
 
 
 def test_text_does_not_depend_on_guesses_under_a_sliding_window(
@@ -305,6 +331,83 @@ def test_an_interrupted_pass_leaves_the_engine_usable(engine: Engine, monkeypatc
         next(under_way)
     monkeypatch.undo()
     assert ids(steps(engine, params=params)) == wanted
+
+
+def drafts_beside(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor], torch.Tensor]) -> threading.Event:
+    """Every pass of the target waits until the draft has scored beside it (else it may be too late); `spoil` its logits."""
+    scored, score, score_rows = threading.Event(), CachedDecoder.score, CachedDecoder.score_rows
+
+    def spied(self: CachedDecoder, *args: Any) -> torch.Tensor:
+        logits = score(self, *args)
+        if threading.current_thread().name == "offspec-draft":
+            logits = spoil(logits)
+            scored.set()
+        return logits
+
+    def late(self: CachedDecoder, *args: Any) -> Any:
+        assert scored.wait(60)
+        return score_rows(self, *args)
+
+    monkeypatch.setattr(CachedDecoder, "score", spied)
+    monkeypatch.setattr(CachedDecoder, "score_rows", late)
+    return scored
+
+
+def num_threads_of_ours() -> int:
+    return sum(thread.name == "offspec-draft" for thread in threading.enumerate())
+
+
+def test_drafting_beside_the_pass_leaves_no_thread_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SAMPLING["top-p"]
+    wanted = ids(steps(engine, params=params, speculation=PLAIN))
+    one = fresh(engine)
+    scored = drafts_beside(monkeypatch, lambda logits: logits)
+    under_way = one.generate(PROMPT, params, SpeculationParams(budget=8))
+    next(under_way)
+    assert scored.is_set()
+    assert num_threads_of_ours() == 0
+    under_way.close()
+    monkeypatch.undo()
+    assert ids(steps(one, params=params)) == wanted
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_pass_that_fails_while_the_draft_is_at_work(
+    error: type[BaseException], engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SAMPLING["top-p"]
+    wanted = ids(steps(engine, params=params, speculation=PLAIN))
+    one = fresh(engine)
+    scored = drafts_beside(monkeypatch, lambda logits: logits)
+
+    def failing(*args: Any) -> None:
+        assert scored.wait(60)
+        raise error
+
+    monkeypatch.setattr(CachedDecoder, "score_rows", failing)
+    with pytest.raises(error):
+        next(one.generate(PROMPT, params, SpeculationParams(budget=8)))
+    assert num_threads_of_ours() == 0
+    monkeypatch.undo()
+    assert ids(steps(one, params=params)) == wanted
+
+
+def test_a_draft_that_fails_beside_the_pass_is_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = fresh(engine)
+    drafts_beside(monkeypatch, lambda logits: logits * float("nan"))
+    with pytest.raises(NumericalError, match=r"^the draft's logits are not finite[^\n]*$"):
+        steps(one, speculation=SpeculationParams(budget=8))
+    assert num_threads_of_ours() == 0
+    monkeypatch.undo()
+    assert ids(steps(one)) == ids(steps(engine, speculation=PLAIN))
+
+
+@pytest.mark.parametrize(("reuse", "overlap"), [(True, False), (False, True), (False, False)])
+def test_nothing_is_drafted_beside_the_pass_where_it_has_no_use(
+    reuse: bool, overlap: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelDrafter, "extend", lambda *_: pytest.fail("drafted beside the pass"))
+    steps(fresh(engine), speculation=SpeculationParams(reuse=reuse, overlap=overlap), max_new_tokens=12)
 
 
 def test_requests_that_take_turns(engine: Engine) -> None:

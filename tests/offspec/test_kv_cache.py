@@ -61,9 +61,10 @@ def test_holds_what_a_plain_list_would(data: st.DataObject) -> None:
             add(cache, entries, pending=True)
             pending += entries
         elif operation == "keep":
-            path = [i for i in range(len(pending)) if data.draw(st.booleans(), label=f"keep {i}")]
-            cache.keep(path)
-            committed, pending = committed + [pending[i] for i in path], []
+            stay = [i for i in range(len(pending)) if data.draw(st.booleans(), label=f"keep {i}")]
+            end = data.draw(st.integers(0, len(stay)), label="of these committed")
+            cache.keep(stay[:end], stay[end:])
+            committed, pending = committed + [pending[i] for i in stay[:end]], [pending[i] for i in stay[end:]]
         elif operation == "truncate":
             length = data.draw(st.integers(0, len(committed)), label="length")
             cache.truncate(length)
@@ -91,6 +92,25 @@ def test_keep_commits_the_path_and_forgets_the_rest(path: list[int]) -> None:
 def test_a_path_that_is_none_is_our_own_mistake(path: list[int]) -> None:
     with pytest.raises(AssertionError):
         some_pending()[0].keep(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "waiting"), [([], [1, 3]), ([0], [2]), ([0, 1], [2, 3]), ([1], [3]), ([], [0, 1, 2, 3])]
+)
+def test_what_waits_on_stays_pending_behind_the_path(path: list[int], waiting: list[int]) -> None:
+    cache, committed, pending = some_pending()
+    cache.keep(path, waiting)
+    committed, pending = committed + [pending[i] for i in path], [pending[i] for i in waiting]
+    check(cache, committed, pending)
+    new = [(7.0, 5), (8.0, 6)]
+    add(cache, new, pending=True)
+    check(cache, committed, pending + new)
+
+
+@pytest.mark.parametrize(("path", "waiting"), [([2], [1]), ([1], [1]), ([0], [4]), ([0], [3, 2]), ([], [-1])])
+def test_what_waits_on_lies_behind_the_path_and_ascends(path: list[int], waiting: list[int]) -> None:
+    with pytest.raises(AssertionError):
+        some_pending()[0].keep(path, waiting)
 
 
 def test_committed_entries_cannot_follow_pending_ones() -> None:
