@@ -155,7 +155,7 @@ def test_what_lives_on_leaves_the_tree_the_best_there_is(
 ) -> None:
     """From pass to pass, while the sharpness moves: every tree is the one that would be drafted from nothing."""
     calibration, deepest = Calibration(), 3
-    speculation = SpeculationParams(budget, scoring=scoring, width=width, children=children, deepest)
+    speculation = SpeculationParams(budget, scoring=scoring, width=width, children=children, max_depth=deepest)
 
     class BestDrafter(ModelDrafter):
         def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
