@@ -46,7 +46,12 @@ class Row:
 class Stopwatch:
     """Seconds spent inside the models' calls, those of the draft and those of the target."""
 
-    CALLS = ((CachedDecoder, "score"), (CachedDecoder, "score_rows"), (CachedDecoder, "keep"), (RowLogits, "__getitem__"))
+    CALLS = (
+        (CachedDecoder, "score"),
+        (CachedDecoder, "score_rows"),
+        (CachedDecoder, "keep"),
+        (RowLogits, "__getitem__"),
+    )
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -126,7 +131,9 @@ def main() -> None:
     prompts = builtin.prompts()[: args.max_prompts]
     rows: list[Row] = []
     print("milliseconds of an iteration")
-    print(f"{'temperature':>11}  {'budget':>6}  {'nodes':>6}  {'all':>8}  {'draft':>8}  {'target':>8}  {'scheduler':>9}  share")
+    print(
+        f"{'temperature':>11}  {'budget':>6}  {'nodes':>6}  {'all':>8}  {'draft':>8}  {'target':>8}  {'scheduler':>9}  share"
+    )
     for temperature in map(float, args.temperatures.split(",")):
         for budget in args.budgets.split(","):
             speculation = SpeculationParams(None if budget == "auto" else int(budget), overlap=False)
@@ -138,7 +145,15 @@ def main() -> None:
                 f"  {row.target_ms:>8.1f}  {row.scheduler_ms:>9.1f}  {row.share:.1%}",
                 flush=True,
             )
-    print(json.dumps({"model": engine.name, "draft": engine.draft_name, "rows": [asdict(row) | {"share": row.share} for row in rows]}))
+    print(
+        json.dumps(
+            {
+                "model": engine.name,
+                "draft": engine.draft_name,
+                "rows": [asdict(row) | {"share": row.share} for row in rows],
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

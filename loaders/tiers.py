@@ -182,6 +182,10 @@ class TieredWeights:
         return len(self._model.layers)
 
     @property
+    def is_resident(self) -> bool:
+        return self._stream is None
+
+    @property
     def stream_bytes(self) -> int:
         """Bytes that come through the link in every pass."""
         return sum(self._model.layers[i].record.read_bytes for i in self._placement.streamed)

@@ -32,6 +32,7 @@ from offspec.scheduler.verify import Verdict, exact_walk
 from .alongside import alongside
 from .errors import ContextLengthError, UsageError
 from .files import ModelFiles, Note, choose_device, open_pair
+from .graphs import TreeGraphs, is_static
 from .model import EMBEDDING, CachedDecoder, Decoder
 from .planning import Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates
 from .stats import Stats, peak_host_bytes
@@ -77,6 +78,9 @@ class Engine:
         self.plan: Plan | None = None
         self.link_bytes_per_s: float | None = None
         self._calibration, self._costs, self._switch = Calibration(), Costs(), Switch()
+        self._draft_graphs: TreeGraphs | None = None
+        if draft is not None and draft.device.type == "cuda" and is_static(draft):
+            self._draft_graphs = TreeGraphs(draft, self.max_context + 1 + MAX_NODES)
 
     @classmethod
     def load(
@@ -132,6 +136,8 @@ class Engine:
     def close(self) -> None:
         """Lets go of the memory, and joins what reads ahead; the engine cannot be used afterwards."""
         self.target.weights.close()
+        if self._draft_graphs is not None:
+            self._draft_graphs.close()
         if self.draft is not None:
             self.draft.weights.close()
 
@@ -193,8 +199,9 @@ class Engine:
         """A drafter for one request, with a KV cache of `room` entries."""
         if self.draft is None or speculation.budget == 0:
             return NoDrafter()
+        graphs = self._draft_graphs
         return ModelDrafter(
-            CachedDecoder(self.draft, room),
+            CachedDecoder(self.draft, room) if graphs is None else graphs.text(room),
             sampler,
             speculation,
             self._calibration,
