@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -36,7 +37,7 @@ class CostCurve:
         return self._has_prior or self._mean_weight > 0
 
     def observe(self, rows: int, seconds: float) -> None:
-        place = np.log2(np.clip(rows, 1, MAX_ROWS))
+        place = math.log2(min(max(rows, 1), MAX_ROWS))
         ratio = seconds / float(np.interp(place, self.KNOTS, self._prior))
         rates = self.RATE * np.exp(-0.5 * ((self.KNOTS - place) / 0.5) ** 2)
         self._moved += rates * (ratio - self._moved)
@@ -47,7 +48,7 @@ class CostCurve:
 
     def weight(self, rows: int) -> float:
         """How much has been observed near this number of rows, from 0 to 1."""
-        return float(np.interp(np.log2(np.clip(rows, 1, MAX_ROWS)), self.KNOTS, self._weights))
+        return float(np.interp(math.log2(min(max(rows, 1), MAX_ROWS)), self.KNOTS, self._weights))
 
     def seconds(self, rows: IntArray) -> FloatArray:
         """Of forwards with these numbers of rows."""

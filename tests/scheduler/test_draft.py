@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.errors import NumericalError
+from offspec.scheduler import draft as drafting
 from offspec.scheduler.calibration import GRID, UNIT, Calibration, Sharpness
 from offspec.scheduler.draft import ModelDrafter
 from offspec.scheduler.growth import Guesses
@@ -283,7 +284,8 @@ def test_sharpness_tells_a_good_draft_from_a_bad_one(params: SamplingParams) -> 
         num_passes(DRAFT, draft, params, calibration, budget=8)
         fitted.append(calibration.sharpness(greedy=params is GREEDY).value)
         assert calibration.sharpness(greedy=params is SAMPLED).value == (0.6 if params is GREEDY else 0.5)
-    assert fitted == [GRID[0], GRID[-1]]
+    assert fitted[0] == GRID[0]
+    assert fitted[1] in GRID[-2:]
 
 
 def test_specexec_leaves_the_calibration_alone() -> None:
@@ -310,6 +312,25 @@ def guesses_of(values: FloatArray, num_candidates: int) -> Guesses:
     order = np.argsort(-values)[:num_candidates]
     normalisers = np.array([np.log(np.exp(values / s).sum()) for s in GRID])
     return Guesses(order[None], values[order][None], normalisers[None])
+
+
+@given(st.integers(1, 9), st.sampled_from([0.1, 3.0, 30.0]), st.sampled_from([-1e4, 0.0, 1e4]), st.integers(0, 99))
+@few
+def test_normalisers_are_what_they_are_called(num_rows: int, spread: float, shift: float, seed: int) -> None:
+    logits = spread * torch.randn(num_rows, 300, generator=torch.Generator().manual_seed(seed))
+    logits[:, seed % 300] = -torch.inf
+    expected = torch.stack([(logits.double() / s).logsumexp(-1) for s in GRID], dim=-1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(drafting._SLICE_ELEMENTS, "cpu", 1000)
+        found = torch.from_numpy(drafting.log_normalisers(logits + shift) - shift / GRID)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 if shift == 0 else 2e-2)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_normalisers_show_what_is_no_number(number: float) -> None:
+    logits = torch.zeros(2, 50)
+    logits[1, 7] = number
+    assert np.isfinite(drafting.log_normalisers(logits)).all(-1).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("true_index", range(len(GRID)))
