@@ -3,7 +3,8 @@
     python benchmarks/overhead.py [--model builtin] [--budgets 64,512] [--temperatures 0,1]
 
 What runs inside `CachedDecoder` (scoring, logits, keeping entries) counts as the models', all the rest of an iteration as the
-scheduler's: choosing what to expand, scoring candidates, trees and masks, the walk, calibration, text. On a CPU seconds are
+scheduler's: choosing what to expand, trees and masks, the walk, calibration, text. Of this, `vocabulary` is what is computed
+over whole rows of the draft's logits: noise, normalisers, the best candidates. On a CPU seconds are
 processor time of the one thread that runs, so that other work on the machine does not matter; on a GPU they are wall time, and
 each call of a model is waited for. Nothing is drafted beside the pass, so that times add up. The last line is JSON.
 """
@@ -24,6 +25,7 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model import CachedDecoder, RowLogits
+from offspec.scheduler.draft import ModelDrafter
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Row:
     draft_ms: float
     target_ms: float
     scheduler_ms: float
+    vocabulary_ms: float
 
     @property
     def share(self) -> float:
@@ -44,19 +47,20 @@ class Row:
 
 
 class Stopwatch:
-    """Seconds spent inside the models' calls, those of the draft and those of the target."""
+    """Seconds spent in the calls of the draft, of the target, and in judging the draft's logits."""
 
     CALLS = (
         (CachedDecoder, "score"),
         (CachedDecoder, "score_rows"),
         (CachedDecoder, "keep"),
         (RowLogits, "__getitem__"),
+        (ModelDrafter, "_guess"),
     )
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._is_cuda = engine.target.device.type == "cuda"
-        self.draft_s = self.target_s = 0.0
+        self.draft_s = self.target_s = self.vocabulary_s = 0.0
         self._depth = 0
 
     def now(self) -> float:
@@ -78,8 +82,10 @@ class Stopwatch:
                 return call(model, *args, **kwargs)
             finally:
                 self._depth, seconds = 0, self.now() - began
-                decoder = getattr(model, "decoder", None) or model._decoder
-                if decoder is self._engine.draft:
+                decoder = getattr(model, "decoder", None) or getattr(model, "_decoder", None)
+                if decoder is None:
+                    self.vocabulary_s += seconds
+                elif decoder is self._engine.draft:
                     self.draft_s += seconds
                 else:
                     self.target_s += seconds
@@ -111,6 +117,7 @@ def measure(engine: Engine, prompts: list[str], params: SamplingParams, speculat
         draft_s * ms,
         target_s * ms,
         (total_s - draft_s - target_s) * ms,
+        watch.vocabulary_s * ms,
     )
 
 
@@ -132,7 +139,7 @@ def main() -> None:
     rows: list[Row] = []
     print("milliseconds of an iteration")
     print(
-        f"{'temperature':>11}  {'budget':>6}  {'nodes':>6}  {'all':>8}  {'draft':>8}  {'target':>8}  {'scheduler':>9}  share"
+        f"{'temperature':>11}  {'budget':>6}  {'nodes':>6}  {'all':>8}  {'draft':>8}  {'target':>8}  {'scheduler':>9}  share  (of it vocabulary)"
     )
     for temperature in map(float, args.temperatures.split(",")):
         for budget in args.budgets.split(","):
@@ -142,7 +149,7 @@ def main() -> None:
             rows.append(row)
             print(
                 f"{row.temperature:>11g}  {budget:>6}  {row.nodes_per_pass:>6.0f}  {row.iteration_ms:>8.1f}  {row.draft_ms:>8.1f}"
-                f"  {row.target_ms:>8.1f}  {row.scheduler_ms:>9.1f}  {row.share:.1%}",
+                f"  {row.target_ms:>8.1f}  {row.scheduler_ms:>9.1f}  {row.share:>5.1%}  ({row.vocabulary_ms:.1f})",
                 flush=True,
             )
     print(
