@@ -264,9 +264,7 @@ class ModelDrafter:
         """Candidates of R rows of draft logits [R, V], the children of each at positions [R]."""
         values = self._sampler.process(logits, paths)
         if self._is_coupled and not self._sampler.is_greedy:
-            unique, inverse = np.unique(positions, return_inverse=True)
-            noise = torch.stack([self._sampler.noise(int(p))[: self._columns].float() for p in unique])
-            values = values + noise[torch.as_tensor(inverse, device=noise.device)]
+            values = values + self._sampler.noise_rows(positions.tolist())[:, : self._columns]
         best, tokens = values.topk(min(self._params.children, self._columns), dim=-1)
         # Tokens are exact in a double, so that there is one transfer.
         parts = torch.cat((tokens.double(), best.double(), _power_sums(values).double()), dim=-1).cpu().numpy()

@@ -63,6 +63,7 @@ class Sampler:
         self.params, self.seed, self.vocab_size, self.device = params, seed, vocab_size, device
         self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self._noise: dict[int, Tensor] = {}
+        self._rounded: dict[int, Tensor] = {}
         self._length = 0  # of the text
 
     @property
@@ -79,13 +80,21 @@ class Sampler:
         if self.needs_history:
             self._seen[list(tokens)] = True
         self._length += len(tokens)
-        self._noise = {position: noise for position, noise in self._noise.items() if position >= self._length}
+        for kept in (self._noise, self._rounded):
+            for position in [position for position in kept if position < self._length]:
+                del kept[position]
 
     def noise(self, position: int) -> Tensor:
         """G(seed, position, ·), float64 [vocab_size]; kept until the text has moved past it."""
         if position not in self._noise:
             self._noise[position] = gumbel(self.seed, position, self.vocab_size, self.device)
         return self._noise[position]
+
+    def noise_rows(self, positions: Sequence[int]) -> Tensor:
+        """The noise at each of R positions in fp32, [R, vocab_size]: exact enough to guess with."""
+        for position in set(positions) - self._rounded.keys():
+            self._rounded[position] = self.noise(position).float()
+        return torch.stack([self._rounded[position] for position in positions])
 
     def process(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Log-probabilities up to a constant per row, [R, V], of what the parameters make of logits [R, V].
