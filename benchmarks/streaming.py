@@ -122,6 +122,10 @@ class OneLayer(WeightSource):
         return 0
 
     @property
+    def is_resident(self) -> bool:
+        return False
+
+    @property
     def scratch(self) -> torch.Tensor | None:
         return self._source.scratch
 

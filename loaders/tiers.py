@@ -192,6 +192,10 @@ class TieredWeights:
     def num_layers(self) -> int:
         return len(self._model.layers)
 
+    @property
+    def is_resident(self) -> bool:
+        return self._stream is None
+
     @contextmanager
     def layer(self, index: int) -> Iterator[Mapping[str, Weight]]:
         if index in self._resident:

@@ -34,6 +34,11 @@ class WeightSource(Protocol):
         ...
 
     @property
+    def is_resident(self) -> bool:
+        """Whether every layer is lent as the same tensors each time, until `close`."""
+        ...
+
+    @property
     def scratch(self) -> torch.Tensor | None:
         """Where `formats.linear` puts a matrix that it has to make first; None where all lie ready."""
         ...
@@ -64,6 +69,7 @@ class RamWeights:
     def __init__(self, layers: list[dict[str, torch.Tensor]], shared: dict[str, torch.Tensor]) -> None:
         self._layers = layers
         self._shared = shared
+        self.is_resident = True
         self.scratch = None
         self.bytes_streamed = 0
 

@@ -39,6 +39,7 @@ from .alongside import alongside
 from .corpus import open_index
 from .errors import ContextLengthError, UsageError
 from .files import LOOKUP, ModelFiles, Note, choose_device, open_pair
+from .graphs import TreeGraphs, is_static
 from .model import EMBEDDING, CachedDecoder, Decoder
 from .planning import Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates
 from .stats import Stats, peak_host_bytes
@@ -91,6 +92,9 @@ class Engine:
         self._acceptance, self._recycling = MeasuredAcceptance(), TokenRecycling(target.config.vocab_size)
         self._lookups, self._retrievals = match_reliability(), match_reliability()
         self.lookup_index: SuffixIndex | None = None
+        self._draft_graphs: TreeGraphs | None = None
+        if draft is not None and draft.device.type == "cuda" and is_static(draft):
+            self._draft_graphs = TreeGraphs(draft, self.max_context + 1 + MAX_ROWS)
 
     @classmethod
     def load(
@@ -148,6 +152,8 @@ class Engine:
     def close(self) -> None:
         """Lets go of the memory, and joins what reads ahead; the engine cannot be used afterwards."""
         self.target.weights.close()
+        if self._draft_graphs is not None:
+            self._draft_graphs.close()
         if self.draft is not None:
             self.draft.weights.close()
 
@@ -210,7 +216,12 @@ class Engine:
 
     def new_caches(self, capacity: int = 0) -> TextCaches:
         """Empty KV caches of one text, to be kept from request to request. capacity: tokens to make room for at once."""
-        return TextCaches(self.target, self.draft, capacity)
+        draft = None
+        if self._draft_graphs is not None:
+            draft = self._draft_graphs.text(capacity)
+        elif self.draft is not None:
+            draft = CachedDecoder(self.draft, capacity)
+        return TextCaches(CachedDecoder(self.target, capacity), draft)
 
     def _too_long(self, num_tokens: int) -> str:
         planned, longest = self.max_context, self.target.config.max_context

@@ -59,6 +59,11 @@ class KVCache:
         self._data[layer, 0, :, slots] = keys.transpose(0, 1)
         self._data[layer, 1, :, slots] = values.transpose(0, 1)
 
+    def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """As `write`, into slots [T] that only the device knows."""
+        self._data[layer, 0].index_copy_(1, slots, keys.transpose(0, 1))
+        self._data[layer, 1].index_copy_(1, slots, values.transpose(0, 1))
+
     def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values [kv_heads, end, head_dim] of one layer, as views."""
         return self._data[layer, 0, :, :end], self._data[layer, 1, :, :end]
@@ -89,3 +94,7 @@ class KVCache:
         """Forget everything from position `length` on, and whatever is pending."""
         assert 0 <= length <= self.length
         self.length, self.pending = length, 0
+
+    def wipe(self) -> None:
+        """Zeros wherever nothing is in use: attention over all of the capacity weighs it with 0, and 0 times NaN is NaN."""
+        self._data[:, :, :, self.size :] = 0

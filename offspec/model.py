@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,18 +64,43 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
     return (config.tied_head and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of one pass: their positions' rotation, and which of them go together.
+class Rows(Protocol):
+    """The rows of one pass: their positions' rotation, which of them go together, and whom they see.
 
     cos, sin: [T, 1, head_dim]. chunks: (first, last) row ranges.
     """
 
+    @property
+    def cos(self) -> Tensor: ...
+
+    @property
+    def sin(self) -> Tensor: ...
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]: ...
+
+    def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
+        """Bool [last - first, S]: which keys rows first .. last see; None when they see all of them."""
+
+    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Store what rows first .. last have ([T, kv_heads, head_dim]); all that they may look at [kv_heads, S, head_dim]."""
+
+
+@dataclass(frozen=True)
+class FreshRows:
+    """Rows whose entries go behind those that the cache has."""
+
+    cache: KVCache
     visibility: Visibility
     cos: Tensor
     sin: Tensor
     chunks: list[tuple[int, int]]
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        start = self.visibility.start
+        self.cache.write(layer, keys, values, start + first)
+        return self.cache.read(layer, start + last)
 
     def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
         """As `Visibility.mask`; kept for the whole pass where there is one chunk, made anew by each layer otherwise."""
@@ -110,13 +136,20 @@ class Decoder:
         """
         start, num_rows = cache.size, tokens.shape[0]
         cache.reserve(start + num_rows)
-        rows = self._rows(positions, cache, start, tree_mask)
-        hidden = self.weights.rows(EMBEDDING, tokens)
+        cache.positions[start : start + num_rows] = positions
+        visibility = Visibility(start, positions, cache.positions, tree_mask)
+        step = chunk_rows(self.config, start + num_rows)
+        chunks = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
+        rows = FreshRows(cache, visibility, *self.rotation(positions), chunks)
+        return self.through(self.weights.rows(EMBEDDING, tokens), rows)
+
+    def through(self, hidden: Tensor, rows: Rows) -> Tensor:
+        """Hidden states [T, hidden], which are overwritten, after all layers."""
         for index in range(self.config.num_layers):
             self.current_layer = index
             with self.weights.layer(index) as weights:
                 for first, last in rows.chunks:
-                    hidden[first:last] = self._layer(index, weights, hidden[first:last], cache, rows, first, last)
+                    hidden[first:last] = self._layer(index, weights, hidden[first:last], rows, first, last)
         self.current_layer = 0
         return hidden
 
@@ -125,27 +158,21 @@ class Decoder:
         """fp32 logits [R, vocab] of hidden states [R, hidden] as `forward` returns them."""
         return linear(self._rms_norm(hidden, self._norm), self._head).float()
 
-    def _rows(self, positions: Tensor, cache: KVCache, start: int, tree_mask: Tensor | None) -> Rows:
-        num_rows = positions.shape[0]
-        cache.positions[start : start + num_rows] = positions
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, head_dim] of positions [T]."""
         angles = positions[:, None].float() * self._frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
-        cos, sin = (angles.cos() * self._magnitude).to(self.dtype), (angles.sin() * self._magnitude).to(self.dtype)
-        step = chunk_rows(self.config, start + num_rows)
-        chunks = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
-        return Rows(Visibility(start, positions, cache.positions, tree_mask), cos, sin, chunks)
+        return (angles.cos() * self._magnitude).to(self.dtype), (angles.sin() * self._magnitude).to(self.dtype)
 
-    def _layer(self, index: int, w: Weights, x: Tensor, cache: KVCache, rows: Rows, first: int, last: int) -> Tensor:
+    def _layer(self, index: int, w: Weights, x: Tensor, rows: Rows, first: int, last: int) -> Tensor:
         """One layer over rows first .. last: x [T, hidden] → [T, hidden]."""
         normed = self._rms_norm(x, _vector(w["input_layernorm.weight"]))
-        x = x + self._attention(index, w, normed, cache, rows, first, last)
+        x = x + self._attention(index, w, normed, rows, first, last)
         normed = self._rms_norm(x, _vector(w["post_attention_layernorm.weight"]))
         inner = F.silu(self._linear(w, "mlp.gate_proj", normed)) * self._linear(w, "mlp.up_proj", normed)
         return x + self._linear(w, "mlp.down_proj", inner)
 
-    def _attention(
-        self, index: int, w: Weights, x: Tensor, cache: KVCache, rows: Rows, first: int, last: int
-    ) -> Tensor:
+    def _attention(self, index: int, w: Weights, x: Tensor, rows: Rows, first: int, last: int) -> Tensor:
         c, cos, sin = self.config, rows.cos[first:last], rows.sin[first:last]
         queries = self._linear(w, "self_attn.q_proj", x).view(-1, c.num_heads, c.head_dim)
         keys = self._linear(w, "self_attn.k_proj", x).view(-1, c.num_kv_heads, c.head_dim)
@@ -153,9 +180,7 @@ class Decoder:
         if c.qk_norm:
             queries = self._rms_norm(queries, _vector(w["self_attn.q_norm.weight"]))
             keys = self._rms_norm(keys, _vector(w["self_attn.k_norm.weight"]))
-        seen = rows.visibility
-        cache.write(index, rotate(keys, cos, sin), values, seen.start + first)
-        keys, values = cache.read(index, seen.start + last)
+        keys, values = rows.exchange(index, rotate(keys, cos, sin), values, first, last)
         out = attend(rotate(queries, cos, sin), keys, values, rows.mask(first, last, c.windows[index]))
         return self._linear(w, "self_attn.o_proj", out.flatten(1))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from .model import CachedDecoder, Decoder
+from .model import CachedDecoder
 
 
 class TextCaches:
@@ -18,11 +18,10 @@ class TextCaches:
     the next `rewind`.
     """
 
-    def __init__(self, target: Decoder, draft: Decoder | None, capacity: int = 0) -> None:
-        """capacity: entries to make room for at once."""
+    def __init__(self, target: CachedDecoder, draft: CachedDecoder | None) -> None:
+        """Both of them empty."""
         self.text: list[int] = []
-        self.target = CachedDecoder(target, capacity)
-        self.draft = None if draft is None else CachedDecoder(draft, capacity)
+        self.target, self.draft = target, draft
 
     def rewind(self, text: Sequence[int]) -> int:
         """Keep only what `text` begins with, and take it as the text; returns how many of its tokens are to be scored.

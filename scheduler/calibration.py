@@ -9,8 +9,10 @@ import numpy as np
 
 from .tree import FloatArray
 
-GRID = np.array([0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.3, 1.8, 3.0])
-UNIT = 6  # where GRID is 1: the draft's own probabilities
+# Sixths, so that exp(v / s) is a power of exp(v / 6) for each s: `draft.log_normalisers` multiplies instead.
+SIXTHS = (20, 15, 12, 10, 9, 7, 6, 5, 3, 2)
+GRID = 6 / np.array(SIXTHS)
+UNIT = SIXTHS.index(6)  # where GRID is 1: the draft's own probabilities
 
 
 class Sharpness:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -39,7 +40,7 @@ class CostCurve:
         return self._prior is not None or bool(self._weights.any())
 
     def observe(self, rows: int, seconds: float) -> None:
-        place = np.log2(np.clip(rows, 1, MOST_ROWS))
+        place = math.log2(min(max(rows, 1), MOST_ROWS))
         rates = self.RATE * np.exp(-0.5 * ((self.KNOTS - place) / 0.25) ** 2)
         rates[rates < self.LITTLE * self.RATE] = 0.0
         shape = 1.0 if self._prior is None else self._prior / np.interp(place, self.KNOTS, self._prior)
@@ -50,7 +51,7 @@ class CostCurve:
 
     def weight(self, rows: int) -> float:
         """How much has been observed near this number of rows, from 0 to 1."""
-        return float(np.interp(np.log2(np.clip(rows, 1, MOST_ROWS)), self.KNOTS, self._weights))
+        return float(np.interp(math.log2(min(max(rows, 1), MOST_ROWS)), self.KNOTS, self._weights))
 
     def best_width(self) -> int:
         """The number of rows that a second is best spent on."""

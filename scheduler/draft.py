@@ -20,7 +20,7 @@ from torch import Tensor
 from offspec.errors import NumericalError
 
 from .budget import Controller, Prospect, Switch, controller_for
-from .calibration import GRID, UNIT, Calibration
+from .calibration import SIXTHS, UNIT, Calibration
 from .costs import MOST_ROWS, Costs
 from .growth import Growth, Guesses
 from .lookup import Guesser
@@ -165,7 +165,8 @@ class ModelDrafter:
                 self._growth.add_guests(guesses, self._index)
             if self._model_depth > 0 and self._is_worth_a_root():
                 self._grow(text)
-            self._sent = self._best(self._controller.size(self._prospect()))
+            best = self._best(self._controller.limit)
+            self._sent = best[: self._controller.size(self._prospect(best))]
         tree, now = self._growth.tree(self._sent), self._clock()
         if self._switch and not self._is_first:
             expected = 1 + float(self._probabilities(self._sent).sum())
@@ -185,8 +186,9 @@ class ModelDrafter:
             self._add_children(np.array([ROOT]), logits)
             self._count_round(len(chain), began)
         while growth.num_expanded < MAX_ROWS:
-            nodes = growth.open_among(self._best(self._controller.limit), self._model_depth)
-            width = min(self._controller.width(self._prospect(nodes)), MAX_ROWS - growth.num_expanded)
+            best = self._best(self._controller.limit)
+            nodes = growth.open_among(best, self._model_depth)
+            width = min(self._controller.width(self._prospect(best, nodes)), MAX_ROWS - growth.num_expanded)
             if width < 1:
                 break
             began = self._clock()
@@ -216,9 +218,9 @@ class ModelDrafter:
     def _best(self, count: int) -> IntArray:
         return self._growth.best(count, self._max_depth)
 
-    def _prospect(self, open_nodes: IntArray | None = None) -> Prospect:
+    def _prospect(self, best: IntArray, open_nodes: IntArray | None = None) -> Prospect:
         return Prospect(
-            best=self._probabilities(self._best(self._controller.limit)),
+            best=self._probabilities(best),
             open=self._probabilities(open_nodes) if open_nodes is not None else np.empty(0),
             profile=self._belief.profile.values,
             chain=self._chain,
@@ -309,17 +311,56 @@ class ModelDrafter:
         """Candidates of R rows of draft logits [R, V], the children of each at positions [R]."""
         values = self._sampler.process(logits, paths)
         if self._is_coupled and not self._sampler.is_greedy:
-            unique, inverse = np.unique(positions, return_inverse=True)
-            noise = torch.stack([self._sampler.noise(int(p))[: self._columns].float() for p in unique])
-            values = values + noise[torch.as_tensor(inverse, device=noise.device)]
-        grid = torch.as_tensor(GRID, dtype=torch.float32, device=values.device)
-        normalisers = torch.stack([(values / s).logsumexp(-1) for s in grid], dim=-1).double().cpu().numpy()
+            values = values + self._sampler.noise_rows(positions.tolist())[:, : self._columns]
+        best, tokens = values.topk(min(self._params.children, self._columns), dim=-1)
+        # Tokens are exact in a double, so that there is one transfer.
+        parts = torch.cat((tokens.double(), best.double(), _power_sums(values).double()), dim=-1).cpu().numpy()
+        num_children = tokens.shape[1]
+        normalisers = _log_normalisers(parts[:, 2 * num_children :])
         if not np.isfinite(normalisers).all():
             raise NumericalError(
                 "the draft's logits are not finite (NaN or infinity); try --dtype fp32 or another draft"
             )
-        best, tokens = values.topk(min(self._params.children, self._columns), dim=-1)
-        return Guesses(tokens.cpu().numpy(), best.double().cpu().numpy(), normalisers)
+        return Guesses(parts[:, :num_children].astype(np.int64), parts[:, num_children : 2 * num_children], normalisers)
+
+
+# ------------------------------------------------------------------------------------------------ normalisers
+# logsumexp(v / s) for every s of `calibration.GRID`. With e = exp((v - max v) / 6) each is the logarithm of a sum of some e^k,
+# and that an inner product of two small powers of e: one exponential for each value and one matrix product give all of them.
+
+_POWERS = (1, 2, 4, 5, 10)  # every one of SIXTHS is the sum of two of them
+_PAIRS = np.array(
+    [next((i, j) for i, a in enumerate(_POWERS) for j, b in enumerate(_POWERS) if a + b == k) for k in SIXTHS]
+)
+# Logits whose powers are in memory at a time: what a core's cache holds, and on a GPU 40 MB, so that launches are few.
+_SLICE_ELEMENTS = {"cpu": 2**17, "cuda": 2**21}
+
+
+def log_normalisers(values: Tensor) -> FloatArray:
+    """[R, S]: logsumexp(v / s) of v [R, V] for each s of `calibration.GRID`."""
+    return _log_normalisers(_power_sums(values).double().cpu().numpy())
+
+
+def _power_sums(values: Tensor) -> Tensor:
+    """[R, 25 + 1]: the sums of all products of two powers, and the greatest value."""
+    step = max(1, _SLICE_ELEMENTS[values.device.type] // values.shape[1])
+    return torch.cat([_power_sums_of(rows) for rows in values.split(step)])  # type: ignore[no-untyped-call]
+
+
+def _power_sums_of(values: Tensor) -> Tensor:
+    greatest = values.amax(-1, keepdim=True)
+    powers = values.new_empty(len(values), len(_POWERS), values.shape[1])
+    one, two, four, five, ten = powers.unbind(1)
+    torch.sub(values, greatest, out=one).mul_(1 / 6).exp_()
+    for a, b, product in ((one, one, two), (two, two, four), (four, one, five), (five, five, ten)):
+        torch.mul(a, b, out=product)
+    return torch.cat((torch.bmm(powers, powers.transpose(1, 2)).flatten(1), greatest), dim=-1)
+
+
+def _log_normalisers(power_sums: FloatArray) -> FloatArray:
+    sums = power_sums[:, _PAIRS[:, 0] * len(_POWERS) + _PAIRS[:, 1]]
+    logs: FloatArray = np.log(sums) + power_sums[:, -1:] * (np.array(SIXTHS) / 6)
+    return logs
 
 
 class _Pause:

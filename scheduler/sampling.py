@@ -63,6 +63,7 @@ class Sampler:
         self.params, self.seed, self.vocab_size, self.device = params, seed, vocab_size, device
         self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self._noise: dict[int, Tensor] = {}
+        self._rounded: dict[int, Tensor] = {}
         self._length = 0  # of the text
 
     @property
@@ -79,13 +80,21 @@ class Sampler:
         if self.needs_history:
             self._seen[list(tokens)] = True
         self._length += len(tokens)
-        self._noise = {position: noise for position, noise in self._noise.items() if position >= self._length}
+        for kept in (self._noise, self._rounded):
+            for position in [position for position in kept if position < self._length]:
+                del kept[position]
 
     def noise(self, position: int) -> Tensor:
         """G(seed, position, ·), float64 [vocab_size]; kept until the text has moved past it."""
         if position not in self._noise:
             self._noise[position] = gumbel(self.seed, position, self.vocab_size, self.device)
         return self._noise[position]
+
+    def noise_rows(self, positions: Sequence[int]) -> Tensor:
+        """The noise at each of R positions in fp32, [R, vocab_size]: exact enough to guess with."""
+        for position in set(positions) - self._rounded.keys():
+            self._rounded[position] = self.noise(position).float()
+        return torch.stack([self._rounded[position] for position in positions])
 
     def process(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Log-probabilities up to a constant per row, [R, V], of what the parameters make of logits [R, V].
@@ -131,9 +140,32 @@ class Sampler:
         return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
+HEAD = 1024  # likeliest tokens among which the nucleus is looked for, before the whole vocabulary is sorted
+
+
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Keep the head: a token stays while the likelier ones before it hold less than top_p (Holtzman et al., 1904.09751)."""
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    return logits.masked_fill(torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p), -math.inf)
+    """Keep the head: a token stays while the likelier ones before it hold less than top_p (Holtzman et al., 1904.09751).
+
+    Of equal tokens those with smaller ids come first. Sorting a vocabulary takes longer than all the rest of a draft's round,
+    so rows whose nucleus ends among the HEAD likeliest are settled by these.
+    """
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    best, order = logits.topk(min(HEAD, logits.shape[-1]), dim=-1)
+    order, by_id = order.sort(dim=-1)
+    best, by_value = best.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    before = _mass_before(best, normaliser)
+    # It ends above the least of them: tokens outside that equal the least may belong before it.
+    least = best[..., -1:]
+    is_settled = ((before >= top_p) & (best > least)).any(-1) | (least[..., 0] == -math.inf)
+    dropped = torch.ones_like(logits, dtype=torch.bool)
+    dropped.scatter_(-1, order.gather(-1, by_value), before >= top_p)
+    if not is_settled.all():
+        ordered, order = logits[~is_settled].sort(dim=-1, descending=True, stable=True)
+        before = _mass_before(ordered, normaliser[~is_settled])
+        dropped[~is_settled] = torch.empty_like(order, dtype=torch.bool).scatter_(-1, order, before >= top_p)
+    return logits.masked_fill(dropped, -math.inf)
+
+
+def _mass_before(ordered: Tensor, normaliser: Tensor) -> Tensor:
+    probabilities = (ordered - normaliser).exp()
+    return probabilities.cumsum(-1) - probabilities

@@ -48,6 +48,10 @@ class LendingWeights:
         return self.source.bytes_streamed
 
     @property
+    def is_resident(self) -> bool:
+        return False
+
+    @property
     def scratch(self) -> Tensor | None:
         return self.source.scratch
 

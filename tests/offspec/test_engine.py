@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from offspec.errors import (
     VocabularyMismatchError,
 )
 from offspec.files import ModelFiles, Note
+from offspec.graphs import TreeGraphs
 from offspec.loaders.tiers import TieredWeights
 from offspec.model import CachedDecoder, random_decoder
 from offspec.scheduler.draft import ModelDrafter
-from offspec.scheduler.params import Scoring, Stopping
+from offspec.scheduler.params import MAX_ROWS, Scoring, Stopping
 
 from ..pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, scale_weights, variant
 
@@ -131,6 +133,34 @@ def test_text_does_not_depend_on_when_drafting_stops(stopping: Stopping, engines
     params = SAMPLING["top-p"]
     plain = ids(steps(engines["none"], params=params, speculation=PLAIN))
     assert ids(steps(engines["own"], params=params, speculation=SpeculationParams(stopping=stopping))) == plain
+
+
+@pytest.mark.parametrize("name", ["greedy", "everything"])
+def test_static_rounds_guess_the_same(name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: one cache for all requests, two of which may be under way at a time."""
+    assert engine.draft is not None
+    requests = [(PROMPT, SAMPLING[name]), ("for item in", replace(SAMPLING[name], seed=7))]
+    speculation = SpeculationParams(budget=40, overlap=False)
+    plain, static = (engine.with_draft(engine.draft, "own") for _ in range(2))
+    graphs = TreeGraphs(engine.draft, static.max_context + 1 + MAX_ROWS)
+    monkeypatch.setattr(static, "_draft_graphs", graphs)
+    monkeypatch.setattr(graphs, "score", counted := Counted(graphs.score))
+    for prompt, params in requests:
+        found, expected = (steps(e, prompt, params, speculation) for e in (static, plain))
+        assert [step.token_ids for step in found] == [step.token_ids for step in expected]
+    assert counted.calls > 0
+    at_once = zip_longest(*(static.generate(prompt, params, speculation) for prompt, params in requests))
+    for found, (prompt, params) in zip(zip(*at_once, strict=True), requests, strict=True):
+        assert ids([step for step in found if step]) == ids(steps(plain, prompt, params, speculation))
+
+
+class Counted:
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call, self.calls = call, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return self.call(*args)
 
 
 def test_text_does_not_depend_on_guesses_under_a_sliding_window(

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.errors import NumericalError
+from offspec.scheduler import draft as drafting
 from offspec.scheduler.calibration import GRID, Calibration
 from offspec.scheduler.draft import ModelDrafter
 from offspec.scheduler.params import SamplingParams, Scoring, SpeculationParams
@@ -307,7 +308,8 @@ def test_sharpness_tells_a_good_draft_from_a_bad_one(params: SamplingParams) -> 
         num_passes(DRAFT, draft, params, calibration, budget=8)
         fitted.append(calibration.sharpness(greedy=params is GREEDY).value)
         assert calibration.sharpness(greedy=params is SAMPLED).value == (0.6 if params is GREEDY else 0.5)
-    assert fitted == [GRID[0], GRID[-1]]
+    assert fitted[0] == GRID[0]
+    assert fitted[1] in GRID[-2:]
 
 
 def test_specexec_leaves_the_calibration_alone() -> None:
@@ -324,3 +326,22 @@ def test_draft_logits_that_are_not_numbers_are_refused_in_one_line(params: Sampl
     drafter = drafter_of(RuleModel(lambda _: np.array(bad), VOCAB_SIZE), params)
     with pytest.raises(NumericalError, match=r"^the draft's logits are not finite[^\n]*$"):
         drafter.propose(PROMPT, 3)
+
+
+@given(st.integers(1, 9), st.sampled_from([0.1, 3.0, 30.0]), st.sampled_from([-1e4, 0.0, 1e4]), st.integers(0, 99))
+@few
+def test_normalisers_are_what_they_are_called(num_rows: int, spread: float, shift: float, seed: int) -> None:
+    logits = spread * torch.randn(num_rows, 300, generator=torch.Generator().manual_seed(seed))
+    logits[:, seed % 300] = -torch.inf
+    expected = torch.stack([(logits.double() / s).logsumexp(-1) for s in GRID], dim=-1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(drafting._SLICE_ELEMENTS, "cpu", 1000)
+        found = torch.from_numpy(drafting.log_normalisers(logits + shift) - shift / GRID)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 if shift == 0 else 2e-2)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_normalisers_show_what_is_no_number(number: float) -> None:
+    logits = torch.zeros(2, 50)
+    logits[1, 7] = number
+    assert np.isfinite(drafting.log_normalisers(logits)).all(-1).tolist() == [True, False]

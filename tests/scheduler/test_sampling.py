@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from offspec.errors import NumericalError, UsageError
+from offspec.scheduler import sampling
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler, gumbel
 
@@ -164,6 +165,25 @@ def test_top_p_keeps_the_head() -> None:
     logits = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log()
     found = probabilities(logits, temperature=1.0, top_p=0.8)
     torch.testing.assert_close(found[0], torch.tensor([0, 0.5, 0.15, 0.25]).double() / 0.9, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("top_p", [0.051, 0.501, 0.901, 0.999])
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 5.0])
+def test_a_nucleus_is_that_of_the_whole_vocabulary_sorted(
+    top_p: float, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it ends among the likeliest tokens, or far behind them, or where many are equal, or with them."""
+    logits = spread * torch.randn(8, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[2:4] = logits[2:4].round()
+    logits[4:6, 20:] = -torch.inf
+    params = SamplingParams(temperature=1.0, top_p=top_p)
+    whole = Sampler(params, 0, 400).process(logits, [[]] * 8)
+    for head in (1, 3, 20, 30, 400):
+        monkeypatch.setattr(sampling, "HEAD", head)
+        assert Sampler(params, 0, 400).process(logits, [[]] * 8).equal(whole)
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    kept = (ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1) < top_p) & ordered.isfinite()
+    assert whole.isfinite().equal(torch.empty_like(kept).scatter_(-1, order, kept))
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 1e-300, 0.3])
