@@ -3,8 +3,9 @@
     python scripts/train_builtin.py data      # corpus, tokenizer, token files      (~2 minutes)
     python scripts/train_builtin.py target    # 7.3M parameters, next-token loss     (about 3 hours on 2 shared cores)
     python scripts/train_builtin.py chat      # the target learns to take a function's name from the request   (~10 minutes)
-    python scripts/train_builtin.py samples   # text that the target writes, for the draft to learn from   (~8 minutes)
-    python scripts/train_builtin.py draft     # 0.9M parameters, text first, then distilled (2310.08461)   (~35 minutes)
+    python scripts/train_builtin.py samples   # text that the target writes, for the draft to learn from   (~20 minutes)
+    python scripts/train_builtin.py labels    # what the target thinks at every place of that and of the text   (~15 minutes)
+    python scripts/train_builtin.py draft     # 0.9M parameters, text first, then distilled (2310.08461)   (~100 minutes)
     python scripts/train_builtin.py export    # bf16 checkpoints and held-out prompts into offspec/builtin/
 
 Everything is drawn from the standard library of the interpreter that runs this script (the committed pair: CPython
@@ -241,7 +242,8 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 SEEDS = {"target": 7, "draft": 8}
 CHAT_STEPS = (120, 70)
 PROMPT_TOKENS, SAMPLE_TOKENS = 128, 513
-TEXT_ALONE = 0.6  # of the draft's steps learn from the text, which is three times as fast, before the target teaches
+TEXT_STEPS = 1000  # of the draft learn from the text alone, before the target teaches
+NUM_LABELS = 64  # of the target's likeliest tokens that are kept at each place; the rest counts as one
 
 
 def build(kind: str) -> LlamaForCausalLM:
@@ -278,31 +280,86 @@ def learning_rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / min(100, steps // 10), (steps - step) / (steps * 0.5))
 
 
-def batches(kind: str, work: Path, tokens: np.ndarray, step: int, steps: int, batch_tokens: int) -> torch.Tensor:
+def windows(tokens: np.ndarray, step: int, steps: int, batch_tokens: int, seed: int) -> torch.Tensor:
     """The [B, T+1] batch of a step, a pure function of the step: T is 512, over the last fifth 1024, at the end 2048.
-
-    Every other batch that the target teaches the draft on is the target's own text (see `sample`).
 
     Windows start at a fresh random offset each epoch, so that no two epochs cut the text at the same places.
     """
-    rng = np.random.default_rng([SEEDS[kind], step])
-    if kind == "draft" and step >= steps * TEXT_ALONE and step % 2:
-        samples = np.fromfile(work / "samples.bin", dtype=np.uint16).reshape(-1, SAMPLE_TOKENS)
-        return torch.from_numpy(samples[rng.integers(0, len(samples), batch_tokens // 512)].astype(np.int64))
+    rng = np.random.default_rng([seed, step])
     length = 512 if step < steps * 0.8 else 1024 if step < steps * 0.98 else CONTEXT
     starts = rng.integers(0, len(tokens) - length - 1, size=batch_tokens // length)
     return torch.from_numpy(np.stack([tokens[s : s + length + 1].astype(np.int64) for s in starts]))
 
 
-def loss_of(model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, batch: torch.Tensor) -> torch.Tensor:
-    """Next-token cross-entropy; with a teacher, KL(teacher || model) at temperature 1 (DistillSpec, forward KL)."""
+@dataclass(frozen=True)
+class Labels:
+    """Rows of text and what the target thinks after each of their tokens: its likeliest ones and their probabilities.
+
+    tokens [N, 513]; likeliest, probabilities [N, 512, NUM_LABELS], on disk.
+    """
+
+    tokens: np.ndarray
+    likeliest: np.ndarray
+    probabilities: np.ndarray
+
+    @classmethod
+    def open(cls, work: Path, part: str, mode: str = "r") -> Labels:
+        tokens = np.fromfile(work / f"{part}.bin", dtype=np.uint16).reshape(-1, SAMPLE_TOKENS)
+        shape = (len(tokens), SAMPLE_TOKENS - 1, NUM_LABELS)
+        return cls(
+            tokens,
+            np.memmap(work / f"{part}.likeliest", dtype=np.uint16, mode=mode, shape=shape),
+            np.memmap(work / f"{part}.probabilities", dtype=np.float16, mode=mode, shape=shape),
+        )
+
+    def batch(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """ids [B, 512], and for each of their places likeliest and probabilities [B * 512, NUM_LABELS]."""
+        ids = torch.from_numpy(self.tokens[rows, :-1].astype(np.int64))
+        likeliest = torch.from_numpy(self.likeliest[rows].astype(np.int64)).flatten(0, 1)
+        return ids, likeliest, torch.from_numpy(self.probabilities[rows].astype(np.float32)).flatten(0, 1)
+
+
+@torch.no_grad()
+def label(work: Path, num_rows: int, batch_rows: int = 8) -> None:
+    """Write what the target thinks of samples.bin, and of text.bin: `num_rows` rows of the training text."""
+    tokens = np.fromfile(work / "train.bin", dtype=np.uint16)
+    rng = np.random.default_rng(33)
+    starts = rng.permutation(len(tokens) // SAMPLE_TOKENS)[:num_rows] * SAMPLE_TOKENS
+    np.stack([tokens[s : s + SAMPLE_TOKENS] for s in starts]).tofile(work / "text.bin")
+    model = build("target").eval()
+    model.load_state_dict(torch.load(work / "target.pt")["model"])
+    model = torch.compile(model, dynamic=False)
+    for part in ("samples", "text"):
+        labels = Labels.open(work, part, "w+")
+        for first in range(0, len(labels.tokens), batch_rows):
+            ids = torch.from_numpy(labels.tokens[first : first + batch_rows, :-1].astype(np.int64))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                probabilities = model(ids).logits.float().softmax(-1)
+            values, found = probabilities.topk(NUM_LABELS)
+            labels.likeliest[first : first + batch_rows] = found.numpy()
+            labels.probabilities[first : first + batch_rows] = values.numpy()
+            print(f"{part}: {first + len(ids)} of {len(labels.tokens)} rows", flush=True)
+
+
+def text_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+    """Next-token cross-entropy of ids [B, T+1]."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(batch[:, :-1]).logits
-        if teacher is None:
-            return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-        with torch.no_grad():
-            wanted = teacher(batch[:, :-1]).logits.flatten(0, 1).float().log_softmax(-1)
-    return F.kl_div(logits.flatten(0, 1).float().log_softmax(-1), wanted, log_target=True, reduction="batchmean")
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def taught_loss(
+    model: LlamaForCausalLM, ids: torch.Tensor, likeliest: torch.Tensor, probabilities: torch.Tensor
+) -> torch.Tensor:
+    """KL(target || model) at temperature 1 (DistillSpec, forward KL) over the likeliest tokens and the rest as one."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(ids).logits.flatten(0, 1)
+    logits = logits.float()
+    log_q = logits.gather(-1, likeliest) - logits.logsumexp(-1, keepdim=True)
+    rest = (1 - probabilities.sum(-1)).clamp_min(1e-4)
+    log_q_rest = (1 - log_q.exp().sum(-1)).clamp_min(1e-6).log()
+    kept = probabilities * (probabilities.clamp_min(1e-8).log() - log_q)
+    return (kept.sum(-1) + rest * (rest.log() - log_q_rest)).mean()
 
 
 def tune(work: Path, batch_tokens: int) -> None:
@@ -342,7 +399,7 @@ def tuned(work: Path, state: dict[str, torch.Tensor], steps: int, batch_tokens: 
             for text in texts
             for s in rng.integers(0, len(text) - 513, size=batch_tokens // 1024)
         ]
-        loss = loss_of(forward, None, torch.from_numpy(np.stack(rows)))
+        loss = text_loss(forward, torch.from_numpy(np.stack(rows)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in opts:
@@ -357,8 +414,8 @@ def tuned(work: Path, state: dict[str, torch.Tensor], steps: int, batch_tokens: 
 def sample(work: Path, num_rows: int, batch_rows: int = 96) -> None:
     """Write samples.bin: rows of SAMPLE_TOKENS tokens, PROMPT_TOKENS of training text and what the target makes of them.
 
-    A draft meets the target's text, not the library's: on-policy data (DistillSpec, 2310.08461, section 4). A third each
-    at temperature 0, 0.6 and 1.
+    A draft meets the target's text, not the library's: on-policy data (DistillSpec, 2310.08461, section 4). Half of it
+    at temperature 1, a quarter each at 0.6 and 0.
     """
     tokens = np.fromfile(work / "train.bin", dtype=np.uint16)
     model = build("target").eval()
@@ -370,7 +427,7 @@ def sample(work: Path, num_rows: int, batch_rows: int = 96) -> None:
     while len(rows) * batch_rows < num_rows:
         starts = rng.integers(0, len(tokens) - PROMPT_TOKENS, size=batch_rows)
         prompts = torch.from_numpy(np.stack([tokens[s : s + PROMPT_TOKENS].astype(np.int64) for s in starts]))
-        rows.append(continued(model, prompts, (0.0, 0.6, 1.0)[len(rows) % 3]).numpy().astype(np.uint16))
+        rows.append(continued(model, prompts, (1.0, 1.0, 0.6, 0.0)[len(rows) % 4]).numpy().astype(np.uint16))
         rate = len(rows) * batch_rows * (SAMPLE_TOKENS - PROMPT_TOKENS) / (time.perf_counter() - began)
         print(f"{len(rows) * batch_rows} of {num_rows} rows, {rate:,.0f} tokens/s", flush=True)
     np.concatenate(rows).tofile(work / "samples.bin")
@@ -407,11 +464,8 @@ def train(kind: str, work: Path, steps: int, batch_tokens: int) -> None:
     """Train one of the pair; a checkpoint every 100 steps, resumed when there is one."""
     tokens = np.fromfile(work / "train.bin", dtype=np.uint16)
     held_out = np.fromfile(work / "held_out.bin", dtype=np.uint16)
-    model, teacher = build(kind), None
-    if kind == "draft":
-        teacher = build("target")
-        teacher.load_state_dict(torch.load(work / "target.pt")["model"])
-        teacher = torch.compile(teacher.eval(), dynamic=False)
+    model = build(kind)
+    parts = [Labels.open(work, part) for part in ("samples", "text")] if kind == "draft" else []
     opts = optimizers(model)
     base = [group["lr"] for opt in opts for group in opt.param_groups]
     checkpoint, start = work / f"{kind}.pt", 0
@@ -430,11 +484,12 @@ def train(kind: str, work: Path, steps: int, batch_tokens: int) -> None:
     for step in range(start, steps):
         for lr, group in zip(base, (g for o in opts for g in o.param_groups), strict=True):
             group["lr"] = lr * learning_rate(step, steps)
-        loss = loss_of(
-            forward,
-            teacher if step >= steps * TEXT_ALONE else None,
-            batches(kind, work, tokens, step, steps, batch_tokens),
-        )
+        if kind == "draft" and step >= TEXT_STEPS:
+            labels, rng = parts[step % 2], np.random.default_rng([SEEDS[kind], step])
+            rows = rng.integers(0, len(labels.tokens), batch_tokens // (SAMPLE_TOKENS - 1))
+            loss = taught_loss(forward, *labels.batch(rows))
+        else:
+            loss = text_loss(forward, windows(tokens, step, steps, batch_tokens, SEEDS[kind]))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in opts:
@@ -550,12 +605,12 @@ def function_beginnings(source: Source, tokenizer: Tokenizer) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["data", "target", "chat", "samples", "draft", "export"])
+    parser.add_argument("stage", choices=["data", "target", "chat", "samples", "labels", "draft", "export"])
     parser.add_argument("--work", type=Path, default=Path("build/builtin"))
     parser.add_argument("--out", type=Path, default=HERE, help="where export writes")
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--batch-tokens", type=int, default=8192)
-    parser.add_argument("--rows", type=int, default=1440, help="of the target's own text")
+    parser.add_argument("--rows", type=int, default=3840, help="of the target's own text, and of the text to label")
     parser.add_argument("--threads", type=int, default=None)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -568,8 +623,10 @@ def main() -> None:
         tune(args.work, args.batch_tokens)
     elif args.stage == "samples":
         sample(args.work, args.rows)
+    elif args.stage == "labels":
+        label(args.work, args.rows)
     elif args.stage in SHAPES:
-        train(args.stage, args.work, args.steps or {"target": 2250, "draft": 1650}[args.stage], args.batch_tokens)
+        train(args.stage, args.work, args.steps or {"target": 2250, "draft": 6700}[args.stage], args.batch_tokens)
     else:
         export(args.work, args.out)
 
