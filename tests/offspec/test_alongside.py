@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from threading import Event
 
@@ -21,8 +22,11 @@ def threads_of_ours() -> list[threading.Thread]:
 
 
 def work_until_over(is_over: Callable[[], bool]) -> None:
+    """Fails, rather than work for ever, where the end is never told."""
+    deadline = time.monotonic() + LONG_S
     while not is_over():
-        pass
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -33,8 +37,7 @@ def test_work_runs_while_the_body_runs_and_ends_with_it(device: torch.device) ->
         seen.append(is_over())
         begun.set()
         assert body_seen.wait(LONG_S)  # only the body can end this
-        while not is_over():
-            pass
+        work_until_over(is_over)
         seen.append(is_over())
 
     with alongside(work, device):
@@ -47,14 +50,13 @@ def test_work_runs_while_the_body_runs_and_ends_with_it(device: torch.device) ->
 
 
 def test_what_is_under_way_is_waited_for() -> None:
-    """The round that the end finds under way ends before the block does; none begins after it."""
+    """A round that sees the end only when it is through ends before the block does; none begins after it."""
     rounds, begun = [], Event()
 
     def work(is_over: Callable[[], bool]) -> None:
         while not is_over():
             begun.set()
-            while not is_over():  # a round that sees the end only when it is through
-                pass
+            work_until_over(is_over)
             rounds.append("done")
 
     with alongside(work, CPU):

@@ -192,7 +192,7 @@ def test_guests_do_not_grow_below_final_tokens() -> None:
     """Neither below their own nor further down."""
     growth = Growth(final=[2])
     growth.add(np.array([ROOT]), guesses_of(np.array([1.0, 0.0, 2.0]), 3), UNIT)
-    growth.add_guests(build_tree([[2, 0, 1], [1, 2, 0], [0, 1]]), UNIT)
+    growth.add_guests(build_tree([[2, 0, 5], [1, 2, 0], [0, 1]]), UNIT)
     assert {tuple(path) for path in growth.path_tokens(np.arange(len(growth.nodes)))} == {
         *((0,), (1,), (2,), (1, 2), (0, 1))
     }
