@@ -231,7 +231,7 @@ def write_csv(report: Report, file: Path) -> None:
         {
             "kind": run.kind,
             "prompt": run.workload,
-            "budget": run.budget_name,
+            "budget": "auto" if run.budget is None else run.budget,
             "repeat": run.repeat,
             "seconds": run.seconds,
             **run.stats.as_dict(),

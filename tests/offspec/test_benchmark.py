@@ -116,7 +116,7 @@ def test_a_measurement(pair: Pair) -> None:
     assert report.kinds == ["a", "b"]
     assert report.budgets == [0, 4, 16]
     for budget, found in report.acceptance.items():
-        runs = [run for run in report.runs if run.budget == budget]
+        runs = [run for run in report.runs if run.budget_name == budget]
         assert found.lengths.total() == sum(run.stats.num_passes for run in runs)
         assert sum(found.num_nodes) == sum(run.stats.num_drafted_tokens for run in runs)
         assert sum(n * count for n, count in found.lengths.items()) == sum(found.accepted)
