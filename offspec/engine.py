@@ -24,7 +24,7 @@ from offspec.loaders.placement import Placement
 from offspec.loaders.tiers import Progress, TieredWeights
 from offspec.scheduler.budget import Switch
 from offspec.scheduler.calibration import Calibration
-from offspec.scheduler.costs import Costs
+from offspec.scheduler.costs import Costs, Predict
 from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
 from offspec.scheduler.lookup import Guesser, PromptLookup, match_reliability
 from offspec.scheduler.params import MAX_NODES, MAX_ROWS, SamplingParams, SpeculationParams
@@ -88,6 +88,7 @@ class Engine:
         self.notes: list[Note] = []
         self.plan: Plan | None = None
         self.link_bytes_per_s: float | None = None
+        self._predict: Predict | None = None
         self._calibration, self._costs, self._switch = Calibration(), Costs(), Switch()
         self._acceptance, self._recycling = MeasuredAcceptance(), TokenRecycling(target.config.vocab_size)
         self._lookups, self._retrievals = match_reliability(), match_reliability()
@@ -146,7 +147,8 @@ class Engine:
         engine.notes, engine.plan, engine.link_bytes_per_s = notes, plan, link
         if lookup_files:
             engine.lookup_index = open_index(lookup_files, pair.tokenizer)
-        engine._costs = Costs(partial(plan.predict_pass_s, rates))
+        engine._predict = partial(plan.predict_pass_s, rates)
+        engine._costs = Costs(engine._predict)
         return engine
 
     def close(self) -> None:
@@ -159,7 +161,11 @@ class Engine:
 
     def with_draft(self, draft: Decoder | None, name: str | None) -> Engine:
         """The same target with another draft (or none), calibrated afresh."""
-        return Engine(self.target, self.tokenizer, draft, name=self.name, draft_name=name, max_context=self.max_context)
+        fresh = Engine(
+            self.target, self.tokenizer, draft, name=self.name, draft_name=name, max_context=self.max_context
+        )
+        fresh._predict, fresh._costs = self._predict, Costs(self._predict)
+        return fresh
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: raw text, chat messages (through the chat template), or ids as they are."""
