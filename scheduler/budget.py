@@ -21,7 +21,8 @@ class Prospect:
 
     best: probabilities of the best candidates, falling, at most the controller's limit. open: of those among them that
     could be expanded, falling. profile [C]: typical probabilities of a node's children. chain: rows that the target's
-    pass has beside the nodes. spent_s: the drafting of this pass so far.
+    pass has beside the nodes. spent_s: the drafting of this pass so far. overhead_s: what a pass with a tree takes
+    beside drafting and scoring it; 0 once something has been drafted.
     """
 
     best: FloatArray
@@ -29,6 +30,7 @@ class Prospect:
     profile: FloatArray
     chain: int
     spent_s: float
+    overhead_s: float = 0.0
 
 
 class Controller(Protocol):
@@ -108,7 +110,7 @@ class MarginalRate:
             return 0
         gains = self._gains(prospect, rate)
         widths = np.array([*WIDTHS[len(gains) > WIDTHS], min(len(gains), WIDTHS[-1])])
-        worth = gains.cumsum()[widths - 1] - rate * self._costs.draft.seconds(widths)
+        worth = gains.cumsum()[widths - 1] - rate * (self._costs.draft.seconds(widths) + prospect.overhead_s)
         best = int(worth.argmax())
         return int(widths[best]) if worth[best] > 0 else 0
 

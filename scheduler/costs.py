@@ -90,3 +90,7 @@ class Costs:
 
     def __init__(self, target: Predict | None = None, draft: Predict | None = None) -> None:
         self.target, self.draft = CostCurve(target), CostCurve(draft)
+        self.overhead_s = 0.0  # of a pass with a tree, beside drafting and scoring it
+
+    def observe_overhead(self, seconds: float) -> None:
+        self.overhead_s += 0.1 * (max(0.0, seconds) - self.overhead_s)

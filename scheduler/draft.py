@@ -143,7 +143,7 @@ class ModelDrafter:
         self._position = 0  # of the root's children
         self._max_depth = self._model_depth = 0
         self._sent: IntArray = np.empty(0, dtype=np.int64)
-        self._began = self._proposed = 0.0
+        self._began = self._proposed = self._rounds_s = 0.0
         self._chain = 0  # rows of the target's pass beside the nodes
         self._is_first = True
         self._pause = _Pause()
@@ -152,7 +152,7 @@ class ModelDrafter:
     # ------------------------------------------------------------------------------------------------ a tree
 
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
-        self._began = self._clock()
+        self._began, self._rounds_s = self._clock(), 0.0
         self._chain = len(text) - self._model.length if self._is_first else 1
         self._position, self._text = len(text), text
         self._max_depth = min(max_depth, self._params.max_depth)
@@ -239,12 +239,15 @@ class ModelDrafter:
         if self._growth.is_rooted:
             return True
         root = np.array([self._belief.trust.value])
-        prospect = Prospect(np.empty(0), root, self._belief.profile.values, self._chain, 0.0)
+        profile, overhead_s = self._belief.profile.values, self._costs.overhead_s
+        prospect = Prospect(np.empty(0), root, profile, self._chain, 0.0, overhead_s)
         return self._pause.is_over(promising=self._controller.width(prospect) > 0)
 
     def _count_round(self, rows: int, began: float) -> None:
+        seconds = self._clock() - began
+        self._rounds_s += seconds
         if rows <= MOST_ROWS:
-            self._costs.draft.observe(rows, self._clock() - began)
+            self._costs.draft.observe(rows, seconds)
 
     # ------------------------------------------------------------------------------------------------ a verdict
 
@@ -257,7 +260,10 @@ class ModelDrafter:
         self._learn_trust(tree, verdict)
         self._live_on(self._sent[verdict.path], verdict.tokens)
         if not self._is_first:  # the first pass has the prompt in it, and says nothing of the rate
-            self._controller.observe(len(verdict.tokens), self._clock() - self._began)
+            seconds = self._clock() - self._began
+            self._controller.observe(len(verdict.tokens), seconds)
+            if self._rounds_s:
+                self._costs.observe_overhead(seconds - self._rounds_s - (now - self._proposed))
         self._is_first = False
 
     def _learn_trust(self, tree: TokenTree, verdict: Verdict) -> None:
