@@ -73,7 +73,7 @@ class TerminalInput:
         self._session = _prompt_session(history, complete, source, sink)
 
     def read(self, proposed: str = "") -> str:
-        text: str = self._session.prompt(default=proposed)
+        text: str = self._session.prompt(default=proposed, handle_sigint=False)
         return text
 
 

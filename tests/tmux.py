@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -20,6 +21,7 @@ class Tmux:
         self._tmux = [shutil.which("tmux") or "tmux", "-f", "/dev/null", "-L", f"offspec-{uuid.uuid4().hex}"]
         size = ("-x", str(columns), "-y", str(rows))
         given = [part for name, value in environment.items() for part in ("-e", f"{name}={value}")]
+        self._environment = {**os.environ, **environment}  # PATH is the caller's, whatever is given
         self._call("new-session", "-d", *size, *given, "-c", str(folder), "/bin/sh")
         try:
             self.type("PS1='$ '; clear")  # whatever shell and user this is
@@ -67,5 +69,6 @@ class Tmux:
         return screen
 
     def _call(self, *arguments: str) -> str:
-        done = subprocess.run([*self._tmux, *arguments], capture_output=True, text=True, timeout=60, check=True)
+        command = [*self._tmux, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=self._environment)
         return done.stdout

@@ -62,8 +62,10 @@ def test_a_first_conversation(tmp_path: Path, environment: dict[str, str]) -> No
         ask(terminal, '"""', "def volume(width,", "           height):", '"""')
         assert '>>> """\n... def volume(width,\n...            height):\n... """' in terminal.screen
 
-        terminal.type("/set ignore-eos true", "/set max-new-tokens 100000", "def endless(")
-        terminal.wait(lambda screen: "\ndef " in screen.rpartition("def endless(")[2])  # the reply has begun
+        ask(terminal, "/set ignore-eos true")
+        ask(terminal, "/set max-new-tokens 100000")
+        terminal.type("def endless(")
+        terminal.wait(lambda screen: "def endless(\ndef " in screen)  # the reply has begun
         terminal.press("C-c")
         terminal.wait(lambda screen: "(stopped; what was said stays)" in screen and ready(screen))
         ask(terminal, "/set ignore-eos false")
