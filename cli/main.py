@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
@@ -40,6 +41,8 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
+            if not ctx.resilient_parsing and (meant := get_close_matches(cmd_name, COMMANDS, n=1)):
+                ctx.fail(f"no such command {cmd_name!r}; did you mean {meant[0]}?")
             return None
         command = import_module(f"offspec.cli.{cmd_name}").command
         assert isinstance(command, click.Command)

@@ -165,30 +165,9 @@ def speculation_options(function: F) -> F:
             show_default=True,
             help="When drafting ends: where nothing is left to gain, or by Thompson sampling (EESD).",
         ),
-        click.option(
-            "--no-lookup",
-            "lookup",
-            is_flag=True,
-            flag_value=False,
-            default=True,
-            help="Do not guess that what followed the same tokens earlier in the text follows again.",
-        ),
-        click.option(
-            "--no-reuse",
-            "reuse",
-            is_flag=True,
-            flag_value=False,
-            default=True,
-            help="Draft each tree from nothing, even where a part of the last one still holds.",
-        ),
-        click.option(
-            "--no-overlap",
-            "overlap",
-            is_flag=True,
-            flag_value=False,
-            default=True,
-            help="Do not draft while the target's pass runs.",
-        ),
+        click.option("--lookup/--no-lookup", default=SpeculationParams.lookup, help="Guess that what followed the same tokens earlier in the text follows again."),
+        click.option("--reuse/--no-reuse", default=SpeculationParams.reuse, help="Keep what was drafted below the accepted token for the next tree."),
+        click.option("--overlap/--no-overlap", default=SpeculationParams.overlap, help="Draft on while the target's pass runs."),
     )(function)
 
 

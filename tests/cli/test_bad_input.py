@@ -220,6 +220,7 @@ def test_a_system_message_without_a_chat_template(pair: Pair, tmp_path: Path, of
 
 
 def test_an_unknown_command_and_none(offspec: Offspec) -> None:
+    assert "did you mean bench?" in offspec("bnch").refusal(2)
     assert "rnu" in offspec("rnu").refusal(2)
     result = offspec()
     assert (result.code, result.out) == (2, "")

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from offspec import Engine, SpeculationParams
+
 from .conftest import Offspec
 
 
@@ -52,6 +54,23 @@ def test_settings_reach_a_command_and_flags_win(
     assert len(answer["token_ids"]) == 3
     flagged = json.loads(offspec(*run_args, "hi", "--seed", 6, "--json").out)
     assert (flagged["seed"], flagged["draft"], len(flagged["token_ids"])) == (6, str(pair.draft), 12)
+
+
+def test_what_is_on_by_default_is_turned_off_by_its_own_name(
+    file: Path, run_args: Any, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[SpeculationParams] = []
+    generate = Engine.generate
+
+    def spy(engine: Engine, prompt: Any, params: Any, speculation: Any, **more: Any) -> Any:
+        given.append(speculation)
+        return generate(engine, prompt, params, speculation, **more)
+
+    monkeypatch.setattr(Engine, "generate", spy)
+    file.write_text("lookup = false\noverlap = false\n")
+    assert offspec(*run_args, "hi", "--overlap").code == 0
+    assert [(s.lookup, s.reuse, s.overlap) for s in given] == [(False, True, True)]
+    assert told(offspec, "run")["lookup"]["value"] is False
 
 
 def test_the_table_says_where_commands_differ(file: Path, offspec: Offspec) -> None:
