@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 import textwrap
 from dataclasses import replace
 from functools import partial
@@ -129,7 +130,7 @@ def command(
 
     ways = [replace(speculation, budget=nodes) for nodes in budgets]
     report = measure(engine, workloads, params, ways, num_warmups=warmup, num_repeats=repeats, progress=progress)
-    click.echo("\n".join(table(report, columns())))
+    click.echo("\n".join(table(report, columns() if sys.stdout.isatty() else WIDE)))
     if csv_file is not None:
         write_csv(report, csv_file)
     if plot_file is not None:
@@ -171,6 +172,9 @@ def read_workloads(file: Path) -> list[Workload]:
 # ------------------------------------------------------------------------------------------------ the table
 
 
+WIDE = 120  # what a file or a pipe gets
+
+
 def table(report: Report, width: int) -> list[str]:
     """A line for each kind of prompts and budget, blocks where the terminal is narrow, and what is to be said to it."""
     rows = [_cells(row) for row in report.rows()]
@@ -189,19 +193,20 @@ def _cells(row: Row) -> dict[str, str]:
     return {
         "prompts": row.kind,
         "budget": row.budget_name,
-        "tokens/s": _with_range(row.tokens_per_s),
+        "tokens/s": _with_spread(row.tokens_per_s),
         "gain": f"{row.gain.median:.2f}x" if row.budget != 0 else "",
-        "first s": f"{row.first_pass_s.median:.2f}",
-        "then tokens/s": f"{row.later_tokens_per_s.median:.1f}",
-        "per pass": f"{row.tokens_per_pass.median:.2f}",
-        "draft ms": f"{draft:.1f}",
-        "target ms": f"{target:.1f}",
-        "rest ms": f"{rest:.1f}",
+        "first": f"{row.first_pass_s.median:.2f}",
+        "later": f"{row.later_tokens_per_s.median:.1f}",
+        "a pass": f"{row.tokens_per_pass.median:.2f}",
+        "draft": f"{draft:.1f}",
+        "target": f"{target:.1f}",
+        "rest": f"{rest:.1f}",
     }
 
 
-def _with_range(figure: Figure) -> str:
-    return f"{figure.median:.1f} ({figure.low:.1f}-{figure.high:.1f})"
+def _with_spread(figure: Figure) -> str:
+    decimals = 1 if figure.median >= 10 else 2
+    return f"{figure.median:.{decimals}f} +-{(figure.high - figure.low) / 2:.{decimals}f}"
 
 
 def _remarks(report: Report) -> list[str]:
@@ -215,7 +220,9 @@ def _remarks(report: Report) -> list[str]:
         )
     )
     remarks = [
-        f"tokens/s: everything, first pass included; ms: of a later pass; {same if guessed else 'there is no draft'}"
+        "tokens/s: of everything, the first pass with the prompt too, +- half the range over the repeats; first: seconds "
+        "of that pass; later: tokens/s without it; a pass: tokens; draft, target, rest: ms of a later pass",
+        same if guessed else "there is no draft",
     ]
     for name, found in report.acceptance.items():
         remarks.append(

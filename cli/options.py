@@ -165,9 +165,19 @@ def speculation_options(function: F) -> F:
             show_default=True,
             help="When drafting ends: where nothing is left to gain, or by Thompson sampling (EESD).",
         ),
-        click.option("--lookup/--no-lookup", default=SpeculationParams.lookup, help="Guess that what followed the same tokens earlier in the text follows again."),
-        click.option("--reuse/--no-reuse", default=SpeculationParams.reuse, help="Keep what was drafted below the accepted token for the next tree."),
-        click.option("--overlap/--no-overlap", default=SpeculationParams.overlap, help="Draft on while the target's pass runs."),
+        click.option(
+            "--lookup/--no-lookup",
+            default=SpeculationParams.lookup,
+            help="Guess that what followed the same tokens earlier in the text follows again.",
+        ),
+        click.option(
+            "--reuse/--no-reuse",
+            default=SpeculationParams.reuse,
+            help="Keep what was drafted below the accepted token for the next tree.",
+        ),
+        click.option(
+            "--overlap/--no-overlap", default=SpeculationParams.overlap, help="Draft on while the target's pass runs."
+        ),
     )(function)
 
 

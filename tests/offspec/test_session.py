@@ -69,7 +69,9 @@ def test_a_turn_scores_what_is_new_and_says_what_a_fresh_run_says(params: Sampli
 def test_the_draft_keeps_its_cache_too(engine: Engine) -> None:
     session, scored = Session(engine), []
     for message in MESSAGES[:3]:
-        say(session, message, speculation=SpeculationParams(budget=8))  # found, it may be none: a draft that is not asked
+        say(
+            session, message, speculation=SpeculationParams(budget=8)
+        )  # found, it may be none: a draft that is not asked
         draft = session._caches.draft
         assert draft is not None
         scored.append(draft.length)
