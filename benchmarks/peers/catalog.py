@@ -62,7 +62,7 @@ _OPENVINO = "LLMPipeline of openvino-genai on the CPU, from GGUF in fp16 (its re
 
 OURS = "offspec"
 ROWS = (
-    Row(OURS, "offspec", "the defaults: tree of 64, fitted sharpness, ram= the grant"),
+    Row(OURS, "offspec", "the defaults (the budget is found while running), ram= the grant"),
     Row("offspec, plain", "offspec", "budget 0: no draft", {"budget": 0}, is_steady=True),
     Row("transformers", "transformers", _ACCELERATE, _SHARE, is_steady=True),
     _assisted(10),
