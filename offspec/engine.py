@@ -26,6 +26,7 @@ from offspec.scheduler.budget import Switch
 from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.costs import Costs, Predict
 from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
+from offspec.scheduler.joint import BeamDrafter, joint_walk
 from offspec.scheduler.lookup import Guesser, PromptLookup, match_reliability
 from offspec.scheduler.params import MAX_NODES, MAX_ROWS, SamplingParams, SpeculationParams
 from offspec.scheduler.recycling import TokenRecycling
@@ -33,7 +34,7 @@ from offspec.scheduler.retrieval import Retrieval, SuffixIndex
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
 from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import Verdict, exact_walk
+from offspec.scheduler.verify import Logits, Verdict, exact_walk
 
 from .alongside import alongside
 from .corpus import open_index
@@ -195,13 +196,17 @@ class Engine:
         """Generate text for a prompt, a step a pass; the text appears as it is accepted.
 
         The text is that of plain decoding (`SpeculationParams(budget=0)`) with the same seed, token for token, whatever
-        the draft. Closing the iterator between steps leaves the engine ready for the next request.
+        the draft; with `SpeculationParams(accept="joint")` it is another, and the statistics say so (`is_lossy`). Closing the
+        iterator between steps leaves the engine ready for the next request.
         caches: kept from an earlier request (`new_caches`); what the prompt shares with its text is not scored again.
         observer: shown every tree with its verdict, as the pass ends.
         Raises ContextLengthError or UsageError at once, NumericalError while running.
         """
         began = time.perf_counter()
-        params = params or SamplingParams()
+        params, speculation = params or SamplingParams(), speculation or SpeculationParams()
+        speculation.check_sampling(params)
+        if speculation.is_lossy and self.draft is None:
+            raise UsageError("joint acceptance weighs the target against a draft model, and there is none; give --draft PATH")
         text = self.encode(prompt)
         room = self.max_context - len(text)
         if room < 1:
@@ -213,7 +218,7 @@ class Engine:
             text,
             params,
             min(params.max_new_tokens, room),
-            speculation or SpeculationParams(),
+            speculation,
             began,
             caches or self.new_caches(),
             observer,
@@ -243,6 +248,8 @@ class Engine:
         self, model: CachedDecoder | None, sampler: Sampler, speculation: SpeculationParams, final: frozenset[int]
     ) -> Drafter:
         """A drafter for one request. `model`: the draft with the text's KV cache."""
+        if model is not None and speculation.is_lossy:
+            return BeamDrafter(model, sampler, speculation, final)
         guessers = self._guessers(speculation)
         if speculation.budget == 0 or (model is None and not guessers):
             return NoDrafter()
@@ -281,7 +288,14 @@ class Engine:
 
 def _tree_room(speculation: SpeculationParams) -> int:
     """The most nodes that a tree of the target may have."""
+    if speculation.is_lossy:
+        return speculation.beam * speculation.gamma
     return MAX_NODES if speculation.budget is None else speculation.budget
+
+
+def _walk(speculation: SpeculationParams, final: frozenset[int]) -> Callable[[TokenTree, Logits, Sampler, int], Verdict]:
+    """How a scored tree becomes a verdict."""
+    return partial(joint_walk, tau=speculation.tau, final=final) if speculation.is_lossy else exact_walk
 
 
 class _Request:
@@ -310,8 +324,14 @@ class _Request:
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
         self.drafter = engine.drafter(caches.draft, self.sampler, speculation, self.final)
+        self.walk = _walk(speculation, self.final)
         self._moved_before = engine.target.weights.bytes_streamed
-        self.stats = Stats(num_prompt_tokens=len(text), num_prefilled_tokens=num_prefilled, seed=params.seed)
+        self.stats = Stats(
+            num_prompt_tokens=len(text),
+            num_prefilled_tokens=num_prefilled,
+            seed=params.seed,
+            is_lossy=speculation.is_lossy,
+        )
 
     def run(self) -> Generator[Step, None, None]:
         stream = self.engine.tokenizer.stream(self.params.stop, skip_special_tokens=True)
@@ -331,7 +351,7 @@ class _Request:
         with alongside(drafter.extend, target.device) if drafter.is_eager else nullcontext():
             logits = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
             target.synchronize()
-        verdict = exact_walk(tree, logits, self.sampler, position=len(text))
+        verdict = self.walk(tree, logits, self.sampler, len(text))
         scored = time.perf_counter()
         target.keep(verdict.path)
         drafter.observe(tree, verdict, logits)
