@@ -206,7 +206,9 @@ class Engine:
         params, speculation = params or SamplingParams(), speculation or SpeculationParams()
         speculation.check_sampling(params)
         if speculation.is_lossy and self.draft is None:
-            raise UsageError("joint acceptance weighs the target against a draft model, and there is none; give --draft PATH")
+            raise UsageError(
+                "joint acceptance weighs the target against a draft model, and there is none; give --draft PATH"
+            )
         text = self.encode(prompt)
         room = self.max_context - len(text)
         if room < 1:
@@ -293,7 +295,9 @@ def _tree_room(speculation: SpeculationParams) -> int:
     return MAX_NODES if speculation.budget is None else speculation.budget
 
 
-def _walk(speculation: SpeculationParams, final: frozenset[int]) -> Callable[[TokenTree, Logits, Sampler, int], Verdict]:
+def _walk(
+    speculation: SpeculationParams, final: frozenset[int]
+) -> Callable[[TokenTree, Logits, Sampler, int], Verdict]:
     """How a scored tree becomes a verdict."""
     return partial(joint_walk, tau=speculation.tau, final=final) if speculation.is_lossy else exact_walk
 
