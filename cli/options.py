@@ -356,6 +356,12 @@ def check_draft(speculation: SpeculationParams, draft: str) -> None:
         )
 
 
+def lossy_settings(speculation: SpeculationParams) -> dict[str, Any]:
+    """What the text depends on, beside what it always does: nothing where it is plain decoding's."""
+    names = ("accept", "tau", "beam", "gamma") if speculation.is_lossy else ()
+    return {name: getattr(speculation, name) for name in names}
+
+
 def sampling_of(options: dict[str, Any]) -> SamplingParams:
     """Takes what `sampling_options` brought out of `options`."""
     return SamplingParams(**{field.name: options.pop(field.name) for field in fields(SamplingParams)})

@@ -19,6 +19,7 @@ from .options import (
     check_draft,
     load_engine,
     loading_options,
+    lossy_settings,
     read_prompt,
     request_of,
     sampling_options,
@@ -29,8 +30,6 @@ from .terminal import first_pass_shown, marked, shows_colors
 if TYPE_CHECKING:
     from offspec import Engine, Stats
     from offspec.engine import Prompt
-
-LOSSY_SETTINGS = ("accept", "tau", "beam", "gamma")
 
 
 @click.command(
@@ -114,7 +113,7 @@ def command(
         assert prompt_file is not None
         settings = {"model": model, "system": system, "raw": raw, **asdict(params)}
         if speculation.is_lossy:  # only then do the answers depend on how tokens are guessed
-            settings |= {"draft": options["draft"], **{name: getattr(speculation, name) for name in LOSSY_SETTINGS}}
+            settings |= {"draft": options["draft"], **lossy_settings(speculation)}
         batch = Batch(prompt_file, output, settings)
         engine = load() if batch.open_tasks else None
 

@@ -114,7 +114,7 @@ def test_a_measurement(pair: Pair) -> None:
     assert len(report.runs) == 12
     assert report.num_different() == 0
     assert report.kinds == ["a", "b"]
-    assert report.budgets == [0, 4, 16]
+    assert report.budget_names == ["plain", "4", "16"]
     for budget, found in report.acceptance.items():
         runs = [run for run in report.runs if run.budget_name == budget]
         assert found.lengths.total() == sum(run.stats.num_passes for run in runs)
