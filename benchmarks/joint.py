@@ -6,13 +6,15 @@ Held-out prompts, all texts equally long. Exact verification has the same draft 
 joint decoding with the target as its own draft: what a beam search of the target itself would say, block by block, which is
 what the draft stands in for. Log-likelihoods are the target's, over the final text, in nats a token; neither they nor tokens
 per pass depend on the machine's speed, so one run is enough. Likely text is often text that repeats itself, so the share of
-4-grams that were there before stands beside it. The last line is JSON.
+4-grams that were there before (`repeated`) stands beside it, and the gain over greedy on prompts where that has not grown;
+`odd` is the share of tokens to which the target gives less than 1 %. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -20,15 +22,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.benchmark import log_likelihood
+from offspec.benchmark import token_log_likelihoods
+
+
+ODD = 0.01
 
 
 @dataclass(frozen=True)
 class Text:
-    """What one way said to one prompt. log_likelihood: nats a token. repeated: the share of 4-grams seen before in the text."""
+    """What one way said to one prompt. log_likelihood: nats a token. repeated: the share of 4-grams seen before in the text.
+    odd: the share of tokens to which the target gives less than 1 %.
+    """
 
     log_likelihood: float
     repeated: float
+    odd: float
     num_tokens: int
     num_passes: int
 
@@ -50,6 +58,10 @@ class Row:
         return statistics.mean(text.repeated for text in self.texts)
 
     @property
+    def odd(self) -> float:
+        return statistics.mean(text.odd for text in self.texts)
+
+    @property
     def tokens_per_pass(self) -> float:
         return sum(text.num_tokens for text in self.texts) / sum(text.num_passes for text in self.texts)
 
@@ -63,7 +75,7 @@ class Row:
         ]
 
     def as_dict(self) -> dict[str, object]:
-        means = {name: getattr(self, name) for name in ("log_likelihood", "repeated", "tokens_per_pass")}
+        means = {name: getattr(self, name) for name in ("log_likelihood", "repeated", "odd", "tokens_per_pass")}
         return {"name": self.name, "tau": self.tau, **means, "texts": [asdict(text) for text in self.texts]}
 
 
@@ -84,8 +96,9 @@ def measure(
     for prompt in prompts:
         steps = list(engine.generate(prompt, SamplingParams(max_new_tokens, ignore_eos=True), speculation))
         tokens, stats = [token for step in steps for token in step.token_ids], steps[-1].stats
-        likelihood = log_likelihood(engine, prompt, tokens) / len(tokens)
-        texts.append(Text(likelihood, repeated_share(tokens), stats.num_tokens, stats.num_passes))
+        found = token_log_likelihoods(engine, prompt, tokens)
+        odd = float((found < math.log(ODD)).mean())
+        texts.append(Text(float(found.mean()), repeated_share(tokens), odd, stats.num_tokens, stats.num_passes))
     return Row(name, speculation.tau if speculation.is_lossy else None, texts)
 
 
@@ -95,7 +108,7 @@ def described(row: Row, greedy: Row) -> str:
     better = f"{sum(gain > 0 for gain in gains)} of {len(gains)}" if row is not greedy else ""
     among = f"{statistics.mean(fresh):+.3f} ({len(fresh)})" if fresh and row is not greedy else ""
     return (
-        f"{row.name:<16}  {row.log_likelihood:>10.3f}  {row.tokens_per_pass:>8.2f}  {row.repeated:>8.2f}"
+        f"{row.name:<18}  {row.log_likelihood:>10.3f}  {row.tokens_per_pass:>8.2f}  {row.repeated:>8.2f}  {row.odd:>5.3f}"
         f"  {better:>8}  {among:>18}"
     )
 
@@ -151,7 +164,7 @@ def main() -> None:
     ways.append(("searched", engine.with_draft(engine.target, "the target"), own))
 
     print(f"{len(prompts)} held-out prompts x {args.max_new_tokens} tokens; beam {args.beam}, gamma {args.gamma}")
-    print(f"{'':<16}  nats/token  per pass  repeated  likelier  where no more rep.")
+    print(f"{'':<18}  nats/token  per pass  repeated    odd  likelier  where no more rep.")
     rows: list[Row] = []
     for name, runner, speculation in ways:
         rows.append(measure(runner, prompts, speculation, args.max_new_tokens, name))

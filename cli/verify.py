@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BUILTIN_PROMPTS = 20  # of the held-out ones: with all settings that is minutes, not half an hour
 
 
-def _refuse_joint(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+def _refuse_joint(ctx: click.Context, param: click.Parameter, value: str) -> None:
     """A click callback: says why what `run` and `bench` have is not here."""
     if value == "joint":
         raise click.BadParameter(
@@ -109,10 +109,11 @@ Example:
 @click.option(
     "--accept",
     type=click.Choice(["exact", "joint"]),
-    hidden=True,  # there is nothing to choose
-    is_eager=True,  # and nothing to set beforehand
+    default="exact",
+    is_eager=True,  # what is set beforehand for other commands does not concern this one
     expose_value=False,
     callback=_refuse_joint,
+    help="exact is all that can be verified: joint acceptance is lossy (`offspec bench` shows what it does).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")

@@ -19,7 +19,7 @@ import numpy as np
 from offspec.scheduler.joint import log_likelihoods
 from offspec.scheduler.params import Accept, SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import TokenTree
+from offspec.scheduler.tree import FloatArray, TokenTree
 from offspec.scheduler.verify import Verdict
 
 from .engine import Engine, Message, Prompt
@@ -351,12 +351,15 @@ def _rounds(
 # ------------------------------------------------------------------------------------------------ likelihoods
 
 
-def log_likelihood(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-    """log p(tokens | prompt) under the target alone, in nats: one pass, no penalty, whoever chose the tokens."""
+def token_log_likelihoods(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> FloatArray:
+    """[N]: log p of each of N tokens behind the prompt and those before it, in nats.
+
+    Under the target alone, in one pass, without penalty and temperature, whoever chose the tokens.
+    """
     tree, target = TokenTree.chain(tokens), CachedDecoder(engine.target)
     logits = target.score_rows(prompt, tree.tokens, tree.depths, tree.mask())
     sampler = Sampler(SamplingParams(), 0, target.vocab_size, target.device)
-    return float(log_likelihoods(tree, logits, sampler, len(prompt))[-1])
+    return np.diff(log_likelihoods(tree, logits, sampler, len(prompt)), prepend=0.0)
 
 
 class _Likelihoods:
@@ -369,5 +372,5 @@ class _Likelihoods:
     def per_token(self, prompt: Sequence[int], tokens: tuple[int, ...]) -> float:
         text = tuple(prompt), tokens
         if text not in self._known:
-            self._known[text] = log_likelihood(self._engine, prompt, tokens) / len(tokens)
+            self._known[text] = float(token_log_likelihoods(self._engine, prompt, tokens).mean())
         return self._known[text]

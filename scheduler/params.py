@@ -90,7 +90,7 @@ class SpeculationParams:
     accept: Accept = "exact"
     tau: float = 0.1
     beam: int = 8
-    gamma: int = 8
+    gamma: int = 16
 
     def __post_init__(self) -> None:
         if self.scoring not in ("coupled", "specexec"):

@@ -123,11 +123,12 @@ def generate(
     num_tokens: int,
     final: Collection[int] = (),
     params: SamplingParams = GREEDY,
+    prompt: Sequence[int] = PROMPT,
 ) -> list[int]:
     """The engine's loop without the engine, up to a final token."""
-    sampler = Sampler(params, 0, VOCAB_SIZE)
+    sampler = Sampler(params, 0, target.vocab_size)
     drafter = BeamDrafter(draft, sampler, speculation, final)
-    text, end = list(PROMPT), len(PROMPT) + num_tokens
+    text, end = list(prompt), len(prompt) + num_tokens
     sampler.extend(text)
     while len(text) < end:
         tree = drafter.propose(text, max_depth=end - len(text) - 1)
@@ -136,10 +137,10 @@ def generate(
         target.keep(verdict.path)
         drafter.observe(tree, verdict, logits)
         if verdict.path and verdict.tokens[-2] in final:
-            return (text + verdict.tokens[:-1])[len(PROMPT) :]
+            return (text + verdict.tokens[:-1])[len(prompt) :]
         text += verdict.tokens
         sampler.extend(verdict.tokens)
-    return text[len(PROMPT) :]
+    return text[len(prompt) :]
 
 
 def settings(tau: float, beam: int, gamma: int) -> SpeculationParams:
