@@ -24,7 +24,6 @@ from pathlib import Path
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.benchmark import token_log_likelihoods
 
-
 ODD = 0.01
 
 
