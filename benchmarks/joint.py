@@ -127,9 +127,8 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         label="joint acceptance (lossy)",
     )
     for row in joint:
-        axes.annotate(
-            f"τ {row.tau:g}", (row.tokens_per_pass, row.log_likelihood), xytext=(5, 5), textcoords="offset points"
-        )
+        at = (row.tokens_per_pass, row.log_likelihood)
+        axes.annotate(f"τ {row.tau:g}", at, xytext=(-6, 4), textcoords="offset points", ha="right")
     for row, marker in zip((row for row in rows if row not in joint), "s^*", strict=False):
         axes.plot(row.tokens_per_pass, row.log_likelihood, marker=marker, linestyle="", label=row.name)
     axes.set(xlabel="tokens per pass", ylabel="log-likelihood under the target, nats a token")

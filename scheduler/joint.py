@@ -88,7 +88,7 @@ class BeamDrafter(Patient):
 def joint_walk(
     tree: TokenTree, logits: Logits, sampler: Sampler, position: int, *, tau: float, final: Collection[int] = ()
 ) -> Verdict:
-    """The longest prefix that is accepted jointly (2407.09722, algorithm 1), and the target's greedy token behind it.
+    """The longest prefix that is accepted jointly (2407.09722), and the target's greedy token behind it.
 
     tree: its scores are log q(x1..xi). logits: fp32 [1 + N, V], the target's after the root, then after each node.
     position: that of the token after the root. The sampler is greedy; p is what its parameters make of the logits.
