@@ -295,13 +295,6 @@ def _tree_room(speculation: SpeculationParams) -> int:
     return MAX_NODES if speculation.budget is None else speculation.budget
 
 
-def _walk(
-    speculation: SpeculationParams, final: frozenset[int]
-) -> Callable[[TokenTree, Logits, Sampler, int], Verdict]:
-    """How a scored tree becomes a verdict."""
-    return partial(joint_walk, tau=speculation.tau, final=final) if speculation.is_lossy else exact_walk
-
-
 class _Request:
     """One request under way. `text` is the prompt and every token emitted; the caches hold all of it but the last."""
 
@@ -318,6 +311,7 @@ class _Request:
     ) -> None:
         assert params.seed is not None
         self.engine, self.params, self.limit, self.began, self.observer = engine, params, limit, began, observer
+        self.speculation = speculation
         self.final = frozenset() if params.ignore_eos else engine.tokenizer.eos_ids
         num_prefilled = caches.rewind(text)
         self.text, self.target = caches.text, caches.target  # one list: the caches know what they hold
@@ -328,7 +322,6 @@ class _Request:
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
         self.drafter = engine.drafter(caches.draft, self.sampler, speculation, self.final)
-        self.walk = _walk(speculation, self.final)
         self._moved_before = engine.target.weights.bytes_streamed
         self.stats = Stats(
             num_prompt_tokens=len(text),
@@ -355,7 +348,7 @@ class _Request:
         with alongside(drafter.extend, target.device) if drafter.is_eager else nullcontext():
             logits = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
             target.synchronize()
-        verdict = self.walk(tree, logits, self.sampler, len(text))
+        verdict = self._judge(tree, logits)
         scored = time.perf_counter()
         target.keep(verdict.path)
         drafter.observe(tree, verdict, logits)
@@ -365,6 +358,12 @@ class _Request:
         if self.observer is not None:
             self.observer(tree, verdict)
         return verdict
+
+    def _judge(self, tree: TokenTree, logits: Logits) -> Verdict:
+        position, tau = len(self.text), self.speculation.tau
+        if self.speculation.is_lossy:
+            return joint_walk(tree, logits, self.sampler, position, tau=tau, final=self.final)
+        return exact_walk(tree, logits, self.sampler, position)
 
     def _count(self, num_drafted: int, draft_s: float, target_s: float, total_s: float) -> None:
         stats = self.stats
