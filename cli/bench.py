@@ -19,12 +19,13 @@ from .batch import read_tasks
 from .options import (
     MODEL_HELP,
     budget,
+    check_draft,
     load_engine,
     loading_options,
+    lossy_settings,
     read_file,
-    sampling_of,
+    request_of,
     sampling_options,
-    speculation_of,
     speculation_options,
 )
 from .terminal import columns, is_watched
@@ -62,7 +63,8 @@ def _plot_file(ctx: click.Context, param: click.Parameter, value: Path | None) -
     help=f"""Measure speculative against plain decoding on the same prompts, in the same run.
 
 {MODEL_HELP} Tokens/s count the first pass, which takes the prompt; figures are medians over repeats, with the range. The
-built-in prompts ask for code, chat, prose and something repetitive.
+built-in prompts ask for code, chat, prose and something repetitive. With --accept joint there is a row for that too, marked
+lossy, and every text's likelihood under the target.
 
 \b
 Examples:
@@ -116,7 +118,8 @@ def command(
     verbose: bool,
     **options: Any,
 ) -> None:
-    params, speculation = sampling_of(options), speculation_of(options)
+    params, speculation = request_of(options)
+    check_draft(speculation, options["draft"])
     from offspec.benchmark import WORKLOADS, measure
 
     workloads = list(WORKLOADS) if prompt_file is None else read_workloads(prompt_file)
@@ -128,7 +131,8 @@ def command(
         if is_watched() and not quiet:
             click.echo(f"\r\x1b[K{f'run {done + 1} of {total}' if done < total else ''}", err=True, nl=False)
 
-    ways = [replace(speculation, budget=nodes) for nodes in budgets]
+    ways = [replace(speculation, accept="exact", budget=nodes) for nodes in budgets]
+    ways += [speculation] * speculation.is_lossy
     report = measure(engine, workloads, params, ways, num_warmups=warmup, num_repeats=repeats, progress=progress)
     click.echo("\n".join(table(report, columns() if sys.stdout.isatty() else WIDE)))
     if csv_file is not None:
@@ -143,6 +147,7 @@ def command(
             "repeats": repeats,
             "max_new_tokens": params.max_new_tokens,
             "temperature": params.temperature,
+            **lossy_settings(speculation),
         }
         click.echo(
             json.dumps({"model": engine.name, "draft": engine.draft_name, "settings": settings, **report.as_dict()})
@@ -201,6 +206,7 @@ def _cells(row: Row) -> dict[str, str]:
         "draft": f"{draft:.1f}",
         "target": f"{target:.1f}",
         "rest": f"{rest:.1f}",
+        **({} if row.log_likelihood is None else {"nats/token": f"{row.log_likelihood:.3f}"}),
     }
 
 
@@ -210,7 +216,11 @@ def _with_spread(figure: Figure) -> str:
 
 
 def _remarks(report: Report) -> list[str]:
-    different, guessed = report.num_different(), [run for run in report.runs if run.budget != 0]
+    lossy = [run for run in report.runs if run.accept == "joint"]
+    different, guessed = (
+        report.num_different(),
+        [run for run in report.runs if run.budget != 0 and run.accept == "exact"],
+    )
     same = (
         "all texts equal plain decoding"
         if not different
@@ -229,6 +239,11 @@ def _remarks(report: Report) -> list[str]:
             f"budget {name}: {found.predicted_per_pass:.2f} guesses a pass were expected to be accepted, "
             f"{found.accepted_per_pass:.2f} were"
         )
+    if lossy:
+        remarks.append(
+            f"joint, lossy: {report.num_different('joint')} of {len(lossy)} texts differ from plain decoding, as they may; "
+            "nats/token: log-likelihood under the target, nearer to 0 is likelier"
+        )
     return remarks
 
 
@@ -238,7 +253,7 @@ def write_csv(report: Report, file: Path) -> None:
         {
             "kind": run.kind,
             "prompt": run.workload,
-            "budget": "auto" if run.budget is None else run.budget,
+            "budget": run.budget_name if run.budget is None else run.budget,
             "repeat": run.repeat,
             "seconds": run.seconds,
             **run.stats.as_dict(),

@@ -18,11 +18,11 @@ from offspec.errors import OffspecError, UsageError
 from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquoted
 from .options import (
     MODEL_HELP,
+    check_draft,
     load_engine,
     loading_options,
-    sampling_of,
+    request_of,
     sampling_options,
-    speculation_of,
     speculation_options,
 )
 from .settings import convert, nearest, settable
@@ -88,7 +88,7 @@ def command(
     names = _setting_names()
     values = {name: options.pop(name) for name in list(options) if name in names}
     settings = Values(ctx.command, values)
-    settings.params()  # refused before gigabytes are read
+    check_draft(settings.params()[1], options["draft"])  # refused before gigabytes are read
     engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
     from offspec.session import Session
 
@@ -147,8 +147,7 @@ class Values:
 
     def params(self) -> tuple[SamplingParams, SpeculationParams]:
         """Raises UsageError for a value, or a combination, that cannot be meant."""
-        options = dict(self._values)
-        return sampling_of(options), speculation_of(options)
+        return request_of(dict(self._values))
 
     def set(self, changes: dict[str, Any]) -> None:
         """Change some, by their flags' names without dashes; all of them or none. Raises UsageError."""
@@ -431,7 +430,7 @@ def stats_table(session: Session) -> list[str]:
             continue
         lines.append(
             f"{number:>4}  {s.num_prompt_tokens:>6}  {s.num_prefilled_tokens:>6}  {s.num_tokens:>6}  "
-            f"{s.tokens_per_pass:>8.2f}  {s.ttft_s:>7.2f}  {s.decode_tokens_per_s:>8.1f}"
+            f"{s.tokens_per_pass:>8.2f}  {s.ttft_s:>7.2f}  {s.decode_tokens_per_s:>8.1f}{'  lossy' * s.is_lossy}"
         )
     return [*lines, f"{session.num_tokens} of {session.engine.max_context} tokens of context used"]
 

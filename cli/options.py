@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from offspec import SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
+from offspec.errors import UsageError
 
 from .terminal import LoadingBar, is_watched
 
@@ -178,6 +179,37 @@ def speculation_options(function: F) -> F:
         click.option(
             "--overlap/--no-overlap", default=SpeculationParams.overlap, help="Draft on while the target's pass runs."
         ),
+        click.option(
+            "--accept",
+            type=click.Choice(["exact", "joint"]),
+            default=SpeculationParams.accept,
+            show_default=True,
+            help="exact: the text of plain decoding. joint: LOSSY; several guesses at once by their joint likelihood (MJSD).",
+        ),
+        click.option(
+            "--tau",
+            type=click.FloatRange(0, 1, min_open=True),
+            default=SpeculationParams.tau,
+            show_default=True,
+            metavar="T",
+            help="With --accept joint: the least share of the draft's joint probability that the target must give a guess.",
+        ),
+        click.option(
+            "--beam",
+            type=click.IntRange(1),
+            default=SpeculationParams.beam,
+            show_default=True,
+            metavar="N",
+            help="With --accept joint: how many hypotheses the draft keeps.",
+        ),
+        click.option(
+            "--gamma",
+            type=click.IntRange(1),
+            default=SpeculationParams.gamma,
+            show_default=True,
+            metavar="N",
+            help="With --accept joint: tokens of a hypothesis.",
+        ),
     )(function)
 
 
@@ -296,6 +328,27 @@ def _decoded(content: bytes, where: str) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as exc:
         raise click.UsageError(f"{where} is not UTF-8 text (byte {exc.start}).") from exc
+
+
+def request_of(options: dict[str, Any]) -> tuple[SamplingParams, SpeculationParams]:
+    """Takes what `sampling_options` and `speculation_options` brought out of `options`. Raises UsageError."""
+    sampling, speculation = sampling_of(options), speculation_of(options)
+    speculation.check_sampling(sampling)
+    return sampling, speculation
+
+
+def check_draft(speculation: SpeculationParams, draft: str) -> None:
+    """Raises UsageError, before anything is loaded, where `--draft` names none and one is needed."""
+    if speculation.is_lossy and draft in ("none", "lookup"):
+        raise UsageError(
+            f"joint acceptance weighs the target against a draft model, and --draft {draft} is none; give --draft PATH"
+        )
+
+
+def lossy_settings(speculation: SpeculationParams) -> dict[str, Any]:
+    """What the text depends on, beside what it always does: nothing where it is plain decoding's."""
+    names = ("accept", "tau", "beam", "gamma") if speculation.is_lossy else ()
+    return {name: getattr(speculation, name) for name in names}
 
 
 def sampling_of(options: dict[str, Any]) -> SamplingParams:

@@ -16,12 +16,13 @@ from offspec import SamplingParams, SpeculationParams
 from .batch import Batch
 from .options import (
     MODEL_HELP,
+    check_draft,
     load_engine,
     loading_options,
+    lossy_settings,
     read_prompt,
-    sampling_of,
+    request_of,
     sampling_options,
-    speculation_of,
     speculation_options,
 )
 from .terminal import first_pass_shown, marked, shows_colors
@@ -91,7 +92,8 @@ def command(
     verbose: bool,
     **options: Any,
 ) -> None:
-    params, speculation = sampling_of(options), speculation_of(options)
+    params, speculation = request_of(options)
+    check_draft(speculation, options["draft"])
     ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
     if ids is not None and (prompt is not None or prompt_file is not None):
         raise click.UsageError("Give --prompt-ids or a prompt, not both.")
@@ -109,7 +111,10 @@ def command(
     load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
     if is_batch:
         assert prompt_file is not None
-        batch = Batch(prompt_file, output, {"model": model, "system": system, "raw": raw, **asdict(params)})
+        settings = {"model": model, "system": system, "raw": raw, **asdict(params)}
+        if speculation.is_lossy:  # only then do the answers depend on how tokens are guessed
+            settings |= {"draft": options["draft"], **lossy_settings(speculation)}
+        batch = Batch(prompt_file, output, settings)
         engine = load() if batch.open_tasks else None
 
         def answer(asked: Prompt) -> dict[str, Any]:
@@ -198,4 +203,6 @@ def describe(stats: Stats) -> str:
         f"draft {1e3 * stats.draft_s / passes:.1f} ms + target {1e3 * stats.target_s / passes:.1f} ms a pass",
         f"memory    {stats.peak_host_bytes / 2**30:.2f} GiB host, {stats.peak_device_bytes / 2**30:.2f} GiB device at the peak",
     ]
+    if stats.is_lossy:
+        lines.append("lossy     accepted by joint likelihood (--accept joint): plain decoding may say something else")
     return "\n".join(lines)

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 BUILTIN_PROMPTS = 20  # of the held-out ones: with all settings that is minutes, not half an hour
 
 
+def _refuse_joint(ctx: click.Context, param: click.Parameter, value: str) -> None:
+    """A click callback: says why what `run` and `bench` have is not here."""
+    if value == "joint":
+        raise click.BadParameter(
+            "joint acceptance is lossy, so there is no text that it must equal; `offspec bench` shows what it does."
+        )
+
+
 @click.command(
     name="verify",
     help=f"""Show that speculative text equals plain decoding, token for token.
@@ -98,6 +106,15 @@ Example:
     help="Seed of the first prompt; each further prompt has the next one.",
 )
 @loading_options
+@click.option(
+    "--accept",
+    type=click.Choice(["exact", "joint"]),
+    default="exact",
+    is_eager=True,  # what is set beforehand for other commands does not concern this one
+    expose_value=False,
+    callback=_refuse_joint,
+    help="exact is all that can be verified: joint acceptance is lossy (`offspec bench` shows what it does).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")
 @click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")

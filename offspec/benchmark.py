@@ -2,6 +2,8 @@
 
 Every repeat runs each prompt plainly and with every budget, one after the other, so that a machine that slows down slows all
 of them. Figures are medians over repeats with the range; the first pass, which takes the prompt, always counts.
+A lossy way (joint acceptance) has rows of its own, is never counted among the texts that should equal plain decoding's, and
+brings the likelihood of all texts under the target with it, which is what it is judged by.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from offspec.scheduler.params import SamplingParams, SpeculationParams
-from offspec.scheduler.tree import TokenTree
+from offspec.scheduler.joint import log_likelihoods
+from offspec.scheduler.params import Accept, SamplingParams, SpeculationParams
+from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.tree import FloatArray, TokenTree
 from offspec.scheduler.verify import Verdict
 
 from .engine import Engine, Message, Prompt
+from .model import CachedDecoder
 from .stats import Stats
 
 NUM_BINS = 10
@@ -63,7 +68,9 @@ WORKLOADS = (
 
 @dataclass(frozen=True)
 class Run:
-    """One request. budget 0 is plain decoding, None the budget that is found while running; first: the figures after its first pass."""
+    """One request. budget 0 is plain decoding, None the budget that is found while running, or a lossy one's beam; first: the
+    figures after its first pass. log_likelihood: log p of the text under the target, in nats a token, where it was asked for.
+    """
 
     workload: int
     kind: str
@@ -72,10 +79,12 @@ class Run:
     token_ids: tuple[int, ...]
     first: Stats
     stats: Stats
+    accept: Accept = "exact"
+    log_likelihood: float | None = None
 
     @property
     def budget_name(self) -> str:
-        return budget_name(self.budget)
+        return budget_name(self.budget, self.accept)
 
     @property
     def seconds(self) -> float:
@@ -152,6 +161,7 @@ class Row:
 
     tokens_per_s: all tokens over all seconds, the first pass included. gain: that over plain decoding's, repeat by repeat.
     later_tokens_per_s: after the first pass. first_*, later_*: milliseconds of a pass in drafting, in the target, and in the rest.
+    log_likelihood: log p under the target in nats a token, the mean over texts; None where there is no lossy way to judge.
     """
 
     kind: str
@@ -163,10 +173,12 @@ class Row:
     tokens_per_pass: Figure
     first_ms: tuple[float, float, float]
     later_ms: tuple[float, float, float]
+    accept: Accept = "exact"
+    log_likelihood: float | None = None
 
     @property
     def budget_name(self) -> str:
-        return budget_name(self.budget)
+        return budget_name(self.budget, self.accept)
 
     def as_dict(self) -> dict[str, Any]:
         figures = ("tokens_per_s", "gain", "first_pass_s", "later_tokens_per_s", "tokens_per_pass")
@@ -174,6 +186,8 @@ class Row:
         return {
             "kind": self.kind,
             "budget": self.budget,
+            "is_lossy": self.accept == "joint",
+            "log_likelihood_per_token": self.log_likelihood,
             **{name: getattr(self, name).as_dict() for name in figures},
             "first_pass_ms": dict(zip(names, self.first_ms, strict=True)),
             "later_pass_ms": dict(zip(names, self.later_ms, strict=True)),
@@ -192,42 +206,45 @@ class Report:
         return list(dict.fromkeys(run.kind for run in self.runs))
 
     @property
-    def budgets(self) -> list[int | None]:
-        return list(dict.fromkeys(run.budget for run in self.runs))
+    def budget_names(self) -> list[str]:
+        return list(dict.fromkeys(run.budget_name for run in self.runs))
 
     def rows(self) -> list[Row]:
-        """By kind and budget; `all` at the end where there are several kinds."""
+        """By kind and budget, lossy ways behind the exact ones; `all` at the end where there are several kinds."""
         kinds = [*self.kinds, ALL] if len(self.kinds) > 1 else self.kinds
-        return [self._row(kind, budget) for kind in kinds for budget in self.budgets]
+        return [self._row(kind, name) for kind in kinds for name in self.budget_names]
 
-    def num_different(self) -> int:
-        """Speculative texts that are not plain decoding's; in fp32 there are none, in 16 bit near-ties may fall the other way."""
+    def num_different(self, accept: Accept = "exact") -> int:
+        """Texts of these ways that are not plain decoding's; of exact ones in fp32 none, in 16 bit near-ties may fall the other
+        way."""
         plain = {(run.workload, run.repeat): run.token_ids for run in self.runs if run.budget == 0}
-        return sum(run.token_ids != plain[run.workload, run.repeat] for run in self.runs)
+        return sum(run.token_ids != plain[run.workload, run.repeat] for run in self.runs if run.accept == accept)
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "num_runs": len(self.runs),
             "num_different_texts": self.num_different(),
+            "num_different_lossy_texts": self.num_different("joint"),
             "rows": [row.as_dict() for row in self.rows()],
             "acceptance": {name: found.as_dict() for name, found in self.acceptance.items()},
         }
 
-    def _repeats(self, kind: str, budget: int | None) -> list[list[Run]]:
+    def _repeats(self, kind: str, name: str) -> list[list[Run]]:
         """The runs of each repeat."""
         runs = [run for run in self.runs if run.kind == kind or kind == ALL]
         repeats = sorted({run.repeat for run in runs})
-        return [[run for run in runs if run.budget == budget and run.repeat == repeat] for repeat in repeats]
+        return [[run for run in runs if run.budget_name == name and run.repeat == repeat] for repeat in repeats]
 
-    def _row(self, kind: str, budget: int | None) -> Row:
-        repeats, plain = self._repeats(kind, budget), self._repeats(kind, 0)
+    def _row(self, kind: str, name: str) -> Row:
+        repeats, plain = self._repeats(kind, name), self._repeats(kind, budget_name(0))
         rates = [_tokens_per_s(runs) for runs in repeats]
         gains = [rate / _tokens_per_s(runs) for rate, runs in zip(rates, plain, strict=True)]
         runs = [run for repeat in repeats for run in repeat]
         firsts, laters = [_parts(run.first) for run in runs], [_later_parts(run) for run in runs]
+        likelihoods = [run.log_likelihood for run in runs if run.log_likelihood is not None]
         return Row(
             kind,
-            budget,
+            runs[0].budget,
             Figure.of(rates),
             Figure.of(gains),
             Figure.of([statistics.mean(run.stats.ttft_s for run in repeat) for repeat in repeats]),
@@ -240,6 +257,8 @@ class Report:
             ),
             _mean_ms(firsts, len(runs)),
             _mean_ms(laters, sum(run.stats.num_passes - 1 for run in runs)),
+            runs[0].accept,
+            statistics.mean(likelihoods) if likelihoods else None,
         )
 
 
@@ -267,8 +286,10 @@ def _mean_ms(parts: Sequence[tuple[float, float, float]], count: int) -> tuple[f
     return draft, target, rest
 
 
-def budget_name(budget: int | None) -> str:
-    """plain, auto, or the number of nodes."""
+def budget_name(budget: int | None, accept: Accept = "exact") -> str:
+    """plain, auto, or the number of nodes; what is not exact says so."""
+    if accept == "joint":
+        return "joint, lossy"
     return "auto" if budget is None else str(budget or "plain")
 
 
@@ -286,25 +307,32 @@ def measure(
     num_repeats: int = 3,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
-    """Run every workload plainly and with each of `speculations` (of different budgets above 0), `num_repeats` times.
+    """Run every workload plainly and with each of `speculations`, `num_repeats` times.
+
+    They have different budgets above 0; one may be lossy.
 
     Warm-up rounds come first and are not recorded; the draft's calibration is kept from run to run, as in a chat. Without a
     seed it is 0, so that every repeat has the same text. progress(runs done, runs in all). Raises what `Engine.generate` does.
     """
     if params.seed is None:
         params = replace(params, seed=0)
-    report = Report(acceptance={budget_name(speculation.budget): Acceptance() for speculation in speculations})
+    exact = [speculation for speculation in speculations if not speculation.is_lossy]
+    report = Report(acceptance={budget_name(speculation.budget): Acceptance() for speculation in exact})
+    likelihoods = _Likelihoods(engine) if len(exact) < len(speculations) else None
     ways = [SpeculationParams(budget=0), *speculations]
     total = (num_warmups + num_repeats) * len(workloads) * len(ways)
     rounds = list(_rounds(num_warmups, num_repeats, workloads, ways))
     for done, (repeat, index, way) in enumerate(rounds):
         progress(done, total)
-        observer = report.acceptance[budget_name(way.budget)].observe if way.budget != 0 and repeat >= 0 else None
+        found = report.acceptance.get(budget_name(way.budget, way.accept))
         workload = workloads[index]
-        steps = list(engine.generate(workload.for_model(engine), params, way, observer=observer))
+        ids = engine.encode(workload.for_model(engine))
+        steps = list(engine.generate(ids, params, way, observer=found.observe if found and repeat >= 0 else None))
         if repeat >= 0:
             tokens = tuple(token for step in steps for token in step.token_ids)
-            run = Run(index, workload.kind, way.budget, repeat, tokens, steps[0].stats, steps[-1].stats)
+            first, last = steps[0].stats, steps[-1].stats
+            likelihood = likelihoods.per_token(ids, tokens) if likelihoods is not None else None
+            run = Run(index, workload.kind, way.budget, repeat, tokens, first, last, way.accept, likelihood)
             report.runs.append(run)
     progress(total, total)
     return report
@@ -318,3 +346,31 @@ def _rounds(
         for index in range(len(workloads)):
             for way in ways:
                 yield repeat, index, way
+
+
+# ------------------------------------------------------------------------------------------------ likelihoods
+
+
+def token_log_likelihoods(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> FloatArray:
+    """[N]: log p of each of N tokens behind the prompt and those before it, in nats.
+
+    Under the target alone, in one pass, without penalty and temperature, whoever chose the tokens.
+    """
+    tree, target = TokenTree.chain(tokens), CachedDecoder(engine.target)
+    logits = target.score_rows(prompt, tree.tokens, tree.depths, tree.mask())
+    sampler = Sampler(SamplingParams(), 0, target.vocab_size, target.device)
+    return np.diff(log_likelihoods(tree, logits, sampler, len(prompt)), prepend=0.0)
+
+
+class _Likelihoods:
+    """Each text is scored once: most of them are the same, and a pass may take seconds."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+
+    def per_token(self, prompt: Sequence[int], tokens: tuple[int, ...]) -> float:
+        text = tuple(prompt), tokens
+        if text not in self._known:
+            self._known[text] = float(token_log_likelihoods(self._engine, prompt, tokens).mean())
+        return self._known[text]

@@ -26,6 +26,7 @@ from offspec.scheduler.budget import Switch
 from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.costs import Costs, Predict
 from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
+from offspec.scheduler.joint import BeamDrafter, joint_walk
 from offspec.scheduler.lookup import Guesser, PromptLookup, match_reliability
 from offspec.scheduler.params import MAX_NODES, MAX_ROWS, SamplingParams, SpeculationParams
 from offspec.scheduler.recycling import TokenRecycling
@@ -33,7 +34,7 @@ from offspec.scheduler.retrieval import Retrieval, SuffixIndex
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
 from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import Verdict, exact_walk
+from offspec.scheduler.verify import Logits, Verdict, exact_walk
 
 from .alongside import alongside
 from .corpus import open_index
@@ -195,13 +196,19 @@ class Engine:
         """Generate text for a prompt, a step a pass; the text appears as it is accepted.
 
         The text is that of plain decoding (`SpeculationParams(budget=0)`) with the same seed, token for token, whatever
-        the draft. Closing the iterator between steps leaves the engine ready for the next request.
+        the draft; with `SpeculationParams(accept="joint")` it is another, and the statistics say so (`is_lossy`). Closing the
+        iterator between steps leaves the engine ready for the next request.
         caches: kept from an earlier request (`new_caches`); what the prompt shares with its text is not scored again.
         observer: shown every tree with its verdict, as the pass ends.
         Raises ContextLengthError or UsageError at once, NumericalError while running.
         """
         began = time.perf_counter()
-        params = params or SamplingParams()
+        params, speculation = params or SamplingParams(), speculation or SpeculationParams()
+        speculation.check_sampling(params)
+        if speculation.is_lossy and self.draft is None:
+            raise UsageError(
+                "joint acceptance weighs the target against a draft model, and there is none; give --draft PATH"
+            )
         text = self.encode(prompt)
         room = self.max_context - len(text)
         if room < 1:
@@ -213,7 +220,7 @@ class Engine:
             text,
             params,
             min(params.max_new_tokens, room),
-            speculation or SpeculationParams(),
+            speculation,
             began,
             caches or self.new_caches(),
             observer,
@@ -243,6 +250,8 @@ class Engine:
         self, model: CachedDecoder | None, sampler: Sampler, speculation: SpeculationParams, final: frozenset[int]
     ) -> Drafter:
         """A drafter for one request. `model`: the draft with the text's KV cache."""
+        if model is not None and speculation.is_lossy:
+            return BeamDrafter(model, sampler, speculation, final)
         guessers = self._guessers(speculation)
         if speculation.budget == 0 or (model is None and not guessers):
             return NoDrafter()
@@ -281,6 +290,8 @@ class Engine:
 
 def _tree_room(speculation: SpeculationParams) -> int:
     """The most nodes that a tree of the target may have."""
+    if speculation.is_lossy:
+        return speculation.beam * speculation.gamma
     return MAX_NODES if speculation.budget is None else speculation.budget
 
 
@@ -300,6 +311,7 @@ class _Request:
     ) -> None:
         assert params.seed is not None
         self.engine, self.params, self.limit, self.began, self.observer = engine, params, limit, began, observer
+        self.speculation = speculation
         self.final = frozenset() if params.ignore_eos else engine.tokenizer.eos_ids
         num_prefilled = caches.rewind(text)
         self.text, self.target = caches.text, caches.target  # one list: the caches know what they hold
@@ -311,7 +323,12 @@ class _Request:
         self.sampler.extend(text)
         self.drafter = engine.drafter(caches.draft, self.sampler, speculation, self.final)
         self._moved_before = engine.target.weights.bytes_streamed
-        self.stats = Stats(num_prompt_tokens=len(text), num_prefilled_tokens=num_prefilled, seed=params.seed)
+        self.stats = Stats(
+            num_prompt_tokens=len(text),
+            num_prefilled_tokens=num_prefilled,
+            seed=params.seed,
+            is_lossy=speculation.is_lossy,
+        )
 
     def run(self) -> Generator[Step, None, None]:
         stream = self.engine.tokenizer.stream(self.params.stop, skip_special_tokens=True)
@@ -331,7 +348,7 @@ class _Request:
         with alongside(drafter.extend, target.device) if drafter.is_eager else nullcontext():
             logits = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
             target.synchronize()
-        verdict = exact_walk(tree, logits, self.sampler, position=len(text))
+        verdict = self._judge(tree, logits)
         scored = time.perf_counter()
         target.keep(verdict.path)
         drafter.observe(tree, verdict, logits)
@@ -341,6 +358,12 @@ class _Request:
         if self.observer is not None:
             self.observer(tree, verdict)
         return verdict
+
+    def _judge(self, tree: TokenTree, logits: Logits) -> Verdict:
+        position, tau = len(self.text), self.speculation.tau
+        if self.speculation.is_lossy:
+            return joint_walk(tree, logits, self.sampler, position, tau=tau, final=self.final)
+        return exact_walk(tree, logits, self.sampler, position)
 
     def _count(self, num_drafted: int, draft_s: float, target_s: float, total_s: float) -> None:
         stats = self.stats

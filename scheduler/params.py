@@ -14,6 +14,8 @@ from offspec.errors import UsageError
 SEED_LIMIT = 1 << 64
 MAX_NODES = 1024  # of a tree where the budget is found
 MAX_ROWS = 3072  # expanded candidates that wait in the draft's KV cache at a time
+MAX_JOINT_NODES = 256  # of a tree that is accepted jointly: the logits of all of it are in memory at a time
+Accept = Literal["exact", "joint"]
 Scoring = Literal["coupled", "specexec"]
 Tree = Literal["best-first", "sequoia", "opt-tree"]
 Stopping = Literal["default", "thompson", "thompson-calibrated"]
@@ -64,8 +66,15 @@ class SpeculationParams:
     is what pays, or an eighth of a given budget, from 16 to 64. children: candidates kept of an expanded node. max_depth: longest path. stopping:
     when drafting ends: where nothing is left to gain, or by Thompson sampling (EESD). lookup: merge in what followed the
     same tokens earlier in the text. reuse: what was drafted
-    below the accepted token stays. overlap: draft on while the target's pass runs. Raises UsageError for a value out of
-    range. The text is the same whatever is set here.
+    below the accepted token stays. overlap: draft on while the target's pass runs. The text is the same whatever of this
+    is set.
+
+    accept: exact, or joint (`scheduler.joint`), which is lossy: it takes the longest guess whose joint likelihood is `tau`
+    of the draft's own or more, in (0, 1]. What is guessed is then a beam search of the draft, `beam` wide and `gamma`
+    tokens deep, and the settings above, which say how an exact tree is drafted, stay as they are. The three say nothing
+    where accept is exact.
+
+    Raises UsageError for a value out of range, or for settings that do not go together.
     """
 
     budget: int | None = None
@@ -78,13 +87,46 @@ class SpeculationParams:
     lookup: bool = True
     reuse: bool = True
     overlap: bool = True
+    accept: Accept = "exact"
+    tau: float = 0.1
+    beam: int = 8
+    gamma: int = 16
 
     def __post_init__(self) -> None:
         if self.scoring not in ("coupled", "specexec"):
             raise UsageError(f"scoring must be coupled or specexec, not {self.scoring!r}")
-        for name, kind in (("tree", Tree), ("stopping", Stopping)):
+        for name, kind in (("tree", Tree), ("stopping", Stopping), ("accept", Accept)):
             if getattr(self, name) not in get_args(kind):
                 raise UsageError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
-        for name, least in (("budget", 0), ("width", 1), ("children", 1), ("max_depth", 1)):
+        for name, least in (("budget", 0), ("width", 1), ("children", 1), ("max_depth", 1), ("beam", 1), ("gamma", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise UsageError(f"{name} must be at least {least}, not {value}")
+        if not 0 < self.tau <= 1:
+            raise UsageError(f"tau must be above 0 and at most 1, not {self.tau!r}")
+        if self.is_lossy:
+            self._check_joint()
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the text may be another than plain decoding's."""
+        return self.accept == "joint"
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raises UsageError where tokens that are chosen like this cannot be accepted like this."""
+        if self.is_lossy and sampling.temperature > 0:
+            raise UsageError(
+                f"joint acceptance looks for the likeliest text, so temperature must be 0, not {sampling.temperature:g}; "
+                "to sample, use accept exact"
+            )
+
+    def _check_joint(self) -> None:
+        for name in ("budget", "scoring", "tree", "width", "stopping"):
+            if (value := getattr(self, name)) != getattr(SpeculationParams, name):
+                raise UsageError(
+                    f"{name} {value} says how an exact tree is drafted, and joint acceptance drafts a beam (beam, gamma); "
+                    f"leave {name} out, or use accept exact"
+                )
+        if self.beam * self.gamma > MAX_JOINT_NODES:
+            raise UsageError(
+                f"beam x gamma is the size of the tree and must be at most {MAX_JOINT_NODES}, not {self.beam * self.gamma}"
+            )

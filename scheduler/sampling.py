@@ -123,10 +123,7 @@ class Sampler:
         Raises NumericalError where the logits are not numbers.
         """
         if not torch.isfinite(logits.max()):
-            raise NumericalError(
-                f"the target's logits for position {position} are not finite (NaN or infinity); "
-                "try --dtype fp32, and check the checkpoint's weights"
-            )
+            raise not_finite(position)
         values = self.process(logits[None].double(), [path])[0]
         if not self.is_greedy:
             values = values + self.noise(position)
@@ -138,6 +135,14 @@ class Sampler:
             seen[row, list(path)] = True
         penalty = self.params.repetition_penalty
         return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def not_finite(position: int) -> NumericalError:
+    """The target's logits for the token at `position` are not numbers."""
+    return NumericalError(
+        f"the target's logits for position {position} are not finite (NaN or infinity); "
+        "try --dtype fp32, and check the checkpoint's weights"
+    )
 
 
 HEAD = 1024  # likeliest tokens among which the nucleus is looked for, before the whole vocabulary is sorted

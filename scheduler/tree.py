@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,13 @@ class TokenTree:
     def empty(cls) -> TokenTree:
         none = np.empty(0, dtype=np.int64)
         return cls(none, none, none, np.empty(0))
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> TokenTree:
+        """One path, of which nothing is in doubt."""
+        num_tokens = len(tokens)
+        places = np.arange(num_tokens)
+        return cls(np.array(tokens, dtype=np.int64), places - 1, places + 1, np.zeros(num_tokens))
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -135,6 +135,21 @@ def test_an_output_of_something_else_is_left_alone(batch: Run, source: Path, tmp
     assert "cannot be written" in batch("--output", tmp_path / "no" / "folder.jsonl").refusal(1)
 
 
+def test_what_lossy_answers_depend_on_is_remembered(batch: Run, tmp_path: Path) -> None:
+    joint, output = ("--accept", "joint", "--beam", 2, "--gamma", 3), tmp_path / "answers.jsonl"
+    assert batch("--output", output, *joint, "--tau", "0.3").code == 0
+    whole = output.read_bytes()
+    settings = records(whole.decode())[0]["settings"]
+    assert settings.items() >= {"accept": "joint", "tau": 0.3, "beam": 2, "gamma": 3}.items()
+    assert batch("--output", output, *joint, "--tau", "0.3").code == 0
+    for other in ((*joint, "--tau", "0.4"), ()):
+        assert "with other settings" in batch("--output", output, *other).refusal(2)
+    assert output.read_bytes() == whole
+    exact = tmp_path / "exact.jsonl"
+    assert batch("--output", exact).code == 0
+    assert "tau" not in records(exact.read_text())[0]["settings"]  # how it was guessed does not matter there
+
+
 def test_what_cannot_be_meant(batch: Run, run_args: Sequence[object], offspec: Offspec, tmp_path: Path) -> None:
     assert "not both" in batch("hi").refusal(2)
     assert "--output takes" in offspec(*run_args, "hi", "--output", tmp_path / "x").refusal(2)

@@ -71,6 +71,30 @@ def test_plots(name: str, begins: bytes, bench: Bench, tmp_path: Path) -> None:
     assert "cannot be written" in bench("--plot", tmp_path / "no" / name).err
 
 
+def test_joint_acceptance_has_a_row_of_its_own(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    result = bench(
+        "--json", "--accept", "joint", "--tau", "0.01", "--beam", 4, "--gamma", 4, "--csv", tmp_path / "r.csv"
+    )
+    assert (result.code, result.err) == (0, "")
+    told = json.loads(result.out.splitlines()[-1])
+    assert [(row["budget"], row["is_lossy"]) for row in told["rows"] if row["kind"] == "all"] == [
+        *((0, False), (4, False), (8, False)),
+        (None, True),
+    ]
+    assert told["settings"].items() >= {"accept": "joint", "tau": 0.01, "beam": 4, "gamma": 4}.items()
+    assert told["num_different_texts"] == 0
+    assert result.out.count("joint, lossy  ") == 3
+    assert "nats/token" in result.out.splitlines()[0]
+    assert "of 2 texts differ from plain decoding, as they may" in result.out
+    with (tmp_path / "r.csv").open(newline="") as file:
+        assert {(row["budget"], row["is_lossy"]) for row in csv.DictReader(file)} >= {
+            ("joint, lossy", "True"),
+            ("4", "False"),
+        }
+    assert "nats" not in bench().out
+
+
 def test_without_a_draft_plain_decoding_is_measured(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
     (tmp_path / "prompts.txt").write_text("hi\n\nho\n")
     result = offspec(

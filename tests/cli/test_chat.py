@@ -113,6 +113,13 @@ def test_going_on_says_what_would_have_been_said(talk: Talk, tmp_path: Path) -> 
     assert talk(f"/load {file}", "more").out == whole.out.splitlines(keepends=True)[-1]
 
 
+def test_a_lossy_turn_says_so(talk: Talk) -> None:
+    told = talk("hi", "/set accept joint", "again", "/set temperature 1", "/stats", flags=("--temperature", 0))
+    assert "temperature must be 0" in told.err
+    turns = [line for line in told.out.splitlines() if line.lstrip()[:1].isdigit() and "." in line]
+    assert ["lossy" in line for line in turns[-2:]] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

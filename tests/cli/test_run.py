@@ -137,6 +137,24 @@ def test_stats_stand_on_stderr(run_args: Sequence[object], offspec: Offspec) -> 
     assert "seed 5" in with_json.err
 
 
+JOINT = ("--accept", "joint", "--tau", "0.01", "--beam", "4", "--gamma", "4")
+
+
+def test_joint_acceptance_is_marked_lossy(run_args: Sequence[object], offspec: Offspec) -> None:
+    exact, joint = run_json(offspec, *run_args, "hi"), run_json(offspec, *run_args, "hi", *JOINT)
+    assert (exact["stats"]["is_lossy"], joint["stats"]["is_lossy"]) == (False, True)
+    assert len(joint["token_ids"]) == 12
+    assert joint["token_ids"] != exact["token_ids"]
+    assert "\nlossy " in offspec(*run_args, "hi", *JOINT, "--stats").err
+    assert "lossy" not in offspec(*run_args, "hi", "--stats").err
+
+
+def test_joint_acceptance_needs_a_draft_wherever_it_was_looked_for(pair: Pair, offspec: Offspec) -> None:
+    args = ("run", pair.target, "hi", "--device", "cpu", "--max-new-tokens", 2, "-q")
+    assert "--draft PATH" in offspec(*args, *JOINT).refusal(2)  # found when the model is loaded
+    assert "--draft none is none" in offspec(*args, *JOINT, "--draft", "none").refusal(2)  # and before
+
+
 def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) -> None:
     args = ("run", pair.target, "hi", "--max-new-tokens", 2, "--device", "cpu")
     assert "--draft PATH" in offspec(*args).err

@@ -57,6 +57,14 @@ def test_the_table_says_the_same(verify_args: Sequence[object], offspec: Offspec
     assert lines[-1].endswith("identical to plain decoding")
 
 
+def test_what_is_lossy_is_not_verified(
+    verify_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "lossy" in offspec(*verify_args, "--accept", "joint").refusal(2)
+    monkeypatch.setenv("OFFSPEC_ACCEPT", "joint")  # for `run`, say
+    assert offspec(*verify_args, "--scorings", "coupled", "--drafts", "own", "--accept", "exact").code == 0
+
+
 @pytest.mark.parametrize("json_flag", [(), ("--json",)], ids=["table", "json"])
 def test_a_text_that_differs_is_a_failure(
     json_flag: Sequence[str], verify_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch

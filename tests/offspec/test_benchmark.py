@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams, Stats
-from offspec.benchmark import WORKLOADS, Acceptance, Report, Run, Workload, measure
+from offspec.benchmark import WORKLOADS, Acceptance, Report, Run, Workload, measure, token_log_likelihoods
+from offspec.model import CachedDecoder
 from offspec.scheduler.tree import TokenTree
 from offspec.scheduler.verify import Verdict
 
@@ -114,7 +115,7 @@ def test_a_measurement(pair: Pair) -> None:
     assert len(report.runs) == 12
     assert report.num_different() == 0
     assert report.kinds == ["a", "b"]
-    assert report.budgets == [0, 4, 16]
+    assert report.budget_names == ["plain", "4", "16"]
     for budget, found in report.acceptance.items():
         runs = [run for run in report.runs if run.budget_name == budget]
         assert found.lengths.total() == sum(run.stats.num_passes for run in runs)
@@ -124,6 +125,36 @@ def test_a_measurement(pair: Pair) -> None:
     assert {run.stats.seed for run in report.runs} == {0}
     assert len({run.token_ids for run in report.runs if run.kind == "a"}) == 1
     assert report.rows()[-1].as_dict()["tokens_per_pass"]["median"] > 1
+
+
+def test_a_lossy_way_is_kept_apart(pair: Pair) -> None:
+    engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
+    work = [Workload("a", "def area("), Workload("b", "for item in")]
+    ways = [SpeculationParams(budget=8), SpeculationParams(accept="joint", tau=0.01, beam=4, gamma=4)]
+    report = measure(engine, work, SamplingParams(12, ignore_eos=True), ways, num_warmups=0, num_repeats=2)
+    assert report.budget_names == ["plain", "8", "joint, lossy"]
+    assert report.acceptance.keys() == {"8"}
+    assert report.num_different() == 0
+    assert report.num_different("joint") > 0
+    rows = [row.as_dict() for row in report.rows() if row.kind == "all"]
+    assert [row["is_lossy"] for row in rows] == [False, False, True]
+    plain, exact, joint = (row["log_likelihood_per_token"] for row in rows)
+    assert plain == exact != joint
+    assert [run.stats.is_lossy for run in report.runs] == [run.accept == "joint" for run in report.runs]
+    spared = measure(engine, work, SamplingParams(4), ways[:1], num_warmups=0, num_repeats=1)
+    assert {run.log_likelihood for run in spared.runs} == {None}
+
+
+def test_the_likelihood_of_a_text_is_the_target_s_alone(pair: Pair) -> None:
+    engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
+    prompt, tokens = engine.encode("def area("), engine.encode("x = 3 if y else z")
+    expected: list[float] = []
+    for place, token in enumerate(tokens):
+        before = [*prompt, *tokens[:place]]
+        none = np.empty(0, dtype=np.int64)
+        logits = CachedDecoder(engine.target).score(before, none, none, np.empty((0, 0), dtype=np.bool_))
+        expected.append(float(logits[0].log_softmax(-1)[token]))
+    np.testing.assert_allclose(token_log_likelihoods(engine, prompt, tokens), expected, atol=1e-4)
 
 
 def test_workloads_suit_models_without_a_template(pair: Pair) -> None:

@@ -1,0 +1,117 @@
+"""Joint acceptance in the engine: the text of models without caches, and where it ends, is cut or is refused."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.errors import UsageError
+from offspec.model import CachedDecoder, Decoder
+from offspec.scheduler.tree import FloatArray
+
+from ..pair import CONTEXT, Pair, build_pair, variant
+from ..scheduler.fakes import Rule, RuleModel
+from ..scheduler.test_joint import generate
+from .test_engine import PROMPT, ids, load, steps, text
+
+JOINT = SpeculationParams(accept="joint", tau=0.1, beam=4, gamma=4)
+EAGER = SpeculationParams(accept="joint", tau=1e-6, beam=4, gamma=6)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Engine:
+    return load(pair.target, pair.draft)
+
+
+def uncached(decoder: Decoder) -> Rule:
+    """A model as a rule: every text from its beginning, with nothing kept."""
+    none = np.empty(0, dtype=np.int64)
+
+    @cache
+    def rule(prefix: tuple[int, ...]) -> FloatArray:
+        logits = CachedDecoder(decoder).score(prefix, none, none, np.empty((0, 0), dtype=np.bool_))
+        return logits[0].double().numpy()
+
+    return rule
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+@pytest.mark.parametrize("speculation", [JOINT, EAGER], ids=["tau 0.1", "tau 1e-6"])
+def test_text_is_that_of_models_without_caches(speculation: SpeculationParams, penalty: float, engine: Engine) -> None:
+    assert engine.draft is not None
+    params = SamplingParams(24, repetition_penalty=penalty, ignore_eos=True)
+    found = steps(engine, params=params, speculation=speculation)
+    size = engine.target.config.vocab_size
+    models = (RuleModel(uncached(decoder), size) for decoder in (engine.target, engine.draft))
+    assert ids(found) == generate(*models, speculation, 24, params=params, prompt=engine.encode(PROMPT))
+    plain = steps(engine, params=params, speculation=SpeculationParams(budget=0))
+    assert ids(found) != ids(plain)
+    assert found[-1].stats.is_lossy
+    assert not plain[-1].stats.is_lossy
+    assert max(step.num_accepted for step in found) == speculation.gamma
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 30])
+def test_max_new_tokens_is_exact(limit: int, engine: Engine) -> None:
+    found = steps(engine, params=SamplingParams(limit, ignore_eos=True), speculation=EAGER)
+    assert len(ids(found)) == limit
+    assert [step.finish_reason for step in found] == [None] * (len(found) - 1) + ["length"]
+
+
+@pytest.mark.parametrize("num_free", [1, 2, 5])
+def test_the_context_fills_to_its_last_place(num_free: int, engine: Engine) -> None:
+    found = steps(engine, [40] * (CONTEXT - num_free), SamplingParams(ignore_eos=True), EAGER)
+    assert (len(ids(found)), found[-1].finish_reason) == (num_free, "length")
+
+
+def test_a_text_ends_at_its_final_token(pair: Pair, engine: Engine, tmp_path: Path) -> None:
+    """Any token that joint decoding says may be made the final one: then it is the last, and nothing is said behind it."""
+    unbounded = ids(steps(engine, params=SamplingParams(30), speculation=EAGER))
+    ended = 0
+    for number, token in enumerate(dict.fromkeys(unbounded[3:12])):
+        folder = variant(pair.target, tmp_path / f"target-{number}")
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, token]}))
+        found = steps(load(folder, pair.draft), params=SamplingParams(30), speculation=EAGER)
+        assert token not in ids(found)[:-1]
+        assert (ids(found)[-1] == token) == (found[-1].finish_reason == "eos")
+        assert text(found) == engine.tokenizer.decode([t for t in ids(found) if t != token])
+        ended += found[-1].finish_reason == "eos"
+    assert ended >= 2
+
+
+def test_stop_texts_cut_what_was_accepted(engine: Engine) -> None:
+    whole = text(steps(engine, params=SamplingParams(30), speculation=EAGER))
+    for first in range(3, len(whole) - 5, 5):
+        stop = whole[first : first + 2]
+        found = steps(engine, params=SamplingParams(30, stop=(stop, "never said")), speculation=EAGER)
+        assert (text(found), found[-1].finish_reason) == (whole[: whole.find(stop)], "stop")
+
+
+def test_caches_go_on_from_request_to_request(engine: Engine) -> None:
+    """What a lossy request leaves behind is its text, for lossy and exact requests alike."""
+    caches, params = engine.new_caches(), SamplingParams(20, ignore_eos=True)
+    first = list(engine.generate(PROMPT, params, EAGER, caches=caches))
+    prompt = [*engine.encode(PROMPT), *ids(first), 40, 41]
+    for speculation in (EAGER, SpeculationParams(budget=16), JOINT):
+        found = list(engine.generate(prompt, params, speculation, caches=caches))
+        assert ids(found) == ids(steps(engine, prompt, params, speculation))
+        assert found[-1].stats.num_prefilled_tokens < len(prompt)
+
+
+def test_it_needs_a_draft_and_no_temperature(pair: Pair, engine: Engine) -> None:
+    for draft in ("none", "lookup"):
+        alone = Engine.load(str(pair.target), draft=draft, device="cpu")
+        with pytest.raises(UsageError, match="against a draft"):
+            alone.generate(PROMPT, speculation=JOINT)  # at once, not at the first step
+    with pytest.raises(UsageError, match="temperature must be 0"):
+        engine.generate(PROMPT, SamplingParams(temperature=1.0), JOINT)
