@@ -114,9 +114,7 @@ def command(
         raise click.UsageError("--output takes the answers to a --prompt-file that ends with .jsonl.")
     if learn and learn_file is None and not is_batch:
         raise click.UsageError("--learn learns for the next prompt: give --learn-file FILE, or a .jsonl --prompt-file.")
-    load = partial(
-        load_engine, model, quiet=quiet, verbose=verbose, learn=learn, learn_file=learn_file, **options
-    )
+    load = partial(load_engine, model, quiet=quiet, verbose=verbose, learn=learn, learn_file=learn_file, **options)
     if is_batch:
         assert prompt_file is not None
         batch = Batch(prompt_file, output, {"model": model, "system": system, "raw": raw, **asdict(params)})

@@ -36,7 +36,7 @@ LEAST_LOG = -1e4  # in place of minus infinity: 0 times it is 0
 class AlignmentParams:
     """How the draft learns.
 
-    rank: of the additions. learning_rate: times the hidden size (wide models need smaller steps), of AdamW. top_k: tokens of a
+    rank: of the additions. learning_rate: times the hidden size (wide models need smaller steps), of Adam. top_k: tokens of a
     distribution that are kept; the rest counts as one. buffer_bytes: what is kept to learn from, the oldest leaving first.
     window_tokens: of a text that is learnt from at once. batch_windows: in a step, the newest half of them, the others drawn from
     all that is kept. replays: how often a place is learnt from, on average. most_share: seconds of learning for a second
@@ -136,7 +136,7 @@ class Aligner:
         self._draws = np.random.default_rng(p.seed)
         self._clock = clock
         self._owed = self._spare_s = self._step_s = 0.0
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer: Adam | None = None
 
     def listen(self, text: Sequence[int]) -> Listener | None:
         """For a request that begins with `text`; None where nothing is to be taken down."""
@@ -192,6 +192,7 @@ class Aligner:
         with torch.no_grad():
             for parameter, former in zip(self.adapter.parameters, parameters, strict=True):
                 parameter.copy_(former)
+                parameter.grad = None
         self._optimizer = None
         self.adapter.merge()
 
@@ -206,13 +207,11 @@ class Aligner:
         return [*newest, *(ready[index] for index in drawn)]
 
     def _step(self, batch: Sequence[Window]) -> float:
-        """One step of AdamW; the mean loss before it, in nats a place."""
+        """One step of Adam; the mean loss before it, in nats a place."""
         if self._optimizer is None:
             rate = self.params.learning_rate / self.adapter.draft.config.hidden_size
-            self._optimizer = torch.optim.AdamW(self.adapter.parameters, rate, betas=(0.9, 0.98), weight_decay=0.0)
-        self._optimizer.zero_grad()
+            self._optimizer = Adam(self.adapter.parameters, rate)
         loss = self.loss(batch)
-        torch.nn.utils.clip_grad_norm_(self.adapter.parameters, 1.0)
         self._optimizer.step()
         return loss
 
@@ -239,10 +238,36 @@ class Aligner:
         for first in range(0, len(leaf), HEAD_ROWS):
             part = slice(first, first + HEAD_ROWS)
             loss = divergence(trainee.head(leaf[part]), choices[part], logs[part]).sum() / len(leaf)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
-        hidden.backward(leaf.grad)
+        # A sum, not hidden.backward(leaf.grad): given a gradient, torch imports sympy first, which takes seconds.
+        assert leaf.grad is not None
+        (hidden * leaf.grad).sum().backward()  # type: ignore[no-untyped-call]
         return total
+
+
+class Adam:
+    """Adam (1412.6980), for parameters whose gradients are there. `torch.optim` would do, but its first step imports the
+    compiler, which takes seconds that a user would wait for.
+    """
+
+    BETAS, EPSILON = (0.9, 0.98), 1e-8
+
+    def __init__(self, parameters: list[Tensor], rate: float) -> None:
+        self._parameters, self._rate, self._num_steps = parameters, rate, 0
+        self._moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take the step, and the gradients away."""
+        self._num_steps += 1
+        scales = [1 - beta**self._num_steps for beta in self.BETAS]
+        for parameter, (first, second) in zip(self._parameters, self._moments, strict=True):
+            assert parameter.grad is not None
+            first.lerp_(parameter.grad, 1 - self.BETAS[0])
+            second.lerp_(parameter.grad.square(), 1 - self.BETAS[1])
+            parameter.addcdiv_(first, (second / scales[1]).sqrt() + self.EPSILON, value=-self._rate / scales[0])
+            parameter.grad = None
 
 
 def check_learning(file: Path | None, *, has_draft: bool, writes: bool) -> None:

@@ -112,12 +112,12 @@ class Adapter:
         digest = hashlib.sha256(repr(said).encode())
         for name, tensor in sorted({**self._others, **self._originals}.items()):
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy())
+            digest.update(tensor.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
         """Write the additions as safetensors, all of them or nothing. Raises StorageError."""
-        tensors = {}
+        tensors = dict[str, Tensor]()
         for name, (a, b) in self.pairs.items():
             stem = name.removesuffix("weight")
             tensors |= {f"{stem}{A}": a.detach().cpu(), f"{stem}{B}": b.detach().cpu()}

@@ -25,9 +25,7 @@ def write_atomically(path: Path, content: bytes) -> None:
                 os.unlink(name)
             raise
     except OSError as exc:
-        raise StorageError(
-            f"{path} cannot be written: {exc.strerror}; nothing is lost, choose another file"
-        ) from exc
+        raise StorageError(f"{path} cannot be written: {exc.strerror}; nothing is lost, choose another file") from exc
 
 
 def check_writable(path: Path) -> None:
