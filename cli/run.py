@@ -212,6 +212,7 @@ def describe(stats: Stats) -> str:
     ]
     if stats.learnt_loss is not None:
         lines.append(
-            f"learning  {stats.learn_steps} steps in {stats.learn_s:.2f} s, {stats.learnt_loss:.3f} nats from the target"
+            f"learning  {stats.learn_steps} steps in {stats.learn_s:.2f} s; the draft was {stats.learnt_loss:.3f} nats from the "
+            f"target, as it came {stats.unlearnt_loss:.3f}"
         )
     return "\n".join(lines)

@@ -29,6 +29,8 @@ from .lora import Adapter, Packed, SavedAdapter, adapter_bytes
 from .model import HEAD_ROWS, Decoder
 from .storage import check_writable
 
+SHARES = (1.0, 0.5, 0.0)  # of the additions, one of which is drafted with
+MEMORY_PLACES = 1024.0  # after so many more, what a share was worth counts half
 LEAST_LOG = -1e4  # in place of minus infinity: 0 times it is 0
 
 
@@ -56,11 +58,17 @@ class AlignmentParams:
 
 @dataclass(frozen=True)
 class Learnt:
-    """What one round of learning was: mean KL(target ‖ draft) in nats over its steps, None where there was none."""
+    """What one round of learning was.
+
+    loss: mean KL(target ‖ draft) in nats on what was new in it, before anything was learnt from that; loss_before: that of the
+    draft as it came. None where nothing was new, or no time was granted. share: of the additions, now drafted with.
+    """
 
     seconds: float
     num_steps: int
     loss: float | None
+    loss_before: float | None
+    share: float
 
 
 class Window:
@@ -137,6 +145,8 @@ class Aligner:
         self._clock = clock
         self._owed = self._spare_s = self._step_s = 0.0
         self._optimizer: Adam | None = None
+        self._fresh: list[Window] = []
+        self._worth = dict.fromkeys(SHARES, 0.0)  # loss with each share, summed over places, the older counting less
 
     def listen(self, text: Sequence[int]) -> Listener | None:
         """For a request that begins with `text`; None where nothing is to be taken down."""
@@ -147,6 +157,8 @@ class Aligner:
         most = self.adapter.draft.config.vocab_size - 1
         window = Window([min(token, most) for token in context[-self.params.window_tokens :]], self.params)
         self._windows.append(window)
+        self._fresh.append(window)
+        del self._fresh[: -self.params.batch_windows]
         return window
 
     @torch.inference_mode()
@@ -165,20 +177,26 @@ class Aligner:
     def learn(self, generated_s: float) -> Learnt:
         """Learn from what was heard in a request of so many seconds, and let the draft draft with it.
 
+        First what is new judges what was learnt before: the share of the additions that foretold it best is merged, none of
+        them where the draft was best as it came, so that learning from a few texts cannot spoil a good draft for long.
         Left by an exception, Ctrl-C too, the draft is as it was before.
         """
-        began, losses = self._clock(), list[float]()
+        began, losses, judged = self._clock(), list[float](), dict[float, float]()
         self._spare_s += self.params.most_share * generated_s
         before = [parameter.detach().clone() for parameter in self.adapter.parameters]
         try:
+            if self._spare_s > 0:
+                judged = self._judge()
+                self._spare_s -= self._clock() - began
             while (batch := self._batch()) and self._spare_s > self._step_s:
                 started = self._clock()
                 losses.append(self._step(batch))
                 self._step_s = self._clock() - started
                 self._spare_s -= self._step_s
                 self._owed -= sum(window.num_places for window in batch)
+            drafts_with = self.adapter.share
             if losses:
-                self.adapter.merge()
+                self.adapter.merge(min(SHARES, key=self._worth.__getitem__))
         except BaseException:
             self._restore(before)
             raise
@@ -186,7 +204,8 @@ class Aligner:
             self._restore(before)  # the draft is worth more as it was
             losses = []
         self.num_steps += len(losses)
-        return Learnt(self._clock() - began, len(losses), sum(losses) / len(losses) if losses else None)
+        loss, loss_before = judged.get(drafts_with), judged.get(0.0)
+        return Learnt(self._clock() - began, len(losses), loss, loss_before, self.adapter.share)
 
     def _restore(self, parameters: list[Tensor]) -> None:
         with torch.no_grad():
@@ -194,7 +213,19 @@ class Aligner:
                 parameter.copy_(former)
                 parameter.grad = None
         self._optimizer = None
-        self.adapter.merge()
+        self.adapter.merge(self.adapter.share)
+
+    def _judge(self) -> dict[float, float]:
+        """Mean loss on what is new, by the share of the additions; empty where nothing is."""
+        fresh, self._fresh = [window for window in self._fresh if window.num_places], []
+        if not fresh:
+            return {}
+        with torch.no_grad():
+            found = {share: self.loss(fresh, share) for share in SHARES}
+        num_places = sum(window.num_places for window in fresh)
+        for share, loss in found.items():
+            self._worth[share] = 0.5 ** (num_places / MEMORY_PLACES) * self._worth[share] + num_places * loss
+        return found
 
     def _batch(self) -> list[Window]:
         """Windows to learn from next; none where every place has had its share."""
@@ -215,12 +246,12 @@ class Aligner:
         self._optimizer.step()
         return loss
 
-    def loss(self, batch: Sequence[Window]) -> float:
-        """Mean KL(target ‖ draft) over the windows' places; its gradient is left with the additions.
+    def loss(self, batch: Sequence[Window], share: float = 1.0) -> float:
+        """Mean KL(target ‖ draft) over the windows' places; where gradients are kept, its own is left with the additions.
 
         The head goes over HEAD_ROWS rows at a time, forwards and back, so that a large vocabulary's logits stay few.
         """
-        device, trainee = self.adapter.draft.device, self.adapter.trainee()
+        device, trainee = self.adapter.draft.device, self.adapter.trainee(share)
         lengths = [window.num_tokens for window in batch]
 
         def put(parts: list[npt.NDArray[np.generic]], kind: torch.dtype) -> Tensor:
@@ -234,15 +265,17 @@ class Aligner:
         choices = put([w.choices[w.first : w.num_tokens - 1] for w in batch], torch.long)
         logs = put([w.logs[w.first : w.num_tokens - 1] for w in batch], torch.float32)
         hidden = trainee.hidden(tokens, Packed(trainee, text_of, positions))[put([*rows], torch.long)]
-        leaf, total = hidden.detach().requires_grad_(), 0.0
+        learns, total = hidden.requires_grad, 0.0
+        leaf = hidden.detach().requires_grad_(learns)
         for first in range(0, len(leaf), HEAD_ROWS):
             part = slice(first, first + HEAD_ROWS)
             loss = divergence(trainee.head(leaf[part]), choices[part], logs[part]).sum() / len(leaf)
-            loss.backward()  # type: ignore[no-untyped-call]
+            if learns:
+                loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         # A sum, not hidden.backward(leaf.grad): given a gradient, torch imports sympy first, which takes seconds.
-        assert leaf.grad is not None
-        (hidden * leaf.grad).sum().backward()  # type: ignore[no-untyped-call]
+        if leaf.grad is not None:
+            (hidden * leaf.grad).sum().backward()  # type: ignore[no-untyped-call]
         return total
 
 

@@ -241,7 +241,8 @@ class Engine:
         if self.aligner is None or not self.aligner.is_listening:
             return
         learnt = self.aligner.learn(stats.prefill_s + stats.decode_s)
-        stats.learn_s, stats.learn_steps, stats.learnt_loss = learnt.seconds, learnt.num_steps, learnt.loss
+        stats.learn_s, stats.learn_steps = learnt.seconds, learnt.num_steps
+        stats.learnt_loss, stats.unlearnt_loss = learnt.loss, learnt.loss_before
 
     def new_caches(self, capacity: int = 0) -> TextCaches:
         """Empty KV caches of one text, to be kept from request to request. capacity: tokens to make room for at once."""

@@ -65,7 +65,7 @@ class Adapter:
             raise UsageError(
                 "the draft's weights are quantised or streamed, and only plain ones can learn; give one in bf16, fp16 or fp32"
             )
-        self.draft = draft
+        self.draft, self.share = draft, 1.0
         tensors = _tensors(draft)
         shapes = adapted_shapes(draft.config)
         self._merged = {name: tensors[name] for name in shapes}
@@ -82,17 +82,18 @@ class Adapter:
         return [parameter for pair in self.pairs.values() for parameter in pair]
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """Make the draft's weights what they came as plus the additions, rounded once to their dtype."""
+    def merge(self, share: float = 1.0) -> None:
+        """Make the draft's weights what they came as plus `share` of the additions, rounded once to their dtype."""
+        self.share = share
         for name, (a, b) in self.pairs.items():
-            self._merged[name].copy_(torch.addmm(self._originals[name].float(), b, a))
+            self._merged[name].copy_(torch.addmm(self._originals[name].float(), b, a, alpha=share))
 
-    def trainee(self) -> Trainee:
-        """The draft as a function of the additions."""
+    def trainee(self, share: float = 1.0) -> Trainee:
+        """The draft as a function of the additions, of which `share` counts."""
         tensors = {**self._others, **self._originals}
         for name, (a, b) in self.pairs.items():
             stem = name.removesuffix("weight")
-            tensors |= {f"{stem}{A}": a, f"{stem}{B}": b}
+            tensors |= {f"{stem}{A}": a, f"{stem}{B}": b * share}
         draft = self.draft
         return Trainee(draft.config, RamWeights.from_tensors(tensors), dtype=draft.dtype, device=draft.device)
 
@@ -116,11 +117,11 @@ class Adapter:
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
-        """Write the additions as safetensors, all of them or nothing. Raises StorageError."""
+        """Write what was merged of the additions as safetensors, all of it or nothing. Raises StorageError."""
         tensors = dict[str, Tensor]()
         for name, (a, b) in self.pairs.items():
             stem = name.removesuffix("weight")
-            tensors |= {f"{stem}{A}": a.detach().cpu(), f"{stem}{B}": b.detach().cpu()}
+            tensors |= {f"{stem}{A}": a.detach().cpu(), f"{stem}{B}": self.share * b.detach().cpu()}
         about = {"format": FILE_FORMAT, "version": FILE_VERSION, "draft": self.fingerprint()}
         write_atomically(path, save(tensors, about))
 
