@@ -46,7 +46,7 @@ class AlignmentParams:
     """
 
     rank: int = 16
-    learning_rate: float = 0.5
+    learning_rate: float = 0.2
     top_k: int = 32
     buffer_bytes: int = 32 * 2**20
     window_tokens: int = 256
@@ -188,7 +188,7 @@ class Aligner:
             if self._spare_s > 0:
                 judged = self._judge()
                 self._spare_s -= self._clock() - began
-            while (batch := self._batch()) and self._spare_s > self._step_s:
+            while (batch := self._batch()) and self._spare_s > 0 and self._spare_s >= self._step_s:
                 started = self._clock()
                 losses.append(self._step(batch))
                 self._step_s = self._clock() - started

@@ -93,9 +93,11 @@ class Adapter:
         tensors = {**self._others, **self._originals}
         for name, (a, b) in self.pairs.items():
             stem = name.removesuffix("weight")
-            tensors |= {f"{stem}{A}": a, f"{stem}{B}": b * share}
+            tensors |= {f"{stem}{A}": a, f"{stem}{B}": b}
         draft = self.draft
-        return Trainee(draft.config, RamWeights.from_tensors(tensors), dtype=draft.dtype, device=draft.device)
+        trainee = Trainee(draft.config, RamWeights.from_tensors(tensors), dtype=draft.dtype, device=draft.device)
+        trainee.share = share
+        return trainee
 
     def _put(self, name: str, a: Tensor, b: Tensor) -> None:
         device = self.draft.device
@@ -204,14 +206,19 @@ class Packed:
 
 
 class Trainee(Decoder):
-    """A decoder whose layers' mappings hold additions, too: `x.lora_a` and `x.lora_b` beside `x.weight`. Keeps gradients."""
+    """A decoder whose layers' mappings hold additions, too: `x.lora_a` and `x.lora_b` beside `x.weight`. Keeps gradients.
+
+    share: of the additions that counts.
+    """
+
+    share = 1.0
 
     def hidden(self, tokens: Tensor, rows: Packed) -> Tensor:
         """Hidden states [T, hidden] of tokens [T], on the device."""
         x = self.weights.rows(EMBEDDING, tokens)
         if self.config.tied_head:
             a, b = self._pair(EMBEDDING)
-            x = x + F.embedding(tokens, b).to(x.dtype) @ a.to(x.dtype)
+            x = x + self.share * (F.embedding(tokens, b).to(x.dtype) @ a.to(x.dtype))
         for index in range(self.config.num_layers):
             with self.weights.layer(index) as weights:
                 x = self._layer(index, weights, x, rows, *rows.chunks[0])
@@ -221,7 +228,7 @@ class Trainee(Decoder):
         """fp32 logits [R, vocab] of hidden states [R, hidden]; as `logits`, with the additions."""
         normed = self._rms_norm(hidden, self._norm)
         assert isinstance(self._head, Tensor)
-        out = F.linear(normed, self._head) + _added(normed, *self._pair(head_name(self.config)))
+        out = F.linear(normed, self._head) + self._added(normed, *self._pair(head_name(self.config)))
         return out.float()
 
     def _pair(self, name: str) -> tuple[Tensor, Tensor]:
@@ -235,8 +242,7 @@ class Trainee(Decoder):
         a, b = weights[f"{name}.{A}"], weights[f"{name}.{B}"]
         assert isinstance(a, Tensor)
         assert isinstance(b, Tensor)
-        return super()._linear(weights, name, x) + _added(x, a, b)
+        return super()._linear(weights, name, x) + self._added(x, a, b)
 
-
-def _added(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
+    def _added(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return self.share * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))

@@ -107,11 +107,11 @@ def test_the_differentiable_forward_is_the_decoders(family: str, tiny_model: Cal
     found = trainee.head(trainee.hidden(torch.cat(texts), rows))
     plain = [decoder.forward(text, torch.arange(len(text)), decoder.new_cache()) for text in texts]
     without = torch.cat([decoder.logits(hidden) for hidden in plain])
+    found.sum().backward()  # type: ignore[no-untyped-call]
     adapter.merge()
     wanted = [decoder.logits(decoder.forward(t, torch.arange(len(t)), decoder.new_cache())) for t in texts]
-    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.detach(), torch.cat(wanted), rtol=1e-4, atol=1e-4)
     assert (found - without).abs().max() > 1e-2
-    found.sum().backward()  # type: ignore[no-untyped-call]
     assert all(parameter.grad is not None for parameter in adapter.parameters)
 
 
@@ -129,7 +129,7 @@ def test_the_loss_is_the_divergence_and_its_gradient_points_down(engine: Engine)
     rows = Packed(trainee, torch.zeros(8, dtype=torch.long), torch.arange(8))
     said = trainee.head(trainee.hidden(tokens, rows))[2:7]
     direct = divergence(said, torch.from_numpy(choices).long(), torch.from_numpy(logs).float()).mean()
-    assert loss == pytest.approx(float(direct), rel=1e-5)
+    assert loss == pytest.approx(float(direct.detach()), rel=1e-5)
     for parameter, found in zip(aligner.adapter.parameters, gradients, strict=True):
         (wanted,) = torch.autograd.grad(direct, parameter, retain_graph=True)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
@@ -192,9 +192,10 @@ def test_learning_takes_its_share_of_the_time_and_no_more(engine: Engine) -> Non
     aligner = Aligner(engine.draft, params, clock=lambda: next(now))  # type: ignore[arg-type]
     engine.aligner = aligner
     list(engine.generate(PROMPTS[0], SamplingParams(20, seed=0)))
-    assert aligner.learn(8.0).num_steps == 4  # a step takes one second of this clock, and four are granted
+    # A step takes a second of this clock, and so does judging what is new, first of all. Four are granted, then none, then two.
+    assert aligner.learn(8.0).num_steps == 3
     assert aligner.learn(0.0).num_steps == 0
-    assert aligner.learn(4.0).num_steps == 2
+    assert aligner.learn(4.0).num_steps == 1
 
 
 def test_nothing_heard_nothing_learnt(engine: Engine) -> None:
