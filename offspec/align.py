@@ -30,7 +30,7 @@ from .model import HEAD_ROWS, Decoder
 from .storage import check_writable
 
 SHARES = (1.0, 0.5, 0.0)  # of the additions, one of which is drafted with
-MEMORY_PLACES = 1024.0  # after so many more, what a share was worth counts half
+MEMORY_PLACES = 256.0  # after so many more, what a share was worth counts half
 LEAST_LOG = -1e4  # in place of minus infinity: 0 times it is 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -108,6 +109,7 @@ class Adapter:
 
     # ---------------------------------------------------------------------------------------- files
 
+    @cached_property
     def fingerprint(self) -> str:
         """Of the draft as it came, whatever dtype it is computed in: what the shapes do not say, and every weight."""
         c = self.draft.config
@@ -124,12 +126,12 @@ class Adapter:
         for name, (a, b) in self.pairs.items():
             stem = name.removesuffix("weight")
             tensors |= {f"{stem}{A}": a.detach().cpu(), f"{stem}{B}": self.share * b.detach().cpu()}
-        about = {"format": FILE_FORMAT, "version": FILE_VERSION, "draft": self.fingerprint()}
+        about = {"format": FILE_FORMAT, "version": FILE_VERSION, "draft": self.fingerprint}
         write_atomically(path, save(tensors, about))
 
     def load(self, path: Path) -> None:
         """Take the additions of a file, and merge them. Raises UsageError for another draft's, or what is no such file."""
-        if (saved := SavedAdapter.read(path)).draft != self.fingerprint():
+        if (saved := SavedAdapter.read(path)).draft != self.fingerprint:
             raise UsageError(f"{path} was learnt for another draft; give the draft it belongs to, or another file")
         found = {}
         for name, (rows, columns) in adapted_shapes(self.draft.config).items():

@@ -378,4 +378,4 @@ def test_a_copy_of_the_draft_elsewhere_is_the_same_draft(pair: Pair, tmp_path: P
     config = json.loads((tmp_path / "moved" / "config.json").read_text())
     (tmp_path / "moved" / "config.json").write_text(json.dumps(config, indent=4))
     moved = load(Pair(pair.target, tmp_path / "moved"))
-    assert Adapter(load(pair).draft, 1).fingerprint() == Adapter(moved.draft, 1).fingerprint()  # type: ignore[arg-type]
+    assert Adapter(load(pair).draft, 1).fingerprint == Adapter(moved.draft, 1).fingerprint  # type: ignore[arg-type]
