@@ -3,7 +3,8 @@
     python benchmarks/alignment.py [--draft FOLDER] [--folder FOLDER --pattern '*.h'] [--temperature 0.6]
 
 Prompts are pieces of a folder's text files, by default the C headers of this Python; every fourth file is held out, and what
-is measured is what follows its pieces. Their texts must be the same whatever was learnt. Times are those of this machine, and
+is measured is what follows its pieces. With --recurring it is the same prompts that are learnt from, with other seeds, as
+where requests come again. Their texts must be the same whatever was learnt. Times are those of this machine, and
 how much is learnt in them (`AlignmentParams.most_share`) depends on it a little. The last line is JSON.
 """
 
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--held-out", type=int, default=8, help="prompts that are measured")
     parser.add_argument("--requests", default="0,8,16,32,64", help="after so many it is measured")
+    parser.add_argument("--recurring", action="store_true", help="learn from the measured prompts, with other seeds")
     parser.add_argument("--rank", type=int, default=p.rank)
     parser.add_argument("--learning-rate", type=float, default=p.learning_rate)
     parser.add_argument("--replays", type=float, default=p.replays)
@@ -111,6 +113,8 @@ def main() -> None:
     marks = [int(mark) for mark in args.requests.split(",")]
     lessons = pieces(engine, learnt_from, marks[-1], args.prompt_tokens, seed=1)
     exam = pieces(engine, held_out, args.held_out, args.prompt_tokens, seed=2)
+    if args.recurring:
+        lessons = [exam[number % len(exam)] for number in range(marks[-1])]
     params = SamplingParams(args.max_new_tokens, temperature=args.temperature)
     alone, both = (SpeculationParams(args.budget, lookup=lookup) for lookup in (False, True))
 
@@ -153,7 +157,7 @@ def main() -> None:
     gain_with_lookup = rows[-1].with_lookup / rows[0].with_lookup - 1
     print(f"gain {gain:+.0%} ({gain_with_lookup:+.0%} with lookup); the texts are the same")
     about = {"model": engine.name, "draft": Path(engine.draft_name or "").name, "temperature": args.temperature}
-    settings = {**about, "domain": args.pattern, **asdict(aligner.params)}
+    settings = {**about, "domain": args.pattern, "recurring": args.recurring, **asdict(aligner.params)}
     print(
         json.dumps(
             {**settings, "gain": gain, "gain_with_lookup": gain_with_lookup, "rows": [asdict(row) for row in rows]}

@@ -46,7 +46,7 @@ class AlignmentParams:
     """
 
     rank: int = 16
-    learning_rate: float = 0.2
+    learning_rate: float = 0.1
     top_k: int = 32
     buffer_bytes: int = 32 * 2**20
     window_tokens: int = 256
