@@ -242,6 +242,8 @@ class Aligner:
         if self._optimizer is None:
             rate = self.params.learning_rate / self.adapter.draft.config.hidden_size
             self._optimizer = Adam(self.adapter.parameters, rate)
+        for parameter in self.adapter.parameters:
+            parameter.grad = None  # whoever asked for a loss before left its gradient there
         loss = self.loss(batch)
         self._optimizer.step()
         return loss

@@ -135,6 +135,22 @@ def test_the_loss_is_the_divergence_and_its_gradient_points_down(engine: Engine)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
+def test_a_step_learns_from_its_batch_alone(engine: Engine) -> None:
+    """A loss that somebody looks at, as a benchmark does on what is held out, must not find its way into the next step."""
+    logs, choices = np.full((4, 32), -3.0, dtype=np.float16), np.arange(128, dtype=np.int32).reshape(4, 32)
+    after = []
+    for looks in (False, True):
+        aligner = Aligner(engine.draft, FAST)  # type: ignore[arg-type]
+        windows = [aligner.open([5, 6]), aligner.open([60, 61])]
+        for window in windows:
+            window.add([window.tokens[0]] * 4, choices, logs)
+        if looks:
+            aligner.loss(windows[1:])
+        aligner._step(windows[:1])
+        after.append([parameter.detach().clone() for parameter in aligner.adapter.parameters])
+    assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
+
+
 def test_divergence_is_kl_with_the_others_as_one() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
