@@ -20,6 +20,7 @@ from .options import (
     MODEL_HELP,
     budget,
     check_draft,
+    learning_options,
     load_engine,
     loading_options,
     lossy_settings,
@@ -101,6 +102,7 @@ Examples:
 )
 @loading_options
 @speculation_options
+@learning_options
 @partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")
@@ -154,7 +156,8 @@ def command(
         )
 
 
-command.params = [parameter for parameter in command.params if parameter.name != "budget"]
+# A draft that learnt from the prompts it is measured on would say nothing: --learn-file alone, learnt elsewhere, does.
+command.params = [parameter for parameter in command.params if parameter.name not in ("budget", "learn")]
 
 
 def read_workloads(file: Path) -> list[Workload]:

@@ -19,6 +19,8 @@ from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquo
 from .options import (
     MODEL_HELP,
     check_draft,
+    learning_kept,
+    learning_options,
     load_engine,
     loading_options,
     request_of,
@@ -68,6 +70,7 @@ Examples:
 @click.option("--color-accepted", is_flag=True, help="Show the draft's guesses and the target's corrections apart.")
 @loading_options
 @speculation_options
+@learning_options
 @partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
 @click.option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
 @click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")
@@ -83,13 +86,15 @@ def command(
     color_accepted: bool,
     quiet: bool,
     verbose: bool,
+    learn: bool,
+    learn_file: Path | None,
     **options: Any,
 ) -> None:
     names = _setting_names()
     values = {name: options.pop(name) for name in list(options) if name in names}
     settings = Values(ctx.command, values)
     check_draft(settings.params()[1], options["draft"])  # refused before gigabytes are read
-    engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
+    engine = load_engine(model, quiet=quiet, verbose=verbose, learn=learn, learn_file=learn_file, **options)
     from offspec.session import Session
 
     session = Session(engine, system, drops_oldest=when_full == "drop", tell=_note)
@@ -100,7 +105,8 @@ def command(
     if on_terminal and not quiet:
         click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}. /help shows the commands, Ctrl-D leaves.")
     lines = TerminalInput(_history_file(history), chat.completions) if on_terminal else PipeInput()
-    num_errors = chat.talk(lines)
+    with learning_kept(engine, learn_file, quiet=quiet):
+        num_errors = chat.talk(lines)
     if num_errors and not on_terminal:
         raise OffspecError(f"{num_errors} of the lines could not be done; they are named above")
 
@@ -260,6 +266,17 @@ class Chat:
         if not last.endswith("\n"):
             click.echo()
         self._explain_end(sampling)
+        self._learn()
+
+    def _learn(self) -> None:
+        """Let the draft learn from the reply; Ctrl-C leaves that out."""
+        turn = self.session.turns[-1] if self.session.turns else None
+        if turn is None or turn.stats is None:
+            return
+        try:
+            self.session.engine.learn(turn.stats)
+        except KeyboardInterrupt:
+            _note("learning stopped; the draft is as it was before this reply")
 
     def _explain_end(self, sampling: SamplingParams) -> None:
         """Why a reply ended where the model would have gone on, and when the context will be full."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -130,6 +131,23 @@ def memory_flags(function: F) -> F:
             type=click.IntRange(1),
             metavar="N",
             help="Tokens of prompt and answer to make room for. [default: 4096, or what the model or the memory allows]",
+        ),
+    )(function)
+
+
+def learning_options(function: F) -> F:
+    """Whether the draft learns from the target."""
+    return _all(
+        click.option(
+            "--learn",
+            is_flag=True,
+            help="Let the draft learn from the target between requests: more is guessed right, the text stays the same.",
+        ),
+        click.option(
+            "--learn-file",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="What the draft has learnt: read at the start, and with --learn written at the end.",
         ),
     )(function)
 
@@ -296,6 +314,19 @@ def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> En
         if verbose or (note.advice and not quiet):
             click.echo(f"offspec: {note.text}", err=True)
     return engine
+
+
+@contextmanager
+def learning_kept(engine: Engine, file: Path | None, *, quiet: bool) -> Generator[None, None, None]:
+    """Write what the draft learnt in the body to `file`, where it is to learn at all; also when the body is left by Ctrl-C."""
+    try:
+        yield
+    finally:
+        aligner = engine.aligner
+        if file is not None and aligner is not None and aligner.num_steps:
+            aligner.adapter.save(file)
+            if not quiet and is_watched():
+                click.echo(f"offspec: what the draft learnt in {aligner.num_steps} steps is in {file}", err=True)
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:

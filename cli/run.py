@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,8 @@ from .batch import Batch
 from .options import (
     MODEL_HELP,
     check_draft,
+    learning_kept,
+    learning_options,
     load_engine,
     loading_options,
     lossy_settings,
@@ -72,6 +75,7 @@ in it stands in the answer, too.
 )
 @loading_options
 @speculation_options
+@learning_options
 @sampling_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of the text.")
 @click.option("--stats", "show_stats", is_flag=True, help="Figures on stderr at the end.")
@@ -90,6 +94,8 @@ def command(
     show_stats: bool,
     quiet: bool,
     verbose: bool,
+    learn: bool,
+    learn_file: Path | None,
     **options: Any,
 ) -> None:
     params, speculation = request_of(options)
@@ -108,7 +114,9 @@ def command(
         raise click.UsageError("Give PROMPT or --prompt-file, not both.")
     if output is not None and not is_batch:
         raise click.UsageError("--output takes the answers to a --prompt-file that ends with .jsonl.")
-    load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
+    if learn and learn_file is None and not is_batch:
+        raise click.UsageError("--learn learns for the next prompt: give --learn-file FILE, or a .jsonl --prompt-file.")
+    load = partial(load_engine, model, quiet=quiet, verbose=verbose, learn=learn, learn_file=learn_file, **options)
     if is_batch:
         assert prompt_file is not None
         settings = {"model": model, "system": system, "raw": raw, **asdict(params)}
@@ -122,17 +130,19 @@ def command(
             asked = as_prompt(engine, asked, system, raw) if isinstance(asked, str) else asked
             return _answer(engine, asked, params, speculation, quiet=True)[0]
 
-        batch.run(answer, quiet=quiet)
+        with learning_kept(engine, learn_file, quiet=quiet) if engine is not None else nullcontext():
+            batch.run(answer, quiet=quiet)
         return
     words = read_prompt(prompt, prompt_file) if ids is None else ""
     engine = load()
     asked = ids if ids is not None else as_prompt(engine, words, system, raw)
-    if as_json:
-        found, stats = _answer(engine, asked, params, speculation, quiet=quiet)
-        click.echo(json.dumps(found))
-    else:
-        marks = color_accepted and shows_colors()
-        stats = _stream(engine, asked, params, speculation, marks=marks, quiet=quiet)
+    with learning_kept(engine, learn_file, quiet=quiet):
+        if as_json:
+            found, stats = _answer(engine, asked, params, speculation, quiet=quiet)
+            click.echo(json.dumps(found))
+        else:
+            marks = color_accepted and shows_colors()
+            stats = _stream(engine, asked, params, speculation, marks=marks, quiet=quiet)
     if show_stats:
         click.echo(describe(stats), err=True)
 
@@ -170,6 +180,7 @@ def _stream(
     if not shown.endswith("\n"):
         sys.stdout.write("\n")
     assert stats is not None
+    engine.learn(stats)
     return stats
 
 
@@ -180,6 +191,7 @@ def _answer(
     ids = engine.encode(prompt)
     steps = list(first_pass_shown(engine, engine.generate(ids, params, speculation), quiet=quiet))
     stats = steps[-1].stats
+    engine.learn(stats)
     answer = {
         "model": engine.name,
         "draft": engine.draft_name,
@@ -205,4 +217,9 @@ def describe(stats: Stats) -> str:
     ]
     if stats.is_lossy:
         lines.append("lossy     accepted by joint likelihood (--accept joint): plain decoding may say something else")
+    if stats.learnt_loss is not None:
+        lines.append(
+            f"learning  {stats.learn_steps} steps in {stats.learn_s:.2f} s; the draft was {stats.learnt_loss:.3f} nats from the "
+            f"target, as it came {stats.unlearnt_loss:.3f}"
+        )
     return "\n".join(lines)

@@ -36,6 +36,7 @@ from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, Sequoia
 from offspec.scheduler.tree import TokenTree
 from offspec.scheduler.verify import Logits, Verdict, exact_walk
 
+from .align import Aligner, check_learning, open_aligner
 from .alongside import alongside
 from .corpus import open_index
 from .errors import ContextLengthError, UsageError
@@ -94,6 +95,7 @@ class Engine:
         self._acceptance, self._recycling = MeasuredAcceptance(), TokenRecycling(target.config.vocab_size)
         self._lookups, self._retrievals = match_reliability(), match_reliability()
         self.lookup_index: SuffixIndex | None = None
+        self.aligner: Aligner | None = None
         self._draft_graphs: TreeGraphs | None = None
         if draft is not None and draft.device.type == "cuda" and is_static(draft):
             self._draft_graphs = TreeGraphs(draft, self.max_context + 1 + MAX_ROWS)
@@ -114,6 +116,8 @@ class Engine:
         synchronous: bool = False,
         progress: Progress | None = None,
         lookup_files: Sequence[Path] = (),
+        learn: bool = False,
+        learn_file: Path | None = None,
     ) -> Engine:
         """Load MODEL (a folder, a hub id, or `builtin`) and its draft; what does not fit in memory is streamed.
 
@@ -122,6 +126,7 @@ class Engine:
         cuda or cuda:N. dtype: auto, bf16, fp16, fp32. vram, ram: bytes that may be used; None is what is free.
         context: tokens to make room for; None is up to `planning.DEFAULT_CONTEXT`. synchronous: read each streamed layer
         when it is needed (the ring's plain twin). progress(bytes_done, bytes_total) follows the loading of what stays.
+        learn: the draft may learn between requests (`learn`). learn_file: what it learnt before; without `learn` it must be there.
         What was chosen automatically stands in `notes`, with its reason, where everything went in `plan`.
         Raises OffspecError's children for whatever cannot be loaded or does not fit together.
         """
@@ -133,19 +138,25 @@ class Engine:
         place = choose_device(device, notes)
         # Headers and tokenizers of both first, so that what cannot work is refused before gigabytes are read.
         pair = open_pair(model, draft, revision=revision, dtype=dtype, device_type=place.type, notes=notes)
-        plan = plan_here(pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context))
+        learns = learn or learn_file is not None
+        if learns:
+            check_learning(learn_file, has_draft=pair.draft is not None, writes=learn)
+        plan = plan_here(pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context, learns))
         link = measure_link(plan, pair.target, place)
         notes += explain(plan, link)
         rates = quick_rates(pair.target, place, link)
+        guesser = load_decoder(pair.draft, all_resident(pair.draft), place) if pair.draft is not None else None
+        aligner = open_aligner(guesser, learn_file, listens=learn) if learns and guesser is not None else None
         engine = cls(
             load_decoder(pair.target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress),
             pair.tokenizer,
-            load_decoder(pair.draft, all_resident(pair.draft), place) if pair.draft is not None else None,
+            guesser,
             name=model,
             draft_name=pair.draft_name,
             max_context=plan.context,
         )
         engine.notes, engine.plan, engine.link_bytes_per_s = notes, plan, link
+        engine.aligner = aligner
         if lookup_files:
             engine.lookup_index = open_index(lookup_files, pair.tokenizer)
         engine._predict = partial(plan.predict_pass_s, rates)
@@ -226,6 +237,19 @@ class Engine:
             observer,
         )
         return request.run()
+
+    def learn(self, stats: Stats) -> None:
+        """Let the draft learn from what the target said in the requests so far, if it was loaded with `learn`.
+
+        To be called when a request has ended; what it took is counted in `stats`, that request's. Text does not change by it.
+        Left by an exception (Ctrl-C), the draft is as it was. Keys and values that a conversation's caches hold of the draft
+        as it was stay: they guess a little worse, and scoring them anew would cost a pass over the whole text.
+        """
+        if self.aligner is None or not self.aligner.is_listening:
+            return
+        learnt = self.aligner.learn(stats.prefill_s + stats.decode_s)
+        stats.learn_s, stats.learn_steps = learnt.seconds, learnt.num_steps
+        stats.learnt_loss, stats.unlearnt_loss = learnt.loss, learnt.loss_before
 
     def new_caches(self, capacity: int = 0) -> TextCaches:
         """Empty KV caches of one text, to be kept from request to request. capacity: tokens to make room for at once."""
@@ -322,6 +346,7 @@ class _Request:
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
         self.drafter = engine.drafter(caches.draft, self.sampler, speculation, self.final)
+        self.listener = engine.aligner.listen(text) if engine.aligner is not None else None
         self._moved_before = engine.target.weights.bytes_streamed
         self.stats = Stats(
             num_prompt_tokens=len(text),
@@ -352,6 +377,8 @@ class _Request:
         scored = time.perf_counter()
         target.keep(verdict.path)
         drafter.observe(tree, verdict, logits)
+        if self.listener is not None:
+            self.listener.observe(verdict, logits)
         text += verdict.tokens
         self.sampler.extend(verdict.tokens)
         self._count(len(tree), drafted - started, scored - drafted, time.perf_counter() - started)

@@ -21,6 +21,7 @@ from offspec.loaders.tiers import StoredLayer, is_packed
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 from offspec.scheduler.params import MAX_NODES, MAX_ROWS
 
+from .align import AlignmentParams, learning_bytes
 from .config import ModelConfig
 from .errors import MemoryLimitError, UsageError
 from .files import ModelFiles, Note
@@ -36,11 +37,14 @@ SPARE = 0.05  # of what is free now, left for whatever else runs, where no limit
 
 @dataclass(frozen=True)
 class Grant:
-    """What the user allows: bytes of VRAM and RAM (None: what is free), and the context to make room for."""
+    """What the user allows: bytes of VRAM and RAM (None: what is free), the context to make room for, and whether the draft
+    learns while running.
+    """
 
     vram: int | None = None
     ram: int | None = None
     context: int | None = None
+    learns: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,11 @@ def make_plan(target: ModelFiles, draft: ModelFiles | None, limits: Limits, gran
     if grant.context is not None:
         if grant.context > longest:
             raise UsageError(f"--context {grant.context} is more than the model's own {longest}; ask for less")
-        return _plan_for(grant.context, target, draft, limits, program_bytes)
+        return _plan_for(grant.context, target, draft, limits, program_bytes, grant.learns)
     context = min(longest, DEFAULT_CONTEXT)
     while True:
         try:
-            return _plan_for(context, target, draft, limits, program_bytes)
+            return _plan_for(context, target, draft, limits, program_bytes, grant.learns)
         except MemoryLimitError:
             if context // 2 < MIN_CONTEXT:
                 raise
@@ -126,7 +130,9 @@ def with_more(plan: Plan, target: ModelFiles, draft: ModelFiles | None, *, vram:
     limits = plan.placement.limits
     device = None if limits.device is None else limits.device + vram
     (program,) = (item for item in plan.placement.items if item.name == PROGRAM_ITEM)
-    return _plan_for(plan.context, target, draft, Limits(device, limits.ram + ram), program.on_host - WORKSPACE_BYTES)
+    learns = any(item.name == LEARNING_ITEM for item in plan.placement.items)
+    limits = Limits(device, limits.ram + ram)
+    return _plan_for(plan.context, target, draft, limits, program.on_host - WORKSPACE_BYTES, learns)
 
 
 def measure_link(plan: Plan, target: ModelFiles, device: torch.device) -> float | None:
@@ -178,9 +184,15 @@ def all_resident(model: ModelFiles) -> Placement:
     return place([layer.cost(model.dtype) for layer in model.stored.layers], [], Limits(None, size))
 
 
-def _plan_for(context: int, target: ModelFiles, draft: ModelFiles | None, limits: Limits, program_bytes: int) -> Plan:
+def _plan_for(
+    context: int, target: ModelFiles, draft: ModelFiles | None, limits: Limits, program_bytes: int, learns: bool
+) -> Plan:
     costs = [layer.cost(target.dtype) for layer in target.stored.layers]
     items = _items(context, target, draft, limits, program_bytes)
+    if learns and draft is not None:
+        params = AlignmentParams()
+        num_bytes = learning_bytes(draft.config, draft.dtype.itemsize, params)
+        items.append(Item(LEARNING_ITEM, on_device=num_bytes, on_host=params.buffer_bytes))
     placement = _place(costs, items, limits)
     weights = [w for layer in target.stored.layers for w in layer.weights.values() if len(w.shape) == 2]
     packed = [w for w in weights if is_packed(w)]
@@ -196,7 +208,7 @@ def _plan_for(context: int, target: ModelFiles, draft: ModelFiles | None, limits
     )
 
 
-PROGRAM_ITEM, EMBEDDING_ITEM = "program", "embedding"
+PROGRAM_ITEM, EMBEDDING_ITEM, LEARNING_ITEM = "program", "embedding", "learning"
 
 
 def _place(costs: list[LayerCost], items: list[Item], limits: Limits) -> Placement:

@@ -8,8 +8,6 @@ what is new and nothing else. Knows nothing of the terminal.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -22,6 +20,7 @@ from .engine import Engine, Message, Step
 from .errors import ContextLengthError, OffspecError, StorageError, UsageError
 from .planning import TREE_ROOM
 from .stats import Stats
+from .storage import write_atomically
 from .tokenizer import Tokenizer
 
 FILE_FORMAT, FILE_VERSION = "offspec chat", 1
@@ -169,7 +168,7 @@ class Session:
             "settings": dict(settings),
             "turns": turns,
         }
-        write_atomically(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        _write(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def load(self, path: Path) -> dict[str, Any]:
         """Take over a saved conversation, in place of this one; returns the settings that were saved with it.
@@ -195,7 +194,7 @@ class Session:
             parts += ["## System", self.system]
         for turn in self.turns:
             parts += ["## You", turn.message, "## Reply", turn.reply]
-        write_atomically(path, "\n\n".join(part.strip("\n") for part in parts) + "\n")
+        _write(path, "\n\n".join(part.strip("\n") for part in parts) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------ to tokens
@@ -275,19 +274,10 @@ def _turn(path: Path, number: int, content: Any) -> Turn:
     return Turn(**content)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Put `text` where `path` is, all of it or nothing: a file beside it is written and renamed. Raises StorageError."""
+def _write(path: Path, text: str) -> None:
+    """Raises StorageError."""
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
-    except (OSError, UnicodeEncodeError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else exc
-        raise StorageError(f"{path} cannot be written: {reason}; nothing is lost, choose another file") from exc
+        content = text.encode()
+    except UnicodeEncodeError as exc:
+        raise StorageError(f"{path} cannot be written: {exc}; nothing is lost") from exc
+    write_atomically(path, content)

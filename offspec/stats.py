@@ -18,6 +18,8 @@ class Stats:
     iteration, drafting included, and ttft_s the time from the request to its tokens. decode_s is everything after it.
     tokens_per_pass counts every pass, the first one too; 1 is plain decoding. draft_s and target_s are sums over passes.
     is_lossy: the text was accepted jointly, and may be another than plain decoding's.
+    learn_*: what the draft learnt when the request had ended (`Engine.learn`); learnt_loss is KL(target ‖ draft) a token
+    in nats, as it drafted, and unlearnt_loss that of the draft as it came.
     stream_*: bytes of weights moved to the device for passes; None where nothing is streamed and no link is involved.
     """
 
@@ -34,6 +36,10 @@ class Stats:
     target_s: float = 0.0
     seed: int = 0
     is_lossy: bool = False
+    learn_s: float = 0.0
+    learn_steps: int = 0
+    learnt_loss: float | None = None
+    unlearnt_loss: float | None = None
     stream_bytes_per_pass: int = 0
     stream_gb_per_s: float | None = None
     link_gb_per_s: float | None = None

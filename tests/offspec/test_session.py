@@ -13,7 +13,8 @@ import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import ContextLengthError, NumericalError, OffspecError, StorageError, TokenizerError, UsageError
-from offspec.session import Session, Turn, write_atomically
+from offspec.session import Session, Turn
+from offspec.storage import write_atomically
 from offspec.tokenizer import Tokenizer
 
 from ..pair import CONTEXT, Pair, build_pair, variant
@@ -377,7 +378,7 @@ def test_writing_is_all_or_nothing(engine: Engine, tmp_path: Path, monkeypatch: 
     with pytest.raises(StorageError, match="nothing is lost"):
         session.save(tmp_path / "no" / "such" / "folder.json", {})
     with pytest.raises(StorageError):
-        write_atomically(tmp_path, "a folder")
+        write_atomically(tmp_path, b"a folder")
     assert isinstance(StorageError("x"), OffspecError)
     session.save(file, {})
     assert json.loads(file.read_text())["format"] == "offspec chat"

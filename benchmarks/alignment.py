@@ -1,0 +1,173 @@
+"""Tokens per pass on a domain while the draft learns it from the target (`--learn`), on texts that it does not learn from.
+
+    python benchmarks/alignment.py [--draft FOLDER] [--folder FOLDER --pattern '*.h'] [--temperature 0.6]
+
+Prompts are pieces of a folder's text files, by default the C headers of this Python; every fourth file is held out, and what
+is measured is what follows its pieces. With --recurring it is the same prompts that are learnt from, with other seeds, as
+where requests come again. Their texts must be the same whatever was learnt. Times are those of this machine, and
+how much is learnt in them (`AlignmentParams.most_share`) depends on it a little. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.align import Aligner, AlignmentParams
+
+FIRST_SEED = 1000  # of the requests that are learnt from; those that are measured have the first ones
+
+
+@dataclass(frozen=True)
+class Row:
+    """What held-out prompts took after so many generated tokens. with_lookup: what stood in the text is guessed, too.
+
+    loss, unlearnt_loss: KL(target ‖ draft) a token in nats on the requests since the row before, as they came: as the draft
+    was then, and as it came. share: of the additions that is drafted with. generate_s, learn_s: seconds so far.
+    """
+
+    num_tokens: int
+    num_steps: int
+    generate_s: float
+    learn_s: float
+    loss: float | None
+    unlearnt_loss: float | None
+    share: float
+    tokens_per_pass: float
+    with_lookup: float
+
+
+def split(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Files to learn from, and every fourth, held out."""
+    return [file for i, file in enumerate(files) if i % 4], list(files[::4])
+
+
+def pieces(engine: Engine, files: Sequence[Path], count: int, num_tokens: int, seed: int) -> list[list[int]]:
+    """So many prompts of num_tokens each, from random places of the files by turns."""
+    draws = random.Random(seed)
+    texts = [
+        engine.encode(text) for file in files if (text := file.read_text(encoding="utf-8", errors="ignore").strip())
+    ]
+    texts = [text for text in texts if len(text) > num_tokens]
+    if not texts:
+        sys.exit(f"Error: no file with more than {num_tokens} tokens; give another --folder or --pattern")
+    draws.shuffle(texts)
+    prompts = []
+    for number in range(count):
+        text = texts[number % len(texts)]
+        start = draws.randrange(len(text) - num_tokens)
+        prompts.append(text[start : start + num_tokens])
+    return prompts
+
+
+def measure(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, speculation: SpeculationParams
+) -> tuple[float, list[list[int]]]:
+    """Tokens per pass, and the texts; nothing is learnt from them. Calibrated afresh, as every row is."""
+    fresh = engine.with_draft(engine.draft, engine.draft_name)
+    texts, num_passes = [], 0
+    for seed, prompt in enumerate(prompts):
+        steps = list(fresh.generate(prompt, seeded(params, seed), speculation))
+        texts.append([token for step in steps for token in step.token_ids])
+        num_passes += steps[-1].stats.num_passes
+    return sum(map(len, texts)) / num_passes, texts
+
+
+def seeded(params: SamplingParams, seed: int) -> SamplingParams:
+    return SamplingParams(params.max_new_tokens, temperature=params.temperature, seed=seed, ignore_eos=True)
+
+
+def main() -> None:
+    p = AlignmentParams
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_path("include")))
+    parser.add_argument("--pattern", default="*.h")
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--budget", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--held-out", type=int, default=8, help="prompts that are measured")
+    parser.add_argument("--requests", default="0,8,16,32,64", help="after so many it is measured")
+    parser.add_argument("--recurring", action="store_true", help="learn from the measured prompts, with other seeds")
+    parser.add_argument("--rank", type=int, default=p.rank)
+    parser.add_argument("--learning-rate", type=float, default=p.learning_rate)
+    parser.add_argument("--replays", type=float, default=p.replays)
+    args = parser.parse_args()
+    engine = Engine.load(args.model, draft=args.draft, dtype="fp32")
+    if engine.draft is None:
+        sys.exit("Error: there is no draft to teach; give --draft PATH")
+    engine.aligner = aligner = Aligner(
+        engine.draft, AlignmentParams(rank=args.rank, learning_rate=args.learning_rate, replays=args.replays)
+    )
+    files = sorted(file for file in args.folder.rglob(args.pattern) if file.is_file())
+    learnt_from, held_out = split(files)
+    marks = [int(mark) for mark in args.requests.split(",")]
+    lessons = pieces(engine, learnt_from, marks[-1], args.prompt_tokens, seed=1)
+    exam = pieces(engine, held_out, args.held_out, args.prompt_tokens, seed=2)
+    if args.recurring:
+        lessons = [exam[number % len(exam)] for number in range(marks[-1])]
+    params = SamplingParams(args.max_new_tokens, temperature=args.temperature)
+    alone, both = (SpeculationParams(args.budget, lookup=lookup) for lookup in (False, True))
+
+    print(f"{len(exam)} held-out prompts x {args.max_new_tokens} tokens, {len(files)} files")
+    print(
+        f"{'tokens':>6}  {'steps':>5}  {'generated s':>11}  {'learnt s':>8}  {'loss':>5}  {'as came':>7}  {'share':>5}  tokens per pass (with lookup)"
+    )
+    rows: list[Row] = []
+    wanted: list[list[int]] = []
+    num_tokens, generate_s, learn_s = 0, 0.0, 0.0
+    losses: list[tuple[float, float]] = []
+    for number in range(marks[-1] + 1):
+        if number in marks:
+            tokens_per_pass, texts = measure(engine, exam, params, alone)
+            with_lookup, same = measure(engine, exam, params, both)
+            wanted = wanted or texts
+            if not texts == same == wanted:
+                sys.exit("Error: what was learnt changed a text")
+            loss, unlearnt = (sum(part) / len(losses) for part in zip(*losses, strict=True)) if losses else (None, None)
+            share = aligner.adapter.share
+            row = Row(
+                num_tokens, aligner.num_steps, generate_s, learn_s, loss, unlearnt, share, tokens_per_pass, with_lookup
+            )
+            losses = []
+            rows.append(row)
+            print(
+                f"{num_tokens:>6}  {row.num_steps:>5}  {generate_s:>11.1f}  {learn_s:>8.1f}  {_cell(loss):>5}  {_cell(unlearnt):>7}  "
+                f"{share:>5.1f}  {tokens_per_pass:.2f} ({with_lookup:.2f})",
+                flush=True,
+            )
+        if number < marks[-1]:
+            *_, last = engine.generate(lessons[number], seeded(params, FIRST_SEED + number), both)
+            engine.learn(last.stats)
+            s = last.stats
+            num_tokens, learn_s = num_tokens + s.num_tokens, learn_s + s.learn_s
+            generate_s += s.prefill_s + s.decode_s
+            if s.learnt_loss is not None and s.unlearnt_loss is not None:
+                losses.append((s.learnt_loss, s.unlearnt_loss))
+    gain = rows[-1].tokens_per_pass / rows[0].tokens_per_pass - 1
+    gain_with_lookup = rows[-1].with_lookup / rows[0].with_lookup - 1
+    print(f"gain {gain:+.0%} ({gain_with_lookup:+.0%} with lookup); the texts are the same")
+    about = {"model": engine.name, "draft": Path(engine.draft_name or "").name, "temperature": args.temperature}
+    settings = {**about, "domain": args.pattern, "recurring": args.recurring, **asdict(aligner.params)}
+    print(
+        json.dumps(
+            {**settings, "gain": gain, "gain_with_lookup": gain_with_lookup, "rows": [asdict(row) for row in rows]}
+        )
+    )
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+if __name__ == "__main__":
+    main()

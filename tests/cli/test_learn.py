@@ -1,0 +1,164 @@
+"""`--learn` and `--learn-file`: the answers are the same, what is learnt is kept, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offspec import Engine, Stats
+
+from ..pair import Pair, scale_weights, variant
+from .conftest import Offspec
+
+PROMPTS = ("def area(", "for item in self", "return width", "print(item")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return file
+
+
+@pytest.fixture
+def batch_args(pair: Pair, prompts: Path) -> Sequence[object]:
+    model = (pair.target, "--draft", pair.draft, "--device", "cpu", "--raw")
+    return ("run", *model, "--prompt-file", prompts, "--max-new-tokens", "40", "--seed", "5", "--ignore-eos")
+
+
+def answers(offspec: Offspec, *args: object) -> list[dict[str, Any]]:
+    result = offspec(*args)
+    assert (result.code, result.err) == (0, "")
+    return [json.loads(line) for line in result.out.splitlines()]
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.9"])
+def test_answers_are_the_same_and_the_file_is_there(
+    temperature: str, batch_args: Sequence[object], tmp_path: Path, offspec: Offspec
+) -> None:
+    file = tmp_path / "learnt.safetensors"
+    args = (*batch_args, "--temperature", temperature)
+    plain = answers(offspec, *args)
+    assert not file.exists()
+    learning = answers(offspec, *args, "--learn", "--learn-file", file)
+    learnt = answers(offspec, *args, "--learn-file", file)
+    texts = [[answer["token_ids"] for answer in run] for run in (plain, learning, learnt)]
+    assert texts[0] == texts[1] == texts[2]
+    assert sum(answer["stats"]["learn_steps"] for answer in learning) > 0
+    assert learning[0]["stats"]["learnt_loss"] == pytest.approx(learning[0]["stats"]["unlearnt_loss"])
+    assert all(answer["stats"]["learn_steps"] == 0 for answer in (*plain, *learnt))
+    assert {entry.name for entry in tmp_path.iterdir()} == {"prompts.jsonl", file.name}
+
+
+def test_stats_tell_what_learning_took(run_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
+    args = (*run_args, "hi", "--stats", "--max-new-tokens", "60", "--ignore-eos")
+    result = offspec(*args, "--learn", "--learn-file", tmp_path / "learnt")
+    assert "steps in" in result.err
+    assert "learning" not in offspec(*args, "--learn-file", tmp_path / "learnt").err
+
+
+def test_ctrl_c_keeps_what_was_learnt_before(
+    batch_args: Sequence[object], tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, learn, calls = tmp_path / "learnt", Engine.learn, list[int]()
+
+    def interrupted(engine: Engine, stats: Stats) -> None:
+        calls.append(stats.num_tokens)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        learn(engine, stats)
+
+    monkeypatch.setattr(Engine, "learn", interrupted)
+    assert offspec(*batch_args, "--learn", "--learn-file", file).code == 130
+    monkeypatch.undo()
+    assert answers(offspec, *batch_args, "--learn-file", file)
+
+
+def test_a_chat_learns_from_its_replies(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    file = tmp_path / "learnt"
+    args = ("chat", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", "30", "--seed", "1")
+    plain = offspec(*args, "--ignore-eos", stdin=b"hi\nagain\n")
+    learning = offspec(*args, "--ignore-eos", "--learn", "--learn-file", file, stdin=b"hi\nagain\n")
+    assert (learning.code, learning.out) == (0, plain.out)
+    assert file.exists()
+
+
+def test_ctrl_c_while_a_chat_learns_leaves_the_reply(
+    pair: Pair, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(engine: Engine, stats: Stats) -> None:
+        raise KeyboardInterrupt
+
+    args = ("chat", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", "8", "--seed", "1")
+    plain = offspec(*args, stdin=b"hi\nagain\n")
+    monkeypatch.setattr(Engine, "learn", interrupted)
+    found = offspec(*args, "--learn", stdin=b"hi\nagain\n")
+    assert (found.code, found.out) == (0, plain.out)
+    assert found.err.count("learning stopped") == 2
+
+
+def test_bench_measures_what_was_learnt_elsewhere_and_learns_nothing(
+    pair: Pair, prompts: Path, batch_args: Sequence[object], tmp_path: Path, offspec: Offspec
+) -> None:
+    file = tmp_path / "learnt"
+    answers(offspec, *batch_args, "--learn", "--learn-file", file)
+    written = file.read_bytes()
+    args = ("bench", pair.target, "--draft", pair.draft, "--device", "cpu", "--budgets", "8", "--repeats", "1")
+    short = ("--prompts", prompts, "--max-new-tokens", "4", "--warmup", "0", "-q")
+    assert offspec(*args, *short, "--learn-file", file).code == 0
+    assert file.read_bytes() == written
+    assert offspec(*args, *short, "--learn").code == 2
+
+
+# ------------------------------------------------------------------------------------------------ refused
+
+
+def test_what_one_prompt_teaches_would_be_lost(run_args: Sequence[object], offspec: Offspec) -> None:
+    assert "--learn-file" in offspec(*run_args, "hi", "--learn").refusal(2)
+
+
+@pytest.mark.parametrize("draft", ["none", "lookup"])
+def test_no_draft_model(draft: str, pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    args = ("run", pair.target, "hi", "--draft", draft, "--device", "cpu", "--learn", "--learn-file", tmp_path / "f")
+    assert "--draft PATH" in offspec(*args).refusal(2)
+
+
+def test_the_file_of_another_draft(
+    pair: Pair, run_args: Sequence[object], batch_args: Sequence[object], tmp_path: Path, offspec: Offspec
+) -> None:
+    file = tmp_path / "learnt"
+    answers(offspec, *batch_args, "--learn", "--learn-file", file)
+    written = file.read_bytes()
+    other = scale_weights(variant(pair.draft, tmp_path / "other"), {"lm_head.weight": 0.5})
+    for flags in ((), ("--learn",)):
+        said = offspec(*run_args, "hi", "--draft", other, "--learn-file", file, *flags).refusal(2)
+        assert str(file) in said
+        assert "another draft" in said
+    assert file.read_bytes() == written
+
+
+@pytest.mark.parametrize("where", ["no/such/folder", "."])
+def test_a_file_that_cannot_be_written(
+    where: str, run_args: Sequence[object], tmp_path: Path, offspec: Offspec
+) -> None:
+    file = tmp_path / where / "f" if where != "." else tmp_path
+    assert "cannot be written" in offspec(*run_args, "hi", "--learn", "--learn-file", file).refusal(1)
+
+
+def test_a_file_that_is_not_there_and_not_to_be_made(
+    run_args: Sequence[object], tmp_path: Path, offspec: Offspec
+) -> None:
+    assert "--learn" in offspec(*run_args, "hi", "--learn-file", tmp_path / "f").refusal(2)
+
+
+def test_a_file_that_is_something_else(
+    run_args: Sequence[object], pair: Pair, tmp_path: Path, offspec: Offspec
+) -> None:
+    weights = pair.draft / "model.safetensors"
+    assert "nothing that --learn wrote" in offspec(*run_args, "hi", "--learn-file", weights).refusal(2)
+    (tmp_path / "text").write_text("not weights")
+    assert "safetensors" in offspec(*run_args, "hi", "--learn-file", tmp_path / "text").refusal(2)
