@@ -19,6 +19,7 @@ from typing import TypeGuard
 
 import torch
 
+from offspec.loaders.cuda import device_bytes, limit_memory, span
 from offspec.loaders.hardware import read_hardware
 from offspec.loaders.placement import Placement
 from offspec.loaders.tiers import Progress, TieredWeights
@@ -37,11 +38,13 @@ from offspec.scheduler.verify import Verdict, exact_walk
 
 from .alongside import alongside
 from .corpus import open_index
-from .errors import ContextLengthError, UsageError
+from .errors import ContextLengthError, MemoryLimitError, UsageError
 from .files import LOOKUP, ModelFiles, Note, choose_device, open_pair
 from .graphs import TreeGraphs, is_static
 from .model import EMBEDDING, CachedDecoder, Decoder
-from .planning import Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates
+from .planning import Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates, settle_fused
+from .shortage import Loading, first_line, with_fewer_residents
+from .shortage import explain as explain_shortage
 from .stats import Stats, peak_host_bytes
 from .text_caches import TextCaches
 from .tokenizer import TextStream, Tokenizer
@@ -93,6 +96,7 @@ class Engine:
         self._acceptance, self._recycling = MeasuredAcceptance(), TokenRecycling(target.config.vocab_size)
         self._lookups, self._retrievals = match_reliability(), match_reliability()
         self.lookup_index: SuffixIndex | None = None
+        self._loading: Loading[Decoder] | None = None  # how the target was loaded; None once it was loaded again
         self._draft_graphs: TreeGraphs | None = None
         if draft is not None and draft.device.type == "cuda" and is_static(draft):
             self._draft_graphs = TreeGraphs(draft, self.max_context + 1 + MAX_ROWS)
@@ -133,17 +137,27 @@ class Engine:
         # Headers and tokenizers of both first, so that what cannot work is refused before gigabytes are read.
         pair = open_pair(model, draft, revision=revision, dtype=dtype, device_type=place.type, notes=notes)
         plan = plan_here(pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context))
+        if place.type == "cuda":
+            limit_memory(plan.placement.limits.device if vram is not None else None, place)
         link = measure_link(plan, pair.target, place)
         notes += explain(plan, link)
         rates = quick_rates(pair.target, place, link)
-        engine = cls(
-            load_decoder(pair.target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress),
-            pair.tokenizer,
-            load_decoder(pair.draft, all_resident(pair.draft), place) if pair.draft is not None else None,
-            name=model,
-            draft_name=pair.draft_name,
-            max_context=plan.context,
-        )
+        if (fused := settle_fused(pair.target, place)) is not None:
+            notes.append(fused)
+
+        def load_target(plan: Plan) -> Decoder:
+            return load_decoder(
+                pair.target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress
+            )
+
+        def load_both(plan: Plan) -> tuple[Decoder | None, Decoder]:
+            guesser = load_decoder(pair.draft, all_resident(pair.draft), place) if pair.draft is not None else None
+            return guesser, load_target(plan)
+
+        leaner = partial(with_fewer_residents, target=pair.target, draft=pair.draft)
+        plan, (guesser, target) = Loading(load_both, leaner, place).within_memory(plan, notes)
+        engine = cls(target, pair.tokenizer, guesser, name=model, draft_name=pair.draft_name, max_context=plan.context)
+        engine._loading = Loading(load_target, leaner, place)
         engine.notes, engine.plan, engine.link_bytes_per_s = notes, plan, link
         if lookup_files:
             engine.lookup_index = open_index(lookup_files, pair.tokenizer)
@@ -158,6 +172,20 @@ class Engine:
             self._draft_graphs.close()
         if self.draft is not None:
             self.draft.weights.close()
+
+    def shed(self, told: str) -> None:
+        """Load the target anew with fewer layers that stay, after device memory ran out; once.
+
+        told: what torch said. The target's caches are to be made anew. Raises MemoryLimitError, explained.
+        """
+        loading, plan, self._loading = self._loading, self.plan, None
+        if plan is None or loading is None:
+            where = self.target.device
+            raise MemoryLimitError(
+                explain_shortage(plan, where, told) if plan else f"{where} ran out of memory ({told})"
+            )
+        self.target.weights.close()
+        self.plan, self.target = loading.again(plan, told, self.notes)
 
     def with_draft(self, draft: Decoder | None, name: str | None) -> Engine:
         """The same target with another draft (or none), calibrated afresh."""
@@ -301,37 +329,59 @@ class _Request:
         assert params.seed is not None
         self.engine, self.params, self.limit, self.began, self.observer = engine, params, limit, began, observer
         self.final = frozenset() if params.ignore_eos else engine.tokenizer.eos_ids
-        num_prefilled = caches.rewind(text)
-        self.text, self.target = caches.text, caches.target  # one list: the caches know what they hold
-        longest = len(text) + limit + 1
-        self.target.cache.reserve(longest + _tree_room(speculation))
-        if caches.draft is not None:  # all that may be drafted: on a GPU it must not grow beside the target's pass
-            caches.draft.cache.reserve(longest + MAX_ROWS)
+        self.speculation, self._caches, self._longest = speculation, caches, len(text) + limit + 1
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
-        self.drafter = engine.drafter(caches.draft, self.sampler, speculation, self.final)
-        self._moved_before = engine.target.weights.bytes_streamed
+        num_prefilled = self._begin(text)
         self.stats = Stats(num_prompt_tokens=len(text), num_prefilled_tokens=num_prefilled, seed=params.seed)
+
+    def _begin(self, text: list[int]) -> int:
+        """Caches and a drafter for what follows `text`; returns how many of its tokens the target has to score."""
+        caches, target = self._caches, self.engine.target
+        num_prefilled = caches.rewind(text)
+        self.text, self.target = caches.text, caches.target  # one list: the caches know what they hold
+        self.target.cache.reserve(self._longest + _tree_room(self.speculation))
+        if caches.draft is not None:  # all that may be drafted: on a GPU it must not grow beside the target's pass
+            caches.draft.cache.reserve(self._longest + MAX_ROWS)
+        self.drafter = self.engine.drafter(caches.draft, self.sampler, self.speculation, self.final)
+        self._moved_before = target.weights.bytes_streamed
+        return num_prefilled
 
     def run(self) -> Generator[Step, None, None]:
         stream = self.engine.tokenizer.stream(self.params.stop, skip_special_tokens=True)
         while True:
-            verdict = self._iterate()
+            verdict = self._iterate_within_memory()
             step = self._step(verdict, stream)
             yield step
             if step.finish_reason:
                 return
 
+    def _iterate_within_memory(self) -> Verdict:
+        """`_iterate`; where device memory runs out, again with fewer of the target's layers staying."""
+        while True:
+            try:
+                return self._iterate()
+            except torch.OutOfMemoryError as exc:
+                told = first_line(exc)
+            moved = self.engine.target.weights.bytes_streamed - self._moved_before
+            self.target.cache = self.target.decoder.new_cache()  # an empty one: what the old one takes is wanted
+            self.engine.shed(told)
+            self.target.decoder = self.engine.target
+            self._begin(self.text)
+            self._moved_before -= moved
+
     def _iterate(self) -> Verdict:
         """One iteration: propose, score, verify, commit, observe."""
         started = time.perf_counter()
         text, target, drafter = self.text, self.target, self.drafter
-        tree = drafter.propose(text, max_depth=self.limit - self.stats.num_tokens - 1)
+        with span("draft"):
+            tree = drafter.propose(text, max_depth=self.limit - self.stats.num_tokens - 1)
         drafted = time.perf_counter()
-        with alongside(drafter.extend, target.device) if drafter.is_eager else nullcontext():
+        with span("pass"), alongside(drafter.extend, target.device) if drafter.is_eager else nullcontext():
             logits = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
             target.synchronize()
-        verdict = exact_walk(tree, logits, self.sampler, position=len(text))
+        with span("walk"):
+            verdict = exact_walk(tree, logits, self.sampler, position=len(text))
         scored = time.perf_counter()
         target.keep(verdict.path)
         drafter.observe(tree, verdict, logits)
@@ -357,8 +407,7 @@ class _Request:
             stats.stream_gb_per_s = moved / stats.target_s / 1e9
             stats.link_gb_per_s = self.engine.link_bytes_per_s and self.engine.link_bytes_per_s / 1e9
         stats.peak_host_bytes = peak_host_bytes()
-        if self.engine.target.device.type == "cuda":
-            stats.peak_device_bytes = torch.cuda.max_memory_allocated(self.engine.target.device)
+        stats.peak_device_bytes = device_bytes(self.engine.target.device)[1]
 
     def _step(self, verdict: Verdict, stream: TextStream) -> Step:
         """The tokens of a verdict up to where the text ends, as text."""

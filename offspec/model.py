@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.loaders.cuda import span
 from offspec.loaders.formats import StoredWeight, Weight, linear
 from offspec.loaders.weights import RamWeights, WeightSource
 
@@ -147,7 +148,7 @@ class Decoder:
         """Hidden states [T, hidden], which are overwritten, after all layers."""
         for index in range(self.config.num_layers):
             self.current_layer = index
-            with self.weights.layer(index) as weights:
+            with span("layer"), self.weights.layer(index) as weights:
                 for first, last in rows.chunks:
                     hidden[first:last] = self._layer(index, weights, hidden[first:last], rows, first, last)
         self.current_layer = 0
