@@ -19,7 +19,7 @@ from .errors import MemoryLimitError
 from .files import ModelFiles, Note
 from .planning import Plan, with_more
 
-SHARE = 10  # a tenth of what may be used is left free by the second try, or a layer where that is more
+SHARE = 10  # a tenth of what the layers that stay take is given up for the second try, a layer at least
 
 T = TypeVar("T")
 
@@ -56,15 +56,15 @@ class Loading(Generic[T]):
 
 
 def with_fewer_residents(plan: Plan, target: ModelFiles, draft: ModelFiles | None) -> Plan:
-    """The same with memory left free beside it. Raises MemoryLimitError where fewer layers cannot stay."""
-    limits, layer = plan.placement.limits, max(layer.resident_bytes for layer in plan.layers)
-    if limits.device is None:
-        leaner = with_more(plan, target, draft, ram=-max(limits.ram // SHARE, layer))
-    else:
-        leaner = with_more(plan, target, draft, vram=-max(limits.device // SHARE, layer))
-    if len(leaner.placement.resident) >= len(plan.placement.resident):
+    """The same in less memory than `plan` takes, so that fewer layers stay. Raises MemoryLimitError where that cannot be."""
+    placement, limits = plan.placement, plan.placement.limits
+    sizes = [plan.layers[i].resident_bytes for i in placement.resident]
+    if not sizes:
         raise MemoryLimitError("no layer stays that could be given up")
-    return leaner
+    given_up = max(max(sizes), sum(sizes) // SHARE)
+    if limits.device is None:
+        return with_more(plan, target, draft, ram=placement.ram_bytes - given_up - limits.ram)
+    return with_more(plan, target, draft, vram=placement.device_bytes - given_up - limits.device)
 
 
 def explain(plan: Plan, device: torch.device, told: str) -> str:
