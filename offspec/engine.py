@@ -20,7 +20,7 @@ from typing import TypeGuard
 import torch
 
 from offspec.loaders.cuda import device_bytes, limit_memory, span
-from offspec.loaders.hardware import read_hardware
+from offspec.loaders.hardware import Rates, read_hardware
 from offspec.loaders.placement import Placement
 from offspec.loaders.tiers import Progress, TieredWeights
 from offspec.scheduler.budget import Switch
@@ -158,12 +158,17 @@ class Engine:
         plan, (guesser, target) = Loading(load_both, leaner, place).within_memory(plan, notes)
         engine = cls(target, pair.tokenizer, guesser, name=model, draft_name=pair.draft_name, max_context=plan.context)
         engine._loading = Loading(load_target, leaner, place)
-        engine.notes, engine.plan, engine.link_bytes_per_s = notes, plan, link
+        engine.notes = notes
+        engine.follow(plan, rates, link)
         if lookup_files:
             engine.lookup_index = open_index(lookup_files, pair.tokenizer)
-        engine._predict = partial(plan.predict_pass_s, rates)
-        engine._costs = Costs(engine._predict)
         return engine
+
+    def follow(self, plan: Plan, rates: Rates, link_bytes_per_s: float | None) -> None:
+        """Take over what was planned and measured: what passes will take is predicted from it."""
+        self.plan, self.link_bytes_per_s = plan, link_bytes_per_s
+        self._predict = partial(plan.predict_pass_s, rates)
+        self._costs = Costs(self._predict)
 
     def close(self) -> None:
         """Lets go of the memory, and joins what reads ahead; the engine cannot be used afterwards."""
