@@ -8,7 +8,7 @@ with the built-in draft grown to 1B beside it; the memory that torch may take is
 passes, drafts and texts are timed, and what is computed is compared with the CPU. docs/card.md says what each figure means.
 
 Layers to which the small model has nothing to say share one file, but each is held and moved on its own. The work comes in
-parts, most telling first; each writes a line of `results.jsonl` when it is done. The same command leaves out what is there,
+parts, most telling first; each writes lines of `results.jsonl` as its figures come. The same command leaves out what is there,
 so that a run that was cut goes on; what there is no time left for is told. `card.json` has all of it in the end.
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
-import math
 import os
 import statistics
 import sys
@@ -27,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,18 @@ from offspec.loaders.tiers import StoredModel, TieredWeights
 from offspec.loaders.units import GIB, format_size
 from offspec.loaders.weights import LAYER_PREFIX
 from offspec.model import EMBEDDING, CachedDecoder, Decoder
-from offspec.planning import Grant, Plan, all_resident, make_plan, settle_fused
+from offspec.planning import Grant, Plan, all_resident, make_plan, settle_fused, with_more
 from offspec.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 CONTEXT = 1024
-TRANSLATED_TO, TOKENS_PER_PASS = "rtx4090", 12  # the card of the figures that are published, and what is assumed for them
-LEAST_S = 20.0  # a part is not begun with less time left
+TRANSLATED_TO, TOKENS_PER_PASS = (
+    "rtx4090",
+    12,
+)  # the card of the figures that are published, and what is assumed for them
+LEAST_S = 45.0  # a part is not begun with less time left, nor with less than one like it took
+ENDLESS = 2**45  # bytes
+Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -186,18 +191,22 @@ def pack_plainly(matrix: Tensor, quant_type: str, blocksize: int = 64) -> dict[s
 # ------------------------------------------------------------------------------------------------ engines
 
 
-def limits_for(job: Job, cap: int | None, target: ModelFiles, draft: ModelFiles | None, device: torch.device) -> Limits:
-    """What a card of `cap` GiB leaves to torch; None: as much as half of the layers need, wherever they are computed."""
-    ram = read_memory().available_bytes
+def plan_within(job: Job, cap: int | None, target: ModelFiles, draft: ModelFiles | None, device: torch.device) -> Plan:
+    """In what a card of `cap` GiB leaves to torch; None: with half of the layers staying, wherever they are computed."""
     if cap is not None:
-        return Limits(int(cap * GIB * USABLE_SHARE) - CONTEXT_BYTES, ram)
-    whole = plan_for(target, draft, Limits(None if device.type == "cpu" else 2**40, 2**40))
-    sizes = [layer.resident_bytes for layer in whole.layers]
-    slots = 3 * max(layer.slot_bytes for layer in whole.layers)
-    less = sum(sizes) - sum(sizes) // 2 - slots
-    if device.type == "cpu":
-        return Limits(None, whole.placement.ram_bytes - less)
-    return Limits(whole.placement.device_bytes - less, ram)
+        limits = Limits(int(cap * GIB * USABLE_SHARE) - CONTEXT_BYTES, read_memory().available_bytes)
+        return plan_for(target, draft, limits)
+    plan = plan_for(target, draft, Limits(None if device.type == "cpu" else ENDLESS, ENDLESS))
+    p, step = plan.placement, max(layer.slot_bytes for layer in plan.layers)
+    if p.limits.device is None:
+        tighten = partial(with_more, target=target, draft=draft, ram=-step)
+        plan = with_more(plan, target, draft, ram=p.ram_bytes - ENDLESS)
+    else:
+        tighten = partial(with_more, target=target, draft=draft, vram=-step)
+        plan = with_more(plan, target, draft, vram=p.device_bytes - ENDLESS)
+    while 2 * len(plan.placement.resident) > job.target.num_layers:
+        plan = tighten(plan)
+    return plan
 
 
 def plan_for(target: ModelFiles, draft: ModelFiles | None, limits: Limits) -> Plan:
@@ -351,16 +360,14 @@ class Bench:
         self._rates: Rates | None = None
 
     def grown(self, name: str) -> tuple[Grown, Grown]:
-        job = JOBS[name]
+        """Target and draft of a job; those of one shape are made once."""
+        job, made = JOBS[name], list[Grown]()
         for role, shape in (("target", job.target), ("draft", job.draft)):
-            key = f"{role}-{name}"
+            key = f"{role}-{shape.hidden_size}x{shape.num_layers}-{shape.format}"
             if key not in self._grown:
-                if role == "target" and name != "tiny":  # one big model's files in memory at a time
-                    for other in [k for k in self._grown if k.startswith("target") and not k.endswith("tiny")]:
-                        del self._grown[other]
-                folder = self.folder / key
-                self._grown[key] = Grown.make(builtin.path(role), folder, shape, self.device)
-        return self._grown[f"target-{name}"], self._grown[f"draft-{name}"]
+                self._grown[key] = Grown.make(builtin.path(role), self.folder / key, shape, self.device)
+            made.append(self._grown[key])
+        return made[0], made[1]
 
     def rates(self) -> Rates:
         if self._rates is None:
@@ -380,9 +387,13 @@ class Bench:
             release_memory(device)
         return self._rates
 
-    def machine(self) -> dict[str, Any]:
+    def machine(self) -> Iterator[Figures]:
         """The card, its link and its rates."""
-        found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]}
+        found: dict[str, Any] = {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": sys.version.split()[0],
+        }
         with suppress(Exception):
             bitsandbytes_functional()
             found["bitsandbytes"] = sys.modules["bitsandbytes"].__version__
@@ -390,7 +401,7 @@ class Bench:
             gpu = read_gpu(self.device)
             found |= {"card": gpu.name, "total_bytes": gpu.total_bytes, "capability": gpu.capability}
         rates = self.rates()
-        return found | {
+        yield found | {
             "ram_bytes": read_memory().available_bytes,
             "link_bytes_per_s": rates.host_to_device_bytes_per_s,
             "memory_bytes_per_s": rates.memory_bytes_per_s,
@@ -398,28 +409,27 @@ class Bench:
             "dequantise_elements_per_s": rates.dequantise_elements_per_s,
         }
 
-    def exact(self) -> dict[str, Any]:
+    def exact(self) -> Iterator[Figures]:
         """A small streamed NF4 target here and on the CPU, in fp32: logits of a tree, and texts."""
         target, draft = (grown.in_dtype(torch.float32) for grown in self.grown("tiny"))
         job, found = JOBS["tiny"], list[tuple[Tensor, list[list[int]]]]()
-        for device in (self.device, CPU):
-            limits = limits_for(job, None, target.files, draft.files, device)
-            plan = plan_for(target.files, draft.files, limits)
-            if device is CPU:
-                plan = plan_for(target.files, draft.files, Limits(None, 2**40))  # all of it stays: the plain way
+        streamed = plan_within(job, None, target.files, draft.files, self.device)
+        plain = plan_for(target.files, draft.files, Limits(None, ENDLESS))
+        for device, plan in ((self.device, streamed), (CPU, plain)):
             with loaded(target, draft, plan, self.rates(), device) as (engine, _):
                 rows = CachedDecoder(engine.target).score(list(range(5, 40)), *star(20)).cpu()
                 texts = [said(engine, job, t, SpeculationParams(budget=32), 24, 2)["token_ids"] for t in (0.0, 1.0)]
                 found.append((rows, [ids for each in texts for ids in each]))
         (rows, texts), (expected_rows, expected) = found
-        return {
+        yield {
+            "num_resident_layers": len(streamed.placement.resident),
             "largest_logit_difference": (rows - expected_rows).abs().max().item(),
             "spread_of_logits": expected_rows.std().item(),
             "texts_equal": texts == expected,
             "first_difference": num_equal(texts, expected),
         }
 
-    def draft(self, name: str) -> dict[str, Any]:
+    def draft(self, name: str) -> Iterator[Figures]:
         """A round of the draft: launched kernel by kernel, and as a CUDA graph; the built-in one, and as it was grown."""
         _, grown = self.grown(name)
         files = ModelFiles.open(builtin.path("draft"), "bf16", self.device.type, [])
@@ -439,20 +449,22 @@ class Bench:
             }
             graphs.close()
             decoder.weights.close()
-        return found
+        yield found
 
-    def passes(self, name: str, cap: int | None) -> dict[str, Any]:
+    def passes(self, name: str, cap: int | None) -> Iterator[Figures]:
         """Seconds of passes against link and arithmetic, then texts, within the memory of one card."""
         job, (target, draft) = JOBS[name], self.grown(name)
-        plan = plan_for(target.files, draft.files, limits_for(job, cap, target.files, draft.files, self.device))
-        rates, found = self.rates(), dict[str, Any]()
+        plan = plan_within(job, cap, target.files, draft.files, self.device)
+        rates, found = self.rates(), Figures()
         with loaded(target, draft, plan, rates, self.device) as (engine, load_s):
             found |= self._told(plan) | {"load_s": load_s}
             found["passes"] = self._passes(engine.target, plan, job)
+            found["peak_device_bytes"] = device_bytes(self.device)[1]
+            yield found
             found["texts"] = self._texts(engine, job)
             found["peak_device_bytes"] = device_bytes(self.device)[1]
         found["translation"] = translate(plan, found["texts"]["greedy"], rates)
-        return found
+        yield found
 
     def _told(self, plan: Plan) -> dict[str, Any]:
         p = plan.placement
@@ -504,11 +516,10 @@ class Bench:
             del figures["token_ids"]
         return found
 
-    def baseline(self, name: str, cap: int | None) -> dict[str, Any]:
+    def baseline(self, name: str, cap: int | None) -> Iterator[Figures]:
         """As SpecExec does it, with our own code: nothing stays, nothing overlaps, its scores, a budget that is given."""
         job, (target, draft) = JOBS[name], self.grown(name)
-        limits = limits_for(job, cap, target.files, draft.files, self.device)
-        plan = without_residents(plan_for(target.files, draft.files, limits))
+        plan = without_residents(plan_within(job, cap, target.files, draft.files, self.device))
         specexec = SpeculationParams(budget=256, scoring="specexec", lookup=False, reuse=False, overlap=False)
         with loaded(target, draft, plan, self.rates(), self.device) as (engine, _):
             found = {
@@ -517,7 +528,7 @@ class Bench:
             }
         for figures in found.values():
             del figures["token_ids"]
-        return self._told(plan) | {"texts": found}
+        yield self._told(plan) | {"texts": found}
 
 
 def translate(plan: Plan, greedy: Mapping[str, Any], rates: Rates) -> dict[str, Any]:
@@ -545,50 +556,57 @@ def translate(plan: Plan, greedy: Mapping[str, Any], rates: Rates) -> dict[str, 
 # ------------------------------------------------------------------------------------------------ a run
 
 
-def parts_of(bench: Bench, names: Sequence[str]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """All parts in the order of what they tell, by their names."""
-    first = names[0]
-    parts = {"machine": bench.machine, "exact": bench.exact, f"draft {first}": partial(bench.draft, first)}
-    queue = [(name, cap) for caps in zip(*(_padded(JOBS[name].caps) for name in names), strict=True) for name, cap in
-             zip(names, caps, strict=True) if cap != 0]  # fmt: skip
-    for name, cap in queue:
-        where = "half" if cap is None else f"{cap}GB"
-        parts[f"{name} {where}"] = partial(bench.passes, name, cap)
-        if (name, cap) == queue[0]:
-            parts[f"{name} {where} as SpecExec"] = partial(bench.baseline, name, cap)
+def parts_of(bench: Bench, names: Sequence[str]) -> dict[str, Callable[[], Iterator[Figures]]]:
+    """All parts in the order of what they tell, by their names; each yields its figures, as they grow."""
+    parts = {"machine": bench.machine, "exact": bench.exact, f"draft {names[0]}": partial(bench.draft, names[0])}
+    rounds = zip_longest(*([(name, cap) for cap in JOBS[name].caps] for name in names))
+    for i, (name, cap) in enumerate(one for each in rounds for one in each if one is not None):
+        where = f"{name} half" if cap is None else f"{name} {cap}GB"
+        parts[where] = partial(bench.passes, name, cap)
+        if i == 0:
+            parts[f"{where} as SpecExec"] = partial(bench.baseline, name, cap)
     return parts
-
-
-def _padded(caps: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    return (*caps, *(0 for _ in range(3 - len(caps))))
 
 
 def run(bench: Bench, names: Sequence[str], minutes: float) -> dict[str, Any]:
     """Do the parts that are not there yet, for as long as there is time; all results by name."""
     began, file = time.monotonic(), bench.folder / "results.jsonl"
     about = f"{bench.device} {'+'.join(names)}"
-    results = {line["part"]: line for line in _lines(file) if line["about"] == about and "error" not in line}
+    results = {line["part"]: line for line in _lines(file) if line["about"] == about}
     for part, measure in parts_of(bench, names).items():
-        if part in results:
+        if results.get(part, {}).get("is_done"):
             continue
         left_s = 60 * minutes - (time.monotonic() - began)
-        if left_s < LEAST_S:
+        if left_s < max(
+            LEAST_S, *(line["seconds"] for line in results.values() if _kind(line["part"]) == _kind(part)), 0
+        ):
             say(f"{part}: no time left; the same command goes on with it")
             continue
         say(f"{part} ({left_s:.0f} s left)")
-        started, line = time.monotonic(), dict[str, Any](about=about, part=part)
-        try:
-            line["figures"] = measure()
-        except Exception as exc:  # noqa: BLE001 - one part that fails must not cost the others
-            traceback.print_exc()
-            line["error"] = (str(exc).splitlines() or [type(exc).__name__])[0]
-            release_memory(bench.device)
-        line["seconds"] = time.monotonic() - started
-        with file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(line) + "\n")
-        results[part] = json.loads(json.dumps(line))  # widths as a run that goes on would find them
+        for line in _measured(part, measure):
+            with file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps({"about": about, **line}) + "\n")
+            results[part] = json.loads(json.dumps(line))  # as a run that goes on would find it
+        release_memory(bench.device)
     (bench.folder / "card.json").write_text(json.dumps(list(results.values()), indent=1), encoding="utf-8")
     return results
+
+
+def _kind(part: str) -> str:
+    return part.split()[0]
+
+
+def _measured(part: str, measure: Callable[[], Iterator[Figures]]) -> Iterator[dict[str, Any]]:
+    """A part's figures as they come, then as they are; or why there are none."""
+    began, line = time.monotonic(), dict[str, Any](part=part, is_done=False, figures={})
+    try:
+        for figures in measure():
+            line |= {"figures": figures, "seconds": time.monotonic() - began}
+            yield line
+    except Exception as exc:  # noqa: BLE001 - one part that fails must not cost the others
+        traceback.print_exc()
+        line["error"] = (str(exc).splitlines() or [type(exc).__name__])[0]
+    yield line | {"is_done": "error" not in line, "seconds": time.monotonic() - began}
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
@@ -611,10 +629,11 @@ def tell(results: Mapping[str, Any]) -> str:
     """The table, and what had to show."""
     lines = list[str]()
     for part, line in results.items():
-        if "error" in line:
-            lines += [f"{part}: failed: {line['error']}", ""]
-            continue
         figures = line["figures"]
+        if "error" in line:
+            lines.append(f"{part}: failed: {line['error']}")
+        if not figures:
+            continue
         teller = _tell_passes if "passes" in figures else _tell_texts if "texts" in figures else _tell_plain
         lines += [f"{part} ({line['seconds']:.0f} s)", *teller(figures), ""]
     return "\n".join([*lines, *verdicts(results)])
@@ -641,14 +660,15 @@ def _tell_passes(figures: Mapping[str, Any]) -> list[str]:
             f"  {width:>6} {p['seconds']:8.3f} {p['link_s']:8.3f} {p['compute_s']:11.3f} {p['over_bound']:22.2f} "
             f"{p['link_share']:10.0%}"
         )
-    there = figures["translation"]
-    assumed = f"tokens_per_s_at_{TOKENS_PER_PASS}"
+    if "texts" not in figures:  # cut off before
+        return lines
+    there, assumed = figures["translation"], f"tokens_per_s_at_{TOKENS_PER_PASS}"
     return [
         *lines,
         *_tell_texts(figures),
         f"  translated to an {there['card']} (not measured: its data sheet, {there['link_bytes_per_s'] / 1e9:.0f} GB/s): "
-        f"{there['pass_s'].get('256', there['pass_s'].get(256)):.2f} s a pass, {there['tokens_per_s']:.1f} tokens/s at this "
-        f"text's tokens per pass, {there[assumed]:.1f} at {TOKENS_PER_PASS}, {there['plain_tokens_per_s']:.1f} plain",
+        f"{there['pass_s']['256']:.2f} s a pass, {there['tokens_per_s']:.1f} tokens/s at this text's tokens per pass, "
+        f"{there[assumed]:.1f} at {TOKENS_PER_PASS}, {there['plain_tokens_per_s']:.1f} plain",
     ]
 
 
@@ -670,18 +690,25 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
         for kind in ("builtin", "grown"):
             if kind in figures:
                 worst = max(figures[kind]["graph_over_eager"].values())
-                found.append((f"a graph's round ≤ 1/3 of the eager one: at worst {worst:.2f} ({kind})", worst <= 1 / 3, part))
+                found.append(
+                    (f"a graph's round ≤ 1/3 of the eager one: at worst {worst:.2f} ({kind})", worst <= 1 / 3, part)
+                )
         if "passes" not in figures:
             continue
         found.append(("peak ≤ granted", figures["peak_device_bytes"] <= figures["granted_bytes"], part))
-        share = figures["texts"]["greedy"]["draft_share"]
-        found.append((f"drafting not hidden ≤ 20 %: {share:.0%}", share <= 0.2, part))
+        if "texts" in figures:
+            share = figures["texts"]["greedy"]["draft_share"]
+            found.append((f"drafting not hidden ≤ 20 %: {share:.0%}", share <= 0.2, part))
         for width, p in figures["passes"].items():
             if figures["stream_bytes"] and int(width) <= 256 and p["compute_s"] < p["link_s"]:
-                found.append((f"{width} tokens use ≥ 95 % of the link: {p['link_share']:.0%}", p["link_share"] >= 0.95, part))
+                found.append(
+                    (f"{width} tokens use ≥ 95 % of the link: {p['link_share']:.0%}", p["link_share"] >= 0.95, part)
+                )
             elif int(width) <= 512:
-                found.append((f"{width} tokens ≤ 1.1 × bound: {p['over_bound']:.2f}", p["over_bound"] <= 1.1, part))
-        if part == "70b 24GB":
+                found.append(
+                    (f"{width} tokens ≤ 1.1 times the bound: {p['over_bound']:.2f}", p["over_bound"] <= 1.1, part)
+                )
+        if part == "70b 24GB" and "translation" in figures:
             rate = figures["translation"][f"tokens_per_s_at_{TOKENS_PER_PASS}"]
             found.append((f"translated ≥ 10 tokens/s: {rate:.1f}", rate >= 10, part))
     return [f"{'yes' if good else 'NO '}  {part}: {what}" for what, good, part in found]
@@ -698,8 +725,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("Error: torch finds no CUDA device here; see nvidia-smi, or try --device cpu --shape tiny")
     args.folder.mkdir(parents=True, exist_ok=True)
-    if math.isfinite(args.minutes):  # a part that hangs says where, and ends
-        faulthandler.dump_traceback_later(60 * args.minutes + 50, exit=True)
+    faulthandler.dump_traceback_later(60 * args.minutes + 50, exit=True)  # a part that hangs says where, and ends
     try:
         print(tell(run(Bench(args.folder, device), args.shape or ["70b", "7b"], args.minutes)))
     finally:
