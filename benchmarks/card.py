@@ -44,7 +44,7 @@ from offspec.files import ModelFiles
 from offspec.graphs import WIDTHS, TreeGraphs
 from offspec.loaders.checkpoint import Checkpoint, TensorInfo, read_config_json, read_header
 from offspec.loaders.cuda import device_bytes, limit_memory, pin, release_memory, unpin
-from offspec.loaders.formats import bitsandbytes_functional, pack_4bit
+from offspec.loaders.formats import CODES, Weight4bit, fused_rows, has_bitsandbytes, pack_4bit
 from offspec.loaders.gpus import CONTEXT_BYTES, USABLE_SHARE, find_gpu
 from offspec.loaders.hardware import Rates, read_gpu, read_memory
 from offspec.loaders.measure import measure_dequantise, measure_matmul, measure_memory
@@ -54,7 +54,7 @@ from offspec.loaders.tiers import StoredModel, TieredWeights
 from offspec.loaders.units import GIB, format_size
 from offspec.loaders.weights import LAYER_PREFIX
 from offspec.model import EMBEDDING, CachedDecoder, Decoder
-from offspec.planning import Grant, Plan, all_resident, make_plan, settle_fused, with_more
+from offspec.planning import TREE_ROOM, Grant, Plan, all_resident, make_plan, settle_fused, with_more
 from offspec.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -136,7 +136,10 @@ class Grown:
         idle = next((layer for layer in range(shape.num_layers) if layer not in speaking), None)
         written = sorted({*speaking, *([] if idle is None else [idle])})
         num_threads = max(1, min(4, (os.cpu_count() or 1) // 2, read_memory().available_bytes // (12 * GIB)))
+        has_bitsandbytes()  # imported by one thread before there are several
+        of_torch = torch.get_num_threads()
         grow(source, folder, shape, layers=written, pack=partial(pack, device=device), num_threads=num_threads, say=say)
+        torch.set_num_threads(of_torch)  # packing sets it, each thread for itself
         paths = sorted(folder.glob("model-*.safetensors"))
         infos = {name: info for path in paths for name, info in read_header(path).items()}
         for layer in range(shape.num_layers):
@@ -160,17 +163,13 @@ def _alias(infos: Mapping[str, TensorInfo], prefix: str, name: str) -> dict[str,
 
 def pack(matrix: Tensor, quant_type: str, device: torch.device) -> Mapping[str, Tensor]:
     """`pack_4bit` on the device; without bitsandbytes in plain torch, the scales in 32 bit instead of 8."""
-    with suppress(Exception):
-        bitsandbytes_functional()
-        return pack_4bit(matrix.to(device), quant_type)
-    return pack_plainly(matrix.to(device), quant_type)
+    packer = pack_4bit if has_bitsandbytes() else pack_plainly
+    return packer(matrix.to(device), quant_type)
 
 
 def pack_plainly(matrix: Tensor, quant_type: str, blocksize: int = 64) -> dict[str, Tensor]:
     """As `pack_4bit(nested=False)`, but for NF4's nearest value where two are equally near; K has to be whole blocks."""
-    from offspec.loaders.formats import _CODES
-
-    values, order = torch.tensor(_CODES[quant_type], device=matrix.device).sort()
+    values, order = torch.tensor(CODES[quant_type], device=matrix.device).sort()
     middles, codes, absmax = (values[1:] + values[:-1]) / 2, list[Tensor](), list[Tensor]()
     for rows in matrix.split(max(1, 2**26 // matrix.shape[1])):
         blocks = rows.reshape(-1, blocksize).float()
@@ -183,7 +182,7 @@ def pack_plainly(matrix: Tensor, quant_type: str, blocksize: int = 64) -> dict[s
     return {
         "": torch.cat(codes)[:, None].cpu(),
         ".absmax": torch.cat(absmax).cpu(),
-        ".quant_map": torch.tensor(_CODES[quant_type]),
+        ".quant_map": torch.tensor(CODES[quant_type]),
         f".quant_state.bitsandbytes__{quant_type}": said,
     }
 
@@ -194,8 +193,8 @@ def pack_plainly(matrix: Tensor, quant_type: str, blocksize: int = 64) -> dict[s
 def plan_within(job: Job, cap: int | None, target: ModelFiles, draft: ModelFiles | None, device: torch.device) -> Plan:
     """In what a card of `cap` GiB leaves to torch; None: with half of the layers staying, wherever they are computed."""
     if cap is not None:
-        limits = Limits(int(cap * GIB * USABLE_SHARE) - CONTEXT_BYTES, read_memory().available_bytes)
-        return plan_for(target, draft, limits)
+        ram = read_memory().available_bytes + psutil.Process().memory_info().rss  # what is held is planned for, too
+        return plan_for(target, draft, Limits(int(cap * GIB * USABLE_SHARE) - CONTEXT_BYTES, ram))
     plan = plan_for(target, draft, Limits(None if device.type == "cpu" else ENDLESS, ENDLESS))
     p, step = plan.placement, max(layer.slot_bytes for layer in plan.layers)
     if p.limits.device is None:
@@ -290,7 +289,7 @@ def synchronize(device: torch.device) -> None:
 
 def pass_s(decoder: Decoder, width: int, repeats: int) -> float:
     """Median seconds of passes over one token of text and width - 1 nodes, one after the other; the first does not count."""
-    text = CachedDecoder(decoder, 16 + repeats + 1 + width)
+    text = CachedDecoder(decoder, CONTEXT + TREE_ROOM)  # what was planned for, whatever the width
     text.score_rows(list(range(5, 21)), *star(0))[0]
     seconds = []
     for _ in range(repeats + 1):
@@ -340,6 +339,12 @@ def said(
         "peak_device_bytes": peak,
         "token_ids": ids,
     }
+
+
+def fused_widths(files: ModelFiles, device: torch.device) -> dict[str, int]:
+    """Of each shape of 4-bit matrices: up to how many rows it is multiplied without being dequantised."""
+    packed = {w.layout.shape for w in files.stored.layers[0].weights.values() if isinstance(w, Weight4bit)}
+    return {f"{n}x{k}": fused_rows((n, k), files.dtype, device) for n, k in sorted(packed)}
 
 
 def num_equal(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> list[int]:
@@ -394,8 +399,7 @@ class Bench:
             "cuda": torch.version.cuda,
             "python": sys.version.split()[0],
         }
-        with suppress(Exception):
-            bitsandbytes_functional()
+        if has_bitsandbytes():
             found["bitsandbytes"] = sys.modules["bitsandbytes"].__version__
         if self.device.type == "cuda":
             gpu = read_gpu(self.device)
@@ -456,9 +460,10 @@ class Bench:
         job, (target, draft) = JOBS[name], self.grown(name)
         plan = plan_within(job, cap, target.files, draft.files, self.device)
         rates, found = self.rates(), Figures()
+        link = link_bytes_per_s(self.device, max(layer.slot_bytes for layer in plan.layers), 0.5)
         with loaded(target, draft, plan, rates, self.device) as (engine, load_s):
-            found |= self._told(plan) | {"load_s": load_s}
-            found["passes"] = self._passes(engine.target, plan, job)
+            found |= self._told(plan) | {"load_s": load_s, "fused_rows": fused_widths(target.files, self.device)}
+            found["passes"] = self._passes(engine.target, plan, job, link)
             found["peak_device_bytes"] = device_bytes(self.device)[1]
             yield found
             found["texts"] = self._texts(engine, job)
@@ -476,9 +481,8 @@ class Bench:
             "stream_bytes": plan.stream_bytes,
         }
 
-    def _passes(self, decoder: Decoder, plan: Plan, job: Job) -> dict[int, Any]:
+    def _passes(self, decoder: Decoder, plan: Plan, job: Job, link: float) -> dict[int, Any]:
         """Of each width: seconds, of the link alone, of the arithmetic alone, and how far the link was used."""
-        link = link_bytes_per_s(self.device, max(layer.slot_bytes for layer in plan.layers), 0.5)
         link_s = plan.stream_bytes / link
         streamed, taken = plan.placement.streamed, {width: pass_s(decoder, width, job.repeats) for width in job.widths}
         with decoder.weights.layer(streamed[0] if streamed else 0) as layer:  # one layer, over and over, nothing moved
@@ -610,11 +614,13 @@ def _measured(part: str, measure: Callable[[], Iterator[Figures]]) -> Iterator[d
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    whole = []
-    for line in lines:
-        with suppress(ValueError):  # cut off when the run was
+    """What is there, but for a line that was cut off when the run was; the next begins on a line of its own."""
+    content, whole = file.read_text(encoding="utf-8") if file.exists() else "", []
+    for line in content.splitlines():
+        with suppress(ValueError):
             whole.append(json.loads(line))
+    if content and not content.endswith("\n"):
+        file.write_text(content + "\n", encoding="utf-8")
     return whole
 
 
@@ -725,7 +731,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("Error: torch finds no CUDA device here; see nvidia-smi, or try --device cpu --shape tiny")
     args.folder.mkdir(parents=True, exist_ok=True)
-    faulthandler.dump_traceback_later(60 * args.minutes + 50, exit=True)  # a part that hangs says where, and ends
+    # A part that hangs says where, and ends.
+    faulthandler.dump_traceback_later(60 * args.minutes + 50, exit=True, file=sys.__stderr__)
     try:
         print(tell(run(Bench(args.folder, device), args.shape or ["70b", "7b"], args.minutes)))
     finally:

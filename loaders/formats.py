@@ -51,7 +51,7 @@ _NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 _FP4_POSITIVE = tuple(value / 12 for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
-_CODES = {"nf4": _NF4, "fp4": (*_FP4_POSITIVE, *(0.0 - value for value in _FP4_POSITIVE))}
+CODES = {"nf4": _NF4, "fp4": (*_FP4_POSITIVE, *(0.0 - value for value in _FP4_POSITIVE))}
 _CODE_TOLERANCE = 1e-4  # older versions wrote FP4's values with four digits
 
 _INT8_UNIT = 7.874015718698502e-3  # 1/127 as bitsandbytes has it, so that results are equal to the last bit
@@ -266,7 +266,7 @@ class Matrix4bit:
         layout, device = self.layout, self.codes.device
         matrix = torch.empty(layout.shape, dtype=dtype, device=device) if out is None else out
         scales = self.absmax if layout.nested is None else layout.nested.expand(self.absmax)
-        if device.type == "cuda" and dtype in _KERNEL_DTYPES and _has_bitsandbytes():
+        if device.type == "cuda" and dtype in _KERNEL_DTYPES and has_bitsandbytes():
             _dequantize_on_cuda(self.codes, scales, layout, matrix)
         else:
             native = device.type == "cpu" and dtype in _KERNEL_DTYPES and layout.blocksize < _SLOW_BLOCKSIZE
@@ -385,7 +385,7 @@ def _lookup(codes: Tensor, quant_type: str) -> Tensor:
 @cache
 def _pairs(quant_type: str, device: torch.device) -> Tensor:
     """fp32 [256, 2]: the two values that a byte stands for."""
-    values = torch.tensor(_CODES[quant_type])
+    values = torch.tensor(CODES[quant_type])
     byte = torch.arange(256)
     return torch.stack((values[byte >> 4], values[byte & 15]), dim=1).to(device)
 
@@ -422,7 +422,7 @@ def bitsandbytes_functional() -> ModuleType:
 
 
 @cache
-def _has_bitsandbytes() -> bool:
+def has_bitsandbytes() -> bool:
     """Whether it can be imported. On a GPU torch computes the same without it, in several times the time."""
     try:
         bitsandbytes_functional()
@@ -474,7 +474,7 @@ def pack_4bit(
         "dtype": str(weight.dtype).removeprefix("torch."),
         "shape": list(weight.shape),
     }
-    parts = {"": codes[:, None], ".absmax": absmax, ".quant_map": torch.tensor(_CODES[quant_type])}
+    parts = {"": codes[:, None], ".absmax": absmax, ".quant_map": torch.tensor(CODES[quant_type])}
     if nested:
         with _one_thread():
             offset = absmax.mean()
@@ -625,7 +625,7 @@ def _stored_4bit(group: _Group, values: Mapping[TensorInfo, bytes]) -> Weight4bi
     absmax, quant_map = _companion(group, "absmax"), _companion(group, "quant_map")
     _expect(group, absmax, "absmax", "F32" if state.nested is None else "U8", (blocks,))
     _expect(group, quant_map, "quant_map", "F32", (16,))
-    expected = torch.tensor(_CODES[quant_type])
+    expected = torch.tensor(CODES[quant_type])
     if not torch.allclose(_floats(values[quant_map]), expected, rtol=0, atol=_CODE_TOLERANCE):
         group.refuse(
             quant_map, f"has a quant_map that is not that of {quant_type}; no version of bitsandbytes wrote this"

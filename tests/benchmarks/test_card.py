@@ -70,7 +70,7 @@ def test_what_is_there_is_not_done_again(
     lines = (folder / "results.jsonl").read_text()
     (folder / "results.jsonl").write_text(lines + '{"part": "cut o')  # as a run that was killed leaves it
     card.main([str(folder), "--device", "cpu", "--shape", "tiny"])
-    assert (folder / "results.jsonl").read_text() == lines + '{"part": "cut o'
+    assert (folder / "results.jsonl").read_text() == lines + '{"part": "cut o\n'
     assert capsys.readouterr().out.strip() == tell(results).strip()
 
 
