@@ -19,7 +19,7 @@ from typing import TypeGuard
 
 import torch
 
-from offspec.loaders.cuda import device_bytes, limit_memory, span
+from offspec.loaders.cuda import device_bytes, limit_memory, release_memory, span
 from offspec.loaders.hardware import Rates, read_hardware
 from offspec.loaders.placement import Placement
 from offspec.loaders.tiers import Progress, TieredWeights
@@ -136,6 +136,8 @@ class Engine:
         place = choose_device(device, notes)
         # Headers and tokenizers of both first, so that what cannot work is refused before gigabytes are read.
         pair = open_pair(model, draft, revision=revision, dtype=dtype, device_type=place.type, notes=notes)
+        if place.type == "cuda":  # what torch keeps of an engine that was closed would count as taken
+            release_memory(place)
         plan = plan_here(pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context))
         if place.type == "cuda":
             limit_memory(plan.placement.limits.device if vram is not None else None, place)

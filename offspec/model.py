@@ -23,7 +23,7 @@ from offspec.loaders.cuda import span
 from offspec.loaders.formats import StoredWeight, Weight, linear
 from offspec.loaders.weights import RamWeights, WeightSource
 
-from .attention import Visibility, attend
+from .attention import Visibility, attend, avoid_plans
 from .config import ModelConfig
 from .errors import CheckpointError, UnsupportedModelError
 from .kv_cache import KVCache
@@ -116,6 +116,7 @@ class Decoder:
     """A decoder of the shape `config` over the weights that `weights` lends."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, *, dtype: torch.dtype, device: torch.device) -> None:
+        avoid_plans(device)
         self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
         frequencies, self._magnitude = rotation(config.rope, config.head_dim)
         self._frequencies = frequencies.to(device)

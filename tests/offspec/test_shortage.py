@@ -11,6 +11,7 @@ import torch
 from offspec import Engine, SamplingParams
 from offspec import engine as engines
 from offspec.errors import MemoryLimitError
+from offspec.loaders.cuda import limit_memory, release_memory
 from offspec.loaders.placement import Placement
 from offspec.model import CachedDecoder, Decoder
 
@@ -131,41 +132,45 @@ def test_an_engine_of_given_decoders_cannot_load_again(scarce: Callable[..., Sca
 # ------------------------------------------------------------------------------------------------ on a GPU
 
 
-@pytest.mark.gpu
-def test_a_real_shortage_is_survived() -> None:
-    """Another program takes what was planned to be free."""
-    plain = Engine.load("builtin", device="cuda", dtype="fp32", context=512)
-    expected = says(plain)
-    assert plain.plan is not None
-    granted = plain.plan.placement.device_bytes
-    plain.close()
-    engine = Engine.load("builtin", device="cuda", dtype="fp32", context=512, vram=granted)
-    assert num_resident(engine) == 8
-    engine.target.weights.close()
-    held = [torch.empty(granted, dtype=torch.uint8, device="cpu")]  # nothing of the device: the limit is what is scarce
+def on_gpu(vram: int | None = None) -> Engine:
+    return Engine.load("builtin", device="cuda", dtype="fp32", context=512, vram=vram)
+
+
+def wanted() -> int:
+    """Bytes of device memory for all layers to stay."""
+    engine = on_gpu()
     assert engine.plan is not None
-    torch.cuda.set_per_process_memory_fraction(1.0, 0)
-    engine.shed("CUDA out of memory")
-    assert held
+    nbytes = engine.plan.placement.device_bytes
+    engine.close()
+    return nbytes
+
+
+@pytest.mark.gpu
+def test_a_shortage_on_a_gpu(scarce: Callable[..., Scarce], expected: list[int]) -> None:
+    """The layers that do not stay any more come through the link, beside the draft's stream and graphs."""
+    engine = on_gpu(wanted())
+    assert num_resident(engine) == 8
+    scarce(CachedDecoder, "score_rows", {3})
+    assert says(engine) == expected
     assert num_resident(engine) < 8
     assert says(engine) == expected
     engine.close()
 
 
 @pytest.mark.gpu
-def test_a_grant_is_not_exceeded() -> None:
+def test_a_grant_is_not_exceeded(expected: list[int]) -> None:
     """A byte less than all of it takes: layers are streamed, the text is the CPU's, and the allocator agrees."""
-    expected = says(load())
-    plain = Engine.load("builtin", device="cuda", dtype="fp32", context=512)
-    assert plain.plan is not None
-    granted = plain.plan.placement.device_bytes - 1
-    plain.close()
-    del plain
-    engine = Engine.load("builtin", device="cuda", dtype="fp32", context=512, vram=granted)
-    held = torch.cuda.memory_reserved(0)
-    assert num_resident(engine) < 8
-    steps = list(engine.generate("def area(", PARAMS))
-    assert [token for step in steps for token in step.token_ids] == expected
-    assert steps[-1].stats.peak_device_bytes <= max(granted, held)
-    engine.close()
-    torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    granted = wanted() - 1
+    release_memory(torch.device("cuda:0"))
+    before = torch.cuda.memory_reserved(0)
+    engine = on_gpu(granted)
+    try:
+        assert num_resident(engine) < 8
+        steps = list(engine.generate("def area(", PARAMS))
+        assert [token for step in steps for token in step.token_ids] == expected
+        assert 0 < steps[-1].stats.peak_device_bytes <= before + granted
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(granted, dtype=torch.uint8, device="cuda")
+    finally:
+        engine.close()
+        limit_memory(None, torch.device("cuda:0"))
