@@ -40,7 +40,8 @@ from benchmarks.streaming import OneLayer, star
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.config import read_config
 from offspec.engine import load_decoder
-from offspec.files import ModelFiles
+from offspec.errors import UsageError
+from offspec.files import ModelFiles, choose_device
 from offspec.graphs import WIDTHS, TreeGraphs
 from offspec.loaders.checkpoint import Checkpoint, TensorInfo, read_config_json, read_header
 from offspec.loaders.cuda import device_bytes, limit_memory, pin, release_memory, unpin
@@ -85,10 +86,9 @@ class Job:
     num_plain_tokens: int = 8
 
 
-_DRAFT = replace(SHAPES["1b"], hidden_size=2048)
 JOBS = {
-    "70b": Job(SHAPES["70b"], _DRAFT, (24, 16, 12)),
-    "7b": Job(SHAPES["7b"], _DRAFT, (12, 16, 24)),
+    "70b": Job(SHAPES["70b"], SHAPES["1b"], (24, 16, 12)),
+    "7b": Job(SHAPES["7b"], SHAPES["1b"], (12, 16, 24)),
     "tiny": Job(
         Shape(512, 800, 10, 16, 4, 128, format="nf4"),
         Shape(128, 352, 3, 4, 2, 32),
@@ -727,9 +727,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--minutes", type=float, default=9.0, help="no part is begun after these")
     args = parser.parse_args(arguments)
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        sys.exit("Error: torch finds no CUDA device here; see nvidia-smi, or try --device cpu --shape tiny")
+    try:
+        device = choose_device(args.device, [])
+    except UsageError as exc:
+        sys.exit(f"Error: {exc}; --device cpu --shape tiny runs the same code")
     args.folder.mkdir(parents=True, exist_ok=True)
     # A part that hangs says where, and ends.
     faulthandler.dump_traceback_later(60 * args.minutes + 50, exit=True, file=sys.__stderr__)

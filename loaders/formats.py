@@ -379,15 +379,15 @@ def _lookup_blocks(codes: Tensor, scales: Tensor, layout: Layout4bit, dtype: tor
 
 def _lookup(codes: Tensor, quant_type: str) -> Tensor:
     """uint8 [n] → fp32 [2n], looked up by pairs."""
-    return _pairs(quant_type, codes.device).index_select(0, codes.int()).view(-1)
+    return _pairs(quant_type, codes.device).index_select(0, codes.int()).view(torch.float32)
 
 
 @cache
 def _pairs(quant_type: str, device: torch.device) -> Tensor:
-    """fp32 [256, 2]: the two values that a byte stands for."""
+    """int64 [256]: the two fp32 values that a byte stands for, as one word, so that a look-up moves one."""
     values = torch.tensor(CODES[quant_type])
     byte = torch.arange(256)
-    return torch.stack((values[byte >> 4], values[byte & 15]), dim=1).to(device)
+    return torch.stack((values[byte >> 4], values[byte & 15]), dim=1).view(torch.int64)[:, 0].to(device)
 
 
 def _bitsandbytes_blocks(codes: Tensor, scales: Tensor, layout: Layout4bit, dtype: torch.dtype) -> Tensor:

@@ -131,7 +131,7 @@ def test_cuda_attends_as_the_cpu_does(num_rows: int, num_keys: int, dtype: torch
     cached = torch.randn(2, 4, 2048, 128, generator=generator)
     mask = torch.rand(num_rows, num_keys, generator=generator) < 0.5
     mask[:, 0] = True
-    tolerance = 1e-4 if dtype == torch.float32 else 0.03
+    tolerance = 1e-4 if dtype == torch.float32 else 0.06
     for seen in (mask, None):
         expected = attend(queries, cached[0, :, :num_keys], cached[1, :, :num_keys], seen)
         on_device = [tensor.to(device, dtype) for tensor in (queries, cached)]

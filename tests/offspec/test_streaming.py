@@ -157,6 +157,7 @@ def test_a_context_asked_for_is_the_limit_and_is_said(pair: Pair) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_nothing_waits_for_the_device_within_a_pass(pair: Pair) -> None:
     """From the first layer to the last no operation makes the host wait; torch raises where one does."""
     device = torch.device("cuda:0")
