@@ -41,7 +41,7 @@ from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.config import read_config
 from offspec.engine import load_decoder
 from offspec.errors import UsageError
-from offspec.files import ModelFiles, choose_device
+from offspec.files import ModelFiles, Note, choose_device
 from offspec.graphs import WIDTHS, TreeGraphs
 from offspec.loaders.checkpoint import Checkpoint, TensorInfo, read_config_json, read_header
 from offspec.loaders.cuda import device_bytes, limit_memory, pin, release_memory, unpin
@@ -56,6 +56,7 @@ from offspec.loaders.units import GIB, format_size
 from offspec.loaders.weights import LAYER_PREFIX
 from offspec.model import EMBEDDING, CachedDecoder, Decoder
 from offspec.planning import TREE_ROOM, Grant, Plan, all_resident, make_plan, settle_fused, with_more
+from offspec.shortage import Loading, with_fewer_residents
 from offspec.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -221,36 +222,63 @@ def without_residents(plan: Plan) -> Plan:
     return replace(plan, placement=placement, stream_bytes=sum(layer.read_bytes for layer in plan.layers))
 
 
+@dataclass(frozen=True)
+class Running:
+    """An engine, the plan it was loaded for in the end, what was said about it, and the seconds that loading took."""
+
+    engine: Engine
+    plan: Plan
+    notes: list[Note]
+    load_s: float
+
+
 @contextmanager
 def loaded(
-    target: Grown, draft: Grown, plan: Plan, rates: Rates, device: torch.device
-) -> Iterator[tuple[Engine, float]]:
-    """An engine for `plan`, held to it by torch's allocator, and the seconds that loading took."""
+    target: Grown, draft: Grown, plan: Plan, rates: Rates, device: torch.device, width: int
+) -> Iterator[Running]:
+    """An engine for `plan`, held to it by torch's allocator; for a leaner one where a pass of `width` finds it too little."""
     release_memory(device)
     if device.type == "cuda":
         limit_memory(plan.placement.limits.device, device)
-    began, files = time.perf_counter(), target.files
+    began, files, notes = time.perf_counter(), target.files, list[Note]()
     settle_fused(files, device)
-    weights = TieredWeights(
-        files.stored, plan.placement, dtype=files.dtype, device=device, embedding=EMBEDDING, reader=target.reader
-    )
-    decoder = Decoder(files.config, weights, dtype=files.dtype, device=device)
-    guesser = Decoder(
-        draft.files.config,
-        TieredWeights(
-            draft.files.stored, all_resident(draft.files), dtype=files.dtype, device=device, reader=draft.reader
-        ),
-        dtype=files.dtype,
-        device=device,
-    )
+
+    def load(plan: Plan) -> tuple[Decoder, Decoder]:
+        """Both models, and the largest pass there will be: if anything is scarce, it shows here."""
+        pair = (draft, all_resident(draft.files), None), (target, plan.placement, EMBEDDING)
+        guesser, decoder = (
+            Decoder(
+                grown.files.config,
+                TieredWeights(
+                    grown.files.stored,
+                    placement,
+                    dtype=files.dtype,
+                    device=device,
+                    embedding=embedding,
+                    reader=grown.reader,
+                ),
+                dtype=files.dtype,
+                device=device,
+            )
+            for grown, placement, embedding in pair
+        )
+        try:
+            CachedDecoder(decoder, CONTEXT + TREE_ROOM).score_rows(list(range(5, 21)), *star(width - 1))[0]
+        except BaseException:
+            decoder.weights.close()
+            raise
+        return decoder, guesser
+
+    leaner = partial(with_fewer_residents, target=files, draft=draft.files)
+    plan, (decoder, guesser) = Loading(load, leaner, device).within_memory(plan, notes)
     tokenizer = Tokenizer.load(files.checkpoint.path)
     engine = Engine(decoder, tokenizer, guesser, name="grown", draft_name="grown", max_context=plan.context)
     engine.follow(plan, rates, rates.host_to_device_bytes_per_s)
     try:
-        yield engine, time.perf_counter() - began
+        yield Running(engine, plan, notes, time.perf_counter() - began)
     finally:
         engine.close()
-        del engine, decoder, guesser, weights
+        del engine, decoder, guesser
         release_memory(device)
         if device.type == "cuda":
             limit_memory(None, device)
@@ -420,7 +448,8 @@ class Bench:
         streamed = plan_within(job, None, target.files, draft.files, self.device)
         plain = plan_for(target.files, draft.files, Limits(None, ENDLESS))
         for device, plan in ((self.device, streamed), (CPU, plain)):
-            with loaded(target, draft, plan, self.rates(), device) as (engine, _):
+            with loaded(target, draft, plan, self.rates(), device, max(job.widths)) as running:
+                engine = running.engine
                 rows = CachedDecoder(engine.target).score(list(range(5, 40)), *star(20)).cpu()
                 texts = [said(engine, job, t, SpeculationParams(budget=32), 24, 2)["token_ids"] for t in (0.0, 1.0)]
                 found.append((rows, [ids for each in texts for ids in each]))
@@ -461,8 +490,10 @@ class Bench:
         plan = plan_within(job, cap, target.files, draft.files, self.device)
         rates, found = self.rates(), Figures()
         link = link_bytes_per_s(self.device, max(layer.slot_bytes for layer in plan.layers), 0.5)
-        with loaded(target, draft, plan, rates, self.device) as (engine, load_s):
-            found |= self._told(plan) | {"load_s": load_s, "fused_rows": fused_widths(target.files, self.device)}
+        with loaded(target, draft, plan, rates, self.device, max(job.widths)) as running:
+            engine, plan = running.engine, running.plan
+            found |= self._told(plan) | {"load_s": running.load_s, "notes": [note.text for note in running.notes]}
+            found["fused_rows"] = fused_widths(target.files, self.device)
             found["passes"] = self._passes(engine.target, plan, job, link)
             found["peak_device_bytes"] = device_bytes(self.device)[1]
             yield found
@@ -525,9 +556,11 @@ class Bench:
         job, (target, draft) = JOBS[name], self.grown(name)
         plan = without_residents(plan_within(job, cap, target.files, draft.files, self.device))
         specexec = SpeculationParams(budget=256, scoring="specexec", lookup=False, reuse=False, overlap=False)
-        with loaded(target, draft, plan, self.rates(), self.device) as (engine, _):
+        with loaded(target, draft, plan, self.rates(), self.device, max(job.widths)) as running:
             found = {
-                kind: said(engine, job, temperature, specexec, job.num_tokens // 2, max(1, job.num_prompts // 2))
+                kind: said(
+                    running.engine, job, temperature, specexec, job.num_tokens // 2, max(1, job.num_prompts // 2)
+                )
                 for kind, temperature in (("greedy", 0.0), ("sampled", 1.0))
             }
         for figures in found.values():
