@@ -346,6 +346,9 @@ class _Request:
         """Caches and a drafter for what follows `text`; returns how many of its tokens the target has to score."""
         caches, target = self._caches, self.engine.target
         num_prefilled = caches.rewind(text)
+        caches.target.decoder = (
+            target  # another one for the same model, where that was loaded again since (`Engine.shed`)
+        )
         self.text, self.target = caches.text, caches.target  # one list: the caches know what they hold
         self.target.cache.reserve(self._longest + _tree_room(self.speculation))
         if caches.draft is not None:  # all that may be drafted: on a GPU it must not grow beside the target's pass
@@ -373,7 +376,6 @@ class _Request:
             moved = self.engine.target.weights.bytes_streamed - self._moved_before
             self.target.cache = self.target.decoder.new_cache()  # an empty one: what the old one takes is wanted
             self.engine.shed(told)
-            self.target.decoder = self.engine.target
             self._begin(self.text)
             self._moved_before -= moved
 

@@ -92,6 +92,18 @@ def test_a_pass_is_tried_again_with_fewer_residents(scarce: Callable[..., Scarce
     engine.close()
 
 
+def test_caches_of_another_text_outlive_a_shortage(scarce: Callable[..., Scarce], expected: list[int]) -> None:
+    engine = load()
+    caches = engine.new_caches()
+    first = [token for step in engine.generate("def area(", PARAMS, caches=caches) for token in step.token_ids]
+    scarce(CachedDecoder, "score_rows", {1})
+    assert says(engine) == expected
+    steps = list(engine.generate("def area(", PARAMS, caches=caches))
+    assert first == [token for step in steps for token in step.token_ids] == expected
+    assert steps[-1].stats.num_prefilled_tokens == 1
+    engine.close()
+
+
 def test_counters_go_on_after_a_shortage(scarce: Callable[..., Scarce]) -> None:
     engine = load()
     num_passes = [step.stats.num_passes for step in engine.generate("def area(", PARAMS)]
