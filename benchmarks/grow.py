@@ -26,7 +26,8 @@ import math
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,7 @@ from offspec.loaders.weights import LAYER_PREFIX
 SPREAD = 0.02  # standard deviation of weights that mean nothing, as models are initialised
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 JOB_FILE = "grown.json"
+Pack = Callable[[Tensor, str], Mapping[str, Tensor]]  # a matrix and a format → suffix of its name → tensor
 _SAFETENSORS_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
@@ -72,9 +74,20 @@ SHAPES = {
 }
 
 
-def grow(source: Path, target: Path, shape: Shape, *, say: Callable[[str], None] = lambda line: None) -> Path:
+def grow(
+    source: Path,
+    target: Path,
+    shape: Shape,
+    *,
+    layers: Collection[int] | None = None,
+    pack: Pack = pack_4bit,
+    num_threads: int = 1,
+    say: Callable[[str], None] = lambda line: None,
+) -> Path:
     """Write the checkpoint `target`: `source` in `shape`. Returns `target`; `say` gets a line for each file.
 
+    layers: only these, and no index, which makes it a part of a checkpoint. pack: what makes 4-bit tensors. num_threads:
+    files that are made at the same time, of whose layers each takes its bytes in bf16 several times over.
     Raises UsageError where the shape cannot hold the model or `target` holds something else, CheckpointError for a source
     that cannot be read, StorageError where the disk is full (repeat the call to go on).
     """
@@ -87,18 +100,24 @@ def grow(source: Path, target: Path, shape: Shape, *, say: Callable[[str], None]
         big.shared_shapes(),
         *({f"{LAYER_PREFIX}{i}.{n}": s for n, s in big.layer_shapes().items()} for i in range(big.num_layers)),
     ]
-    weight_map: dict[str, str] = {}
-    for number, group in enumerate(groups, start=1):
-        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        if not (target / name).exists():
-            write_shard(target / name, list(_pieces(group, layout, small)))
-            say(f"{name} of {len(groups)}")
-        weight_map |= dict.fromkeys(read_header(target / name), name)
-    nbytes = sum((target / name).stat().st_size for name in set(weight_map.values()))
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    wanted = range(len(groups)) if layers is None else [0, *(1 + layer for layer in layers)]
+
+    def write(number: int) -> None:
+        if not (target / names[number]).exists():
+            write_shard(target / names[number], list(_pieces(groups[number], layout, small, pack)))
+            say(f"{names[number]} of {len(groups)}")
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(write, wanted))
     for companion in COMPANIONS:
         if (source / companion).exists():
             shutil.copyfile(source / companion, target / companion)
     (target / "config.json").write_text(json.dumps(config, indent=2))
+    if layers is not None:
+        return target
+    weight_map = {tensor: name for name in names for tensor in read_header(target / name)}
+    nbytes = sum((target / name).stat().st_size for name in names)
     (target / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": nbytes}, "weight_map": weight_map}))
     return target
 
@@ -151,14 +170,16 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
     return checksum
 
 
-def _pieces(group: Mapping[str, tuple[int, ...]], layout: Layout, small: Mapping[str, Tensor]) -> Iterator[Piece]:
+def _pieces(
+    group: Mapping[str, tuple[int, ...]], layout: Layout, small: Mapping[str, Tensor], pack: Pack
+) -> Iterator[Piece]:
     """What a file holds; bf16 tensors are made when they are written, one at a time."""
     for name, shape in group.items():
         make = partial(layout.tensor, name, shape, small)
         if layout.shape.format == "bf16" or not (name.startswith(LAYER_PREFIX) and len(shape) == 2):
             yield Piece(name, "BF16", shape, partial(_made, make))
             continue
-        for suffix, part in pack_4bit(make(), layout.shape.format).items():
+        for suffix, part in pack(make(), layout.shape.format).items():
             yield Piece(name + suffix, _SAFETENSORS_DTYPES[part.dtype], tuple(part.shape), partial(_once, part))
 
 

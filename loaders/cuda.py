@@ -2,33 +2,82 @@
 
 The same `Ring` drives it as drives the disk. Nothing here synchronises the device with the thread that computes: a slot's
 `ready` event makes the computing stream wait for the copy, its `free` event makes the copy wait for the computing.
+Beside it what else is CUDA's own: the allocator's limit, memory given back, and ranges for a profiler.
 """
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
 from .readers import HostBuffer
 from .stream import Fill, Stream
 
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only for the one that was current
 
-def pin(buffer: HostBuffer) -> bool:
-    """Page-lock memory in place, for copies at the link's full speed; False where the system does not allow it.
 
-    Registered where it lies: torch's own pinned allocator would round the size up to a power of two.
+def pin(buffer: HostBuffer, device: torch.device) -> bool:
+    """Page-lock memory in place, for copies to `device` at the link's full speed; False where the system does not allow it.
+
+    Registered where it lies: torch's own pinned allocator would round the size up to a power of two. A refusal is no fault:
+    copies are slower then. But CUDA keeps it as this thread's last error, which the next kernel to be launched would be
+    blamed for (torch reads it after each launch), so one is launched here to take it.
     """
     if buffer.nbytes == 0:
         return True
-    return int(torch.cuda.cudart().cudaHostRegister(buffer.address, buffer.nbytes, 0)) == 0  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        status = torch.cuda.cudart().cudaHostRegister(buffer.address, buffer.nbytes, _PORTABLE)  # type: ignore[no-untyped-call]
+        if int(status) == 0:
+            return True
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)
+    return False
 
 
-def unpin(buffer: HostBuffer) -> None:
-    """Undo `pin`, before the memory goes."""
-    torch.cuda.cudart().cudaHostUnregister(buffer.address)  # type: ignore[no-untyped-call]
+def unpin(buffer: HostBuffer, device: torch.device) -> None:
+    """Undo `pin`, before the memory goes. No copy from it may be under way."""
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(buffer.address)  # type: ignore[no-untyped-call]
+
+
+def limit_memory(nbytes: int | None, device: torch.device) -> None:
+    """Let torch take at most `nbytes` of the device beyond what it holds now; None: all there is. Peaks count from here.
+
+    What goes beyond raises torch.OutOfMemoryError, as if the device were that small. The CUDA context (some hundred MB)
+    and the code of kernels are not torch's and stay outside.
+    """
+    total = torch.cuda.mem_get_info(device)[1]
+    allowed = total if nbytes is None else torch.cuda.memory_reserved(device) + nbytes
+    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what nothing refers to any more, from Python's cycles to torch's cache."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def device_bytes(device: torch.device) -> tuple[int, int]:
+    """Device memory that torch holds now, and the most it has held, its cache included; zeros for a CPU."""
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """A range on a profiler's time line (NVTX); nothing where no device is in use."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return nullcontext()
+    marked: AbstractContextManager[None] = torch.cuda.nvtx.range(name)
+    return marked
 
 
 class DeviceSlot:
@@ -37,7 +86,9 @@ class DeviceSlot:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._device = device
-        self.ready, self.free = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        # blocking: who waits for `ready` on the host (the thread that copies from disk) sleeps and leaves its core to others.
+        self.ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.free = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.leave()  # whatever used this memory before, on the computing stream, comes first
 
     @property
@@ -79,6 +130,8 @@ class DeviceFiller:
     def close(self) -> None:
         self._work.put(None)
         self._thread.join()
+        # A fill is done when its copy is queued. Pinned memory may not go, nor a slot's be given to others, before it is through.
+        self._stream.synchronize()
         if self._on_disk is not None:
             self._on_disk.close()
 
@@ -104,7 +157,7 @@ class DeviceFiller:
 
     def _copy(self, slot: DeviceSlot, source: torch.Tensor) -> None:
         nbytes = source.numel()
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), span("copy"):
             self._stream.wait_event(slot.free)
             slot.tensor[:nbytes].copy_(source, non_blocking=True)
             slot.ready.record(self._stream)

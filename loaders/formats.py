@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -51,7 +51,7 @@ _NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 _FP4_POSITIVE = tuple(value / 12 for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
-_CODES = {"nf4": _NF4, "fp4": (*_FP4_POSITIVE, *(0.0 - value for value in _FP4_POSITIVE))}
+CODES = {"nf4": _NF4, "fp4": (*_FP4_POSITIVE, *(0.0 - value for value in _FP4_POSITIVE))}
 _CODE_TOLERANCE = 1e-4  # older versions wrote FP4's values with four digits
 
 _INT8_UNIT = 7.874015718698502e-3  # 1/127 as bitsandbytes has it, so that results are equal to the last bit
@@ -59,6 +59,8 @@ _INT8_UNIT = 7.874015718698502e-3  # 1/127 as bitsandbytes has it, so that resul
 # Elements dequantised at once. The kernel allocates its result: 2 MiB come from the allocator's pool, where a whole matrix
 # of 117 MB is fresh pages each time: 16 ms of CPU against 64.
 _TILE = 1 << 20
+_TILE_ON_CUDA = 1 << 24  # there it is the launching that takes the time
+_VECTOR_BYTES = 16  # the widest load of a GPU's thread
 _MAX_STATE_BYTES, _MAX_CONSTANT_BYTES = 1 << 16, 1 << 26  # far more than any weight needs
 _DAMAGED = "the checkpoint is damaged, download it again"
 
@@ -120,9 +122,13 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tenso
     scratch: at least N·K elements of x's dtype, 1-D, where a matrix is put that first has to be dequantised or
     converted; without it memory is allocated each time.
     """
+    bias = bias if bias is None else bias.to(x.dtype)
+    if can_be_fused(weight) and x[..., 0].numel() <= fused_rows(weight.shape, x.dtype, x.device):
+        assert isinstance(weight, Matrix4bit)
+        return fused_linear(x, weight, bias, scratch)
     if not (isinstance(weight, Tensor) and weight.dtype == x.dtype):
         weight = dense(weight, x.dtype, scratch)
-    return F.linear(x, weight, bias if bias is None else bias.to(x.dtype))
+    return F.linear(x, weight, bias)
 
 
 def dense(weight: Weight, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
@@ -223,6 +229,11 @@ class Nested:
     offset: float
     blocksize: int
 
+    @cached_property
+    def offset_on_device(self) -> Tensor:
+        """fp32, without dimensions, beside the scales: as kernels want it. Made once: to make it waits for the device."""
+        return torch.tensor(self.offset, dtype=torch.float32, device=self.scales.device)
+
     def expand(self, codes: Tensor) -> Tensor:
         """uint8 [blocks] → fp32 [blocks]."""
         scales = self.scales.repeat_interleave(self.blocksize)[: codes.shape[0]]
@@ -255,12 +266,55 @@ class Matrix4bit:
         layout, device = self.layout, self.codes.device
         matrix = torch.empty(layout.shape, dtype=dtype, device=device) if out is None else out
         scales = self.absmax if layout.nested is None else layout.nested.expand(self.absmax)
-        if device.type == "cuda" and dtype in _KERNEL_DTYPES:
+        if device.type == "cuda" and dtype in _KERNEL_DTYPES and has_bitsandbytes():
             _dequantize_on_cuda(self.codes, scales, layout, matrix)
         else:
             native = device.type == "cpu" and dtype in _KERNEL_DTYPES and layout.blocksize < _SLOW_BLOCKSIZE
             _dequantize(self.codes, scales, layout, matrix.view(-1), native=native)
         return matrix
+
+
+# Rows up to which the fused kernel was measured to be faster, by (shape, dtype, device): `measure.measure_fused_rows`.
+_FUSED_ROWS: dict[tuple[tuple[int, ...], torch.dtype, torch.device], int] = {}
+
+
+def fused_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
+    """The most rows that `linear` multiplies with a 4-bit matrix [N, K] without dequantising it first; 0 unless set."""
+    return _FUSED_ROWS.get((shape, dtype, device), 0)
+
+
+def set_fused_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, rows: int) -> None:
+    _FUSED_ROWS[shape, dtype, device] = rows
+
+
+def can_be_fused(weight: Weight) -> bool:
+    """Whether bitsandbytes' fused kernel takes this matrix: blocks that divide its rows, scales nested by 256 or not at all."""
+    if not isinstance(weight, Matrix4bit) or weight.codes.device.type != "cuda":
+        return False
+    nested = weight.layout.nested
+    return weight.shape[1] % weight.layout.blocksize == 0 and (nested is None or nested.blocksize == 256)
+
+
+def fused_linear(x: Tensor, weight: Matrix4bit, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+    """As `linear`, by bitsandbytes' product with a matrix that stays packed; for those that `can_be_fused`.
+
+    For few rows, in which a matrix is read once instead of being written and read again. The rounding is the kernel's own.
+    """
+    bitsandbytes_functional()
+    nested, codes = weight.layout.nested, weight.codes
+    if codes.data_ptr() % _VECTOR_BYTES:  # files keep bytes anywhere, kernels read many at once
+        codes = codes.clone() if scratch is None else scratch.view(torch.uint8)[: codes.shape[0]].copy_(codes)
+    outer = {} if nested is None else _outer_scales(nested, weight.absmax)
+    scales = weight.absmax if nested is None else nested.scales
+    layout = weight.layout
+    product: Tensor = torch.ops.bitsandbytes.gemm_4bit(
+        x, codes[:, None], layout.shape, scales, layout.blocksize, layout.quant_type, bias, **outer
+    )
+    return product
+
+
+def _outer_scales(nested: Nested, codes: Tensor) -> dict[str, Tensor]:
+    return {"absmax_8bit": codes, "absmax_code": nested.values, "absmax_offset": nested.offset_on_device}
 
 
 @dataclass(frozen=True)
@@ -306,7 +360,7 @@ def dequantize_reference(codes: Tensor, scales: Tensor, layout: Layout4bit, out:
 def _dequantize(codes: Tensor, scales: Tensor, layout: Layout4bit, out: Tensor, *, native: bool) -> None:
     """Tile by tile; what follows the last whole block is left to the reference, for kernels differ in what they take."""
     blocksize, blocks = layout.blocksize, out.shape[0] // layout.blocksize
-    step = _TILE // blocksize
+    step = (_TILE_ON_CUDA if out.device.type == "cuda" else _TILE) // blocksize
     kernel = _bitsandbytes_blocks if native else _lookup_blocks
     for first in range(0, blocks, step):
         last = min(first + step, blocks)
@@ -325,15 +379,15 @@ def _lookup_blocks(codes: Tensor, scales: Tensor, layout: Layout4bit, dtype: tor
 
 def _lookup(codes: Tensor, quant_type: str) -> Tensor:
     """uint8 [n] → fp32 [2n], looked up by pairs."""
-    return _pairs(quant_type, codes.device).index_select(0, codes.int()).view(-1)
+    return _pairs(quant_type, codes.device).index_select(0, codes.int()).view(torch.float32)
 
 
 @cache
 def _pairs(quant_type: str, device: torch.device) -> Tensor:
-    """fp32 [256, 2]: the two values that a byte stands for."""
-    values = torch.tensor(_CODES[quant_type])
+    """int64 [256]: the two fp32 values that a byte stands for, as one word, so that a look-up moves one."""
+    values = torch.tensor(CODES[quant_type])
     byte = torch.arange(256)
-    return torch.stack((values[byte >> 4], values[byte & 15]), dim=1).to(device)
+    return torch.stack((values[byte >> 4], values[byte & 15]), dim=1).view(torch.int64)[:, 0].to(device)
 
 
 def _bitsandbytes_blocks(codes: Tensor, scales: Tensor, layout: Layout4bit, dtype: torch.dtype) -> Tensor:
@@ -365,6 +419,16 @@ def bitsandbytes_functional() -> ModuleType:
         ) from exc
     assert isinstance(functional, ModuleType)
     return functional
+
+
+@cache
+def has_bitsandbytes() -> bool:
+    """Whether it can be imported. On a GPU torch computes the same without it, in several times the time."""
+    try:
+        bitsandbytes_functional()
+    except OffspecError:
+        return False
+    return True
 
 
 @contextmanager
@@ -410,7 +474,7 @@ def pack_4bit(
         "dtype": str(weight.dtype).removeprefix("torch."),
         "shape": list(weight.shape),
     }
-    parts = {"": codes[:, None], ".absmax": absmax, ".quant_map": torch.tensor(_CODES[quant_type])}
+    parts = {"": codes[:, None], ".absmax": absmax, ".quant_map": torch.tensor(CODES[quant_type])}
     if nested:
         with _one_thread():
             offset = absmax.mean()
@@ -561,7 +625,7 @@ def _stored_4bit(group: _Group, values: Mapping[TensorInfo, bytes]) -> Weight4bi
     absmax, quant_map = _companion(group, "absmax"), _companion(group, "quant_map")
     _expect(group, absmax, "absmax", "F32" if state.nested is None else "U8", (blocks,))
     _expect(group, quant_map, "quant_map", "F32", (16,))
-    expected = torch.tensor(_CODES[quant_type])
+    expected = torch.tensor(CODES[quant_type])
     if not torch.allclose(_floats(values[quant_map]), expected, rtol=0, atol=_CODE_TOLERANCE):
         group.refuse(
             quant_map, f"has a quant_map that is not that of {quant_type}; no version of bitsandbytes wrote this"

@@ -26,7 +26,16 @@ import torch.nn.functional as F
 
 from offspec.errors import HardwareError, OffspecError
 
-from .formats import Layout4bit, Nested, Weight4bit, bitsandbytes_functional
+from .formats import (
+    Layout4bit,
+    Nested,
+    Weight4bit,
+    bitsandbytes_functional,
+    can_be_fused,
+    fused_linear,
+    linear,
+    set_fused_rows,
+)
 from .hardware import Rates, read_memory
 from .readers import READ_BYTES, FileReader, HostBuffer, align_down
 from .stream import NUM_READERS
@@ -352,11 +361,12 @@ def measure_dequantise(
     num_weights: int = 4,
     seconds: float = 1.0,
 ) -> float:
-    """NF4 weights/s that become `dtype`, a whole matrix at a time. Raises OffspecError without bitsandbytes.
+    """NF4 weights/s that become `dtype`, a whole matrix at a time. On a CPU raises OffspecError without bitsandbytes.
 
     As in a pass no cache holds the matrices, and between two of them the result of the last one is multiplied with.
     """
-    bitsandbytes_functional()
+    if device.type == "cpu":  # a GPU computes without it, too
+        bitsandbytes_functional()
     num_blocks = shape[0] * shape[1] // 64
     nested = Nested(torch.linspace(-1, 1, 256), torch.ones(-(-num_blocks // 256)), 0.0, 256)
     stored = Weight4bit("weight", Layout4bit(shape, "nf4", 64, nested), ()).to(device)
@@ -368,6 +378,48 @@ def measure_dequantise(
         device, lambda: next(matrices).dequantize(dtype, out), seconds, before=lambda: F.linear(row, out)
     )
     return shape[0] * shape[1] / seconds_each
+
+
+FUSED_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+FUSED_GAIN = 0.9  # of the plain product's seconds: what is no faster than this is not worth another rounding
+
+
+def measure_fused_rows(
+    shape: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    blocksize: int = 64,
+    quant_type: str = "nf4",
+    seconds: float = 0.1,
+) -> int:
+    """Find out for how many rows a packed matrix [N, K] is better not dequantised, and have `formats.linear` do so.
+
+    The widths of FUSED_WIDTHS are tried until the fused product is not faster any more; 0 where it never is, or where this
+    device and layout have none. Kept for as long as the process lives.
+    """
+    set_fused_rows(shape, dtype, device, 0)  # so that `linear` below is the plain product
+    num_blocks = shape[0] * shape[1] // blocksize
+    nested = Nested(torch.linspace(-1, 1, 256), torch.ones(-(-num_blocks // 256)), 0.0, 256)
+    stored = Weight4bit("weight", Layout4bit(shape, quant_type, blocksize, nested), ()).to(device)
+    parts = (shape[0] * shape[1] // 2, num_blocks)
+    bound = [stored.bind([_any_bytes(nbytes, device) for nbytes in parts]) for _ in range(2)]
+    if not all(map(can_be_fused, bound)):
+        return 0
+    matrices = itertools.cycle(bound)
+    scratch, most = torch.empty(shape[0] * shape[1], dtype=dtype, device=device), 0
+    for width in FUSED_WIDTHS:
+        rows = _filled((width, shape[1]), dtype, device)
+
+        def typical_s(multiply: Callable[..., torch.Tensor], rows: torch.Tensor = rows) -> float:
+            each_s = seconds / len(FUSED_WIDTHS) / 2
+            return _typical_s(device, lambda: multiply(rows, next(matrices), None, scratch), each_s)
+
+        if typical_s(fused_linear) > FUSED_GAIN * typical_s(linear):
+            break
+        most = width
+    set_fused_rows(shape, dtype, device, most)
+    return most
 
 
 def _any_bytes(nbytes: int, device: torch.device) -> torch.Tensor:

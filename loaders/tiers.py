@@ -222,10 +222,10 @@ class TieredWeights:
         if self._stream is not None:
             self._stream.close()
         for buffer in self._pinned:
-            unpin(buffer)
+            unpin(buffer, self._device)
         self._pinned = []
         self._reader.close()
-        self._resident, self._shared = {}, {}
+        self._resident, self._shared, self._stream, self.scratch = {}, {}, None, None
 
     # ---------------------------------------------------------------------------------------- loading
 
@@ -261,8 +261,8 @@ class TieredWeights:
         return Ring(self._placement.on_disk, slots, DiskFiller(records, self._reader))
 
     def _open_link(self, records: Mapping[int, Record]) -> Stream:
-        in_ram = {i: self._read(self._model.layers[i]) for i in self._placement.in_ram}
         slots = [DeviceSlot(self._placement.slot_bytes, self._device) for _ in range(self._placement.num_slots)]
+        in_ram = {i: self._read(self._model.layers[i]) for i in self._placement.in_ram}  # last: they take long to read
         sizes = {i: record.nbytes for i, record in records.items()}
         with ExitStack() as opened:
             disk, buffers = None, list(in_ram.values())
@@ -270,7 +270,7 @@ class TieredWeights:
                 disk = self._open_disk(records, self._placement.num_host_slots)
                 opened.callback(disk.close)
                 buffers += [slot.buffer for slot in disk.slots]
-            self._pinned += (buffer for buffer in buffers if pin(buffer))
+            self._pinned += (buffer for buffer in buffers if pin(buffer, self._device))
             filler = DeviceFiller({i: b.tensor for i, b in in_ram.items()}, disk, sizes, self._device)
             opened.pop_all()  # the filler closes it from here on
         return Ring(self._placement.streamed, slots, filler)

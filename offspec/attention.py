@@ -46,6 +46,16 @@ class Visibility:
         return mask
 
 
+def avoid_plans(device: torch.device) -> None:
+    """On a GPU, take cuDNN out of what torch may compute attention with, in this whole process.
+
+    The newest cards prefer it, and it makes a plan for each shape, which takes tenths of a second; the number of keys is
+    another one in each pass. (https://github.com/modelscope/FunASR/issues/3704 measured it with torch 2.11.)
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """Grouped-query attention of queries [T, heads, D] over keys and values [kv_heads, S, D]; returns [T, heads, D].
 

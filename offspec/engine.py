@@ -19,7 +19,8 @@ from typing import TypeGuard
 
 import torch
 
-from offspec.loaders.hardware import read_hardware
+from offspec.loaders.cuda import device_bytes, limit_memory, release_memory, span
+from offspec.loaders.hardware import Rates, read_hardware
 from offspec.loaders.placement import Placement
 from offspec.loaders.tiers import Progress, TieredWeights
 from offspec.scheduler.budget import Switch
@@ -39,11 +40,13 @@ from offspec.scheduler.verify import Logits, Verdict, exact_walk
 from .align import Aligner, check_learning, open_aligner
 from .alongside import alongside
 from .corpus import open_index
-from .errors import ContextLengthError, UsageError
+from .errors import ContextLengthError, MemoryLimitError, UsageError
 from .files import LOOKUP, ModelFiles, Note, choose_device, open_pair
 from .graphs import TreeGraphs, is_static
 from .model import EMBEDDING, CachedDecoder, Decoder
-from .planning import Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates
+from .planning import Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates, settle_fused
+from .shortage import Loading, first_line, with_fewer_residents
+from .shortage import explain as explain_shortage
 from .stats import Stats, peak_host_bytes
 from .text_caches import TextCaches
 from .tokenizer import TextStream, Tokenizer
@@ -96,6 +99,7 @@ class Engine:
         self._lookups, self._retrievals = match_reliability(), match_reliability()
         self.lookup_index: SuffixIndex | None = None
         self.aligner: Aligner | None = None
+        self._loading: Loading[Decoder] | None = None  # how the target was loaded; None once it was loaded again
         self._draft_graphs: TreeGraphs | None = None
         if draft is not None and draft.device.type == "cuda" and is_static(draft):
             self._draft_graphs = TreeGraphs(draft, self.max_context + 1 + MAX_ROWS)
@@ -141,27 +145,42 @@ class Engine:
         learns = learn or learn_file is not None
         if learns:
             check_learning(learn_file, has_draft=pair.draft is not None, writes=learn)
+        if place.type == "cuda":  # what torch keeps of an engine that was closed would count as taken
+            release_memory(place)
         plan = plan_here(pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context, learns))
+        if place.type == "cuda":
+            limit_memory(plan.placement.limits.device if vram is not None else None, place)
         link = measure_link(plan, pair.target, place)
         notes += explain(plan, link)
         rates = quick_rates(pair.target, place, link)
-        guesser = load_decoder(pair.draft, all_resident(pair.draft), place) if pair.draft is not None else None
-        aligner = open_aligner(guesser, learn_file, listens=learn) if learns and guesser is not None else None
-        engine = cls(
-            load_decoder(pair.target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress),
-            pair.tokenizer,
-            guesser,
-            name=model,
-            draft_name=pair.draft_name,
-            max_context=plan.context,
-        )
-        engine.notes, engine.plan, engine.link_bytes_per_s = notes, plan, link
-        engine.aligner = aligner
+        if (fused := settle_fused(pair.target, place)) is not None:
+            notes.append(fused)
+
+        def load_target(plan: Plan) -> Decoder:
+            return load_decoder(
+                pair.target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress
+            )
+
+        def load_both(plan: Plan) -> tuple[Decoder | None, Aligner | None, Decoder]:
+            guesser = load_decoder(pair.draft, all_resident(pair.draft), place) if pair.draft is not None else None
+            aligner = open_aligner(guesser, learn_file, listens=learn) if learns and guesser is not None else None
+            return guesser, aligner, load_target(plan)
+
+        leaner = partial(with_fewer_residents, target=pair.target, draft=pair.draft)
+        plan, (guesser, aligner, target) = Loading(load_both, leaner, place).within_memory(plan, notes)
+        engine = cls(target, pair.tokenizer, guesser, name=model, draft_name=pair.draft_name, max_context=plan.context)
+        engine._loading = Loading(load_target, leaner, place)
+        engine.notes, engine.aligner = notes, aligner
+        engine.follow(plan, rates, link)
         if lookup_files:
             engine.lookup_index = open_index(lookup_files, pair.tokenizer)
-        engine._predict = partial(plan.predict_pass_s, rates)
-        engine._costs = Costs(engine._predict)
         return engine
+
+    def follow(self, plan: Plan, rates: Rates, link_bytes_per_s: float | None) -> None:
+        """Take over what was planned and measured: what passes will take is predicted from it."""
+        self.plan, self.link_bytes_per_s = plan, link_bytes_per_s
+        self._predict = partial(plan.predict_pass_s, rates)
+        self._costs = Costs(self._predict)
 
     def close(self) -> None:
         """Lets go of the memory, and joins what reads ahead; the engine cannot be used afterwards."""
@@ -170,6 +189,20 @@ class Engine:
             self._draft_graphs.close()
         if self.draft is not None:
             self.draft.weights.close()
+
+    def shed(self, told: str) -> None:
+        """Load the target anew with fewer layers that stay, after device memory ran out; once.
+
+        told: what torch said. The target's caches are to be made anew. Raises MemoryLimitError, explained.
+        """
+        loading, plan, self._loading = self._loading, self.plan, None
+        if plan is None or loading is None:
+            where = self.target.device
+            raise MemoryLimitError(
+                explain_shortage(plan, where, told) if plan else f"{where} ran out of memory ({told})"
+            )
+        self.target.weights.close()
+        self.plan, self.target = loading.again(plan, told, self.notes)
 
     def with_draft(self, draft: Decoder | None, name: str | None) -> Engine:
         """The same target with another draft (or none), calibrated afresh."""
@@ -335,19 +368,12 @@ class _Request:
     ) -> None:
         assert params.seed is not None
         self.engine, self.params, self.limit, self.began, self.observer = engine, params, limit, began, observer
-        self.speculation = speculation
         self.final = frozenset() if params.ignore_eos else engine.tokenizer.eos_ids
-        num_prefilled = caches.rewind(text)
-        self.text, self.target = caches.text, caches.target  # one list: the caches know what they hold
-        longest = len(text) + limit + 1
-        self.target.cache.reserve(longest + _tree_room(speculation))
-        if caches.draft is not None:  # all that may be drafted: on a GPU it must not grow beside the target's pass
-            caches.draft.cache.reserve(longest + MAX_ROWS)
+        self.speculation, self._caches, self._longest = speculation, caches, len(text) + limit + 1
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
-        self.drafter = engine.drafter(caches.draft, self.sampler, speculation, self.final)
+        num_prefilled = self._begin(text)
         self.listener = engine.aligner.listen(text) if engine.aligner is not None else None
-        self._moved_before = engine.target.weights.bytes_streamed
         self.stats = Stats(
             num_prompt_tokens=len(text),
             num_prefilled_tokens=num_prefilled,
@@ -355,25 +381,53 @@ class _Request:
             is_lossy=speculation.is_lossy,
         )
 
+    def _begin(self, text: list[int]) -> int:
+        """Caches and a drafter for what follows `text`; returns how many of its tokens the target has to score."""
+        caches, target = self._caches, self.engine.target
+        num_prefilled = caches.rewind(text)
+        caches.target.decoder = target  # another one, where the model was loaded again since (`Engine.shed`)
+        self.text, self.target = caches.text, caches.target  # one list: the caches know what they hold
+        self.target.cache.reserve(self._longest + _tree_room(self.speculation))
+        if caches.draft is not None:  # all that may be drafted: on a GPU it must not grow beside the target's pass
+            caches.draft.cache.reserve(self._longest + MAX_ROWS)
+        self.drafter = self.engine.drafter(caches.draft, self.sampler, self.speculation, self.final)
+        self._moved_before = target.weights.bytes_streamed
+        return num_prefilled
+
     def run(self) -> Generator[Step, None, None]:
         stream = self.engine.tokenizer.stream(self.params.stop, skip_special_tokens=True)
         while True:
-            verdict = self._iterate()
+            verdict = self._iterate_within_memory()
             step = self._step(verdict, stream)
             yield step
             if step.finish_reason:
                 return
 
+    def _iterate_within_memory(self) -> Verdict:
+        """`_iterate`; where device memory runs out, again with fewer of the target's layers staying."""
+        while True:
+            try:
+                return self._iterate()
+            except torch.OutOfMemoryError as exc:
+                told = first_line(exc)
+            moved = self.engine.target.weights.bytes_streamed - self._moved_before
+            self.target.cache = self.target.decoder.new_cache()  # an empty one: what the old one takes is wanted
+            self.engine.shed(told)
+            self._begin(self.text)
+            self._moved_before -= moved
+
     def _iterate(self) -> Verdict:
         """One iteration: propose, score, verify, commit, observe."""
         started = time.perf_counter()
         text, target, drafter = self.text, self.target, self.drafter
-        tree = drafter.propose(text, max_depth=self.limit - self.stats.num_tokens - 1)
+        with span("draft"):
+            tree = drafter.propose(text, max_depth=self.limit - self.stats.num_tokens - 1)
         drafted = time.perf_counter()
-        with alongside(drafter.extend, target.device) if drafter.is_eager else nullcontext():
+        with span("pass"), alongside(drafter.extend, target.device) if drafter.is_eager else nullcontext():
             logits = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
             target.synchronize()
-        verdict = self._judge(tree, logits)
+        with span("walk"):
+            verdict = self._judge(tree, logits)
         scored = time.perf_counter()
         target.keep(verdict.path)
         drafter.observe(tree, verdict, logits)
@@ -407,8 +461,7 @@ class _Request:
             stats.stream_gb_per_s = moved / stats.target_s / 1e9
             stats.link_gb_per_s = self.engine.link_bytes_per_s and self.engine.link_bytes_per_s / 1e9
         stats.peak_host_bytes = peak_host_bytes()
-        if self.engine.target.device.type == "cuda":
-            stats.peak_device_bytes = torch.cuda.max_memory_allocated(self.engine.target.device)
+        stats.peak_device_bytes = device_bytes(self.engine.target.device)[1]
 
     def _step(self, verdict: Verdict, stream: TextStream) -> Step:
         """The tokens of a verdict up to where the text ends, as text."""

@@ -87,8 +87,8 @@ class Inputs:
         region[:width, 1 + num_pending :] = False
         num_bytes = self._host.nbytes - (self._most_rows - width) * self._columns
         self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        if self._sent is not None:  # on the stream that was copied on; alone, it would take the current device's
+            self._sent.record(torch.cuda.current_stream(self._device.device))
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,9 @@ class CudaRecorder:
         self._device = device
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._first: torch.cuda.CUDAGraph | None = (
+            None  # keeps the pool alive: one without graphs may not be asked for again
+        )
 
     def __call__(self, work: Work) -> Work | None:
         """None where the work runs beside another stream's, which recording would make wait."""
@@ -144,8 +147,12 @@ class CudaRecorder:
         main.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
         # thread_local: threads that copy weights meanwhile may do what a recording must not.
-        with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.device(self._device),  # it waits for the current device
+            torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"),
+        ):
             work()
+        self._first = self._first or graph
         return graph.replay
 
 

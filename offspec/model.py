@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.loaders.cuda import span
 from offspec.loaders.formats import StoredWeight, Weight, linear
 from offspec.loaders.weights import RamWeights, WeightSource
 
-from .attention import Visibility, attend
+from .attention import Visibility, attend, avoid_plans
 from .config import ModelConfig
 from .errors import CheckpointError, UnsupportedModelError
 from .kv_cache import KVCache
@@ -115,6 +116,7 @@ class Decoder:
     """A decoder of the shape `config` over the weights that `weights` lends."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, *, dtype: torch.dtype, device: torch.device) -> None:
+        avoid_plans(device)
         self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
         frequencies, self._magnitude = rotation(config.rope, config.head_dim)
         self._frequencies = frequencies.to(device)
@@ -147,7 +149,7 @@ class Decoder:
         """Hidden states [T, hidden], which are overwritten, after all layers."""
         for index in range(self.config.num_layers):
             self.current_layer = index
-            with self.weights.layer(index) as weights:
+            with span("layer"), self.weights.layer(index) as weights:
                 for first, last in rows.chunks:
                     hidden[first:last] = self._layer(index, weights, hidden[first:last], rows, first, last)
         self.current_layer = 0

@@ -14,8 +14,16 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from offspec.loaders.cuda import release_memory
+from offspec.loaders.formats import Weight4bit
 from offspec.loaders.hardware import Hardware, Rates
-from offspec.loaders.measure import measure_dequantise, measure_disk, measure_host_to_device, measure_matmul
+from offspec.loaders.measure import (
+    measure_dequantise,
+    measure_disk,
+    measure_fused_rows,
+    measure_host_to_device,
+    measure_matmul,
+)
 from offspec.loaders.placement import Item, LayerCost, Limits, PassRates, Placement, place, predict_pass_s
 from offspec.loaders.tiers import StoredLayer, is_packed
 from offspec.loaders.units import format_quantity, format_seconds, format_size
@@ -23,7 +31,7 @@ from offspec.scheduler.params import MAX_NODES, MAX_ROWS
 
 from .align import AlignmentParams, learning_bytes
 from .config import ModelConfig
-from .errors import MemoryLimitError, UsageError
+from .errors import MemoryLimitError, OffspecError, UsageError
 from .files import ModelFiles, Note
 from .model import EMBEDDING, HEAD_ROWS, activation_bytes
 
@@ -158,6 +166,30 @@ def quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: floa
         host_to_device_bytes_per_s=link_bytes_per_s,
         matmul_flops=measure_matmul(device, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.2),
         dequantise_elements_per_s=measure_dequantise(device, target.dtype, seconds=0.05) if packed else None,
+    )
+
+
+def settle_fused(target: ModelFiles, device: torch.device) -> Note | None:
+    """On a GPU, measure up to how many rows each shape of 4-bit matrices is multiplied as it lies there; a second at most."""
+    weights = [w for w in target.stored.layers[0].weights.values() if isinstance(w, Weight4bit)]
+    if device.type != "cuda" or not weights:
+        return None
+    kinds = {(w.layout.shape, w.layout.blocksize, w.layout.quant_type) for w in weights}
+    try:
+        rows = [
+            measure_fused_rows(shape, device, target.dtype, blocksize=blocksize, quant_type=quant_type)
+            for shape, blocksize, quant_type in sorted(kinds)
+        ]
+    except (
+        OffspecError,
+        RuntimeError,
+        AttributeError,
+    ) as exc:  # no bitsandbytes, an older one, or no room: all are dequantised
+        return Note(f"4-bit matrices are dequantised for each use ({type(exc).__name__} when measuring without)")
+    finally:
+        release_memory(device)
+    return Note(
+        f"4-bit matrices are multiplied packed up to {min(rows)} to {max(rows)} rows, by their shape (measured)"
     )
 
 

@@ -282,6 +282,79 @@ def test_cuda_equals_the_cpu(quant_type: str, nested: bool, tmp_path: Path) -> N
             assert equal(dense(matrix, dtype).cpu(), dense(bound(weight), dtype))
 
 
+def packed(shape: tuple[int, int], quant_type: str, nested: bool, folder: Path, device: str = "cpu") -> Matrix4bit:
+    weight = open_with(folder, named(pack_4bit(noise(*shape), quant_type, nested=nested)))[NAME]
+    matrix = weight.to(device).bind([read_raw(info).to(device) for info in weight.streamed])
+    assert isinstance(matrix, Matrix4bit)
+    return matrix
+
+
+def misaligned(matrix: Matrix4bit) -> Matrix4bit:
+    """The same, a byte beyond where kernels could read many at once."""
+    buffer = torch.empty(matrix.codes.shape[0] + 1, dtype=torch.uint8, device=matrix.codes.device)
+    codes = buffer[1:].copy_(matrix.codes)
+    return Matrix4bit(matrix.layout, codes, matrix.absmax)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("with_scratch", [False, True])
+@pytest.mark.parametrize(("quant_type", "nested"), KINDS)
+def test_the_fused_product_is_the_plain_one(
+    quant_type: str, nested: bool, with_scratch: bool, device: str, tmp_path: Path
+) -> None:
+    """On the CPU bitsandbytes' operation has another kernel, but takes the same arguments."""
+    matrix = packed((192, 128), quant_type, nested, tmp_path, device)
+    for dtype, num_rows in ((torch.float32, 3), (torch.float32, 1), (torch.bfloat16, 16)):
+        x, bias = noise(num_rows, 128, dtype=dtype).to(device), noise(1, 192, dtype=dtype)[0].to(device)
+        scratch = torch.empty(192 * 128, dtype=dtype, device=device) if with_scratch else None
+        expected = linear(x, matrix, bias, scratch)
+        for each in (matrix, misaligned(matrix)):
+            found = formats.fused_linear(x, each, bias, scratch)
+            assert found.dtype == dtype
+            tolerance = 1e-4 if dtype == torch.float32 else 0.1
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_few_rows_are_multiplied_packed_where_that_was_measured_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix, asked = packed((64, 128), "nf4", True, tmp_path), list[int]()
+
+    def fused(x: Tensor, weight: Matrix4bit, bias: Tensor | None, scratch: Tensor | None) -> Tensor:
+        asked.append(x.shape[0])
+        return x.new_zeros(x.shape[0], 64)
+
+    monkeypatch.setattr(formats, "fused_linear", fused)
+    monkeypatch.setattr(formats, "_FUSED_ROWS", {})
+    formats.set_fused_rows((64, 128), torch.float32, torch.device("cpu"), 8)
+    for num_rows in (1, 8, 9):
+        linear(noise(num_rows, 128, dtype=torch.float32), matrix)
+    assert asked == []  # a CPU has no such kernel
+    monkeypatch.setattr(formats, "can_be_fused", lambda weight: isinstance(weight, Matrix4bit))
+    for num_rows in (1, 8, 9):
+        linear(noise(num_rows, 128, dtype=torch.float32), matrix)
+    linear(noise(1, 128, dtype=torch.bfloat16), matrix)  # measured for another dtype only
+    assert asked == [1, 8]
+
+
+@pytest.mark.gpu
+def test_what_the_fused_kernel_takes(tmp_path: Path) -> None:
+    assert formats.can_be_fused(packed((64, 128), "nf4", True, tmp_path, "cuda"))
+    assert not formats.can_be_fused(packed((64, 128), "nf4", True, tmp_path))
+    assert not formats.can_be_fused(packed((64, 96), "nf4", True, tmp_path, "cuda"))  # a block and a half a row
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("quant_type", "nested"), KINDS)
+def test_a_gpu_needs_no_bitsandbytes(
+    quant_type: str, nested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = packed((520, 256), quant_type, nested, tmp_path, "cuda")
+    expected = dense(matrix, torch.bfloat16)
+    monkeypatch.setattr(formats, "has_bitsandbytes", lambda: False)
+    assert equal(dense(matrix, torch.bfloat16), expected)
+
+
 # ------------------------------------------------------------------------------------------------------------- packing
 
 

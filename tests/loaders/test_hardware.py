@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from offspec.errors import HardwareError, OffspecError, UsageError
-from offspec.loaders import hardware, measure
+from offspec.loaders import formats, hardware, measure
 from offspec.loaders.cgroups import cpu_quota, memory_limits
 from offspec.loaders.gpus import KNOWN_GPUS, find_gpu
 from offspec.loaders.hardware import (
@@ -574,6 +574,31 @@ def test_arithmetic_is_measured_beside_reads_of_a_large_file(
     rates = ask(beside_reads=True)
     assert (rates.matmul_flops, rates.dequantise_elements_per_s) == ({2: 1.0, 5: 1.0}, 2.0)
     assert beside == [file] * num_measured_beside
+
+
+@pytest.mark.parametrize(("num_faster", "rows"), [(0, 0), (3, 4), (9, 256)])
+def test_packed_products_are_used_for_as_many_rows_as_they_are_faster(
+    monkeypatch: pytest.MonkeyPatch, num_faster: int, rows: int
+) -> None:
+    shape, dtype = (64, 128), torch.float32
+    fused = iter([1.0] * num_faster + [1.9] * 9)
+    seconds = (second for each in fused for second in (each, 2.0))  # the fused product's, then the plain one's
+    monkeypatch.setattr(formats, "_FUSED_ROWS", {})
+    assert measure.measure_fused_rows(shape, CPU, dtype, seconds=0.01) == 0  # a CPU has none
+    monkeypatch.setattr(measure, "can_be_fused", lambda weight: True)
+    monkeypatch.setattr(measure, "_typical_s", lambda *_: next(seconds))
+    assert measure.measure_fused_rows(shape, CPU, dtype) == rows
+    assert formats.fused_rows(shape, dtype, CPU) == rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_products_are_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    device = torch.device("cuda:0")
+    monkeypatch.setattr(formats, "_FUSED_ROWS", {})
+    rows = measure.measure_fused_rows((2048, 1024), device, dtype, seconds=0.05)
+    assert rows in (0, *measure.FUSED_WIDTHS)
+    assert formats.fused_rows((2048, 1024), dtype, device) == rows
 
 
 def test_one_measurement_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
     if fails == "reading":
         reader.fail_at = model.layers[1].weights["norm"].streamed[0].offset
 
-    def refuse(buffer: HostBuffer) -> bool:
+    def refuse(buffer: HostBuffer, device: torch.device) -> bool:
         opened.extend(thread for thread in threading.enumerate() if thread.name.startswith("offspec-read"))
         raise CheckpointError("told to fail")
 

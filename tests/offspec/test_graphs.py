@@ -6,7 +6,10 @@ On the CPU nothing is recorded, but the arithmetic, its shapes and the bookkeepi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -254,6 +257,48 @@ def test_only_weights_that_stay_as_they_are(tiny_model: GetModel) -> None:
     assert not is_static(wider), "each use would convert them"
 
 
+def test_a_pool_of_graphs_is_never_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to capture into a pool that has had graphs and has none any more, as when the cache has grown."""
+    alive, captured = set[int](), list[int]()
+
+    class Graph:
+        def __init__(self) -> None:
+            alive.add(id(self))
+
+        def __del__(self) -> None:
+            alive.discard(id(self))
+
+        def replay(self) -> None: ...
+
+    @contextmanager
+    def capture(graph: Graph, pool: str, stream: object, capture_error_mode: str) -> Iterator[None]:
+        assert not captured or alive - {id(graph)}, "use_count > 0"
+        assert capture_error_mode == "thread_local"
+        captured.append(id(graph))
+        yield
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes: dict[str, Any] = {
+        "Stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
+        "graph_pool_handle": lambda: "pool",
+        "current_stream": lambda device: stream,
+        "default_stream": lambda device: stream,
+        "stream": nullcontext,
+        "device": nullcontext,
+        "CUDAGraph": Graph,
+        "graph": capture,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    recorder, calls = CudaRecorder(torch.device("cuda:0")), list[str]()
+    for _ in range(3):  # each replay is dropped before the next shape is captured
+        replay = recorder(lambda: calls.append("launched"))
+        assert replay is not None
+        del replay
+    assert len(captured) == 3
+    assert len(calls) == 3 * (CudaRecorder.WARM_UPS + 1)
+
+
 # ------------------------------------------------------------------------------------------------ CUDA
 
 
@@ -330,6 +375,33 @@ def test_the_host_may_write_the_next_round_at_once(tiny_model: GetModel) -> None
     tree = Tree(random_tokens(400), [-1, *range(399)])
     found, expected = (
         [text.score([], *tree.round(first, first + 4)).clone() for first in range(0, 400, 4)] for text in (text, plain)
+    )
+    assert_close(torch.cat(found), torch.cat(expected), 1e-4)
+
+
+@pytest.mark.gpu
+def test_graphs_are_captured_anew_where_the_cache_has_grown(tiny_model: GetModel) -> None:
+    decoder, tree = cuda_decoder(tiny_model, torch.float32), star(8)
+    graphs = TreeGraphs(decoder, 600)
+    for room in (600, 1300, 2600):
+        text, plain = graphs.text(room), CachedDecoder(decoder)
+        assert isinstance(text, StaticText)
+        for each in (text, plain):
+            each.score(random_tokens(100), *NO_NODES)
+        assert_close(text.score([], *tree.round(0, 8)), plain.score([], *tree.round(0, 8)))
+        del text, each
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_rounds_on_another_device_than_the_current_one(tiny_model: GetModel) -> None:
+    config = tiny_model("qwen3-biased-window").decoder().config
+    decoder = random_decoder(config, 0, dtype=torch.float32, device=torch.device("cuda:1"))
+    text, plain, tree = TreeGraphs(decoder, 1500).text(1500), CachedDecoder(decoder), Tree(
+        random_tokens(400), [-1, *range(399)]
+    )  # fmt: skip
+    found, expected = (
+        [each.score([], *tree.round(first, first + 4)).clone() for first in range(0, 400, 4)] for each in (text, plain)
     )
     assert_close(torch.cat(found), torch.cat(expected), 1e-4)
 

@@ -18,7 +18,7 @@ from offspec.engine import load_decoder
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
 from offspec.files import ModelFiles
 from offspec.loaders.placement import Limits, Placement
-from offspec.model import EMBEDDING, CachedDecoder, Decoder
+from offspec.model import EMBEDDING, CachedDecoder, Decoder, Rows
 
 from ..pair import CONFIG, CONTEXT, Pair, build_pair, variant
 
@@ -154,3 +154,31 @@ def test_a_context_asked_for_is_the_limit_and_is_said(pair: Pair) -> None:
     assert len(says(loaded, SamplingParams(100, ignore_eos=True))) < 40
     with pytest.raises(UsageError, match=rf"--context 1000 is more than the model's own {CONTEXT}"):
         Engine.load(str(pair.target), draft="none", device="cpu", context=1000)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_nothing_waits_for_the_device_within_a_pass(pair: Pair) -> None:
+    """From the first layer to the last no operation makes the host wait; torch raises where one does."""
+    device = torch.device("cuda:0")
+    files = ModelFiles.open(pair.target, "fp32", "cuda", [])
+    slot, everything = max(layer.record.nbytes for layer in files.stored.layers), tuple(range(files.config.num_layers))
+    placement = Placement((), everything, (), 2, 0, slot, (), Limits(2**30, 2**30), 0, 0)
+    decoder = load_decoder(files, placement, device, EMBEDDING)
+    through = decoder.through
+
+    def watched(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return through(hidden, rows)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    decoder.through = watched  # type: ignore[method-assign]
+    nodes = np.arange(3, 7), np.ones(4, np.int64), np.eye(4, dtype=bool)
+    expected = CachedDecoder(stream(pair.target, everything)).score([5, 6, 7], *nodes)
+    text = CachedDecoder(decoder, 100)
+    for _ in range(3):
+        torch.testing.assert_close(text.score([5, 6, 7], *nodes).cpu(), expected, rtol=0, atol=1e-3)
+        text.truncate(0)
+    decoder.weights.close()

@@ -1,0 +1,133 @@
+"""The card's benchmark without a card: every part runs, what is there is not done again, and what it says follows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import card
+from benchmarks.card import JOBS, Bench, Grown, pack_plainly, tell, verdicts
+from offspec import builtin
+from offspec.loaders.formats import Layout4bit, Matrix4bit, dequantize_reference, pack_4bit
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("card")
+    card.main([str(made), "--device", "cpu", "--shape", "tiny", "--minutes", "30"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    return {line["part"]: line for line in json.loads((folder / "card.json").read_text())}
+
+
+def test_every_part_has_figures(results: dict[str, Any]) -> None:
+    assert list(results) == ["machine", "exact", "draft tiny", "tiny half", "tiny half as SpecExec"]
+    assert not any("error" in line for line in results.values())
+    assert results["exact"]["figures"]["texts_equal"]
+    assert 0 < results["exact"]["figures"]["num_resident_layers"] < JOBS["tiny"].target.num_layers
+    assert results["exact"]["figures"]["largest_logit_difference"] < 1e-3
+
+
+def test_passes_stand_beside_their_bounds(results: dict[str, Any]) -> None:
+    figures, job = results["tiny half"]["figures"], JOBS["tiny"]
+    assert 0 < figures["num_resident"] < figures["num_layers"] == job.target.num_layers
+    assert figures["planned_bytes"] <= figures["granted_bytes"]
+    for width in job.widths:
+        p = figures["passes"][str(width)]
+        assert p["over_bound"] == pytest.approx(p["seconds"] / max(p["link_s"], p["compute_s"]))
+        assert p["link_share"] == pytest.approx(p["link_s"] / p["seconds"])
+    assert figures["texts"]["greedy"]["tokens_per_pass"] > figures["texts"]["greedy, plain"]["tokens_per_pass"] == 1
+    assert "token_ids" not in figures["texts"]["greedy"]
+
+
+def test_the_baseline_keeps_nothing(results: dict[str, Any]) -> None:
+    figures = results["tiny half as SpecExec"]["figures"]
+    assert figures["num_resident"] == 0
+    assert figures["stream_bytes"] > results["tiny half"]["figures"]["stream_bytes"]
+
+
+def test_a_translation_says_what_it_is(results: dict[str, Any]) -> None:
+    there = results["tiny half"]["figures"]["translation"]
+    iteration_s = there["pass_s"]["256"] + there["draft_s"]
+    assert there["tokens_per_s_at_12"] == pytest.approx(12 / iteration_s)
+    assert there["link_bytes_per_s"] == 25e9
+    assert "not measured" in tell(results)
+
+
+def test_what_is_there_is_not_done_again(
+    folder: Path, results: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (folder / "results.jsonl").read_text()
+    (folder / "results.jsonl").write_text(lines + '{"part": "cut o')  # as a run that was killed leaves it
+    card.main([str(folder), "--device", "cpu", "--shape", "tiny"])
+    assert (folder / "results.jsonl").read_text() == lines + '{"part": "cut o\n'
+    assert capsys.readouterr().out.strip() == tell(results).strip()
+
+
+def test_without_time_nothing_is_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    card.main([str(tmp_path), "--device", "cpu", "--shape", "tiny", "--minutes", "0.1"])
+    assert not (tmp_path / "results.jsonl").exists()
+    assert capsys.readouterr().err.count("no time left") == 5
+
+
+def test_a_part_that_fails_is_told_and_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> Iterator[dict[str, Any]]:
+        yield {"card": "half of it"}
+        raise RuntimeError("no such device\nand more")
+
+    parts = {"machine": fail, "exact": lambda: iter([{"texts_equal": False}])}
+    monkeypatch.setattr(card, "parts_of", lambda bench, names: parts)
+    results = card.run(Bench(tmp_path, CPU), ["tiny"], 5)
+    assert "machine: failed: no such device" in tell(results)
+    assert "half of it" in tell(results)
+    assert not results["machine"]["is_done"]
+    assert verdicts(results) == ["NO   exact: fp32 text is the CPU's"]
+    parts["machine"], parts["exact"] = lambda: iter([{"torch": "2"}]), fail  # what was done is not asked again
+    results = card.run(Bench(tmp_path, CPU), ["tiny"], 5)
+    assert results["machine"]["figures"] == {"torch": "2"}
+    assert results["exact"]["is_done"]
+    capsys.readouterr()
+
+
+def test_no_card_is_one_line() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit, match="Error: --device cuda:0: this machine has 0 CUDA devices"):
+        card.main(["unused"])
+
+
+def test_layers_that_say_nothing_share_a_file(folder: Path) -> None:
+    shape = JOBS["tiny"].target
+    grown = Grown.make(builtin.path("target"), folder / "target-512x10-nf4", shape, CPU)
+    assert len(grown.files.stored.layers) == shape.num_layers
+    paths = {layer.record.extents[0].path for layer in grown.files.stored.layers}
+    assert len(paths) == 9  # eight layers that speak, and one for all the others
+    names = {info.name for layer in grown.files.stored.layers for w in layer.weights.values() for info in w.streamed}
+    assert {int(name.split(".")[2]) for name in names} == set(range(shape.num_layers))
+
+
+def test_packing_without_bitsandbytes() -> None:
+    matrix = torch.randn(96, 128, generator=torch.Generator().manual_seed(0))
+    ours, theirs = pack_plainly(matrix, "nf4"), pack_4bit(matrix, "nf4", nested=False)
+    assert ours.keys() == theirs.keys()
+    for suffix in (".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"):
+        assert torch.equal(ours[suffix], theirs[suffix])
+    layout, found = Layout4bit((96, 128), "nf4", 64), list[torch.Tensor]()
+    for parts in (ours, theirs):
+        out = torch.empty(96 * 128)
+        packed = Matrix4bit(layout, parts[""][:, 0], parts[".absmax"])
+        dequantize_reference(packed.codes, packed.absmax, layout, out)
+        found.append((out - matrix.view(-1)).abs())
+    assert (found[0] <= found[1] + 1e-6).all()  # never further from the matrix than bitsandbytes' own
