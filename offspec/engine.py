@@ -37,8 +37,10 @@ from offspec.scheduler.verify import Verdict, exact_walk
 
 from .alongside import alongside
 from .corpus import open_index
+from .early_exit import EarlyExit, shared_text
 from .errors import ContextLengthError, UsageError
-from .files import LOOKUP, ModelFiles, Note, choose_device, open_pair
+from .exit_files import ExitFile
+from .files import LOOKUP, SELF, ModelFiles, Note, choose_device, open_pair
 from .graphs import TreeGraphs, is_static
 from .model import EMBEDDING, CachedDecoder, Decoder
 from .planning import Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates
@@ -94,7 +96,8 @@ class Engine:
         self._lookups, self._retrievals = match_reliability(), match_reliability()
         self.lookup_index: SuffixIndex | None = None
         self._draft_graphs: TreeGraphs | None = None
-        if draft is not None and draft.device.type == "cuda" and is_static(draft):
+        has_own_pass = draft is not None and not isinstance(draft, EarlyExit)
+        if draft is not None and has_own_pass and draft.device.type == "cuda" and is_static(draft):
             self._draft_graphs = TreeGraphs(draft, self.max_context + 1 + MAX_ROWS)
 
     @classmethod
@@ -113,11 +116,13 @@ class Engine:
         synchronous: bool = False,
         progress: Progress | None = None,
         lookup_files: Sequence[Path] = (),
+        exit_file: Path | None = None,
     ) -> Engine:
         """Load MODEL (a folder, a hub id, or `builtin`) and its draft; what does not fit in memory is streamed.
 
         draft: auto (the built-in pair's own; lookup for other models), none, lookup (no model: what stood in the text
-        before, and what the target said), or a model like MODEL. lookup_files: text files to look up in as well. device: auto, cpu,
+        before, and what the target said), self (the target's first layers and the exit layer of exit_file, or the one that was
+        made last for this target), or a model like MODEL. lookup_files: text files to look up in as well. device: auto, cpu,
         cuda or cuda:N. dtype: auto, bf16, fp16, fp32. vram, ram: bytes that may be used; None is what is free.
         context: tokens to make room for; None is up to `planning.DEFAULT_CONTEXT`. synchronous: read each streamed layer
         when it is needed (the ring's plain twin). progress(bytes_done, bytes_total) follows the loading of what stays.
@@ -132,14 +137,21 @@ class Engine:
         place = choose_device(device, notes)
         # Headers and tokenizers of both first, so that what cannot work is refused before gigabytes are read.
         pair = open_pair(model, draft, revision=revision, dtype=dtype, device_type=place.type, notes=notes)
-        plan = plan_here(pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context))
+        early = _find_exit(pair.target, pair.draft_name, exit_file, notes)
+        plan = plan_here(pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context), early)
         link = measure_link(plan, pair.target, place)
         notes += explain(plan, link)
         rates = quick_rates(pair.target, place, link)
+        target = load_decoder(
+            pair.target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress
+        )
+        guesser = load_decoder(pair.draft, all_resident(pair.draft), place) if pair.draft is not None else None
+        if early is not None:
+            guesser = EarlyExit(target, early.exit_layer, early.load(target.dtype, place))
         engine = cls(
-            load_decoder(pair.target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress),
+            target,
             pair.tokenizer,
-            load_decoder(pair.draft, all_resident(pair.draft), place) if pair.draft is not None else None,
+            guesser,
             name=model,
             draft_name=pair.draft_name,
             max_context=plan.context,
@@ -222,6 +234,8 @@ class Engine:
 
     def new_caches(self, capacity: int = 0) -> TextCaches:
         """Empty KV caches of one text, to be kept from request to request. capacity: tokens to make room for at once."""
+        if isinstance(self.draft, EarlyExit):
+            return TextCaches(*shared_text(self.target, self.draft, capacity))
         draft = None
         if self._draft_graphs is not None:
             draft = self._draft_graphs.text(capacity)
@@ -246,6 +260,8 @@ class Engine:
         guessers = self._guessers(speculation)
         if speculation.budget == 0 or (model is None and not guessers):
             return NoDrafter()
+        if isinstance(self.draft, EarlyExit):  # drafting and the pass share the first layers' caches
+            speculation = replace(speculation, overlap=False)
         is_coupled = speculation.scoring == "coupled"
         if model is not None and speculation.tree == "sequoia":
             return SequoiaDrafter(model, sampler, speculation, self._acceptance, final, coupled=is_coupled)
@@ -306,7 +322,7 @@ class _Request:
         longest = len(text) + limit + 1
         self.target.cache.reserve(longest + _tree_room(speculation))
         if caches.draft is not None:  # all that may be drafted: on a GPU it must not grow beside the target's pass
-            caches.draft.cache.reserve(longest + MAX_ROWS)
+            caches.draft.reserve(longest + MAX_ROWS)
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
         self.drafter = engine.drafter(caches.draft, self.sampler, speculation, self.final)
@@ -393,6 +409,17 @@ def _is_ids(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[int
 
 
 # ------------------------------------------------------------------------------------------------ loading
+
+
+def _find_exit(target: ModelFiles, draft_name: str | None, file: Path | None, notes: list[Note]) -> ExitFile | None:
+    """The exit layer that `--draft self` calls for."""
+    if draft_name != SELF:
+        if file is not None:
+            raise UsageError(f"--exit-file {file} is for --draft self; give that too, or leave it out")
+        return None
+    found = ExitFile.find(target) if file is None else ExitFile.open(file, target)
+    notes.append(Note(f"draft: the first {found.exit_layer} of {target.config.num_layers} layers and {found.path}"))
+    return found
 
 
 def load_decoder(

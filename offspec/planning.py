@@ -24,6 +24,7 @@ from offspec.scheduler.params import MAX_NODES, MAX_ROWS
 from .config import ModelConfig
 from .errors import MemoryLimitError, UsageError
 from .files import ModelFiles, Note
+from .exit_files import ExitFile
 from .model import EMBEDDING, HEAD_ROWS, activation_bytes
 
 DEFAULT_CONTEXT = 4096
@@ -79,21 +80,28 @@ class Plan:
         return predict_pass_s(self.placement, self.layers, PassRates(compute_s, disk, link))
 
 
-def make_plan(target: ModelFiles, draft: ModelFiles | None, limits: Limits, grant: Grant, program_bytes: int) -> Plan:
+def make_plan(
+    target: ModelFiles,
+    draft: ModelFiles | None,
+    limits: Limits,
+    grant: Grant,
+    program_bytes: int,
+    exit_file: ExitFile | None = None,
+) -> Plan:
     """Place the target's layers within `limits`, beside the draft, both KV caches and everything else.
 
-    program_bytes: what the process holds already. Without a context asked for, it is DEFAULT_CONTEXT or as much of it
-    as fits. Raises MemoryLimitError.
+    program_bytes: what the process holds already. exit_file: the layers before this exit have to be resident. Without a
+    context asked for, it is DEFAULT_CONTEXT or as much of it as fits. Raises MemoryLimitError.
     """
     longest = target.config.max_context
     if grant.context is not None:
         if grant.context > longest:
             raise UsageError(f"--context {grant.context} is more than the model's own {longest}; ask for less")
-        return _plan_for(grant.context, target, draft, limits, program_bytes)
+        return _plan_for(grant.context, target, draft, limits, program_bytes, exit_file)
     context = min(longest, DEFAULT_CONTEXT)
     while True:
         try:
-            return _plan_for(context, target, draft, limits, program_bytes)
+            return _plan_for(context, target, draft, limits, program_bytes, exit_file)
         except MemoryLimitError:
             if context // 2 < MIN_CONTEXT:
                 raise
@@ -113,12 +121,14 @@ def limits_of(hardware: Hardware, grant: Grant, own_bytes: int) -> Limits:
     return Limits(free if grant.vram is None else min(grant.vram, hardware.gpu.free_bytes), ram)
 
 
-def plan_here(target: ModelFiles, draft: ModelFiles | None, hardware: Hardware, grant: Grant) -> Plan:
+def plan_here(
+    target: ModelFiles, draft: ModelFiles | None, hardware: Hardware, grant: Grant, exit_file: ExitFile | None = None
+) -> Plan:
     """`make_plan` for this process on `hardware`."""
     memory = psutil.Process().memory_info()
     # Mapped libraries are held, but what is available counts them already: the kernel could read them again.
     own: int = memory.rss - getattr(memory, "shared", 0)
-    return make_plan(target, draft, limits_of(hardware, grant, own), grant, memory.rss)
+    return make_plan(target, draft, limits_of(hardware, grant, own), grant, memory.rss, exit_file)
 
 
 def with_more(plan: Plan, target: ModelFiles, draft: ModelFiles | None, *, vram: int = 0, ram: int = 0) -> Plan:
@@ -178,10 +188,19 @@ def all_resident(model: ModelFiles) -> Placement:
     return place([layer.cost(model.dtype) for layer in model.stored.layers], [], Limits(None, size))
 
 
-def _plan_for(context: int, target: ModelFiles, draft: ModelFiles | None, limits: Limits, program_bytes: int) -> Plan:
+def _plan_for(
+    context: int,
+    target: ModelFiles,
+    draft: ModelFiles | None,
+    limits: Limits,
+    program_bytes: int,
+    exit_file: ExitFile | None = None,
+) -> Plan:
     costs = [layer.cost(target.dtype) for layer in target.stored.layers]
     items = _items(context, target, draft, limits, program_bytes)
-    placement = _place(costs, items, limits)
+    if exit_file is not None:
+        items += _exit_items(context, target, exit_file)
+    placement = _place(costs, items, limits, 0 if exit_file is None else exit_file.exit_layer)
     weights = [w for layer in target.stored.layers for w in layer.weights.values() if len(w.shape) == 2]
     packed = [w for w in weights if is_packed(w)]
     return Plan(
@@ -199,17 +218,17 @@ def _plan_for(context: int, target: ModelFiles, draft: ModelFiles | None, limits
 PROGRAM_ITEM, EMBEDDING_ITEM = "program", "embedding"
 
 
-def _place(costs: list[LayerCost], items: list[Item], limits: Limits) -> Placement:
+def _place(costs: list[LayerCost], items: list[Item], limits: Limits, num_pinned: int) -> Placement:
     """`place`; where layers come from disk the embedding stays there too, to be read by row, and takes no memory."""
     without = [item for item in items if item.name != EMBEDDING_ITEM]
     try:
-        placement = place(costs, items, limits)
+        placement = place(costs, items, limits, num_pinned)
     except MemoryLimitError:
-        placement = place(costs, without, limits)
+        placement = place(costs, without, limits, num_pinned)
         if not placement.on_disk:
             raise
         return placement
-    return place(costs, without, limits) if placement.on_disk else placement
+    return place(costs, without, limits, num_pinned) if placement.on_disk else placement
 
 
 def _items(
@@ -234,6 +253,18 @@ def _items(
             Item("draft KV cache", on_device=kv_bytes(draft.config, context + MAX_ROWS, draft.dtype.itemsize)),
         ]
     return items
+
+
+def _exit_items(context: int, target: ModelFiles, exit_file: ExitFile) -> list[Item]:
+    """An exit layer, its KV cache, the drafted nodes' entries of the layers before it, and their hidden states."""
+    size, per_layer = target.dtype.itemsize, kv_bytes(target.config, 1, target.dtype.itemsize) // target.config.num_layers
+    entries = per_layer * (context + (1 + exit_file.exit_layer) * MAX_ROWS)
+    states = (context + MAX_ROWS + TREE_ROOM) * target.config.hidden_size * size
+    return [
+        Item("exit layer", on_device=exit_file.num_elements * size),
+        Item("exit KV cache", on_device=entries),
+        Item("hidden states", on_device=2 * states),  # what is kept, and a pass's copy of it
+    ]
 
 
 def _scratch_bytes(model: ModelFiles) -> int:
