@@ -144,7 +144,7 @@ def _slot_bytes(layers: Sequence[LayerCost]) -> int:
 def _refusal(
     tier: str, limit: int, needs: Sequence[tuple[str, int]], slot_bytes: int, pinned: Sequence[int] = ()
 ) -> str:
-    slots, first = f"{MIN_SLOTS} layers in flight", f"the first {len(pinned)} layers, which draft,"
+    slots, first = f"{MIN_SLOTS} layers in flight", f"{len(pinned)} before the exit, which draft,"
     wanted = [*needs, (slots, MIN_SLOTS * slot_bytes), (first, sum(pinned))]
     parts = ", ".join(f"{name} {format_size(size)}" for name, size in sorted(wanted, key=lambda need: -need[1]) if size)
     smaller = "an exit layer after fewer layers" if pinned else "a smaller draft"

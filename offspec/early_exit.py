@@ -127,7 +127,9 @@ class Trunk:
     def _joined(self) -> Tensor:
         """All hidden states that are kept as one tensor."""
         if len(self._hidden) != 1:
-            empty = torch.empty(0, self.decoder.config.hidden_size, dtype=self.decoder.dtype, device=self.decoder.device)
+            empty = torch.empty(
+                0, self.decoder.config.hidden_size, dtype=self.decoder.dtype, device=self.decoder.device
+            )
             self._hidden = [torch.cat(self._hidden) if self._hidden else empty]
         return self._hidden[0]
 
@@ -186,7 +188,9 @@ class SharedDraft(CachedDecoder):
 
     def _pass(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
         trunk, start = self._trunk, self.cache.size
-        known = trunk.cache.length - self.length  # of the chain; nodes that were sent and accepted without being expanded
+        known = (
+            trunk.cache.length - self.length
+        )  # of the chain; nodes that were sent and accepted without being expanded
         trunk.advance(chain[known:], tokens, depths, mask)
         hidden = trunk.hidden(range(start, trunk.cache.size))
         positions, tree_mask = placed(self.cache, len(chain), depths, mask)

@@ -142,9 +142,7 @@ class Engine:
         link = measure_link(plan, pair.target, place)
         notes += explain(plan, link)
         rates = quick_rates(pair.target, place, link)
-        target = load_decoder(
-            pair.target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress
-        )
+        target = load_decoder(pair.target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress)
         guesser = load_decoder(pair.draft, all_resident(pair.draft), place) if pair.draft is not None else None
         if early is not None:
             guesser = EarlyExit(target, early.exit_layer, early.load(target.dtype, place))

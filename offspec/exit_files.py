@@ -82,7 +82,9 @@ class ExitFile:
         except (OSError, SafetensorError) as exc:
             raise CheckpointError(f"exit layer {path} cannot be read: {exc}; make it with offspec distill") from exc
         if said.get("format") != FORMAT:
-            raise CheckpointError(f"{path} is no exit layer (format {said.get('format')!r}); make it with offspec distill")
+            raise CheckpointError(
+                f"{path} is no exit layer (format {said.get('format')!r}); make it with offspec distill"
+            )
         if said.get("target") != fingerprint(target):
             raise CheckpointError(
                 f"exit layer {path} was trained for another target ({said.get('name', '?')}) than {target.checkpoint.path}: "

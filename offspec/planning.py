@@ -23,8 +23,8 @@ from offspec.scheduler.params import MAX_NODES, MAX_ROWS
 
 from .config import ModelConfig
 from .errors import MemoryLimitError, UsageError
-from .files import ModelFiles, Note
 from .exit_files import ExitFile
+from .files import ModelFiles, Note
 from .model import EMBEDDING, HEAD_ROWS, activation_bytes
 
 DEFAULT_CONTEXT = 4096
@@ -257,7 +257,10 @@ def _items(
 
 def _exit_items(context: int, target: ModelFiles, exit_file: ExitFile) -> list[Item]:
     """An exit layer, its KV cache, the drafted nodes' entries of the layers before it, and their hidden states."""
-    size, per_layer = target.dtype.itemsize, kv_bytes(target.config, 1, target.dtype.itemsize) // target.config.num_layers
+    size, per_layer = (
+        target.dtype.itemsize,
+        kv_bytes(target.config, 1, target.dtype.itemsize) // target.config.num_layers,
+    )
     entries = per_layer * (context + (1 + exit_file.exit_layer) * MAX_ROWS)
     states = (context + MAX_ROWS + TREE_ROOM) * target.config.hidden_size * size
     return [
