@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offspec.loaders.formats import linear
 from offspec.loaders.weights import RamWeights
 from offspec.scheduler.params import MAX_NODES
 from offspec.scheduler.tree import ROOT
 
 from .kv_cache import KVCache
-from .model import EMBEDDING, BoolArray, CachedDecoder, Decoder, IntArray, placed
+from .model import EMBEDDING, BoolArray, CachedDecoder, Decoder, IntArray, Rows, placed
 
 ABSENT = -2  # in place of a row: the node is not in the trunk
 
@@ -39,7 +40,13 @@ class EarlyExit(Decoder):
         names = ("model.norm.weight", EMBEDDING if config.tied_head else "lm_head.weight")
         weights = RamWeights([dict(layer)], {name: target.weights.shared(name) for name in names})
         super().__init__(config, weights, dtype=dtype or target.dtype, device=target.device)
-        self.num_first = num_first
+        self.num_first, self._head_dtype = num_first, target.dtype
+
+    def taught(self, layer: Mapping[str, Tensor], hidden: Tensor, rows: Rows) -> Tensor:
+        """fp32 logits [T, vocab] of hidden states [T, hidden] with these weights for the layer, with gradients."""
+        hidden = self._layer(0, layer, hidden, rows, 0, len(hidden))
+        normed = self._rms_norm(hidden, self._norm.to(self.dtype))
+        return linear(normed.to(self._head_dtype), self._head).float()
 
 
 def shared_text(target: Decoder, exit_layer: EarlyExit, capacity: int = 0) -> tuple[SharedTarget, SharedDraft]:

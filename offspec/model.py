@@ -167,9 +167,6 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [R, vocab] of hidden states [R, hidden] as `forward` returns them."""
-        return self._logits(hidden)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
         return linear(self._rms_norm(hidden, self._norm), self._head).float()
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
