@@ -161,6 +161,11 @@ def open_pair(model: str, draft: str, *, revision: str | None, dtype: str, devic
     return Pair(target, tokenizer, guesser, draft_name)
 
 
+def open_target(model: str, revision: str | None, dtype: str, device_type: str) -> ModelFiles:
+    """MODEL's files alone. Raises OffspecError's children."""
+    return ModelFiles.open(_locate(model, revision, "target"), dtype, device_type, [])
+
+
 def imagine_pair(
     model: str, draft: str, form: str | None, *, revision: str | None, dtype: str, device_type: str, notes: list[Note]
 ) -> tuple[ModelFiles, ModelFiles | None]:
