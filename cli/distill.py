@@ -150,7 +150,7 @@ def command(
             out=None if out is None else out.expanduser(),
             texts=texts,
             resume=resume,
-            **({} if line is None else {"progress": line}),
+            progress=line,
         )
     except KeyboardInterrupt:
         click.echo("\nInterrupted; the same command with --resume goes on from the last checkpoint.", err=True)

@@ -61,7 +61,7 @@ def distill(
     out: Path | None = None,
     texts: Sequence[Path] = (),
     resume: bool = False,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress | None = None,
     checkpoint_every_s: float = CHECKPOINT_EVERY_S,
 ) -> Distilled:
     """Train an exit behind the target's layer `exit_layer` and write it to `out`, or where `--draft self` looks for it.
@@ -70,7 +70,7 @@ def distill(
     settings. progress(what, done, total) is called as shards and steps are done. Whatever interrupts it, the shards and the last
     checkpoint stay in a folder beside `out` until it is done. Raises OffspecError's children.
     """
-    params = params or DistillParams()
+    params, progress = params or DistillParams(), progress or (lambda what, done, total: None)
     check_exit_layer(exit_layer, target.config)
     out = out or default_file(files, exit_layer)
     work = _open_work(out, files, exit_layer, params, texts, resume=resume)
@@ -229,7 +229,7 @@ class _Forest:
         hidden = target.through(hidden, rows, self._rest)
         cache.append(0, len(owners))
         self._owners = np.concatenate((self._owners, owners))
-        best = [self._best(part, num_labels) for part in hidden.split(HEAD_ROWS)]
+        best = [self._best(hidden[i : i + HEAD_ROWS], num_labels) for i in range(0, len(hidden), HEAD_ROWS)]
         log_probabilities, labels = (torch.cat(parts) for parts in zip(*best, strict=True))
         self.logits = target.logits(hidden.view(num_texts, length, -1)[:, -1:])
         return {"hidden": kept, "labels": labels.int(), "log_probabilities": log_probabilities}
@@ -328,7 +328,8 @@ class Trainer:
         """Cross entropy to the target's distribution over the tokens that were kept of it."""
         scores = self._module(batch["hidden"]).log_softmax(-1)
         chosen = scores.gather(-1, batch["labels"].long())
-        return -(batch["log_probabilities"].exp() * chosen).sum(-1).mean()
+        loss: Tensor = -(batch["log_probabilities"].exp() * chosen).sum(-1).mean()
+        return loss
 
     def _rate(self, step: int) -> float:
         """Learning rate: a warm-up, then a cosine down to nothing."""
