@@ -79,7 +79,7 @@ class Trunk:
     def advance(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> None:
         """Take a chain and R nodes through the first layers; arguments as `CachedDecoder.score`'s, over this region."""
         if not len(chain) and not len(tokens):
-            return
+            return  # the target's pass may find everything here
         positions, tree_mask = placed(self.cache, len(chain), depths, mask)
         hidden = self.decoder.embed(torch.tensor([*chain, *tokens.tolist()]))
         rows = self.decoder.rows(positions, self.cache, tree_mask)
@@ -90,8 +90,15 @@ class Trunk:
         self.cache.append(len(chain), len(tokens))
 
     def hidden(self, slots: Sequence[int]) -> Tensor:
-        """Hidden states [len(slots), hidden] after the first layers, of slots that somebody has still to see; a copy."""
-        return self._joined()[torch.tensor(slots, device=self.decoder.device) - self._first]
+        """Hidden states [len(slots), hidden] after the first layers, of slots that somebody has still to see; a copy.
+
+        The first of `slots` is the least.
+        """
+        rows = torch.tensor(slots, device=self.decoder.device) - self._first
+        last = sum(len(part) for part in self._hidden[:-1])
+        if len(slots) and slots[0] - self._first >= last:  # a draft's round: its own rows, without joining all of them
+            return self._hidden[-1][rows - last]
+        return self._joined()[rows]
 
     def find(self, tokens: IntArray, parents: IntArray) -> IntArray:
         """[R]: where in the pending region the nodes of a tree (parents first) are; ABSENT for those that are not."""
@@ -162,7 +169,7 @@ class SharedTarget(CachedDecoder):
         known = trunk.cache.length - self.length  # of the chain; the draft took them through
         trunk.advance(chain[known:], tokens[absent], depths[absent], region)
         base = self.length + len(chain)
-        hidden = trunk.hidden([*range(self.length, base), *(base + rows).tolist()])
+        hidden = trunk.hidden([*range(self.length, base), *(base + rows).tolist()])  # the chain is never empty
         positions, tree_mask = placed(self.cache, len(chain), depths, mask)
         rest = self.decoder.rows(positions, self.cache, tree_mask, first_layer=self._layers.start)
         hidden = self.decoder.through(hidden, rest, self._layers)
