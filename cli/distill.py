@@ -23,8 +23,8 @@ P = DistillParams
     help=f"""Train an exit layer, so that the first layers of MODEL draft for it: --draft self.
 
 {MODEL_HELP} The target writes texts, or reads given ones, and one transformer layer behind its layer N learns to say what
-the whole target says; of MODEL nothing is changed. For the built-in model this takes some minutes. What is kept
-beside the result while it runs: about 4 * hidden size bytes a token.
+the whole target says; of MODEL nothing is changed. For the built-in model this takes some minutes. Disk, while it runs:
+the hidden state of every token, beside the result. Memory for training: 16 bytes for each weight of one layer, and the head.
 
 An interrupted run (Ctrl-C) goes on with --resume, and gives the same result as one that was not interrupted.
 
@@ -151,6 +151,7 @@ def command(
             texts=texts,
             resume=resume,
             progress=line,
+            close_target=True,
         )
     except KeyboardInterrupt:
         click.echo("\nInterrupted; the same command with --resume goes on from the last checkpoint.", err=True)

@@ -63,21 +63,30 @@ def distill(
     resume: bool = False,
     progress: Progress | None = None,
     checkpoint_every_s: float = CHECKPOINT_EVERY_S,
+    close_target: bool = False,
 ) -> Distilled:
     """Train an exit behind the target's layer `exit_layer` and write it to `out`, or where `--draft self` looks for it.
 
     texts: files to learn from instead of what the target writes. resume: go on with an interrupted run of the same
     settings. progress(what, done, total) is called as shards and steps are done. Whatever interrupts it, the shards and the last
-    checkpoint stay in a folder beside `out` until it is done. Raises OffspecError's children.
+    checkpoint stay in a folder beside `out` until it is done. close_target: give its memory back before training, for which only
+    its final norm and head are needed. Raises OffspecError's children.
     """
     params, progress = params or DistillParams(), progress or (lambda what, done, total: None)
     check_exit_layer(exit_layer, target.config)
+    if params.text_tokens > target.config.max_context:
+        longest = target.config.max_context
+        raise UsageError(
+            f"--text-tokens {params.text_tokens} is more than the model's context of {longest}; ask for less"
+        )
     out = out or default_file(files, exit_layer)
     work = _open_work(out, files, exit_layer, params, texts, resume=resume)
     shards = Shards(work, target, tokenizer, exit_layer, params, texts)
     num_shards = shards.make(progress)
-    index = exit_layer if params.init == "next" else target.config.num_layers - 1
-    trainer = Trainer(target, exit_layer, index, params, work)
+    module = ExitModule(target, exit_layer, exit_layer if params.init == "next" else target.config.num_layers - 1)
+    if close_target:
+        target.weights.close()
+    trainer = Trainer(module, params, work)
     held_out = num_shards - 1 if num_shards > 1 else 0
     before = trainer.agreement(shards.load(held_out))
     trainer.train(shards, max(1, held_out), progress, checkpoint_every_s)
@@ -260,16 +269,19 @@ class _Batch:
 
 
 class ExitModule(nn.Module):
-    """The exit layer as accelerate wants it: what is trained are its parameters, computed by the decoder's own code."""
+    """The exit layer as accelerate wants it: what is trained are its parameters, computed by the decoder's own code.
+
+    The parameters are on the CPU until it is prepared.
+    """
 
     def __init__(self, target: Decoder, exit_layer: int, source: int) -> None:
         """source: the target's layer that training starts from."""
         super().__init__()
         with target.weights.layer(source) as layer:
-            weights = {name: dense(w, torch.float32).detach().clone() for name, w in layer.items()}
+            weights = {name: dense(w, torch.float32).detach().clone().cpu() for name, w in layer.items()}
         self._names = {name.replace(".", "/"): name for name in weights}  # a parameter's name may not have dots
         self.layer = nn.ParameterDict({key: nn.Parameter(weights[name]) for key, name in self._names.items()})
-        self.exit = EarlyExit(target, exit_layer, weights, torch.float32)
+        self.exit = EarlyExit(target, exit_layer, {}, torch.float32)  # its weights are the parameters
 
     def weights(self) -> dict[str, Tensor]:
         return {name: self.layer[key] for key, name in self._names.items()}
@@ -284,13 +296,13 @@ class ExitModule(nn.Module):
 class Trainer:
     """The exit layer under training, with checkpoints in `folder`."""
 
-    def __init__(self, target: Decoder, exit_layer: int, source: int, params: DistillParams, folder: Path) -> None:
-        if target.device.type == "cuda":
-            torch.cuda.set_device(target.device)
-        self._accelerator = Accelerator(cpu=target.device.type == "cpu")
+    def __init__(self, module: ExitModule, params: DistillParams, folder: Path) -> None:
+        device = module.exit.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._accelerator = Accelerator(cpu=device.type == "cpu")
         self._params, self._folder = params, folder
-        module = ExitModule(target, exit_layer, source)
-        self._peak = params.learning_rate * math.sqrt(256 / target.config.hidden_size)
+        self._peak = params.learning_rate * math.sqrt(256 / module.exit.config.hidden_size)
         optimizer = torch.optim.AdamW(module.parameters(), lr=self._peak, betas=(0.9, 0.95), weight_decay=0.01)
         self._module, self._optimizer = self._accelerator.prepare(module, optimizer)
 

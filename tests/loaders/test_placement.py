@@ -177,6 +177,8 @@ def test_the_others_are_spread_behind_those_that_are_pinned() -> None:
 
 def test_pinned_layers_that_do_not_fit_are_refused_with_their_bytes() -> None:
     place(layers(12), ITEMS, Limits(None, 9 * GB), 4)
-    refused = r"at least 8.4 GiB are needed \(4 before the exit, which draft, 3.7 GiB, .*an exit layer after fewer layers"
+    refused = (
+        r"at least 8.4 GiB are needed \(4 before the exit, which draft, 3.7 GiB, .*an exit layer after fewer layers"
+    )
     with pytest.raises(MemoryLimitError, match=refused):
         place(layers(12), ITEMS, Limits(None, 9 * GB - 1), 4)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.distill_params import DistillParams
-from offspec.distillation import SHARD_TEXTS, Distilled, Shards, Trainer, _Forest, distill
+from offspec.distillation import SHARD_TEXTS, Distilled, ExitModule, Shards, Trainer, _Forest, distill
 from offspec.early_exit import EarlyExit
 from offspec.errors import CheckpointError, UsageError
 from offspec.exit_files import ExitFile, fingerprint
@@ -156,7 +156,7 @@ def test_labels_are_what_the_target_says_of_each_text_alone(engine: Engine) -> N
 
 def test_what_is_trained_is_what_is_run(engine: Engine, tmp_path: Path) -> None:
     """The layer's logits in training are those of drafting with it."""
-    trainer = Trainer(engine.target, EXIT, EXIT, SMALL, tmp_path)
+    trainer = Trainer(ExitModule(engine.target, EXIT, EXIT), SMALL, tmp_path)
     hidden = torch.randn(1, 6, engine.target.config.hidden_size, generator=torch.Generator().manual_seed(0))
     exit_layer = EarlyExit(engine.target, EXIT, trainer.layer())
     cache = exit_layer.new_cache()
@@ -170,6 +170,21 @@ def test_a_streamed_target_is_walked_once_for_all_texts(engine: Engine, tmp_path
     lent = type(target)(target.config, weights, dtype=target.dtype, device=target.device)
     Shards(tmp_path, lent, engine.tokenizer, EXIT, replace(SMALL, num_texts=SHARD_TEXTS), []).make(lambda *_: None)
     assert weights.lent == [*range(NUM_LAYERS)] * SMALL.text_tokens
+
+
+def test_the_target_may_be_closed_before_training(
+    folder: Path, files: ModelFiles, trained: Distilled, tmp_path: Path
+) -> None:
+    loaded = Engine.load(str(folder), draft="none", device="cpu", dtype="fp32")
+    train(loaded, files, tmp_path / "exit.safetensors", close_target=True)
+    loaded.close()
+    found, expected = load_file(tmp_path / "exit.safetensors"), load_file(trained.path)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_texts_longer_than_the_context_are_refused(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--text-tokens 129 is more than the model's context of 128"):
+        train(engine, files, tmp_path / "exit.safetensors", replace(SMALL, text_tokens=129))
 
 
 def test_given_texts_are_learnt_from(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
