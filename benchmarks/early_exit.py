@@ -6,7 +6,8 @@
 The target's texts on the held-out prompts are recorded once (plain decoding), and the target's first layers with an exit
 layer are walked along them. First table: tokens per pass with the trained exit layer and with an untrained one, the copy
 of a layer that training began with. Second table: tokens/s, by two cost models, of drafting to a fixed depth and of
-Thompson sampling (EESD, 2406.03853, section 3.3); both expand 16 nodes a round and send the same number of nodes.
+Thompson sampling (EESD, 2406.03853, section 3.3; its own coin, and as offspec has it, knowing costs); all expand 16 nodes
+a round and send the same number of nodes.
 
     resident   every layer takes the same: a round costs the first layers and the exit, a pass all layers
     streamed   a layer that is streamed takes 40 times as long as one that stays: 70B in NF4 on a card
@@ -19,7 +20,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -32,11 +34,18 @@ from offspec.loaders.formats import dense
 from offspec.model import Decoder
 from offspec.scheduler.budget import THOMPSON_WIDTH, Controller, FixedBudget, Prospect, ThompsonSampling
 from offspec.scheduler.calibration import Calibration
+from offspec.scheduler.costs import Costs as LearntCosts
 from offspec.scheduler.draft import ModelDrafter
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12)
+THOMPSON = (  # name, whether it knows costs, whether it listens to the draft
+    ("EESD's coin", False, False),
+    ("thompson", True, False),
+    ("thompson-calibrated", True, True),
+)
+COSTS = ("resident", "streamed")
 STREAMED_LAYER = 40  # seconds of a layer that comes through a link, in those of one that stays
-GetController = Callable[[], Controller]
+GetController = Callable[[LearntCosts], Controller]
 
 
 class FixedDepth(FixedBudget):
@@ -77,35 +86,49 @@ class Bench:
     def __init__(self, target: Decoder, recordings: Sequence[Recording]) -> None:
         self.target, self.recordings = target, recordings
 
-    def row(self, name: str, exit_layer: EarlyExit, stopping: str, budget: int, controller: GetController) -> Row:
-        """One way of stopping; what it learns is kept from prompt to prompt, as an engine keeps it."""
-        calibration, parts = Calibration(), list[Replayed]()
-        rule = controller()
+    def row(
+        self,
+        name: str,
+        exit_layer: EarlyExit,
+        stopping: str,
+        budget: int,
+        controller: GetController,
+        cost: str = COSTS[0],
+    ) -> Row:
+        """One way of stopping; what it learns is kept from prompt to prompt, as an engine keeps it.
+
+        cost: what the clock goes by; only who looks at it drafts otherwise by another one.
+        """
+        calibration, learnt, parts = Calibration(), LearntCosts(), list[Replayed]()
+        rule, num_first = controller(learnt), exit_layer.num_first
         for recording in self.recordings:
             clock = VirtualClock()
             draft = SharedDraft(Trunk(self.target, exit_layer.num_first), exit_layer)
-            model = ClockedModel(draft, clock, lambda rows: 0.0)
+            model = ClockedModel(draft, clock, lambda rows: num_first + 1.0)
             sampler = recording.sampler(self.target.config.vocab_size)
             params = SpeculationParams(budget, overlap=False, reuse=False, lookup=False)
-            drafter = ModelDrafter(model, sampler, params, calibration, controller=rule, clock=clock.now)
-            parts.append(replay(recording, drafter, sampler, clock, Costs(0.0, 0.0, 0.0, 0.0), model))
+            drafter = ModelDrafter(model, sampler, params, calibration, controller=rule, costs=learnt, clock=clock.now)
+            parts.append(
+                replay(recording, drafter, sampler, clock, Costs(self.pass_s(num_first, cost), 0.0, 0.0), model)
+            )
         whole = Replayed.total(parts)
         return Row(
             name,
-            exit_layer.num_first,
+            num_first,
             stopping,
             self.recordings[0].params.temperature,
             budget,
             whole.tokens_per_pass,
             whole.num_rounds / whole.num_passes,
-            {cost: self.tokens_per_s(whole, exit_layer.num_first, cost) for cost in ("resident", "streamed")},
+            {cost: self.tokens_per_s(whole, num_first, cost) for cost in COSTS},
         )
 
+    def pass_s(self, num_first: int, cost: str) -> float:
+        """Of a pass; the unit of time is a layer that stays. It takes leaves through the first layers, too."""
+        return num_first + (self.target.config.num_layers - num_first) * (STREAMED_LAYER if cost == "streamed" else 1)
+
     def tokens_per_s(self, whole: Replayed, num_first: int, cost: str) -> float:
-        """In layers of a resident target as the unit of time; a pass takes leaves through the first layers, too."""
-        num_layers = self.target.config.num_layers
-        rest = (num_layers - num_first) * (STREAMED_LAYER if cost == "streamed" else 1)
-        seconds = whole.num_rounds * (num_first + 1) + whole.num_passes * (num_first + rest)
+        seconds = whole.num_rounds * (num_first + 1) + whole.num_passes * self.pass_s(num_first, cost)
         return whole.num_tokens / seconds
 
 
@@ -122,7 +145,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--budgets", default="16,64")
-    parser.add_argument("--depths", default=",".join(map(str, DEPTHS)))
+    parser.add_argument(
+        "--depths", default=",".join(map(str, DEPTHS)), help="to sweep; none leaves the second table out"
+    )
     parser.add_argument("--folder", type=Path, default=Path("build/recordings"), help="where recorded texts are kept")
     args = parser.parse_args()
     rows: list[Row] = []
@@ -136,7 +161,8 @@ def main() -> None:
             bench = Bench(engine.target, record(engine, list[Prompt](prompts), params, args.folder))
             for budget in map(int, args.budgets.split(",")):
                 rows += both(bench, trained, untrained, budget)
-                rows += stops(bench, trained, budget, [int(depth) for depth in args.depths.split(",")])
+                if args.depths != "none":
+                    rows += stops(bench, trained, budget, [int(depth) for depth in args.depths.split(",")])
         engine.close()
     print(json.dumps({"model": args.model, "rows": [asdict(row) for row in rows]}))
 
@@ -144,7 +170,7 @@ def main() -> None:
 def both(bench: Bench, trained: EarlyExit, untrained: EarlyExit, budget: int) -> list[Row]:
     """Drafted to the end, as `--budget N` does."""
     found = [
-        bench.row(name, layer, "default", budget, lambda: FixedBudget(budget))
+        bench.row(name, layer, "default", budget, lambda _: FixedBudget(budget))
         for name, layer in (("trained", trained), ("untrained", untrained))
     ]
     first, second = (row.tokens_per_pass for row in found)
@@ -159,20 +185,15 @@ def both(bench: Bench, trained: EarlyExit, untrained: EarlyExit, budget: int) ->
 def stops(bench: Bench, trained: EarlyExit, budget: int, depths: Sequence[int]) -> list[Row]:
     """Fixed depths and Thompson sampling, each against the best depth."""
     fixed = [
-        bench.row("trained", trained, f"depth {depth}", budget, lambda depth=depth: FixedDepth(budget, depth))
+        bench.row("trained", trained, f"depth {depth}", budget, lambda _, depth=depth: FixedDepth(budget, depth))
         for depth in depths
     ]
-    drawn = [
-        bench.row(
-            "trained",
-            trained,
-            name,
-            budget,
-            lambda calibrated=calibrated: ThompsonSampling(FixedBudget(budget), calibrated=calibrated),
-        )
-        for name, calibrated in (("thompson", False), ("thompson-calibrated", True))
-    ]
-    for cost in ("resident", "streamed"):
+    found = list(fixed)
+    for cost in COSTS:
+        drawn = [
+            bench.row("trained", trained, name, budget, partial(_thompson, budget, priced, calibrated), cost)
+            for name, priced, calibrated in THOMPSON
+        ]
         best = max(fixed, key=lambda row: row.tokens_per_s[cost])
         for row in (*fixed, *drawn):
             share = row.tokens_per_s[cost] / best.tokens_per_s[cost]
@@ -181,7 +202,12 @@ def stops(bench: Bench, trained: EarlyExit, budget: int, depths: Sequence[int]) 
                 f"a pass, {share:6.1%} of the best depth",
                 flush=True,
             )
-    return [*fixed, *drawn]
+        found += [replace(row, tokens_per_s={cost: row.tokens_per_s[cost]}) for row in drawn]
+    return found
+
+
+def _thompson(budget: int, is_priced: bool, is_calibrated: bool, learnt: LearntCosts) -> Controller:
+    return ThompsonSampling(FixedBudget(budget), learnt if is_priced else None, calibrated=is_calibrated)
 
 
 if __name__ == "__main__":
