@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from safetensors import safe_open
 from torch import Tensor
 
 from benchmarks.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
@@ -132,6 +133,13 @@ class Bench:
         return whole.num_tokens / seconds
 
 
+def began_with(file: Path, target: Decoder, num_first: int) -> int:
+    """The target's layer that training began with a copy of."""
+    with safe_open(file, framework="pt") as opened:
+        is_last = opened.metadata()["init"] == "last"
+    return target.config.num_layers - 1 if is_last else num_first
+
+
 def copy_of(target: Decoder, index: int) -> dict[str, Tensor]:
     with target.weights.layer(index) as layer:
         return {name: dense(weight, target.dtype).clone() for name, weight in layer.items()}
@@ -155,7 +163,8 @@ def main() -> None:
         engine = Engine.load(args.model, draft="self", exit_file=file, dtype="fp32", device="cpu")
         trained, prompts = engine.draft, builtin.prompts()[: args.prompts]
         assert isinstance(trained, EarlyExit)
-        untrained = EarlyExit(engine.target, trained.num_first, copy_of(engine.target, trained.num_first))
+        index = began_with(file, engine.target, trained.num_first)
+        untrained = EarlyExit(engine.target, trained.num_first, copy_of(engine.target, index))
         for temperature in map(float, args.temperatures.split(",")):
             params = SamplingParams(args.tokens, temperature=temperature, seed=0, ignore_eos=True)
             bench = Bench(engine.target, record(engine, list[Prompt](prompts), params, args.folder))

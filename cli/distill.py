@@ -98,7 +98,7 @@ Examples:
     type=click.Choice(["next", "last"]),
     default=P.init,
     show_default=True,
-    help="Begin with a copy of the layer that comes next, or of the last one.",
+    help="Begin with a copy of the layer that comes next, or of the last one, which learns faster.",
 )
 @click.option("--seed", type=click.IntRange(0), default=P.seed, show_default=True, metavar="S", help="Of all of it.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run.")

@@ -28,7 +28,7 @@ class DistillParams:
     temperature: float = 1.0
     num_labels: int = 32
     learning_rate: float = 1e-3
-    init: Init = "next"
+    init: Init = "last"
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -92,7 +92,7 @@ def distill(
     trainer.train(shards, max(1, held_out), progress, checkpoint_every_s)
     agreement = trainer.agreement(shards.load(held_out))
     layer = {name: weight.to(target.dtype).cpu() for name, weight in trainer.layer().items()}
-    save(out, layer, files, exit_layer, steps=params.steps, agreement=round(agreement, 4))
+    save(out, layer, files, exit_layer, init=params.init, steps=params.steps, agreement=round(agreement, 4))
     shutil.rmtree(work)
     num_tokens = num_shards * SHARD_TEXTS * params.text_tokens
     return Distilled(out, exit_layer, num_tokens, params.steps, before, agreement)

@@ -77,7 +77,7 @@ def test_only_the_exit_layer_is_trained(engine: Engine, files: ModelFiles, folde
         with engine.target.weights.layer(index) as layer:
             for name, weight in layer.items():
                 assert torch.equal(weight, before[f"model.layers.{index}.{name}"])  # type: ignore[arg-type]
-    layer, source = load_file(trained.path), f"model.layers.{EXIT}."
+    layer, source = load_file(trained.path), f"model.layers.{NUM_LAYERS - 1}."
     assert layer.keys() == files.config.layer_shapes().keys()
     assert not any(torch.equal(layer[name], before[source + name]) for name in layer)
 
