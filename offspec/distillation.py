@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -159,8 +160,8 @@ class Shards:
                 try:
                     save_file({name: tensor.cpu().contiguous() for name, tensor in shard.items()}, unfinished)
                     unfinished.replace(self._file(index))
-                except OSError as exc:
-                    raise StorageError(f"{self._folder} cannot be written: {exc.strerror}; free some space") from exc
+                except (OSError, SafetensorError) as exc:
+                    raise StorageError(f"{self._folder} cannot be written: {exc}; free some space") from exc
         progress(what, count, count)
         return count
 
