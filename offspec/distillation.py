@@ -69,9 +69,9 @@ def distill(
     """Train an exit behind the target's layer `exit_layer` and write it to `out`, or where `--draft self` looks for it.
 
     texts: files to learn from instead of what the target writes. resume: go on with an interrupted run of the same
-    settings. progress(what, done, total) is called as shards and steps are done. Whatever interrupts it, the shards and the last
-    checkpoint stay in a folder beside `out` until it is done. close_target: give its memory back before training, for which only
-    its final norm and head are needed. Raises OffspecError's children.
+    settings. progress(what, done, total) is called as shards and steps are done. Whatever interrupts it, the shards and
+    the last checkpoint stay in a folder beside `out` until it is done. close_target: give its memory back before
+    training, for which only its final norm and head are needed. Raises OffspecError's children.
     """
     params, progress = params or DistillParams(), progress or (lambda what, done, total: None)
     check_exit_layer(exit_layer, target.config)
