@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "Measure speculative against plain decoding.",
     "plan": "Show what would go where, and how long a pass would take.",
     "quantize": "Make a 4-bit checkpoint of a 16-bit one, or lay one out to stream well.",
+    "distill": "Train an exit layer, so that a model's first layers draft for it.",
     "verify": "Show that speculative text equals plain decoding, token for token.",
     "doctor": "Show what this machine has, measured, and what would help most.",
     "config": "Show every setting and where it comes from.",

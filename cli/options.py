@@ -67,8 +67,8 @@ def model_flags(function: F) -> F:
         click.option(
             "--draft",
             default="auto",
-            metavar="PATH|auto|lookup|none",
-            help="What guesses: a small model; lookup, which needs none: what stood in the text before; auto: the built-in pair's own, lookup for other models. [default: auto]",
+            metavar="PATH|auto|self|lookup|none",
+            help="What guesses: a small model; self, the model's own first layers (offspec distill makes what that takes); lookup, which needs none: what stood in the text before; auto: the built-in pair's own, lookup for other models. [default: auto]",
         ),
         click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub id."),
         click.option(
@@ -101,6 +101,12 @@ def loading_options(function: F) -> F:
             type=click.Path(path_type=Path),
             metavar="FILE",
             help="A text file whose wording is likely to come again (your code, your notes); may be given several times.",
+        ),
+        click.option(
+            "--exit-file",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="The exit layer for --draft self. [default: the one offspec distill made last for this model]",
         ),
         click.option(
             "--no-read-ahead",

@@ -75,25 +75,30 @@ def spread(num_layers: int, num_chosen: int) -> tuple[int, ...]:
     return tuple((2 * i + 1) * num_layers // (2 * num_chosen) for i in range(num_chosen))
 
 
-def place(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits) -> Placement:
+def place(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, num_pinned: int = 0) -> Placement:
     """As many residents as fit, the rest in RAM where it all fits beside, else on disk.
 
-    Raises MemoryLimitError, with the numbers and the remedy, where not even streaming every layer fits.
+    num_pinned: so many of the first layers have to be resident, because they draft. Raises MemoryLimitError, with the numbers
+    and the remedy, where not even streaming every other layer fits.
     """
     if limits.device is None:
-        return _place_on_cpu(layers, items, limits)
-    return _place_on_gpu(layers, items, limits, limits.device)
+        return _place_on_cpu(layers, items, limits, num_pinned)
+    return _place_on_gpu(layers, items, limits, limits.device, num_pinned)
 
 
-def _place_on_cpu(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits) -> Placement:
+def _place_on_cpu(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, num_pinned: int) -> Placement:
     needs, slot_bytes = [(item.name, item.on_device + item.on_host) for item in items], _slot_bytes(layers)
-    resident, rest, num_slots, used = _fill("RAM", limits.ram, [c.resident_bytes for c in layers], needs, slot_bytes)
+    sizes = [c.resident_bytes for c in layers]
+    resident, rest, num_slots, used = _fill("RAM", limits.ram, sizes, needs, slot_bytes, num_pinned)
     return Placement(resident, (), rest, num_slots, 0, slot_bytes, tuple(items), limits, 0, used)
 
 
-def _place_on_gpu(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, device: int) -> Placement:
+def _place_on_gpu(
+    layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, device: int, num_pinned: int
+) -> Placement:
     needs, slot_bytes = [(item.name, item.on_device) for item in items], _slot_bytes(layers)
-    resident, rest, num_slots, used = _fill("VRAM", device, [c.resident_bytes for c in layers], needs, slot_bytes)
+    sizes = [c.resident_bytes for c in layers]
+    resident, rest, num_slots, used = _fill("VRAM", device, sizes, needs, slot_bytes, num_pinned)
     needs = [(item.name, item.on_host) for item in items]
     sizes = [layers[i].slot_bytes for i in rest]
     kept, on_disk, host_slots, used_ram = _fill("RAM", limits.ram, sizes, needs, slot_bytes)
@@ -102,25 +107,31 @@ def _place_on_gpu(layers: Sequence[LayerCost], items: Sequence[Item], limits: Li
 
 
 def _fill(
-    tier: str, limit: int, sizes: Sequence[int], needs: Sequence[tuple[str, int]], slot_bytes: int
+    tier: str,
+    limit: int,
+    sizes: Sequence[int],
+    needs: Sequence[tuple[str, int]],
+    slot_bytes: int,
+    num_pinned: int = 0,
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
     """Fill one tier with layers of these sizes: which stay in it, which do not, how many slots these need, all bytes used."""
     taken = sum(size for _, size in needs)
-    kept, num_slots = _keep(sizes, limit - taken, slot_bytes)
+    kept, num_slots = _keep(sizes, limit - taken, slot_bytes, num_pinned)
     if kept is None:
-        raise MemoryLimitError(_refusal(tier, limit, needs, slot_bytes))
+        raise MemoryLimitError(_refusal(tier, limit, needs, slot_bytes, sizes[:num_pinned]))
     rest = tuple(i for i in range(len(sizes)) if i not in kept)
     return kept, rest, num_slots, taken + num_slots * slot_bytes + sum(sizes[i] for i in kept)
 
 
-def _keep(sizes: Sequence[int], room: int, slot_bytes: int) -> tuple[tuple[int, ...] | None, int]:
-    """The most layers that fit in `room` beside slots for the others, and how many slots; None where none fit."""
+def _keep(sizes: Sequence[int], room: int, slot_bytes: int, num_pinned: int) -> tuple[tuple[int, ...] | None, int]:
+    """The most layers that fit in `room` beside slots for the others, and how many slots; None where too few fit."""
     if sum(sizes) <= room:
         return tuple(range(len(sizes))), 0
+    num_free = len(sizes) - num_pinned
     for num_slots in (MAX_SLOTS, MIN_SLOTS):
         left = room - num_slots * slot_bytes
-        for count in range(len(sizes) - 1, -1, -1):
-            chosen = spread(len(sizes), count)
+        for count in range(num_free - 1, -1, -1):
+            chosen = (*range(num_pinned), *(num_pinned + i for i in spread(num_free, count)))
             if sum(sizes[i] for i in chosen) <= left:
                 return chosen, num_slots
     return None, 0
@@ -130,13 +141,16 @@ def _slot_bytes(layers: Sequence[LayerCost]) -> int:
     return max((layer.slot_bytes for layer in layers), default=0)
 
 
-def _refusal(tier: str, limit: int, needs: Sequence[tuple[str, int]], slot_bytes: int) -> str:
-    slots = f"{MIN_SLOTS} layers in flight"
-    wanted = [*needs, (slots, MIN_SLOTS * slot_bytes)]
+def _refusal(
+    tier: str, limit: int, needs: Sequence[tuple[str, int]], slot_bytes: int, pinned: Sequence[int] = ()
+) -> str:
+    slots, first = f"{MIN_SLOTS} layers in flight", f"{len(pinned)} before the exit, which draft,"
+    wanted = [*needs, (slots, MIN_SLOTS * slot_bytes), (first, sum(pinned))]
     parts = ", ".join(f"{name} {format_size(size)}" for name, size in sorted(wanted, key=lambda need: -need[1]) if size)
+    smaller = "an exit layer after fewer layers" if pinned else "a smaller draft"
     return (
         f"{format_size(max(limit, 0))} of {tier} are too little: at least {format_size(sum(size for _, size in wanted))} are needed "
-        f"({parts}); grant more with --{tier.lower()}, ask for a smaller --context, or take a smaller draft"
+        f"({parts}); grant more with --{tier.lower()}, ask for a smaller --context, or take {smaller}"
     )
 
 

@@ -7,7 +7,7 @@ their names, and nothing of what a layer is made of. Does not decide what fits w
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -66,7 +66,8 @@ class WeightSource(Protocol):
 class RamWeights:
     """Tensors that are in memory anyway, for as long as the source lives."""
 
-    def __init__(self, layers: list[dict[str, torch.Tensor]], shared: dict[str, torch.Tensor]) -> None:
+    def __init__(self, layers: Sequence[Mapping[str, Weight]], shared: Mapping[str, Weight]) -> None:
+        """layers: each one's weights by their short names. shared: those outside the layers by their full names."""
         self._layers = layers
         self._shared = shared
         self.is_resident = True
@@ -89,13 +90,14 @@ class RamWeights:
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
         return nullcontext(self._layers[index])
 
-    def shared(self, name: str) -> torch.Tensor:
+    def shared(self, name: str) -> Weight:
         if name not in self._shared:
             raise missing(name)
         return self._shared[name]
 
     def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         table = self.shared(name)
+        assert isinstance(table, torch.Tensor)
         return F.embedding(indices.to(table.device), table)
 
     def close(self) -> None:

@@ -40,11 +40,13 @@ from offspec.scheduler.verify import Logits, Verdict, exact_walk
 from .align import Aligner, check_learning, open_aligner
 from .alongside import alongside
 from .corpus import open_index
+from .early_exit import EarlyExit, shared_text
 from .errors import ContextLengthError, MemoryLimitError, UsageError
-from .files import LOOKUP, ModelFiles, Note, choose_device, open_pair
+from .exit_files import ExitFile
+from .files import LOOKUP, SELF, ModelFiles, Note, choose_device, open_pair
 from .graphs import TreeGraphs, is_static
 from .model import EMBEDDING, CachedDecoder, Decoder
-from .planning import Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates, settle_fused
+from .planning import Beside, Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates, settle_fused
 from .shortage import Loading, first_line, with_fewer_residents
 from .shortage import explain as explain_shortage
 from .stats import Stats, peak_host_bytes
@@ -101,7 +103,8 @@ class Engine:
         self.aligner: Aligner | None = None
         self._loading: Loading[Decoder] | None = None  # how the target was loaded; None once it was loaded again
         self._draft_graphs: TreeGraphs | None = None
-        if draft is not None and draft.device.type == "cuda" and is_static(draft):
+        has_own_pass = draft is not None and not isinstance(draft, EarlyExit)
+        if draft is not None and has_own_pass and draft.device.type == "cuda" and is_static(draft):
             self._draft_graphs = TreeGraphs(draft, self.max_context + 1 + MAX_ROWS)
 
     @classmethod
@@ -122,11 +125,13 @@ class Engine:
         lookup_files: Sequence[Path] = (),
         learn: bool = False,
         learn_file: Path | None = None,
+        exit_file: Path | None = None,
     ) -> Engine:
         """Load MODEL (a folder, a hub id, or `builtin`) and its draft; what does not fit in memory is streamed.
 
         draft: auto (the built-in pair's own; lookup for other models), none, lookup (no model: what stood in the text
-        before, and what the target said), or a model like MODEL. lookup_files: text files to look up in as well. device: auto, cpu,
+        before, and what the target said), self (the target's first layers and the exit layer of exit_file, or the one that was
+        made last for this target), or a model like MODEL. lookup_files: text files to look up in as well. device: auto, cpu,
         cuda or cuda:N. dtype: auto, bf16, fp16, fp32. vram, ram: bytes that may be used; None is what is free.
         context: tokens to make room for; None is up to `planning.DEFAULT_CONTEXT`. synchronous: read each streamed layer
         when it is needed (the ring's plain twin). progress(bytes_done, bytes_total) follows the loading of what stays.
@@ -145,9 +150,12 @@ class Engine:
         learns = learn or learn_file is not None
         if learns:
             check_learning(learn_file, has_draft=pair.draft is not None, writes=learn)
+        early = _find_exit(pair.target, pair.draft_name, exit_file, notes)
         if place.type == "cuda":  # what torch keeps of an engine that was closed would count as taken
             release_memory(place)
-        plan = plan_here(pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context, learns))
+        plan = plan_here(
+            pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context), Beside(learns, early)
+        )
         if place.type == "cuda":
             limit_memory(plan.placement.limits.device if vram is not None else None, place)
         link = measure_link(plan, pair.target, place)
@@ -164,12 +172,16 @@ class Engine:
         def load_both(plan: Plan) -> tuple[Decoder | None, Aligner | None, Decoder]:
             guesser = load_decoder(pair.draft, all_resident(pair.draft), place) if pair.draft is not None else None
             aligner = open_aligner(guesser, learn_file, listens=learn) if learns and guesser is not None else None
-            return guesser, aligner, load_target(plan)
+            target = load_target(plan)
+            if early is not None:
+                guesser = EarlyExit(target, early.exit_layer, early.load(target.dtype, place))
+            return guesser, aligner, target
 
         leaner = partial(with_fewer_residents, target=pair.target, draft=pair.draft)
         plan, (guesser, aligner, target) = Loading(load_both, leaner, place).within_memory(plan, notes)
         engine = cls(target, pair.tokenizer, guesser, name=model, draft_name=pair.draft_name, max_context=plan.context)
-        engine._loading = Loading(load_target, leaner, place)
+        if early is None:  # whose weights are the target's
+            engine._loading = Loading(load_target, leaner, place)
         engine.notes, engine.aligner = notes, aligner
         engine.follow(plan, rates, link)
         if lookup_files:
@@ -286,6 +298,8 @@ class Engine:
 
     def new_caches(self, capacity: int = 0) -> TextCaches:
         """Empty KV caches of one text, to be kept from request to request. capacity: tokens to make room for at once."""
+        if isinstance(self.draft, EarlyExit):
+            return TextCaches(*shared_text(self.target, self.draft, capacity))
         draft = None
         if self._draft_graphs is not None:
             draft = self._draft_graphs.text(capacity)
@@ -312,6 +326,8 @@ class Engine:
         guessers = self._guessers(speculation)
         if speculation.budget == 0 or (model is None and not guessers):
             return NoDrafter()
+        if isinstance(self.draft, EarlyExit):  # drafting and the pass share the first layers' caches
+            speculation = replace(speculation, overlap=False)
         is_coupled = speculation.scoring == "coupled"
         if model is not None and speculation.tree == "sequoia":
             return SequoiaDrafter(model, sampler, speculation, self._acceptance, final, coupled=is_coupled)
@@ -389,7 +405,7 @@ class _Request:
         self.text, self.target = caches.text, caches.target  # one list: the caches know what they hold
         self.target.cache.reserve(self._longest + _tree_room(self.speculation))
         if caches.draft is not None:  # all that may be drafted: on a GPU it must not grow beside the target's pass
-            caches.draft.cache.reserve(self._longest + MAX_ROWS)
+            caches.draft.reserve(self._longest + MAX_ROWS)
         self.drafter = self.engine.drafter(caches.draft, self.sampler, self.speculation, self.final)
         self._moved_before = target.weights.bytes_streamed
         return num_prefilled
@@ -496,6 +512,17 @@ def _is_ids(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[int
 
 
 # ------------------------------------------------------------------------------------------------ loading
+
+
+def _find_exit(target: ModelFiles, draft_name: str | None, file: Path | None, notes: list[Note]) -> ExitFile | None:
+    """The exit layer that `--draft self` calls for."""
+    if draft_name != SELF:
+        if file is not None:
+            raise UsageError(f"--exit-file {file} is for --draft self; give that too, or leave it out")
+        return None
+    found = ExitFile.find(target) if file is None else ExitFile.open(file, target)
+    notes.append(Note(f"draft: the first {found.exit_layer} of {target.config.num_layers} layers and {found.path}"))
+    return found
 
 
 def load_decoder(

@@ -134,13 +134,14 @@ def choose_dtype(wanted: str, name: str, stored: StoredModel, device_type: str, 
 
 
 LOOKUP = "lookup"  # in place of a draft's name: the text itself, and what the target said before, are looked up
+SELF = "self"  # in place of a draft's name: the target's first layers and an exit layer
 
 
 @dataclass(frozen=True)
 class Pair:
     """A target, its tokenizer, and perhaps a draft that speaks the same tokens.
 
-    draft_name: what guesses: a model's name, LOOKUP, or None.
+    draft_name: what guesses: a model's name, LOOKUP, SELF, or None.
     """
 
     target: ModelFiles
@@ -150,14 +151,19 @@ class Pair:
 
 
 def open_pair(model: str, draft: str, *, revision: str | None, dtype: str, device_type: str, notes: list[Note]) -> Pair:
-    """Find MODEL and `draft` (auto, none, or a model), and check that they fit together. Raises OffspecError's children."""
+    """Find MODEL and `draft` (auto, none, lookup, self, or a model), and check that they fit together. Raises OffspecError's children."""
     target = ModelFiles.open(_locate(model, revision, "target"), dtype, device_type, notes)
     tokenizer = Tokenizer.load(target.checkpoint.path)
     draft_name, guesser = _choose_draft(model, draft, notes), None
-    if draft_name not in (None, LOOKUP):
+    if draft_name not in (None, LOOKUP, SELF):
         guesser = ModelFiles.open(_locate(draft_name, None, "draft"), dtype, device_type, notes)
         _check_draft(tokenizer, target, guesser)
     return Pair(target, tokenizer, guesser, draft_name)
+
+
+def open_target(model: str, revision: str | None, dtype: str, device_type: str) -> ModelFiles:
+    """MODEL's files alone. Raises OffspecError's children."""
+    return ModelFiles.open(_locate(model, revision, "target"), dtype, device_type, [])
 
 
 def imagine_pair(
@@ -167,6 +173,8 @@ def imagine_pair(
     path = _locate(model, revision, "target", weights=False)
     target = ModelFiles.imagine(path, form, dtype, device_type, notes)
     name = _choose_draft(model, draft, notes)
+    if name == SELF:
+        raise UsageError("--draft self is not planned for: plan with --draft none, and add an exit layer to what stays")
     if name in (None, LOOKUP):
         return target, None
     return target, ModelFiles.imagine(_locate(name, None, "draft", weights=False), None, dtype, device_type, notes)

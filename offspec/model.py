@@ -89,19 +89,20 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class FreshRows:
-    """Rows whose entries go behind those that the cache has."""
+    """Rows whose entries go behind those that the cache has. first_layer: the one that the cache's first layer is."""
 
     cache: KVCache
     visibility: Visibility
     cos: Tensor
     sin: Tensor
     chunks: list[tuple[int, int]]
+    first_layer: int = 0
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
         start = self.visibility.start
-        self.cache.write(layer, keys, values, start + first)
-        return self.cache.read(layer, start + last)
+        self.cache.write(layer - self.first_layer, keys, values, start + first)
+        return self.cache.read(layer - self.first_layer, start + last)
 
     def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
         """As `Visibility.mask`; kept for the whole pass where there is one chunk, made anew by each layer otherwise."""
@@ -124,9 +125,10 @@ class Decoder:
         self._head = weights.shared(EMBEDDING if config.tied_head else "lm_head.weight")
         self.current_layer = 0  # where a pass is, for whoever watches from another thread
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self, num_layers: int | None = None) -> KVCache:
+        """For all layers, or for `num_layers` of them."""
         c = self.config
-        return KVCache(c.num_layers, c.num_kv_heads, c.head_dim, dtype=self.dtype, device=self.device)
+        return KVCache(num_layers or c.num_layers, c.num_kv_heads, c.head_dim, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache, tree_mask: Tensor | None = None) -> Tensor:
@@ -136,18 +138,27 @@ class Decoder:
         With tree_mask (bool [R, P + R], see `Visibility`) the last R rows are tree nodes, the rows before them a chain.
         The cache's counts are the caller's to advance (`KVCache.append`).
         """
-        start, num_rows = cache.size, tokens.shape[0]
+        return self.through(self.embed(tokens), self.rows(positions, cache, tree_mask))
+
+    @torch.inference_mode()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Hidden states [T, hidden] of tokens [T] (on the CPU) before the first layer."""
+        return self.weights.rows(EMBEDDING, tokens)
+
+    def rows(self, positions: Tensor, cache: KVCache, tree_mask: Tensor | None, first_layer: int = 0) -> FreshRows:
+        """Rows at positions [T] behind what `cache` has, with room made for them there; arguments as `forward`'s."""
+        start, num_rows = cache.size, positions.shape[0]
         cache.reserve(start + num_rows)
         cache.positions[start : start + num_rows] = positions
         visibility = Visibility(start, positions, cache.positions, tree_mask)
         step = chunk_rows(self.config, start + num_rows)
         chunks = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
-        rows = FreshRows(cache, visibility, *self.rotation(positions), chunks)
-        return self.through(self.weights.rows(EMBEDDING, tokens), rows)
+        return FreshRows(cache, visibility, *self.rotation(positions), chunks, first_layer)
 
-    def through(self, hidden: Tensor, rows: Rows) -> Tensor:
-        """Hidden states [T, hidden], which are overwritten, after all layers."""
-        for index in range(self.config.num_layers):
+    @torch.inference_mode()
+    def through(self, hidden: Tensor, rows: Rows, layers: range | None = None) -> Tensor:
+        """Hidden states [T, hidden], which are overwritten, after all layers or after these."""
+        for index in layers or range(self.config.num_layers):
             self.current_layer = index
             with span("layer"), self.weights.layer(index) as weights:
                 for first, last in rows.chunks:
@@ -282,15 +293,16 @@ class CachedDecoder:
         """As `score`, with each row's logits computed when it is asked for."""
         return RowLogits(self.decoder, self._pass(chain, tokens, depths, mask))
 
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` entries, committed and pending."""
+        self.cache.reserve(capacity)
+
     def _pass(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
         """Hidden states [(1 if chain else 0) + R, hidden] of what `score` describes."""
-        device, num_nodes = self.decoder.device, len(tokens)
-        base = self.length + len(chain)
         ids = torch.tensor([*chain, *tokens.tolist()])
-        positions = torch.cat((torch.arange(self.length, base), torch.as_tensor(depths, dtype=torch.long) + (base - 1)))
-        tree_mask = torch.as_tensor(mask, device=device) if num_nodes else None
-        hidden = self.decoder.forward(ids, positions.to(device), self.cache, tree_mask)
-        self.cache.append(len(chain), num_nodes)
+        positions, tree_mask = placed(self.cache, len(chain), depths, mask)
+        hidden = self.decoder.forward(ids, positions, self.cache, tree_mask)
+        self.cache.append(len(chain), len(tokens))
         return hidden[max(len(chain) - 1, 0) :]
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
@@ -300,6 +312,13 @@ class CachedDecoder:
     def truncate(self, length: int) -> None:
         """Forget the text from position `length` on."""
         self.cache.truncate(length)
+
+
+def placed(cache: KVCache, num_chain: int, depths: IntArray, mask: BoolArray) -> tuple[Tensor, Tensor | None]:
+    """Positions [num_chain + R] of a chain and nodes behind what `cache` holds; their mask; both on its device."""
+    base, device = cache.length + num_chain, cache.positions.device
+    positions = torch.cat((torch.arange(cache.length, base), torch.as_tensor(depths, dtype=torch.long) + (base - 1)))
+    return positions.to(device), torch.as_tensor(mask, device=device) if len(depths) else None
 
 
 def random_decoder(config: ModelConfig, seed: int, *, dtype: torch.dtype, device: torch.device) -> Decoder:

@@ -32,6 +32,7 @@ from offspec.scheduler.params import MAX_NODES, MAX_ROWS
 from .align import AlignmentParams, learning_bytes
 from .config import ModelConfig
 from .errors import MemoryLimitError, OffspecError, UsageError
+from .exit_files import ExitFile
 from .files import ModelFiles, Note
 from .model import EMBEDDING, HEAD_ROWS, activation_bytes
 
@@ -45,14 +46,24 @@ SPARE = 0.05  # of what is free now, left for whatever else runs, where no limit
 
 @dataclass(frozen=True)
 class Grant:
-    """What the user allows: bytes of VRAM and RAM (None: what is free), the context to make room for, and whether the draft
-    learns while running.
-    """
+    """What the user allows: bytes of VRAM and RAM (None: what is free), and the context to make room for."""
 
     vram: int | None = None
     ram: int | None = None
     context: int | None = None
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What is asked of memory beside the two models: a draft that learns while running, and an exit layer, before which
+    the target's layers have to stay.
+    """
+
     learns: bool = False
+    exit_file: ExitFile | None = None
+
+
+NOTHING = Beside()
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,7 @@ class Plan:
     layer_elements: int
     packed_elements: int
     head_elements: int
+    beside: Beside
 
     @property
     def tiers(self) -> str:
@@ -91,21 +103,28 @@ class Plan:
         return predict_pass_s(self.placement, self.layers, PassRates(compute_s, disk, link))
 
 
-def make_plan(target: ModelFiles, draft: ModelFiles | None, limits: Limits, grant: Grant, program_bytes: int) -> Plan:
+def make_plan(
+    target: ModelFiles,
+    draft: ModelFiles | None,
+    limits: Limits,
+    grant: Grant,
+    program_bytes: int,
+    beside: Beside = NOTHING,
+) -> Plan:
     """Place the target's layers within `limits`, beside the draft, both KV caches and everything else.
 
-    program_bytes: what the process holds already. Without a context asked for, it is DEFAULT_CONTEXT or as much of it
-    as fits. Raises MemoryLimitError.
+    program_bytes: what the process holds already. Without a context asked for, it is DEFAULT_CONTEXT or as much of it as
+    fits. Raises MemoryLimitError.
     """
     longest = target.config.max_context
     if grant.context is not None:
         if grant.context > longest:
             raise UsageError(f"--context {grant.context} is more than the model's own {longest}; ask for less")
-        return _plan_for(grant.context, target, draft, limits, program_bytes, grant.learns)
+        return _plan_for(grant.context, target, draft, limits, program_bytes, beside)
     context = min(longest, DEFAULT_CONTEXT)
     while True:
         try:
-            return _plan_for(context, target, draft, limits, program_bytes, grant.learns)
+            return _plan_for(context, target, draft, limits, program_bytes, beside)
         except MemoryLimitError:
             if context // 2 < MIN_CONTEXT:
                 raise
@@ -125,12 +144,14 @@ def limits_of(hardware: Hardware, grant: Grant, own_bytes: int) -> Limits:
     return Limits(free if grant.vram is None else min(grant.vram, hardware.gpu.free_bytes), ram)
 
 
-def plan_here(target: ModelFiles, draft: ModelFiles | None, hardware: Hardware, grant: Grant) -> Plan:
+def plan_here(
+    target: ModelFiles, draft: ModelFiles | None, hardware: Hardware, grant: Grant, beside: Beside = NOTHING
+) -> Plan:
     """`make_plan` for this process on `hardware`."""
     memory = psutil.Process().memory_info()
     # Mapped libraries are held, but what is available counts them already: the kernel could read them again.
     own: int = memory.rss - getattr(memory, "shared", 0)
-    return make_plan(target, draft, limits_of(hardware, grant, own), grant, memory.rss)
+    return make_plan(target, draft, limits_of(hardware, grant, own), grant, memory.rss, beside)
 
 
 def with_more(plan: Plan, target: ModelFiles, draft: ModelFiles | None, *, vram: int = 0, ram: int = 0) -> Plan:
@@ -138,9 +159,8 @@ def with_more(plan: Plan, target: ModelFiles, draft: ModelFiles | None, *, vram:
     limits = plan.placement.limits
     device = None if limits.device is None else limits.device + vram
     (program,) = (item for item in plan.placement.items if item.name == PROGRAM_ITEM)
-    learns = any(item.name == LEARNING_ITEM for item in plan.placement.items)
     limits = Limits(device, limits.ram + ram)
-    return _plan_for(plan.context, target, draft, limits, program.on_host - WORKSPACE_BYTES, learns)
+    return _plan_for(plan.context, target, draft, limits, program.on_host - WORKSPACE_BYTES, plan.beside)
 
 
 def measure_link(plan: Plan, target: ModelFiles, device: torch.device) -> float | None:
@@ -217,15 +237,18 @@ def all_resident(model: ModelFiles) -> Placement:
 
 
 def _plan_for(
-    context: int, target: ModelFiles, draft: ModelFiles | None, limits: Limits, program_bytes: int, learns: bool
+    context: int, target: ModelFiles, draft: ModelFiles | None, limits: Limits, program_bytes: int, beside: Beside
 ) -> Plan:
     costs = [layer.cost(target.dtype) for layer in target.stored.layers]
-    items = _items(context, target, draft, limits, program_bytes)
-    if learns and draft is not None:
+    items, num_pinned = _items(context, target, draft, limits, program_bytes), 0
+    if beside.learns and draft is not None:
         params = AlignmentParams()
         num_bytes = learning_bytes(draft.config, draft.dtype.itemsize, params)
-        items.append(Item(LEARNING_ITEM, on_device=num_bytes, on_host=params.buffer_bytes))
-    placement = _place(costs, items, limits)
+        items.append(Item("learning", on_device=num_bytes, on_host=params.buffer_bytes))
+    if beside.exit_file is not None:
+        items += _exit_items(context, target, beside.exit_file)
+        num_pinned = beside.exit_file.exit_layer
+    placement = _place(costs, items, limits, num_pinned)
     weights = [w for layer in target.stored.layers for w in layer.weights.values() if len(w.shape) == 2]
     packed = [w for w in weights if is_packed(w)]
     return Plan(
@@ -237,23 +260,24 @@ def _plan_for(
         sum(math.prod(w.shape) for w in weights) // len(costs),
         sum(math.prod(w.shape) for w in packed) // len(costs),
         target.config.vocab_size * target.config.hidden_size,
+        beside,
     )
 
 
-PROGRAM_ITEM, EMBEDDING_ITEM, LEARNING_ITEM = "program", "embedding", "learning"
+PROGRAM_ITEM, EMBEDDING_ITEM = "program", "embedding"
 
 
-def _place(costs: list[LayerCost], items: list[Item], limits: Limits) -> Placement:
+def _place(costs: list[LayerCost], items: list[Item], limits: Limits, num_pinned: int) -> Placement:
     """`place`; where layers come from disk the embedding stays there too, to be read by row, and takes no memory."""
     without = [item for item in items if item.name != EMBEDDING_ITEM]
     try:
-        placement = place(costs, items, limits)
+        placement = place(costs, items, limits, num_pinned)
     except MemoryLimitError:
-        placement = place(costs, without, limits)
+        placement = place(costs, without, limits, num_pinned)
         if not placement.on_disk:
             raise
         return placement
-    return place(costs, without, limits) if placement.on_disk else placement
+    return place(costs, without, limits, num_pinned) if placement.on_disk else placement
 
 
 def _items(
@@ -278,6 +302,21 @@ def _items(
             Item("draft KV cache", on_device=kv_bytes(draft.config, context + MAX_ROWS, draft.dtype.itemsize)),
         ]
     return items
+
+
+def _exit_items(context: int, target: ModelFiles, exit_file: ExitFile) -> list[Item]:
+    """An exit layer, its KV cache, the drafted nodes' entries of the layers before it, and their hidden states."""
+    size, per_layer = (
+        target.dtype.itemsize,
+        kv_bytes(target.config, 1, target.dtype.itemsize) // target.config.num_layers,
+    )
+    entries = per_layer * (context + (1 + exit_file.exit_layer) * MAX_ROWS)
+    states = (context + MAX_ROWS + TREE_ROOM) * target.config.hidden_size * size
+    return [
+        Item("exit layer", on_device=exit_file.num_elements * size),
+        Item("exit KV cache", on_device=entries),
+        Item("hidden states", on_device=2 * states),  # what is kept, and a pass's copy of it
+    ]
 
 
 def _scratch_bytes(model: ModelFiles) -> int:

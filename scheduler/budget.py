@@ -148,16 +148,22 @@ class ThompsonSampling:
     of r accepted tokens after n rounds, each of which made the tree a level deeper, adds r to alpha and n - r to beta.
     The calibrated variant lets the draft speak too: `CONFIDENCE` further counts, shared out by the probability of the
     best node that is still open.
+
+    The coin is blind to what a round costs. Where that is known (`costs`), what was drawn is acted on as if it were so:
+    theta is the chance that a level holds if the one above it did (beta counts the walks that ended within the tree), another
+    round adds theta ** (n + 1) tokens, and is drafted while these exceed the going rate * its seconds. Calibrated, the
+    further counts are shared out by the chance of a level that the nodes still open imply.
     """
 
     CONFIDENCE = 4.0
     FORGETTING = 0.98
 
-    def __init__(self, inner: Controller, *, calibrated: bool, seed: int = 0) -> None:
-        self._inner, self._calibrated = inner, calibrated
+    def __init__(self, inner: Controller, costs: Costs | None = None, *, calibrated: bool, seed: int = 0) -> None:
+        self._inner, self._costs, self._calibrated = inner, costs, calibrated
         self._random = np.random.default_rng(seed)
-        self._accepted = self._rejected = 1.0
+        self._accepted = self._rejected = self._ended = 1.0
         self._num_rounds = 0
+        self._tokens = self._seconds = 0.0
 
     @property
     def limit(self) -> int:
@@ -166,13 +172,25 @@ class ThompsonSampling:
     def width(self, prospect: Prospect) -> int:
         if not len(prospect.open):
             return 0
-        confidence = self.CONFIDENCE if self._calibrated else 0.0
-        likely = min(1.0, float(prospect.open[0]))
-        bias = self._random.beta(self._accepted + confidence * likely, self._rejected + confidence * (1 - likely))
-        if len(prospect.best) and self._random.random() >= bias:  # the root is always asked
+        width = min(THOMPSON_WIDTH, len(prospect.open))
+        if len(prospect.best) and not self._goes_on(prospect.open, width):  # the root is always asked
             return 0
         self._num_rounds += 1
-        return min(THOMPSON_WIDTH, len(prospect.open))
+        return width
+
+    def _goes_on(self, open_nodes: FloatArray, width: int) -> bool:
+        if self._costs is None or not self._costs.draft.is_known or not self._seconds:
+            return bool(self._random.random() < self._draw(self._rejected, float(open_nodes[0])))
+        level = self._num_rounds + 1
+        reached = min(1.0, float(open_nodes[:width].sum()))
+        theta = self._draw(self._ended, reached ** (1 / max(1, self._num_rounds)))
+        price = self._tokens / self._seconds * float(self._costs.draft.seconds(np.array([width]))[0])
+        return bool(theta**level > price)
+
+    def _draw(self, against: float, likely: float) -> float:
+        """Theta from the posterior, with what the draft says of it where that is asked for."""
+        confidence, likely = self.CONFIDENCE if self._calibrated else 0.0, min(1.0, likely)
+        return float(self._random.beta(self._accepted + confidence * likely, against + confidence * (1 - likely)))
 
     def size(self, prospect: Prospect) -> int:
         return self._inner.size(prospect)
@@ -181,6 +199,9 @@ class ThompsonSampling:
         accepted = min(num_tokens - 1, self._num_rounds)
         self._accepted = max(1.0, self.FORGETTING * self._accepted) + accepted
         self._rejected = max(1.0, self.FORGETTING * self._rejected) + self._num_rounds - accepted
+        self._ended = max(1.0, self.FORGETTING * self._ended) + (accepted < self._num_rounds)
+        self._tokens = self.FORGETTING * self._tokens + num_tokens
+        self._seconds = self.FORGETTING * self._seconds + seconds
         self._num_rounds = 0
         self._inner.observe(num_tokens, seconds)
 
@@ -191,7 +212,7 @@ def controller_for(params: SpeculationParams, costs: Costs) -> Controller:
     inner = MarginalRate(costs, MAX_NODES) if budget is None else FixedBudget(budget, params.width)
     if params.stopping == "default":
         return inner
-    return ThompsonSampling(inner, calibrated=params.stopping == "thompson-calibrated")
+    return ThompsonSampling(inner, costs, calibrated=params.stopping == "thompson-calibrated")
 
 
 class Switch:

@@ -51,11 +51,12 @@ class Pair:
     draft: Path
 
 
-def build_pair(folder: Path) -> Pair:
+def build_pair(folder: Path, num_layers: int = CONFIG["num_hidden_layers"]) -> Pair:
     """Write both checkpoints below `folder`."""
     pair = Pair(folder / "target", folder / "draft")
     tokenizer = _tokenizer()
-    weights = _random_weights(_printable(tokenizer))
+    config = CONFIG | {"num_hidden_layers": num_layers}
+    weights = _random_weights(_printable(tokenizer), config)
     noise = torch.Generator().manual_seed(1)
     near = {
         name: tensor + 0.15 * tensor.std() * torch.randn(tensor.shape, generator=noise)
@@ -65,7 +66,7 @@ def build_pair(folder: Path) -> Pair:
         path.mkdir()
         save_file(tensors, path / "model.safetensors")
         tokenizer.save(str(path / "tokenizer.json"))
-        _write_json(path / "config.json", CONFIG)
+        _write_json(path / "config.json", config)
         _write_json(path / "tokenizer_config.json", {"eos_token": SPECIALS[0], "chat_template": TEMPLATE})
     return pair
 
@@ -119,9 +120,9 @@ def _printable(tokenizer: Tokenizer) -> list[int]:
     return [token for token, text in texts.items() if text.isascii() and text.isprintable() and text]
 
 
-def _random_weights(printable: list[int]) -> dict[str, torch.Tensor]:
+def _random_weights(printable: list[int], raw: dict[str, Any]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    config = read_config(CONFIG)
+    config = read_config(raw)
     shapes = dict(config.shared_shapes())
     for index in range(config.num_layers):
         shapes |= {f"{LAYER_PREFIX}{index}.{name}": shape for name, shape in config.layer_shapes().items()}

@@ -154,3 +154,31 @@ def test_the_disk_reads_into_ram_while_other_layers_come_from_there() -> None:
     )
     placed = replace(placed, num_host_slots=3)
     assert predict(placed, costs, 0.0, GB, 10 * GB) == pytest.approx(3.0, rel=0.01)  # the disk rests at no time
+
+
+@given(costs, st.integers(0, 2000), st.one_of(st.none(), st.integers(0, 2000)), st.data())
+def test_pinned_layers_stay_or_all_is_refused(
+    costs: list[LayerCost], ram: int, device: int | None, data: st.DataObject
+) -> None:
+    num_pinned = data.draw(st.integers(0, len(costs)))
+    try:
+        placed = place(costs, [], Limits(device, ram), num_pinned)
+    except MemoryLimitError:
+        return
+    assert placed.resident[:num_pinned] == tuple(range(num_pinned))
+    assert sorted(placed.resident + placed.in_ram + placed.on_disk) == list(range(len(costs)))
+
+
+def test_the_others_are_spread_behind_those_that_are_pinned() -> None:
+    assert place(layers(12), [], Limits(None, 8 * GB), 2).resident == (0, 1, 3, 7, 10)
+    assert place(layers(12), [], Limits(8 * GB, 64 * GB), 4).resident == (0, 1, 2, 3, 8)
+    assert place(layers(12), [], Limits(None, 12 * GB), 4).resident == tuple(range(12))
+
+
+def test_pinned_layers_that_do_not_fit_are_refused_with_their_bytes() -> None:
+    place(layers(12), ITEMS, Limits(None, 9 * GB), 4)
+    refused = (
+        r"at least 8.4 GiB are needed \(4 before the exit, which draft, 3.7 GiB, .*an exit layer after fewer layers"
+    )
+    with pytest.raises(MemoryLimitError, match=refused):
+        place(layers(12), ITEMS, Limits(None, 9 * GB - 1), 4)

@@ -274,6 +274,35 @@ def test_the_posterior_counts_accepted_and_rejected_rounds() -> None:
         alpha, beta = max(1.0, forgetting * alpha) + won, max(1.0, forgetting * beta) + rounds - won
 
 
+@pytest.mark.parametrize("is_calibrated", [False, True])
+@pytest.mark.parametrize("round_s", [0.4, 0.1, 0.01])
+@pytest.mark.parametrize("holds", [0.2, 0.6, 0.9])
+def test_where_costs_are_known_it_comes_near_the_best_fixed_depth(
+    holds: float, round_s: float, is_calibrated: bool
+) -> None:
+    """A level holds with one chance if the one above it did, and a pass takes a second; a round takes less."""
+    most = 30
+    best = max((1 + sum(holds**i for i in range(1, n + 1))) / (1 + n * round_s) for n in range(1, most))
+    costs, random = Costs(), np.random.default_rng(0)
+    costs.draft.observe(1, round_s)
+    controller = ThompsonSampling(FixedBudget(50, 16), costs, calibrated=is_calibrated)
+    tokens = seconds = 0.0
+    for iteration in range(1500):
+        rounds, known = 0, NONE
+        while rounds < most and controller.width(prospect_of(known, np.array([holds**rounds]))):
+            rounds, known = rounds + 1, np.array([holds**rounds])
+        accepted = min(int(random.geometric(1 - holds)) - 1, rounds)
+        controller.observe(1 + accepted, 1 + rounds * round_s)
+        if iteration >= 500:
+            tokens, seconds = tokens + 1 + accepted, seconds + 1 + rounds * round_s
+    assert tokens / seconds > 0.93 * best
+
+
+def test_the_coin_is_tossed_until_costs_are_known() -> None:
+    blind, sighted = thompson(seed=3), ThompsonSampling(FixedBudget(50, 16), Costs(), calibrated=False, seed=3)
+    assert [rounds_of(blind, 2) for _ in range(50)] == [rounds_of(sighted, 2) for _ in range(50)]
+
+
 def test_only_the_calibrated_one_listens_to_the_draft() -> None:
     def mean(calibrated: bool, likely: float) -> float:
         found = []

@@ -1,0 +1,223 @@
+"""What an exit layer's training brings, and whether Thompson sampling stops its drafting where it should.
+
+    offspec distill builtin --exit-layer 2 --out build/exit2.safetensors
+    python benchmarks/early_exit.py build/exit2.safetensors [--prompts 12] [--tokens 64] [--temperatures 0,1]
+
+The target's texts on the held-out prompts are recorded once (plain decoding), and the target's first layers with an exit
+layer are walked along them. First table: tokens per pass with the trained exit layer and with an untrained one, the copy
+of a layer that training began with. Second table: tokens/s, by two cost models, of drafting to a fixed depth and of
+Thompson sampling (EESD, 2406.03853, section 3.3; its own coin, and as offspec has it, knowing costs); all expand 16 nodes
+a round and send the same number of nodes.
+
+    resident   every layer takes the same: a round costs the first layers and the exit, a pass all layers
+    streamed   a layer that is streamed takes 40 times as long as one that stays: 70B in NF4 on a card
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from benchmarks.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
+from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.early_exit import EarlyExit, SharedDraft, Trunk
+from offspec.engine import Prompt
+from offspec.loaders.formats import dense
+from offspec.model import Decoder
+from offspec.scheduler.budget import THOMPSON_WIDTH, Controller, FixedBudget, Prospect, ThompsonSampling
+from offspec.scheduler.calibration import Calibration
+from offspec.scheduler.costs import Costs as LearntCosts
+from offspec.scheduler.draft import ModelDrafter
+
+DEPTHS = (1, 2, 3, 4, 6, 8, 12)
+THOMPSON = (  # name, whether it knows costs, whether it listens to the draft
+    ("EESD's coin", False, False),
+    ("thompson", True, False),
+    ("thompson-calibrated", True, True),
+)
+COSTS = ("resident", "streamed")
+STREAMED_LAYER = 40  # seconds of a layer that comes through a link, in those of one that stays
+GetController = Callable[[LearntCosts], Controller]
+
+
+class FixedDepth(FixedBudget):
+    """Always so many rounds, the root's among them; each makes the tree a level deeper."""
+
+    def __init__(self, budget: int, num_rounds: int) -> None:
+        super().__init__(budget)
+        self._num_rounds, self._done = num_rounds, 0
+
+    def width(self, prospect: Prospect) -> int:
+        if len(prospect.best) == 0 and len(prospect.open) == 1:  # the root
+            return 1
+        self._done += 1
+        return min(THOMPSON_WIDTH, len(prospect.open)) if self._done < self._num_rounds else 0
+
+    def size(self, prospect: Prospect) -> int:
+        self._done = 0
+        return super().size(prospect)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way over all prompts. exit: trained or untrained."""
+
+    exit: str
+    num_first: int
+    stopping: str
+    temperature: float
+    budget: int
+    tokens_per_pass: float
+    rounds_per_pass: float
+    tokens_per_s: dict[str, float]
+
+
+class Bench:
+    """A target, the texts that it said, and exit layers before it."""
+
+    def __init__(self, target: Decoder, recordings: Sequence[Recording]) -> None:
+        self.target, self.recordings = target, recordings
+
+    def row(
+        self,
+        name: str,
+        exit_layer: EarlyExit,
+        stopping: str,
+        budget: int,
+        controller: GetController,
+        cost: str = COSTS[0],
+    ) -> Row:
+        """One way of stopping; what it learns is kept from prompt to prompt, as an engine keeps it.
+
+        cost: what the clock goes by; only who looks at it drafts otherwise by another one.
+        """
+        calibration, learnt, parts = Calibration(), LearntCosts(), list[Replayed]()
+        rule, num_first = controller(learnt), exit_layer.num_first
+        for recording in self.recordings:
+            clock = VirtualClock()
+            draft = SharedDraft(Trunk(self.target, exit_layer.num_first), exit_layer)
+            model = ClockedModel(draft, clock, lambda rows: num_first + 1.0)
+            sampler = recording.sampler(self.target.config.vocab_size)
+            params = SpeculationParams(budget, overlap=False, reuse=False, lookup=False)
+            drafter = ModelDrafter(model, sampler, params, calibration, controller=rule, costs=learnt, clock=clock.now)
+            parts.append(
+                replay(recording, drafter, sampler, clock, Costs(self.pass_s(num_first, cost), 0.0, 0.0), model)
+            )
+        whole = Replayed.total(parts)
+        return Row(
+            name,
+            num_first,
+            stopping,
+            self.recordings[0].params.temperature,
+            budget,
+            whole.tokens_per_pass,
+            whole.num_rounds / whole.num_passes,
+            {cost: self.tokens_per_s(whole, num_first, cost) for cost in COSTS},
+        )
+
+    def pass_s(self, num_first: int, cost: str) -> float:
+        """Of a pass; the unit of time is a layer that stays. It takes leaves through the first layers, too."""
+        return num_first + (self.target.config.num_layers - num_first) * (STREAMED_LAYER if cost == "streamed" else 1)
+
+    def tokens_per_s(self, whole: Replayed, num_first: int, cost: str) -> float:
+        seconds = whole.num_rounds * (num_first + 1) + whole.num_passes * self.pass_s(num_first, cost)
+        return whole.num_tokens / seconds
+
+
+def began_with(file: Path, target: Decoder, num_first: int) -> int:
+    """The target's layer that training began with a copy of."""
+    with safe_open(file, framework="pt") as opened:
+        is_last = opened.metadata()["init"] == "last"
+    return target.config.num_layers - 1 if is_last else num_first
+
+
+def copy_of(target: Decoder, index: int) -> dict[str, Tensor]:
+    with target.weights.layer(index) as layer:
+        return {name: dense(weight, target.dtype).clone() for name, weight in layer.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, help="exit layers of the target")
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument("--budgets", default="16,64")
+    parser.add_argument(
+        "--depths", default=",".join(map(str, DEPTHS)), help="to sweep; none leaves the second table out"
+    )
+    parser.add_argument("--folder", type=Path, default=Path("build/recordings"), help="where recorded texts are kept")
+    args = parser.parse_args()
+    rows: list[Row] = []
+    for file in args.files:
+        engine = Engine.load(args.model, draft="self", exit_file=file, dtype="fp32", device="cpu")
+        trained, prompts = engine.draft, builtin.prompts()[: args.prompts]
+        assert isinstance(trained, EarlyExit)
+        index = began_with(file, engine.target, trained.num_first)
+        untrained = EarlyExit(engine.target, trained.num_first, copy_of(engine.target, index))
+        for temperature in map(float, args.temperatures.split(",")):
+            params = SamplingParams(args.tokens, temperature=temperature, seed=0, ignore_eos=True)
+            bench = Bench(engine.target, record(engine, list[Prompt](prompts), params, args.folder))
+            for budget in map(int, args.budgets.split(",")):
+                rows += both(bench, trained, untrained, budget)
+                if args.depths != "none":
+                    rows += stops(bench, trained, budget, [int(depth) for depth in args.depths.split(",")])
+        engine.close()
+    print(json.dumps({"model": args.model, "rows": [asdict(row) for row in rows]}))
+
+
+def both(bench: Bench, trained: EarlyExit, untrained: EarlyExit, budget: int) -> list[Row]:
+    """Drafted to the end, as `--budget N` does."""
+    found = [
+        bench.row(name, layer, "default", budget, lambda _: FixedBudget(budget))
+        for name, layer in (("trained", trained), ("untrained", untrained))
+    ]
+    first, second = (row.tokens_per_pass for row in found)
+    print(
+        f"exit after {trained.num_first}, temperature {found[0].temperature:g}, budget {budget}: "
+        f"{first:.2f} tokens per pass trained, {second:.2f} untrained, {first / second:.2f} times",
+        flush=True,
+    )
+    return found
+
+
+def stops(bench: Bench, trained: EarlyExit, budget: int, depths: Sequence[int]) -> list[Row]:
+    """Fixed depths and Thompson sampling, each against the best depth."""
+    fixed = [
+        bench.row("trained", trained, f"depth {depth}", budget, lambda _, depth=depth: FixedDepth(budget, depth))
+        for depth in depths
+    ]
+    found = list(fixed)
+    for cost in COSTS:
+        drawn = [
+            bench.row("trained", trained, name, budget, partial(_thompson, budget, priced, calibrated), cost)
+            for name, priced, calibrated in THOMPSON
+        ]
+        best = max(fixed, key=lambda row: row.tokens_per_s[cost])
+        for row in (*fixed, *drawn):
+            share = row.tokens_per_s[cost] / best.tokens_per_s[cost]
+            print(
+                f"    {cost:<9} {row.stopping:<20} {row.tokens_per_pass:5.2f} tokens and {row.rounds_per_pass:5.2f} rounds "
+                f"a pass, {share:6.1%} of the best depth",
+                flush=True,
+            )
+        found += [replace(row, tokens_per_s={cost: row.tokens_per_s[cost]}) for row in drawn]
+    return found
+
+
+def _thompson(budget: int, is_priced: bool, is_calibrated: bool, learnt: LearntCosts) -> Controller:
+    return ThompsonSampling(FixedBudget(budget), learnt if is_priced else None, calibrated=is_calibrated)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""`offspec distill`: train the exit layer with which a model drafts for itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from offspec import format_seconds
+from offspec.distill_params import DistillParams
+
+from .options import MODEL_HELP, load_engine, memory_flags
+
+P = DistillParams
+
+
+@click.command(
+    name="distill",
+    help=f"""Train an exit layer, so that the first layers of MODEL draft for it: --draft self.
+
+{MODEL_HELP} The target writes texts, or reads given ones, and one transformer layer behind its layer N learns to say what
+the whole target says; of MODEL nothing is changed. For the built-in model this takes some minutes. Disk, while it runs:
+the hidden state of every token, beside the result. Memory for training: 16 bytes for each weight of one layer, and the head.
+
+An interrupted run (Ctrl-C) goes on with --resume, and gives the same result as one that was not interrupted.
+
+\b
+Examples:
+  offspec distill builtin --exit-layer 2
+  offspec run builtin --draft self "def area("
+  offspec distill ./Llama-3.1-8B --exit-layer 4 --text notes.txt --out exit4.safetensors
+""",
+)
+@click.argument("model", default="builtin")
+@click.option(
+    "--exit-layer",
+    type=int,
+    required=True,
+    metavar="N",
+    help="So many of the first layers draft; they have to stay in memory. A quarter of all is a good beginning.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where the exit layer goes. [default: the user's data folder, where --draft self finds it]",
+)
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Learn from this text file instead of what the model writes; may be given several times.",
+)
+@click.option("--steps", type=click.IntRange(1), default=P.steps, show_default=True, metavar="N", help="Of training.")
+@click.option(
+    "--num-texts", type=click.IntRange(1), default=P.num_texts, show_default=True, metavar="N", help="Texts to write."
+)
+@click.option(
+    "--text-tokens",
+    type=click.IntRange(2),
+    default=P.text_tokens,
+    show_default=True,
+    metavar="N",
+    help="Tokens of each text.",
+)
+@click.option(
+    "--batch-texts",
+    type=click.IntRange(1),
+    default=P.batch_texts,
+    show_default=True,
+    metavar="N",
+    help="Texts a step learns from.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, min_open=True),
+    default=P.temperature,
+    show_default=True,
+    metavar="T",
+    help="At which the texts are written.",
+)
+@click.option(
+    "--learning-rate",
+    type=click.FloatRange(0, min_open=True),
+    default=P.learning_rate,
+    show_default=True,
+    metavar="R",
+    help="For a hidden size of 256; it falls with the root of the size.",
+)
+@click.option(
+    "--init",
+    type=click.Choice(["next", "last"]),
+    default=P.init,
+    show_default=True,
+    help="Begin with a copy of the layer that comes next, or of the last one, which learns faster.",
+)
+@click.option("--seed", type=click.IntRange(0), default=P.seed, show_default=True, metavar="S", help="Of all of it.")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
+@click.option("--device", default="auto", metavar="auto|cpu|cuda[:N]", help="Where to compute. [default: auto]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bf16", "fp16", "fp32"]),
+    default="auto",
+    show_default=True,
+    help="The target's arithmetic; the exit layer is trained in fp32.",
+)
+@memory_flags
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")
+def command(
+    model: str,
+    exit_layer: int,
+    out: Path | None,
+    texts: tuple[Path, ...],
+    resume: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    revision: str | None,
+    device: str,
+    dtype: str,
+    vram: int | None,
+    ram: int | None,
+    context: int | None,
+    **settings: Any,
+) -> None:
+    params = DistillParams(**settings)
+    from offspec.distillation import distill
+    from offspec.files import open_target
+
+    loading = {"revision": revision, "device": device, "dtype": dtype, "vram": vram, "ram": ram, "context": context}
+    engine = load_engine(model, quiet=quiet, verbose=verbose, draft="none", **loading)
+    files = open_target(model, revision, dtype, engine.target.device.type)
+    began, line = time.monotonic(), ProgressLine() if sys.stderr.isatty() and not quiet else None
+    try:
+        done = distill(
+            engine.target,
+            files,
+            engine.tokenizer,
+            exit_layer,
+            params,
+            out=None if out is None else out.expanduser(),
+            texts=texts,
+            resume=resume,
+            progress=line,
+            close_target=True,
+        )
+    except KeyboardInterrupt:
+        click.echo("\nInterrupted; the same command with --resume goes on from the last checkpoint.", err=True)
+        raise
+    finally:
+        if line is not None:
+            line.clear()
+        engine.close()
+    seconds = time.monotonic() - began
+    if as_json:
+        said = {"path": str(done.path), "exit_layer": done.exit_layer, "num_tokens": done.num_tokens}
+        said |= {"num_steps": done.num_steps, "agreement_before": done.agreement_before, "agreement": done.agreement}
+        click.echo(json.dumps(said | {"seconds": round(seconds, 3)}))
+    else:
+        click.echo(
+            f"{done.path}: the exit's likeliest token is the target's at {done.agreement:.0%} of unseen places "
+            f"(untrained {done.agreement_before:.0%}), after {format_seconds(seconds)}"
+        )
+
+
+class ProgressLine:
+    """What is done, how much of it, and how long the rest will take, on one line of a terminal."""
+
+    def __init__(self) -> None:
+        self._what, self._began, self._first = "", 0.0, 0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if what != self._what:  # what an earlier run did says nothing of this one's pace
+            self._what, self._began, self._first = what, now, done
+        left = ""
+        if done > self._first:
+            left = f", {format_seconds((total - done) * (now - self._began) / (done - self._first))} left"
+        click.echo(f"\r\x1b[K{what}: {done} of {total}{left}", err=True, nl=False)
+
+    def clear(self) -> None:
+        click.echo("\r\x1b[K", err=True, nl=False)

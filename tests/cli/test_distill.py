@@ -1,0 +1,67 @@
+"""`offspec distill`, and what it makes for `--draft self`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ..pair import Pair
+from .conftest import Offspec
+
+SMALL = ("--steps", 4, "--num-texts", 16, "--text-tokens", 8, "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's data folder for exit layers."""
+    folder = tmp_path / "exits"
+    monkeypatch.setattr("offspec.exit_files.exits_folder", lambda: folder)
+    return folder
+
+
+def test_what_it_makes_is_found_and_exact(pair: Pair, offspec: Offspec, exits: Path, tmp_path: Path) -> None:
+    made = offspec("distill", pair.target, "--exit-layer", 1, *SMALL, "--json")
+    assert (made.code, made.err) == (0, "")
+    said = json.loads(made.out)
+    assert Path(said["path"]).parent == exits
+    assert said["num_tokens"] == 16 * 8
+    (prompts := tmp_path / "prompts.txt").write_text("def area(\n")
+    small = ("--prompts", prompts, "--max-new-tokens", 8, "--budgets", "8", "--device", "cpu", "--drafts", "own")
+    verified = offspec("verify", pair.target, "--draft", "self", *small, "--json")
+    assert verified.code == 0, verified
+    assert json.loads(verified.out)["draft"] == "self"
+    told = offspec("run", pair.target, "def area(", "--draft", "self", "--device", "cpu", "--max-new-tokens", 4, "-v")
+    assert "the first 1 of 2 layers and " in told.err
+
+
+def test_it_is_said_in_a_sentence(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
+    made = offspec("distill", pair.target, "--exit-layer", 1, *SMALL, "--out", tmp_path / "exit.safetensors", "-q")
+    assert made.code == 0
+    assert "exit.safetensors: the exit's likeliest token is the target's at " in made.out
+
+
+def test_mistakes_are_one_line(pair: Pair, offspec: Offspec) -> None:
+    beyond = offspec("distill", pair.target, "--exit-layer", 2, *SMALL)
+    assert "--exit-layer 2 is out of range: the model has 2 layers, so 1 to 1" in beyond.refusal(2)
+    missing = offspec("run", pair.target, "x", "--draft", "self", "--device", "cpu")
+    assert "--draft self needs an exit layer" in missing.refusal(2)
+    other = offspec("plan", pair.target, "--draft", "self", "--device", "cpu")
+    assert "--draft self is not planned for" in other.refusal(2)
+    stray = offspec("run", pair.target, "x", "--exit-file", "none.safetensors", "--device", "cpu")
+    assert "is for --draft self" in stray.refusal(2)
+
+
+def test_ctrl_c_says_how_to_go_on(pair: Pair, offspec: Offspec, exits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from offspec.distillation import Trainer
+
+    asked = ("distill", pair.target, "--exit-layer", 1, *SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_rate", lambda self, step: (_ for _ in ()).throw(KeyboardInterrupt))
+        left = offspec(*asked)
+    assert left.code == 130
+    assert "--resume goes on" in left.err
+    assert "holds an interrupted run" in offspec(*asked).refusal(2)
+    assert offspec(*asked, "--resume").code == 0
+    assert [file.suffix for file in exits.iterdir()] == [".safetensors"]
