@@ -96,7 +96,8 @@ class Engine:
         self.plan: Plan | None = None
         self.link_bytes_per_s: float | None = None
         self._predict: Predict | None = None
-        self._calibration, self._costs, self._switch = Calibration(), Costs(), Switch()
+        self._calibration, self._costs = Calibration(), Costs()
+        self._switch = Switch(shares_cores=target.device.type == "cpu")
         self._acceptance, self._recycling = MeasuredAcceptance(), TokenRecycling(target.config.vocab_size)
         self._lookups, self._retrievals = match_reliability(), match_reliability()
         self.lookup_index: SuffixIndex | None = None

@@ -218,21 +218,24 @@ def controller_for(params: SpeculationParams, costs: Costs) -> Controller:
 class Switch:
     """Whether drafting beside the target's pass pays: both ways are tried, then the better one, the other now and then.
 
-    On a machine where the pass leaves nothing idle, it does not.
+    Where the pass leaves nothing idle it does not. It hides the drafting at best, and at worst takes half of the pass's cores:
+    so a machine that computes both on the same cores starts without, and tries late.
     """
 
     TRIALS = 2
     AGAIN = 32  # cycles after which the other way is tried once
     FORGETTING = 0.9
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_cores: bool = False) -> None:
+        """shares_cores: draft and target are computed by the same cores."""
+        self._starts_on, self._patience = not shares_cores, self.AGAIN if shares_cores else self.TRIALS
         self._tokens, self._seconds = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
         self._cycles = 0
 
     def is_on(self) -> bool:
         """For the next cycle: a pass, and the drafting of the tree after it."""
-        if self._cycles < 2 * self.TRIALS:
-            return self._cycles < self.TRIALS
+        if self._cycles < self._patience + self.TRIALS:
+            return self._starts_on == (self._cycles < self._patience)
         better = self._rate(True) > self._rate(False)
         return better != (self._cycles % self.AGAIN == 0)
 

@@ -342,6 +342,14 @@ def test_the_switch_finds_the_better_way_and_tries_the_other_now_and_then(better
     assert max(np.diff(others)) <= 2 * Switch.AGAIN
 
 
+@pytest.mark.parametrize("better", [True, False])
+def test_where_cores_are_shared_the_switch_starts_without_and_finds_out_later(better: bool) -> None:
+    ways = cycles(Switch(shares_cores=True), {better: 1.0, not better: 1.5}, 400)
+    assert not any(ways[: Switch.AGAIN])
+    assert True in ways
+    assert np.mean([way == better for way in ways[2 * Switch.AGAIN :]]) > 0.9
+
+
 def test_the_switch_follows_a_change() -> None:
     switch = Switch()
     for better in (True, False, True):
