@@ -42,8 +42,9 @@ class AlignmentParams:
 
     rank: of the additions. learning_rate: times the hidden size (wide models need smaller steps), of Adam. top_k: tokens of a
     distribution that are kept; the rest counts as one. buffer_bytes: what is kept to learn from, the oldest leaving first.
-    window_tokens: of a text and its guesses that are learnt from at once. most_guesses: of a pass that are taken down beside the
-    walk, the best-scored ones; with the root's they are the rows of one slice of the head, which a pass computes in any case.
+    window_tokens: of a text and its guesses that are learnt from at once. most_guesses: the best-scored nodes of a tree that are
+    taken down beside the walk's; of a tree in that order they are, with the root, the slice of rows that a verdict begins with,
+    whose logits are there in any case.
     reach_power: a guess counts as much as its probability of being said, to this power (0: as much as the text).
     batch_windows: in a step, the newest half of them, the others drawn from all that is kept. replays: how often a place is
     learnt from, on average. most_share: seconds of learning for a second of generating, at most.
@@ -174,9 +175,9 @@ class Listener:
 
 
 def best_beside(tree: TokenTree, path: Sequence[int], most: int) -> list[int]:
-    """Up to `most` nodes that are not on the path, the best-scored ones, ascending: parents before children."""
-    order = np.argsort(-tree.scores, kind="stable")
-    return sorted(order[~np.isin(order, path)][:most].tolist())
+    """Those of the `most` best-scored nodes that are not on the path, ascending: parents before children."""
+    best = np.argsort(-tree.scores, kind="stable")[:most]
+    return sorted(best[~np.isin(best, path)].tolist())
 
 
 def reached(

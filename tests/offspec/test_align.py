@@ -14,11 +14,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.align import Aligner, AlignmentParams, Window, divergence, learning_bytes
+from offspec.align import Aligner, AlignmentParams, Window, best_beside, divergence, learning_bytes
 from offspec.errors import StorageError, UsageError
 from offspec.graphs import TreeGraphs
 from offspec.lora import Adapter, TreeRows, adapted_shapes
-from offspec.model import CachedDecoder, Decoder
+from offspec.model import HEAD_ROWS, CachedDecoder, Decoder
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.tree import ROOT, TokenTree
 from offspec.scheduler.verify import Verdict
@@ -236,7 +236,7 @@ def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine, size: int)
 
 
 def test_the_best_guesses_are_taken_down_and_no_more(engine: Engine) -> None:
-    aligner = Aligner(engine.draft, AlignmentParams(most_guesses=3, top_k=VOCAB_SIZE))  # type: ignore[arg-type]
+    aligner = Aligner(engine.draft, AlignmentParams(most_guesses=5, top_k=VOCAB_SIZE))  # type: ignore[arg-type]
     asked: set[int] = set()
 
     class Rows:
@@ -253,6 +253,11 @@ def test_the_best_guesses_are_taken_down_and_no_more(engine: Engine) -> None:
     assert asked == {0, 1, 3, 2, 4, 5}
     assert window.num_places == 6
     assert window.weights[[0, 4]].tolist() == [0, 0]  # the text from before, and what no pass has been over
+
+
+def test_a_tree_in_best_first_order_costs_no_further_slice_of_logits() -> None:
+    tree = TokenTree(np.arange(200), np.arange(-1, 199) // 2, np.ones(200, dtype=np.int64), -np.arange(200.0))
+    assert [node + 1 for node in best_beside(tree, [0, 2], AlignmentParams().most_guesses)] == [2, *range(4, HEAD_ROWS)]
 
 
 def test_where_the_target_hardly_goes_nothing_is_learnt(engine: Engine) -> None:
