@@ -67,8 +67,8 @@ class AlignmentParams:
 class Learnt:
     """What one round of learning was.
 
-    loss: mean KL(target ‖ draft) in nats on what was new in it, before anything was learnt from that; loss_before: that of the
-    draft as it came. None where nothing was new, or no time was granted. share: of the additions, now drafted with.
+    loss: mean KL(target ‖ draft) in nats a token of the text that was new, before anything was learnt from it; loss_before: that of
+    the draft as it came. None where nothing was new, or no time was granted. share: of the additions, now drafted with.
     """
 
     seconds: float
@@ -305,7 +305,7 @@ class Aligner:
         self.adapter.merge(self.adapter.share)
 
     def _judge(self) -> dict[float, float]:
-        """Mean loss on what is new, by the share of the additions; empty where nothing is."""
+        """Mean loss on the text that is new, by the share of the additions; empty where none is."""
         fresh, self._fresh = [window for window in self._fresh if window.num_places], []
         if not fresh:
             return {}
