@@ -101,13 +101,22 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=p.rank)
     parser.add_argument("--learning-rate", type=float, default=p.learning_rate)
     parser.add_argument("--replays", type=float, default=p.replays)
+    parser.add_argument("--most-share", type=float, default=p.most_share)
+    parser.add_argument("--most-guesses", type=int, default=p.most_guesses, help="0 learns from the text alone")
+    parser.add_argument("--reach-power", type=float, default=p.reach_power)
     args = parser.parse_args()
     engine = Engine.load(args.model, draft=args.draft, dtype="fp32")
     if engine.draft is None:
         sys.exit("Error: there is no draft to teach; give --draft PATH")
-    engine.aligner = aligner = Aligner(
-        engine.draft, AlignmentParams(rank=args.rank, learning_rate=args.learning_rate, replays=args.replays)
+    settings = AlignmentParams(
+        rank=args.rank,
+        learning_rate=args.learning_rate,
+        replays=args.replays,
+        most_share=args.most_share,
+        most_guesses=args.most_guesses,
+        reach_power=args.reach_power,
     )
+    engine.aligner = aligner = Aligner(engine.draft, settings)
     files = sorted(file for file in args.folder.rglob(args.pattern) if file.is_file())
     learnt_from, held_out = split(files)
     marks = [int(mark) for mark in args.requests.split(",")]
@@ -157,11 +166,9 @@ def main() -> None:
     gain_with_lookup = rows[-1].with_lookup / rows[0].with_lookup - 1
     print(f"gain {gain:+.0%} ({gain_with_lookup:+.0%} with lookup); the texts are the same")
     about = {"model": engine.name, "draft": Path(engine.draft_name or "").name, "temperature": args.temperature}
-    settings = {**about, "domain": args.pattern, "recurring": args.recurring, **asdict(aligner.params)}
+    about |= {"domain": args.pattern, "recurring": args.recurring, **asdict(aligner.params)}
     print(
-        json.dumps(
-            {**settings, "gain": gain, "gain_with_lookup": gain_with_lookup, "rows": [asdict(row) for row in rows]}
-        )
+        json.dumps({**about, "gain": gain, "gain_with_lookup": gain_with_lookup, "rows": [asdict(row) for row in rows]})
     )
 
 

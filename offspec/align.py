@@ -1,10 +1,10 @@
 """Online alignment: the draft learns, between requests, from what the target said (Online Speculative Decoding, 2310.07177).
 
-Every pass computes the target's distribution after each token that it emits; it costs nothing more to keep the likeliest part
-of it. After a request the low-rank additions of the draft (`lora`) take some steps towards these: forward KL on texts of the
-target's own (DistillSpec, 2310.08461, section 3). The text cannot change, since it is the target's whatever is guessed. What is
-learnt from are the rows on the walk alone: they are computed in any case, where a large vocabulary's others are not, and what
-hangs on the draft's guess is decided there. Knows nothing of trees, files' bytes or the terminal.
+Every pass computes what the target thinks after each token that it emits, and after each guess; it costs little more to keep the
+likeliest part of it. After a request the low-rank additions of the draft (`lora`) take some steps towards these: forward KL on
+texts of the models' own (DistillSpec, 2310.08461, section 3). The text cannot change, since it is the target's whatever is
+guessed. A guess that was not accepted counts by how likely the target was to say it: the walk is one draw of where the target
+goes, and the guesses beside it are the others. Knows nothing of how trees are drafted, files' bytes or the terminal.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offspec.scheduler.tree import ROOT, TokenTree
 from offspec.scheduler.verify import Logits, Verdict
 
 from .config import ModelConfig
 from .errors import UsageError
-from .lora import Adapter, Packed, SavedAdapter, adapter_bytes
+from .lora import Adapter, SavedAdapter, TreeRows, adapter_bytes
 from .model import HEAD_ROWS, Decoder
 from .storage import check_writable
 
 SHARES = (1.0, 0.5, 0.0)  # of the additions, one of which is drafted with
 MEMORY_PLACES = 256.0  # after so many more, what a share was worth counts half
 LEAST_LOG = -1e4  # in place of minus infinity: 0 times it is 0
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,21 @@ class AlignmentParams:
 
     rank: of the additions. learning_rate: times the hidden size (wide models need smaller steps), of Adam. top_k: tokens of a
     distribution that are kept; the rest counts as one. buffer_bytes: what is kept to learn from, the oldest leaving first.
-    window_tokens: of a text that is learnt from at once. batch_windows: in a step, the newest half of them, the others drawn from
-    all that is kept. replays: how often a place is learnt from, on average. most_share: seconds of learning for a second
-    of generating, at most.
+    window_tokens: of a text and its guesses that are learnt from at once. most_guesses: the best-scored nodes of a tree that are
+    taken down beside the walk's; of a tree in that order they are, with the root, the slice of rows that a verdict begins with,
+    whose logits are there in any case.
+    reach_power: a guess counts as much as its probability of being said, to this power (0: as much as the text).
+    batch_windows: in a step, the newest half of them, the others drawn from all that is kept. replays: how often a place is
+    learnt from, on average. most_share: seconds of learning for a second of generating, at most.
     """
 
     rank: int = 16
     learning_rate: float = 0.1
     top_k: int = 32
     buffer_bytes: int = 32 * 2**20
-    window_tokens: int = 256
+    window_tokens: int = 512
+    most_guesses: int = HEAD_ROWS - 1
+    reach_power: float = 0.5
     batch_windows: int = 4
     replays: float = 8.0
     most_share: float = 1.0
@@ -60,8 +67,8 @@ class AlignmentParams:
 class Learnt:
     """What one round of learning was.
 
-    loss: mean KL(target ‖ draft) in nats on what was new in it, before anything was learnt from that; loss_before: that of the
-    draft as it came. None where nothing was new, or no time was granted. share: of the additions, now drafted with.
+    loss: mean KL(target ‖ draft) in nats a token of the text that was new, before anything was learnt from it; loss_before: that of
+    the draft as it came. None where nothing was new, or no time was granted. share: of the additions, now drafted with.
     """
 
     seconds: float
@@ -72,37 +79,57 @@ class Learnt:
 
 
 class Window:
-    """Up to W tokens of a text, and what the target thought after some of them.
+    """Up to W tokens, each hung on the one before it: a text, and the guesses beside it; and what the target thought after them.
 
-    tokens [W]; `first` .. `num_tokens` - 2 are the rows whose next token's distribution is known: choices, logs [W, K],
-    its likeliest tokens and their log-probabilities. Memory is taken at once, so that a count of windows bounds it.
+    tokens [W]. parents [W]: the row of the token before, lower than its own; ROOT for the first. choices, logs [W, K]: the
+    likeliest next tokens and their log-probabilities. weights [W]: what a row counts, 1 in the text; 0 where what the target
+    thought is not known. last: the row that the text has come to. Memory is taken at once, so that a count of windows bounds it.
     """
 
     def __init__(self, context: Sequence[int], params: AlignmentParams) -> None:
+        """context: what the text begins with; a quarter of the window is for the end of it."""
         size, k = params.window_tokens, params.top_k
-        self.tokens = np.zeros(size, dtype=np.int32)
+        kept = context[-(size // 4) :]
+        self.tokens, self.parents = np.zeros(size, dtype=np.int32), np.arange(ROOT, size + ROOT, dtype=np.int32)
+        self.tokens[: len(kept)] = kept
         self.choices = np.zeros((size, k), dtype=np.int32)
         self.logs = np.zeros((size, k), dtype=np.float16)
-        kept = context[-(size // 2) :]
-        self.tokens[: len(kept)] = kept
-        self.num_tokens, self.first = len(kept), len(kept) - 1
+        self.weights = np.zeros(size, dtype=np.float32)
+        self.num_tokens, self.last = len(kept), len(kept) - 1
 
     @staticmethod
     def nbytes(params: AlignmentParams) -> int:
-        return params.window_tokens * (4 + params.top_k * 6)
+        return params.window_tokens * (4 + 4 + 4 + params.top_k * 6)
+
+    @property
+    def room(self) -> int:
+        return len(self.tokens) - self.num_tokens
 
     @property
     def num_places(self) -> int:
-        return self.num_tokens - 1 - self.first
+        """Rows that can be learnt from."""
+        return int(np.count_nonzero(self.weights))
 
-    def add(self, tokens: Sequence[int], choices: npt.NDArray[np.int32], logs: npt.NDArray[np.float16]) -> int:
-        """Append tokens, each drawn from its row of choices and logs; returns how many there was room for."""
-        count = min(len(tokens), len(self.tokens) - self.num_tokens)
-        rows = slice(self.num_tokens - 1, self.num_tokens - 1 + count)
-        self.choices[rows], self.logs[rows] = choices[:count], logs[:count]
-        self.tokens[self.num_tokens : self.num_tokens + count] = tokens[:count]
-        self.num_tokens += count
-        return count
+    def text(self) -> IntArray:
+        """The rows of the text, ascending."""
+        rows, row = list[int](), self.last
+        while row != ROOT:
+            rows.append(row)
+            row = int(self.parents[row])
+        return np.array(rows[::-1], dtype=np.int64)
+
+    def hang(self, token: int, parent: int) -> int:
+        """Add a token behind row `parent`; returns its row."""
+        row = self.num_tokens
+        self.tokens[row], self.parents[row] = token, parent
+        self.num_tokens += 1
+        return row
+
+    def tell(
+        self, row: int, choices: npt.NDArray[np.int32], logs: npt.NDArray[np.float16], weight: float = 1.0
+    ) -> None:
+        """What the target thought after a row: choices, logs [K]."""
+        self.choices[row], self.logs[row], self.weights[row] = choices, logs, weight
 
 
 class Listener:
@@ -112,17 +139,68 @@ class Listener:
         self._aligner = aligner
         self._window = aligner.open(text)
 
-    def observe(self, verdict: Verdict, logits: Logits) -> None:
-        """logits: the root's row, then the nodes'."""
-        rows = torch.stack([logits[row] for row in (0, *(node + 1 for node in verdict.path))])
-        logs, choices = self._aligner.likeliest(rows)
-        done = 0
-        while done < len(verdict.tokens):
-            count = self._window.add(verdict.tokens[done:], choices[done:], logs[done:])
-            done += count
-            if not count:
-                self._window = self._aligner.open(self._window.tokens.tolist())
-        self._aligner.count(done)
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+        """logits: the root's row, then the nodes'.
+
+        A guess that is not among the likeliest tokens kept is left out, with all that hangs on it: the target hardly goes there.
+        """
+        aligner, path = self._aligner, verdict.path
+        guesses = best_beside(tree, path, aligner.params.most_guesses)
+        logs, choices = aligner.likeliest([logits[row] for row in (0, *(node + 1 for node in (*path, *guesses)))])
+        reach = reached(tree, path, guesses, choices, logs)
+        said = [(place, node) for place, node in enumerate(guesses, 1 + len(path)) if reach[node] > 0]
+        if self._window.num_places and self._window.room < len(verdict.tokens) + len(said):
+            self._go_on()
+        row_of = {ROOT: self._window.last}
+        for place, token in enumerate(verdict.tokens):
+            if not self._window.room:
+                self._go_on()
+                row_of = {}
+            window = self._window
+            window.tell(window.last, choices[place], logs[place])
+            window.last = window.hang(aligner.known(token), window.last)
+            if place < len(path):
+                row_of[path[place]] = window.last
+        for place, node in said:
+            parent = row_of.get(int(tree.parents[node]))
+            if parent is None or not window.room:  # the pass took more than a window
+                continue
+            row_of[node] = window.hang(aligner.known(int(tree.tokens[node])), parent)
+            window.tell(row_of[node], choices[place], logs[place], reach[node] ** aligner.params.reach_power)
+        aligner.count(len(verdict.tokens) + len(said))
+
+    def _go_on(self) -> None:
+        """A new window, where the text of this one ends."""
+        self._window = self._aligner.open(self._window.tokens[self._window.text()].tolist())
+
+
+def best_beside(tree: TokenTree, path: Sequence[int], most: int) -> list[int]:
+    """Those of the `most` best-scored nodes that are not on the path, ascending: parents before children."""
+    best = np.argsort(-tree.scores, kind="stable")[:most]
+    return sorted(best[~np.isin(best, path)].tolist())
+
+
+def reached(
+    tree: TokenTree,
+    path: Sequence[int],
+    guesses: Sequence[int],
+    choices: npt.NDArray[np.int32],
+    logs: npt.NDArray[np.float16],
+) -> dict[int, float]:
+    """How likely the target is to say the guesses, from where each leaves the path; 1 for the path's nodes.
+
+    choices, logs [1 + P + G, K]: what the target thinks after the root, the path's nodes, the guesses (ascending). A token that is
+    not among the choices has no chance, nor has what hangs on a node that is not here.
+    """
+    place_of = {node: place for place, node in enumerate((ROOT, *path, *guesses))}
+    found = dict.fromkeys((ROOT, *path), 1.0)
+    for node in guesses:
+        parent, found[node] = int(tree.parents[node]), 0.0
+        if found.get(parent):
+            place = place_of[parent]
+            log = logs[place, choices[place] == tree.tokens[node]].astype(np.float64)
+            found[node] = found[parent] * float(np.exp(log).sum())
+    return found
 
 
 class Aligner:
@@ -152,21 +230,32 @@ class Aligner:
         """For a request that begins with `text`; None where nothing is to be taken down."""
         return Listener(self, text) if self.is_listening else None
 
+    def known(self, token: int) -> int:
+        """The token, or the draft's last one for what is beyond its vocabulary."""
+        return min(token, self.adapter.draft.config.vocab_size - 1)
+
     def open(self, context: Sequence[int]) -> Window:
         """A window that goes on from a text, among those that are learnt from."""
-        most = self.adapter.draft.config.vocab_size - 1
-        window = Window([min(token, most) for token in context[-self.params.window_tokens :]], self.params)
+        window = Window([self.known(token) for token in context[-self.params.window_tokens :]], self.params)
         self._windows.append(window)
         self._fresh.append(window)
         del self._fresh[: -self.params.batch_windows]
         return window
 
     @torch.inference_mode()
-    def likeliest(self, logits: Tensor) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.int32]]:
-        """Log-probabilities and tokens [R, K] of logits [R, V]; what the draft does not know is not among them."""
-        logs = logits.log_softmax(-1)[:, : self.adapter.draft.config.vocab_size]
-        best = logs.topk(self.params.top_k)
-        return best.values.clamp(min=LEAST_LOG).cpu().numpy().astype(np.float16), best.indices.int().cpu().numpy()
+    def likeliest(self, logits: Sequence[Tensor]) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.int32]]:
+        """Log-probabilities and tokens [R, K] of R rows of logits [V]; what the draft does not know is not among them.
+
+        HEAD_ROWS rows at a time, so that copies of a large vocabulary's stay few.
+        """
+        logs, choices = list[npt.NDArray[np.float16]](), list[npt.NDArray[np.int32]]()
+        for first in range(0, len(logits), HEAD_ROWS):
+            rows = torch.stack(list(logits[first : first + HEAD_ROWS]))
+            best = rows[:, : self.adapter.draft.config.vocab_size].topk(self.params.top_k)
+            values = (best.values - rows.logsumexp(-1, keepdim=True)).clamp(min=LEAST_LOG)
+            logs.append(values.cpu().numpy().astype(np.float16))
+            choices.append(best.indices.int().cpu().numpy())
+        return np.concatenate(logs), np.concatenate(choices)
 
     def count(self, num_places: int) -> None:
         """So many places more have been heard."""
@@ -216,13 +305,13 @@ class Aligner:
         self.adapter.merge(self.adapter.share)
 
     def _judge(self) -> dict[float, float]:
-        """Mean loss on what is new, by the share of the additions; empty where nothing is."""
+        """Mean loss on the text that is new, by the share of the additions; empty where none is."""
         fresh, self._fresh = [window for window in self._fresh if window.num_places], []
         if not fresh:
             return {}
         with torch.no_grad():
-            found = {share: self.loss(fresh, share) for share in SHARES}
-        num_places = sum(window.num_places for window in fresh)
+            found = {share: self.loss(fresh, share, text_alone=True) for share in SHARES}
+        num_places = sum(np.count_nonzero(window.weights[window.text()]) for window in fresh)
         for share, loss in found.items():
             self._worth[share] = 0.5 ** (num_places / MEMORY_PLACES) * self._worth[share] + num_places * loss
         return found
@@ -248,36 +337,39 @@ class Aligner:
         self._optimizer.step()
         return loss
 
-    def loss(self, batch: Sequence[Window], share: float = 1.0) -> float:
-        """Mean KL(target ‖ draft) over the windows' places; where gradients are kept, its own is left with the additions.
+    def loss(self, batch: Sequence[Window], share: float = 1.0, *, text_alone: bool = False) -> float:
+        """Weighted mean of KL(target ‖ draft) over the windows' places; where gradients are kept, its own is left with the additions.
 
-        The head goes over HEAD_ROWS rows at a time, forwards and back, so that a large vocabulary's logits stay few.
+        text_alone: without the guesses. One window after the other goes forwards and back, and of its rows HEAD_ROWS through
+        the head at a time, so that activations and a large vocabulary's logits stay few.
         """
         device, trainee = self.adapter.draft.device, self.adapter.trainee(share)
-        lengths = [window.num_tokens for window in batch]
+        parts = [(w, w.text() if text_alone else np.arange(w.num_tokens)) for w in batch]
+        whole, total = float(sum(window.weights[rows].sum() for window, rows in parts)), 0.0
 
-        def put(parts: list[npt.NDArray[np.generic]], kind: torch.dtype) -> Tensor:
-            return torch.from_numpy(np.concatenate(parts)).to(device, kind)
+        def put(array: npt.NDArray[np.generic], kind: torch.dtype) -> Tensor:
+            return torch.from_numpy(array).to(device, kind)
 
-        tokens = put([window.tokens[:length] for window, length in zip(batch, lengths, strict=True)], torch.long)
-        text_of = torch.repeat_interleave(torch.arange(len(batch)), torch.tensor(lengths)).to(device)
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        starts = np.cumsum([0, *lengths[:-1]])
-        rows = [start + np.arange(w.first, w.num_tokens - 1) for w, start in zip(batch, starts, strict=True)]
-        choices = put([w.choices[w.first : w.num_tokens - 1] for w in batch], torch.long)
-        logs = put([w.logs[w.first : w.num_tokens - 1] for w in batch], torch.float32)
-        hidden = trainee.hidden(tokens, Packed(trainee, text_of, positions))[put([*rows], torch.long)]
-        learns, total = hidden.requires_grad, 0.0
-        leaf = hidden.detach().requires_grad_(learns)
-        for first in range(0, len(leaf), HEAD_ROWS):
-            part = slice(first, first + HEAD_ROWS)
-            loss = divergence(trainee.head(leaf[part]), choices[part], logs[part]).sum() / len(leaf)
-            if learns:
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        # A sum, not hidden.backward(leaf.grad): given a gradient, torch imports sympy first, which takes seconds.
-        if leaf.grad is not None:
-            (hidden * leaf.grad).sum().backward()  # type: ignore[no-untyped-call]
+        for window, rows in parts:
+            places = np.flatnonzero(window.weights[rows])
+            choices, logs, weights = (x[rows[places]] for x in (window.choices, window.logs, window.weights))
+            parents = np.arange(len(rows)) + ROOT if text_alone else window.parents[rows]
+            hidden = trainee.hidden(put(window.tokens[rows], torch.long), TreeRows(trainee, parents))
+            hidden = hidden[put(places, torch.long)]
+            learns = hidden.requires_grad
+            leaf = hidden.detach().requires_grad_(learns)
+            for first in range(0, len(leaf), HEAD_ROWS):
+                part = slice(first, first + HEAD_ROWS)
+                apart = divergence(
+                    trainee.head(leaf[part]), put(choices[part], torch.long), put(logs[part], torch.float32)
+                )
+                loss = (apart * put(weights[part], torch.float32)).sum() / whole
+                if learns:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+            # A sum, not hidden.backward(leaf.grad): given a gradient, torch imports sympy first, which takes seconds.
+            if leaf.grad is not None:
+                (hidden * leaf.grad).sum().backward()  # type: ignore[no-untyped-call]
         return total
 
 
@@ -339,7 +431,7 @@ def divergence(logits: Tensor, choices: Tensor, logs: Tensor) -> Tensor:
 
 def learning_bytes(config: ModelConfig, itemsize: int, params: AlignmentParams) -> int:
     """Upper bound of what learning takes beside the draft, what is heard aside, in bytes."""
-    c, rows = config, params.window_tokens * params.batch_windows
+    c, rows = config, params.window_tokens
     widths = 10 * c.hidden_size + 6 * c.num_heads * c.head_dim + 5 * c.intermediate_size
     attention = c.num_heads * rows * rows * (itemsize + 1)
     head = 4 * HEAD_ROWS * c.vocab_size * 4

@@ -449,7 +449,7 @@ class _Request:
         target.keep(verdict.path)
         drafter.observe(tree, verdict, logits)
         if self.listener is not None:
-            self.listener.observe(verdict, logits)
+            self.listener.observe(tree, verdict, logits)
         text += verdict.tokens
         self.sampler.extend(verdict.tokens)
         self._count(len(tree), drafted - started, scored - drafted, time.perf_counter() - started)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
@@ -20,6 +22,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from offspec.loaders.weights import RamWeights
+from offspec.scheduler.tree import ROOT
 
 from .config import ModelConfig
 from .errors import UsageError
@@ -187,17 +190,22 @@ def _tensors(decoder: Decoder) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------------ differentiable
 
 
-class Packed:
-    """Texts of T tokens in all, one behind the other, each seeing itself alone (`model.Rows`); nothing is kept of them.
+class TreeRows:
+    """A tree of T tokens, each seeing itself and its ancestors alone (`model.Rows`); nothing is kept of them.
 
-    text_of [T]: which text a row belongs to. positions [T]: from 0 in each.
+    parents [T]: the row of the token before, lower than its own; ROOT where a text begins.
     """
 
-    def __init__(self, decoder: Decoder, text_of: Tensor, positions: Tensor) -> None:
+    def __init__(self, decoder: Decoder, parents: npt.NDArray[np.integer]) -> None:
+        sees = np.eye(len(parents), dtype=np.bool_)
+        for row, parent in enumerate(parents.tolist()):
+            if parent != ROOT:
+                sees[row] |= sees[parent]
+        positions = torch.from_numpy(sees.sum(1) - 1).to(decoder.device)
         self.cos, self.sin = decoder.rotation(positions)
-        self.chunks = [(0, len(positions))]
+        self.chunks = [(0, len(parents))]
         self._distance = positions[:, None] - positions
-        self._sees = (text_of[:, None] == text_of) & (self._distance >= 0)
+        self._sees = torch.from_numpy(sees).to(decoder.device)
 
     def mask(self, first: int, last: int, window: int | None) -> Tensor:
         sees = self._sees if window is None else self._sees & (self._distance < window)
@@ -215,7 +223,7 @@ class Trainee(Decoder):
 
     share = 1.0
 
-    def hidden(self, tokens: Tensor, rows: Packed) -> Tensor:
+    def hidden(self, tokens: Tensor, rows: TreeRows) -> Tensor:
         """Hidden states [T, hidden] of tokens [T], on the device."""
         x = self.weights.rows(EMBEDDING, tokens)
         if self.config.tied_head:

@@ -14,18 +14,27 @@ from safetensors import safe_open
 from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.align import Aligner, AlignmentParams, Window, divergence, learning_bytes
+from offspec.align import Aligner, AlignmentParams, Window, best_beside, divergence, learning_bytes
 from offspec.errors import StorageError, UsageError
 from offspec.graphs import TreeGraphs
-from offspec.lora import Adapter, Packed, adapted_shapes
-from offspec.model import CachedDecoder, Decoder
+from offspec.lora import Adapter, TreeRows, adapted_shapes
+from offspec.model import HEAD_ROWS, CachedDecoder, Decoder
 from offspec.scheduler.params import MAX_ROWS
+from offspec.scheduler.tree import ROOT, TokenTree
+from offspec.scheduler.verify import Verdict
 
 from ..fakes import TinyModel
 from ..pair import VOCAB_SIZE, Pair, build_pair, scale_weights, variant
 
 PROMPTS = ("def area(", "for item in", "return width")
 FAST = AlignmentParams(learning_rate=0.3, most_share=1e9)
+TREE = TokenTree(  # 8 → (9 → (11 → 13, 12), 10 → 14), of which the target says 8 and 10
+    tokens=np.array([8, 9, 10, 11, 12, 14, 13]),
+    parents=np.array([ROOT, 0, 0, 1, 1, 2, 3]),
+    depths=np.array([1, 2, 2, 3, 3, 3, 4]),
+    scores=np.log([0.9, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1]),
+)
+VERDICT = Verdict([0, 2], [8, 10, 20])
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +65,19 @@ def randomised(adapter: Adapter) -> Adapter:
         for _, b in adapter.pairs.values():
             b.copy_(0.05 * torch.randn_like(b))
     return adapter
+
+
+def sayings(seed: int = 0) -> Tensor:
+    """What a target might think after the root of TREE and after each node: logits [8, V]."""
+    return torch.randn(1 + len(TREE), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def heard(aligner: Aligner, context: list[int], seed: int = 0) -> Window:
+    """A window that has heard of TREE below a text."""
+    listener = aligner.listen(context)
+    assert listener is not None
+    listener.observe(TREE, VERDICT, sayings(seed))
+    return aligner._windows[-1]
 
 
 def weights_of(draft: Decoder) -> dict[str, Tensor]:
@@ -96,39 +118,59 @@ def test_a_learnt_draft_guesses_more(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama-biased", "llama-tied", "qwen2-window", "qwen3", "mistral-window"])
-def test_the_differentiable_forward_is_the_decoders(family: str, tiny_model: Callable[[str], TinyModel]) -> None:
-    """With additions beside the weights, over two texts packed together, as with merged ones over each text alone."""
-    decoder = tiny_model(family).decoder()
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tree_at_once_is_each_of_its_paths_alone(
+    family: str, seed: int, tiny_model: Callable[[str], TinyModel]
+) -> None:
+    """With additions beside the weights, over random trees below two texts, as with merged ones over each path by itself."""
+    decoder, draws = tiny_model(family).decoder(), np.random.default_rng(seed)
     adapter = randomised(Adapter(decoder, 4))
-    texts = [torch.arange(3, 14), torch.arange(40, 65)]
+    parents = np.array([ROOT, *range(11), *(draws.integers(0, row) for row in range(12, 30))])
+    parents = np.concatenate((parents, np.where(parents == ROOT, ROOT, parents + 30)))
+    tokens = draws.integers(3, 60, size=60)
     trainee = adapter.trainee()
-    text_of = torch.cat([torch.full_like(text, i) for i, text in enumerate(texts)])
-    rows = Packed(trainee, text_of, torch.cat([torch.arange(len(text)) for text in texts]))
-    found = trainee.head(trainee.hidden(torch.cat(texts), rows))
-    plain = [decoder.forward(text, torch.arange(len(text)), decoder.new_cache()) for text in texts]
-    without = torch.cat([decoder.logits(hidden) for hidden in plain])
+    found = trainee.head(trainee.hidden(torch.from_numpy(tokens), TreeRows(trainee, parents)))
     found.sum().backward()  # type: ignore[no-untyped-call]
+
+    def alone(row: int) -> Tensor:
+        path = [row]
+        while parents[path[0]] != ROOT:
+            path.insert(0, parents[path[0]])
+        hidden = decoder.forward(torch.from_numpy(tokens[path]), torch.arange(len(path)), decoder.new_cache())
+        return decoder.logits(hidden[-1:])
+
+    without = torch.cat([alone(row) for row in range(60)])
     adapter.merge()
-    wanted = [decoder.logits(decoder.forward(t, torch.arange(len(t)), decoder.new_cache())) for t in texts]
-    torch.testing.assert_close(found.detach(), torch.cat(wanted), rtol=1e-4, atol=1e-4)
+    wanted = torch.cat([alone(row) for row in range(60)])
+    torch.testing.assert_close(found.detach(), wanted, rtol=1e-4, atol=1e-4)
     assert (found - without).abs().max() > 1e-2
     assert all(parameter.grad is not None for parameter in adapter.parameters)
 
 
-def test_the_loss_is_the_divergence_and_its_gradient_points_down(engine: Engine) -> None:
-    aligner = Aligner(engine.draft, AlignmentParams(window_tokens=64))  # type: ignore[arg-type]
+def test_the_loss_is_the_weighted_divergence_and_its_gradient_points_down(engine: Engine) -> None:
+    """Over two windows, each path of a tree by itself."""
+    params = AlignmentParams(window_tokens=64, reach_power=1.0, top_k=VOCAB_SIZE)
+    aligner = Aligner(engine.draft, params)  # type: ignore[arg-type]
     randomised(aligner.adapter)
-    logits = torch.randn(5, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    logs, choices = aligner.likeliest(logits)
-    window = aligner.open([5, 6, 7])
-    window.add([8, 9, 10, 11, 12], choices, logs)
-    loss = aligner.loss([window])
+    contexts, paths = ([5, 6, 7], [30, 31]), ([], *(TREE.path(node) for node in range(len(TREE))))
+    loss = aligner.loss([heard(aligner, context, seed) for seed, context in enumerate(contexts)])
     gradients = [parameter.grad for parameter in aligner.adapter.parameters]
-    trainee = aligner.adapter.trainee()
-    tokens = torch.tensor([5, 6, 7, 8, 9, 10, 11, 12])
-    rows = Packed(trainee, torch.zeros(8, dtype=torch.long), torch.arange(8))
-    said = trainee.head(trainee.hidden(tokens, rows))[2:7]
-    direct = divergence(said, torch.from_numpy(choices).long(), torch.from_numpy(logs).float()).mean()
+    trainee, weighted, whole = aligner.adapter.trainee(), [], 0.0
+    for seed, context in enumerate(contexts):
+        logs, choices = aligner.likeliest(list(sayings(seed)))
+        p = np.exp(np.take_along_axis(logs.astype(np.float32), choices.argsort(-1), -1))
+        # The target says 8 and 10: there its guesses count 1, the others what it gives them from where they leave these.
+        nine = float(p[1, 9])
+        weights = [1, 1, nine, 1, nine * float(p[2, 11]), nine * float(p[2, 12]), float(p[3, 14])]
+        weights.append(weights[4] * float(p[4, 13]))
+        for place, (path, weight) in enumerate(zip(paths, weights, strict=True)):
+            tokens = torch.tensor([*context, *TREE.tokens[path]])
+            rows = TreeRows(trainee, np.arange(len(tokens)) - 1)
+            said = trainee.head(trainee.hidden(tokens, rows))[-1:]
+            known = torch.from_numpy(choices[place : place + 1]).long(), torch.from_numpy(logs[place : place + 1])
+            weighted.append(weight * divergence(said, known[0], known[1].float()).sum())
+            whole += weight
+    direct = torch.stack(weighted).sum() / whole
     assert loss == pytest.approx(float(direct.detach()), rel=1e-5)
     for parameter, found in zip(aligner.adapter.parameters, gradients, strict=True):
         (wanted,) = torch.autograd.grad(direct, parameter, retain_graph=True)
@@ -137,13 +179,10 @@ def test_the_loss_is_the_divergence_and_its_gradient_points_down(engine: Engine)
 
 def test_a_step_learns_from_its_batch_alone(engine: Engine) -> None:
     """A loss that somebody looks at, as a benchmark does on what is held out, must not find its way into the next step."""
-    logs, choices = np.full((4, 32), -3.0, dtype=np.float16), np.arange(128, dtype=np.int32).reshape(4, 32)
     after = []
     for looks in (False, True):
         aligner = Aligner(engine.draft, FAST)  # type: ignore[arg-type]
-        windows = [aligner.open([5, 6]), aligner.open([60, 61])]
-        for window in windows:
-            window.add([window.tokens[0]] * 4, choices, logs)
+        windows = [heard(aligner, context, seed) for seed, context in enumerate(([5, 6], [60, 61]))]
         if looks:
             aligner.loss(windows[1:])
         aligner._step(windows[:1])
@@ -164,41 +203,124 @@ def test_divergence_is_kl_with_the_others_as_one() -> None:
 # ------------------------------------------------------------------------------------------------ what is taken down
 
 
-def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine) -> None:
-    """Across windows: each place holds the distribution that a plain pass gives after the same tokens."""
-    size = 24
+@pytest.mark.parametrize("size", [24, 512])
+def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine, size: int) -> None:
+    """Across windows: each place, of the text and of a guess, holds the distribution that a plain pass gives after its path."""
     engine.aligner = aligner = Aligner(engine.draft, AlignmentParams(window_tokens=size, top_k=4))  # type: ignore[arg-type]
-    prompt = engine.encode("def area(width")
+    prompt, target = engine.encode("def area(width"), engine.target
     steps = list(engine.generate(prompt, SamplingParams(40, temperature=0.7, seed=1, ignore_eos=True)))
     text = prompt + [token for step in steps for token in step.token_ids]
-    target = engine.target
-    logits = target.logits(target.forward(torch.tensor(text), torch.arange(len(text)), target.new_cache()))
-    wanted = logits.log_softmax(-1)
-    seen = 0
+    places, num_guesses = set[int](), 0
     for window in aligner._windows:
-        tokens = window.tokens[: window.num_tokens].tolist()
-        start = next(i for i in range(len(text)) if text[i : i + size // 2] == tokens[: size // 2])
-        for row in range(window.first, window.num_tokens - 1):
-            if start + row + 1 >= len(text):  # what was accepted beyond the limit is no part of the text
-                continue
-            best = wanted[start + row].topk(4)
+        walk = window.text()
+        context = window.tokens[walk].tolist()
+        start = next(i for i in range(len(text)) if text[i : i + size // 4] == context[: min(size // 4, len(text) - i)])
+        for row in np.flatnonzero(window.weights).tolist():
+            path = [row]
+            while window.parents[path[0]] != ROOT:
+                path.insert(0, int(window.parents[path[0]]))
+            before = text[:start] + window.tokens[path].tolist()
+            logits = target.logits(target.forward(torch.tensor(before), torch.arange(len(before)), target.new_cache()))
+            best = logits[-1].log_softmax(-1).topk(4)
             assert set(window.choices[row].tolist()) == set(best.indices.tolist())
             np.testing.assert_allclose(window.logs[row], best.values, atol=2e-2)
-            assert text[start + row + 1] == tokens[row + 1]
-            seen += 1
-    assert len(aligner._windows) > 1
-    assert seen >= 40
+            if row in walk:
+                places.add(start + len(path))
+                assert window.weights[row] == 1
+            else:
+                num_guesses += 1
+                assert 0 < window.weights[row] <= 1
+    assert places >= set(range(len(prompt), len(text)))
+    assert len(aligner._windows) > 1 or size > 24
+    assert num_guesses >= 5
+
+
+def test_the_best_guesses_are_taken_down_and_no_more(engine: Engine) -> None:
+    aligner = Aligner(engine.draft, AlignmentParams(most_guesses=5, top_k=VOCAB_SIZE))  # type: ignore[arg-type]
+    asked: set[int] = set()
+
+    class Rows:
+        def __getitem__(self, row: int) -> Tensor:
+            asked.add(row)
+            return sayings()[row]
+
+    listener = aligner.listen([5, 6])
+    assert listener is not None
+    listener.observe(TREE, VERDICT, Rows())
+    window = aligner._windows[-1]
+    assert window.tokens[: window.num_tokens].tolist() == [5, 6, 8, 10, 20, 9, 11, 12]
+    assert window.parents[: window.num_tokens].tolist() == [ROOT, 0, 1, 2, 3, 2, 5, 5]
+    assert asked == {0, 1, 3, 2, 4, 5}
+    assert window.num_places == 6
+    assert window.weights[[0, 4]].tolist() == [0, 0]  # the text from before, and what no pass has been over
+
+
+def test_a_tree_in_best_first_order_costs_no_further_slice_of_logits() -> None:
+    tree = TokenTree(np.arange(200), np.arange(-1, 199) // 2, np.ones(200, dtype=np.int64), -np.arange(200.0))
+    assert [node + 1 for node in best_beside(tree, [0, 2], AlignmentParams().most_guesses)] == [2, *range(4, HEAD_ROWS)]
+
+
+def test_where_the_target_hardly_goes_nothing_is_learnt(engine: Engine) -> None:
+    """A guess beyond the likeliest tokens that are kept is left out, with what hangs on it."""
+    aligner = Aligner(engine.draft, AlignmentParams(top_k=2))  # type: ignore[arg-type]
+    logits = torch.zeros(1 + len(TREE), VOCAB_SIZE)
+    logits[1, [10, 11]] = 9.0  # after 8, not 9
+    logits[3, [14, 15]] = 9.0  # after 10
+    listener = aligner.listen([5, 6])
+    assert listener is not None
+    listener.observe(TREE, VERDICT, logits)
+    window = aligner._windows[-1]
+    assert window.tokens[: window.num_tokens].tolist() == [5, 6, 8, 10, 20, 14]
+    assert window.weights[5] == pytest.approx(0.5**0.5, rel=1e-2)
+
+
+def test_a_walk_goes_on_in_the_next_window(engine: Engine) -> None:
+    """One that is longer than a window; a guess that hangs on what lies in a former one is left out."""
+    aligner = Aligner(engine.draft, AlignmentParams(window_tokens=8))  # type: ignore[arg-type]
+    chain = TokenTree.chain(range(10, 23))
+    tree = TokenTree(
+        np.append(chain.tokens, 30),
+        np.append(chain.parents, 0),
+        np.append(chain.depths, 2),
+        np.append(chain.scores, 0.0),
+    )
+    listener = aligner.listen([5, 6, 7])
+    assert listener is not None
+    logits = torch.zeros(15, VOCAB_SIZE)
+    logits[1, 30] = 9.0
+    listener.observe(tree, Verdict([*range(13)], [*range(10, 24)]), logits)
+    windows = list(aligner._windows)
+    assert [window.tokens[: window.num_tokens].tolist() for window in windows] == [
+        [6, 7, *range(10, 16)],
+        [14, 15, *range(16, 22)],
+        [20, 21, 22, 23],
+    ]
+    assert sum(window.num_places for window in windows) == 14
+
+
+def test_judged_is_the_text_alone(engine: Engine) -> None:
+    aligner = Aligner(engine.draft, FAST)  # type: ignore[arg-type]
+    with_guesses = heard(aligner, [5, 6, 7])
+    alone = Window([5, 6, 7], aligner.params)
+    logs, choices = aligner.likeliest([sayings()[row] for row in (0, 1, 3)])
+    for place, token in enumerate(VERDICT.tokens):
+        alone.tell(alone.last, choices[place], logs[place])
+        alone.last = alone.hang(token, alone.last)
+    with torch.no_grad():
+        wanted = aligner.loss([alone])
+        assert aligner.loss([with_guesses], text_alone=True) == pytest.approx(wanted, rel=1e-5)
+        assert aligner.loss([with_guesses]) != pytest.approx(wanted, rel=1e-3)
 
 
 def test_what_is_kept_is_bounded(engine: Engine) -> None:
-    params = AlignmentParams(window_tokens=32, buffer_bytes=3 * 32 * (4 + 32 * 6))
+    params = AlignmentParams(window_tokens=32, buffer_bytes=3 * 32 * (12 + 32 * 6))
     aligner = Aligner(engine.draft, params)  # type: ignore[arg-type]
     for number in range(10):
         aligner.open([number])
     kept = [int(window.tokens[0]) for window in aligner._windows]
     assert kept == [7, 8, 9]
     window = aligner._windows[0]
-    arrays = (window.tokens, window.choices, window.logs)
+    arrays = (window.tokens, window.parents, window.weights, window.choices, window.logs)
     assert sum(array.nbytes for array in arrays) == Window.nbytes(params)
 
 
