@@ -30,6 +30,7 @@ from offspec.files import ModelFiles, Note
 from offspec.graphs import TreeGraphs
 from offspec.loaders.tiers import TieredWeights
 from offspec.model import CachedDecoder, random_decoder
+from offspec.scheduler.budget import Switch
 from offspec.scheduler.draft import ModelDrafter
 from offspec.scheduler.params import MAX_ROWS, Scoring, Stopping
 
@@ -378,6 +379,7 @@ def drafts_beside(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor
         assert scored.wait(60)
         return score_rows(self, *args)
 
+    monkeypatch.setattr(Switch, "is_on", lambda _: True)
     monkeypatch.setattr(CachedDecoder, "score", spied)
     monkeypatch.setattr(CachedDecoder, "score_rows", late)
     return scored
@@ -436,6 +438,7 @@ def test_a_draft_that_fails_beside_the_pass_is_one_line(engine: Engine, monkeypa
 def test_nothing_is_drafted_beside_the_pass_where_it_has_no_use(
     reuse: bool, overlap: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Switch, "is_on", lambda _: True)
     monkeypatch.setattr(ModelDrafter, "extend", lambda *_: pytest.fail("drafted beside the pass"))
     steps(fresh(engine), speculation=SpeculationParams(reuse=reuse, overlap=overlap), max_new_tokens=12)
 
