@@ -1,6 +1,7 @@
 """Schedulers side by side on the held-out prompts: tokens per pass, and tokens/s by a cost model.
 
-    python benchmarks/scheduling.py [--prompts 12] [--tokens 96] [--temperatures 0,0.6,1] [--budgets 16,64,256,1024]
+    python -m benchmarks.scheduling [--prompts 12] [--tokens 96] [--temperatures 0,0.6,1] [--budgets 16,64,256,1024]
+    python -m benchmarks.scheduling --texts edit --temperatures 0 --only 'ours, lookup'
 
 The target's texts are recorded once (plain decoding) and every drafter is judged along them, so the same tokens are
 guessed by all. Time is counted on a virtual clock, by one of two cost models:
@@ -8,7 +9,8 @@ guessed by all. Time is counted on a virtual clock, by one of two cost models:
     card   a streamed pass takes 0.9 s up to 500 rows and then rises, a draft round 12 ms: 70B in NF4 on an RTX 4090
     cpu    a pass takes 3.6 s up to 64 rows and then rises, a draft round 30 ms and 1 ms a row: 7B in bf16 from this disk
 
-Chains are decoded with the target itself, since their rules draw from it. The last line is JSON.
+Chains are decoded with the target itself, since their rules draw from it. The other texts, that repeat their prompts, are
+written by rule (`repetition`); the random draft and chains are left out there. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import rules
+from benchmarks import repetition, rules
 from benchmarks.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model import CachedDecoder, random_decoder
 from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.costs import Costs as LearntCosts
 from offspec.scheduler.draft import Drafter, ModelDrafter
+from offspec.scheduler.lookup import PromptLookup, match_reliability
 from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
 
 COSTS = {
@@ -73,7 +76,7 @@ class Bench:
         draft = self.draft
         if random_draft:
             draft = random_decoder(draft.config, seed=0, dtype=draft.dtype, device=draft.device)
-        calibration, acceptance = Calibration(), MeasuredAcceptance()
+        calibration, acceptance, reliability = Calibration(), MeasuredAcceptance(), match_reliability()
         learnt = LearntCosts(lambda rows: MISPREDICTED * COSTS[costs].pass_s(rows))
         parts: list[Replayed] = []
         for recording in self.recordings:
@@ -86,7 +89,10 @@ class Bench:
             elif speculation.tree == "opt-tree":
                 drafter = OptTreeDrafter(model, sampler, speculation)
             else:
-                drafter = ModelDrafter(model, sampler, speculation, calibration, costs=learnt, clock=clock.now)
+                guessers = [PromptLookup(reliability)] if speculation.lookup else []
+                drafter = ModelDrafter(
+                    model, sampler, speculation, calibration, guessers=guessers, costs=learnt, clock=clock.now
+                )
             parts.append(replay(recording, drafter, sampler, clock, COSTS[costs], model))
         whole = Replayed.total(parts)
         return Row(
@@ -130,14 +136,16 @@ def methods(budget: int | None) -> Iterable[tuple[str, SpeculationParams]]:
         yield "SpecExec scoring", SpeculationParams(budget, scoring="specexec", **plain)
         yield "Sequoia", SpeculationParams(budget, scoring="specexec", tree="sequoia", **plain)
         yield "OPT-Tree", SpeculationParams(budget, scoring="specexec", tree="opt-tree", **plain)
-        yield "ours, tree only", SpeculationParams(budget, **plain)
-    yield "ours", SpeculationParams(budget)
+        yield "ours, tree only", SpeculationParams(budget, lookup=False, **plain)
+    yield "ours", SpeculationParams(budget, lookup=False)
+    yield "ours, lookup", SpeculationParams(budget)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--draft", default="auto")
+    parser.add_argument("--texts", default="held-out", choices=["held-out", *repetition.KINDS])
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temperatures", default="0,0.6,1")
@@ -155,20 +163,25 @@ def main() -> None:
         rows.append(row)
         print(row, flush=True)
 
-    print(f"{len(prompts)} held-out prompts x {args.tokens} tokens")
+    if args.texts != "held-out" and args.temperatures != "0":
+        parser.error(f"--texts {args.texts} has no noise in it: --temperatures 0")
+    print(f"{args.texts} texts, at most {args.prompts} x {args.tokens} tokens")
     print("temperature  method                  budget  costs  tok / pass     tok/s    nodes   rounds  drafting")
     for temperature in map(float, args.temperatures.split(",")):
         params = SamplingParams(args.tokens, temperature=temperature, seed=0, ignore_eos=True)
-        bench = Bench(engine, record(engine, prompts, params, args.folder))
+        if args.texts == "held-out":
+            bench = Bench(engine, record(engine, prompts, params, args.folder))
+        else:
+            bench = Bench(engine, repetition.recordings(engine, args.texts, args.prompts, args.tokens))
         for name in args.costs.split(","):
             for budget in budgets:
                 for method, speculation in methods(budget):
                     if args.only in method:
                         show(bench.row(method, speculation, name))
-            if args.only in "random draft":
+            if args.texts == "held-out" and args.only in "random draft":
                 show(bench.row("plain decoding", SpeculationParams(0), name))
                 show(bench.row("random draft", SpeculationParams(), name, random_draft=True))
-        for length in CHAIN_LENGTHS:
+        for length in CHAIN_LENGTHS if args.texts == "held-out" else ():
             for method, rule in (("chain, ratio test", rules.token_level), ("chain, block", rules.block)):
                 if args.only in method:
                     show(bench.chain(method, rule, length))
