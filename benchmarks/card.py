@@ -55,7 +55,8 @@ from offspec.loaders.tiers import StoredModel, TieredWeights
 from offspec.loaders.units import GIB, format_size
 from offspec.loaders.weights import LAYER_PREFIX
 from offspec.model import EMBEDDING, CachedDecoder, Decoder
-from offspec.planning import TREE_ROOM, Grant, Plan, all_resident, make_plan, settle_fused, with_more
+from offspec.planning import Grant, Plan, all_resident, make_plan, settle_fused, with_more
+from offspec.scheduler.params import MAX_NODES
 from offspec.shortage import Loading, with_fewer_residents
 from offspec.tokenizer import Tokenizer
 
@@ -263,7 +264,7 @@ def loaded(
             for grown, placement, embedding in pair
         )
         try:
-            CachedDecoder(decoder, CONTEXT + TREE_ROOM).score_rows(list(range(5, 21)), *star(width - 1))[0]
+            CachedDecoder(decoder, CONTEXT + MAX_NODES).score_rows(list(range(5, 21)), *star(width - 1))[0]
         except BaseException:
             decoder.weights.close()
             raise
@@ -317,7 +318,7 @@ def synchronize(device: torch.device) -> None:
 
 def pass_s(decoder: Decoder, width: int, repeats: int) -> float:
     """Median seconds of passes over one token of text and width - 1 nodes, one after the other; the first does not count."""
-    text = CachedDecoder(decoder, CONTEXT + TREE_ROOM)  # what was planned for, whatever the width
+    text = CachedDecoder(decoder, CONTEXT + MAX_NODES)  # what was planned for, whatever the width
     text.score_rows(list(range(5, 21)), *star(0))[0]
     seconds = []
     for _ in range(repeats + 1):

@@ -125,7 +125,8 @@ def command(
     from offspec.benchmark import WORKLOADS, measure
 
     workloads = list(WORKLOADS) if prompt_file is None else read_workloads(prompt_file)
-    engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
+    tree = max((nodes or 0 for nodes in budgets), default=0)
+    engine = load_engine(model, quiet=quiet, verbose=verbose, tree=tree, **options)
     if engine.draft_name is None:
         budgets = []
 

@@ -93,8 +93,10 @@ def command(
     names = _setting_names()
     values = {name: options.pop(name) for name in list(options) if name in names}
     settings = Values(ctx.command, values)
-    check_draft(settings.params()[1], options["draft"])  # refused before gigabytes are read
-    engine = load_engine(model, quiet=quiet, verbose=verbose, learn=learn, learn_file=learn_file, **options)
+    speculation = settings.params()[1]
+    check_draft(speculation, options["draft"])  # refused before gigabytes are read
+    options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
+    engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
     from offspec.session import Session
 
     session = Session(engine, system, drops_oldest=when_full == "drop", tell=_note)

@@ -116,7 +116,8 @@ def command(
         raise click.UsageError("--output takes the answers to a --prompt-file that ends with .jsonl.")
     if learn and learn_file is None and not is_batch:
         raise click.UsageError("--learn learns for the next prompt: give --learn-file FILE, or a .jsonl --prompt-file.")
-    load = partial(load_engine, model, quiet=quiet, verbose=verbose, learn=learn, learn_file=learn_file, **options)
+    options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
+    load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
     if is_batch:
         assert prompt_file is not None
         settings = {"model": model, "system": system, "raw": raw, **asdict(params)}

@@ -147,7 +147,8 @@ def command(
     if not prompts:
         raise click.UsageError(f"{prompt_file} holds no prompt.")
     # What is compared is the algorithm, so the arithmetic is exact unless asked otherwise.
-    engine = load_engine(model, quiet=quiet, verbose=verbose, dtype="fp32" if dtype == "auto" else dtype, **loading)
+    loading |= {"dtype": "fp32" if dtype == "auto" else dtype, "tree": max(budgets)}
+    engine = load_engine(model, quiet=quiet, verbose=verbose, **loading)
     if engine.draft is None and "random" in drafts:
         settings = [setting for setting in settings if setting.draft == "random"]
 

@@ -29,7 +29,7 @@ from offspec.scheduler.costs import Costs, Predict
 from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
 from offspec.scheduler.joint import BeamDrafter, joint_walk
 from offspec.scheduler.lookup import Guesser, PromptLookup, match_reliability
-from offspec.scheduler.params import MAX_NODES, MAX_ROWS, SamplingParams, SpeculationParams
+from offspec.scheduler.params import MAX_ROWS, SamplingParams, SpeculationParams, max_nodes
 from offspec.scheduler.recycling import TokenRecycling
 from offspec.scheduler.retrieval import Retrieval, SuffixIndex
 from offspec.scheduler.sampling import Sampler
@@ -121,6 +121,7 @@ class Engine:
         vram: int | None = None,
         ram: int | None = None,
         context: int | None = None,
+        tree: int | None = None,
         synchronous: bool = False,
         progress: Progress | None = None,
         lookup_files: Sequence[Path] = (),
@@ -134,7 +135,8 @@ class Engine:
         before, and what the target said), self (the target's first layers and the exit layer of exit_file, or the one that was
         made last for this target), or a model like MODEL. lookup_files: text files to look up in as well. device: auto, cpu,
         cuda or cuda:N. dtype: auto, bf16, fp16, fp32. vram, ram: bytes that may be used; None is what is free.
-        context: tokens to make room for; None is up to `planning.DEFAULT_CONTEXT`. synchronous: read each streamed layer
+        context: tokens to make room for; None is up to `planning.DEFAULT_CONTEXT`. tree: nodes to make room for beside them, where
+        a larger budget will be asked for than is found by itself. synchronous: read each streamed layer
         when it is needed (the ring's plain twin). progress(bytes_done, bytes_total) follows the loading of what stays.
         learn: the draft may learn between requests (`learn`). learn_file: what it learnt before; without `learn` it must be there.
         What was chosen automatically stands in `notes`, with its reason, where everything went in `plan`.
@@ -155,7 +157,7 @@ class Engine:
         if place.type == "cuda":  # what torch keeps of an engine that was closed would count as taken
             release_memory(place)
         plan = plan_here(
-            pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context), Beside(learns, early)
+            pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context, tree), Beside(learns, early)
         )
         if place.type == "cuda":
             limit_memory(plan.placement.limits.device if vram is not None else None, place)
@@ -341,6 +343,7 @@ class Engine:
             self._calibration,
             final,
             guessers=guessers,
+            max_nodes=max_nodes(self.target.device.type),
             costs=self._costs,
             switch=self._switch,
         )
@@ -362,11 +365,11 @@ class Engine:
         return self._calibration.sharpness(greedy=greedy).value
 
 
-def _tree_room(speculation: SpeculationParams) -> int:
+def _tree_room(speculation: SpeculationParams, device_type: str) -> int:
     """The most nodes that a tree of the target may have."""
     if speculation.is_lossy:
         return speculation.beam * speculation.gamma
-    return MAX_NODES if speculation.budget is None else speculation.budget
+    return max_nodes(device_type) if speculation.budget is None else speculation.budget
 
 
 class _Request:
@@ -404,7 +407,7 @@ class _Request:
         num_prefilled = caches.rewind(text)
         caches.target.decoder = target  # another one, where the model was loaded again since (`Engine.shed`)
         self.text, self.target = caches.text, caches.target  # one list: the caches know what they hold
-        self.target.cache.reserve(self._longest + _tree_room(self.speculation))
+        self.target.cache.reserve(self._longest + _tree_room(self.speculation, target.device.type))
         if caches.draft is not None:  # all that may be drafted: on a GPU it must not grow beside the target's pass
             caches.draft.reserve(self._longest + MAX_ROWS)
         self.drafter = self.engine.drafter(caches.draft, self.sampler, self.speculation, self.final)

@@ -27,7 +27,7 @@ from offspec.loaders.measure import (
 from offspec.loaders.placement import Item, LayerCost, Limits, PassRates, Placement, place, predict_pass_s
 from offspec.loaders.tiers import StoredLayer, is_packed
 from offspec.loaders.units import format_quantity, format_seconds, format_size
-from offspec.scheduler.params import MAX_NODES, MAX_ROWS
+from offspec.scheduler.params import MAX_ROWS, max_nodes
 
 from .align import AlignmentParams, learning_bytes
 from .config import ModelConfig
@@ -38,7 +38,6 @@ from .model import EMBEDDING, HEAD_ROWS, activation_bytes
 
 DEFAULT_CONTEXT = 4096
 MIN_CONTEXT = 512  # below that a smaller default would not help anybody
-TREE_ROOM = MAX_NODES  # KV entries for a tree, beside the context
 WORKSPACE_BYTES = 64 * 2**20  # what samplers, the tokenizer and the allocator's rounding take
 CUDA_WORKSPACE_BYTES = 300 * 2**20
 SPARE = 0.05  # of what is free now, left for whatever else runs, where no limit was given
@@ -46,11 +45,15 @@ SPARE = 0.05  # of what is free now, left for whatever else runs, where no limit
 
 @dataclass(frozen=True)
 class Grant:
-    """What the user allows: bytes of VRAM and RAM (None: what is free), and the context to make room for."""
+    """What the user allows: bytes of VRAM and RAM (None: what is free), and the context and the tree to make room for.
+
+    tree: nodes, beside the context; None, or less than that, is the largest that is sent where the budget is found.
+    """
 
     vram: int | None = None
     ram: int | None = None
     context: int | None = None
+    tree: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,14 @@ NOTHING = Beside()
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the target's layers go, and what was planned beside them. `context` is the most a text may have in tokens."""
+    """Where the target's layers go, and what was planned beside them. `context` is the most a text may have in tokens,
+    `tree` the most nodes of a tree beside it.
+    """
 
     placement: Placement
     layers: tuple[LayerCost, ...]
     context: int
+    tree: int
     stream_bytes: int
     num_parameters: int
     layer_elements: int
@@ -116,15 +122,15 @@ def make_plan(
     program_bytes: what the process holds already. Without a context asked for, it is DEFAULT_CONTEXT or as much of it as
     fits. Raises MemoryLimitError.
     """
-    longest = target.config.max_context
+    longest, tree = target.config.max_context, max(grant.tree or 0, _max_nodes(limits))
     if grant.context is not None:
         if grant.context > longest:
             raise UsageError(f"--context {grant.context} is more than the model's own {longest}; ask for less")
-        return _plan_for(grant.context, target, draft, limits, program_bytes, beside)
+        return _plan_for(grant.context, tree, target, draft, limits, program_bytes, beside)
     context = min(longest, DEFAULT_CONTEXT)
     while True:
         try:
-            return _plan_for(context, target, draft, limits, program_bytes, beside)
+            return _plan_for(context, tree, target, draft, limits, program_bytes, beside)
         except MemoryLimitError:
             if context // 2 < MIN_CONTEXT:
                 raise
@@ -160,7 +166,7 @@ def with_more(plan: Plan, target: ModelFiles, draft: ModelFiles | None, *, vram:
     device = None if limits.device is None else limits.device + vram
     (program,) = (item for item in plan.placement.items if item.name == PROGRAM_ITEM)
     limits = Limits(device, limits.ram + ram)
-    return _plan_for(plan.context, target, draft, limits, program.on_host - WORKSPACE_BYTES, plan.beside)
+    return _plan_for(plan.context, plan.tree, target, draft, limits, program.on_host - WORKSPACE_BYTES, plan.beside)
 
 
 def measure_link(plan: Plan, target: ModelFiles, device: torch.device) -> float | None:
@@ -236,17 +242,27 @@ def all_resident(model: ModelFiles) -> Placement:
     return place([layer.cost(model.dtype) for layer in model.stored.layers], [], Limits(None, size))
 
 
+def _max_nodes(limits: Limits) -> int:
+    return max_nodes("cpu" if limits.device is None else "cuda")
+
+
 def _plan_for(
-    context: int, target: ModelFiles, draft: ModelFiles | None, limits: Limits, program_bytes: int, beside: Beside
+    context: int,
+    tree: int,
+    target: ModelFiles,
+    draft: ModelFiles | None,
+    limits: Limits,
+    program_bytes: int,
+    beside: Beside,
 ) -> Plan:
     costs = [layer.cost(target.dtype) for layer in target.stored.layers]
-    items, num_pinned = _items(context, target, draft, limits, program_bytes), 0
+    items, num_pinned = _items(context, tree, target, draft, limits, program_bytes), 0
     if beside.learns and draft is not None:
         params = AlignmentParams()
         num_bytes = learning_bytes(draft.config, draft.dtype.itemsize, params)
         items.append(Item("learning", on_device=num_bytes, on_host=params.buffer_bytes))
     if beside.exit_file is not None:
-        items += _exit_items(context, target, beside.exit_file)
+        items += _exit_items(context, tree, target, beside.exit_file)
         num_pinned = beside.exit_file.exit_layer
     placement = _place(costs, items, limits, num_pinned)
     weights = [w for layer in target.stored.layers for w in layer.weights.values() if len(w.shape) == 2]
@@ -255,6 +271,7 @@ def _plan_for(
         placement,
         tuple(costs),
         context,
+        tree,
         sum(costs[i].read_bytes for i in placement.streamed),
         target.num_parameters,
         sum(math.prod(w.shape) for w in weights) // len(costs),
@@ -273,23 +290,27 @@ def _place(costs: list[LayerCost], items: list[Item], limits: Limits, num_pinned
     try:
         placement = place(costs, items, limits, num_pinned)
     except MemoryLimitError:
-        placement = place(costs, without, limits, num_pinned)
-        if not placement.on_disk:
+        leaner = place(costs, without, limits, num_pinned)
+        if not leaner.on_disk:
             raise
-        return placement
-    return place(costs, without, limits, num_pinned) if placement.on_disk else placement
+        return leaner
+    if placement.on_disk:
+        leaner = place(costs, without, limits, num_pinned)
+        if leaner.on_disk:  # else all layers would stay, and the embedding with them, for which there is no room
+            return leaner
+    return placement
 
 
 def _items(
-    context: int, target: ModelFiles, draft: ModelFiles | None, limits: Limits, program_bytes: int
+    context: int, tree: int, target: ModelFiles, draft: ModelFiles | None, limits: Limits, program_bytes: int
 ) -> list[Item]:
     """Everything but the target's layers."""
     on_gpu = limits.device is not None
     shared = {n: StoredLayer({n: w}).cost(target.dtype).resident_bytes for n, w in target.stored.shared.items()}
     items = [
         Item(PROGRAM_ITEM, on_host=program_bytes + WORKSPACE_BYTES, on_device=CUDA_WORKSPACE_BYTES if on_gpu else 0),
-        Item("KV cache", on_device=kv_bytes(target.config, context + TREE_ROOM, target.dtype.itemsize)),
-        Item("activations", on_device=_activations(target, draft, context)),
+        Item("KV cache", on_device=kv_bytes(target.config, context + tree, target.dtype.itemsize)),
+        Item("activations", on_device=_activations(target, draft, context + tree)),
     ]
     if not target.config.tied_head:
         items.append(Item(EMBEDDING_ITEM, on_host=shared.pop(EMBEDDING)))
@@ -304,14 +325,14 @@ def _items(
     return items
 
 
-def _exit_items(context: int, target: ModelFiles, exit_file: ExitFile) -> list[Item]:
+def _exit_items(context: int, tree: int, target: ModelFiles, exit_file: ExitFile) -> list[Item]:
     """An exit layer, its KV cache, the drafted nodes' entries of the layers before it, and their hidden states."""
     size, per_layer = (
         target.dtype.itemsize,
         kv_bytes(target.config, 1, target.dtype.itemsize) // target.config.num_layers,
     )
     entries = per_layer * (context + (1 + exit_file.exit_layer) * MAX_ROWS)
-    states = (context + MAX_ROWS + TREE_ROOM) * target.config.hidden_size * size
+    states = (context + MAX_ROWS + tree) * target.config.hidden_size * size
     return [
         Item("exit layer", on_device=exit_file.num_elements * size),
         Item("exit KV cache", on_device=entries),
@@ -334,11 +355,10 @@ def kv_bytes(config: ModelConfig, num_entries: int, itemsize: int) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * num_entries * itemsize
 
 
-def _activations(target: ModelFiles, draft: ModelFiles | None, context: int) -> int:
-    """The larger model's pass over a whole context."""
+def _activations(target: ModelFiles, draft: ModelFiles | None, num_rows: int) -> int:
+    """The larger model's pass over a whole context and a tree, `num_rows` together."""
     models = [target] if draft is None else [target, draft]
-    keys = context + TREE_ROOM
-    passes = [activation_bytes(m.config, context + TREE_ROOM, keys, m.dtype.itemsize) for m in models]
+    passes = [activation_bytes(m.config, num_rows, num_rows, m.dtype.itemsize) for m in models]
     return max(passes)
 
 

@@ -18,7 +18,6 @@ from offspec.scheduler.params import SamplingParams, SpeculationParams
 
 from .engine import Engine, Message, Step
 from .errors import ContextLengthError, OffspecError, StorageError, UsageError
-from .planning import TREE_ROOM
 from .stats import Stats
 from .storage import write_atomically
 from .tokenizer import Tokenizer
@@ -70,7 +69,7 @@ class Session:
         self._tell = tell
         self._system: str | None = None
         # What was planned for a text is taken at once; without a plan nobody knows how much that would be.
-        self._caches = engine.new_caches(engine.max_context + TREE_ROOM if engine.plan is not None else 0)
+        self._caches = engine.new_caches(engine.max_context + engine.plan.tree if engine.plan is not None else 0)
         self.system = system
 
     @property

@@ -206,10 +206,10 @@ class ThompsonSampling:
         self._inner.observe(num_tokens, seconds)
 
 
-def controller_for(params: SpeculationParams, costs: Costs) -> Controller:
-    """What the parameters call for."""
+def controller_for(params: SpeculationParams, costs: Costs, max_nodes: int = MAX_NODES) -> Controller:
+    """What the parameters call for. max_nodes: of a tree where they leave the budget to be found."""
     budget = params.budget
-    inner = MarginalRate(costs, MAX_NODES) if budget is None else FixedBudget(budget, params.width)
+    inner = MarginalRate(costs, max_nodes) if budget is None else FixedBudget(budget, params.width)
     if params.stopping == "default":
         return inner
     return ThompsonSampling(inner, costs, calibrated=params.stopping == "thompson-calibrated")

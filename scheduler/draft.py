@@ -24,7 +24,7 @@ from .calibration import SIXTHS, UNIT, Calibration
 from .costs import MOST_ROWS, Costs
 from .growth import Growth, Guesses
 from .lookup import Guesser
-from .params import MAX_ROWS, SpeculationParams
+from .params import MAX_NODES, MAX_ROWS, SpeculationParams
 from .sampling import Sampler
 from .tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
 from .verify import Logits, Verdict
@@ -122,12 +122,13 @@ class ModelDrafter:
         *,
         guessers: Sequence[Guesser] = (),
         controller: Controller | None = None,
+        max_nodes: int = MAX_NODES,
         costs: Costs | None = None,
         switch: Switch | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         """model: None leaves the guessing to the guessers, whose trees are merged with the model's own otherwise.
-        controller: what `params` call for, where there is none. costs: learns the draft's and the target's. switch: learns
+        controller: what `params` call for, where there is none, with trees of at most max_nodes. costs: learns the draft's and the target's. switch: learns
         whether `extend` pays; without it, it does. clock: in seconds.
         """
         self._model: TreeModel = model or NoModel()
@@ -138,7 +139,7 @@ class ModelDrafter:
         self._guessers = guessers
         self._text: Sequence[int] = ()
         self._costs, self._clock = costs or Costs(), clock
-        self._controller = controller or controller_for(params, self._costs)
+        self._controller = controller or controller_for(params, self._costs, max_nodes)
         self._growth = Growth(final)
         self._position = 0  # of the root's children
         self._max_depth = self._model_depth = 0

@@ -13,12 +13,20 @@ from offspec.errors import UsageError
 
 SEED_LIMIT = 1 << 64
 MAX_NODES = 1024  # of a tree where the budget is found
+# The same where a CPU computes: arithmetic for so many rows takes longer there than any disk takes for 16-bit weights (512
+# operations for each weight, a TFLOP/s for 4 GB/s), and KV entries for more are memory that layers could stay in.
+CPU_MAX_NODES = 256
 MAX_ROWS = 3072  # expanded candidates that wait in the draft's KV cache at a time
 MAX_JOINT_NODES = 256  # of a tree that is accepted jointly: the logits of all of it are in memory at a time
 Accept = Literal["exact", "joint"]
 Scoring = Literal["coupled", "specexec"]
 Tree = Literal["best-first", "sequoia", "opt-tree"]
 Stopping = Literal["default", "thompson", "thompson-calibrated"]
+
+
+def max_nodes(device_type: str) -> int:
+    """The largest tree that is sent where the budget is found."""
+    return CPU_MAX_NODES if device_type == "cpu" else MAX_NODES
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import xllamacpp as llama
 def load(job: common.Job) -> tuple[common.Generate, str]:
     params = llama.CommonParams()
     params.model.path = job.model
-    params.n_ctx, params.n_parallel = 1024, 1
+    params.n_ctx, params.n_parallel = 512, 1
     params.warmup = False  # it would read the whole model once before the clock runs
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = job.threads
     if number := job.settings.get("draft_max"):
