@@ -10,8 +10,9 @@ from __future__ import annotations
 import gc
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import takewhile
 
 import torch
 
@@ -37,6 +38,14 @@ def pin(buffer: HostBuffer, device: torch.device) -> bool:
         with suppress(RuntimeError):
             torch.ones(1, device=device)
     return False
+
+
+def pin_whole(whole: HostBuffer, parts: Sequence[HostBuffer], device: torch.device) -> list[HostBuffer]:
+    """`pin` memory in one piece; where the system does not allow so much, as many of its parts as it does (WSL, containers).
+
+    Returns what is to be unpinned.
+    """
+    return [whole] if pin(whole, device) else list(takewhile(lambda part: pin(part, device), parts))
 
 
 def unpin(buffer: HostBuffer, device: torch.device) -> None:

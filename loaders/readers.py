@@ -11,7 +11,9 @@ import errno
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -40,23 +42,38 @@ class HostBuffer:
     """
 
     def __init__(self, nbytes: int) -> None:
-        alignment = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else BLOCK_BYTES
-        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-        try:
-            memory = mmap.mmap(-1, nbytes + alignment, **private)
-        except OSError as exc:
-            raise MemoryError(f"cannot map {nbytes} bytes ({exc.strerror})") from exc
-        if alignment == HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel built without them: ordinary pages are slower, not wrong
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % alignment
-        self.nbytes = nbytes
-        self.view = memoryview(memory)[start : start + nbytes]
-        self.tensor = torch.frombuffer(self.view, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+        self._hold(_private_memory(nbytes))
+
+    def _hold(self, view: memoryview) -> None:
+        self.view, self.nbytes = view, len(view)
+        self.tensor = torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
+
+    @classmethod
+    def side_by_side(cls, sizes: Sequence[int]) -> tuple[HostBuffer, list[HostBuffer]]:
+        """One buffer, and in it one after the other buffers of these sizes, each where O_DIRECT can read to."""
+        starts = [0, *accumulate(align_up(size) for size in sizes)]
+        whole, parts = cls(starts[-1]), [cls.__new__(cls) for _ in sizes]
+        for part, start, size in zip(parts, starts, sizes, strict=False):
+            part._hold(whole.view[start : start + size])
+        return whole, parts
 
     @property
     def address(self) -> int:
         return self.tensor.data_ptr()
+
+
+def _private_memory(nbytes: int) -> memoryview:
+    alignment = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else BLOCK_BYTES
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    try:
+        memory = mmap.mmap(-1, nbytes + alignment, **private)
+    except OSError as exc:
+        raise MemoryError(f"cannot map {nbytes} bytes ({exc.strerror})") from exc
+    if alignment == HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel built without them: ordinary pages are slower, not wrong
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % alignment
+    return memoryview(memory)[start : start + nbytes]
 
 
 class Reader(Protocol):

@@ -48,8 +48,8 @@ S_in = TypeVar("S_in", bound=Slot, contravariant=True)
 class HostSlot:
     """A slot in host memory; the CPU computes in order, so nothing has to be waited for."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.buffer = HostBuffer(nbytes)
+    def __init__(self, buffer: HostBuffer) -> None:
+        self.buffer = buffer
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -202,7 +202,7 @@ class PlainStream:
 
     def __init__(self, records: Mapping[int, Record], reader: Reader, device: torch.device) -> None:
         self._records, self._reader, self._device = records, reader, device
-        self._slot = HostSlot(max(record.nbytes for record in records.values()))
+        self._slot = HostSlot(HostBuffer(max(record.nbytes for record in records.values())))
 
     @contextmanager
     def lend(self, layer: int) -> Iterator[torch.Tensor]:
@@ -255,9 +255,11 @@ def read_piece(reader: Reader, piece: Extent, buffer: HostBuffer) -> None:
     reader.read(piece.path, piece.offset, buffer.view[piece.start : piece.start + piece.nbytes], piece.least)
 
 
-def read_record(reader: Reader, record: Record, num_threads: int = NUM_READERS) -> HostBuffer:
-    """A record in memory of its own."""
-    slot = HostSlot(record.nbytes)
+def read_record(
+    reader: Reader, record: Record, num_threads: int = NUM_READERS, *, into: HostBuffer | None = None
+) -> HostBuffer:
+    """A record in memory of its own, or in `into`."""
+    slot = HostSlot(into or HostBuffer(record.nbytes))
     filler = DiskFiller({0: record}, reader, num_threads)
     try:
         filler.fill(slot, 0).wait()

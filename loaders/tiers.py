@@ -6,7 +6,7 @@ part of it. Knows nothing of what a layer computes, nor of how the placement was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from .checkpoint import Checkpoint
-from .cuda import DeviceFiller, DeviceSlot, pin, unpin
+from .cuda import DeviceFiller, DeviceSlot, pin_whole, unpin
 from .formats import FLOAT_DTYPES, StoredWeight, Weight, stored_weights
 from .placement import LayerCost, Placement
 from .readers import FileReader, HostBuffer, Reader, align_down, align_up
@@ -240,8 +240,8 @@ class TieredWeights:
         """A layer in memory of its own on the device, in the dtype of the arithmetic."""
         return layer.bind(self._read(layer).tensor.to(device), self._dtype, is_kept=True)
 
-    def _read(self, layer: StoredLayer) -> HostBuffer:
-        buffer = read_record(self._reader, layer.record)
+    def _read(self, layer: StoredLayer, into: HostBuffer | None = None) -> HostBuffer:
+        buffer = read_record(self._reader, layer.record, into=into)
         self._done += layer.record.read_bytes
         if self._progress is not None:
             self._progress(self._done, self._total)
@@ -254,23 +254,26 @@ class TieredWeights:
             return PlainStream(everything, self._reader, self._device)
         if self._device.type == "cuda":
             return self._open_link(records)
-        return self._open_disk(records, self._placement.num_slots)
+        buffers = [HostBuffer(self._placement.slot_bytes) for _ in range(self._placement.num_slots)]
+        return self._open_disk(records, buffers)
 
-    def _open_disk(self, records: Mapping[int, Record], num_slots: int) -> Ring[HostSlot]:
-        slots = [HostSlot(self._placement.slot_bytes) for _ in range(num_slots)]
+    def _open_disk(self, records: Mapping[int, Record], buffers: Sequence[HostBuffer]) -> Ring[HostSlot]:
+        slots = [HostSlot(buffer) for buffer in buffers]
         return Ring(self._placement.on_disk, slots, DiskFiller(records, self._reader))
 
     def _open_link(self, records: Mapping[int, Record]) -> Stream:
-        slots = [DeviceSlot(self._placement.slot_bytes, self._device) for _ in range(self._placement.num_slots)]
-        in_ram = {i: self._read(self._model.layers[i]) for i in self._placement.in_ram}  # last: they take long to read
-        sizes = {i: record.nbytes for i, record in records.items()}
+        """What lies in RAM for a GPU, layers that wait and slots for those that come from disk, is one stretch, pinned once."""
+        p, layers = self._placement, self._model.layers
+        slots = [DeviceSlot(p.slot_bytes, self._device) for _ in range(p.num_slots)]
+        sizes = [*(layers[i].record.nbytes for i in p.in_ram), *[p.slot_bytes] * (p.num_host_slots if records else 0)]
+        whole, parts = HostBuffer.side_by_side(sizes)
+        in_ram = {i: self._read(layers[i], part).tensor for i, part in zip(p.in_ram, parts, strict=False)}
         with ExitStack() as opened:
-            disk, buffers = None, list(in_ram.values())
+            disk = None
             if records:
-                disk = self._open_disk(records, self._placement.num_host_slots)
+                disk = self._open_disk(records, parts[len(in_ram) :])
                 opened.callback(disk.close)
-                buffers += [slot.buffer for slot in disk.slots]
-            self._pinned += (buffer for buffer in buffers if pin(buffer, self._device))
-            filler = DeviceFiller({i: b.tensor for i, b in in_ram.items()}, disk, sizes, self._device)
+            self._pinned += pin_whole(whole, parts, self._device)
+            filler = DeviceFiller(in_ram, disk, {i: record.nbytes for i, record in records.items()}, self._device)
             opened.pop_all()  # the filler closes it from here on
         return Ring(self._placement.streamed, slots, filler)

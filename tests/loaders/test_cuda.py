@@ -110,6 +110,23 @@ def test_pinned_memory_is_every_devices(monkeypatch: pytest.MonkeyPatch) -> None
     assert fake.asked == ["register 4096 1"]
 
 
+@pytest.mark.parametrize(("allowed", "registered"), [(3 * 4096, [3]), (2 * 4096, [1, 1]), (4096, [1]), (0, [])])
+def test_what_the_system_does_not_pin_at_once_is_pinned_in_parts(
+    monkeypatch: pytest.MonkeyPatch, allowed: int, registered: list[int]
+) -> None:
+    left = allowed
+
+    def pin_some(buffer: HostBuffer, device: torch.device) -> bool:
+        nonlocal left
+        fits = buffer.nbytes <= left
+        left -= buffer.nbytes * fits
+        return fits
+
+    monkeypatch.setattr(cuda, "pin", pin_some)
+    whole, parts = HostBuffer.side_by_side([4096, 4096, 100])
+    assert [-(-buffer.nbytes // 4096) for buffer in cuda.pin_whole(whole, parts, CUDA)] == registered
+
+
 def test_copies_are_through_before_the_link_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is queued still writes into slots, and reads memory that is unpinned next."""
     fake = FakeCuda(monkeypatch)
@@ -217,6 +234,21 @@ def test_memory_is_pinned_where_it_lies() -> None:
     assert torch.ones(3, device=CUDA).sum().item() == 3  # and the next kernel is not blamed for it
     unpin(buffer, CUDA)
     assert not buffer.tensor.is_pinned()
+
+
+@pytest.mark.gpu
+def test_parts_of_what_was_pinned_are_pinned() -> None:
+    whole, parts = HostBuffer.side_by_side([MIB + 5, 3 * MIB, 4096])
+    pinned = cuda.pin_whole(whole, parts, CUDA)
+    assert pinned == [whole]
+    for value, part in enumerate(parts, 1):
+        part.tensor.fill_(value)
+        assert part.tensor.is_pinned()
+    there = [part.tensor.to(CUDA, non_blocking=True) for part in parts]
+    torch.cuda.synchronize()
+    assert [tensor.unique().tolist() for tensor in there] == [[1], [2], [3]]
+    unpin(whole, CUDA)
+    assert not any(part.tensor.is_pinned() for part in parts)
 
 
 @pytest.mark.gpu

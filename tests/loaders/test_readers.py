@@ -31,6 +31,20 @@ def test_a_buffer_is_one_memory_seen_twice() -> None:
             assert buffer.address % (HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else BLOCK_BYTES) == 0
 
 
+def test_buffers_side_by_side_are_one_memory() -> None:
+    sizes = [BLOCK_BYTES, 1, HUGE_PAGE_BYTES + 17, 0, 2 * BLOCK_BYTES]
+    whole, parts = HostBuffer.side_by_side(sizes)
+    assert [part.nbytes for part in parts] == sizes
+    assert whole.nbytes == HUGE_PAGE_BYTES + 5 * BLOCK_BYTES
+    for number, part in enumerate(parts, 1):
+        part.tensor.fill_(number)
+    for number, part in enumerate(parts, 1):
+        if part.nbytes:
+            assert part.address % BLOCK_BYTES == 0
+            start = part.address - whole.address
+            assert set(whole.view[start : start + part.nbytes]) == {number}
+
+
 def test_a_buffer_that_cannot_be_had_is_a_memory_error() -> None:
     with pytest.raises(MemoryError, match="bytes"):
         HostBuffer(2**60)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from offspec.errors import CheckpointError
 from offspec.loaders.checkpoint import TensorInfo
-from offspec.loaders.readers import READ_BYTES
+from offspec.loaders.readers import READ_BYTES, HostBuffer
 from offspec.loaders.records import Record
 from offspec.loaders.stream import DiskFiller, HostSlot, PlainStream, Ring
 
@@ -39,7 +39,7 @@ class Setup:
         self.content, self.nbytes = content, nbytes
         self.records = records(num_layers, nbytes)
         self.reader = FakeReader({PATH: self.content}, gate)
-        self.slots = [HostSlot(max(r.nbytes for r in self.records.values())) for _ in range(num_slots)]
+        self.slots = [HostSlot(HostBuffer(max(r.nbytes for r in self.records.values()))) for _ in range(num_slots)]
         self.ring = Ring(range(num_layers), self.slots, DiskFiller(self.records, self.reader))
 
     def take(self, layer: int) -> bytes:

@@ -16,7 +16,7 @@ from offspec.errors import CheckpointError
 from offspec.loaders.checkpoint import Checkpoint
 from offspec.loaders.placement import Limits, Placement
 from offspec.loaders.readers import FileReader, HostBuffer
-from offspec.loaders.stream import HostSlot
+from offspec.loaders.stream import Fill, HostSlot, Ring
 from offspec.loaders.tiers import StoredModel, TieredWeights
 from offspec.loaders.weights import WeightSource
 
@@ -126,8 +126,8 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
         opened.extend(thread for thread in threading.enumerate() if thread.name.startswith("offspec-read"))
         raise CheckpointError("told to fail")
 
-    monkeypatch.setattr("offspec.loaders.tiers.DeviceSlot", lambda nbytes, device: HostSlot(nbytes))
-    monkeypatch.setattr("offspec.loaders.tiers.pin", refuse)
+    monkeypatch.setattr("offspec.loaders.tiers.DeviceSlot", lambda nbytes, device: HostSlot(HostBuffer(nbytes)))
+    monkeypatch.setattr("offspec.loaders.cuda.pin", refuse)
     placement = replace(placed(model, NONE), in_ram=(1,), on_disk=(0, 2), num_host_slots=2)
     cuda = torch.device("cuda")
     with pytest.raises(CheckpointError, match="told to fail"):
@@ -135,6 +135,48 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
     assert bool(opened) == (fails == "pinning")
     assert reader.closed
     assert not any(thread.name.startswith("offspec") for thread in threading.enumerate())
+
+
+def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers in RAM and slots for those on disk, in memory that is neither doubled nor rounded up layer by layer."""
+    tensors, pinned, filled = toy_tensors(), list[tuple[int, int]](), dict[int, torch.Tensor]()
+    model = StoredModel.of(open_with(tmp_path, tensors))
+
+    def pin(buffer: HostBuffer, device: torch.device) -> bool:
+        pinned.append((buffer.address, buffer.nbytes))
+        return True
+
+    class Filler:
+        def __init__(
+            self, in_ram: dict[int, torch.Tensor], disk: Ring[HostSlot], sizes: object, device: object
+        ) -> None:
+            filled.update(in_ram)
+            self.disk = disk
+
+        def fill(self, slot: HostSlot, layer: int) -> Fill:
+            return Fill(0)
+
+        def close(self) -> None:
+            self.disk.close()
+
+    monkeypatch.setattr("offspec.loaders.tiers.DeviceSlot", lambda nbytes, device: HostSlot(HostBuffer(nbytes)))
+    monkeypatch.setattr("offspec.loaders.tiers.DeviceFiller", Filler)
+    monkeypatch.setattr("offspec.loaders.cuda.pin", pin)
+    monkeypatch.setattr(
+        "offspec.loaders.tiers.unpin", lambda buffer, device: pinned.remove((buffer.address, buffer.nbytes))
+    )
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)  # there is no device to move residents to
+    placement = replace(placed(model, NONE), in_ram=(1,), on_disk=(0, 2), num_host_slots=2)
+    cuda = torch.device("cuda")
+    weights = TieredWeights(model, placement, dtype=torch.float32, device=cuda, embedding=EMBEDDING)
+    ((begin, size),) = pinned
+    record = model.layers[1].record
+    assert size == record.nbytes + 2 * placement.slot_bytes
+    assert begin <= filled[1].data_ptr() < begin + size
+    for name, found in record.parts(filled[1]).items():
+        assert torch.equal(found.view(tensors[name].dtype).view(tensors[name].shape), tensors[name])
+    weights.close()
+    assert not pinned
 
 
 def test_residents_do_not_change_with_the_file(tmp_path: Path) -> None:
