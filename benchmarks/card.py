@@ -38,6 +38,7 @@ from torch import Tensor
 from benchmarks.grow import SHAPES, Layout, Shape, grow
 from benchmarks.streaming import OneLayer, star
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.attention import attend
 from offspec.config import read_config
 from offspec.engine import load_decoder
 from offspec.errors import UsageError
@@ -370,6 +371,25 @@ def said(
     }
 
 
+def flex_attention_over(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Callable[[], Tensor]:
+    """`attend` by FlexAttention (2412.05496): compiled on a GPU, and everywhere with a block mask made of `mask` at each call."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compute = torch.compile(flex_attention, dynamic=False) if queries.device.type == "cuda" else flex_attention
+    q, k, v = queries.transpose(0, 1)[None], keys[None], values[None]
+
+    def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return mask[row, key]
+
+    def run() -> Tensor:
+        blocks = create_block_mask(sees, None, None, *mask.shape, device=mask.device)
+        out = compute(q, k, v, block_mask=blocks, enable_gqa=True)
+        assert isinstance(out, Tensor)
+        return out[0].transpose(0, 1)
+
+    return run
+
+
 def fused_widths(files: ModelFiles, device: torch.device) -> dict[str, int]:
     """Of each shape of 4-bit matrices: up to how many rows it is multiplied without being dequantised."""
     packed = {w.layout.shape for w in files.stored.layers[0].weights.values() if isinstance(w, Weight4bit)}
@@ -484,6 +504,41 @@ class Bench:
             graphs.close()
             decoder.weights.close()
         yield found
+
+    def attention(self, name: str) -> Iterator[Figures]:
+        """One layer's attention of a tree, as it is computed and as FlexAttention, whose mask is made anew as in each pass."""
+        found, sizes = Figures(), ((CONTEXT, 64), (CONTEXT, 512), (4 * CONTEXT, 512))
+        for num_keys, num_nodes in sizes if self.device.type == "cuda" else ((64, 8),):
+            found[f"{num_nodes} nodes, {num_keys} keys"] = self._attention(JOBS[name].target, num_nodes, num_keys)
+            yield found
+
+    def _attention(self, shape: Shape, num_nodes: int, num_keys: int) -> dict[str, float]:
+        generator, kv = torch.Generator().manual_seed(0), (shape.num_kv_heads, num_keys + num_nodes)
+        queries, keys, values = (
+            torch.randn(*rows, shape.head_dim, generator=generator).to(self.device, torch.bfloat16)
+            for rows in ((num_nodes, shape.num_heads), kv, kv)
+        )
+        mask = torch.ones(num_nodes, num_keys + num_nodes, dtype=torch.bool, device=self.device)
+        mask[:, num_keys:] = torch.eye(num_nodes, dtype=torch.bool, device=self.device)
+        sdpa, flex = partial(attend, queries, keys, values, mask), flex_attention_over(queries, keys, values, mask)
+        began = time.perf_counter()
+        apart = (flex().float() - sdpa().float()).abs().max().item()
+        return {
+            "flex_first_s": time.perf_counter() - began,
+            "sdpa_s": self._median_s(sdpa),
+            "flex_s": self._median_s(flex),
+            "largest_difference": apart,
+        }
+
+    def _median_s(self, work: Callable[[], object], repeats: int = 20) -> float:
+        seconds = []
+        for _ in range(repeats + 3):
+            synchronize(self.device)
+            began = time.perf_counter()
+            work()
+            synchronize(self.device)
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds[3:])
 
     def passes(self, name: str, cap: int | None) -> Iterator[Figures]:
         """Seconds of passes against link and arithmetic, then texts, within the memory of one card."""
@@ -603,6 +658,7 @@ def parts_of(bench: Bench, names: Sequence[str]) -> dict[str, Callable[[], Itera
         parts[where] = partial(bench.passes, name, cap)
         if i == 0:
             parts[f"{where} as SpecExec"] = partial(bench.baseline, name, cap)
+    parts[f"attention {names[0]}"] = partial(bench.attention, names[0])
     return parts
 
 

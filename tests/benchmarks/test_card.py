@@ -31,7 +31,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 def test_every_part_has_figures(results: dict[str, Any]) -> None:
-    assert list(results) == ["machine", "exact", "draft tiny", "tiny half", "tiny half as SpecExec"]
+    assert list(results) == ["machine", "exact", "draft tiny", "tiny half", "tiny half as SpecExec", "attention tiny"]
     assert not any("error" in line for line in results.values())
     assert results["exact"]["figures"]["texts_equal"]
     assert 0 < results["exact"]["figures"]["num_resident_layers"] < JOBS["tiny"].target.num_layers
@@ -56,6 +56,12 @@ def test_the_baseline_keeps_nothing(results: dict[str, Any]) -> None:
     assert figures["stream_bytes"] > results["tiny half"]["figures"]["stream_bytes"]
 
 
+def test_both_ways_of_attention_agree(results: dict[str, Any]) -> None:
+    (figures,) = results["attention tiny"]["figures"].values()
+    assert figures["largest_difference"] < 0.05  # bf16
+    assert min(figures["sdpa_s"], figures["flex_s"], figures["flex_first_s"]) > 0
+
+
 def test_a_translation_says_what_it_is(results: dict[str, Any]) -> None:
     there = results["tiny half"]["figures"]["translation"]
     iteration_s = there["pass_s"]["256"] + there["draft_s"]
@@ -77,7 +83,7 @@ def test_what_is_there_is_not_done_again(
 def test_without_time_nothing_is_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     card.main([str(tmp_path), "--device", "cpu", "--shape", "tiny", "--minutes", "0.1"])
     assert not (tmp_path / "results.jsonl").exists()
-    assert capsys.readouterr().err.count("no time left") == 5
+    assert capsys.readouterr().err.count("no time left") == 6
 
 
 def test_a_part_that_fails_is_told_and_done_again(
