@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--replays", type=float, default=p.replays)
     parser.add_argument("--most-share", type=float, default=p.most_share)
     parser.add_argument("--most-guesses", type=int, default=p.most_guesses, help="0 learns from the text alone")
+    parser.add_argument("--most-prompt", type=int, default=p.most_prompt, help="0 learns from no prompt")
     parser.add_argument("--reach-power", type=float, default=p.reach_power)
     args = parser.parse_args()
     engine = Engine.load(args.model, draft=args.draft, dtype="fp32")
@@ -114,6 +115,7 @@ def main() -> None:
         replays=args.replays,
         most_share=args.most_share,
         most_guesses=args.most_guesses,
+        most_prompt=args.most_prompt,
         reach_power=args.reach_power,
     )
     engine.aligner = aligner = Aligner(engine.draft, settings)

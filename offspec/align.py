@@ -27,7 +27,7 @@ from offspec.scheduler.verify import Logits, Verdict
 from .config import ModelConfig
 from .errors import UsageError
 from .lora import Adapter, SavedAdapter, TreeRows, adapter_bytes
-from .model import HEAD_ROWS, Decoder
+from .model import HEAD_ROWS, Decoder, RowLogits
 from .storage import check_writable
 
 SHARES = (1.0, 0.5, 0.0)  # of the additions, one of which is drafted with
@@ -44,7 +44,7 @@ class AlignmentParams:
     distribution that are kept; the rest counts as one. buffer_bytes: what is kept to learn from, the oldest leaving first.
     window_tokens: of a text and its guesses that are learnt from at once. most_guesses: the best-scored nodes of a tree that are
     taken down beside the walk's; of a tree in that order they are, with the root, the slice of rows that a verdict begins with,
-    whose logits are there in any case.
+    whose logits are there in any case. most_prompt: tokens of a prompt, its last ones, that are learnt from as well.
     reach_power: a guess counts as much as its probability of being said, to this power (0: as much as the text).
     batch_windows: in a step, the newest half of them, the others drawn from all that is kept. replays: how often a place is
     learnt from, on average. most_share: seconds of learning for a second of generating, at most.
@@ -56,6 +56,7 @@ class AlignmentParams:
     buffer_bytes: int = 32 * 2**20
     window_tokens: int = 512
     most_guesses: int = HEAD_ROWS - 1
+    most_prompt: int = 1024
     reach_power: float = 0.5
     batch_windows: int = 4
     replays: float = 8.0
@@ -135,9 +136,32 @@ class Window:
 class Listener:
     """Takes down what the target thinks in one request."""
 
-    def __init__(self, aligner: Aligner, text: Sequence[int]) -> None:
+    def __init__(self, aligner: Aligner, text: Sequence[int], logits: RowLogits | None) -> None:
+        """logits: of the pass that took in what is new of the text, whose rows before the last say what was thought along it."""
         self._aligner = aligner
+        num_told = 0 if logits is None else min(logits.num_before, aligner.params.most_prompt)
+        shared = aligner.params.window_tokens // 4  # of the text, with which every window begins
+        last = len(text) - 1
+        first, near = last - num_told, max(last - num_told, last + 1 - shared)
+        for start in range(first, near, step := aligner.params.window_tokens - shared):
+            window = aligner.open(text[:start])
+            for token in text[start : min(start + step, near)]:
+                window.last = window.hang(aligner.known(token), window.last)
+            self._read(
+                window, window.last + 1 - min(step, near - start), logits, start - last, min(start + step, near) - last
+            )
         self._window = aligner.open(text)
+        self._read(self._window, self._window.last + near - last, logits, near - last, 0)
+
+    def _read(self, window: Window, row: int, logits: RowLogits | None, first: int, last: int) -> None:
+        """Take down for the rows from `row` on what was thought after the tokens first .. last, counted from the text's end."""
+        for start in range(first, last, HEAD_ROWS):
+            assert logits is not None
+            rows = logits.before(start + logits.num_before, min(start + HEAD_ROWS, last) + logits.num_before)
+            logs, choices = self._aligner.likeliest(list(rows))
+            for place in range(len(rows)):
+                window.tell(row + start - first + place, choices[place], logs[place])
+        self._aligner.count(last - first)
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
         """logits: the root's row, then the nodes'.
@@ -226,9 +250,9 @@ class Aligner:
         self._fresh: list[Window] = []
         self._worth = dict.fromkeys(SHARES, 0.0)  # loss with each share, summed over places, the older counting less
 
-    def listen(self, text: Sequence[int]) -> Listener | None:
-        """For a request that begins with `text`; None where nothing is to be taken down."""
-        return Listener(self, text) if self.is_listening else None
+    def listen(self, text: Sequence[int], logits: RowLogits | None = None) -> Listener | None:
+        """For a request that begins with `text`, and whose first pass gave `logits`; None where nothing is to be taken down."""
+        return Listener(self, text, logits) if self.is_listening else None
 
     def known(self, token: int) -> int:
         """The token, or the draft's last one for what is beyond its vocabulary."""

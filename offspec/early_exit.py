@@ -175,7 +175,7 @@ class SharedTarget(CachedDecoder):
         hidden = self.decoder.through(hidden, rest, self._layers)
         self.cache.append(len(chain), len(tokens))
         self._rows = rows
-        return hidden[max(len(chain) - 1, 0) :]
+        return hidden
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """As `CachedDecoder.keep`, once a pass and before the draft's."""
@@ -210,7 +210,7 @@ class SharedDraft(CachedDecoder):
         positions, tree_mask = placed(self.cache, len(chain), depths, mask)
         hidden = self.decoder.through(hidden, self.decoder.rows(positions, self.cache, tree_mask))
         self.cache.append(len(chain), len(tokens))
-        return hidden[max(len(chain) - 1, 0) :]
+        return hidden
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         num_drafted = self.cache.pending

@@ -37,7 +37,7 @@ from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, Sequoia
 from offspec.scheduler.tree import TokenTree
 from offspec.scheduler.verify import Logits, Verdict, exact_walk
 
-from .align import Aligner, check_learning, open_aligner
+from .align import Aligner, Listener, check_learning, open_aligner
 from .alongside import alongside
 from .corpus import open_index
 from .early_exit import EarlyExit, shared_text
@@ -45,7 +45,7 @@ from .errors import ContextLengthError, MemoryLimitError, UsageError
 from .exit_files import ExitFile
 from .files import LOOKUP, SELF, ModelFiles, Note, choose_device, open_pair
 from .graphs import TreeGraphs, is_static
-from .model import EMBEDDING, CachedDecoder, Decoder
+from .model import EMBEDDING, CachedDecoder, Decoder, RowLogits
 from .planning import Beside, Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates, settle_fused
 from .shortage import Loading, first_line, with_fewer_residents
 from .shortage import explain as explain_shortage
@@ -393,7 +393,7 @@ class _Request:
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
         num_prefilled = self._begin(text)
-        self.listener = engine.aligner.listen(text) if engine.aligner is not None else None
+        self.listener: Listener | None = None
         self.stats = Stats(
             num_prompt_tokens=len(text),
             num_prefilled_tokens=num_prefilled,
@@ -451,14 +451,20 @@ class _Request:
         scored = time.perf_counter()
         target.keep(verdict.path)
         drafter.observe(tree, verdict, logits)
-        if self.listener is not None:
-            self.listener.observe(tree, verdict, logits)
+        self._listen(tree, verdict, logits)
         text += verdict.tokens
         self.sampler.extend(verdict.tokens)
         self._count(len(tree), drafted - started, scored - drafted, time.perf_counter() - started)
         if self.observer is not None:
             self.observer(tree, verdict)
         return verdict
+
+    def _listen(self, tree: TokenTree, verdict: Verdict, logits: RowLogits) -> None:
+        """Take down what the target thought, where the draft is to learn from it: in the first pass along the prompt, too."""
+        if self.listener is None and self.engine.aligner is not None:
+            self.listener = self.engine.aligner.listen(self.text, logits)
+        if self.listener is not None:
+            self.listener.observe(tree, verdict, logits)
 
     def _judge(self, tree: TokenTree, logits: Logits) -> Verdict:
         position, tau = len(self.text), self.speculation.tau

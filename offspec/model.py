@@ -234,9 +234,15 @@ class RowLogits:
     take a gigabyte.
     """
 
-    def __init__(self, decoder: Decoder, hidden: Tensor) -> None:
-        self._decoder, self._hidden = decoder, hidden
+    def __init__(self, decoder: Decoder, hidden: Tensor, num_before: int = 0) -> None:
+        """hidden [num_before + R, hidden]: the first ones are rows of the same pass before these, see `before`."""
+        self._decoder, self._hidden = decoder, hidden[num_before:]
+        self._before, self.num_before = hidden[:num_before], num_before
         self._slices: dict[int, Tensor] = {}
+
+    def before(self, first: int, last: int) -> Tensor:
+        """[last - first, vocab]: of rows first .. last of the num_before, the pass's chain without its last token. Not kept."""
+        return self._decoder.logits(self._before[first:last])
 
     def __len__(self) -> int:
         return self._hidden.shape[0]
@@ -287,23 +293,23 @@ class CachedDecoder:
         children (depth 1) following the committed text; they stay pending. mask: bool [R, P + R], whom of the pending
         region (P earlier nodes, then these R) each node sees, itself included.
         """
-        return self.decoder.logits(self._pass(chain, tokens, depths, mask))
+        return self.decoder.logits(self._pass(chain, tokens, depths, mask)[max(len(chain) - 1, 0) :])
 
     def score_rows(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> RowLogits:
         """As `score`, with each row's logits computed when it is asked for."""
-        return RowLogits(self.decoder, self._pass(chain, tokens, depths, mask))
+        return RowLogits(self.decoder, self._pass(chain, tokens, depths, mask), max(len(chain) - 1, 0))
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` entries, committed and pending."""
         self.cache.reserve(capacity)
 
     def _pass(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
-        """Hidden states [(1 if chain else 0) + R, hidden] of what `score` describes."""
+        """Hidden states [len(chain) + R, hidden] of what `score` describes."""
         ids = torch.tensor([*chain, *tokens.tolist()])
         positions, tree_mask = placed(self.cache, len(chain), depths, mask)
         hidden = self.decoder.forward(ids, positions, self.cache, tree_mask)
         self.cache.append(len(chain), len(tokens))
-        return hidden[max(len(chain) - 1, 0) :]
+        return hidden
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """Commit the pending nodes `path`, let `pending` below them wait on (both ascending); forget the others."""

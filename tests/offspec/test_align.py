@@ -35,6 +35,7 @@ TREE = TokenTree(  # 8 → (9 → (11 → 13, 12), 10 → 14), of which the targ
     scores=np.log([0.9, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1]),
 )
 VERDICT = Verdict([0, 2], [8, 10, 20])
+NOTHING_DRAFTED = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.bool_))
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +234,37 @@ def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine, size: int)
     assert places >= set(range(len(prompt), len(text)))
     assert len(aligner._windows) > 1 or size > 24
     assert num_guesses >= 5
+
+
+@pytest.mark.parametrize("most_prompt", [0, 3, 20, 1000])
+@pytest.mark.parametrize("num_held", [0, 30])
+def test_what_the_target_thinks_along_the_prompt_is_taken_down(engine: Engine, most_prompt: int, num_held: int) -> None:
+    """Of what was new to it, the end; each place once, in windows that begin with the text before."""
+    params = AlignmentParams(window_tokens=16, most_prompt=most_prompt, most_guesses=0, top_k=VOCAB_SIZE)
+    engine.aligner = aligner = Aligner(engine.draft, params)  # type: ignore[arg-type]
+    prompt = torch.randint(0, VOCAB_SIZE, (61,), generator=torch.Generator().manual_seed(0)).tolist()
+    caches = engine.new_caches()
+    if num_held:
+        aligner.is_listening = False
+        list(engine.generate(prompt[:num_held], SamplingParams(1, ignore_eos=True), caches=caches))
+        aligner.is_listening = True
+    steps = list(
+        engine.generate(prompt, SamplingParams(3, ignore_eos=True), SpeculationParams(budget=0), caches=caches)
+    )
+    whole, num_new = prompt + [token for step in steps for token in step.token_ids], steps[0].stats.num_prefilled_tokens
+    assert num_new == 61 - num_held
+    logits = CachedDecoder(engine.target).score_rows(prompt, *NOTHING_DRAFTED).before(0, 60).log_softmax(-1)
+    told = list[int]()
+    for window in aligner._windows:
+        text = window.tokens[window.text()].tolist()
+        (at,) = (i for i in range(len(whole)) if whole[i : i + len(text)] == text)
+        for row in np.flatnonzero(window.weights).tolist():
+            if at + row < 60:
+                told.append(at + row)
+                said = torch.from_numpy(window.logs[row].astype(np.float32))
+                torch.testing.assert_close(said, logits[at + row][window.choices[row]], atol=2e-2, rtol=1e-2)
+    assert told == list(range(60 - min(most_prompt, num_new - 1), 60))
+    assert aligner._windows[-1].num_places >= 3
 
 
 def test_the_best_guesses_are_taken_down_and_no_more(engine: Engine) -> None:
