@@ -32,7 +32,7 @@ class Line:
     tokens_per_s: float
     worst_tokens_per_s: float
     best_tokens_per_s: float
-    times_slower: float | None  # than offspec on the same prompts
+    times_slower: float | None  # than offspec on the same prompts; on all of them, where a token costs the same in each
     tokens_per_pass: float
     first_token_s: float
     worst_first_token_s: float
@@ -58,16 +58,17 @@ def lines(found: Sequence[Cell]) -> list[Line]:
 
 def _line(some: list[Cell], ours: list[Cell]) -> Line:
     good = [cell for cell in some if cell.status == "ok"]
-    says = next((row.says for row in ROWS if row.name == some[0].row), "")
+    known = next((row for row in ROWS if row.name == some[0].row), None)
     failures = sorted({f"{cell.status}: {cell.error}" for cell in some if cell.status != "ok"})
     rates = [_rate([cell]) for cell in good] or [math.nan]
     firsts = [cell.first_token_s for cell in good] or [math.nan]
     rate = _rate(good)
-    beside = [cell for cell in ours if cell.prompt in {one.prompt for one in good}]
+    prompts = {cell.prompt for cell in good}
+    beside = [cell for cell in ours if cell.prompt in prompts or (prompts and known is not None and known.is_steady)]
     num_tokens = sum(len(cell.token_ids) for cell in good)
     return Line(
         row=some[0].row,
-        says=says,
+        says="" if known is None else known.says,
         num_prompts=len(good),
         num_tokens=some[0].num_tokens,
         tokens_per_s=rate,

@@ -114,9 +114,9 @@ def test_lines_of_the_table() -> None:
     found = [
         cell("offspec", 0, 1.0),
         cell("offspec", 1, 3.0),
-        cell("llama.cpp", 0, 9.0),  # an older one of the same kind does not count
-        cell("llama.cpp", 0, 4.0, judgement=Judgement(6, 2, 3, 0.9)),
-        cell("llama.cpp", 1, 1.0, status="time", error="not done"),
+        cell("llama.cpp, draft, 16", 0, 9.0),  # an older one of the same kind does not count
+        cell("llama.cpp, draft, 16", 0, 4.0, judgement=Judgement(6, 2, 3, 0.9)),
+        cell("llama.cpp, draft, 16", 1, 1.0, status="time", error="not done"),
     ]
     ours, theirs = report.lines(found)
     assert (ours.tokens_per_s, ours.worst_tokens_per_s, ours.best_tokens_per_s) == (2.0, 4 / 3, 4.0)
@@ -126,8 +126,10 @@ def test_lines_of_the_table() -> None:
     assert theirs.text == "differs in 1 of 1 (by 0.9)"
     assert theirs.failures == ["time: not done"]
     table = report.markdown([ours, theirs], report.terms(found))
-    assert "| llama.cpp | 1 x 6 | 1 (1, 1) | 4 |" in table
-    assert "- llama.cpp: time: not done" in table
+    assert "| llama.cpp, draft, 16 | 1 x 6 | 1 (1, 1) | 4 |" in table
+    steady = report.lines([*found, cell("llama.cpp", 0, 4.0)])[1]
+    assert steady.times_slower == 2.0  # on all of ours, since its own prompt makes no difference
+    assert "- llama.cpp, draft, 16: time: not done" in table
 
 
 def test_the_catalogue_holds_together() -> None:
