@@ -84,7 +84,8 @@ class Window:
 
     tokens [W]. parents [W]: the row of the token before, lower than its own; ROOT for the first. choices, logs [W, K]: the
     likeliest next tokens and their log-probabilities. weights [W]: what a row counts, 1 in the text; 0 where what the target
-    thought is not known. last: the row that the text has come to. Memory is taken at once, so that a count of windows bounds it.
+    thought is not known. last: the row that the text has come to. said_from: the row of the prompt's last token; from there on the
+    text is the target's own. Memory is taken at once, so that a count of windows bounds it.
     """
 
     def __init__(self, context: Sequence[int], params: AlignmentParams) -> None:
@@ -97,6 +98,7 @@ class Window:
         self.logs = np.zeros((size, k), dtype=np.float16)
         self.weights = np.zeros(size, dtype=np.float32)
         self.num_tokens, self.last = len(kept), len(kept) - 1
+        self.said_from = self.last
 
     @staticmethod
     def nbytes(params: AlignmentParams) -> int:
@@ -118,6 +120,11 @@ class Window:
             rows.append(row)
             row = int(self.parents[row])
         return np.array(rows[::-1], dtype=np.int64)
+
+    def said(self) -> IntArray:
+        """The rows of the text after which the target went on with the next one of it, ascending."""
+        rows = self.text()
+        return rows[(rows >= self.said_from) & (self.weights[rows] > 0)]
 
     def hang(self, token: int, parent: int) -> int:
         """Add a token behind row `parent`; returns its row."""
@@ -145,6 +152,7 @@ class Listener:
         first, near = last - num_told, max(last - num_told, last + 1 - shared)
         for start in range(first, near, step := aligner.params.window_tokens - shared):
             window = aligner.open(text[:start])
+            window.said_from = aligner.params.window_tokens  # all of it is the prompt's
             for token in text[start : min(start + step, near)]:
                 window.last = window.hang(aligner.known(token), window.last)
             self._read(
@@ -330,12 +338,12 @@ class Aligner:
 
     def _judge(self) -> dict[float, float]:
         """Mean loss on the text that is new, by the share of the additions; empty where none is."""
-        fresh, self._fresh = [window for window in self._fresh if window.num_places], []
+        fresh, self._fresh = [window for window in self._fresh if len(window.said())], []
         if not fresh:
             return {}
         with torch.no_grad():
-            found = {share: self.loss(fresh, share, text_alone=True) for share in SHARES}
-        num_places = sum(np.count_nonzero(window.weights[window.text()]) for window in fresh)
+            found = {share: self.loss(fresh, share, said_alone=True) for share in SHARES}
+        num_places = sum(len(window.said()) for window in fresh)
         for share, loss in found.items():
             self._worth[share] = 0.5 ** (num_places / MEMORY_PLACES) * self._worth[share] + num_places * loss
         return found
@@ -361,23 +369,24 @@ class Aligner:
         self._optimizer.step()
         return loss
 
-    def loss(self, batch: Sequence[Window], share: float = 1.0, *, text_alone: bool = False) -> float:
+    def loss(self, batch: Sequence[Window], share: float = 1.0, *, said_alone: bool = False) -> float:
         """Weighted mean of KL(target ‖ draft) over the windows' places; where gradients are kept, its own is left with the additions.
 
-        text_alone: without the guesses. One window after the other goes forwards and back, and of its rows HEAD_ROWS through
+        said_alone: without guesses and prompts. One window after the other goes forwards and back, and of its rows HEAD_ROWS through
         the head at a time, so that activations and a large vocabulary's logits stay few.
         """
         device, trainee = self.adapter.draft.device, self.adapter.trainee(share)
-        parts = [(w, w.text() if text_alone else np.arange(w.num_tokens)) for w in batch]
-        whole, total = float(sum(window.weights[rows].sum() for window, rows in parts)), 0.0
+        parts = [(w, w.said() if said_alone else np.flatnonzero(w.weights)) for w in batch]
+        whole, total = float(sum(window.weights[learnt].sum() for window, learnt in parts)), 0.0
 
         def put(array: npt.NDArray[np.generic], kind: torch.dtype) -> Tensor:
             return torch.from_numpy(array).to(device, kind)
 
-        for window, rows in parts:
-            places = np.flatnonzero(window.weights[rows])
-            choices, logs, weights = (x[rows[places]] for x in (window.choices, window.logs, window.weights))
-            parents = np.arange(len(rows)) + ROOT if text_alone else window.parents[rows]
+        for window, learnt in parts:
+            choices, logs, weights = (x[learnt] for x in (window.choices, window.logs, window.weights))
+            rows = window.text() if said_alone else np.arange(window.num_tokens)
+            parents = np.arange(len(rows)) + ROOT if said_alone else window.parents[rows]
+            places = np.searchsorted(rows, learnt)
             hidden = trainee.hidden(put(window.tokens[rows], torch.long), TreeRows(trainee, parents))
             hidden = hidden[put(places, torch.long)]
             learns = hidden.requires_grad

@@ -264,7 +264,9 @@ def test_what_the_target_thinks_along_the_prompt_is_taken_down(engine: Engine, m
                 said = torch.from_numpy(window.logs[row].astype(np.float32))
                 torch.testing.assert_close(said, logits[at + row][window.choices[row]], atol=2e-2, rtol=1e-2)
     assert told == list(range(60 - min(most_prompt, num_new - 1), 60))
-    assert aligner._windows[-1].num_places >= 3
+    *before, answer = aligner._windows
+    assert len(answer.said()) == 3  # and this alone is judged by
+    assert not any(len(window.said()) for window in before)
 
 
 def test_the_best_guesses_are_taken_down_and_no_more(engine: Engine) -> None:
@@ -340,7 +342,7 @@ def test_judged_is_the_text_alone(engine: Engine) -> None:
         alone.last = alone.hang(token, alone.last)
     with torch.no_grad():
         wanted = aligner.loss([alone])
-        assert aligner.loss([with_guesses], text_alone=True) == pytest.approx(wanted, rel=1e-5)
+        assert aligner.loss([with_guesses], said_alone=True) == pytest.approx(wanted, rel=1e-5)
         assert aligner.loss([with_guesses]) != pytest.approx(wanted, rel=1e-3)
 
 
