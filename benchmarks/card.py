@@ -322,28 +322,33 @@ def pass_s(decoder: Decoder, width: int, repeats: int) -> float:
     """Median seconds of passes over one token of text and width - 1 nodes, one after the other; the first does not count."""
     text = CachedDecoder(decoder, CONTEXT + MAX_NODES)  # what was planned for, whatever the width
     text.score_rows(list(range(5, 21)), *star(0))[0]
-    seconds = []
-    for _ in range(repeats + 1):
-        text.synchronize()
-        began = time.perf_counter()
-        text.score_rows([7], *star(width - 1))[0]
-        text.synchronize()
-        seconds.append(time.perf_counter() - began)
-        text.keep([])
-    return statistics.median(seconds[1:])
+    one = partial(text.score_rows, [7], *star(width - 1))
+    return median_s(lambda: one()[0], text.synchronize, repeats, warm_ups=1, after=partial(text.keep, []))
 
 
-def round_s(text: CachedDecoder, width: int, repeats: int = 20) -> float:
-    """Median seconds of a draft's round over `width` nodes, its logits waited for; the first ones do not count."""
+def round_s(text: CachedDecoder, width: int) -> float:
+    """Median seconds of a draft's round over `width` nodes, its logits waited for."""
+    return median_s(partial(text.score, [], *star(width)), text.synchronize, after=partial(text.keep, []))
+
+
+def median_s(
+    work: Callable[[], object],
+    wait: Callable[[], object],
+    repeats: int = 20,
+    *,
+    warm_ups: int = 3,
+    after: Callable[[], object] = lambda: None,
+) -> float:
+    """Median seconds of `work` up to the end of `wait`; what is done `after` it is not timed, the first ones do not count."""
     seconds = []
-    for _ in range(repeats + 3):
-        text.synchronize()
+    for _ in range(warm_ups + repeats):
+        wait()
         began = time.perf_counter()
-        text.score([], *star(width))
-        text.synchronize()
+        work()
+        wait()
         seconds.append(time.perf_counter() - began)
-        text.keep([])
-    return statistics.median(seconds[3:])
+        after()
+    return statistics.median(seconds[warm_ups:])
 
 
 def said(
@@ -524,24 +529,14 @@ class Bench:
         mask = torch.ones(num_nodes, num_keys + num_nodes, dtype=torch.bool, device=self.device)
         mask[:, num_keys:] = torch.eye(num_nodes, dtype=torch.bool, device=self.device)
         sdpa, flex = partial(attend, queries, keys, values, mask), flex_attention_over(queries, keys, values, mask)
-        began = time.perf_counter()
+        wait, began = partial(synchronize, self.device), time.perf_counter()
         apart = (flex().float() - sdpa().float()).abs().max().item()
         return {
             "flex_first_s": time.perf_counter() - began,
-            "sdpa_s": self._median_s(sdpa),
-            "flex_s": self._median_s(flex),
+            "sdpa_s": median_s(sdpa, wait),
+            "flex_s": median_s(flex, wait),
             "largest_difference": apart,
         }
-
-    def _median_s(self, work: Callable[[], object], repeats: int = 20) -> float:
-        seconds = []
-        for _ in range(repeats + 3):
-            synchronize(self.device)
-            began = time.perf_counter()
-            work()
-            synchronize(self.device)
-            seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds[3:])
 
     def passes(self, name: str, cap: int | None) -> Iterator[Figures]:
         """Seconds of passes against link and arithmetic, then texts, within the memory of one card."""

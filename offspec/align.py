@@ -144,32 +144,32 @@ class Listener:
     """Takes down what the target thinks in one request."""
 
     def __init__(self, aligner: Aligner, text: Sequence[int], logits: RowLogits | None) -> None:
-        """logits: of the pass that took in what is new of the text, whose rows before the last say what was thought along it."""
+        """logits: of the pass that took in what is new of the text; its rows before the last say what was thought along it."""
         self._aligner = aligner
-        num_told = 0 if logits is None else min(logits.num_before, aligner.params.most_prompt)
-        shared = aligner.params.window_tokens // 4  # of the text, with which every window begins
-        last = len(text) - 1
-        first, near = last - num_told, max(last - num_told, last + 1 - shared)
-        for start in range(first, near, step := aligner.params.window_tokens - shared):
+        size, end = aligner.params.window_tokens, len(text) - 1  # what follows the last token is the verdict's to tell
+        shared = size // 4  # of the text before, with which a window begins
+        begin = end - (0 if logits is None else min(logits.num_before, aligner.params.most_prompt))
+        answer = max(begin, end + 1 - shared)  # from here on, the prompt is what the answer's own window begins with
+        for start in range(begin, answer, size - shared):
+            stop = min(start + size - shared, answer)
             window = aligner.open(text[:start])
-            window.said_from = aligner.params.window_tokens  # all of it is the prompt's
-            for token in text[start : min(start + step, near)]:
+            window.said_from = size  # nowhere: all of it is the prompt's
+            first = window.num_tokens
+            for token in text[start:stop]:
                 window.last = window.hang(aligner.known(token), window.last)
-            self._read(
-                window, window.last + 1 - min(step, near - start), logits, start - last, min(start + step, near) - last
-            )
+            self._read(window, first, logits, stop - start, end - stop)
         self._window = aligner.open(text)
-        self._read(self._window, self._window.last + near - last, logits, near - last, 0)
+        self._read(self._window, self._window.last - (end - answer), logits, end - answer, 0)
 
-    def _read(self, window: Window, row: int, logits: RowLogits | None, first: int, last: int) -> None:
-        """Take down for the rows from `row` on what was thought after the tokens first .. last, counted from the text's end."""
-        for start in range(first, last, HEAD_ROWS):
+    def _read(self, window: Window, row: int, logits: RowLogits | None, count: int, num_after: int) -> None:
+        """Take down what was thought after `count` of the prompt's tokens, which stand from `row` on; num_after more follow."""
+        for done in range(0, count, HEAD_ROWS):
             assert logits is not None
-            rows = logits.before(start + logits.num_before, min(start + HEAD_ROWS, last) + logits.num_before)
-            logs, choices = self._aligner.likeliest(list(rows))
-            for place in range(len(rows)):
-                window.tell(row + start - first + place, choices[place], logs[place])
-        self._aligner.count(last - first)
+            first = logits.num_before - num_after - count + done
+            logs, choices = self._aligner.likeliest([*logits.before(first, first + min(HEAD_ROWS, count - done))])
+            for place, (tokens, values) in enumerate(zip(choices, logs, strict=True), row + done):
+                window.tell(place, tokens, values)
+        self._aligner.count(count)
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
         """logits: the root's row, then the nodes'.

@@ -294,10 +294,9 @@ def _place(costs: list[LayerCost], items: list[Item], limits: Limits, num_pinned
         if not leaner.on_disk:
             raise
         return leaner
-    if placement.on_disk:
-        leaner = place(costs, without, limits, num_pinned)
-        if leaner.on_disk:  # else all layers would stay, and the embedding with them, for which there is no room
-            return leaner
+    # Were all layers to stay without it, the embedding would stay with them, and for that there is no room.
+    if placement.on_disk and (leaner := place(costs, without, limits, num_pinned)).on_disk:
+        return leaner
     return placement
 
 

@@ -81,6 +81,34 @@ def test_where_layers_come_from_disk_so_does_the_embedding(large: Path) -> None:
     assert "embedding" not in names(12 * GIB)
 
 
+def test_an_embedding_that_fits_nowhere_keeps_layers_streaming(tmp_path: Path) -> None:
+    """Without it all layers would stay, and then it would have to stay with them."""
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 8, "vocab_size": 60_000}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B | shape | {"head_dim": 8}))
+    files = ModelFiles.imagine(tmp_path, "fp32", "auto", "cpu", [])
+    seen = set()
+    for ram in range(80 * 2**20, 140 * 2**20, 2**17):
+        try:
+            p = make_plan(files, None, Limits(None, ram), Grant(context=64), 0).placement
+        except MemoryLimitError:
+            continue
+        assert p.on_disk or "embedding" in {item.name for item in p.items}
+        seen.add(bool(p.on_disk))
+    assert False in seen
+
+
+@pytest.mark.parametrize(
+    ("vram", "tree", "planned"), [(None, None, 256), (None, 512, 512), (None, 8, 256), (GIB, 8, 1024)]
+)
+def test_room_is_made_for_the_largest_tree_there_may_be(
+    large: Path, vram: int | None, tree: int | None, planned: int
+) -> None:
+    made = plan(large, "nf4", Limits(vram and 24 * vram, 64 * GIB), Grant(context=4096, tree=tree))
+    (item,) = (item for item in made.placement.items if item.name == "KV cache")
+    assert made.tree == planned
+    assert item.on_device == (4096 + planned) * 327_680
+
+
 def test_a_default_context_shrinks_to_what_fits_one_asked_for_does_not(large: Path) -> None:
     assert plan(large, "nf4", Limits(24 * GIB, 64 * GIB)).context == DEFAULT_CONTEXT
     tight = plan(large, "nf4", Limits(5 * GIB, 64 * GIB))

@@ -1,0 +1,37 @@
+"""Texts that repeat their prompt do, and lookup finds it."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.repetition import KINDS, recordings
+from benchmarks.scheduling import Bench
+from offspec import Engine, SpeculationParams
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load("builtin", dtype="fp32", device="cpu")
+
+
+def test_an_edit_renames_one_name_and_nothing_else() -> None:
+    for prompt, answer in KINDS["edit"]():
+        source, asked = prompt.split("\n\n# The same with ")
+        old, new = asked.removesuffix(".\n\n").split(" renamed to ")
+        assert answer != source
+        assert answer.replace(new, old) == source
+
+
+def test_an_outline_quotes() -> None:
+    for prompt, answer in KINDS["outline"]():
+        for line in answer.splitlines():
+            assert line.split('): "', 1)[1].rstrip('"') in prompt
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lookup_in_the_tree_gains_where_text_repeats(engine: Engine, kind: str) -> None:
+    made = recordings(engine, kind, 1, 48)
+    assert made[0].limit == len(made[0].token_ids) <= 48
+    bench = Bench(engine, made)
+    alone, merged = (bench.row("", SpeculationParams(16, lookup=lookup), "card") for lookup in (False, True))
+    assert merged.tokens_per_pass > 1.2 * alone.tokens_per_pass
