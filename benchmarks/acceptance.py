@@ -1,6 +1,6 @@
 """Tokens per pass on held-out prompts: both scorings, over temperatures and budgets.
 
-    python benchmarks/acceptance.py [--model builtin] [--budgets 16,64,128,256] [--temperatures 0,0.6,1]
+    python benchmarks/acceptance.py [--model builtin] [--budgets 16,64,128,256] [--temperatures 0,0.6,1] [--no-recall]
 
 Tokens per pass do not depend on the machine's speed, so one run is enough; every pass counts, the first one too. Each
 row starts with an uncalibrated draft and fits its sharpness on the way. The last line is JSON.
@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=SpeculationParams.width)
     parser.add_argument("--children", type=int, default=SpeculationParams.children)
     parser.add_argument("--max-depth", type=int, default=SpeculationParams.max_depth)
+    parser.add_argument("--recall", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     engine = Engine.load(args.model, draft=args.draft, dtype="fp32")
     if engine.draft is None:
@@ -84,6 +85,7 @@ def main() -> None:
                     children=args.children,
                     max_depth=args.max_depth,
                     lookup=False,  # what the model alone guesses
+                    recall=args.recall and scoring == "coupled",  # SpecExec's draft is as it came
                 )
                 row = measure(engine, prompts, temperature, speculation, args.max_new_tokens)
                 rows.append(row)

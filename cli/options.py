@@ -196,6 +196,11 @@ def speculation_options(function: F) -> F:
             help="Guess that what followed the same tokens earlier in the text follows again.",
         ),
         click.option(
+            "--recall/--no-recall",
+            default=SpeculationParams.recall,
+            help="Correct the draft by what the target said at places like this one.",
+        ),
+        click.option(
             "--reuse/--no-reuse",
             default=SpeculationParams.reuse,
             help="Keep what was drafted below the accepted token for the next tree.",

@@ -47,6 +47,7 @@ from .files import LOOKUP, SELF, ModelFiles, Note, choose_device, open_pair
 from .graphs import TreeGraphs, is_static
 from .model import EMBEDDING, CachedDecoder, Decoder, RowLogits
 from .planning import Beside, Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates, settle_fused
+from .recall import Recall, RecallingText
 from .shortage import Loading, first_line, with_fewer_residents
 from .shortage import explain as explain_shortage
 from .stats import Stats, peak_host_bytes
@@ -101,6 +102,7 @@ class Engine:
         self._acceptance, self._recycling = MeasuredAcceptance(), TokenRecycling(target.config.vocab_size)
         self._lookups, self._retrievals = match_reliability(), match_reliability()
         self.lookup_index: SuffixIndex | None = None
+        self._recall = None if draft is None else Recall(draft, target)
         self.aligner: Aligner | None = None
         self._loading: Loading[Decoder] | None = None  # how the target was loaded; None once it was loaded again
         self._draft_graphs: TreeGraphs | None = None
@@ -336,8 +338,11 @@ class Engine:
             return SequoiaDrafter(model, sampler, speculation, self._acceptance, final, coupled=is_coupled)
         if model is not None and speculation.tree == "opt-tree":
             return OptTreeDrafter(model, sampler, speculation, final, coupled=is_coupled)
+        recalling = None
+        if model is not None and self._recall is not None and speculation.recall:
+            recalling = RecallingText(model, self.target, self._recall)
         return ModelDrafter(
-            model,
+            recalling or model,
             sampler,
             speculation,
             self._calibration,
@@ -346,6 +351,7 @@ class Engine:
             max_nodes=max_nodes(self.target.device.type),
             costs=self._costs,
             switch=self._switch,
+            tell=recalling and recalling.observe,
         )
 
     def _guessers(self, speculation: SpeculationParams) -> list[Guesser]:

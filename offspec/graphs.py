@@ -172,7 +172,7 @@ class TreeGraphs:
         self.decoder, self.cache = decoder, decoder.new_cache()
         self._capacity = capacity
         self._inputs = Inputs(decoder.device)
-        self._logits = torch.zeros(WIDTHS[-1], decoder.config.vocab_size, device=decoder.device)
+        self._states = torch.zeros(WIDTHS[-1], decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self._record = record or (CudaRecorder(decoder.device) if decoder.device.type == "cuda" else as_it_is)
         self._rounds: dict[tuple[int, int], Work] = {}
         self._bound_to = 0  # the cache's capacity: where that changes, its memory does
@@ -196,8 +196,8 @@ class TreeGraphs:
         return self.cache.size + _width(num_rows) <= self.cache.capacity
 
     @torch.inference_mode()
-    def score(self, tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
-        """As `CachedDecoder.score` without a chain; the logits are valid until the next call. Counts are the caller's."""
+    def states(self, tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+        """As `CachedDecoder.states` without a chain, valid until the next call. Counts are the caller's."""
         cache, width = self.cache, _width(len(tokens))
         if cache.capacity != self._bound_to:
             self._bind()
@@ -208,7 +208,7 @@ class TreeGraphs:
             replay()
         else:
             self._forward(*shape)
-        return self._logits[: len(tokens)]
+        return self._states[: len(tokens)]
 
     def close(self) -> None:
         """Lets go of graphs and cache; no text may be asked for or used afterwards."""
@@ -221,7 +221,7 @@ class TreeGraphs:
             self._rounds, self._bound_to = {}, self.cache.capacity
 
     def _forward(self, width: int, num_keys: int) -> None:
-        """The round that the inputs hold, into the logits. The arguments alone make the shapes, and nothing waits."""
+        """The round that the inputs hold, into the states. The arguments alone make the shapes, and nothing waits."""
         decoder, cache, inputs = self.decoder, self.cache, self._inputs
         length, start = inputs.counts.unbind()
         ids, positions = inputs.ids[:width], inputs.positions[:width]
@@ -233,7 +233,7 @@ class TreeGraphs:
         assert isinstance(table, Tensor)
         rows = StaticRows(cache, slots, positions, seen, *decoder.rotation(positions))
         hidden = decoder.through(F.embedding(ids, table), rows)
-        self._logits[:width].copy_(decoder.logits(hidden))
+        self._states[:width].copy_(decoder.normed(hidden))
 
 
 def _width(num_rows: int) -> int:
@@ -251,17 +251,17 @@ class StaticText(CachedDecoder):
         self.decoder, self.cache = graphs.decoder, graphs.cache
         self._graphs = graphs
 
-    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
-        """As `CachedDecoder.score`; the logits of a static round are valid until the next call."""
+    def states(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+        """As `CachedDecoder.states`; those of a static round are valid until the next call."""
         num_rows = max(len(chain), len(tokens))
         if (chain and len(tokens)) or not self._graphs.fits(num_rows):
-            return super().score(chain, tokens, depths, mask)
+            return super().states(chain, tokens, depths, mask)
         if not chain:
-            logits = self._graphs.score(tokens, depths, mask)
+            states = self._graphs.states(tokens, depths, mask)
             self.cache.append(0, num_rows)
-            return logits
+            return states
         # A chain is a tree that has one branch, and is committed.
         steps = np.arange(1, num_rows + 1)
-        logits = self._graphs.score(np.array(chain), steps, np.tri(num_rows, dtype=np.bool_))
+        states = self._graphs.states(np.array(chain), steps, np.tri(num_rows, dtype=np.bool_))
         self.cache.append(num_rows, 0)
-        return logits[-1:]
+        return states[-1:]

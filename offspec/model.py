@@ -169,7 +169,17 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [R, vocab] of hidden states [R, hidden] as `forward` returns them."""
-        return linear(self._rms_norm(hidden, self._norm), self._head).float()
+        return self.head(self.normed(hidden))
+
+    @torch.inference_mode()
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the head is given of hidden states [R, hidden] as `forward` returns them."""
+        return self._rms_norm(hidden, self._norm)
+
+    @torch.inference_mode()
+    def head(self, states: Tensor) -> Tensor:
+        """fp32 logits [R, vocab] of `normed` states [R, hidden], in which they are linear."""
+        return linear(states, self._head).float()
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, head_dim] of positions [T]."""
@@ -244,6 +254,10 @@ class RowLogits:
         """[last - first, vocab]: of rows first .. last of the num_before, the pass's chain without its last token. Not kept."""
         return self._decoder.logits(self._before[first:last])
 
+    def states(self, rows: Sequence[int]) -> Tensor:
+        """`Decoder.normed` states [len(rows), hidden] of these rows."""
+        return self._decoder.normed(self._hidden[list(rows)])
+
     def __len__(self) -> int:
         return self._hidden.shape[0]
 
@@ -293,7 +307,11 @@ class CachedDecoder:
         children (depth 1) following the committed text; they stay pending. mask: bool [R, P + R], whom of the pending
         region (P earlier nodes, then these R) each node sees, itself included.
         """
-        return self.decoder.logits(self._pass(chain, tokens, depths, mask)[max(len(chain) - 1, 0) :])
+        return self.decoder.head(self.states(chain, tokens, depths, mask))
+
+    def states(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+        """As `score`, with what the logits follow from (`Decoder.normed`), [(1 if chain else 0) + R, hidden], in their place."""
+        return self.decoder.normed(self._pass(chain, tokens, depths, mask)[max(len(chain) - 1, 0) :])
 
     def score_rows(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> RowLogits:
         """As `score`, with each row's logits computed when it is asked for."""

@@ -35,6 +35,7 @@ from .errors import MemoryLimitError, OffspecError, UsageError
 from .exit_files import ExitFile
 from .files import ModelFiles, Note
 from .model import EMBEDDING, HEAD_ROWS, activation_bytes
+from .recall import recall_bytes
 
 DEFAULT_CONTEXT = 4096
 MIN_CONTEXT = 512  # below that a smaller default would not help anybody
@@ -320,6 +321,7 @@ def _items(
         items += [
             Item("draft", on_device=resident_bytes(draft)),
             Item("draft KV cache", on_device=kv_bytes(draft.config, context + MAX_ROWS, draft.dtype.itemsize)),
+            Item("recall", on_device=recall_bytes(draft.config, target.config, target.dtype.itemsize)),
         ]
     return items
 
@@ -336,6 +338,7 @@ def _exit_items(context: int, tree: int, target: ModelFiles, exit_file: ExitFile
         Item("exit layer", on_device=exit_file.num_elements * size),
         Item("exit KV cache", on_device=entries),
         Item("hidden states", on_device=2 * states),  # what is kept, and a pass's copy of it
+        Item("recall", on_device=recall_bytes(target.config, target.config, size)),
     ]
 
 

@@ -31,6 +31,7 @@ from .verify import Logits, Verdict
 
 MOST_GUESTS = 64  # nodes that one guesser may add
 Clock = Callable[[], float]
+Tell = Callable[[IntArray, IntArray, Logits], None]
 
 
 class TreeModel(Protocol):
@@ -125,11 +126,14 @@ class ModelDrafter:
         max_nodes: int = MAX_NODES,
         costs: Costs | None = None,
         switch: Switch | None = None,
+        tell: Tell | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         """model: None leaves the guessing to the guessers, whose trees are merged with the model's own otherwise.
         controller: what `params` call for, where there is none, with trees of at most max_nodes. costs: learns the draft's and the target's. switch: learns
-        whether `extend` pays; without it, it does. clock: in seconds.
+        whether `extend` pays; without it, it does. tell(rows, nodes, logits): is told what the target made of nodes that the
+        model had been asked about, before these are kept or forgotten: their rows [K] of its pending region (ROOT for the text's
+        last token), and of the logits. clock: in seconds.
         """
         self._model: TreeModel = model or NoModel()
         self._sampler, self._params, self._final = sampler, params, final
@@ -148,7 +152,7 @@ class ModelDrafter:
         self._chain = 0  # rows of the target's pass beside the nodes
         self._is_first = True
         self._pause = _Pause()
-        self._switch, self._was_eager = switch, False
+        self._switch, self._was_eager, self._tell = switch, False, tell
 
     # ------------------------------------------------------------------------------------------------ a tree
 
@@ -214,7 +218,8 @@ class ModelDrafter:
     def _expand(self, nodes: IntArray) -> None:
         mask = self._growth.expand(nodes)
         picked = self._growth.nodes[nodes]
-        self._add_children(nodes, self._model.score([], picked["token"], picked["depth"], mask))
+        tokens = np.minimum(picked["token"], self._model.vocab_size - 1)  # guessers may know more of them than the model
+        self._add_children(nodes, self._model.score([], tokens, picked["depth"], mask))
 
     def _best(self, count: int) -> IntArray:
         return self._growth.best(count, self._max_depth)
@@ -259,6 +264,10 @@ class ModelDrafter:
         for guesser in self._guessers:
             guesser.observe(self._text, tree, verdict, logits)
         self._learn_trust(tree, verdict)
+        if self._tell is not None and self._growth.is_rooted:
+            rows = self._growth.nodes["row"][self._sent]
+            asked = np.flatnonzero(rows >= 0)
+            self._tell(np.concatenate(([ROOT], rows[asked])), np.concatenate(([0], asked + 1)), logits)
         self._live_on(self._sent[verdict.path], verdict.tokens)
         if not self._is_first:  # the first pass has the prompt in it, and says nothing of the rate
             seconds = self._clock() - self._began

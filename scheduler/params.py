@@ -73,7 +73,7 @@ class SpeculationParams:
     found; the others are there to be compared with (`scheduler.static`). width: nodes expanded by one draft forward; None
     is what pays, or an eighth of a given budget, from 16 to 64. children: candidates kept of an expanded node. max_depth: longest path. stopping:
     when drafting ends: where nothing is left to gain, or by Thompson sampling (EESD). lookup: merge in what followed the
-    same tokens earlier in the text. reuse: what was drafted
+    same tokens earlier in the text. recall: correct the draft by what the target said at places like this one. reuse: what was drafted
     below the accepted token stays. overlap: draft on while the target's pass runs. The text is the same whatever of this
     is set.
 
@@ -93,6 +93,7 @@ class SpeculationParams:
     max_depth: int = 32
     stopping: Stopping = "default"
     lookup: bool = True
+    recall: bool = True
     reuse: bool = True
     overlap: bool = True
     accept: Accept = "exact"

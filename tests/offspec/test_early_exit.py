@@ -23,6 +23,7 @@ from offspec.files import ModelFiles
 from offspec.loaders.placement import Limits, Placement
 from offspec.model import EMBEDDING, BoolArray, CachedDecoder, Decoder, IntArray
 from offspec.planning import Beside, Grant, make_plan
+from offspec.recall import RecallingText
 from offspec.tokenizer import Tokenizer
 
 from ..pair import build_pair
@@ -153,16 +154,16 @@ def test_every_row_goes_through_the_first_layers_once(
 def test_drafting_streams_nothing(
     get_engine: GetEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, num_first: int
 ) -> None:
-    engine, score = get_engine(num_first, True, True), SharedDraft.score
+    engine, score = get_engine(num_first, True, True), RecallingText.score
     weights, moved = engine.target.weights, list[int]()
 
-    def watched(self: SharedDraft, *args: object) -> torch.Tensor:
+    def watched(self: RecallingText, *args: object) -> torch.Tensor:
         before = weights.bytes_streamed
         logits = score(self, *args)  # type: ignore[arg-type]
         moved.append(weights.bytes_streamed - before)
         return logits
 
-    monkeypatch.setattr(SharedDraft, "score", watched)
+    monkeypatch.setattr(RecallingText, "score", watched)
     before = weights.bytes_streamed
     *_, last = engine.generate(PROMPT, GREEDY, SpeculationParams(16))
     assert len(moved) > last.stats.num_passes

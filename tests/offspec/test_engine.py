@@ -30,6 +30,7 @@ from offspec.files import ModelFiles, Note
 from offspec.graphs import TreeGraphs
 from offspec.loaders.tiers import TieredWeights
 from offspec.model import CachedDecoder, random_decoder
+from offspec.recall import RecallingText
 from offspec.scheduler.budget import Switch
 from offspec.scheduler.draft import ModelDrafter
 from offspec.scheduler.params import MAX_ROWS, Scoring, Stopping
@@ -145,7 +146,7 @@ def test_static_rounds_guess_the_same(name: str, engine: Engine, monkeypatch: py
     plain, static = (engine.with_draft(engine.draft, "own") for _ in range(2))
     graphs = TreeGraphs(engine.draft, static.max_context + 1 + MAX_ROWS)
     monkeypatch.setattr(static, "_draft_graphs", graphs)
-    monkeypatch.setattr(graphs, "score", counted := Counted(graphs.score))
+    monkeypatch.setattr(graphs, "states", counted := Counted(graphs.states))
     for prompt, params in requests:
         found, expected = (steps(e, prompt, params, speculation) for e in (static, plain))
         assert [step.token_ids for step in found] == [step.token_ids for step in expected]
@@ -366,9 +367,9 @@ def test_an_interrupted_pass_leaves_the_engine_usable(engine: Engine, monkeypatc
 
 def drafts_beside(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor], torch.Tensor]) -> threading.Event:
     """Every pass of the target waits until the draft has scored beside it (else it may be too late); `spoil` its logits."""
-    scored, score, score_rows = threading.Event(), CachedDecoder.score, CachedDecoder.score_rows
+    scored, score, score_rows = threading.Event(), RecallingText.score, CachedDecoder.score_rows
 
-    def spied(self: CachedDecoder, *args: Any) -> torch.Tensor:
+    def spied(self: RecallingText, *args: Any) -> torch.Tensor:
         logits = score(self, *args)
         if threading.current_thread().name == "offspec-draft":
             logits = spoil(logits)
@@ -380,7 +381,7 @@ def drafts_beside(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor
         return score_rows(self, *args)
 
     monkeypatch.setattr(Switch, "is_on", lambda _: True)
-    monkeypatch.setattr(CachedDecoder, "score", spied)
+    monkeypatch.setattr(RecallingText, "score", spied)
     monkeypatch.setattr(CachedDecoder, "score_rows", late)
     return scored
 
