@@ -2,7 +2,7 @@
 
     python benchmarks/overhead.py [--model builtin] [--budgets 64,512] [--temperatures 0,1]
 
-What runs inside `CachedDecoder` (scoring, logits, keeping entries) counts as the models', all the rest of an iteration as the
+What runs inside `CachedDecoder` and `RecallingText` (scoring, logits, corrected, keeping entries) counts as the models', all the rest of an iteration as the
 scheduler's: choosing what to expand, trees and masks, the walk, calibration, text. Of this, `vocabulary` is what is computed
 over whole rows of the draft's logits: noise, normalisers, the best candidates. On a CPU seconds are
 processor time of the one thread that runs, so that other work on the machine does not matter; on a GPU they are wall time, and
@@ -25,6 +25,7 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model import CachedDecoder, RowLogits
+from offspec.recall import RecallingText
 from offspec.scheduler.draft import ModelDrafter
 
 
@@ -50,7 +51,7 @@ class Stopwatch:
     """Seconds spent in the calls of the draft, of the target, and in judging the draft's logits."""
 
     CALLS = (
-        (CachedDecoder, "score"),
+        (RecallingText, "score"),
         (CachedDecoder, "score_rows"),
         (CachedDecoder, "keep"),
         (RowLogits, "__getitem__"),
@@ -82,7 +83,8 @@ class Stopwatch:
                 return call(model, *args, **kwargs)
             finally:
                 self._depth, seconds = 0, self.now() - began
-                decoder = getattr(model, "decoder", None) or getattr(model, "_decoder", None)
+                text = getattr(model, "_text", model)
+                decoder = getattr(text, "decoder", None) or getattr(text, "_decoder", None)
                 if decoder is None:
                     self.vocabulary_s += seconds
                 elif decoder is self._engine.draft:

@@ -23,7 +23,7 @@ from offspec.model import CachedDecoder
 from offspec.scheduler.draft import Drafter, TreeModel
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, BoolArray, IntArray, TokenTree
-from offspec.scheduler.verify import Verdict, exact_walk
+from offspec.scheduler.verify import Logits, Verdict, exact_walk
 
 # ------------------------------------------------------------------------------------------------ recording
 
@@ -104,7 +104,7 @@ def _save(file: Path, recording: Recording) -> None:
 # ------------------------------------------------------------------------------------------------ time
 
 
-NO_LOGITS = torch.empty(0, 0)  # a recorded text has none
+NO_LOGITS: Logits = torch.empty(0, 0)  # a recorded text has none
 
 
 class VirtualClock:
@@ -209,10 +209,12 @@ def replay(
     clock: VirtualClock,
     costs: Costs,
     draft: ClockedModel | None = None,
+    target: CachedDecoder | None = None,
 ) -> Replayed:
     """The engine's loop with the recorded text for a target, and a pass that takes `costs.pass_s` on the clock.
 
     sampler: the one that the drafter knows, from `recording.sampler`. draft: the drafter's model, to count its rounds.
+    target: an empty text of the target, for a drafter that learns from what it says of each tree.
     """
     text, said = list(recording.prompt_ids), recording.token_ids
     sampler.extend(text)
@@ -226,8 +228,11 @@ def replay(
         if drafter.is_eager:
             drafter.extend(lambda ends=ends: clock.now() >= ends)
         clock.advance(max(0.0, ends - clock.now()))  # a round that was under way is waited for
-        verdict = walk(tree, said[num_tokens:])
-        drafter.observe(tree, verdict, NO_LOGITS)
+        verdict, logits = walk(tree, said[num_tokens:]), NO_LOGITS
+        if target is not None:
+            logits = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
+            target.keep(verdict.path)
+        drafter.observe(tree, verdict, logits)
         text += verdict.tokens
         sampler.extend(verdict.tokens)
         num_tokens, num_passes, num_drafted = num_tokens + len(verdict.tokens), num_passes + 1, num_drafted + len(tree)

@@ -27,6 +27,7 @@ from benchmarks import repetition, rules
 from benchmarks.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model import CachedDecoder, random_decoder
+from offspec.recall import Recall, RecallingText
 from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.costs import Costs as LearntCosts
 from offspec.scheduler.draft import Drafter, ModelDrafter
@@ -78,10 +79,12 @@ class Bench:
             draft = random_decoder(draft.config, seed=0, dtype=draft.dtype, device=draft.device)
         calibration, acceptance, reliability = Calibration(), MeasuredAcceptance(), match_reliability()
         learnt = LearntCosts(lambda rows: MISPREDICTED * COSTS[costs].pass_s(rows))
+        recall = Recall(draft, self.engine.target)
         parts: list[Replayed] = []
         for recording in self.recordings:
             clock = VirtualClock()
-            model = ClockedModel(CachedDecoder(draft), clock, COSTS[costs].round_s)
+            recalling = RecallingText(CachedDecoder(draft), self.engine.target, recall) if speculation.recall else None
+            model = ClockedModel(recalling or CachedDecoder(draft), clock, COSTS[costs].round_s)
             sampler = recording.sampler(self.engine.target.config.vocab_size)
             drafter: Drafter
             if speculation.tree == "sequoia":
@@ -91,9 +94,17 @@ class Bench:
             else:
                 guessers = [PromptLookup(reliability)] if speculation.lookup else []
                 drafter = ModelDrafter(
-                    model, sampler, speculation, calibration, guessers=guessers, costs=learnt, clock=clock.now
+                    model,
+                    sampler,
+                    speculation,
+                    calibration,
+                    guessers=guessers,
+                    costs=learnt,
+                    tell=recalling and recalling.observe,
+                    clock=clock.now,
                 )
-            parts.append(replay(recording, drafter, sampler, clock, COSTS[costs], model))
+            target = CachedDecoder(self.engine.target) if recalling else None
+            parts.append(replay(recording, drafter, sampler, clock, COSTS[costs], model, target))
         whole = Replayed.total(parts)
         return Row(
             method,
@@ -131,12 +142,13 @@ class Bench:
 
 def methods(budget: int | None) -> Iterable[tuple[str, SpeculationParams]]:
     """What is compared at one budget."""
-    plain = {"reuse": False, "overlap": False}
+    plain = {"reuse": False, "overlap": False, "recall": False}
     if budget is not None:
         yield "SpecExec scoring", SpeculationParams(budget, scoring="specexec", **plain)
         yield "Sequoia", SpeculationParams(budget, scoring="specexec", tree="sequoia", **plain)
         yield "OPT-Tree", SpeculationParams(budget, scoring="specexec", tree="opt-tree", **plain)
         yield "ours, tree only", SpeculationParams(budget, lookup=False, **plain)
+        yield "ours, no recall", SpeculationParams(budget, lookup=False, recall=False)
     yield "ours", SpeculationParams(budget, lookup=False)
     yield "ours, lookup", SpeculationParams(budget)
 

@@ -251,11 +251,13 @@ class StaticText(CachedDecoder):
         self.decoder, self.cache = graphs.decoder, graphs.cache
         self._graphs = graphs
 
-    def states(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    def states(
+        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
+    ) -> Tensor:
         """As `CachedDecoder.states`; those of a static round are valid until the next call."""
         num_rows = max(len(chain), len(tokens))
         if (chain and len(tokens)) or not self._graphs.fits(num_rows):
-            return super().states(chain, tokens, depths, mask)
+            return super().states(chain, tokens, depths, mask, before)
         if not chain:
             states = self._graphs.states(tokens, depths, mask)
             self.cache.append(0, num_rows)
@@ -264,4 +266,4 @@ class StaticText(CachedDecoder):
         steps = np.arange(1, num_rows + 1)
         states = self._graphs.states(np.array(chain), steps, np.tri(num_rows, dtype=np.bool_))
         self.cache.append(num_rows, 0)
-        return states[-1:]
+        return states[-1 - before :]

@@ -258,6 +258,10 @@ class RowLogits:
         """`Decoder.normed` states [len(rows), hidden] of these rows."""
         return self._decoder.normed(self._hidden[list(rows)])
 
+    def states_before(self, count: int) -> Tensor:
+        """The same [count, hidden] of the last `count` of the num_before."""
+        return self._decoder.normed(self._before[self.num_before - count :])
+
     def __len__(self) -> int:
         return self._hidden.shape[0]
 
@@ -309,9 +313,14 @@ class CachedDecoder:
         """
         return self.decoder.head(self.states(chain, tokens, depths, mask))
 
-    def states(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
-        """As `score`, with what the logits follow from (`Decoder.normed`), [(1 if chain else 0) + R, hidden], in their place."""
-        return self.decoder.normed(self._pass(chain, tokens, depths, mask)[max(len(chain) - 1, 0) :])
+    def states(
+        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
+    ) -> Tensor:
+        """As `score`, with what the logits follow from (`Decoder.normed`), [(1 if chain else 0) + R, hidden], in their place.
+
+        before: so many of the chain's rows before its last one are wanted as well, if there are as many.
+        """
+        return self.decoder.normed(self._pass(chain, tokens, depths, mask)[max(len(chain) - 1 - before, 0) :])
 
     def score_rows(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> RowLogits:
         """As `score`, with each row's logits computed when it is asked for."""

@@ -1,7 +1,7 @@
 """A draft that recalls how far from the target it was at places like this one.
 
-A pass says what the target thinks after every node of the tree, hundreds of places of which the text takes a few. The others
-are no waste: where the draft drafts next, it errs as it did there. So the last `SIZE` places are kept, each as the two final
+A pass says what the target thinks after every node of the tree, hundreds of places of which the text takes a few, and the first
+one after every token of the prompt. None of it is waste: where the draft drafts next, it errs as it did there. So the last `SIZE` places are kept, each as the two final
 states that the models' heads made logits of, and a place's logits become
 
     log q(x) + sum_i w_i (log p_i(x) - log q_i(x))        w_i = k_i / (DOUBT + sum_j k_j),  k_i = exp(NEARNESS (cos_i - 1))
@@ -30,6 +30,7 @@ from .model import BoolArray, CachedDecoder, Decoder, IntArray, RowLogits
 
 SIZE = 1024  # places that are kept
 MOST_NODES = 256  # of one tree, so that a large one leaves something of those before it
+MOST_PROMPT = 512  # of a prompt, its last ones
 NEARNESS = 20.0
 DOUBT = 0.1  # how much nearness there has to be for half of the correction to be believed
 
@@ -91,6 +92,7 @@ class RecallingText:
         self._text, self._target, self._recall = text, target, recall
         self._columns = min(text.vocab_size, target.config.vocab_size)
         self._root: Tensor | None = None  # the final state after the text's last token, [1, hidden]
+        self._before: Tensor | None = None  # those after the tokens before it that were scored with it, [B, hidden]
         self._pending: list[Tensor] = []  # parts of [P, hidden], those after the pending nodes
 
     @property
@@ -108,10 +110,12 @@ class RecallingText:
     @torch.inference_mode()
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
         """As `CachedDecoder.score`, corrected."""
-        states = self._text.states(chain, tokens, depths, mask)
+        states = self._text.states(chain, tokens, depths, mask, before=MOST_PROMPT)
         nodes = states.clone()  # those of a static round do not outlive it
         if chain:
-            self._root, nodes = nodes[:1], nodes[1:]
+            num_before = len(states) - len(tokens) - 1
+            self._before, self._root, nodes = nodes[:num_before], nodes[num_before, None], nodes[num_before + 1 :]
+            states = states[num_before:]
         self._pending.append(nodes)
         head = self._text.decoder.head
         if not len(self._recall):
@@ -127,6 +131,9 @@ class RecallingText:
         rows, nodes = rows[: 1 + MOST_NODES], nodes[: 1 + MOST_NODES]
         assert self._root is not None
         places = torch.cat((self._root, *self._pending))[torch.as_tensor(rows + 1, device=self._root.device)]
+        if self._before is not None and (count := min(len(self._before), logits.num_before)):
+            self._recall.add(self._before[-count:], logits.states_before(count))
+        self._before = None
         self._recall.add(places, logits.states(nodes.tolist()))
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, is_true, record, replay, walk
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model import CachedDecoder
+from offspec.recall import Recall, RecallingText
 from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
 from offspec.scheduler.sampling import Sampler
@@ -39,23 +40,35 @@ def engine() -> Engine:
 
 
 def replayed(
-    engine: Engine, recording: Recording, speculation: SpeculationParams, calibration: Calibration
+    engine: Engine,
+    recording: Recording,
+    speculation: SpeculationParams,
+    calibration: Calibration,
+    recall: Recall | None = None,
 ) -> Replayed:
     assert engine.draft is not None
     clock, sampler = VirtualClock(), recording.sampler(engine.target.config.vocab_size)
-    model = ClockedModel(CachedDecoder(engine.draft), clock, COSTS.round_s)
-    drafter = ModelDrafter(model, sampler, speculation, calibration)
-    return replay(recording, drafter, sampler, clock, COSTS, model)
+    if recall is None:
+        model = ClockedModel(CachedDecoder(engine.draft), clock, COSTS.round_s)
+        drafter = ModelDrafter(model, sampler, speculation, calibration)
+        return replay(recording, drafter, sampler, clock, COSTS, model)
+    text = RecallingText(CachedDecoder(engine.draft), engine.target, recall)
+    model = ClockedModel(text, clock, COSTS.round_s)
+    drafter = ModelDrafter(model, sampler, speculation, calibration, tell=text.observe)
+    return replay(recording, drafter, sampler, clock, COSTS, model, CachedDecoder(engine.target))
 
 
+@pytest.mark.parametrize("recalls", [True, False], ids=["recall", "no-recall"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_replayed_passes_are_the_engines(engine: Engine, params: SamplingParams, tmp_path: Path) -> None:
-    prompts, speculation = builtin.prompts()[:2], SpeculationParams(budget=16, lookup=False)
+def test_replayed_passes_are_the_engines(engine: Engine, params: SamplingParams, recalls: bool, tmp_path: Path) -> None:
+    prompts, speculation = builtin.prompts()[:2], SpeculationParams(16, lookup=False, recall=recalls, overlap=False)
     fresh, calibration = engine.with_draft(engine.draft, engine.draft_name), Calibration()
+    assert engine.draft is not None
+    recall = Recall(engine.draft, engine.target) if recalls else None
     for index, recording in enumerate(record(engine, prompts, params, tmp_path)):
         assert recording.params == replace(params, seed=3 + index)
         *_, last = fresh.generate(prompts[index], recording.params, speculation)
-        found = replayed(engine, recording, speculation, calibration)
+        found = replayed(engine, recording, speculation, calibration, recall)
         assert found.num_tokens == last.stats.num_tokens == NUM_TOKENS
         assert found.num_passes == last.stats.num_passes < NUM_TOKENS
         assert found.num_drafted_tokens == last.stats.num_drafted_tokens

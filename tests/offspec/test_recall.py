@@ -102,10 +102,11 @@ class Watch:
     def __init__(self, engine: Engine, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine, self.text, self.num_places = engine, engine.encode(prompt), 0
         self.nodes: list[int] = []
+        self.added: list[tuple[Tensor, Tensor]] = []
         add, observe = Recall.add, RecallingText.observe
 
         def note_places(recall: Recall, draft: Tensor, target: Tensor) -> None:
-            self.added = draft.clone(), target.clone()
+            self.added.append((draft.clone(), target.clone()))
             add(recall, draft, target)
 
         def note_nodes(text: RecallingText, rows: IntArray, nodes: IntArray, logits: Logits) -> None:
@@ -117,13 +118,16 @@ class Watch:
 
     def __call__(self, tree: TokenTree, verdict: Verdict) -> None:
         assert self.engine.draft is not None
-        for model, states in zip((self.engine.draft, self.engine.target), self.added, strict=True):
-            for node, state in zip(self.nodes, states, strict=bool(self.nodes)):
-                path = [int(tree.tokens[above]) for above in tree.path(node - 1)] if node else []
-                fresh = CachedDecoder(model).states(self.text + path, *NO_NODES)
+        paths = [[int(tree.tokens[above]) for above in tree.path(node - 1)] if node else [] for node in self.nodes]
+        texts = [self.text + path for path in paths]
+        if not self.num_places:  # the prompt's other places come first
+            texts = [*(self.text[:end] for end in range(1, len(self.text))), *texts]
+        for model, parts in zip((self.engine.draft, self.engine.target), zip(*self.added, strict=True), strict=False):
+            for text, state in zip(texts, torch.cat(parts), strict=True):
+                fresh = CachedDecoder(model).states(text, *NO_NODES)
                 torch.testing.assert_close(state[None], fresh, rtol=0, atol=2e-5)
         self.num_places += len(self.nodes)
-        self.nodes.clear()  # a draft that is not asked for the next pass is told nothing
+        self.nodes, self.added = [], []  # a draft that is not asked for the next pass is told nothing
         self.text += verdict.tokens
 
 
@@ -158,7 +162,7 @@ def test_no_more_of_one_tree_than_leaves_room_for_others(models: tuple[Decoder, 
     logits = CachedDecoder(target).score_rows([5, 6], *nodes)
     assert isinstance(logits, RowLogits)
     text.observe(np.arange(ROOT, count), np.arange(1 + count), logits)
-    assert len(recall) == 1 + MOST_NODES
+    assert len(recall) == 1 + 1 + MOST_NODES  # the prompt's first token, too
 
 
 def said(engine: Engine, params: SamplingParams, speculation: SpeculationParams) -> tuple[list[int], int]:
