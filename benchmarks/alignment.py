@@ -3,7 +3,8 @@
     python benchmarks/alignment.py [--draft FOLDER] [--folder FOLDER --pattern '*.h'] [--temperature 0.6]
 
 Prompts are pieces of a folder's text files, by default the C headers of this Python; every fourth file is held out, and what
-is measured is what follows its pieces. With --recurring it is the same prompts that are learnt from, with other seeds, as
+is measured is what follows its pieces: by the draft alone, which only `--learn` changes; corrected by what is recalled of the
+target within these texts (`offspec.recall`); and with lookup besides. With --recurring it is the same prompts that are learnt from, with other seeds, as
 where requests come again. Their texts must be the same whatever was learnt. Times are those of this machine, and
 how much is learnt in them (`AlignmentParams.most_share`) depends on it a little. The last line is JSON.
 """
@@ -16,7 +17,7 @@ import random
 import sys
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from offspec import Engine, SamplingParams, SpeculationParams
@@ -27,7 +28,8 @@ FIRST_SEED = 1000  # of the requests that are learnt from; those that are measur
 
 @dataclass(frozen=True)
 class Row:
-    """What held-out prompts took after so many generated tokens. with_lookup: what stood in the text is guessed, too.
+    """What held-out prompts took after so many generated tokens. with_recall: the draft corrected by what the target said in
+    them. with_lookup: what stood in the text is guessed, too.
 
     loss, unlearnt_loss: KL(target ‖ draft) a token in nats on the requests since the row before, as they came: as the draft
     was then, and as it came. share: of the additions that is drafted with. generate_s, learn_s: seconds so far.
@@ -41,6 +43,7 @@ class Row:
     unlearnt_loss: float | None
     share: float
     tokens_per_pass: float
+    with_recall: float
     with_lookup: float
 
 
@@ -127,11 +130,12 @@ def main() -> None:
     if args.recurring:
         lessons = [exam[number % len(exam)] for number in range(marks[-1])]
     params = SamplingParams(args.max_new_tokens, temperature=args.temperature)
-    alone, both = (SpeculationParams(args.budget, lookup=lookup) for lookup in (False, True))
+    alone = SpeculationParams(args.budget, lookup=False, recall=False)
+    recalling, everything = replace(alone, recall=True), replace(alone, recall=True, lookup=True)
 
     print(f"{len(exam)} held-out prompts x {args.max_new_tokens} tokens, {len(files)} files")
     print(
-        f"{'tokens':>6}  {'steps':>5}  {'generated s':>11}  {'learnt s':>8}  {'loss':>5}  {'as came':>7}  {'share':>5}  tokens per pass (with lookup)"
+        f"{'tokens':>6}  {'steps':>5}  {'generated s':>11}  {'learnt s':>8}  {'loss':>5}  {'as came':>7}  {'share':>5}  tokens per pass (with recall, and lookup)"
     )
     rows: list[Row] = []
     wanted: list[list[int]] = []
@@ -140,24 +144,24 @@ def main() -> None:
     for number in range(marks[-1] + 1):
         if number in marks:
             tokens_per_pass, texts = measure(engine, exam, params, alone)
-            with_lookup, same = measure(engine, exam, params, both)
+            with_recall, same = measure(engine, exam, params, recalling)
+            with_lookup, still = measure(engine, exam, params, everything)
             wanted = wanted or texts
-            if not texts == same == wanted:
+            if not texts == same == still == wanted:
                 sys.exit("Error: what was learnt changed a text")
             loss, unlearnt = (sum(part) / len(losses) for part in zip(*losses, strict=True)) if losses else (None, None)
             share = aligner.adapter.share
-            row = Row(
-                num_tokens, aligner.num_steps, generate_s, learn_s, loss, unlearnt, share, tokens_per_pass, with_lookup
-            )
+            spent = num_tokens, aligner.num_steps, generate_s, learn_s
+            row = Row(*spent, loss, unlearnt, share, tokens_per_pass, with_recall, with_lookup)
             losses = []
             rows.append(row)
             print(
                 f"{num_tokens:>6}  {row.num_steps:>5}  {generate_s:>11.1f}  {learn_s:>8.1f}  {_cell(loss):>5}  {_cell(unlearnt):>7}  "
-                f"{share:>5.1f}  {tokens_per_pass:.2f} ({with_lookup:.2f})",
+                f"{share:>5.1f}  {tokens_per_pass:.2f} ({with_recall:.2f}, {with_lookup:.2f})",
                 flush=True,
             )
         if number < marks[-1]:
-            *_, last = engine.generate(lessons[number], seeded(params, FIRST_SEED + number), both)
+            *_, last = engine.generate(lessons[number], seeded(params, FIRST_SEED + number), everything)
             engine.learn(last.stats)
             s = last.stats
             num_tokens, learn_s = num_tokens + s.num_tokens, learn_s + s.learn_s
@@ -165,12 +169,12 @@ def main() -> None:
             if s.learnt_loss is not None and s.unlearnt_loss is not None:
                 losses.append((s.learnt_loss, s.unlearnt_loss))
     gain = rows[-1].tokens_per_pass / rows[0].tokens_per_pass - 1
-    gain_with_lookup = rows[-1].with_lookup / rows[0].with_lookup - 1
-    print(f"gain {gain:+.0%} ({gain_with_lookup:+.0%} with lookup); the texts are the same")
+    gain_with_recall = rows[-1].with_recall / rows[0].tokens_per_pass - 1
+    print(f"gain by learning {gain:+.0%}, with recall {gain_with_recall:+.0%}; the texts are the same")
     about = {"model": engine.name, "draft": Path(engine.draft_name or "").name, "temperature": args.temperature}
     about |= {"domain": args.pattern, "recurring": args.recurring, **asdict(aligner.params)}
     print(
-        json.dumps({**about, "gain": gain, "gain_with_lookup": gain_with_lookup, "rows": [asdict(row) for row in rows]})
+        json.dumps({**about, "gain": gain, "gain_with_recall": gain_with_recall, "rows": [asdict(row) for row in rows]})
     )
 
 
