@@ -107,7 +107,7 @@ class Bench:
             draft = SharedDraft(Trunk(self.target, exit_layer.num_first), exit_layer)
             model = ClockedModel(draft, clock, lambda rows: num_first + 1.0)
             sampler = recording.sampler(self.target.config.vocab_size)
-            params = SpeculationParams(budget, overlap=False, reuse=False, lookup=False)
+            params = SpeculationParams(budget, overlap=False, reuse=False, lookup=False, recall=False)
             drafter = ModelDrafter(model, sampler, params, calibration, controller=rule, costs=learnt, clock=clock.now)
             parts.append(
                 replay(recording, drafter, sampler, clock, Costs(self.pass_s(num_first, cost), 0.0, 0.0), model)
