@@ -609,7 +609,9 @@ class Bench:
         """As SpecExec does it, with our own code: nothing stays, nothing overlaps, its scores, a budget that is given."""
         job, (target, draft) = JOBS[name], self.grown(name)
         plan = without_residents(plan_within(job, cap, target.files, draft.files, self.device))
-        specexec = SpeculationParams(budget=256, scoring="specexec", lookup=False, reuse=False, overlap=False)
+        specexec = SpeculationParams(
+            budget=256, scoring="specexec", lookup=False, recall=False, reuse=False, overlap=False
+        )
         with loaded(target, draft, plan, self.rates(), self.device, max(job.widths)) as running:
             found = {
                 kind: said(

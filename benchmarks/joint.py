@@ -155,7 +155,7 @@ def main() -> None:
     nodes = args.beam * args.gamma
     ways: list[tuple[str, Engine, SpeculationParams]] = [
         ("greedy, plain", engine, SpeculationParams(budget=0)),
-        (f"greedy, {nodes} nodes", engine, SpeculationParams(budget=nodes, lookup=False)),
+        (f"greedy, {nodes} nodes", engine, SpeculationParams(budget=nodes, lookup=False, recall=False)),
     ]
     for tau in map(float, args.taus.split(",")):
         speculation = SpeculationParams(accept="joint", tau=tau, beam=args.beam, gamma=args.gamma)
