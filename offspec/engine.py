@@ -351,7 +351,7 @@ class Engine:
             max_nodes=max_nodes(self.target.device.type),
             costs=self._costs,
             switch=self._switch,
-            tell=recalling and recalling.observe,
+            tell=recalling.observe if recalling else None,
         )
 
     def _guessers(self, speculation: SpeculationParams) -> list[Guesser]:

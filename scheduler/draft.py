@@ -267,9 +267,9 @@ class ModelDrafter:
             guesser.observe(self._text, tree, verdict, logits)
         self._learn_trust(tree, verdict)
         if self._tell is not None and self._growth.is_rooted:
-            rows = self._growth.nodes["row"][self._sent]
-            asked = np.flatnonzero(rows >= 0)
-            self._tell(np.concatenate(([ROOT], rows[asked])), np.concatenate(([0], asked + 1)), logits)
+            pending: IntArray = self._growth.nodes["row"][self._sent]
+            asked = np.flatnonzero(pending >= 0)
+            self._tell(np.append(np.array([ROOT]), pending[asked]), np.append(np.array([0]), asked + 1), logits)
         self._live_on(self._sent[verdict.path], verdict.tokens)
         if not self._is_first:  # the first pass has the prompt in it, and says nothing of the rate
             seconds = self._clock() - self._began
