@@ -1,8 +1,8 @@
 """A draft that recalls how far from the target it was at places like this one.
 
 A pass says what the target thinks after every node of the tree, hundreds of places of which the text takes a few, and the first
-one after every token of the prompt. None of it is waste: where the draft drafts next, it errs as it did there. So the last `SIZE` places are kept, each as the two final
-states that the models' heads made logits of, and a place's logits become
+one after every token of the prompt. None of it is waste: where the draft drafts next, it errs as it did there. So the last
+`SIZE` places are kept, each as the two final states that the models' heads made logits of, and a place's logits become
 
     log q(x) + sum_i w_i (log p_i(x) - log q_i(x))        w_i = k_i / (DOUBT + sum_j k_j),  k_i = exp(NEARNESS (cos_i - 1))
 
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offspec.scheduler.costs import WIDTHS
+from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.verify import Logits
 
 from .config import ModelConfig
@@ -31,7 +32,7 @@ from .model import BoolArray, CachedDecoder, Decoder, IntArray, RowLogits
 SIZE = 1024  # places that are kept
 MOST_NODES = 256  # of one tree, so that a large one leaves something of those before it
 MOST_PROMPT = 512  # of a prompt, its last ones
-NEARNESS = 20.0
+NEARNESS = 20.0  # how fast a place counts less with its distance; from 10 to 40 it hardly matters
 DOUBT = 0.1  # how much nearness there has to be for half of the correction to be believed
 
 
@@ -79,9 +80,10 @@ class Recall:
 
 
 def recall_bytes(draft: ModelConfig, target: ModelConfig, itemsize: int) -> int:
-    """What a `Recall` takes, and a round of WIDTHS[-1] rows that it corrects."""
-    rows, states = int(WIDTHS[-1]), draft.hidden_size + 1 + target.hidden_size
-    return itemsize * SIZE * states + 4 * rows * (3 * SIZE + target.vocab_size)
+    """What a `Recall` takes, the states that wait for a verdict with a copy of them, and a round of WIDTHS[-1] rows that it corrects."""
+    rows, place = int(WIDTHS[-1]), draft.hidden_size + 1 + target.hidden_size
+    waiting = 2 * (MAX_ROWS + MOST_PROMPT) * draft.hidden_size
+    return itemsize * (SIZE * place + waiting) + 4 * rows * (3 * SIZE + target.vocab_size)
 
 
 class RecallingText:

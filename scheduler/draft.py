@@ -218,9 +218,8 @@ class ModelDrafter:
     def _expand(self, nodes: IntArray) -> None:
         mask = self._growth.expand(nodes)
         picked = self._growth.nodes[nodes]
-        tokens = np.minimum(
-            picked["token"], self._model.vocab_size - 1
-        )  # guessers may know more of them than the model
+        # Guessers may know tokens that the model does not.
+        tokens = np.minimum(picked["token"], self._model.vocab_size - 1)
         self._add_children(nodes, self._model.score([], tokens, picked["depth"], mask))
 
     def _best(self, count: int) -> IntArray:

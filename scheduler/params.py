@@ -73,9 +73,9 @@ class SpeculationParams:
     found; the others are there to be compared with (`scheduler.static`). width: nodes expanded by one draft forward; None
     is what pays, or an eighth of a given budget, from 16 to 64. children: candidates kept of an expanded node. max_depth: longest path. stopping:
     when drafting ends: where nothing is left to gain, or by Thompson sampling (EESD). lookup: merge in what followed the
-    same tokens earlier in the text. recall: correct the draft by what the target said at places like this one. reuse: what was drafted
-    below the accepted token stays. overlap: draft on while the target's pass runs. The text is the same whatever of this
-    is set.
+    same tokens earlier in the text. recall: correct the draft by what the target said at places like this one. reuse: what
+    was drafted below the accepted token stays. overlap: draft on while the target's pass runs. The text is the same whatever
+    of this is set.
 
     accept: exact, or joint (`scheduler.joint`), which is lossy: it takes the longest guess whose joint likelihood is `tau`
     of the draft's own or more, in (0, 1]. What is guessed is then a beam search of the draft, `beam` wide and `gamma`

@@ -115,13 +115,23 @@ def test_every_flag_reaches_the_engine(
     flags = (
         *("--max-new-tokens", 3, "--temperature", 0.5, "--top-k", 9, "--top-p", 0.8, "--min-p", 0.1),
         *("--repetition-penalty", 1.2, "--seed", 5, "--stop", "zz", "--stop", "yy", "--ignore-eos"),
-        *("--budget", 4, "--draft-scoring", "specexec", "--stopping", "thompson", "--no-reuse", "--no-overlap"),
+        *(
+            "--budget",
+            4,
+            "--draft-scoring",
+            "specexec",
+            "--stopping",
+            "thompson",
+            "--no-recall",
+            "--no-reuse",
+            "--no-overlap",
+        ),
     )
     assert offspec(*run_args[:-2], "hi", *flags).code == 0
     assert offspec(*run_args[:-2], "hi").code == 0
     params = SamplingParams(3, 0.5, 9, 0.8, 0.1, 1.2, 5, ("zz", "yy"), True)
     assert asked == [
-        (params, SpeculationParams(4, "specexec", stopping="thompson", reuse=False, overlap=False)),
+        (params, SpeculationParams(4, "specexec", stopping="thompson", recall=False, reuse=False, overlap=False)),
         (SamplingParams(), SpeculationParams()),
     ]
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model import CachedDecoder, Decoder, IntArray, RowLogits
-from offspec.recall import DOUBT, MOST_NODES, NEARNESS, SIZE, Recall, RecallingText, recall_bytes
+from offspec.recall import DOUBT, MOST_NODES, MOST_PROMPT, NEARNESS, SIZE, Recall, RecallingText, recall_bytes
 from offspec.scheduler.costs import WIDTHS
+from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.tree import ROOT, TokenTree
 from offspec.scheduler.verify import Logits, Verdict
 
@@ -89,8 +90,9 @@ def test_it_takes_what_was_planned(models: tuple[Decoder, Decoder]) -> None:
     draft, target = models
     recall = Recall(draft, target)
     held = sum(part.nbytes for part in vars(recall).values() if isinstance(part, Tensor))
+    waiting = 2 * (MAX_ROWS + MOST_PROMPT) * draft.config.hidden_size * draft.dtype.itemsize
     round_bytes = 4 * int(WIDTHS[-1]) * (3 * SIZE + target.config.vocab_size)
-    assert recall_bytes(draft.config, target.config, target.dtype.itemsize) == held + round_bytes
+    assert recall_bytes(draft.config, target.config, target.dtype.itemsize) == held + waiting + round_bytes
 
 
 # ------------------------------------------------------------------------------------------------ in a request
