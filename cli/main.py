@@ -22,6 +22,7 @@ from offspec.errors import OffspecError
 COMMANDS = {
     "run": "Generate text for one prompt, or for a file of them.",
     "chat": "Talk to a model.",
+    "serve": "Answer requests over HTTP, as OpenAI's API has them.",
     "bench": "Measure speculative against plain decoding.",
     "plan": "Show what would go where, and how long a pass would take.",
     "quantize": "Make a 4-bit checkpoint of a 16-bit one, or lay one out to stream well.",

@@ -20,6 +20,7 @@ from .engine import Engine, Message, Step
 from .errors import ContextLengthError, OffspecError, StorageError, UsageError
 from .stats import Stats
 from .storage import write_atomically
+from .text_caches import TextCaches
 from .tokenizer import Tokenizer
 
 FILE_FORMAT, FILE_VERSION = "offspec chat", 1
@@ -68,8 +69,7 @@ class Session:
         self.engine, self.drops_oldest, self.turns = engine, drops_oldest, list[Turn]()
         self._tell = tell
         self._system: str | None = None
-        # What was planned for a text is taken at once; without a plan nobody knows how much that would be.
-        self._caches = engine.new_caches(engine.max_context + engine.plan.tree if engine.plan is not None else 0)
+        self._caches = lasting_caches(engine)
         self.system = system
 
     @property
@@ -80,7 +80,7 @@ class Session:
     @system.setter
     def system(self, text: str | None) -> None:
         if text is not None:
-            _encode(self.engine.tokenizer, text, [Turn("?")])
+            encode_turns(self.engine.tokenizer, text, [Turn("?")])
         self._system = text
 
     @property
@@ -94,7 +94,7 @@ class Session:
 
     def encode(self, turns: Sequence[Turn]) -> list[int]:
         """Token ids of the system message and these turns, up to where the last one's reply begins."""
-        return _encode(self.engine.tokenizer, self.system, turns)
+        return encode_turns(self.engine.tokenizer, self.system, turns)
 
     def reply(
         self,
@@ -196,7 +196,33 @@ class Session:
         _write(path, "\n\n".join(part.strip("\n") for part in parts) + "\n")
 
 
+def lasting_caches(engine: Engine) -> TextCaches:
+    """KV caches for requests that go on from one another: what was planned for a text is taken at once.
+
+    Without a plan nobody knows how much that would be.
+    """
+    return engine.new_caches(engine.max_context + engine.plan.tree if engine.plan is not None else 0)
+
+
 # ------------------------------------------------------------------------------------------------ to tokens
+
+
+def turns_of(messages: Sequence[Message], said: Mapping[str, list[int]]) -> tuple[str | None, list[Turn]] | None:
+    """The system message and the turns of a conversation that a user's message ends; None for one of another form.
+
+    said: replies with the tokens that they were said as.
+    """
+    roles = [message["role"] for message in messages]
+    num_system = int(roles[:1] == ["system"])
+    if (
+        roles[num_system:] != (["user", "assistant"] * len(messages))[: len(messages) - num_system]
+        or roles[-1] != "user"
+    ):
+        return None
+    texts = [message["content"] for message in messages]
+    asked, answered = texts[num_system::2], texts[num_system + 1 :: 2]
+    turns = [Turn(text, reply, said.get(reply, [])) for text, reply in zip(asked, answered, strict=False)]
+    return texts[0] if num_system else None, [*turns, Turn(asked[-1])]
 
 
 def _messages(system: str | None, turns: Sequence[Turn], replies: Sequence[str]) -> list[Message]:
@@ -209,7 +235,7 @@ def _messages(system: str | None, turns: Sequence[Turn], replies: Sequence[str])
     return messages
 
 
-def _encode(tokenizer: Tokenizer, system: str | None, turns: Sequence[Turn]) -> list[int]:
+def encode_turns(tokenizer: Tokenizer, system: str | None, turns: Sequence[Turn]) -> list[int]:
     """The template's text as ids, with the very tokens of each reply that stands in it as it was said.
 
     A second rendering with marks instead of replies shows where they stand. From a reply on that the template changes

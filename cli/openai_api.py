@@ -1,0 +1,190 @@
+"""OpenAI's completions API, as JSON: what a request asks for, and how an answer is written. Knows nothing of HTTP or models.
+
+Two kinds of request, chat (`messages`) and text (`prompt`); the fields are OpenAI's, and beside them `top_k`, `min_p`,
+`repetition_penalty` and `ignore_eos`, which other local servers have too. A field that would change the answer and cannot be
+followed is refused rather than ignored. Answers carry the engine's figures under `offspec`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from offspec import SamplingParams
+from offspec.errors import UsageError
+
+if TYPE_CHECKING:
+    from offspec.engine import Prompt
+
+Json = dict[str, Any]
+Kind = Literal["chat", "text"]
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+FINISHES = {"eos": "stop", "stop": "stop", "length": "length", None: None}
+# What would change the answer, with the values that ask for nothing.
+NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request. prompt: a text or token ids where kind is text, messages where it is chat."""
+
+    kind: Kind
+    prompt: Prompt
+    params: SamplingParams
+    streams: bool = False
+    wants_usage: bool = False  # in a stream
+
+
+# ------------------------------------------------------------------------------------------------ requests
+
+
+def parse(kind: Kind, body: Any, defaults: SamplingParams) -> Asked:
+    """Read a request; what it does not say is as `defaults` have it. Raises UsageError, which names the field."""
+    if not isinstance(body, dict):
+        raise UsageError("the request is not a JSON object")
+    for name, neutral in NOT_FOLLOWED.items():
+        if body.get(name) is not None and body[name] not in neutral:
+            raise UsageError(f"{name} is not supported here; leave it out")
+    options = _field(body, "stream_options", Mapping, "an object") or {}
+    return Asked(
+        kind,
+        _messages(body) if kind == "chat" else _prompt(body),
+        _params(body, defaults),
+        bool(_field(body, "stream", bool, "true or false")),
+        bool(options.get("include_usage")),
+    )
+
+
+def _params(body: Json, defaults: SamplingParams) -> SamplingParams:
+    wanted: Json = {
+        name: _field(body, name, kind, what)
+        for name, kind, what in (
+            ("temperature", (int, float), "a number"),
+            ("top_p", (int, float), "a number"),
+            ("min_p", (int, float), "a number"),
+            ("repetition_penalty", (int, float), "a number"),
+            ("top_k", int, "a whole number"),
+            ("seed", int, "a whole number"),
+            ("ignore_eos", bool, "true or false"),
+        )
+    }
+    for name in ("max_tokens", "max_completion_tokens"):
+        if (most := _field(body, name, int, "a whole number")) is not None:
+            wanted["max_new_tokens"] = most
+    if (stop := body.get("stop")) is not None:
+        texts = [stop] if isinstance(stop, str) else stop
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise UsageError("stop must be a text or a list of texts")
+        wanted["stop"] = tuple(texts)
+    return replace(defaults, **{name: value for name, value in wanted.items() if value is not None})
+
+
+def _field(body: Json, name: str, kind: Any, what: str) -> Any:
+    """A field's value, or None where there is none."""
+    value = body.get(name)
+    is_wrong_bool = isinstance(value, bool) and kind is not bool  # which Python counts among the numbers
+    if value is not None and (is_wrong_bool or not isinstance(value, kind)):
+        raise UsageError(f"{name} must be {what}, not {value!r}")
+    return value
+
+
+def _prompt(body: Json) -> str | list[int]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return prompt
+    raise UsageError("prompt must be one text, or one list of token ids")
+
+
+def _messages(body: Json) -> list[dict[str, str]]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise UsageError("messages must be a list of at least one message")
+    return [_message(number, message) for number, message in enumerate(messages)]
+
+
+def _message(number: int, message: Any) -> dict[str, str]:
+    where = f"messages[{number}]"
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise UsageError(f"{where} needs a role, one of {', '.join(ROLES)}")
+    if message.get("tool_calls"):
+        raise UsageError(f"{where}: tool_calls are not supported here")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise UsageError(f"{where}: only parts of type text are understood")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise UsageError(f"{where}: content must be a text")
+    return {"role": ROLES[message["role"]], "content": content}
+
+
+# ------------------------------------------------------------------------------------------------ answers
+
+
+class Answer:
+    """How the answer to one request is written; all its parts bear one id."""
+
+    def __init__(self, asked: Asked, model: str) -> None:
+        self._asked = asked
+        self._is_chat = asked.kind == "chat"
+        self._head = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, text: str, finish_reason: str | None, figures: Json) -> Json:
+        """All of it. figures: `Stats.as_dict`."""
+        said = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": FINISHES[finish_reason]}
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return {**self._head, "object": kind, "choices": [choice], "usage": usage(figures), "offspec": figures}
+
+    def parts(self, text: str, finish_reason: str | None, figures: Json, *, is_first: bool) -> Sequence[Json]:
+        """What a pass brought, as the parts of a stream; the last pass's say why it ended, and the figures."""
+        role = {"role": "assistant"} if is_first else {}
+        said = {"delta": {**role, "content": text}} if self._is_chat else {"text": text}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": FINISHES[finish_reason]}
+        head = {**self._head, "object": "chat.completion.chunk" if self._is_chat else "text_completion"}
+        if finish_reason is None:
+            return [{**head, "choices": [choice]}]
+        found = [{**head, "choices": [choice], "offspec": figures}]
+        if self._asked.wants_usage:
+            found.append({**head, "choices": [], "usage": usage(figures)})
+        return found
+
+
+def usage(figures: Json) -> Json:
+    """Tokens of the prompt and of the answer. cached_tokens: those that were in the KV caches already."""
+    prompt, answer = figures["num_prompt_tokens"], figures["num_tokens"]
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": prompt - figures["num_prefilled_tokens"]},
+    }
+
+
+def failure(message: str, *, kind: str = "invalid_request_error", code: str | None = None) -> Json:
+    """An error, as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

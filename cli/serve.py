@@ -1,0 +1,293 @@
+"""`offspec serve`: OpenAI's completions API over HTTP, for editors, chat windows and programs that speak it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import signal
+import socket
+import sys
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, closing
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import click
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.engine import Message, Step
+from offspec.errors import ContextLengthError, OffspecError, TokenizerError, UsageError
+from offspec.session import Turn, encode_turns, lasting_caches, turns_of
+
+from .openai_api import Answer, Asked, Kind, failure, parse
+from .options import (
+    MODEL_HELP,
+    check_draft,
+    learning_kept,
+    learning_options,
+    load_engine,
+    loading_options,
+    request_of,
+    sampling_options,
+    speculation_options,
+)
+
+MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may say less
+MOST_REMEMBERED = 256  # replies whose tokens are known
+LOOPBACK = ("127.0.0.1", "localhost")
+GRACE_S = 1  # for answers under way when the server is stopped
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@click.command(
+    name="serve",
+    help=f"""Answer requests over HTTP, as OpenAI's API has them.
+
+{MODEL_HELP} /v1/chat/completions, /v1/completions and /v1/models, whole or as a stream. One request is answered at a time, the
+others wait; what a request shares with the one before it stays in the KV caches. Sampling flags hold for requests that do
+not say otherwise. Answers carry tokens/s and the other figures under "offspec".
+
+\b
+Examples:
+  offspec serve ./Llama-3.1-70B-nf4 --draft ./Llama-3.2-1B-Instruct
+  curl http://127.0.0.1:8080/v1/chat/completions -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
+""",
+)
+@click.argument("model", default="builtin")
+@click.option(
+    "--host",
+    default=LOOPBACK[0],
+    show_default=True,
+    metavar="ADDRESS",
+    help="Where to listen; 0.0.0.0 lets other machines in.",
+)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, metavar="N", help="0 takes a free one."
+)
+@click.option("--api-key", metavar="KEY", help="Refuse requests that do not bear this key.")
+@loading_options
+@speculation_options
+@learning_options
+@partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
+@click.option("-q", "--quiet", is_flag=True, help="No notes.")
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Say what was chosen and why, and every request; traceback on errors."
+)
+def command(
+    model: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    quiet: bool,
+    verbose: bool,
+    learn: bool,
+    learn_file: Path | None,
+    **options: Any,
+) -> None:
+    params, speculation = request_of(options)
+    check_draft(speculation, options["draft"])
+    options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
+    with listening(host, port) as sock:  # before gigabytes are read
+        engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
+        if not quiet:
+            click.echo(f"{engine.name} answers at http://{_address(sock)}/v1; Ctrl-C stops it.")
+            sys.stdout.flush()
+        with learning_kept(engine, learn_file, quiet=quiet), closing(Service(engine, speculation)) as service:
+            app = application(service, params, api_key, hosts=LOOPBACK if host in LOOPBACK else None)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops first, and then raises it again
+            level = "info" if verbose else "critical"
+            config = uvicorn.Config(app, log_level=level, timeout_graceful_shutdown=GRACE_S, lifespan="off")
+            uvicorn.Server(config).run(sockets=[sock])
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises UsageError where that cannot be."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as exc:
+        raise UsageError(
+            f"cannot listen at {host} port {port} ({exc.strerror or exc}); give another --port, or --host"
+        ) from exc
+
+
+def _address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Service:
+    """One engine for many clients: one request after the other, all on one thread, so that torch has one pool of its own."""
+
+    def __init__(self, engine: Engine, speculation: SpeculationParams) -> None:
+        self.engine = engine
+        self._speculation = speculation
+        self._caches = lasting_caches(engine)
+        self._said = OrderedDict[str, list[int]]()  # replies, with the tokens that they were said as
+        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offspec-serve")
+
+    def close(self) -> None:
+        """Waits for the pass that is under way."""
+        self._thread.shutdown(cancel_futures=True)
+
+    async def answer(self, asked: Asked) -> AsyncGenerator[Step | None, None]:
+        """None when it is the request's turn and nothing speaks against it, then its steps. Raises OffspecError."""
+        call = partial(asyncio.get_running_loop().run_in_executor, self._thread)
+        async with self._turn:
+            steps = await call(self._begin, asked)
+            try:
+                yield None
+                while (step := await call(next, steps, None)) is not None:
+                    yield step
+            finally:  # after the pass that is under way, and before the next request
+                self._thread.submit(steps.close)
+
+    def _begin(self, asked: Asked) -> Generator[Step, None, None]:
+        steps = self.engine.generate(self._encode(asked), asked.params, self._speculation, caches=self._caches)
+        return self._followed(steps)
+
+    def _encode(self, asked: Asked) -> list[int]:
+        """Replies that were said here become the tokens that they were said as: these are in the caches."""
+        if asked.kind == "chat":
+            found = turns_of(cast(Sequence[Message], asked.prompt), self._said)
+            if found is not None:
+                return encode_turns(self.engine.tokenizer, *found)
+        return self.engine.encode(asked.prompt)
+
+    def _followed(self, steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
+        reply = Turn("")
+        try:
+            with closing(steps):
+                for step in steps:
+                    reply.add(step)
+                    yield step
+        finally:
+            self._said[reply.reply] = reply.token_ids
+            self._said.move_to_end(reply.reply)
+            while len(self._said) > MOST_REMEMBERED:
+                self._said.popitem(last=False)
+            if reply.stats is not None:
+                self.engine.learn(reply.stats)
+
+
+# ------------------------------------------------------------------------------------------------ HTTP
+
+
+def application(
+    service: Service, defaults: SamplingParams, api_key: str | None = None, hosts: Sequence[str] | None = None
+) -> Starlette:
+    """The routes. hosts: names that a request may call this server by; where only this machine can reach it, a web page whose
+    name was pointed at it must not (DNS rebinding)."""
+    name = service.engine.name
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "offspec"}]})
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def completion(request: Request, kind: Kind) -> Response:
+        try:
+            asked = parse(kind, await _json(request), defaults)
+            steps = service.answer(asked)
+            await anext(steps)
+        except OffspecError as exc:
+            return _refusal(exc)
+        answer = Answer(asked, name)
+        if asked.streams:
+            return StreamingResponse(_events(answer, steps), media_type="text/event-stream")
+        return await _whole(answer, steps, request)
+
+    def guarded(handler: Handler) -> Handler:
+        async def checked(request: Request) -> Response:
+            borne = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if api_key is not None and not secrets.compare_digest(borne.encode(), api_key.encode()):
+                return JSONResponse(failure("the API key is missing or wrong", code="invalid_api_key"), 401)
+            return await handler(request)
+
+        return checked
+
+    routes = [
+        Route("/health", health),
+        Route("/v1/models", guarded(models)),
+        Route("/v1/chat/completions", guarded(partial(completion, kind="chat")), methods=["POST"]),
+        Route("/v1/completions", guarded(partial(completion, kind="text")), methods=["POST"]),
+    ]
+    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))] if hosts else []
+    return Starlette(
+        routes=routes, middleware=middleware, exception_handlers={HTTPException: _not_found, Exception: _unexpected}
+    )
+
+
+async def _json(request: Request) -> Any:
+    try:
+        return json.loads(await request.body())
+    except (ValueError, RecursionError) as exc:
+        raise UsageError(f"the request is not JSON ({exc})") from exc
+
+
+async def _events(answer: Answer, steps: AsyncGenerator[Step | None, None]) -> AsyncGenerator[str, None]:
+    """Server-sent events. An error in the middle is an event, too: the status has been sent."""
+    is_first = True
+    try:
+        async with aclosing(steps):
+            async for step in steps:
+                assert step is not None
+                figures = step.stats.as_dict()
+                for part in answer.parts(step.text, step.finish_reason, figures, is_first=is_first):
+                    yield _event(part)
+                is_first = False
+    except OffspecError as exc:
+        yield _event(failure(str(exc), kind="server_error"))
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+async def _whole(answer: Answer, steps: AsyncGenerator[Step | None, None], request: Request) -> Response:
+    texts, last = list[str](), None
+    try:
+        async with aclosing(steps):
+            async for last in steps:
+                assert last is not None
+                texts.append(last.text)
+                if await request.is_disconnected():
+                    break
+    except OffspecError as exc:
+        return _refusal(exc, status=500)
+    assert last is not None
+    return JSONResponse(answer.whole("".join(texts), last.finish_reason, last.stats.as_dict()))
+
+
+def _refusal(error: OffspecError, status: int | None = None) -> Response:
+    """Whose fault it is, as a status: the request's, or ours."""
+    is_theirs = isinstance(error, (UsageError, TokenizerError, ContextLengthError))
+    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+    kind = "invalid_request_error" if is_theirs else "server_error"
+    return JSONResponse(failure(str(error), kind=kind, code=code), status or (400 if is_theirs else 500))
+
+
+async def _not_found(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    message = f"{exc.detail}: {request.method} {request.url.path}; see offspec serve --help"
+    return JSONResponse(failure(message), exc.status_code)
+
+
+async def _unexpected(request: Request, exc: Exception) -> Response:
+    message = f"{type(exc).__name__}: {exc} (unexpected; offspec serve -v shows where)"
+    click.echo(f"offspec: {message}", err=True)
+    return JSONResponse(failure(message, kind="server_error"), 500)

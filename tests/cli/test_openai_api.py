@@ -1,0 +1,133 @@
+"""OpenAI's API as JSON: what requests mean, what is refused, and how answers are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from offspec import SamplingParams
+from offspec.cli.openai_api import Answer, parse
+from offspec.errors import UsageError
+from offspec.stats import Stats
+
+DEFAULTS = SamplingParams(40, temperature=0.5, top_k=7)
+USER = {"role": "user", "content": "hi"}
+FIGURES = Stats(num_prompt_tokens=9, num_prefilled_tokens=4, num_tokens=3, num_passes=2).as_dict()
+
+
+def test_what_a_request_does_not_say_is_as_the_server_has_it() -> None:
+    asked = parse("chat", {"model": "any", "messages": [USER]}, DEFAULTS)
+    assert (asked.params, asked.prompt, asked.streams, asked.wants_usage) == (DEFAULTS, [USER], False, False)
+
+
+def test_what_a_request_says_is_taken() -> None:
+    body = {
+        "prompt": "def f(",
+        "max_tokens": 5,
+        "temperature": 1,
+        "top_p": 0.9,
+        "top_k": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "seed": 4,
+        "stop": "\n",
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    asked = parse("text", body, DEFAULTS)
+    assert asked.params == SamplingParams(5, 1, 3, 0.9, 0.1, 1.1, 4, ("\n",), True)
+    assert (asked.prompt, asked.streams, asked.wants_usage) == ("def f(", True, True)
+
+
+def test_a_prompt_is_a_text_or_token_ids() -> None:
+    prompts: list[tuple[Any, Any]] = [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])]
+    for given, meant in prompts:
+        assert parse("text", {"prompt": given}, DEFAULTS).prompt == meant
+
+
+def test_messages_may_be_in_parts_and_bear_newer_roles() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    messages = [{"role": "developer", "content": "brief"}, {"role": "user", "content": parts, "name": "me"}]
+    asked = parse("chat", {"messages": messages, "max_completion_tokens": 3}, DEFAULTS)
+    assert asked.prompt == [{"role": "system", "content": "brief"}, {"role": "user", "content": "one two"}]
+    assert asked.params.max_new_tokens == 3
+
+
+def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
+    neutral = {"n": 1, "logprobs": None, "presence_penalty": 0.0, "tools": [], "response_format": {"type": "text"}}
+    assert parse("chat", {"messages": [USER], **neutral, "user": "me"}, DEFAULTS).params == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ([], "object"),
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["hi"]}, r"messages\[0\]"),
+        ({"messages": [USER, {"role": "robot", "content": "hi"}]}, r"messages\[1\] needs a role"),
+        ({"messages": [{"role": "user", "content": None}]}, "content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
+        ({"messages": [{**USER, "tool_calls": [{}]}]}, "tool_calls"),
+        ({"messages": [USER], "n": 2}, "n is not supported"),
+        ({"messages": [USER], "logprobs": True}, "logprobs is not supported"),
+        ({"messages": [USER], "tools": [{}]}, "tools"),
+        ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [USER], "temperature": "hot"}, "temperature must be a number"),
+        ({"messages": [USER], "temperature": -1}, "temperature"),
+        ({"messages": [USER], "max_tokens": True}, "max_tokens must be a whole number"),
+        ({"messages": [USER], "max_tokens": 0}, "max_new_tokens"),
+        ({"messages": [USER], "seed": 1.5}, "seed"),
+        ({"messages": [USER], "stream": "yes"}, "stream must be true or false"),
+        ({"messages": [USER], "stop": 3}, "stop"),
+        ({"messages": [USER], "stop": [""]}, "stop"),
+    ],
+)
+def test_what_cannot_be_meant_or_followed_is_named(body: Any, named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        parse("chat", body, DEFAULTS)
+
+
+@pytest.mark.parametrize("prompt", [None, [], ["a", "b"], [True], {"text": "a"}, [1, "a"]])
+def test_more_than_one_prompt_is_refused(prompt: Any) -> None:
+    with pytest.raises(UsageError, match="prompt must be one text"):
+        parse("text", {"prompt": prompt}, DEFAULTS)
+
+
+def test_a_whole_answer() -> None:
+    answer = Answer(parse("chat", {"messages": [USER]}, DEFAULTS), "builtin").whole("hello", "eos", FIGURES)
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "builtin"
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "hello"}
+    assert choice["finish_reason"] == "stop"
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (9, 3)
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+    assert answer["offspec"]["tokens_per_pass"] == 1.5
+
+
+@pytest.mark.parametrize("wants_usage", [False, True])
+def test_the_parts_of_a_stream(wants_usage: bool) -> None:
+    body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": wants_usage}}
+    answer = Answer(parse("chat", body, DEFAULTS), "builtin")
+    (first,) = answer.parts("hel", None, FIGURES, is_first=True)
+    last, *rest = answer.parts("lo", "length", FIGURES, is_first=False)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "hel"}
+    assert first["choices"][0]["finish_reason"] is None
+    assert "offspec" not in first
+    assert last["choices"][0]["delta"] == {"content": "lo"}
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["offspec"] == FIGURES
+    assert first["id"] == last["id"]
+    assert [part["choices"] for part in rest] == ([[]] if wants_usage else [])
+    if wants_usage:
+        assert rest[0]["usage"]["total_tokens"] == 12
+
+
+def test_text_answers_have_a_shape_of_their_own() -> None:
+    answer = Answer(parse("text", {"prompt": "a"}, DEFAULTS), "builtin")
+    assert answer.whole("b", "stop", FIGURES)["choices"][0]["text"] == "b"
+    (part,) = answer.parts("b", None, FIGURES, is_first=True)
+    assert (part["object"], part["choices"][0]["text"]) == ("text_completion", "b")

@@ -1,0 +1,248 @@
+"""`offspec serve`: a server on a real socket, asked as its clients ask."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import uvicorn
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.cli.serve import LOOPBACK, Service, application, listening
+from offspec.errors import NumericalError
+from offspec.session import Turn, turns_of
+
+from ..pair import Pair, variant
+from .conftest import Offspec, finish, start
+
+USER = {"role": "user", "content": "hi"}
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    body: Any
+
+
+class Client:
+    """Asks a server, a connection a request."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def open(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        content = body if isinstance(body, (str, type(None))) else json.dumps(body)
+        connection.request(method, path, content, headers)
+        return connection
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+        with closing(self.open(method, path, body, **headers)) as connection:
+            response = connection.getresponse()
+            return Reply(response.status, json.loads(response.read()))
+
+    def chat(self, *messages: dict[str, str], **fields: Any) -> Reply:
+        return self.ask("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 8, **fields})
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        with closing(self.open("POST", path, {**body, "stream": True})) as connection:
+            response = connection.getresponse()
+            assert response.getheader("content-type", "").startswith("text/event-stream")
+            events = response.read().decode().split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Engine:
+    return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
+
+
+@contextmanager
+def served(engine: Engine, **settings: Any) -> Generator[tuple[Client, Service], None, None]:
+    sock = listening("127.0.0.1", 0)
+    with closing(Service(engine, SpeculationParams())) as service:
+        app = application(service, SamplingParams(16), **settings)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, lifespan="off"))
+        thread = Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            yield Client(sock.getsockname()[1]), service
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def client(engine: Engine) -> Generator[Client, None, None]:
+    with served(engine) as (found, _):
+        yield found
+
+
+def test_text_is_what_the_engine_says(client: Client, engine: Engine) -> None:
+    reply = client.ask(
+        "POST", "/v1/completions", {"prompt": "def area(", "max_tokens": 12, "seed": 3, "temperature": 1}
+    )
+    steps = list(engine.generate("def area(", SamplingParams(12, temperature=1, seed=3)))
+    assert reply.status == 200
+    (choice,) = reply.body["choices"]
+    assert choice["text"] == "".join(step.text for step in steps)
+    assert reply.body["usage"]["completion_tokens"] == steps[-1].stats.num_tokens
+    assert reply.body["offspec"]["seed"] == 3
+
+
+def test_a_chat_is_what_the_engine_says(client: Client, engine: Engine) -> None:
+    reply = client.chat(USER)
+    (choice,) = reply.body["choices"]
+    said = "".join(step.text for step in engine.generate([USER], SamplingParams(8)))
+    assert choice["message"] == {"role": "assistant", "content": said}
+
+
+@pytest.mark.parametrize("kind", ["chat/completions", "completions"])
+def test_a_stream_is_the_same_text_in_parts(client: Client, kind: str) -> None:
+    body = {"max_tokens": 12, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    body |= {"messages": [USER]} if kind.startswith("chat") else {"prompt": "hi"}
+    *parts, last = client.stream(f"/v1/{kind}", body)
+    whole = client.ask("POST", f"/v1/{kind}", body).body
+    (choice,) = whole["choices"]
+    texts = [part["choices"][0].get("delta", {}).get("content", part["choices"][0].get("text")) for part in parts]
+    assert "".join(texts) == (choice["message"]["content"] if kind.startswith("chat") else choice["text"])
+    assert len(parts) > 1
+    assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 12)
+
+
+def test_a_conversation_scores_only_what_is_new(client: Client) -> None:
+    asked: list[dict[str, str]] = [{"role": "user", "content": "first of all"}]
+    before = client.chat(*asked)
+    asked += [before.body["choices"][0]["message"], {"role": "user", "content": "and then"}]
+    after = client.chat(*asked).body["usage"]
+    held = before.body["usage"]["prompt_tokens"] + before.body["usage"]["completion_tokens"]
+    # All but the last token, unless it was a guess; and the end of the text is no part of a reply.
+    assert held - 2 <= after["prompt_tokens_details"]["cached_tokens"] <= held
+
+
+def test_requests_wait_for_one_another(client: Client) -> None:
+    fields = {"messages": [USER], "max_tokens": 16, "seed": 5, "temperature": 1.0}
+    alone = client.ask("POST", "/v1/chat/completions", fields).body["choices"]
+    connections = [client.open("POST", "/v1/chat/completions", fields) for _ in range(4)]
+    for connection in connections:
+        with closing(connection):
+            assert json.loads(connection.getresponse().read())["choices"] == alone
+
+
+def test_a_client_that_leaves_ends_its_request(pair: Pair, tmp_path: Path) -> None:
+    folder = variant(pair.target, tmp_path / "target", max_position_embeddings=10**6)
+    endless = Engine.load(str(folder), draft="none", device="cpu", context=10**5)
+    body = {"prompt": "hi", "max_tokens": 10**5, "ignore_eos": True, "stream": True}
+    with served(endless) as (client, _):
+        with closing(client.open("POST", "/v1/completions", body)) as connection:
+            assert connection.getresponse().read(1)
+        with closing(client.open("POST", "/v1/completions", {**body, "stream": False})) as connection:
+            time.sleep(0.2)
+        assert client.ask("POST", "/v1/completions", {"prompt": "hi", "max_tokens": 2}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("chat/completions", {"messages": [USER], "n": 2}, "n is not supported"),
+        ("chat/completions", "{", "not JSON"),
+        ("completions", {"prompt": ""}, "empty"),
+        ("completions", {"prompt": [10**6]}, "vocabulary"),
+        ("completions", {"prompt": "x" * 500}, "context"),
+    ],
+)
+def test_a_bad_request_is_told_why(client: Client, path: str, body: Any, said: str) -> None:
+    reply = client.ask("POST", f"/v1/{path}", body)
+    assert reply.status == 400
+    assert said in reply.body["error"]["message"]
+    assert reply.body["error"]["code"] == ("context_length_exceeded" if said == "context" else None)
+
+
+def test_other_paths(client: Client) -> None:
+    assert client.ask("GET", "/health") == Reply(200, {"status": "ok"})
+    assert [model["object"] for model in client.ask("GET", "/v1/models").body["data"]] == ["model"]
+    assert client.ask("GET", "/v1/embeddings").status == 404
+    assert client.ask("GET", "/v1/completions").body["error"]["message"].startswith("Method Not Allowed")
+
+
+def test_an_error_while_running_is_told_and_the_next_request_is_served(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise NumericalError("not a number")
+
+    with served(engine) as (client, _):
+        with monkeypatch.context() as patch:
+            patch.setattr("offspec.engine.exact_walk", fail)
+            reply = client.chat(USER)
+            (event,) = client.stream("/v1/chat/completions", {"messages": [USER]})
+            patch.setattr("offspec.engine.exact_walk", None)
+            broken = client.chat(USER)
+        assert (reply.status, reply.body["error"]["message"]) == (500, "not a number")
+        assert event["error"]["message"] == "not a number"
+        assert (broken.status, broken.body["error"]["type"]) == (500, "server_error")
+        assert client.chat(USER).status == 200
+
+
+def test_a_key_is_asked_for(engine: Engine) -> None:
+    with served(engine, api_key="secret") as (client, _):
+        assert client.ask("GET", "/v1/models").status == 401
+        assert client.ask("GET", "/v1/models", Authorization="Bearer wrong").status == 401
+        assert client.ask("GET", "/v1/models", Authorization="Bearer secret").status == 200
+        assert client.ask("GET", "/health").status == 200
+
+
+def test_a_name_that_was_pointed_here_is_refused(engine: Engine) -> None:
+    with served(engine, hosts=LOOPBACK) as (client, _):
+        assert client.ask("GET", "/health").status == 200
+        with closing(client.open("GET", "/health", Host="evil.example")) as connection:
+            assert connection.getresponse().status == 400
+
+
+def test_turns_are_found_in_messages() -> None:
+    system, reply = {"role": "system", "content": "brief"}, {"role": "assistant", "content": "yes"}
+    assert turns_of([system, USER, reply, USER], {"yes": [7]}) == ("brief", [Turn("hi", "yes", [7]), Turn("hi")])
+    assert turns_of([USER], {}) == (None, [Turn("hi")])
+    for other in ([USER, reply], [system], [USER, USER], [reply, USER], [USER, system, USER]):
+        assert turns_of(other, {}) is None
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def serving(pair: Pair) -> Sequence[object]:
+    return ("serve", pair.target, "--draft", pair.draft, "--device", "cpu", "--port", 0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], number: signal.Signals, code: int) -> None:
+    process = start(*serving)
+    assert process.stdout is not None
+    told = process.stdout.readline().decode()
+    port = int(told.split("127.0.0.1:")[1].split("/")[0])
+    assert Client(port).chat(USER).status == 200
+    process.send_signal(number)
+    result = finish(process)
+    assert (result.code, result.err.strip()) == (code, "")
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(offspec: Offspec) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = offspec("serve", "no-such-folder", "--port", port)
+    assert str(port) in result.refusal(2)
