@@ -149,9 +149,12 @@ class Service:
             steps = await call(self._begin, asked)
             try:
                 yield None
-                while (step := await call(next, steps, None)) is not None:
+                while True:
+                    step = await call(next, steps)
                     yield step
-            finally:  # after the pass that is under way, and before the next request
+                    if step.finish_reason is not None:
+                        break
+            finally:  # after the pass that is under way, and before the next request; then the draft learns
                 self._thread.submit(steps.close)
 
     def _begin(self, asked: Asked) -> Generator[Step, None, None]:

@@ -154,6 +154,15 @@ def test_a_client_that_leaves_ends_its_request(pair: Pair, tmp_path: Path) -> No
         assert client.ask("POST", "/v1/completions", {"prompt": "hi", "max_tokens": 2}).status == 200
 
 
+def test_the_draft_learns_between_requests(pair: Pair) -> None:
+    engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", learn=True)
+    assert engine.aligner is not None
+    with served(engine) as (client, _):
+        before = client.chat(USER, max_tokens=16, ignore_eos=True).body["choices"]
+        assert client.chat(USER, max_tokens=16, ignore_eos=True).body["choices"] == before
+        assert engine.aligner.num_steps > 0
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
