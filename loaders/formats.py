@@ -37,6 +37,7 @@ from torch import Tensor
 
 from offspec.errors import CheckpointError, OffspecError
 
+from .blocked import BlockedMatrix
 from .checkpoint import TensorInfo, fault, show
 from .params import QUANT_TYPES
 
@@ -66,7 +67,7 @@ _DAMAGED = "the checkpoint is damaged, download it again"
 
 
 class PackedWeight(Protocol):
-    """A quantised matrix that lies in its stored parts."""
+    """A matrix that does not lie as torch multiplies it: quantised, in its stored parts, or reordered (`blocked`)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,6 +127,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tenso
     if can_be_fused(weight) and x[..., 0].numel() <= fused_rows(weight.shape, x.dtype, x.device):
         assert isinstance(weight, Matrix4bit)
         return fused_linear(x, weight, bias, scratch)
+    if isinstance(weight, BlockedMatrix) and weight.dtype == x.dtype:
+        return weight.times(x, bias)
     if not (isinstance(weight, Tensor) and weight.dtype == x.dtype):
         weight = dense(weight, x.dtype, scratch)
     return F.linear(x, weight, bias)

@@ -15,6 +15,7 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
+from .blocked import BlockedMatrix, can_be_blocked
 from .checkpoint import Checkpoint
 from .cuda import DeviceFiller, DeviceSlot, pin_whole, unpin
 from .formats import FLOAT_DTYPES, StoredWeight, Weight, stored_weights
@@ -145,6 +146,8 @@ class TieredWeights:
     embedding: the full name of the table that is only ever asked for by row. It stays in RAM, or on disk where layers
     do too, unless the head is tied to it. synchronous: the plain twin, which reads a layer when it is asked for.
     progress(bytes_done, bytes_total) follows what is read before the first pass, and ends at the total.
+    blocked: on a CPU, the residents' matrices are brought into the order of `BlockedMatrix`, where they can be; while
+    loading a layer's bytes more are in use.
     """
 
     def __init__(
@@ -158,6 +161,7 @@ class TieredWeights:
         reader: Reader | None = None,
         synchronous: bool = False,
         progress: Progress | None = None,
+        blocked: bool = False,
     ) -> None:
         self._model, self._placement, self._dtype, self._device = model.to(device), placement, dtype, device
         num_elements = model.scratch_elements(placement.streamed, dtype)
@@ -165,6 +169,7 @@ class TieredWeights:
         self._reader = reader or FileReader()
         self.bytes_streamed = 0
         self._pinned: list[HostBuffer] = []
+        self._staged: HostBuffer | None = None  # where one layer after the other is read to that does not stay as it is
         self._shared: dict[str, Weight] = {}
         self._resident: dict[int, dict[str, Weight]] = {}
         self._stream: Stream | None = None
@@ -178,8 +183,10 @@ class TieredWeights:
         try:
             for name, layer in shared.items():
                 self._shared |= self._load(layer, torch.device("cpu") if name == embedding else device)
+            load = self._load_blocked if blocked and device.type == "cpu" else self._load
             for i in placement.resident:
-                self._resident[i] = self._load(self._model.layers[i], device)
+                self._resident[i] = load(self._model.layers[i], device)
+            self._staged = None
             if placement.streamed:
                 self._stream = self._open_stream(synchronous)
             if not placement.on_disk:
@@ -239,6 +246,20 @@ class TieredWeights:
     def _load(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
         """A layer in memory of its own on the device, in the dtype of the arithmetic."""
         return layer.bind(self._read(layer).tensor.to(device), self._dtype, is_kept=True)
+
+    def _load_blocked(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
+        """As `_load`, with the matrices in oneDNN's order, where all can be; what was read into serves the next layer, too."""
+        size = layer.record.nbytes
+        buffer = self._staged if self._staged is not None and self._staged.nbytes >= size else HostBuffer(size)
+        bound = layer.bind(self._read(layer, buffer).tensor, self._dtype, is_kept=True)
+        if not all(can_be_blocked(weight) for weight in bound.values() if len(weight.shape) > 1):
+            self._staged = None
+            return bound
+        self._staged, kept = buffer, dict[str, Weight]()
+        for name, weight in bound.items():
+            assert isinstance(weight, torch.Tensor)
+            kept[name] = BlockedMatrix(weight) if weight.dim() > 1 else weight.clone()
+        return kept
 
     def _read(self, layer: StoredLayer, into: HostBuffer | None = None) -> HostBuffer:
         buffer = read_record(self._reader, layer.record, into=into)

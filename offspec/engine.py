@@ -46,7 +46,18 @@ from .exit_files import ExitFile
 from .files import LOOKUP, SELF, ModelFiles, Note, choose_device, open_pair
 from .graphs import TreeGraphs, is_static
 from .model import EMBEDDING, CachedDecoder, Decoder, RowLogits
-from .planning import Beside, Grant, Plan, all_resident, explain, measure_link, plan_here, quick_rates, settle_fused
+from .planning import (
+    Beside,
+    Grant,
+    Plan,
+    all_resident,
+    explain,
+    measure_link,
+    plan_here,
+    quick_rates,
+    settle_blocked,
+    settle_fused,
+)
 from .recall import Recall, RecallingText
 from .shortage import Loading, first_line, with_fewer_residents
 from .shortage import explain as explain_shortage
@@ -168,14 +179,25 @@ class Engine:
         rates = quick_rates(pair.target, place, link)
         if (fused := settle_fused(pair.target, place)) is not None:
             notes.append(fused)
+        if (blocked := settle_blocked(plan, pair.target, pair.draft, place)) is not None:
+            notes.append(blocked)
 
         def load_target(plan: Plan) -> Decoder:
             return load_decoder(
-                pair.target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress
+                pair.target,
+                plan.placement,
+                place,
+                EMBEDDING,
+                synchronous=synchronous,
+                progress=progress,
+                blocked=blocked is not None,
             )
 
         def load_both(plan: Plan) -> tuple[Decoder | None, Aligner | None, Decoder]:
-            guesser = load_decoder(pair.draft, all_resident(pair.draft), place) if pair.draft is not None else None
+            guesser = None
+            if pair.draft is not None:  # weights that learning writes to have to lie as they are
+                stays = all_resident(pair.draft)
+                guesser = load_decoder(pair.draft, stays, place, blocked=blocked is not None and not learns)
             aligner = open_aligner(guesser, learn_file, listens=learn) if learns and guesser is not None else None
             target = load_target(plan)
             if early is not None:
@@ -549,8 +571,12 @@ def load_decoder(
     *,
     synchronous: bool = False,
     progress: Progress | None = None,
+    blocked: bool = False,
 ) -> Decoder:
-    """Load what stays, arm the stream for the rest. `embedding` may lie away from the device, unless the head needs it."""
+    """Load what stays, arm the stream for the rest. `embedding` may lie away from the device, unless the head needs it.
+
+    blocked: see `TieredWeights`.
+    """
     weights = TieredWeights(
         model.stored,
         placement,
@@ -559,5 +585,6 @@ def load_decoder(
         embedding=None if model.config.tied_head else embedding,
         synchronous=synchronous,
         progress=progress,
+        blocked=blocked,
     )
     return Decoder(model.config, weights, dtype=model.dtype, device=device)
