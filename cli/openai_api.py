@@ -1,8 +1,8 @@
 """OpenAI's completions API, as JSON: what a request asks for, and how an answer is written. Knows nothing of HTTP or models.
 
 Two kinds of request, chat (`messages`) and text (`prompt`); the fields are OpenAI's, and beside them `top_k`, `min_p`,
-`repetition_penalty` and `ignore_eos`, which other local servers have too. A field that would change the answer and cannot be
-followed is refused rather than ignored. Answers carry the engine's figures under `offspec`.
+`repetition_penalty` (or `repeat_penalty`) and `ignore_eos`, which other local servers have too. Fields of theirs and OpenAI's
+that would change the answer and cannot be followed (NOT_FOLLOWED) are refused, others are ignored. Answers carry the engine's figures under `offspec`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,18 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "tools": ([],),
     "functions": ([],),
+    "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "grammar": ("",),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
 }
 
 
@@ -59,7 +70,10 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> Asked:
     if not isinstance(body, dict):
         raise UsageError("the request is not a JSON object")
     for name, neutral in NOT_FOLLOWED.items():
-        if body.get(name) is not None and body[name] not in neutral:
+        value = body.get(name)
+        if value is not None and not any(
+            value == asks and isinstance(value, bool) == isinstance(asks, bool) for asks in neutral
+        ):
             raise UsageError(f"{name} is not supported here; leave it out")
     options = _field(body, "stream_options", Mapping, "an object") or {}
     return Asked(
@@ -79,11 +93,14 @@ def _params(body: Json, defaults: SamplingParams) -> SamplingParams:
             ("top_p", (int, float), "a number"),
             ("min_p", (int, float), "a number"),
             ("repetition_penalty", (int, float), "a number"),
+            ("repeat_penalty", (int, float), "a number"),
             ("top_k", int, "a whole number"),
             ("seed", int, "a whole number"),
             ("ignore_eos", bool, "true or false"),
         )
     }
+    if (penalty := wanted.pop("repeat_penalty")) is not None:
+        wanted["repetition_penalty"] = penalty
     for name in ("max_tokens", "max_completion_tokens"):
         if (most := _field(body, name, int, "a whole number")) is not None:
             wanted["max_new_tokens"] = most
@@ -101,6 +118,8 @@ def _field(body: Json, name: str, kind: Any, what: str) -> Any:
     is_wrong_bool = isinstance(value, bool) and kind is not bool  # which Python counts among the numbers
     if value is not None and (is_wrong_bool or not isinstance(value, kind)):
         raise UsageError(f"{name} must be {what}, not {value!r}")
+    if isinstance(value, int) and value.bit_length() > 64:
+        raise UsageError(f"{name} is far too large")
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import secrets
 import signal
@@ -10,25 +11,24 @@ import socket
 import sys
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import click
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.engine import Message, Step
-from offspec.errors import ContextLengthError, OffspecError, TokenizerError, UsageError
+from offspec.errors import ContextLengthError, MemoryLimitError, OffspecError, TokenizerError, UsageError
 from offspec.session import Turn, encode_turns, lasting_caches, turns_of
 
 from .openai_api import Answer, Asked, Kind, failure, parse
@@ -46,7 +46,7 @@ from .options import (
 
 MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may say less
 MOST_REMEMBERED = 256  # replies whose tokens are known
-LOOPBACK = ("127.0.0.1", "localhost")
+MOST_BYTES = 32 * 2**20  # of a request
 GRACE_S = 1  # for answers under way when the server is stopped
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -68,7 +68,7 @@ Examples:
 @click.argument("model", default="builtin")
 @click.option(
     "--host",
-    default=LOOPBACK[0],
+    default="127.0.0.1",
     show_default=True,
     metavar="ADDRESS",
     help="Where to listen; 0.0.0.0 lets other machines in.",
@@ -98,6 +98,10 @@ def command(
 ) -> None:
     params, speculation = request_of(options)
     check_draft(speculation, options["draft"])
+    if api_key is not None and not (api_key and api_key.isascii()):
+        raise UsageError(
+            "--api-key is empty or not ASCII, so that nobody could bear it; leave it out to let everybody in"
+        )
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
     with listening(host, port) as sock:  # before gigabytes are read
         engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
@@ -105,11 +109,16 @@ def command(
             click.echo(f"{engine.name} answers at http://{_address(sock)}/v1; Ctrl-C stops it.")
             sys.stdout.flush()
         with learning_kept(engine, learn_file, quiet=quiet), closing(Service(engine, speculation)) as service:
-            app = application(service, params, api_key, hosts=LOOPBACK if host in LOOPBACK else None)
+            app = application(service, params, api_key, is_private=is_loopback(host))
+            config = uvicorn.Config(
+                app, log_level="info" if verbose else "critical", timeout_graceful_shutdown=GRACE_S, lifespan="off"
+            )
+            server = uvicorn.Server(config)
+            service.give_up = lambda: setattr(server, "should_exit", True)
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops first, and then raises it again
-            level = "info" if verbose else "critical"
-            config = uvicorn.Config(app, log_level=level, timeout_graceful_shutdown=GRACE_S, lifespan="off")
-            uvicorn.Server(config).run(sockets=[sock])
+            server.run(sockets=[sock])
+        if service.error is not None:
+            raise service.error
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -127,8 +136,21 @@ def _address(sock: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can mean it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(
+            (".localhost", ".internal")
+        )  # the latter: containers, no public names
+
+
 class Service:
-    """One engine for many clients: one request after the other, all on one thread, so that torch has one pool of its own."""
+    """One engine for many clients: one request after the other, all on one thread, so that torch has one pool of its own.
+
+    error: what the engine cannot go on after; `give_up` is called then.
+    """
 
     def __init__(self, engine: Engine, speculation: SpeculationParams) -> None:
         self.engine = engine
@@ -137,15 +159,22 @@ class Service:
         self._said = OrderedDict[str, list[int]]()  # replies, with the tokens that they were said as
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offspec-serve")
+        self.error: OffspecError | None = None
+        self.give_up: Callable[[], None] = lambda: None
 
     def close(self) -> None:
         """Waits for the pass that is under way."""
         self._thread.shutdown(cancel_futures=True)
 
-    async def answer(self, asked: Asked) -> AsyncGenerator[Step | None, None]:
-        """None when it is the request's turn and nothing speaks against it, then its steps. Raises OffspecError."""
+    async def answer(self, asked: Asked, is_gone: Callable[[], Awaitable[bool]]) -> AsyncGenerator[Step | None, None]:
+        """None when it is the request's turn and nothing speaks against it, then its steps. Raises OffspecError.
+
+        is_gone: whether who asked has left; nothing comes for one who did while waiting.
+        """
         call = partial(asyncio.get_running_loop().run_in_executor, self._thread)
         async with self._turn:
+            if await is_gone():
+                return
             steps = await call(self._begin, asked)
             try:
                 yield None
@@ -155,7 +184,7 @@ class Service:
                     if step.finish_reason is not None:
                         break
             finally:  # after the pass that is under way, and before the next request; then the draft learns
-                self._thread.submit(steps.close)
+                self._thread.submit(steps.close).add_done_callback(_tell_failure)
 
     def _begin(self, asked: Asked) -> Generator[Step, None, None]:
         steps = self.engine.generate(self._encode(asked), asked.params, self._speculation, caches=self._caches)
@@ -176,23 +205,35 @@ class Service:
                 for step in steps:
                     reply.add(step)
                     yield step
-        finally:
-            self._said[reply.reply] = reply.token_ids
-            self._said.move_to_end(reply.reply)
-            while len(self._said) > MOST_REMEMBERED:
-                self._said.popitem(last=False)
-            if reply.stats is not None:
-                self.engine.learn(reply.stats)
+        except GeneratorExit:  # the end was reached, or who asked has left
+            self._remember(reply)
+        except MemoryLimitError as exc:  # which leaves an engine without its target
+            self.error = exc
+            self.give_up()
+            raise
+
+    def _remember(self, reply: Turn) -> None:
+        self._said[reply.reply] = reply.token_ids
+        self._said.move_to_end(reply.reply)
+        while len(self._said) > MOST_REMEMBERED:
+            self._said.popitem(last=False)
+        if reply.stats is not None:
+            self.engine.learn(reply.stats)
+
+
+def _tell_failure(ended: Future[None]) -> None:
+    if not ended.cancelled() and (exc := ended.exception()) is not None:
+        click.echo(f"offspec: learning from the request failed: {type(exc).__name__}: {exc}", err=True)
 
 
 # ------------------------------------------------------------------------------------------------ HTTP
 
 
 def application(
-    service: Service, defaults: SamplingParams, api_key: str | None = None, hosts: Sequence[str] | None = None
+    service: Service, defaults: SamplingParams, api_key: str | None = None, *, is_private: bool = False
 ) -> Starlette:
-    """The routes. hosts: names that a request may call this server by; where only this machine can reach it, a web page whose
-    name was pointed at it must not (DNS rebinding)."""
+    """The routes. is_private: only this machine can reach them, and no web page shown on it should (by a name that was pointed
+    here, or by a request that it is not allowed to read the answer of)."""
     name = service.engine.name
 
     async def models(request: Request) -> Response:
@@ -204,10 +245,12 @@ def application(
     async def completion(request: Request, kind: Kind) -> Response:
         try:
             asked = parse(kind, await _json(request), defaults)
-            steps = service.answer(asked)
+            steps = service.answer(asked, request.is_disconnected)
             await anext(steps)
         except OffspecError as exc:
             return _refusal(exc)
+        except (ClientDisconnect, StopAsyncIteration):
+            return Response(status_code=499)  # nobody reads it
         answer = Answer(asked, name)
         if asked.streams:
             return StreamingResponse(_events(answer, steps), media_type="text/event-stream")
@@ -215,6 +258,10 @@ def application(
 
     def guarded(handler: Handler) -> Handler:
         async def checked(request: Request) -> Response:
+            named = [f"//{request.headers.get('host', '')}"]
+            named += request.headers.getlist("origin")
+            if is_private and not all(map(is_loopback, map(_host_of, named))):
+                return JSONResponse(failure("this server answers programs on its own machine only"), 403)
             borne = request.headers.get("authorization", "").removeprefix("Bearer ")
             if api_key is not None and not secrets.compare_digest(borne.encode(), api_key.encode()):
                 return JSONResponse(failure("the API key is missing or wrong", code="invalid_api_key"), 401)
@@ -228,33 +275,58 @@ def application(
         Route("/v1/chat/completions", guarded(partial(completion, kind="chat")), methods=["POST"]),
         Route("/v1/completions", guarded(partial(completion, kind="text")), methods=["POST"]),
     ]
-    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))] if hosts else []
-    return Starlette(
-        routes=routes, middleware=middleware, exception_handlers={HTTPException: _not_found, Exception: _unexpected}
-    )
+    return Starlette(routes=routes, exception_handlers={HTTPException: _not_found, Exception: _unexpected})
+
+
+def _host_of(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return url
 
 
 async def _json(request: Request) -> Any:
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > MOST_BYTES:
+            raise UsageError(f"the request is larger than {MOST_BYTES >> 20} MiB")
     try:
-        return json.loads(await request.body())
+        return json.loads(content)
     except (ValueError, RecursionError) as exc:
         raise UsageError(f"the request is not JSON ({exc})") from exc
 
 
 async def _events(answer: Answer, steps: AsyncGenerator[Step | None, None]) -> AsyncGenerator[str, None]:
     """Server-sent events. An error in the middle is an event, too: the status has been sent."""
-    is_first = True
+    made = asyncio.Queue[Step | Exception]()  # so that a client that reads slowly keeps nobody waiting
+
+    async def make() -> None:
+        try:
+            async with aclosing(steps):
+                async for step in steps:
+                    assert step is not None
+                    made.put_nowait(step)
+        except Exception as exc:  # noqa: BLE001 (told, or raised, where the events are)
+            made.put_nowait(exc)
+
+    maker, is_first = asyncio.create_task(make()), True
     try:
-        async with aclosing(steps):
-            async for step in steps:
-                assert step is not None
-                figures = step.stats.as_dict()
-                for part in answer.parts(step.text, step.finish_reason, figures, is_first=is_first):
-                    yield _event(part)
-                is_first = False
-    except OffspecError as exc:
-        yield _event(failure(str(exc), kind="server_error"))
-    yield "data: [DONE]\n\n"
+        while True:
+            found = await made.get()
+            if isinstance(found, OffspecError):
+                yield _event(failure(str(found), kind="server_error"))
+                break
+            if isinstance(found, Exception):
+                raise found
+            for part in answer.parts(found.text, found.finish_reason, found.stats.as_dict(), is_first=is_first):
+                yield _event(part)
+            is_first = False
+            if found.finish_reason is not None:
+                break
+        yield "data: [DONE]\n\n"
+    finally:
+        maker.cancel()
 
 
 def _event(content: dict[str, Any]) -> str:

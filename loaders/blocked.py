@@ -2,16 +2,17 @@
 
 As `F.linear` is given a matrix, oneDNN brings it into an order of its own for every product, which for few rows takes longer than
 the product. A matrix that stays can be brought into it once: up to a dozen rows are then multiplied about as fast as
-memory can be read (`measure.measure_blocking`; docs/LOG.md has figures). The values are the same, and so is the size.
-What torch has for this it made for compiled models; where a version has it not, `can_be_blocked` says so.
+memory can be read (docs/LOG.md has figures). The values are the same, and so is the size. What torch has for this it made for
+compiled models; `is_supported` says where this version or this processor has it not.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-DTYPES = (torch.bfloat16, torch.float16)
 ROWS = 16  # that the order is chosen for; it serves other numbers nearly as well
 
 
@@ -34,13 +35,19 @@ class BlockedMatrix:
         return plain if out is None else out.copy_(plain)
 
 
+@cache
+def is_supported(dtype: torch.dtype) -> bool:
+    """Whether matrices of this dtype have such an order here."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    try:
+        BlockedMatrix(torch.zeros(16, 16, dtype=dtype)).times(torch.zeros(1, 16, dtype=dtype))
+    except (RuntimeError, AttributeError, NotImplementedError):  # no instructions for it; another torch
+        return False
+    return True
+
+
 def can_be_blocked(matrix: object) -> bool:
-    """Whether this is a matrix for which there is such an order, and this torch knows it."""
     return (
-        isinstance(matrix, Tensor)
-        and (matrix.dim(), matrix.device.type) == (2, "cpu")
-        and matrix.dtype in DTYPES
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        isinstance(matrix, Tensor) and (matrix.dim(), matrix.device.type) == (2, "cpu") and is_supported(matrix.dtype)
     )

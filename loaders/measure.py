@@ -26,11 +26,9 @@ import torch.nn.functional as F
 
 from offspec.errors import HardwareError, OffspecError
 
-from .blocked import BlockedMatrix, can_be_blocked
 from .formats import (
     Layout4bit,
     Nested,
-    Weight,
     Weight4bit,
     bitsandbytes_functional,
     can_be_fused,
@@ -422,34 +420,6 @@ def measure_fused_rows(
         most = width
     set_fused_rows(shape, dtype, device, most)
     return most
-
-
-BLOCKING_WIDTHS = (1, 8, 32)
-
-
-def measure_blocking(dtype: torch.dtype, *, shape: tuple[int, int] = (2048, 4096), seconds: float = 0.2) -> float:
-    """How many times as fast a CPU multiplies `BlockedMatrix`es of shape (N, K) as matrices as they lie, over BLOCKING_WIDTHS.
-
-    Zero where there is no such order, or the processor has no instructions for it. Four matrices in turn, so that no ordinary
-    cache holds them.
-    """
-    cpu = torch.device("cpu")
-    plain = [_filled(shape, dtype, cpu) for _ in range(4)]
-    inputs = [_filled((width, shape[1]), dtype, cpu) for width in BLOCKING_WIDTHS]
-
-    def seconds_of(matrices: Sequence[Weight]) -> float:
-        def multiply(rows: torch.Tensor) -> None:
-            for matrix in matrices:
-                linear(rows, matrix)
-
-        return sum(_typical_s(cpu, partial(multiply, rows), seconds / 2 / len(inputs)) for rows in inputs)
-
-    if not all(map(can_be_blocked, plain)):
-        return 0.0
-    try:
-        return seconds_of(plain) / seconds_of([BlockedMatrix(matrix) for matrix in plain])
-    except RuntimeError:
-        return 0.0
 
 
 def _any_bytes(nbytes: int, device: torch.device) -> torch.Tensor:

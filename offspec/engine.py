@@ -52,10 +52,10 @@ from .planning import (
     Plan,
     all_resident,
     explain,
+    is_blocked,
     measure_link,
     plan_here,
     quick_rates,
-    settle_blocked,
     settle_fused,
 )
 from .recall import Recall, RecallingText
@@ -179,25 +179,16 @@ class Engine:
         rates = quick_rates(pair.target, place, link)
         if (fused := settle_fused(pair.target, place)) is not None:
             notes.append(fused)
-        if (blocked := settle_blocked(plan, pair.target, pair.draft, place)) is not None:
-            notes.append(blocked)
 
         def load_target(plan: Plan) -> Decoder:
             return load_decoder(
-                pair.target,
-                plan.placement,
-                place,
-                EMBEDDING,
-                synchronous=synchronous,
-                progress=progress,
-                blocked=blocked is not None,
+                pair.target, plan.placement, place, EMBEDDING, synchronous=synchronous, progress=progress
             )
 
         def load_both(plan: Plan) -> tuple[Decoder | None, Aligner | None, Decoder]:
             guesser = None
-            if pair.draft is not None:  # weights that learning writes to have to lie as they are
-                stays = all_resident(pair.draft)
-                guesser = load_decoder(pair.draft, stays, place, blocked=blocked is not None and not learns)
+            if pair.draft is not None:
+                guesser = load_decoder(pair.draft, all_resident(pair.draft), place, is_written=learns)
             aligner = open_aligner(guesser, learn_file, listens=learn) if learns and guesser is not None else None
             target = load_target(plan)
             if early is not None:
@@ -571,11 +562,11 @@ def load_decoder(
     *,
     synchronous: bool = False,
     progress: Progress | None = None,
-    blocked: bool = False,
+    is_written: bool = False,
 ) -> Decoder:
     """Load what stays, arm the stream for the rest. `embedding` may lie away from the device, unless the head needs it.
 
-    blocked: see `TieredWeights`.
+    is_written: its weights will be written to (`--learn`), and have to lie as they are.
     """
     weights = TieredWeights(
         model.stored,
@@ -585,6 +576,6 @@ def load_decoder(
         embedding=None if model.config.tied_head else embedding,
         synchronous=synchronous,
         progress=progress,
-        blocked=blocked,
+        blocked=is_blocked(model, device) and not is_written,
     )
     return Decoder(model.config, weights, dtype=model.dtype, device=device)

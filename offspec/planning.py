@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from offspec.loaders.blocked import DTYPES as BLOCKED_DTYPES
+from offspec.loaders.blocked import is_supported as is_blocking_supported
 from offspec.loaders.cuda import release_memory
 from offspec.loaders.formats import Weight4bit
 from offspec.loaders.hardware import Hardware, Rates
 from offspec.loaders.measure import (
-    measure_blocking,
     measure_dequantise,
     measure_disk,
     measure_fused_rows,
@@ -43,8 +42,7 @@ DEFAULT_CONTEXT = 4096
 MIN_CONTEXT = 512  # below that a smaller default would not help anybody
 WORKSPACE_BYTES = 64 * 2**20  # what samplers, the tokenizer and the allocator's rounding take
 CUDA_WORKSPACE_BYTES = 300 * 2**20
-LEAST_BLOCKED_BYTES = 512 * 2**20  # below that a pass is short anyway, and measuring would take as long as loading
-LEAST_BLOCKING_GAIN = 1.15
+LEAST_BLOCKED_BYTES = 512 * 2**20  # of a model; below that a pass is short anyway
 SPARE = 0.05  # of what is free now, left for whatever else runs, where no limit was given
 
 
@@ -224,17 +222,15 @@ def settle_fused(target: ModelFiles, device: torch.device) -> Note | None:
     )
 
 
-def settle_blocked(plan: Plan, target: ModelFiles, draft: ModelFiles | None, device: torch.device) -> Note | None:
-    """On a CPU, measure whether the 16-bit matrices that stay should lie in oneDNN's order; None where they should not."""
-    stays = [target.stored.layers[index] for index in plan.placement.resident]
-    stays += draft.stored.layers if draft is not None else []
-    num_bytes = sum(layer.record.nbytes for layer in stays)
-    if device.type != "cpu" or target.dtype not in BLOCKED_DTYPES or num_bytes < LEAST_BLOCKED_BYTES:
-        return None
-    gain = measure_blocking(target.dtype)
-    if gain < LEAST_BLOCKING_GAIN:
-        return None
-    return Note(f"layers that stay lie in oneDNN's order: few rows are multiplied {gain:.1f} times as fast (measured)")
+def is_blocked(model: ModelFiles, device: torch.device) -> bool:
+    """Whether layers of the model that stay are kept in oneDNN's order: large ones of 16-bit floats, on a CPU.
+
+    Nothing but the model and the machine decides it, so that the same request is computed alike each time.
+    """
+    layers = model.stored.layers
+    is_large = sum(layer.record.nbytes for layer in layers) >= LEAST_BLOCKED_BYTES
+    is_plain = not any(is_packed(weight) for layer in layers for weight in layer.weights.values())
+    return device.type == "cpu" and is_large and is_plain and is_blocking_supported(model.dtype)
 
 
 def explain(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note]:

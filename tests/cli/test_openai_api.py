@@ -41,6 +41,10 @@ def test_what_a_request_says_is_taken() -> None:
     assert (asked.prompt, asked.streams, asked.wants_usage) == ("def f(", True, True)
 
 
+def test_a_penalty_by_its_other_name() -> None:
+    assert parse("text", {"prompt": "a", "repeat_penalty": 1.2}, DEFAULTS).params.repetition_penalty == 1.2
+
+
 def test_a_prompt_is_a_text_or_token_ids() -> None:
     prompts: list[tuple[Any, Any]] = [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])]
     for given, meant in prompts:
@@ -73,6 +77,9 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         ({"messages": [{**USER, "tool_calls": [{}]}]}, "tool_calls"),
         ({"messages": [USER], "n": 2}, "n is not supported"),
         ({"messages": [USER], "logprobs": True}, "logprobs is not supported"),
+        ({"messages": [USER], "logprobs": 0}, "logprobs is not supported"),
+        ({"messages": [USER], "guided_json": {}}, "guided_json is not supported"),
+        ({"messages": [USER], "temperature": 10**400}, "temperature is far too large"),
         ({"messages": [USER], "tools": [{}]}, "tools"),
         ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [USER], "temperature": "hot"}, "temperature must be a number"),

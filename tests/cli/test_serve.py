@@ -12,15 +12,15 @@ from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 import uvicorn
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.cli.serve import LOOPBACK, Service, application, listening
-from offspec.errors import NumericalError
+from offspec.cli.serve import Service, application, is_loopback, listening
+from offspec.errors import MemoryLimitError, NumericalError
 from offspec.session import Turn, turns_of
 
 from ..pair import Pair, variant
@@ -163,6 +163,42 @@ def test_the_draft_learns_between_requests(pair: Pair) -> None:
         assert engine.aligner.num_steps > 0
 
 
+def test_a_client_that_leaves_while_it_waits_costs_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, may_go_on, generate = Event(), Event(), Engine.generate
+    asked: list[Any] = []
+
+    def held(self: Engine, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(prompt)
+        began.set()
+        assert may_go_on.wait(60)
+        return generate(self, prompt, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "generate", held)
+    with served(engine) as (client, _):
+        body = {"prompt": [70, 71], "max_tokens": 2}
+        with closing(client.open("POST", "/v1/completions", body)) as first:
+            assert began.wait(60)
+            client.open("POST", "/v1/completions", {**body, "prompt": [80, 81]}).close()
+            time.sleep(0.5)  # the server has to hear of it
+            may_go_on.set()
+            assert first.getresponse().status == 200
+        assert client.ask("POST", "/v1/completions", {**body, "prompt": [90, 91]}).status == 200
+    assert asked == [[70, 71], [90, 91]]
+
+
+def test_an_engine_that_lost_its_target_gives_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise MemoryLimitError("no room")
+
+    monkeypatch.setattr("offspec.engine.exact_walk", fail)
+    with served(engine) as (client, service):
+        gave_up = Event()
+        service.give_up = gave_up.set
+        assert client.chat(USER).status == 500
+        assert gave_up.wait(60)
+        assert str(service.error) == "no room"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
@@ -171,6 +207,7 @@ def test_the_draft_learns_between_requests(pair: Pair) -> None:
         ("completions", {"prompt": ""}, "empty"),
         ("completions", {"prompt": [10**6]}, "vocabulary"),
         ("completions", {"prompt": "x" * 500}, "context"),
+        ("completions", " " * (33 << 20), "larger"),
     ],
 )
 def test_a_bad_request_is_told_why(client: Client, path: str, body: Any, said: str) -> None:
@@ -214,11 +251,28 @@ def test_a_key_is_asked_for(engine: Engine) -> None:
         assert client.ask("GET", "/health").status == 200
 
 
-def test_a_name_that_was_pointed_here_is_refused(engine: Engine) -> None:
-    with served(engine, hosts=LOOPBACK) as (client, _):
-        assert client.ask("GET", "/health").status == 200
-        with closing(client.open("GET", "/health", Host="evil.example")) as connection:
-            assert connection.getresponse().status == 400
+def test_web_pages_are_not_answered(engine: Engine) -> None:
+    with served(engine, is_private=True) as (client, _):
+        for headers, status in (
+            ({}, 200),
+            ({"Host": "localhost:8080"}, 200),
+            ({"Host": "host.docker.internal"}, 200),
+            ({"Host": "[::1]:8080"}, 200),
+            ({"Origin": "http://localhost:3000"}, 200),
+            ({"Host": "evil.example"}, 403),
+            ({"Host": "["}, 403),
+            ({"Origin": "https://evil.example"}, 403),
+            ({"Origin": "null"}, 403),
+        ):
+            assert client.ask("GET", "/v1/models", **headers).status == status, headers
+
+
+@pytest.mark.parametrize(
+    ("host", "is_private"),
+    [("127.0.0.1", True), ("::1", True), ("127.0.0.2", True), ("0.0.0.0", False), ("a.b", False)],
+)
+def test_what_only_this_machine_can_mean(host: str, is_private: bool) -> None:
+    assert is_loopback(host) == is_private
 
 
 def test_turns_are_found_in_messages() -> None:
@@ -248,6 +302,11 @@ def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], numbe
     process.send_signal(number)
     result = finish(process)
     assert (result.code, result.err.strip()) == (code, "")
+
+
+@pytest.mark.parametrize("key", ["", "schlüssel"])
+def test_a_key_that_nobody_could_bear_is_refused(offspec: Offspec, key: str) -> None:
+    assert "--api-key" in offspec("serve", "no-such-folder", "--port", 0, "--api-key", key).refusal(2)
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(offspec: Offspec) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders import measure
-from offspec.loaders.blocked import BlockedMatrix, can_be_blocked
+from offspec.loaders import blocked as module
+from offspec.loaders import tiers
+from offspec.loaders.blocked import BlockedMatrix, can_be_blocked, is_supported
 from offspec.loaders.formats import dense, linear
-from offspec.loaders.measure import measure_blocking
 
 from .fakes import open_with
 from .test_tiers import ALL, SOME, tiered
@@ -19,15 +19,14 @@ from .test_tiers import ALL, SOME, tiered
 BF16 = torch.bfloat16
 SHAPES = [(48, 32), (256, 128), (33, 65), (1, 16), (704, 256)]
 
-pytestmark = pytest.mark.skipif(
-    measure_blocking(BF16, shape=(64, 64), seconds=0.01) == 0.0, reason="this torch or processor has no such order"
-)
+needs_support = pytest.mark.skipif(not is_supported(BF16), reason="this torch or processor has no such order")
 
 
 def matrix(shape: tuple[int, int], seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
+@needs_support
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_are_those_of_the_matrix(shape: tuple[int, int]) -> None:
     plain, bias = matrix(shape), matrix((1, shape[0]), 1)[0]
@@ -38,6 +37,7 @@ def test_products_are_those_of_the_matrix(shape: tuple[int, int]) -> None:
             torch.testing.assert_close(linear(rows, blocked, added), linear(rows, plain, added), rtol=2e-2, atol=2e-2)
 
 
+@needs_support
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_matrix_can_be_had_back(shape: tuple[int, int]) -> None:
     plain = matrix(shape)
@@ -50,27 +50,26 @@ def test_the_matrix_can_be_had_back(shape: tuple[int, int]) -> None:
     assert made.data_ptr() == scratch.data_ptr()
 
 
+@needs_support
 def test_other_arithmetic_than_the_matrix_was_stored_for() -> None:
     plain, rows = matrix((48, 32)), matrix((3, 32), 1).float()
     torch.testing.assert_close(linear(rows, BlockedMatrix(plain)), rows @ plain.float().T, rtol=1e-5, atol=1e-5)
 
 
+@needs_support
 def test_what_cannot_be_blocked() -> None:
     assert can_be_blocked(matrix((4, 4)))
     for other in (matrix((4, 4)).float(), matrix((4, 4))[0], torch.zeros(4, 4, dtype=torch.uint8), "matrix"):
         assert not can_be_blocked(other)
 
 
-def test_a_processor_without_it_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measure_blocking(BF16, shape=(64, 64), seconds=0.01) > 0
-
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError])
+def test_a_processor_or_torch_without_it(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     def refuse(matrix: Tensor) -> None:
-        raise RuntimeError("not on this processor")
+        raise error("not here")
 
-    monkeypatch.setattr(measure, "BlockedMatrix", refuse)
-    assert measure_blocking(BF16, shape=(64, 64), seconds=0.01) == 0.0
-    monkeypatch.setattr(measure, "can_be_blocked", lambda matrix: False)
-    assert measure_blocking(BF16, shape=(64, 64), seconds=0.01) == 0.0
+    monkeypatch.setattr(module, "BlockedMatrix", refuse)
+    assert not is_supported.__wrapped__(BF16)
 
 
 def layers() -> dict[str, Tensor]:
@@ -84,6 +83,7 @@ def layers() -> dict[str, Tensor]:
     } | {"head": matrix((8, 8), 20)}
 
 
+@needs_support
 @pytest.mark.parametrize("resident", [ALL, SOME])
 def test_layers_keep_what_they_hold(tmp_path: Path, resident: tuple[int, ...]) -> None:
     tensors = layers()
@@ -98,7 +98,24 @@ def test_layers_keep_what_they_hold(tmp_path: Path, resident: tuple[int, ...]) -
     weights.close()
 
 
-def test_where_one_matrix_cannot_be_all_stay_as_they_are(tmp_path: Path) -> None:
+@needs_support
+def test_a_layer_of_which_a_matrix_cannot_be_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next one is not read over it."""
+    tensors = layers()
+    monkeypatch.setattr(
+        tiers, "can_be_blocked", lambda weight: bool((weight != tensors["model.layers.1.mix.weight"]).any())
+    )
+    weights = tiered(open_with(tmp_path, tensors), BF16, blocked=True)
+    for index in range(3):
+        with weights.layer(index) as layer:
+            assert isinstance(layer["mix.weight"], BlockedMatrix) == (index != 1)
+            for short, weight in layer.items():
+                wanted = tensors[f"model.layers.{index}.{short}"]
+                torch.testing.assert_close(dense(weight, BF16), wanted, rtol=0, atol=0)
+    weights.close()
+
+
+def test_other_dtypes_stay_as_they_are(tmp_path: Path) -> None:
     tensors = layers()
     weights = tiered(open_with(tmp_path, tensors), torch.float32, blocked=True)
     for index in range(3):

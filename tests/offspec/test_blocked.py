@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams, planning
-from offspec.loaders.blocked import BlockedMatrix
+from offspec.loaders.blocked import BlockedMatrix, is_supported
+from offspec.model import CachedDecoder
 
 from ..pair import Pair, build_pair
 
@@ -19,11 +22,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture
 def _wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a layer of these models were worth it."""
-    monkeypatch.setattr(planning, "LEAST_BLOCKED_BYTES", 0)
-    monkeypatch.setattr(planning, "LEAST_BLOCKING_GAIN", 0.0)
-    if planning.measure_blocking(planning.BLOCKED_DTYPES[0], shape=(64, 64), seconds=0.01) == 0.0:
+    """As if these models were large enough."""
+    if not is_supported(torch.bfloat16):
         pytest.skip("this torch or processor has no such order")
+    monkeypatch.setattr(planning, "LEAST_BLOCKED_BYTES", 0)
 
 
 def load(pair: Pair, dtype: str = "bf16", **options: bool) -> Engine:
@@ -40,17 +42,22 @@ def is_blocked(engine: Engine) -> tuple[bool, bool]:
     return found[0], found[1]
 
 
-def text(engine: Engine, budget: int | None) -> list[int]:
-    steps = engine.generate("def area(", PARAMS, SpeculationParams(budget))
-    return [token for step in steps for token in step.token_ids]
+def scores(engine: Engine) -> torch.Tensor:
+    """Logits after each of some tokens, and of a node beside them."""
+    cached, root = CachedDecoder(engine.target), np.ones(1, dtype=np.int64)
+    return cached.score([70, 71, 72, 73], root, root, np.ones((1, 1), dtype=np.bool_))
 
 
 @pytest.mark.usefixtures("_wanted")
-def test_text_is_plain_decodings(pair: Pair) -> None:
+def test_logits_are_those_of_plain_matrices(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(pair)
     assert is_blocked(engine) == (True, True)
-    assert any("oneDNN" in note.text for note in engine.notes)
-    assert text(engine, 16) == text(engine, 0)
+    monkeypatch.setattr(planning, "LEAST_BLOCKED_BYTES", 2**40)
+    plain = load(pair)
+    assert is_blocked(plain) == (False, False)
+    torch.testing.assert_close(scores(engine), scores(plain), rtol=2e-2, atol=2e-2)
+    for steps in (engine.generate("def area(", PARAMS), engine.generate("def area(", PARAMS, SpeculationParams(0))):
+        assert sum(len(step.token_ids) for step in steps) == 24
 
 
 @pytest.mark.usefixtures("_wanted")
