@@ -2,7 +2,8 @@
 
 Two kinds of request, chat (`messages`) and text (`prompt`); the fields are OpenAI's, and beside them `top_k`, `min_p`,
 `repetition_penalty` (or `repeat_penalty`) and `ignore_eos`, which other local servers have too. Fields of theirs and OpenAI's
-that would change the answer and cannot be followed (NOT_FOLLOWED) are refused, others are ignored. Answers carry the engine's figures under `offspec`.
+that would change the answer and cannot be followed (NOT_FOLLOWED) are refused, others are ignored. Answers carry the engine's
+figures under `offspec`.
 """
 
 from __future__ import annotations

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import ipaddress
-import json
-import secrets
 import signal
 import socket
 import sys
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing, closing
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
-from urllib.parse import urlsplit
+from typing import Any
 
 import click
-import uvicorn
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
-from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.engine import Message, Step
-from offspec.errors import ContextLengthError, MemoryLimitError, OffspecError, TokenizerError, UsageError
-from offspec.session import Turn, encode_turns, lasting_caches, turns_of
+from offspec.errors import UsageError
 
-from .openai_api import Answer, Asked, Kind, failure, parse
 from .options import (
     MODEL_HELP,
     check_draft,
@@ -45,10 +27,7 @@ from .options import (
 )
 
 MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may say less
-MOST_REMEMBERED = 256  # replies whose tokens are known
-MOST_BYTES = 32 * 2**20  # of a request
 GRACE_S = 1  # for answers under way when the server is stopped
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 @click.command(
@@ -105,6 +84,10 @@ def command(
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
     with listening(host, port) as sock:  # before gigabytes are read
         engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
+        import uvicorn
+
+        from .server import Service, application, is_loopback
+
         if not quiet:
             click.echo(f"{engine.name} answers at http://{_address(sock)}/v1; Ctrl-C stops it.")
             sys.stdout.flush()
@@ -134,235 +117,3 @@ def listening(host: str, port: int) -> socket.socket:
 def _address(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can mean it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(
-            (".localhost", ".internal")
-        )  # the latter: containers, no public names
-
-
-class Service:
-    """One engine for many clients: one request after the other, all on one thread, so that torch has one pool of its own.
-
-    error: what the engine cannot go on after; `give_up` is called then.
-    """
-
-    def __init__(self, engine: Engine, speculation: SpeculationParams) -> None:
-        self.engine = engine
-        self._speculation = speculation
-        self._caches = lasting_caches(engine)
-        self._said = OrderedDict[str, list[int]]()  # replies, with the tokens that they were said as
-        self._turn = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offspec-serve")
-        self.error: OffspecError | None = None
-        self.give_up: Callable[[], None] = lambda: None
-
-    def close(self) -> None:
-        """Waits for the pass that is under way."""
-        self._thread.shutdown(cancel_futures=True)
-
-    async def answer(self, asked: Asked, is_gone: Callable[[], Awaitable[bool]]) -> AsyncGenerator[Step | None, None]:
-        """None when it is the request's turn and nothing speaks against it, then its steps. Raises OffspecError.
-
-        is_gone: whether who asked has left; nothing comes for one who did while waiting.
-        """
-        call = partial(asyncio.get_running_loop().run_in_executor, self._thread)
-        async with self._turn:
-            if await is_gone():
-                return
-            steps = await call(self._begin, asked)
-            try:
-                yield None
-                while True:
-                    step = await call(next, steps)
-                    yield step
-                    if step.finish_reason is not None:
-                        break
-            finally:  # after the pass that is under way, and before the next request; then the draft learns
-                self._thread.submit(steps.close).add_done_callback(_tell_failure)
-
-    def _begin(self, asked: Asked) -> Generator[Step, None, None]:
-        steps = self.engine.generate(self._encode(asked), asked.params, self._speculation, caches=self._caches)
-        return self._followed(steps)
-
-    def _encode(self, asked: Asked) -> list[int]:
-        """Replies that were said here become the tokens that they were said as: these are in the caches."""
-        if asked.kind == "chat":
-            found = turns_of(cast(Sequence[Message], asked.prompt), self._said)
-            if found is not None:
-                return encode_turns(self.engine.tokenizer, *found)
-        return self.engine.encode(asked.prompt)
-
-    def _followed(self, steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
-        reply = Turn("")
-        try:
-            with closing(steps):
-                for step in steps:
-                    reply.add(step)
-                    yield step
-        except GeneratorExit:  # the end was reached, or who asked has left
-            self._remember(reply)
-        except MemoryLimitError as exc:  # which leaves an engine without its target
-            self.error = exc
-            self.give_up()
-            raise
-
-    def _remember(self, reply: Turn) -> None:
-        self._said[reply.reply] = reply.token_ids
-        self._said.move_to_end(reply.reply)
-        while len(self._said) > MOST_REMEMBERED:
-            self._said.popitem(last=False)
-        if reply.stats is not None:
-            self.engine.learn(reply.stats)
-
-
-def _tell_failure(ended: Future[None]) -> None:
-    if not ended.cancelled() and (exc := ended.exception()) is not None:
-        click.echo(f"offspec: learning from the request failed: {type(exc).__name__}: {exc}", err=True)
-
-
-# ------------------------------------------------------------------------------------------------ HTTP
-
-
-def application(
-    service: Service, defaults: SamplingParams, api_key: str | None = None, *, is_private: bool = False
-) -> Starlette:
-    """The routes. is_private: only this machine can reach them, and no web page shown on it should (by a name that was pointed
-    here, or by a request that it is not allowed to read the answer of)."""
-    name = service.engine.name
-
-    async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "offspec"}]})
-
-    async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def completion(request: Request, kind: Kind) -> Response:
-        try:
-            asked = parse(kind, await _json(request), defaults)
-            steps = service.answer(asked, request.is_disconnected)
-            await anext(steps)
-        except OffspecError as exc:
-            return _refusal(exc)
-        except (ClientDisconnect, StopAsyncIteration):
-            return Response(status_code=499)  # nobody reads it
-        answer = Answer(asked, name)
-        if asked.streams:
-            return StreamingResponse(_events(answer, steps), media_type="text/event-stream")
-        return await _whole(answer, steps, request)
-
-    def guarded(handler: Handler) -> Handler:
-        async def checked(request: Request) -> Response:
-            named = [f"//{request.headers.get('host', '')}"]
-            named += request.headers.getlist("origin")
-            if is_private and not all(map(is_loopback, map(_host_of, named))):
-                return JSONResponse(failure("this server answers programs on its own machine only"), 403)
-            borne = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if api_key is not None and not secrets.compare_digest(borne.encode(), api_key.encode()):
-                return JSONResponse(failure("the API key is missing or wrong", code="invalid_api_key"), 401)
-            return await handler(request)
-
-        return checked
-
-    routes = [
-        Route("/health", health),
-        Route("/v1/models", guarded(models)),
-        Route("/v1/chat/completions", guarded(partial(completion, kind="chat")), methods=["POST"]),
-        Route("/v1/completions", guarded(partial(completion, kind="text")), methods=["POST"]),
-    ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _not_found, Exception: _unexpected})
-
-
-def _host_of(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return url
-
-
-async def _json(request: Request) -> Any:
-    content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > MOST_BYTES:
-            raise UsageError(f"the request is larger than {MOST_BYTES >> 20} MiB")
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as exc:
-        raise UsageError(f"the request is not JSON ({exc})") from exc
-
-
-async def _events(answer: Answer, steps: AsyncGenerator[Step | None, None]) -> AsyncGenerator[str, None]:
-    """Server-sent events. An error in the middle is an event, too: the status has been sent."""
-    made = asyncio.Queue[Step | Exception]()  # so that a client that reads slowly keeps nobody waiting
-
-    async def make() -> None:
-        try:
-            async with aclosing(steps):
-                async for step in steps:
-                    assert step is not None
-                    made.put_nowait(step)
-        except Exception as exc:  # noqa: BLE001 (told, or raised, where the events are)
-            made.put_nowait(exc)
-
-    maker, is_first = asyncio.create_task(make()), True
-    try:
-        while True:
-            found = await made.get()
-            if isinstance(found, OffspecError):
-                yield _event(failure(str(found), kind="server_error"))
-                break
-            if isinstance(found, Exception):
-                raise found
-            for part in answer.parts(found.text, found.finish_reason, found.stats.as_dict(), is_first=is_first):
-                yield _event(part)
-            is_first = False
-            if found.finish_reason is not None:
-                break
-        yield "data: [DONE]\n\n"
-    finally:
-        maker.cancel()
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content)}\n\n"
-
-
-async def _whole(answer: Answer, steps: AsyncGenerator[Step | None, None], request: Request) -> Response:
-    texts, last = list[str](), None
-    try:
-        async with aclosing(steps):
-            async for last in steps:
-                assert last is not None
-                texts.append(last.text)
-                if await request.is_disconnected():
-                    break
-    except OffspecError as exc:
-        return _refusal(exc, status=500)
-    assert last is not None
-    return JSONResponse(answer.whole("".join(texts), last.finish_reason, last.stats.as_dict()))
-
-
-def _refusal(error: OffspecError, status: int | None = None) -> Response:
-    """Whose fault it is, as a status: the request's, or ours."""
-    is_theirs = isinstance(error, (UsageError, TokenizerError, ContextLengthError))
-    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-    kind = "invalid_request_error" if is_theirs else "server_error"
-    return JSONResponse(failure(str(error), kind=kind, code=code), status or (400 if is_theirs else 500))
-
-
-async def _not_found(request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, HTTPException)
-    message = f"{exc.detail}: {request.method} {request.url.path}; see offspec serve --help"
-    return JSONResponse(failure(message), exc.status_code)
-
-
-async def _unexpected(request: Request, exc: Exception) -> Response:
-    message = f"{type(exc).__name__}: {exc} (unexpected; offspec serve -v shows where)"
-    click.echo(f"offspec: {message}", err=True)
-    return JSONResponse(failure(message, kind="server_error"), 500)

@@ -214,10 +214,8 @@ def turns_of(messages: Sequence[Message], said: Mapping[str, list[int]]) -> tupl
     """
     roles = [message["role"] for message in messages]
     num_system = int(roles[:1] == ["system"])
-    if (
-        roles[num_system:] != (["user", "assistant"] * len(messages))[: len(messages) - num_system]
-        or roles[-1] != "user"
-    ):
+    turns_roles = (["user", "assistant"] * len(messages))[: len(messages) - num_system]
+    if roles[num_system:] != turns_roles or roles[-1] != "user":
         return None
     texts = [message["content"] for message in messages]
     asked, answered = texts[num_system::2], texts[num_system + 1 :: 2]

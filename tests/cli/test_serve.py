@@ -19,7 +19,8 @@ import pytest
 import uvicorn
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.cli.serve import Service, application, is_loopback, listening
+from offspec.cli.serve import listening
+from offspec.cli.server import Service, application, is_loopback
 from offspec.errors import MemoryLimitError, NumericalError
 from offspec.session import Turn, turns_of
 
