@@ -20,7 +20,7 @@ from torch import Tensor
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.engine import Prompt
 from offspec.model import CachedDecoder
-from offspec.scheduler.draft import Drafter, TreeModel
+from offspec.scheduler.draft import Drafter, Hindsight, TreeModel
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, BoolArray, IntArray, TokenTree
 from offspec.scheduler.verify import Logits, Verdict, exact_walk
@@ -171,6 +171,20 @@ class ClockedModel:
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         self._model.keep(path, pending)
+
+
+class ClockedHindsight:
+    """A Hindsight whose every `revised` takes `seconds(rows)` on a clock."""
+
+    def __init__(self, hindsight: Hindsight, clock: VirtualClock, seconds: Callable[[int], float]) -> None:
+        self._hindsight, self._clock, self._seconds = hindsight, clock, seconds
+
+    def observe(self, rows: IntArray, nodes: IntArray, logits: Logits) -> None:
+        self._hindsight.observe(rows, nodes, logits)
+
+    def revised(self, rows: IntArray) -> Tensor:
+        self._clock.advance(self._seconds(len(rows)))
+        return self._hindsight.revised(rows)
 
 
 # ------------------------------------------------------------------------------------------------ replaying

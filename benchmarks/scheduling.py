@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import repetition, rules
-from benchmarks.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
+from benchmarks.replay import ClockedHindsight, ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model import CachedDecoder, random_decoder
 from offspec.recall import Recall, RecallingText
@@ -100,7 +100,7 @@ class Bench:
                     calibration,
                     guessers=guessers,
                     costs=learnt,
-                    tell=recalling and recalling.observe,
+                    hindsight=recalling and ClockedHindsight(recalling, clock, COSTS[costs].round_s),
                     clock=clock.now,
                 )
             target = CachedDecoder(self.engine.target) if recalling else None

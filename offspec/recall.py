@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.loaders.courier import bring
 from offspec.scheduler.costs import WIDTHS
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.verify import Logits
@@ -119,6 +119,14 @@ class RecallingText:
             self._before, self._root, nodes = nodes[:num_before], nodes[num_before, None], nodes[num_before + 1 :]
             states = states[num_before:]
         self._pending.append(nodes)
+        return self._logits(states)
+
+    @torch.inference_mode()
+    def revised(self, rows: IntArray) -> Tensor:
+        """Logits [K, vocab] after places that were scored here, by what is recalled by now; see `Hindsight`."""
+        return self._logits(self._places(rows))
+
+    def _logits(self, states: Tensor) -> Tensor:
         head = self._text.decoder.head
         if not len(self._recall):
             return head(states)
@@ -127,12 +135,16 @@ class RecallingText:
         logits[:, : self._columns] += self._target.head(correction.target)[:, : self._columns]
         return logits
 
+    def _places(self, rows: IntArray) -> Tensor:
+        """The draft's final states [K, hidden] in these rows of what is pending, ROOT for the text's last token."""
+        assert self._root is not None
+        return torch.cat((self._root, *self._pending))[bring(torch.from_numpy(rows + 1), self._root.device)]
+
     def observe(self, rows: IntArray, nodes: IntArray, logits: Logits) -> None:
-        """What the target made of places that were scored here; see `ModelDrafter`."""
+        """What the target made of places that were scored here; see `Hindsight`."""
         assert isinstance(logits, RowLogits)
         rows, nodes = rows[: 1 + MOST_NODES], nodes[: 1 + MOST_NODES]
-        assert self._root is not None
-        places = torch.cat((self._root, *self._pending))[torch.as_tensor(rows + 1, device=self._root.device)]
+        places = self._places(rows)
         if self._before is not None and (count := min(len(self._before), logits.num_before)):
             self._recall.add(self._before[-count:], logits.states_before(count))
         self._before = None
@@ -144,4 +156,4 @@ class RecallingText:
         if self._pending:
             places = torch.cat(self._pending)
             self._root = places[path[-1], None].clone() if path else self._root
-            self._pending = [places[torch.as_tensor(np.array(pending, dtype=np.int64), device=places.device)]]
+            self._pending = [places[bring(torch.tensor(pending, dtype=torch.int64), places.device)]]

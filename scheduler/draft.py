@@ -21,7 +21,7 @@ from offspec.errors import NumericalError
 
 from .budget import Controller, Prospect, Switch, controller_for
 from .calibration import SIXTHS, UNIT, Calibration
-from .costs import MOST_ROWS, Costs
+from .costs import MOST_ROWS, WIDTHS, Costs
 from .growth import Growth, Guesses
 from .lookup import Guesser
 from .params import MAX_NODES, MAX_ROWS, SpeculationParams
@@ -30,8 +30,8 @@ from .tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
 from .verify import Logits, Verdict
 
 MOST_GUESTS = 64  # nodes that one guesser may add
+MOST_REVISED = int(WIDTHS[-1])  # places whose guesses are corrected after a pass, the likeliest ones
 Clock = Callable[[], float]
-Tell = Callable[[IntArray, IntArray, Logits], None]
 
 
 class TreeModel(Protocol):
@@ -55,6 +55,17 @@ class TreeModel(Protocol):
 
         Both ascend, and so do the two one after the other. What stays is numbered from 0 in its order.
         """
+
+
+class Hindsight(Protocol):
+    """Corrects what a `TreeModel` says by what the target made of nodes that the model had been asked about."""
+
+    def observe(self, rows: IntArray, nodes: IntArray, logits: Logits) -> None:
+        """Told before these are kept or forgotten: their rows [K] of the model's pending region (ROOT for the text's last token),
+        and of the target's logits."""
+
+    def revised(self, rows: IntArray) -> Tensor:
+        """Logits [K, V] after these of what is pending (ROOT first), as the model would have them now."""
 
 
 class Drafter(Protocol):
@@ -126,14 +137,12 @@ class ModelDrafter:
         max_nodes: int = MAX_NODES,
         costs: Costs | None = None,
         switch: Switch | None = None,
-        tell: Tell | None = None,
+        hindsight: Hindsight | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         """model: None leaves the guessing to the guessers, whose trees are merged with the model's own otherwise.
         controller: what `params` call for, where there is none, with trees of at most max_nodes. costs: learns the draft's and the target's. switch: learns
-        whether `extend` pays; without it, it does. tell(rows, nodes, logits): is told what the target made of nodes that the
-        model had been asked about, before these are kept or forgotten: their rows [K] of its pending region (ROOT for the text's
-        last token), and of the logits. clock: in seconds.
+        whether `extend` pays; without it, it does. hindsight: the model's, where it has some. clock: in seconds.
         """
         self._model: TreeModel = model or NoModel()
         self._sampler, self._params, self._final = sampler, params, final
@@ -152,7 +161,7 @@ class ModelDrafter:
         self._chain = 0  # rows of the target's pass beside the nodes
         self._is_first = True
         self._pause = _Pause()
-        self._switch, self._was_eager, self._tell = switch, False, tell
+        self._switch, self._was_eager, self._hindsight = switch, False, hindsight
 
     # ------------------------------------------------------------------------------------------------ a tree
 
@@ -182,7 +191,7 @@ class ModelDrafter:
     def _grow(self, text: Sequence[int]) -> None:
         growth = self._growth
         if growth.is_rooted:
-            growth.rescore(self._index)
+            self._look_again()
         else:
             chain = [min(token, self._model.vocab_size - 1) for token in text[self._model.length :]]
             none = np.empty(0, dtype=np.int64)
@@ -199,6 +208,17 @@ class ModelDrafter:
             began = self._clock()
             self._expand(nodes[:width])
             self._count_round(width, began)
+
+    def _look_again(self) -> None:
+        """Judge what has lived on, by all that is known by now: it was drafted before the target's last word."""
+        growth = self._growth
+        if self._hindsight is None:
+            growth.rescore(self._index)
+            return
+        expanded = growth.expanded(MOST_REVISED - 1)
+        nodes = np.append(ROOT, expanded)
+        rows = np.append(ROOT, growth.nodes["row"][expanded])
+        growth.revise(rows, self._children(nodes, self._hindsight.revised(rows)), self._index)
 
     @property
     def is_eager(self) -> bool:
@@ -265,10 +285,12 @@ class ModelDrafter:
         for guesser in self._guessers:
             guesser.observe(self._text, tree, verdict, logits)
         self._learn_trust(tree, verdict)
-        if self._tell is not None and self._growth.is_rooted:
+        if self._hindsight is not None and self._growth.is_rooted:
             pending: IntArray = self._growth.nodes["row"][self._sent]
             asked = np.flatnonzero(pending >= 0)
-            self._tell(np.append(np.array([ROOT]), pending[asked]), np.append(np.array([0]), asked + 1), logits)
+            self._hindsight.observe(
+                np.append(np.array([ROOT]), pending[asked]), np.append(np.array([0]), asked + 1), logits
+            )
         self._live_on(self._sent[verdict.path], verdict.tokens)
         if not self._is_first:  # the first pass has the prompt in it, and says nothing of the rate
             seconds = self._clock() - self._began
@@ -296,8 +318,8 @@ class ModelDrafter:
             self._learn(rows, tokens)
         if self._params.reuse and len(rows) == len(path):
             last = growth.child(int(path[-1]) if len(path) else ROOT, tokens[-1])
-            if last is not None and growth.nodes["row"][last] >= 0:
-                rows.append(int(growth.nodes["row"][last]))
+            if last is not None and (known := growth.nodes[last])["row"] >= 0 and known["score"] > -np.inf:
+                rows.append(int(known["row"]))
                 self._model.keep(rows, growth.reroot(last).tolist())
                 return
         self._model.keep(rows)
@@ -319,10 +341,13 @@ class ModelDrafter:
 
     def _add_children(self, nodes: IntArray, logits: Tensor) -> None:
         """Score the children of the nodes just expanded."""
-        depths = np.zeros(1, dtype=np.int64) if nodes[0] == ROOT else self._growth.nodes["depth"][nodes]
+        self._growth.add(nodes, self._children(nodes, logits), self._index)
+
+    def _children(self, nodes: IntArray, logits: Tensor) -> Guesses:
+        """Of `nodes` [R] (ROOT first, if it is one of them), by draft logits [R, V]."""
+        depths = np.append(self._growth.nodes["depth"], 0)[nodes]  # the last entry serves ROOT
         paths = self._growth.path_tokens(nodes) if self._sampler.needs_history else [[]] * len(nodes)
-        guesses = self._guess(logits[:, : self._columns], paths, self._position + depths)
-        self._growth.add(nodes, guesses, self._index)
+        return self._guess(logits[:, : self._columns], paths, self._position + depths)
 
     def _guess(self, logits: Tensor, paths: Sequence[Sequence[int]], positions: IntArray) -> Guesses:
         """Candidates of R rows of draft logits [R, V], the children of each at positions [R]."""

@@ -36,6 +36,13 @@ class Guesses:
     def rows(self, indices: IntArray) -> Guesses:
         return Guesses(*(column[indices] for column in _columns(self)))
 
+    def replaced(self, indices: IntArray, others: Guesses) -> Guesses:
+        """With these rows in the place of those at `indices`."""
+        columns = [column.copy() for column in _columns(self)]
+        for column, other in zip(columns, _columns(others), strict=True):
+            column[indices] = other
+        return Guesses(*columns)
+
     def log_probabilities(self, index: int) -> FloatArray:
         """[R, C]: log softmax(v / s) for s = GRID[index]; never above 0, so that scores fall along a path."""
         scores: FloatArray = self.values / GRID[index] - self.normalisers[:, index, None]
@@ -99,21 +106,21 @@ class Growth:
     def add(self, parents: IntArray, guesses: Guesses, index: int) -> None:
         """The children of the nodes `parents` [R] (or [ROOT]), in the order of their rows, judged with s = GRID[index]."""
         self._guesses.append(guesses)
-        at_root = parents[0] == ROOT
-        base = np.zeros(1) if at_root else self.nodes["score"][parents]
-        depths = np.zeros(1, dtype=np.int64) if at_root else self.nodes["depth"][parents]
+        there = self._already_there(parents, guesses) if self._has_guests else np.zeros(guesses.tokens.shape, np.bool_)
+        self._append(parents, guesses, index, ~there)
+        if there.any():  # such a guest may be among `parents` itself, and its children's scores count from its own
+            self.rescore(index)
+
+    def _append(self, parents: IntArray, guesses: Guesses, index: int, wanted: BoolArray) -> None:
+        """Those children of `parents` [R] that are `wanted` [R, C], as candidates."""
+        base, depths = (np.append(self.nodes[name], 0)[parents] for name in ("score", "depth"))  # the last serves ROOT
         scores = guesses.log_probabilities(index) + base[:, None]
-        wanted = scores > -np.inf
-        there = self._already_there(parents, guesses) if self._has_guests else np.zeros_like(wanted)
-        wanted &= ~there
-        row, column = np.nonzero(wanted)
+        row, column = np.nonzero(wanted & (scores > -np.inf))
         new = np.empty(len(row), dtype=NODE)
         new["token"], new["parent"], new["depth"] = guesses.tokens[row, column], parents[row], depths[row] + 1
         new["row"], new["floor"] = -1, -np.inf
         new["value"], new["score"] = guesses.values[row, column], scores[row, column]
         self.nodes = np.concatenate((self.nodes, new))
-        if there.any():  # such a guest may be among `parents` itself, and its children's scores count from its own
-            self.rescore(index)
 
     def _already_there(self, parents: IntArray, guesses: Guesses) -> BoolArray:
         """[R, C]: children that a guest had guessed before; these learn what the model thinks of them."""
@@ -143,6 +150,30 @@ class Growth:
             self.nodes["floor"][found] = max(self.nodes["floor"][found], score)
             places[i] = found
         self._has_guests |= len(tree) > 0
+        self.rescore(index)
+
+    def revise(self, rows: IntArray, guesses: Guesses, index: int) -> None:
+        """New guesses after the expanded nodes in `rows` [R] (-1: the root); every candidate is judged anew, with s = GRID[index].
+
+        Children that are not guessed any more are no candidates, unless another guesser named them.
+        """
+        self._guesses = [self.guesses.replaced(rows + 1, guesses)]
+        nodes, values = self.nodes, guesses.values
+        place = np.full(self.num_expanded + 1, -1)  # of a row + 1 in `rows`
+        place[rows + 1] = np.arange(len(rows))
+        above = np.where(nodes["parent"] == ROOT, -1, nodes["row"][nodes["parent"]])
+        is_asked = (nodes["parent"] == ROOT) | (above >= 0)
+        children = np.flatnonzero(is_asked & (place[above + 1] >= 0))
+        place = place[above[children] + 1]
+        same = (guesses.tokens[place] == nodes["token"][children, None]) & np.isfinite(values[place])
+        is_guessed, column = same.any(-1), same.argmax(-1)
+        nodes["value"][children] = np.where(is_guessed, values[place, column], -np.inf)
+        is_new = np.ones_like(values, dtype=np.bool_)
+        is_new[place[is_guessed], column[is_guessed]] = False
+        expanded = np.flatnonzero(nodes["row"] >= 0)
+        parents = np.full(self.num_expanded + 1, ROOT)  # of a row + 1
+        parents[nodes["row"][expanded] + 1] = expanded
+        self._append(parents[rows + 1], guesses, index, is_new)
         self.rescore(index)
 
     def rescore(self, index: int) -> None:
@@ -189,6 +220,11 @@ class Growth:
         near = np.flatnonzero((scores >= least) & (scores > -np.inf))
         return near[np.argsort(-scores[near], kind="stable")][:count]
 
+    def expanded(self, count: int) -> IntArray:
+        """The best `count` of the expanded candidates, best first."""
+        nodes = np.flatnonzero((self.nodes["row"] >= 0) & (self.nodes["score"] > -np.inf))
+        return nodes[np.argsort(-self.nodes["score"][nodes], kind="stable")][:count]
+
     def open_among(self, nodes: IntArray, max_depth: int) -> IntArray:
         """Those of `nodes` that could still gain from being expanded, in the same order."""
         picked = self.nodes[nodes]
@@ -228,7 +264,7 @@ class Growth:
     # ------------------------------------------------------------------------------------------------ living on
 
     def reroot(self, node: int) -> IntArray:
-        """Make the expanded `node` the root: what is not below it is forgotten. Returns the rows that stay, ascending.
+        """Make the expanded candidate `node` the root: what is not below it is forgotten. Returns the rows that stay, ascending.
 
         Depths and scores count from the new root; the rows that stay are numbered from 0 in their order.
         """

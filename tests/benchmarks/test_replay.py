@@ -54,7 +54,7 @@ def replayed(
         return replay(recording, drafter, sampler, clock, COSTS, model)
     text = RecallingText(CachedDecoder(engine.draft), engine.target, recall)
     model = ClockedModel(text, clock, COSTS.round_s)
-    drafter = ModelDrafter(model, sampler, speculation, calibration, tell=text.observe)
+    drafter = ModelDrafter(model, sampler, speculation, calibration, hindsight=text)
     return replay(recording, drafter, sampler, clock, COSTS, model, CachedDecoder(engine.target))
 
 

@@ -167,6 +167,20 @@ def test_no_more_of_one_tree_than_leaves_room_for_others(models: tuple[Decoder, 
     assert len(recall) == 1 + 1 + MOST_NODES  # the prompt's first token, too
 
 
+def test_what_is_pending_is_corrected_by_all_that_is_recalled_by_now(models: tuple[Decoder, Decoder]) -> None:
+    """As it would be, were it asked again."""
+    draft, target = models
+    recall = Recall(draft, target)
+    nodes = np.array([7, 8, 9]), np.array([1, 1, 2]), np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], dtype=np.bool_)
+    text, again = (RecallingText(CachedDecoder(draft), target, recall) for _ in range(2))
+    before = torch.cat((text.score([5, 6], *NO_NODES), text.score([], *nodes)))
+    recall.add(CachedDecoder(draft).states([5, 6], *NO_NODES), places(1, target))
+    after = torch.cat((again.score([5, 6], *NO_NODES), again.score([], *nodes)))
+    assert (after - before).abs().max() > 0.1
+    rows = np.array([ROOT, 2, 0])
+    torch.testing.assert_close(text.revised(rows), after[rows + 1], rtol=0, atol=1e-4)
+
+
 def said(engine: Engine, params: SamplingParams, speculation: SpeculationParams) -> tuple[list[int], int]:
     """Tokens of a text, and in how many passes."""
     *steps, last = engine.with_draft(engine.draft, engine.draft_name).generate("def area(", params, speculation)

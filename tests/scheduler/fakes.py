@@ -22,7 +22,7 @@ from offspec.scheduler.growth import Guesses
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
-from offspec.scheduler.verify import exact_walk
+from offspec.scheduler.verify import Logits, exact_walk
 
 TokenPath = tuple[int, ...]
 Rule = Callable[[TokenPath], FloatArray]
@@ -135,6 +135,22 @@ class TimedModel(RuleModel):
         self.lengths.append(len(self.text))
         self.clock.now += self.seconds(len(chain) + len(tokens))
         return super().score(chain, tokens, depths, mask)
+
+
+class LearningModel(RuleModel):
+    """A RuleModel whose rule is another one after each verdict, and its hindsight."""
+
+    def __init__(self, rules: Callable[[int], Rule], vocab_size: int) -> None:
+        super().__init__(rules(0), vocab_size)
+        self._rules, self._num_verdicts = rules, 0
+
+    def observe(self, rows: IntArray, nodes: IntArray, logits: Logits) -> None:
+        self._num_verdicts += 1
+        self.rule = self._rules(self._num_verdicts)
+
+    def revised(self, rows: IntArray) -> Tensor:
+        paths = [self._path(row) if row >= 0 else () for row in rows.tolist()]
+        return torch.tensor(np.array([self.rule((*self.text, *path)) for path in paths]), dtype=torch.float32)
 
 
 def generate(
@@ -274,8 +290,11 @@ class PlainGrowth:
                 if gains[token] > -math.inf:
                     found[(*parent, token)] = gains[token]
         for path in sorted(found, key=len):
-            found[path] = max(found[path] + found.get(path[:-1], 0.0), self.floors.get(path, -math.inf))
-        return found
+            above = (
+                found.get(path[:-1], -math.inf) if path[:-1] else 0.0
+            )  # what was guessed once may be no candidate any more
+            found[path] = max(found[path] + above, self.floors.get(path, -math.inf))
+        return {path: score for path, score in found.items() if score > -math.inf}
 
     def add_guests(self, tree: TokenTree) -> None:
         for path, score in zip(paths(tree), tree.scores.tolist(), strict=True):

@@ -22,6 +22,7 @@ from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
 from offspec.scheduler.verify import Verdict, exact_walk
 
 from .fakes import (
+    LearningModel,
     Rule,
     RuleModel,
     assert_well_formed,
@@ -144,6 +145,7 @@ def test_tree_is_the_best_there_is(
     children=st.sampled_from([4, 3]),
     final=st.sampled_from([(), (1,)]),
     rounds_ahead=st.sampled_from([0, 1, 2, 30]),
+    learns=st.booleans(),
 )
 def test_what_lives_on_leaves_the_tree_the_best_there_is(
     params: SamplingParams,
@@ -153,20 +155,23 @@ def test_what_lives_on_leaves_the_tree_the_best_there_is(
     children: int,
     final: tuple[int, ...],
     rounds_ahead: int,
+    learns: bool,
 ) -> None:
-    """From pass to pass, while the sharpness moves: every tree is the one that would be drafted from nothing."""
+    """From pass to pass, while the sharpness moves, and a draft learns from every verdict: every tree is the one that would be
+    drafted from nothing."""
     calibration, deepest = Calibration(), 3
     speculation = SpeculationParams(budget, scoring=scoring, width=width, children=children, max_depth=deepest)
 
     class BestDrafter(ModelDrafter):
         def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
             tree, depth = super().propose(text, max_depth), min(max_depth, deepest)
-            nodes = every_node(DRAFT, params, scoring, depth, final, children, text=text, calibration=calibration)
+            nodes = every_node(draft.rule, params, scoring, depth, final, children, text=text, calibration=calibration)
             assert_best(tree, nodes if depth > 0 else {}, budget)
             return tree
 
-    sampler, draft = Sampler(params, SEED, VOCAB_SIZE), RuleModel(DRAFT, VOCAB_SIZE)
-    drafter = BestDrafter(draft, sampler, speculation, calibration, final)
+    sampler = Sampler(params, SEED, VOCAB_SIZE)
+    draft = LearningModel(lambda count: resembling(DRAFT, seed=count) if learns else DRAFT, VOCAB_SIZE)
+    drafter = BestDrafter(draft, sampler, speculation, calibration, final, hindsight=draft if learns else None)
     target = RuleModel(resembling(DRAFT, seed=5, error=0.7), VOCAB_SIZE)
     generate(target, drafter, sampler, PROMPT, 12, rounds_ahead)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -20,9 +21,9 @@ from .fakes import PlainGrowth, TokenPath, build_tree, few, guesses_of, many, pa
 VOCAB_SIZE, FAR = 4, 999
 
 
-def values_after(path: TokenPath) -> FloatArray:
+def values_after(path: TokenPath, version: int = 0) -> FloatArray:
     """Some tokens are excluded, now and then all but one, whose probability is then 1."""
-    values = random_rule(VOCAB_SIZE, seed=7)(path)
+    values = random_rule(VOCAB_SIZE, seed=7 + version)(path)
     return np.where(values < min(1.0, values.max()), -math.inf, values) if sum(path) % 3 == 0 else values
 
 
@@ -30,13 +31,17 @@ class Pair:
     """A growth and its twin, driven alike and compared after every step."""
 
     def __init__(self, num_children: int, final: Collection[int]) -> None:
-        self.growth, self.twin = Growth(final), PlainGrowth(values_after, num_children, final)
+        self.versions: Counter[TokenPath] = Counter()  # how often the guesses after a path have been revised
+        self.growth, self.twin = Growth(final), PlainGrowth(self.values, num_children, final)
         self.num_children, self.index = num_children, 0
+
+    def values(self, path: TokenPath) -> FloatArray:
+        return values_after(path, self.versions[path])
 
     def guesses(self, relative: list[list[int]]) -> Guesses:
         """As a drafter makes them of the logits after these nodes."""
         return Guesses.joined(
-            [guesses_of(values_after((*self.twin.root, *path)), self.num_children) for path in relative]
+            [guesses_of(self.values((*self.twin.root, *path)), self.num_children) for path in relative]
         )
 
     def add_root(self) -> None:
@@ -57,6 +62,13 @@ class Pair:
     def add_guests(self, tree: TokenTree) -> None:
         self.growth.add_guests(tree, self.index)
         self.twin.add_guests(tree)
+        self.check()
+
+    def revise(self, rows: list[int], index: int) -> None:
+        relative = [list(self.twin.expanded[row]) if row >= 0 else [] for row in rows]
+        self.versions.update((*self.twin.root, *path) for path in relative)
+        self.index = index
+        self.growth.revise(np.array(rows), self.guesses(relative), index)
         self.check()
 
     def rescore(self, index: int) -> None:
@@ -88,8 +100,9 @@ class Pair:
         places = {tuple(path): node for node, path in enumerate(found)}
         scores = twin.scores(GRID[self.index])
         assert len(places) == len(nodes), "a node is there twice"
-        assert places.keys() == scores.keys()
-        np.testing.assert_allclose(nodes["score"], [scores[path] for path in places], atol=1e-9)
+        assert {path for path, node in places.items() if nodes["score"][node] > -np.inf} == scores.keys()
+        expected = [scores.get(path, -np.inf) for path in places]  # what was guessed once may be no candidate any more
+        np.testing.assert_allclose(nodes["score"], expected, atol=1e-9)
         assert nodes["depth"].tolist() == [len(path) for path in places]
         assert nodes["row"].tolist() == [twin.row(path) for path in places]
         assert (nodes["parent"] < np.arange(len(nodes))).all()
@@ -129,7 +142,7 @@ def test_growth_is_that_of_its_twin(
 ) -> None:
     """Whatever is expanded, guessed by others, judged anew, and kept."""
     pair = Pair(num_children, final)
-    steps = ["expand", "expand", "expand", "reroot", "rescore", *(["guests"] if has_guests else [])]
+    steps = ["expand", "expand", "expand", "reroot", "rescore", "revise", *(["guests"] if has_guests else [])]
     if has_guests and data.draw(st.booleans(), label="guests first"):
         pair.add_guests(data.draw(guests()))
     pair.add_root()
@@ -139,10 +152,13 @@ def test_growth_is_that_of_its_twin(
             case "expand" if pair.expandable():
                 chosen = data.draw(st.sets(st.sampled_from(pair.expandable()), min_size=1, max_size=6), label="nodes")
                 pair.expand([node for node in pair.expandable() if node in chosen])
-            case "reroot" if len(expanded := np.flatnonzero(growth.nodes["row"] >= 0)):
+            case "reroot" if len(expanded := growth.expanded(FAR)):
                 pair.reroot(data.draw(st.sampled_from(expanded.tolist()), label="node"))
             case "rescore":
                 pair.rescore(data.draw(st.integers(0, len(GRID) - 1), label="index"))
+            case "revise":
+                chosen = data.draw(st.sets(st.integers(-1, growth.num_expanded - 1), min_size=1), label="rows")
+                pair.revise(sorted(chosen), data.draw(st.integers(0, len(GRID) - 1), label="index"))
             case "guests":
                 pair.add_guests(data.draw(guests()))
         pair.check_best(data.draw(st.integers(0, 30), label="count"), data.draw(st.integers(1, 4), label="depth"))
