@@ -54,7 +54,7 @@ from offspec.loaders.measure import measure_dequantise, measure_matmul, measure_
 from offspec.loaders.placement import Limits
 from offspec.loaders.readers import HostBuffer
 from offspec.loaders.tiers import StoredModel, TieredWeights
-from offspec.loaders.units import GIB, format_size
+from offspec.loaders.units import GIB, format_size, parse_size
 from offspec.loaders.weights import LAYER_PREFIX
 from offspec.model import EMBEDDING, CachedDecoder, Decoder
 from offspec.planning import Grant, Plan, all_resident, make_plan, settle_fused, with_more
@@ -77,7 +77,8 @@ Figures = dict[str, Any]
 class Job:
     """A target's shape and its draft's, memory to run it in (GiB of a card; None: half of the layers stay), and how much is run.
 
-    widths: tokens of a timed pass, the last one of text included.
+    widths: tokens of a timed pass, the last one of text included. vocabulary: tokens of the pair that it stands for: what its
+    matrices would take beyond the grown ones' is left free.
     """
 
     target: Shape
@@ -88,11 +89,17 @@ class Job:
     num_prompts: int = 4
     num_tokens: int = 64
     num_plain_tokens: int = 8
+    vocabulary: int = 0
+
+    def vocabulary_bytes(self, target: ModelFiles, draft: ModelFiles) -> int:
+        """Of the target's head, and of the draft's, which is its embedding too."""
+        widths = target.config.hidden_size + draft.config.hidden_size
+        return 2 * widths * max(0, self.vocabulary - target.config.vocab_size)
 
 
 JOBS = {
-    "70b": Job(SHAPES["70b"], SHAPES["1b"], (24, 16, 12)),
-    "7b": Job(SHAPES["7b"], SHAPES["1b"], (12, 16, 24)),
+    "70b": Job(SHAPES["70b"], SHAPES["1b"], (24, 16, 12), vocabulary=128_256),  # Llama 3's
+    "7b": Job(SHAPES["7b"], SHAPES["1b"], (12, 16, 24)),  # whose shape has a layer for a larger vocabulary
     "tiny": Job(
         Shape(512, 800, 10, 16, 4, 128, format="nf4"),
         Shape(128, 352, 3, 4, 2, 32),
@@ -194,11 +201,18 @@ def pack_plainly(matrix: Tensor, quant_type: str, blocksize: int = 64) -> dict[s
 # ------------------------------------------------------------------------------------------------ engines
 
 
-def plan_within(job: Job, cap: int | None, target: ModelFiles, draft: ModelFiles | None, device: torch.device) -> Plan:
-    """In what a card of `cap` GiB leaves to torch; None: with half of the layers staying, wherever they are computed."""
+def plan_within(
+    job: Job, cap: int | None, target: ModelFiles, draft: ModelFiles, device: torch.device, ram: int | None = None
+) -> Plan:
+    """In what a card of `cap` GiB leaves to torch, and in `ram` bytes or what is free; None: with half of the layers staying,
+    wherever they are computed.
+    """
     if cap is not None:
-        ram = read_memory().available_bytes + psutil.Process().memory_info().rss  # what is held is planned for, too
-        return plan_for(target, draft, Limits(int(cap * GIB * USABLE_SHARE) - CONTEXT_BYTES, ram))
+        ram = (
+            ram or read_memory().available_bytes + psutil.Process().memory_info().rss
+        )  # what is held is planned for, too
+        usable = int(cap * GIB * USABLE_SHARE) - CONTEXT_BYTES - job.vocabulary_bytes(target, draft)
+        return plan_for(target, draft, Limits(usable, ram))
     plan = plan_for(target, draft, Limits(None if device.type == "cpu" else ENDLESS, ENDLESS))
     p, step = plan.placement, max(layer.slot_bytes for layer in plan.layers)
     if p.limits.device is None:
@@ -398,6 +412,11 @@ def flex_attention_over(queries: Tensor, keys: Tensor, values: Tensor, mask: Ten
     return run
 
 
+def alloc_retries(device: torch.device) -> int:
+    """How often torch had to give back its cache, and wait for the device, before it found room."""
+    return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0
+
+
 def fused_widths(files: ModelFiles, device: torch.device) -> dict[str, int]:
     """Of each shape of 4-bit matrices: up to how many rows it is multiplied without being dequantised."""
     packed = {w.layout.shape for w in files.stored.layers[0].weights.values() if isinstance(w, Weight4bit)}
@@ -416,8 +435,8 @@ def num_equal(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]])
 class Bench:
     """One run: what it makes once, and the parts, each of which returns its figures."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self.folder, self.device = folder, device
+    def __init__(self, folder: Path, device: torch.device, ram: int | None = None) -> None:
+        self.folder, self.device, self.ram = folder, device, ram
         self._grown: dict[str, Grown] = {}
         self._rates: Rates | None = None
 
@@ -461,6 +480,10 @@ class Bench:
         if self.device.type == "cuda":
             gpu = read_gpu(self.device)
             found |= {"card": gpu.name, "total_bytes": gpu.total_bytes, "capability": gpu.capability}
+            buffer = HostBuffer(2**28)
+            if can_pin := pin(buffer, self.device):
+                unpin(buffer, self.device)
+            found["can_pin"] = can_pin
         rates = self.rates()
         yield found | {
             "ram_bytes": read_memory().available_bytes,
@@ -541,7 +564,7 @@ class Bench:
     def passes(self, name: str, cap: int | None) -> Iterator[Figures]:
         """Seconds of passes against link and arithmetic, then texts, within the memory of one card."""
         job, (target, draft) = JOBS[name], self.grown(name)
-        plan = plan_within(job, cap, target.files, draft.files, self.device)
+        plan = plan_within(job, cap, target.files, draft.files, self.device, self.ram)
         rates, found = self.rates(), Figures()
         link = link_bytes_per_s(self.device, max(layer.slot_bytes for layer in plan.layers), 0.5)
         with loaded(target, draft, plan, rates, self.device, max(job.widths)) as running:
@@ -553,6 +576,7 @@ class Bench:
             yield found
             found["texts"] = self._texts(engine, job)
             found["peak_device_bytes"] = device_bytes(self.device)[1]
+            found["alloc_retries"] = alloc_retries(self.device)
         found["translation"] = translate(plan, found["texts"]["greedy"], rates)
         yield found
 
@@ -562,6 +586,7 @@ class Bench:
             "granted_bytes": p.limits.ram if p.limits.device is None else p.limits.device,
             "planned_bytes": p.ram_bytes if p.limits.device is None else p.device_bytes,
             "num_resident": len(p.resident),
+            "num_on_disk": len(p.on_disk) if p.limits.device is not None else 0,
             "num_layers": len(plan.layers),
             "stream_bytes": plan.stream_bytes,
         }
@@ -608,7 +633,7 @@ class Bench:
     def baseline(self, name: str, cap: int | None) -> Iterator[Figures]:
         """As SpecExec does it, with our own code: nothing stays, nothing overlaps, its scores, a budget that is given."""
         job, (target, draft) = JOBS[name], self.grown(name)
-        plan = without_residents(plan_within(job, cap, target.files, draft.files, self.device))
+        plan = without_residents(plan_within(job, cap, target.files, draft.files, self.device, self.ram))
         specexec = SpeculationParams(
             budget=256, scoring="specexec", lookup=False, recall=False, reuse=False, overlap=False
         )
@@ -667,7 +692,10 @@ def run(bench: Bench, names: Sequence[str], minutes: float) -> dict[str, Any]:
     began, file = time.monotonic(), bench.folder / "results.jsonl"
     about = f"{bench.device} {'+'.join(names)}"
     results = {line["part"]: line for line in _lines(file) if line["about"] == about}
-    for part, measure in parts_of(bench, names).items():
+    parts = parts_of(bench, names)
+    for part in sorted(
+        parts, key=lambda part: "error" in results.get(part, {})
+    ):  # what failed may fail again, or end us
         if results.get(part, {}).get("is_done"):
             continue
         left_s = 60 * minutes - (time.monotonic() - began)
@@ -677,11 +705,12 @@ def run(bench: Bench, names: Sequence[str], minutes: float) -> dict[str, Any]:
             say(f"{part}: no time left; the same command goes on with it")
             continue
         say(f"{part} ({left_s:.0f} s left)")
-        for line in _measured(part, measure):
+        for line in _measured(part, parts[part]):
             with file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps({"about": about, **line}) + "\n")
             results[part] = json.loads(json.dumps(line))  # as a run that goes on would find it
-        release_memory(bench.device)
+        with suppress(RuntimeError):  # a device that a part has left in error is told by the parts after it
+            release_memory(bench.device)
     (bench.folder / "card.json").write_text(json.dumps(list(results.values()), indent=1), encoding="utf-8")
     return results
 
@@ -692,11 +721,13 @@ def _kind(part: str) -> str:
 
 def _measured(part: str, measure: Callable[[], Iterator[Figures]]) -> Iterator[dict[str, Any]]:
     """A part's figures as they come, then as they are; or why there are none."""
-    began, line = time.monotonic(), dict[str, Any](part=part, is_done=False, figures={})
+    began, line = time.monotonic(), dict[str, Any](part=part, is_done=False, figures={}, seconds=0.0)
+    begun = {"error": "it was begun, and the process ended in it"}
+    yield line | begun
     try:
         for figures in measure():
             line |= {"figures": figures, "seconds": time.monotonic() - began}
-            yield line
+            yield line | begun
     except Exception as exc:  # noqa: BLE001 - one part that fails must not cost the others
         traceback.print_exc()
         line["error"] = (str(exc).splitlines() or [type(exc).__name__])[0]
@@ -815,17 +846,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="for grown models (10 GB for 70b and 7b) and results")
     parser.add_argument("--shape", choices=JOBS, action="append", help="only this one; may be repeated (70b, then 7b)")
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--ram", help="for weights, e.g. 100GiB; without it what is free now")
     parser.add_argument("--minutes", type=float, default=9.0, help="no part is begun after these")
     args = parser.parse_args(arguments)
     try:
-        device = choose_device(args.device, [])
+        device, ram = choose_device(args.device, []), args.ram and parse_size(args.ram)
     except UsageError as exc:
         sys.exit(f"Error: {exc}; --device cpu --shape tiny runs the same code")
     args.folder.mkdir(parents=True, exist_ok=True)
     # A part that hangs says where, and ends.
     faulthandler.dump_traceback_later(60 * args.minutes + 50, exit=True, file=sys.__stderr__)
     try:
-        print(tell(run(Bench(args.folder, device), args.shape or ["70b", "7b"], args.minutes)))
+        print(tell(run(Bench(args.folder, device, ram), args.shape or ["70b", "7b"], args.minutes)))
     finally:
         faulthandler.cancel_dump_traceback_later()
 

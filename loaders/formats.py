@@ -273,6 +273,7 @@ class Matrix4bit:
             _dequantize_on_cuda(self.codes, scales, layout, matrix)
         else:
             native = device.type == "cpu" and dtype in _KERNEL_DTYPES and layout.blocksize < _SLOW_BLOCKSIZE
+            native = native and has_bitsandbytes()
             _dequantize(self.codes, scales, layout, matrix.view(-1), native=native)
         return matrix
 

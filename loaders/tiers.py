@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from .blocked import BlockedMatrix, can_be_blocked
 from .checkpoint import Checkpoint
+from .courier import bring
 from .cuda import DeviceFiller, DeviceSlot, pin_whole, unpin
 from .formats import FLOAT_DTYPES, StoredWeight, Weight, stored_weights
 from .placement import LayerCost, Placement
@@ -168,6 +169,7 @@ class TieredWeights:
         self.scratch = torch.empty(num_elements, dtype=dtype, device=device) if num_elements else None
         self._reader = reader or FileReader()
         self.bytes_streamed = 0
+        self.unpinned_bytes = 0  # of what lies in RAM for a GPU, where the system did not let it be pinned
         self._pinned: list[HostBuffer] = []
         self._staged: HostBuffer | None = None  # where one layer after the other is read to that does not stay as it is
         self._shared: dict[str, Weight] = {}
@@ -220,10 +222,12 @@ class TieredWeights:
 
     def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         if self._rows is not None and self._rows.stored.name == name:
-            return self._rows.take(indices).to(self._device, self._dtype)
+            return bring(self._rows.take(indices).to(self._dtype), self._device)
         table = self.shared(name)
         assert isinstance(table, torch.Tensor)
-        return F.embedding(indices.to(table.device), table).to(self._device, self._dtype)
+        if table.device.type != "cpu":
+            return F.embedding(bring(indices, table.device), table).to(self._dtype)
+        return bring(F.embedding(indices, table).to(self._dtype), self._device)
 
     def close(self) -> None:
         if self._stream is not None:
@@ -295,6 +299,7 @@ class TieredWeights:
                 disk = self._open_disk(records, parts[len(in_ram) :])
                 opened.callback(disk.close)
             self._pinned += pin_whole(whole, parts, self._device)
+            self.unpinned_bytes = whole.nbytes - sum(buffer.nbytes for buffer in self._pinned)
             filler = DeviceFiller(in_ram, disk, {i: record.nbytes for i, record in records.items()}, self._device)
             opened.pop_all()  # the filler closes it from here on
         return Ring(self._placement.streamed, slots, filler)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from offspec.errors import CheckpointError
 
 from .checkpoint import show
+from .courier import bring
 from .formats import Weight
 
 LAYER_PREFIX = "model.layers."
@@ -98,7 +99,7 @@ class RamWeights:
     def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         table = self.shared(name)
         assert isinstance(table, torch.Tensor)
-        return F.embedding(indices.to(table.device), table)
+        return F.embedding(bring(indices, table.device), table)
 
     def close(self) -> None:
         self._layers, self._shared = [], {}

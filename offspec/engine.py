@@ -23,6 +23,7 @@ from offspec.loaders.cuda import device_bytes, limit_memory, release_memory, spa
 from offspec.loaders.hardware import Rates, read_hardware
 from offspec.loaders.placement import Placement
 from offspec.loaders.tiers import Progress, TieredWeights
+from offspec.loaders.units import format_size
 from offspec.scheduler.budget import Switch
 from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.costs import Costs, Predict
@@ -197,6 +198,11 @@ class Engine:
 
         leaner = partial(with_fewer_residents, target=pair.target, draft=pair.draft)
         plan, (guesser, aligner, target) = Loading(load_both, leaner, place).within_memory(plan, notes)
+        if isinstance(target.weights, TieredWeights) and (unpinned := target.weights.unpinned_bytes):
+            what = f"the system does not allow {format_size(unpinned)} of weights in RAM to be page-locked"
+            notes.append(
+                Note(f"{what}, so they are copied more slowly; raise its limit (ulimit -l, the container's)", True)
+            )
         engine = cls(target, pair.tokenizer, guesser, name=model, draft_name=pair.draft_name, max_context=plan.context)
         if early is None:  # whose weights are the target's
             engine._loading = Loading(load_target, leaner, place)
@@ -364,7 +370,7 @@ class Engine:
             max_nodes=max_nodes(self.target.device.type),
             costs=self._costs,
             switch=self._switch,
-            tell=recalling.observe if recalling else None,
+            hindsight=recalling,
         )
 
     def _guessers(self, speculation: SpeculationParams) -> list[Guesser]:
@@ -408,7 +414,7 @@ class _Request:
         assert params.seed is not None
         self.engine, self.params, self.limit, self.began, self.observer = engine, params, limit, began, observer
         self.final = frozenset() if params.ignore_eos else engine.tokenizer.eos_ids
-        self.speculation, self._caches, self._longest = speculation, caches, len(text) + limit + 1
+        self.speculation, self._caches, self._longest = speculation, caches, len(text) + limit
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
         num_prefilled = self._begin(text)

@@ -14,7 +14,6 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from platformdirs import user_data_path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -48,6 +47,8 @@ def fingerprint(target: ModelFiles) -> str:
 
 def exits_folder() -> Path:
     """Where exit layers are kept that were not told a place."""
+    from platformdirs import user_data_path  # here, so that the engine runs without it
+
     return user_data_path("offspec") / "exits"
 
 

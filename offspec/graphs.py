@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.loaders.courier import page_locked, read_words, seen_by
 from offspec.loaders.formats import Weight
 from offspec.scheduler.params import MAX_ROWS
 
@@ -61,10 +62,10 @@ class Inputs:
     def __init__(self, device: torch.device) -> None:
         self._most_rows, self._columns = WIDTHS[-1], MAX_ROWS + 2
         num_bytes = 8 * (2 + 2 * self._most_rows) + self._most_rows * self._columns
-        is_cuda = device.type == "cuda"
-        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        self._host = page_locked(num_bytes, device)
+        self._seen = seen_by(device, self._host)
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._sent = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.counts, self.ids, self.positions, self.region = self._views(self._device)
         self._written = tuple(view.numpy() for view in self._views(self._host))
         self._written[3][:, 0] = True
@@ -86,7 +87,12 @@ class Inputs:
             buffer[num_rows:width] = values[-1]
         region[:width, 1 + num_pending :] = False
         num_bytes = self._host.nbytes - (self._most_rows - width) * self._columns
-        self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
+        if (
+            self._seen is not None
+        ):  # in whole words: widths are multiples of four, and rows of an even number of columns
+            read_words(self._seen[:num_bytes], self._device[:num_bytes])
+        else:
+            self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
         if self._sent is not None:  # on the stream that was copied on; alone, it would take the current device's
             self._sent.record(torch.cuda.current_stream(self._device.device))
 

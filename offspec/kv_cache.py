@@ -12,6 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from offspec.loaders.courier import bring
+
 
 class KVCache:
     """Keys and values [layers, 2, kv_heads, capacity, head_dim] of one text; grows as needed.
@@ -43,15 +45,20 @@ class KVCache:
 
     @torch.inference_mode(False)  # in inference mode this would make tensors that `keep` may not write to outside it
     def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` entries; what is there stays. Grows by at least half, so that appending is linear."""
+        """Make room for `capacity` entries, no more; what is there stays."""
         if capacity <= self.capacity:
             return
         shape = list(self._data.shape)
-        shape[3] = max(capacity, self.capacity * 3 // 2)
+        shape[3] = capacity
         grown = self._data.new_empty(shape)
         grown[:, :, :, : self.size] = self._data[:, :, :, : self.size]
         self._data = grown
         self.positions = torch.cat((self.positions, self.positions.new_empty(shape[3] - len(self.positions))))
+
+    def extend(self, count: int) -> None:
+        """Make room for `count` entries more. Where nobody reserved it, for half as many again, so that appending is linear."""
+        if self.size + count > self.capacity:
+            self.reserve(max(self.size + count, self.capacity * 3 // 2))
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
         """Put keys and values [T, kv_heads, head_dim] of one layer into slots start .. start + T."""
@@ -83,7 +90,7 @@ class KVCache:
         stay = [*path, *pending]
         assert all(a < b for a, b in pairwise((-1, *stay, self.pending))), "what stays is not ascending pending entries"
         if stay != list(range(len(stay))):
-            slots = torch.tensor(stay, device=self._data.device) + self.length
+            slots = bring(torch.tensor(stay), self._data.device) + self.length
             kept = slice(self.length, self.length + len(stay))
             self._data[:, :, :, kept] = self._data[:, :, :, slots]
             self.positions[kept] = self.positions[slots]

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.loaders.courier import bring
 from offspec.loaders.cuda import span
 from offspec.loaders.formats import StoredWeight, Weight, linear
 from offspec.loaders.weights import RamWeights, WeightSource
@@ -121,9 +122,17 @@ class Decoder:
         self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
         frequencies, self._magnitude = rotation(config.rope, config.head_dim)
         self._frequencies = frequencies.to(device)
-        self._norm = _vector(weights.shared("model.norm.weight"))
-        self._head = weights.shared(EMBEDDING if config.tied_head else "lm_head.weight")
         self.current_layer = 0  # where a pass is, for whoever watches from another thread
+
+    # Both are asked for at each use: whoever holds a decoder whose weights were closed must not hold its memory.
+
+    @property
+    def _norm(self) -> Tensor:
+        return _vector(self.weights.shared("model.norm.weight"))
+
+    @property
+    def _head(self) -> Weight:
+        return self.weights.shared(EMBEDDING if self.config.tied_head else "lm_head.weight")
 
     def new_cache(self, num_layers: int | None = None) -> KVCache:
         """For all layers, or for `num_layers` of them."""
@@ -148,7 +157,7 @@ class Decoder:
     def rows(self, positions: Tensor, cache: KVCache, tree_mask: Tensor | None, first_layer: int = 0) -> FreshRows:
         """Rows at positions [T] behind what `cache` has, with room made for them there; arguments as `forward`'s."""
         start, num_rows = cache.size, positions.shape[0]
-        cache.reserve(start + num_rows)
+        cache.extend(num_rows)
         cache.positions[start : start + num_rows] = positions
         visibility = Visibility(start, positions, cache.positions, tree_mask)
         step = chunk_rows(self.config, start + num_rows)
@@ -256,7 +265,7 @@ class RowLogits:
 
     def states(self, rows: Sequence[int]) -> Tensor:
         """`Decoder.normed` states [len(rows), hidden] of these rows."""
-        return self._decoder.normed(self._hidden[list(rows)])
+        return self._decoder.normed(self._hidden[bring(torch.tensor(rows, dtype=torch.long), self._hidden.device)])
 
     def states_before(self, count: int) -> Tensor:
         """The same [count, hidden] of the last `count` of the num_before."""
@@ -351,7 +360,7 @@ def placed(cache: KVCache, num_chain: int, depths: IntArray, mask: BoolArray) ->
     """Positions [num_chain + R] of a chain and nodes behind what `cache` holds; their mask; both on its device."""
     base, device = cache.length + num_chain, cache.positions.device
     positions = torch.cat((torch.arange(cache.length, base), torch.as_tensor(depths, dtype=torch.long) + (base - 1)))
-    return positions.to(device), torch.as_tensor(mask, device=device) if len(depths) else None
+    return bring(positions, device), bring(torch.as_tensor(mask), device) if len(depths) else None
 
 
 def random_decoder(config: ModelConfig, seed: int, *, dtype: torch.dtype, device: torch.device) -> Decoder:

@@ -179,10 +179,17 @@ def _with_draft(engine: Engine, draft: str) -> Engine:
 
 
 def _random_draft(engine: Engine) -> Decoder:
-    shape = (
-        engine.draft.config
-        if engine.draft is not None
-        else replace(engine.target.config, num_layers=1, windows=(None,))
+    """As small as a draft can be: its guesses are worth nothing, and nobody planned for its memory."""
+    shape = replace(
+        engine.target.config,
+        num_layers=1,
+        windows=(None,),
+        hidden_size=64,
+        intermediate_size=64,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=64,
+        tied_head=True,
     )
     return random_decoder(shape, seed=0, dtype=engine.target.dtype, device=engine.target.device)
 
@@ -231,9 +238,7 @@ def _differences(
 def _gap(engine: Engine, text: list[int], params: SamplingParams, a: int, b: int) -> float | None:
     """How far apart the target holds two tokens after a text, noise included; None where it excludes one of them."""
     target, device = engine.target, engine.target.device
-    hidden = target.forward(
-        torch.tensor(text, device=device), torch.arange(len(text), device=device), target.new_cache()
-    )
+    hidden = target.forward(torch.tensor(text), torch.arange(len(text), device=device), target.new_cache())
     sampler = Sampler(params, params.seed or 0, target.config.vocab_size, device)
     values = sampler.process(target.logits(hidden[-1:]).double(), [[]])[0]
     if not sampler.is_greedy:

@@ -67,6 +67,7 @@ ROWS = (
     Row("transformers", "transformers", _ACCELERATE, _SHARE, is_steady=True),
     _assisted(10),
     _assisted(20),
+    _assisted(32),
     Row(
         "transformers, lookup",
         "transformers",

@@ -20,7 +20,7 @@ def new_cache() -> KVCache:
 def add(cache: KVCache, entries: list[Entry], *, pending: bool) -> None:
     """Writes entries behind what is there, the way the decoder does: reserve, every layer, count."""
     start = cache.size
-    cache.reserve(start + len(entries))
+    cache.extend(len(entries))
     cache.positions[start : start + len(entries)] = torch.tensor([position for _, position in entries])
     for layer in range(LAYERS):
         keys = torch.tensor([number + 100 * layer for number, _ in entries])[:, None, None].expand(
@@ -140,6 +140,17 @@ def test_growth_is_geometric_and_keeps_contents() -> None:
     check(cache, entries, [])
     assert len(capacities) < 20
     assert cache.nbytes == 2 * LAYERS * KV_HEADS * HEAD_DIM * 4 * cache.capacity
+
+
+def test_what_is_reserved_is_all_there_is() -> None:
+    """A plan counts on it; and room that was reserved is used before any more is made."""
+    cache = new_cache()
+    cache.reserve(40)
+    cache.reserve(41)
+    assert cache.capacity == 41
+    for i in range(41):
+        add(cache, [(float(i), i)], pending=False)
+    assert cache.capacity == 41
 
 
 def test_reserving_less_than_there_is_changes_nothing() -> None:

@@ -1,0 +1,96 @@
+"""Small tensors on their way to a CUDA device, while layers are.
+
+A card has one engine that copies to it, and what it is given waits for what it was given before, whatever the stream or its
+priority (measured in NVIDIA/cudf#15620 and meta-pytorch/torchrec#4303): a mask of some kilobytes would wait for the layer under
+way, tens of milliseconds, and a round of the draft beside a pass needs one. Kernels read page-locked memory themselves, past
+that engine. Here everything small goes that way.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+WORD_BYTES = 8
+
+
+def page_locked(nbytes: int, device: torch.device) -> Tensor:
+    """uint8 [nbytes] of host memory, page-locked where `device` is a CUDA device."""
+    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def seen_by(device: torch.device, host: Tensor) -> Tensor | None:
+    """The same memory (`page_locked`, uint8 [N]) as a tensor of the device's; None where torch would make a copy of it.
+
+    With unified addressing a pointer to page-locked memory is valid in kernels as it is, and torch takes it for the device's.
+    """
+    if device.type != "cuda":
+        return host
+    interface = {"shape": (host.numel(),), "typestr": "|u1", "data": (host.data_ptr(), False), "version": 3}
+    with suppress(RuntimeError, TypeError, ValueError):
+        seen = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface, memory=host), device=device)
+        if seen.data_ptr() == host.data_ptr() and seen.device == torch.empty(0, device=device).device:
+            return seen
+    return None
+
+
+def read_words(seen: Tensor, out: Tensor) -> None:
+    """uint8 [N] as `seen_by` gave it into uint8 [N] on the device, by a kernel; N is a multiple of WORD_BYTES.
+
+    Not `copy_`, which would ask the engine.
+    """
+    torch.bitwise_or(seen.view(torch.int64), 0, out=out.view(torch.int64))
+
+
+class Courier:
+    """Brings tensors to one device, from any thread, on the current stream; they may be overwritten at once."""
+
+    NUM_SLOTS, SLOT_BYTES = 8, 2**20
+
+    @torch.inference_mode(False)  # it is written to in any mode
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._lock, self._next = device, threading.Lock(), 0
+        self._host = page_locked(self.NUM_SLOTS * self.SLOT_BYTES, device)
+        self._seen = seen_by(device, self._host)
+        events = [torch.cuda.Event() for _ in range(self.NUM_SLOTS)] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
+        self._read = events  # of each slot: what was last sent has been read
+
+    def bring(self, values: Tensor) -> Tensor:
+        """`values`, from the host, on the device."""
+        if self._seen is None or not values.nbytes:
+            return values.to(self._device)
+        whole = values.contiguous().view(-1).view(torch.uint8)
+        words = -(-len(whole) // WORD_BYTES)
+        out = torch.empty(words * WORD_BYTES, dtype=torch.uint8, device=self._device)
+        with self._lock:
+            for first in range(0, len(whole), self.SLOT_BYTES):
+                self._send(whole[first : first + self.SLOT_BYTES], out[first : first + self.SLOT_BYTES])
+        return out[: len(whole)].view(values.dtype).view(values.shape)
+
+    def _send(self, part: Tensor, out: Tensor) -> None:
+        slot, self._next = self._next, (self._next + 1) % self.NUM_SLOTS
+        if self._read:
+            self._read[slot].synchronize()
+        first = slot * self.SLOT_BYTES
+        self._host[first : first + len(part)] = part
+        assert self._seen is not None
+        read_words(self._seen[first : first + len(out)], out)
+        if self._read:
+            self._read[slot].record(torch.cuda.current_stream(self._device))
+
+
+_couriers: dict[torch.device, Courier] = {}
+_lock = threading.Lock()
+
+
+def bring(values: Tensor, device: torch.device) -> Tensor:
+    """`values`, from the host, on `device`; the same tensor where that is the host."""
+    if device.type != "cuda":
+        return values.to(device)
+    with _lock:
+        courier = _couriers.get(device) or _couriers.setdefault(device, Courier(device))
+    return courier.bring(values)
