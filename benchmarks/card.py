@@ -27,13 +27,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.grow import SHAPES, Layout, Shape, grow
@@ -46,6 +47,7 @@ from offspec.errors import UsageError
 from offspec.files import ModelFiles, Note, choose_device
 from offspec.graphs import WIDTHS, TreeGraphs
 from offspec.loaders.checkpoint import Checkpoint, TensorInfo, read_config_json, read_header
+from offspec.loaders.courier import bring
 from offspec.loaders.cuda import device_bytes, limit_memory, pin, release_memory, unpin
 from offspec.loaders.formats import CODES, Weight4bit, fused_rows, has_bitsandbytes, pack_4bit
 from offspec.loaders.gpus import CONTEXT_BYTES, USABLE_SHARE, find_gpu
@@ -58,7 +60,9 @@ from offspec.loaders.units import GIB, format_size, parse_size
 from offspec.loaders.weights import LAYER_PREFIX
 from offspec.model import EMBEDDING, CachedDecoder, Decoder
 from offspec.planning import Grant, Plan, all_resident, make_plan, settle_fused, with_more
+from offspec.scheduler.draft import log_normalisers
 from offspec.scheduler.params import MAX_NODES
+from offspec.scheduler.sampling import gumbel
 from offspec.shortage import Loading, with_fewer_residents
 from offspec.tokenizer import Tokenizer
 
@@ -332,6 +336,33 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def synchronize_stream(device: torch.device) -> None:
+    """Waits for the current stream alone."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+@contextmanager
+def copying(device: torch.device, num_copies: int = 40) -> Iterator[None]:
+    """While layers are on their way to the device: copies of 256 MiB, all of them queued, and waited for at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    source = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
+    out, stream = torch.empty_like(source, device=device), torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        for _ in range(num_copies):
+            out.copy_(source, non_blocking=True)
+    try:
+        yield
+    finally:
+        stream.synchronize()
+
+
+def builtin_vocabulary() -> int:
+    return read_config(read_config_json(builtin.path("target"))).vocab_size
+
+
 def pass_s(decoder: Decoder, width: int, repeats: int) -> float:
     """Median seconds of passes over one token of text and width - 1 nodes, one after the other; the first does not count."""
     text = CachedDecoder(decoder, CONTEXT + MAX_NODES)  # what was planned for, whatever the width
@@ -536,6 +567,35 @@ class Bench:
             decoder.weights.close()
         yield found
 
+    def vocabulary(self, name: str) -> Iterator[Figures]:
+        """What a large vocabulary costs a round of WIDTHS[-1] rows at temperature 1, which the grown pair's small one does not show."""
+        job, rows = JOBS[name], WIDTHS[-1]
+        size = job.vocabulary or builtin_vocabulary()
+        generator, wait = torch.Generator(self.device).manual_seed(0), partial(synchronize, self.device)
+        logits = torch.randn(rows, size, generator=generator, device=self.device)
+        states = logits[:, :256].repeat(1, -(-job.target.hidden_size // 256))[:, : job.target.hidden_size].bfloat16()
+        head = torch.empty(size, states.shape[1], dtype=torch.bfloat16, device=self.device).fill_(0.01)
+        positions = count()
+        yield {
+            "vocabulary": size,
+            "rows": rows,
+            "noise_s_per_position": median_s(lambda: gumbel(0, next(positions), size, self.device), wait),
+            "normalisers_s": median_s(lambda: log_normalisers(logits), wait),
+            "best_s": median_s(lambda: logits.topk(SpeculationParams.children), wait),
+            "target_head_s": median_s(lambda: F.linear(states, head), wait),
+        }
+
+    def small(self) -> Iterator[Figures]:
+        """How long 64 KB take to the device, alone and while layers are copied, by the courier and by a copy."""
+        values = torch.zeros(2**16, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        out, wait = torch.empty_like(values, device=self.device), partial(synchronize_stream, self.device)
+        ways = {"courier": lambda: bring(values, self.device), "copy": lambda: out.copy_(values, non_blocking=True)}
+        found = {f"{way}_s": median_s(send, wait) for way, send in ways.items()}
+        for way, send in ways.items():
+            with copying(self.device):
+                found[f"{way}_beside_layers_s"] = median_s(send, wait, 1, warm_ups=0)
+        yield found
+
     def attention(self, name: str) -> Iterator[Figures]:
         """One layer's attention of a tree, as it is computed and as FlexAttention, whose mask is made anew as in each pass."""
         found, sizes = Figures(), ((CONTEXT, 64), (CONTEXT, 512), (4 * CONTEXT, 512))
@@ -676,7 +736,9 @@ def translate(plan: Plan, greedy: Mapping[str, Any], rates: Rates) -> dict[str, 
 
 def parts_of(bench: Bench, names: Sequence[str]) -> dict[str, Callable[[], Iterator[Figures]]]:
     """All parts in the order of what they tell, by their names; each yields its figures, as they grow."""
-    parts = {"machine": bench.machine, "exact": bench.exact, f"draft {names[0]}": partial(bench.draft, names[0])}
+    parts = {"machine": bench.machine, "small copies": bench.small, "exact": bench.exact}
+    parts[f"draft {names[0]}"] = partial(bench.draft, names[0])
+    parts[f"vocabulary {names[0]}"] = partial(bench.vocabulary, names[0])
     rounds = zip_longest(*([(name, cap) for cap in JOBS[name].caps] for name in names))
     for i, (name, cap) in enumerate(one for each in rounds for one in each if one is not None):
         where = f"{name} half" if cap is None else f"{name} {cap}GB"

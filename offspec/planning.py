@@ -28,7 +28,8 @@ from offspec.loaders.measure import (
 from offspec.loaders.placement import Item, LayerCost, Limits, PassRates, Placement, place, predict_pass_s
 from offspec.loaders.tiers import StoredLayer, is_packed
 from offspec.loaders.units import format_quantity, format_seconds, format_size
-from offspec.scheduler.params import MAX_ROWS, max_nodes
+from offspec.scheduler.costs import WIDTHS
+from offspec.scheduler.params import MAX_ROWS, SpeculationParams, max_nodes
 
 from .align import AlignmentParams, learning_bytes
 from .config import ModelConfig
@@ -43,6 +44,7 @@ MIN_CONTEXT = 512  # below that a smaller default would not help anybody
 WORKSPACE_BYTES = 64 * 2**20  # what samplers, the tokenizer and the allocator's rounding take
 CUDA_WORKSPACE_BYTES = 300 * 2**20
 LEAST_BLOCKED_BYTES = 512 * 2**20  # of a model; below that a pass is short anyway
+WALKED_SLICES = 3  # of HEAD_ROWS rows each, beside the one that is being computed
 SPARE = 0.05  # of what is free now, left for whatever else runs, where no limit was given
 
 
@@ -335,8 +337,18 @@ def _items(
             Item("draft", on_device=resident_bytes(draft)),
             Item("draft KV cache", on_device=kv_bytes(draft.config, context + MAX_ROWS, draft.dtype.itemsize)),
             Item("recall", on_device=recall_bytes(draft.config, target.config, target.dtype.itemsize)),
+            Item("guessing", on_device=_guessing_bytes(draft.config.vocab_size, target.config.vocab_size)),
         ]
     return items
+
+
+def _guessing_bytes(draft_vocabulary: int, target_vocabulary: int) -> int:
+    """What is as wide as a vocabulary, at temperature 1: a round's logits in fp32 with its noise, what comes of both and a copy;
+    the noise of the positions of a tree, in fp32 and fp64; logits of the parts of a tree that a walk leads through.
+    """
+    rounds = 4 * 4 * int(WIDTHS[-1]) * draft_vocabulary
+    noise = (4 + 8) * SpeculationParams.max_depth * max(draft_vocabulary, target_vocabulary)
+    return rounds + noise + 4 * WALKED_SLICES * HEAD_ROWS * target_vocabulary
 
 
 def _exit_items(context: int, tree: int, target: ModelFiles, exit_file: ExitFile) -> list[Item]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,10 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 def test_every_part_has_figures(results: dict[str, Any]) -> None:
-    assert list(results) == ["machine", "exact", "draft tiny", "tiny half", "tiny half as SpecExec", "attention tiny"]
+    assert list(results) == [
+        *("machine", "small copies", "exact", "draft tiny", "vocabulary tiny"),
+        *("tiny half", "tiny half as SpecExec", "attention tiny"),
+    ]
     assert not any("error" in line for line in results.values())
     assert results["exact"]["figures"]["texts_equal"]
     assert 0 < results["exact"]["figures"]["num_resident_layers"] < JOBS["tiny"].target.num_layers
@@ -83,7 +87,7 @@ def test_what_is_there_is_not_done_again(
 def test_without_time_nothing_is_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     card.main([str(tmp_path), "--device", "cpu", "--shape", "tiny", "--minutes", "0.1"])
     assert not (tmp_path / "results.jsonl").exists()
-    assert capsys.readouterr().err.count("no time left") == 6
+    assert capsys.readouterr().err.count("no time left") == 8
 
 
 def test_a_part_that_fails_is_told_and_done_again(
@@ -105,6 +109,38 @@ def test_a_part_that_fails_is_told_and_done_again(
     assert results["machine"]["figures"] == {"torch": "2"}
     assert results["exact"]["is_done"]
     capsys.readouterr()
+
+
+def test_what_ended_the_process_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or it would end the next run as well, before anything else was measured."""
+    begun = list[str]()
+
+    def die() -> Iterator[dict[str, Any]]:
+        begun.append("machine")
+        raise SystemExit
+
+    def live() -> Iterator[dict[str, Any]]:
+        begun.append("exact")
+        yield {"texts_equal": True}
+
+    monkeypatch.setattr(card, "parts_of", lambda bench, names: {"machine": die, "exact": live})
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            card.run(Bench(tmp_path, CPU), ["tiny"], 5)
+    assert begun == ["machine", "exact", "machine"]
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert "the process ended in it" in {line["part"]: line for line in lines}["machine"]["error"]
+    capsys.readouterr()
+
+
+def test_a_large_vocabulary_is_left_free() -> None:
+    """Llama 3's: two gigabytes of head, and half of one of the draft's, less what the built-in pair has."""
+    job, shape = JOBS["70b"], JOBS["70b"].target
+    small, heads = 4096, (shape.hidden_size, JOBS["70b"].draft.hidden_size)
+    files = [SimpleNamespace(config=SimpleNamespace(vocab_size=small, hidden_size=width)) for width in heads]
+    assert job.vocabulary_bytes(*files) == 2 * sum(heads) * (128_256 - small)  # type: ignore[arg-type]
 
 
 def test_no_card_is_one_line() -> None:
