@@ -262,7 +262,7 @@ def loaded(
     if device.type == "cuda":
         limit_memory(plan.placement.limits.device, device)
     began, files, notes = time.perf_counter(), target.files, list[Note]()
-    settle_fused(files, device)
+    settle_fused([files], device)
 
     def load(plan: Plan) -> tuple[Decoder, Decoder]:
         """Both models, and the largest pass there will be: if anything is scarce, it shows here."""
@@ -571,8 +571,8 @@ class Bench:
         """What a large vocabulary costs a round of WIDTHS[-1] rows at temperature 1, which the grown pair's small one does not show."""
         job, rows = JOBS[name], WIDTHS[-1]
         size = job.vocabulary or builtin_vocabulary()
-        generator, wait = torch.Generator(self.device).manual_seed(0), partial(synchronize, self.device)
-        logits = torch.randn(rows, size, generator=generator, device=self.device)
+        wait = partial(synchronize, self.device)
+        logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(0)).to(self.device)
         states = logits[:, :256].repeat(1, -(-job.target.hidden_size // 256))[:, : job.target.hidden_size].bfloat16()
         head = torch.empty(size, states.shape[1], dtype=torch.bfloat16, device=self.device).fill_(0.01)
         positions = count()

@@ -159,7 +159,6 @@ def command(
     finally:
         if line is not None:
             line.clear()
-        engine.close()
     seconds = time.monotonic() - began
     if as_json:
         said = {"path": str(done.path), "exit_layer": done.exit_layer, "num_tokens": done.num_tokens}

@@ -321,6 +321,8 @@ def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> En
     else:
         with LoadingBar(model) as bar:
             engine = Engine.load(model, progress=bar, **loading)
+    # Threads that read ahead end before the interpreter does, whatever ends the command.
+    click.get_current_context().call_on_close(engine.close)
     for note in engine.notes:
         if verbose or (note.advice and not quiet):
             click.echo(f"offspec: {note.text}", err=True)

@@ -61,7 +61,7 @@ class Courier:
 
     def bring(self, values: Tensor) -> Tensor:
         """`values`, from the host, on the device."""
-        if self._seen is None or not values.nbytes:
+        if self._seen is None or not values.nbytes or values.device.type != "cpu":
             return values.to(self._device)
         whole = values.contiguous().view(-1).view(torch.uint8)
         words = -(-len(whole) // WORD_BYTES)

@@ -17,6 +17,7 @@ from itertools import takewhile
 import torch
 
 from .readers import HostBuffer
+from .records import ALIGNMENT
 from .stream import Fill, Stream
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only for the one that was current
@@ -93,8 +94,9 @@ class DeviceSlot:
     """A slot in device memory; its events order the copying and the computing streams."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._device = device
+        self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+        self._nbytes, self._device = nbytes, device
+        self.shift = 0  # where what is in it begins, from 0 to ALIGNMENT; who fills it says so
         # blocking: who waits for `ready` on the host (the thread that copies from disk) sleeps and leaves its core to others.
         self.ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.free = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -102,7 +104,7 @@ class DeviceSlot:
 
     @property
     def tensor(self) -> torch.Tensor:
-        return self._tensor
+        return self._memory[self.shift : self.shift + self._nbytes]
 
     def enter(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self.ready)
@@ -115,7 +117,7 @@ class DeviceFiller:
     """Copies layers into device slots: from pinned RAM where they lie there, else from the host ring's slots.
 
     in_ram: layer → its bytes. on_disk: the stream that reads the other layers (None where there are none), and disk_bytes
-    how many bytes each of those has.
+    how many bytes each of those has. shifts: `Record.shift` of each.
     """
 
     def __init__(
@@ -123,9 +125,11 @@ class DeviceFiller:
         in_ram: Mapping[int, torch.Tensor],
         on_disk: Stream | None,
         disk_bytes: Mapping[int, int],
+        shifts: Mapping[int, int],
         device: torch.device,
     ) -> None:
         self._in_ram, self._on_disk, self._disk_bytes, self._device = in_ram, on_disk, disk_bytes, device
+        self._shifts = shifts
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._work = queue.SimpleQueue[tuple[Fill, DeviceSlot, int] | None]()
         self._thread = threading.Thread(target=self._run, name="offspec-copy", daemon=True)
@@ -156,6 +160,7 @@ class DeviceFiller:
             fill.part_done(error)
 
     def _bring(self, slot: DeviceSlot, layer: int) -> None:
+        slot.shift = self._shifts[layer]
         if layer in self._in_ram:
             self._copy(slot, self._in_ram[layer])
             return

@@ -117,6 +117,11 @@ class StoredWeight(Protocol):
         ...
 
 
+def _tile(device: torch.device) -> int:
+    """Elements that are dequantised at a time."""
+    return _TILE_ON_CUDA if device.type == "cuda" else _TILE
+
+
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K], plus bias [N] → [..., N] in x's dtype.
 
@@ -124,6 +129,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tenso
     converted; without it memory is allocated each time.
     """
     bias = bias if bias is None else bias.to(x.dtype)
+    if bias is not None and bias.is_cuda and bias.data_ptr() % _VECTOR_BYTES:
+        bias = bias.clone()  # cuBLASLt may take a kernel for aligned ones (pytorch#194497)
     if can_be_fused(weight) and x[..., 0].numel() <= fused_rows(weight.shape, x.dtype, x.device):
         assert isinstance(weight, Matrix4bit)
         return fused_linear(x, weight, bias, scratch)
@@ -196,7 +203,7 @@ class Int8Matrix:
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         rows, columns = self.shape
         matrix = torch.empty(rows, columns, dtype=dtype, device=self.codes.device) if out is None else out
-        step = max(1, _TILE // max(1, columns))
+        step = max(1, _tile(self.codes.device) // max(1, columns))
         for first in range(0, rows, step):
             some = slice(first, first + step)
             matrix[some] = (self.codes[some] * self.scales[some, None]).mul_(_INT8_UNIT)
@@ -364,7 +371,7 @@ def dequantize_reference(codes: Tensor, scales: Tensor, layout: Layout4bit, out:
 def _dequantize(codes: Tensor, scales: Tensor, layout: Layout4bit, out: Tensor, *, native: bool) -> None:
     """Tile by tile; what follows the last whole block is left to the reference, for kernels differ in what they take."""
     blocksize, blocks = layout.blocksize, out.shape[0] // layout.blocksize
-    step = (_TILE_ON_CUDA if out.device.type == "cuda" else _TILE) // blocksize
+    step = _tile(out.device) // blocksize
     kernel = _bitsandbytes_blocks if native else _lookup_blocks
     for first in range(0, blocks, step):
         last = min(first + step, blocks)

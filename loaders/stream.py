@@ -208,7 +208,8 @@ class PlainStream:
     def lend(self, layer: int) -> Iterator[torch.Tensor]:
         for piece in self._records[layer].reads:
             read_piece(self._reader, piece, self._slot.buffer)
-        yield self._slot.tensor[: self._records[layer].nbytes].to(self._device)
+        record = self._records[layer]
+        yield record.on(self._device, self._slot.tensor[: record.nbytes])
 
     def close(self) -> None: ...
 

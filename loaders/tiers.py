@@ -249,7 +249,7 @@ class TieredWeights:
 
     def _load(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
         """A layer in memory of its own on the device, in the dtype of the arithmetic."""
-        return layer.bind(self._read(layer).tensor.to(device), self._dtype, is_kept=True)
+        return layer.bind(layer.record.on(device, self._read(layer).tensor), self._dtype, is_kept=True)
 
     def _load_blocked(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
         """As `_load`, with the matrices in oneDNN's order, where all can be; what was read into serves the next layer, too."""
@@ -300,6 +300,9 @@ class TieredWeights:
                 opened.callback(disk.close)
             self._pinned += pin_whole(whole, parts, self._device)
             self.unpinned_bytes = whole.nbytes - sum(buffer.nbytes for buffer in self._pinned)
-            filler = DeviceFiller(in_ram, disk, {i: record.nbytes for i, record in records.items()}, self._device)
+            shifts = {i: layers[i].record.shift for i in p.streamed}
+            filler = DeviceFiller(
+                in_ram, disk, {i: record.nbytes for i, record in records.items()}, shifts, self._device
+            )
             opened.pop_all()  # the filler closes it from here on
         return Ring(self._placement.streamed, slots, filler)

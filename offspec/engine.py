@@ -178,7 +178,9 @@ class Engine:
         link = measure_link(plan, pair.target, place)
         notes += explain(plan, link)
         rates = quick_rates(pair.target, place, link)
-        if (fused := settle_fused(pair.target, place)) is not None:
+        if (
+            fused := settle_fused([model for model in (pair.target, pair.draft) if model is not None], place)
+        ) is not None:
             notes.append(fused)
 
         def load_target(plan: Plan) -> Decoder:

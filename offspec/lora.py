@@ -31,6 +31,7 @@ from .model import EMBEDDING, LAYER_PREFIX, Decoder, Weights
 from .storage import write_atomically
 
 FILE_FORMAT, FILE_VERSION = "offspec draft adapter", "1"
+MERGED_ELEMENTS = 2**24  # of a matrix at a time, whose copies in fp32 are what merging takes
 PROJECTIONS = (
     *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
     *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
@@ -90,7 +91,10 @@ class Adapter:
         """Make the draft's weights what they came as plus `share` of the additions, rounded once to their dtype."""
         self.share = share
         for name, (a, b) in self.pairs.items():
-            self._merged[name].copy_(torch.addmm(self._originals[name].float(), b, a, alpha=share))
+            step = max(1, MERGED_ELEMENTS // a.shape[1])
+            for first in range(0, len(b), step):
+                rows = slice(first, first + step)
+                self._merged[name][rows] = torch.addmm(self._originals[name][rows].float(), b[rows], a, alpha=share)
 
     def trainee(self, share: float = 1.0) -> Trainee:
         """The draft as a function of the additions, of which `share` counts."""

@@ -166,10 +166,13 @@ class Decoder:
 
     @torch.inference_mode()
     def through(self, hidden: Tensor, rows: Rows, layers: range | None = None) -> Tensor:
-        """Hidden states [T, hidden], which are overwritten, after all layers or after these."""
+        """Hidden states [T, hidden], which may be overwritten, after all layers or after these."""
         for index in layers or range(self.config.num_layers):
             self.current_layer = index
             with span("layer"), self.weights.layer(index) as weights:
+                if len(rows.chunks) == 1:
+                    hidden = self._layer(index, weights, hidden, rows, 0, len(hidden))
+                    continue
                 for first, last in rows.chunks:
                     hidden[first:last] = self._layer(index, weights, hidden[first:last], rows, first, last)
         self.current_layer = 0
@@ -241,7 +244,9 @@ def activation_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize
     c, rows = config, min(num_rows, chunk_rows(config, num_keys))
     queries = c.num_heads * c.head_dim
     widths = 4 * c.hidden_size + 3 * max(c.intermediate_size, 2 * queries)
-    mask = (c.num_heads // c.num_kv_heads) * rows * num_keys * (1 + itemsize)
+    mask = (
+        (c.num_heads // c.num_kv_heads) * rows * num_keys * (1 + 2 * itemsize)
+    )  # as bool, as numbers, and these aligned
     head = HEAD_ROWS * c.vocab_size * (itemsize + 4)
     return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + mask, head)
 

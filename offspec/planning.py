@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -200,16 +200,20 @@ def quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: floa
     )
 
 
-def settle_fused(target: ModelFiles, device: torch.device) -> Note | None:
+def settle_fused(models: Sequence[ModelFiles], device: torch.device) -> Note | None:
     """On a GPU, measure up to how many rows each shape of 4-bit matrices is multiplied as it lies there; a second at most."""
-    weights = [w for w in target.stored.layers[0].weights.values() if isinstance(w, Weight4bit)]
-    if device.type != "cuda" or not weights:
+    kinds = {
+        (weight.layout.shape, weight.layout.blocksize, weight.layout.quant_type, model.dtype)
+        for model in models
+        for weight in model.stored.layers[0].weights.values()
+        if isinstance(weight, Weight4bit)
+    }
+    if device.type != "cuda" or not kinds:
         return None
-    kinds = {(w.layout.shape, w.layout.blocksize, w.layout.quant_type) for w in weights}
     try:
         rows = [
-            measure_fused_rows(shape, device, target.dtype, blocksize=blocksize, quant_type=quant_type)
-            for shape, blocksize, quant_type in sorted(kinds)
+            measure_fused_rows(shape, device, dtype, blocksize=blocksize, quant_type=quant_type)
+            for shape, blocksize, quant_type, dtype in sorted(kinds, key=str)
         ]
     except (
         OffspecError,
@@ -330,7 +334,9 @@ def _items(
     if not target.config.tied_head:
         items.append(Item(EMBEDDING_ITEM, on_host=shared.pop(EMBEDDING)))
     items.append(Item("head", on_device=sum(shared.values())))
-    if scratch := max((_scratch_bytes(m) for m in (target, draft) if m is not None), default=0):
+    if scratch := sum(
+        _scratch_bytes(m) for m in (target, draft) if m is not None
+    ):  # each has its own: they run side by side
         items.append(Item("unpacking", on_device=scratch))
     if draft is not None:
         items += [

@@ -9,12 +9,14 @@ How long to draft and how much to send is a `Controller`'s to say. Knows models 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from offspec.errors import NumericalError
@@ -376,6 +378,8 @@ _PAIRS = np.array(
 )
 # Logits whose powers are in memory at a time: what a core's cache holds, and on a GPU 40 MB, so that launches are few.
 _SLICE_ELEMENTS = {"cpu": 2**17, "cuda": 2**21}
+# Values that one product of the batch sums over. cuBLAS gives each to one block, however long it is (NVIDIA/cutlass#1033).
+_WIDTH = {"cuda": 2048}
 
 
 def log_normalisers(values: Tensor) -> FloatArray:
@@ -390,13 +394,18 @@ def _power_sums(values: Tensor) -> Tensor:
 
 
 def _power_sums_of(values: Tensor) -> Tensor:
+    num_rows, size = values.shape
     greatest = values.amax(-1, keepdim=True)
-    powers = values.new_empty(len(values), len(_POWERS), values.shape[1])
-    one, two, four, five, ten = powers.unbind(1)
-    torch.sub(values, greatest, out=one).mul_(1 / 6).exp_()
+    width = min(size, _WIDTH.get(values.device.type, size))
+    parts = (F.pad(values, (0, -size % width), value=-math.inf) if size % width else values).view(num_rows, -1, width)
+    powers = values.new_empty(num_rows, parts.shape[1], len(_POWERS), width)
+    one, two, four, five, ten = powers.unbind(2)
+    torch.sub(parts, greatest[..., None], out=one).mul_(1 / 6).exp_()
     for a, b, product in ((one, one, two), (two, two, four), (four, one, five), (five, five, ten)):
         torch.mul(a, b, out=product)
-    return torch.cat((torch.bmm(powers, powers.transpose(1, 2)).flatten(1), greatest), dim=-1)
+    powers = powers.flatten(0, 1)
+    sums = torch.bmm(powers, powers.transpose(1, 2)).view(num_rows, -1, len(_POWERS) ** 2).sum(1)
+    return torch.cat((sums, greatest), dim=-1)
 
 
 def _log_normalisers(power_sums: FloatArray) -> FloatArray:

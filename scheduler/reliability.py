@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .sampling import Sampler
+from .sampling import Sampler, gumbel_of
 from .tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
 from .verify import Verdict
 
@@ -101,11 +101,11 @@ def waits_of(tokens: IntArray, depths: IntArray, sampler: Sampler, position: int
         return None
     starts = np.flatnonzero(np.diff(depths, prepend=0))
     ids = np.split(tokens, starts[1:])
-    noise = [
-        sampler.noise(position + int(depth) - 1)[torch.as_tensor(part, device=sampler.device)]
+    noise = [  # on the host, wherever the sampler's lies: these are few, and a GPU would be waited for
+        gumbel_of(sampler.seed, position + int(depth) - 1, torch.from_numpy(part))
         for depth, part in zip(depths[starts], ids, strict=False)
     ]
-    waits: FloatArray = np.exp(-torch.cat(noise).cpu().numpy()) if noise else np.empty(0)
+    waits: FloatArray = np.exp(-torch.cat(noise).numpy()) if noise else np.empty(0)
     return waits
 
 

@@ -44,8 +44,13 @@ def gumbel(seed: int, position: int, vocab_size: int, device: torch.device | str
     Counter-based: splitmix64 (Steele et al., OOPSLA 2014) of a key hashed from seed and position, in wrapping int64
     arithmetic, so that every device draws the same uniforms (its logarithm may differ in the last place).
     """
+    return gumbel_of(seed, position, torch.arange(vocab_size, device=device))
+
+
+def gumbel_of(seed: int, position: int, tokens: Tensor) -> Tensor:
+    """`gumbel` of these tokens alone, float64 [N], where they are."""
     key = _mixed((_mixed((seed + _GOLDEN) & _WORD) + (position + 1) * _GOLDEN) & _WORD)
-    words = torch.arange(1, vocab_size + 1, device=device) * _signed(_GOLDEN) + _signed(key)
+    words = (tokens + 1) * _signed(_GOLDEN) + _signed(key)
     words = (words ^ _shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
     words = (words ^ _shifted(words, 27)) * _signed(0x94D049BB133111EB)
     words = words ^ _shifted(words, 31)
@@ -78,7 +83,7 @@ class Sampler:
     def extend(self, tokens: Sequence[int]) -> None:
         """Tokens that have become part of the text (the prompt's, then every emitted one)."""
         if self.needs_history:
-            self._seen[list(tokens)] = True
+            self._seen[torch.tensor(tokens, dtype=torch.long, device=self.device)] = True
         self._length += len(tokens)
         for kept in (self._noise, self._rounded):
             for position in [position for position in kept if position < self._length]:
@@ -131,8 +136,10 @@ class Sampler:
 
     def _penalised(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         seen = self._seen[: logits.shape[-1]].expand_as(logits).clone()
-        for row, path in enumerate(paths):
-            seen[row, list(path)] = True
+        if any(paths):  # both indices in one tensor: on a GPU each is a copy that waits
+            places = [(row, token) for row, path in enumerate(paths) for token in path]
+            rows, tokens = torch.tensor(places, device=seen.device).T
+            seen[rows, tokens] = True
         penalty = self.params.repetition_penalty
         return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 

@@ -131,7 +131,9 @@ def test_copies_are_through_before_the_link_is_closed(monkeypatch: pytest.Monkey
     """What is queued still writes into slots, and reads memory that is unpinned next."""
     fake = FakeCuda(monkeypatch)
     layers = {i: torch.full((64,), i, dtype=torch.uint8) for i in range(4)}
-    ring = Ring(range(4), [DeviceSlot(64, CPU) for _ in range(3)], DeviceFiller(layers, None, {}, CPU))
+    ring = Ring(
+        range(4), [DeviceSlot(64, CPU) for _ in range(3)], DeviceFiller(layers, None, {}, dict.fromkeys(layers, 0), CPU)
+    )
     for layer in (0, 1, 2, 3, 0, 1):
         with ring.lend(layer) as buffer:
             assert torch.equal(buffer, layers[layer])
@@ -259,7 +261,9 @@ def test_a_link_may_be_closed_while_it_copies() -> None:
         buffer.tensor.fill_(i + 1)
         assert pin(buffer, CUDA)
     for _ in range(5):
-        filler = DeviceFiller({i: buffer.tensor for i, buffer in layers.items()}, None, {}, CUDA)
+        filler = DeviceFiller(
+            {i: buffer.tensor for i, buffer in layers.items()}, None, {}, dict.fromkeys(layers, 8), CUDA
+        )
         ring = Ring(range(3), [DeviceSlot(64 * MIB, CUDA) for _ in range(3)], filler)
         with ring.lend(0):
             pass

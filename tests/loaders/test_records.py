@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offspec.loaders.checkpoint import DTYPE_BYTES, TensorInfo
 from offspec.loaders.readers import BLOCK_BYTES, READ_BYTES, HostBuffer
-from offspec.loaders.records import MAX_GAP_BYTES, Record
+from offspec.loaders.records import ALIGNMENT, MAX_GAP_BYTES, Record
 from offspec.loaders.stream import read_record
 
 from .fakes import FakeReader
@@ -50,6 +50,24 @@ def test_a_record_holds_every_tensor_s_bytes(layout: tuple[dict[Path, bytes], li
         assert parts[info.name].numpy().tobytes() == files[info.path][info.offset : info.offset + info.nbytes]
         assert info.nbytes == 0 or parts[info.name].data_ptr() % DTYPE_BYTES[info.dtype] == 0
     assert reader.bytes_read == record.read_bytes
+
+
+@given(layouts())
+@settings(max_examples=100, deadline=None)
+def test_shifted_as_much_as_can_be_lies_where_products_want_it(
+    layout: tuple[dict[Path, bytes], list[TensorInfo]],
+) -> None:
+    """And every tensor still lies where its dtype does."""
+    record, dtypes = Record.of(layout[1]), {info.name: DTYPE_BYTES[info.dtype] for info in layout[1]}
+
+    def aligned(shift: int) -> int:
+        return sum(nbytes for start, nbytes in record.places.values() if (start + shift) % ALIGNMENT == 0)
+
+    assert 0 <= record.shift < ALIGNMENT
+    assert aligned(record.shift) == max(map(aligned, range(0, ALIGNMENT, 4)))
+    assert all((start + record.shift) % dtypes[name] == 0 for name, (start, _) in record.places.items())
+    raw = torch.arange(8, dtype=torch.uint8)
+    assert record.on(torch.device("cpu"), raw) is raw
 
 
 @given(layouts())

@@ -16,6 +16,7 @@ from offspec.errors import CheckpointError
 from offspec.loaders.checkpoint import Checkpoint
 from offspec.loaders.placement import Limits, Placement
 from offspec.loaders.readers import FileReader, HostBuffer
+from offspec.loaders.records import Record
 from offspec.loaders.stream import Fill, HostSlot, Ring
 from offspec.loaders.tiers import StoredModel, TieredWeights
 from offspec.loaders.weights import WeightSource
@@ -148,7 +149,7 @@ def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch
 
     class Filler:
         def __init__(
-            self, in_ram: dict[int, torch.Tensor], disk: Ring[HostSlot], sizes: object, device: object
+            self, in_ram: dict[int, torch.Tensor], disk: Ring[HostSlot], sizes: object, shifts: object, device: object
         ) -> None:
             filled.update(in_ram)
             self.disk = disk
@@ -165,7 +166,7 @@ def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch
     monkeypatch.setattr(
         "offspec.loaders.tiers.unpin", lambda buffer, device: pinned.remove((buffer.address, buffer.nbytes))
     )
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)  # there is no device to move residents to
+    monkeypatch.setattr(Record, "on", lambda record, device, raw: raw)  # there is no device to move residents to
     placement = replace(placed(model, NONE), in_ram=(1,), on_disk=(0, 2), num_host_slots=2)
     cuda = torch.device("cuda")
     weights = TieredWeights(model, placement, dtype=torch.float32, device=cuda, embedding=EMBEDDING)

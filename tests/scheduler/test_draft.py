@@ -333,14 +333,24 @@ def test_draft_logits_that_are_not_numbers_are_refused_in_one_line(params: Sampl
         drafter.propose(PROMPT, 3)
 
 
-@given(st.integers(1, 9), st.sampled_from([0.1, 3.0, 30.0]), st.sampled_from([-1e4, 0.0, 1e4]), st.integers(0, 99))
+@given(
+    st.integers(1, 9),
+    st.sampled_from([0.1, 3.0, 30.0]),
+    st.sampled_from([-1e4, 0.0, 1e4]),
+    st.integers(0, 99),
+    st.sampled_from([7, 100, 300, 2048]),
+)
 @few
-def test_normalisers_are_what_they_are_called(num_rows: int, spread: float, shift: float, seed: int) -> None:
+def test_normalisers_are_what_they_are_called(
+    num_rows: int, spread: float, shift: float, seed: int, width: int
+) -> None:
+    """Whole rows at a time or in parts, as on a GPU."""
     logits = spread * torch.randn(num_rows, 300, generator=torch.Generator().manual_seed(seed))
     logits[:, seed % 300] = -torch.inf
     expected = torch.stack([(logits.double() / s).logsumexp(-1) for s in GRID], dim=-1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(drafting._SLICE_ELEMENTS, "cpu", 1000)
+        patch.setitem(drafting._WIDTH, "cpu", width)
         found = torch.from_numpy(drafting.log_normalisers(logits + shift) - shift / GRID)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 if shift == 0 else 2e-2)
 
