@@ -94,9 +94,15 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name: torch.device("cpu") if name == "device" and value is not None else value for name, value in kwargs.items()
     }
     kwargs.pop("pin_memory", None)
-    if str(func) == "bitsandbytes.dequantize_4bit.out":  # which there is for CUDA only
-        *given, target = args if "out" not in kwargs else (*args, kwargs["out"])
-        target.held.copy_(torch.ops.bitsandbytes.dequantize_4bit(*tree_map(held, given)))
+    if (
+        str(func) == "bitsandbytes.dequantize_4bit.out"
+    ):  # which there is for CUDA only, where rows need not be whole blocks
+        *(codes, scales, blocksize, quant_type, _, dtype), target = (
+            args if "out" not in kwargs else (*args, kwargs["out"])
+        )
+        shape = (scales.numel(), blocksize)
+        values = torch.ops.bitsandbytes.dequantize_4bit(held(codes), held(scales), blocksize, quant_type, shape, dtype)
+        target.held.copy_(values.view(-1)[: target.numel()].view(target.shape))
         return None
     out = func(*tree_map(held, args), **tree_map(held, kwargs))
     known = {id(value.held): value for value in there}  # what is written to is given back itself
