@@ -178,9 +178,8 @@ class Engine:
         link = measure_link(plan, pair.target, place)
         notes += explain(plan, link)
         rates = quick_rates(pair.target, place, link)
-        if (
-            fused := settle_fused([model for model in (pair.target, pair.draft) if model is not None], place)
-        ) is not None:
+        packed = [model for model in (pair.target, pair.draft) if model is not None]
+        if (fused := settle_fused(packed, place)) is not None:
             notes.append(fused)
 
         def load_target(plan: Plan) -> Decoder:
@@ -202,9 +201,8 @@ class Engine:
         plan, (guesser, aligner, target) = Loading(load_both, leaner, place).within_memory(plan, notes)
         if isinstance(target.weights, TieredWeights) and (unpinned := target.weights.unpinned_bytes):
             what = f"the system does not allow {format_size(unpinned)} of weights in RAM to be page-locked"
-            notes.append(
-                Note(f"{what}, so they are copied more slowly; raise its limit (ulimit -l, the container's)", True)
-            )
+            remedy = "raise its limit (ulimit -l, the container's)"
+            notes.append(Note(f"{what}, so they are copied more slowly; {remedy}", advice=True))
         engine = cls(target, pair.tokenizer, guesser, name=model, draft_name=pair.draft_name, max_context=plan.context)
         if early is None:  # whose weights are the target's
             engine._loading = Loading(load_target, leaner, place)

@@ -87,9 +87,7 @@ class Inputs:
             buffer[num_rows:width] = values[-1]
         region[:width, 1 + num_pending :] = False
         num_bytes = self._host.nbytes - (self._most_rows - width) * self._columns
-        if (
-            self._seen is not None
-        ):  # in whole words: widths are multiples of four, and rows of an even number of columns
+        if self._seen is not None:  # whole words: widths are multiples of four, columns an even number
             read_words(self._seen[:num_bytes], self._device[:num_bytes])
         else:
             self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)

@@ -244,9 +244,8 @@ def activation_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize
     c, rows = config, min(num_rows, chunk_rows(config, num_keys))
     queries = c.num_heads * c.head_dim
     widths = 4 * c.hidden_size + 3 * max(c.intermediate_size, 2 * queries)
-    mask = (
-        (c.num_heads // c.num_kv_heads) * rows * num_keys * (1 + 2 * itemsize)
-    )  # as bool, as numbers, and these aligned
+    copies = 1 + 2 * itemsize  # as bool, as numbers, and these aligned
+    mask = (c.num_heads // c.num_kv_heads) * rows * num_keys * copies
     head = HEAD_ROWS * c.vocab_size * (itemsize + 4)
     return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + mask, head)
 

@@ -334,9 +334,8 @@ def _items(
     if not target.config.tied_head:
         items.append(Item(EMBEDDING_ITEM, on_host=shared.pop(EMBEDDING)))
     items.append(Item("head", on_device=sum(shared.values())))
-    if scratch := sum(
-        _scratch_bytes(m) for m in (target, draft) if m is not None
-    ):  # each has its own: they run side by side
+    models = [model for model in (target, draft) if model is not None]
+    if scratch := sum(map(_scratch_bytes, models)):  # each has its own: they run side by side
         items.append(Item("unpacking", on_device=scratch))
     if draft is not None:
         items += [
