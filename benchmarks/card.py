@@ -693,7 +693,10 @@ class Bench:
     def baseline(self, name: str, cap: int | None) -> Iterator[Figures]:
         """As SpecExec does it, with our own code: nothing stays, nothing overlaps, its scores, a budget that is given."""
         job, (target, draft) = JOBS[name], self.grown(name)
-        plan = without_residents(plan_within(job, cap, target.files, draft.files, self.device, self.ram))
+        ours = plan_within(job, cap, target.files, draft.files, self.device, self.ram)
+        p, plan = ours.placement, without_residents(ours)
+        if p.limits.device is not None and p.ram_bytes + len(p.resident) * p.slot_bytes > p.limits.ram:
+            raise UsageError("its layers do not all fit in RAM; give --ram more")
         specexec = SpeculationParams(
             budget=256, scoring="specexec", lookup=False, recall=False, reuse=False, overlap=False
         )

@@ -58,7 +58,7 @@ class Record:
     def shift(self) -> int:
         """By how many bytes a record has to begin later in memory for the most of its bytes to lie where ALIGNMENT wants them.
 
-        Files align their tensors as a whole to 8 bytes only. A multiple of 4, so that every tensor's own dtype is content.
+        Files align their tensors as a whole to 8 bytes only. A multiple of 4, so that numbers of up to 4 bytes still lie where they may.
         """
         shifts = range(0, ALIGNMENT, 4)
         aligned = {s: sum(n for start, n in self.places.values() if (start + s) % ALIGNMENT == 0) for s in shifts}

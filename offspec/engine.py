@@ -320,15 +320,16 @@ class Engine:
         stats.learn_s, stats.learn_steps = learnt.seconds, learnt.num_steps
         stats.learnt_loss, stats.unlearnt_loss = learnt.loss, learnt.loss_before
 
-    def new_caches(self, capacity: int = 0) -> TextCaches:
-        """Empty KV caches of one text, to be kept from request to request. capacity: tokens to make room for at once."""
+    def new_caches(self, num_tokens: int = 0, num_nodes: int = 0) -> TextCaches:
+        """Empty KV caches of one text, to be kept from request to request; with room at once for so many tokens and a tree beside them."""
+        capacity, drafted = num_tokens + num_nodes, num_tokens + MAX_ROWS if num_tokens else 0
         if isinstance(self.draft, EarlyExit):
             return TextCaches(*shared_text(self.target, self.draft, capacity))
         draft = None
         if self._draft_graphs is not None:
-            draft = self._draft_graphs.text(capacity)
+            draft = self._draft_graphs.text(drafted)
         elif self.draft is not None:
-            draft = CachedDecoder(self.draft, capacity)
+            draft = CachedDecoder(self.draft, drafted)
         return TextCaches(CachedDecoder(self.target, capacity), draft)
 
     def _too_long(self, num_tokens: int) -> str:

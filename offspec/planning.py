@@ -369,6 +369,7 @@ def _exit_items(context: int, tree: int, target: ModelFiles, exit_file: ExitFile
         Item("exit KV cache", on_device=entries),
         Item("hidden states", on_device=2 * states),  # what is kept, and a pass's copy of it
         Item("recall", on_device=recall_bytes(target.config, target.config, size)),
+        Item("guessing", on_device=_guessing_bytes(target.config.vocab_size, target.config.vocab_size)),
     ]
 
 

@@ -201,7 +201,7 @@ def lasting_caches(engine: Engine) -> TextCaches:
 
     Without a plan nobody knows how much that would be.
     """
-    return engine.new_caches(engine.max_context + engine.plan.tree if engine.plan is not None else 0)
+    return engine.new_caches(engine.max_context, engine.plan.tree) if engine.plan is not None else engine.new_caches()
 
 
 # ------------------------------------------------------------------------------------------------ to tokens

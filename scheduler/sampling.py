@@ -136,8 +136,9 @@ class Sampler:
 
     def _penalised(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         seen = self._seen[: logits.shape[-1]].expand_as(logits).clone()
-        if any(paths):  # both indices in one tensor: on a GPU each is a copy that waits
-            places = [(row, token) for row, path in enumerate(paths) for token in path]
+        # A path may lead through tokens that only the target has; those have no column here.
+        places = [(row, token) for row, path in enumerate(paths) for token in path if token < logits.shape[-1]]
+        if places:  # both indices in one tensor: on a GPU each is a copy that waits
             rows, tokens = torch.tensor(places, device=seen.device).T
             seen[rows, tokens] = True
         penalty = self.params.repetition_penalty

@@ -13,7 +13,7 @@ import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import ContextLengthError, NumericalError, OffspecError, StorageError, TokenizerError, UsageError
-from offspec.session import Session, Turn
+from offspec.session import Session, Turn, lasting_caches
 from offspec.storage import write_atomically
 from offspec.tokenizer import Tokenizer
 
@@ -406,3 +406,15 @@ def test_text_is_encoded_as_it_stands_behind_other_text(pair: Pair) -> None:
             tail = tokenizer.encode_after(text[:at], text[at:])
             assert tokenizer.decode(tail) == text[at:]
             assert tail in (whole[len(whole) - len(tail) :], tokenizer.encode(text[at:]))
+
+
+def test_lasting_caches_never_grow(engine: Engine) -> None:
+    """Turn after turn up to the context: what was planned is there from the start, and no more."""
+    caches = lasting_caches(engine)
+    assert caches.draft is not None
+    held = [caches.target.cache.capacity, caches.draft.cache.capacity]
+    room = engine.max_context
+    for prompt, params in (("def f(", SamplingParams(4)), ("x" * 20, SamplingParams(room, ignore_eos=True))):
+        for _ in engine.generate(prompt, params, caches=caches):
+            pass
+    assert [caches.target.cache.capacity, caches.draft.cache.capacity] == held

@@ -219,9 +219,10 @@ def test_repetition_penalty_follows_the_path() -> None:
 
 
 def test_repetition_penalty_serves_fewer_columns() -> None:
-    """A draft may know fewer tokens than the text holds."""
+    """A draft may know fewer tokens than the text holds, or than others guess."""
     mine = sampler(vocab_size=8, text=[1, 7], repetition_penalty=2.0)
-    assert mine.process(torch.ones(1, 3), [[2]]).tolist() == [[1, 0.5, 0.5]]
+    assert mine.process(torch.ones(2, 3), [[2], [5, 0]]).tolist() == [[1, 0.5, 0.5], [0.5, 0.5, 1]]
+    assert mine.process(torch.ones(1, 3), [[6]]).tolist() == [[1, 0.5, 1]]
 
 
 # ------------------------------------------------------------------------------------------------ choice
