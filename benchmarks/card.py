@@ -573,8 +573,9 @@ class Bench:
         size = job.vocabulary or builtin_vocabulary()
         wait = partial(synchronize, self.device)
         logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(0)).to(self.device)
-        states = logits[:, :256].repeat(1, -(-job.target.hidden_size // 256))[:, : job.target.hidden_size].bfloat16()
-        head = torch.empty(size, states.shape[1], dtype=torch.bfloat16, device=self.device).fill_(0.01)
+        states, head = (
+            torch.ones(n, job.target.hidden_size, dtype=torch.bfloat16, device=self.device) for n in (rows, size)
+        )
         positions = count()
         yield {
             "vocabulary": size,

@@ -17,7 +17,7 @@ from itertools import takewhile
 import torch
 
 from .readers import HostBuffer
-from .records import ALIGNMENT
+from .records import ALIGNMENT, Record
 from .stream import Fill, Stream
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only for the one that was current
@@ -116,20 +116,17 @@ class DeviceSlot:
 class DeviceFiller:
     """Copies layers into device slots: from pinned RAM where they lie there, else from the host ring's slots.
 
-    in_ram: layer → its bytes. on_disk: the stream that reads the other layers (None where there are none), and disk_bytes
-    how many bytes each of those has. shifts: `Record.shift` of each.
+    in_ram: layer → its bytes. on_disk: the stream that reads the other layers (None where there are none). records: of all of them.
     """
 
     def __init__(
         self,
         in_ram: Mapping[int, torch.Tensor],
         on_disk: Stream | None,
-        disk_bytes: Mapping[int, int],
-        shifts: Mapping[int, int],
+        records: Mapping[int, Record],
         device: torch.device,
     ) -> None:
-        self._in_ram, self._on_disk, self._disk_bytes, self._device = in_ram, on_disk, disk_bytes, device
-        self._shifts = shifts
+        self._in_ram, self._on_disk, self._records, self._device = in_ram, on_disk, records, device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._work = queue.SimpleQueue[tuple[Fill, DeviceSlot, int] | None]()
         self._thread = threading.Thread(target=self._run, name="offspec-copy", daemon=True)
@@ -160,13 +157,13 @@ class DeviceFiller:
             fill.part_done(error)
 
     def _bring(self, slot: DeviceSlot, layer: int) -> None:
-        slot.shift = self._shifts[layer]
+        slot.shift = self._records[layer].shift
         if layer in self._in_ram:
             self._copy(slot, self._in_ram[layer])
             return
         assert self._on_disk is not None
         with self._on_disk.lend(layer) as buffer:
-            self._copy(slot, buffer[: self._disk_bytes[layer]])
+            self._copy(slot, buffer[: self._records[layer].nbytes])
             slot.ready.synchronize()  # this thread waits, not the one that computes: the host slot is read into next
 
     def _copy(self, slot: DeviceSlot, source: torch.Tensor) -> None:

@@ -300,9 +300,6 @@ class TieredWeights:
                 opened.callback(disk.close)
             self._pinned += pin_whole(whole, parts, self._device)
             self.unpinned_bytes = whole.nbytes - sum(buffer.nbytes for buffer in self._pinned)
-            shifts = {i: layers[i].record.shift for i in p.streamed}
-            filler = DeviceFiller(
-                in_ram, disk, {i: record.nbytes for i, record in records.items()}, shifts, self._device
-            )
+            filler = DeviceFiller(in_ram, disk, {i: layers[i].record for i in p.streamed}, self._device)
             opened.pop_all()  # the filler closes it from here on
         return Ring(self._placement.streamed, slots, filler)

@@ -219,8 +219,8 @@ class ModelDrafter:
             return
         expanded = growth.expanded(MOST_REVISED - 1)
         nodes = np.append(ROOT, expanded)
-        rows = np.append(ROOT, growth.nodes["row"][expanded])
-        growth.revise(rows, self._children(nodes, self._hindsight.revised(rows)), self._index)
+        logits = self._hindsight.revised(np.append(ROOT, growth.nodes["row"][expanded]))
+        growth.revise(nodes, self._children(nodes, logits), self._index)
 
     @property
     def is_eager(self) -> bool:

@@ -152,28 +152,27 @@ class Growth:
         self._has_guests |= len(tree) > 0
         self.rescore(index)
 
-    def revise(self, rows: IntArray, guesses: Guesses, index: int) -> None:
-        """New guesses after the expanded nodes in `rows` [R] (-1: the root); every candidate is judged anew, with s = GRID[index].
+    def revise(self, parents: IntArray, guesses: Guesses, index: int) -> None:
+        """New guesses after `parents` [R], ROOT or expanded nodes; every candidate is judged anew, with s = GRID[index].
 
         Children that are not guessed any more are no candidates, unless another guesser named them.
         """
-        self._guesses = [self.guesses.replaced(rows + 1, guesses)]
         nodes, values = self.nodes, guesses.values
-        place = np.full(self.num_expanded + 1, -1)  # of a row + 1 in `rows`
-        place[rows + 1] = np.arange(len(rows))
-        above = np.where(nodes["parent"] == ROOT, -1, nodes["row"][nodes["parent"]])
-        is_asked = (nodes["parent"] == ROOT) | (above >= 0)
-        children = np.flatnonzero(is_asked & (place[above + 1] >= 0))
-        place = place[above[children] + 1]
+        rows = np.append(nodes["row"], ROOT)[parents] + 1  # the last entry serves ROOT
+        self._guesses = [self.guesses.replaced(rows, guesses)]
+        place = np.full(
+            self.num_expanded + 2, -1
+        )  # of a row in `rows`; the last entry serves children of nobody who was asked
+        place[rows] = np.arange(len(rows))
+        place = place[self._judges()]
+        children = np.flatnonzero(place >= 0)
+        place = place[children]
         same = (guesses.tokens[place] == nodes["token"][children, None]) & np.isfinite(values[place])
         is_guessed, column = same.any(-1), same.argmax(-1)
         nodes["value"][children] = np.where(is_guessed, values[place, column], -np.inf)
         is_new = np.ones_like(values, dtype=np.bool_)
         is_new[place[is_guessed], column[is_guessed]] = False
-        expanded = np.flatnonzero(nodes["row"] >= 0)
-        parents = np.full(self.num_expanded + 1, ROOT)  # of a row + 1
-        parents[nodes["row"][expanded] + 1] = expanded
-        self._append(parents[rows + 1], guesses, index, is_new)
+        self._append(parents, guesses, index, is_new)
         self.rescore(index)
 
     def rescore(self, index: int) -> None:
@@ -181,15 +180,20 @@ class Growth:
         nodes = self.nodes
         if not len(nodes):
             return
-        judges = np.where(nodes["parent"] == ROOT, 0, nodes["row"][nodes["parent"]] + 1)
         gains = np.full(len(nodes), -np.inf)
         judged = np.isfinite(nodes["value"])
         if judged.any():
-            gains[judged] = nodes["value"][judged] / GRID[index] - self.guesses.normalisers[judges[judged], index]
+            normalisers = self.guesses.normalisers[self._judges()[judged], index]
+            gains[judged] = nodes["value"][judged] / GRID[index] - normalisers
         for depth in range(1, int(nodes["depth"].max()) + 1):
             level = np.flatnonzero(nodes["depth"] == depth)
             base = np.zeros(len(level)) if depth == 1 else nodes["score"][nodes["parent"][level]]
             nodes["score"][level] = np.maximum(base + np.minimum(gains[level], 0.0), nodes["floor"][level])
+
+    def _judges(self) -> IntArray:
+        """For every node the row of `guesses` in which it may stand, its parent's; -1 where the parent has none."""
+        rows = self.nodes["row"][self.nodes["parent"]]
+        return np.where(self.nodes["parent"] == ROOT, 0, np.where(rows >= 0, rows + 1, -1))
 
     def expand(self, nodes: IntArray) -> BoolArray:
         """Give these nodes their rows; returns their mask over the pending region, bool [R, P + R]."""

@@ -80,9 +80,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             out = func.decompose(*args, **kwargs)  # in inference mode torch leaves it to us
         if out is not NotImplemented:
             return out
-    if there and func not in BETWEEN:
         strangers = [value for value in tensors if not isinstance(value, Pretended) and value.dim()]
-        if strangers and not (func in INDEXING and isinstance(args[0], Pretended)):
+        may_mix = func in BETWEEN or (func in INDEXING and isinstance(args[0], Pretended))
+        if strangers and not may_mix:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device: {func} of {[t.device for t in tensors]}"
             )
@@ -94,16 +94,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name: torch.device("cpu") if name == "device" and value is not None else value for name, value in kwargs.items()
     }
     kwargs.pop("pin_memory", None)
-    if (
-        str(func) == "bitsandbytes.dequantize_4bit.out"
-    ):  # which there is for CUDA only, where rows need not be whole blocks
-        *(codes, scales, blocksize, quant_type, _, dtype), target = (
-            args if "out" not in kwargs else (*args, kwargs["out"])
-        )
-        shape = (scales.numel(), blocksize)
-        values = torch.ops.bitsandbytes.dequantize_4bit(held(codes), held(scales), blocksize, quant_type, shape, dtype)
-        target.held.copy_(values.view(-1)[: target.numel()].view(target.shape))
-        return None
+    if str(func) == "bitsandbytes.dequantize_4bit.out":  # which there is for CUDA only
+        return dequantise(*args, **kwargs)
     out = func(*tree_map(held, args), **tree_map(held, kwargs))
     known = {id(value.held): value for value in there}  # what is written to is given back itself
 
@@ -115,6 +107,15 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return Pretended(value) if goes_there else value
 
     return tree_map(wrap, out)
+
+
+def dequantise(
+    codes: Tensor, scales: Tensor, blocksize: int, quant_type: str, shape: Any, dtype: torch.dtype, out: Pretended
+) -> None:
+    """By the CPU's kernel, for which, unlike CUDA's, rows have to be whole blocks."""
+    blocks = (scales.numel(), blocksize)
+    values = torch.ops.bitsandbytes.dequantize_4bit(held(codes), held(scales), blocksize, quant_type, blocks, dtype)
+    out.held.copy_(values.view(-1)[: out.numel()].view(out.shape))
 
 
 class Pretence(TorchDispatchMode):

@@ -5,7 +5,7 @@ What needs no GPU to be seen is tested with a stand-in that writes down what CUD
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from offspec.loaders.cuda import (
 )
 from offspec.loaders.placement import Limits, Placement
 from offspec.loaders.readers import HostBuffer
+from offspec.loaders.records import Record
 from offspec.loaders.stream import Ring
 from offspec.loaders.tiers import StoredModel, TieredWeights
 
@@ -44,6 +45,11 @@ def tensors(num_layers: int = 9) -> Tensors:
         made[f"model.layers.{index}.mix.weight"] = torch.randn(512, 512, generator=generator)
         made[f"model.layers.{index}.norm"] = torch.randn(512, generator=generator)
     return made
+
+
+def records(layers: Mapping[int, torch.Tensor | HostBuffer]) -> dict[int, Record]:
+    """Of layers that have to be shifted by 8 bytes."""
+    return {i: Record(layer.nbytes, (), {"weight": (8, layer.nbytes)}) for i, layer in layers.items()}
 
 
 # ------------------------------------------------------------------------------------------------ without a GPU
@@ -131,9 +137,7 @@ def test_copies_are_through_before_the_link_is_closed(monkeypatch: pytest.Monkey
     """What is queued still writes into slots, and reads memory that is unpinned next."""
     fake = FakeCuda(monkeypatch)
     layers = {i: torch.full((64,), i, dtype=torch.uint8) for i in range(4)}
-    ring = Ring(
-        range(4), [DeviceSlot(64, CPU) for _ in range(3)], DeviceFiller(layers, None, {}, dict.fromkeys(layers, 0), CPU)
-    )
+    ring = Ring(range(4), [DeviceSlot(64, CPU) for _ in range(3)], DeviceFiller(layers, None, records(layers), CPU))
     for layer in (0, 1, 2, 3, 0, 1):
         with ring.lend(layer) as buffer:
             assert torch.equal(buffer, layers[layer])
@@ -261,9 +265,7 @@ def test_a_link_may_be_closed_while_it_copies() -> None:
         buffer.tensor.fill_(i + 1)
         assert pin(buffer, CUDA)
     for _ in range(5):
-        filler = DeviceFiller(
-            {i: buffer.tensor for i, buffer in layers.items()}, None, {}, dict.fromkeys(layers, 8), CUDA
-        )
+        filler = DeviceFiller({i: buffer.tensor for i, buffer in layers.items()}, None, records(layers), CUDA)
         ring = Ring(range(3), [DeviceSlot(64 * MIB, CUDA) for _ in range(3)], filler)
         with ring.lend(0):
             pass

@@ -149,7 +149,7 @@ def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch
 
     class Filler:
         def __init__(
-            self, in_ram: dict[int, torch.Tensor], disk: Ring[HostSlot], sizes: object, shifts: object, device: object
+            self, in_ram: dict[int, torch.Tensor], disk: Ring[HostSlot], records: object, device: object
         ) -> None:
             filled.update(in_ram)
             self.disk = disk

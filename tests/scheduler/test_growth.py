@@ -64,11 +64,11 @@ class Pair:
         self.twin.add_guests(tree)
         self.check()
 
-    def revise(self, rows: list[int], index: int) -> None:
-        relative = [list(self.twin.expanded[row]) if row >= 0 else [] for row in rows]
+    def revise(self, nodes: list[int], index: int) -> None:
+        relative = [list(self.path(node)) if node != ROOT else [] for node in nodes]
         self.versions.update((*self.twin.root, *path) for path in relative)
         self.index = index
-        self.growth.revise(np.array(rows), self.guesses(relative), index)
+        self.growth.revise(np.array(nodes), self.guesses(relative), index)
         self.check()
 
     def rescore(self, index: int) -> None:
@@ -157,8 +157,9 @@ def test_growth_is_that_of_its_twin(
             case "rescore":
                 pair.rescore(data.draw(st.integers(0, len(GRID) - 1), label="index"))
             case "revise":
-                chosen = data.draw(st.sets(st.integers(-1, growth.num_expanded - 1), min_size=1), label="rows")
-                pair.revise(sorted(chosen), data.draw(st.integers(0, len(GRID) - 1), label="index"))
+                asked = [ROOT, *np.flatnonzero(growth.nodes["row"] >= 0).tolist()]
+                chosen = data.draw(st.lists(st.sampled_from(asked), min_size=1, unique=True), label="nodes")
+                pair.revise(chosen, data.draw(st.integers(0, len(GRID) - 1), label="index"))
             case "guests":
                 pair.add_guests(data.draw(guests()))
         pair.check_best(data.draw(st.integers(0, 30), label="count"), data.draw(st.integers(1, 4), label="depth"))
