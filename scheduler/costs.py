@@ -11,6 +11,7 @@ from .tree import FloatArray, IntArray
 
 Predict = Callable[[int], float]
 MOST_ROWS = 4096
+_LOGS = np.log2(np.maximum(np.arange(MOST_ROWS + 1), 1))
 WIDTHS = np.array([4, 8, 16, 32, 64])  # of draft rounds; few, so that each can be captured as a graph
 
 
@@ -60,12 +61,11 @@ class CostCurve:
     def seconds(self, rows: IntArray) -> FloatArray:
         """Of forwards with these numbers of rows."""
         if self._seconds is None:
-            logs = np.log2(np.maximum(np.arange(MOST_ROWS + 1), 1))
             knots = (self._sums + self.LITTLE * self._inferred()) / (self._weights + self.LITTLE)
             last = self._last
             knots[last:] = np.maximum.accumulate(knots[last:])
             knots[last::-1] = np.minimum.accumulate(knots[last::-1])
-            self._seconds = np.interp(logs, self.KNOTS, knots)
+            self._seconds = np.interp(_LOGS, self.KNOTS, knots)
         curve: FloatArray = self._seconds[np.minimum(rows, MOST_ROWS)]
         return curve
 

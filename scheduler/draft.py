@@ -258,9 +258,9 @@ class ModelDrafter:
 
     def _probabilities(self, nodes: IntArray) -> FloatArray:
         """That these nodes are accepted: the model's guesses as far as it is trusted, the guessers' as they say."""
-        picked = self._growth.nodes[nodes]
-        trust = np.where(picked["score"] > picked["floor"], self._belief.trust.value, 1.0)
-        probabilities: FloatArray = trust * np.exp(picked["score"])
+        scores, floors = self._growth.nodes["score"][nodes], self._growth.nodes["floor"][nodes]
+        trust = np.where(scores > floors, self._belief.trust.value, 1.0)
+        probabilities: FloatArray = trust * np.exp(scores)
         return probabilities
 
     def _is_worth_a_root(self) -> bool:
@@ -347,9 +347,8 @@ class ModelDrafter:
 
     def _children(self, nodes: IntArray, logits: Tensor) -> Guesses:
         """Of `nodes` [R] (ROOT first, if it is one of them), by draft logits [R, V]."""
-        depths = np.append(self._growth.nodes["depth"], 0)[nodes]  # the last entry serves ROOT
         paths = self._growth.path_tokens(nodes) if self._sampler.needs_history else [[]] * len(nodes)
-        return self._guess(logits[:, : self._columns], paths, self._position + depths)
+        return self._guess(logits[:, : self._columns], paths, self._position + self._growth.depths(nodes))
 
     def _guess(self, logits: Tensor, paths: Sequence[Sequence[int]], positions: IntArray) -> Guesses:
         """Candidates of R rows of draft logits [R, V], the children of each at positions [R]."""

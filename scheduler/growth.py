@@ -75,6 +75,8 @@ NODE = np.dtype(
     ]
 )
 
+NO_BAR = (0, 0), -np.inf
+
 
 class Growth:
     """Candidates below a root. `nodes` is an array of NODE, parents before children; scores fall along every path.
@@ -83,12 +85,14 @@ class Growth:
     """
 
     def __init__(self, final: Collection[int] = ()) -> None:
-        self.nodes = np.empty(0, dtype=NODE)
+        self._room = np.empty(1024, dtype=NODE)
+        self.nodes = self._room[:0]
         self.num_expanded = 0
         self._final = np.array(sorted(final), dtype=np.int64)
         self._guesses: list[Guesses] = []  # the root's, then those of the expanded nodes, by row
         self._ancestors = np.zeros((64, 64), dtype=np.bool_)  # [row, row]: who sees whom
-        self._has_guests = False
+        self._guests = np.empty(0, dtype=np.int64)  # nodes that another guesser named
+        self._bar = NO_BAR  # what `best` was asked last, and the least score found; nodes that are added can but raise it
 
     @property
     def is_rooted(self) -> bool:
@@ -106,27 +110,47 @@ class Growth:
     def add(self, parents: IntArray, guesses: Guesses, index: int) -> None:
         """The children of the nodes `parents` [R] (or [ROOT]), in the order of their rows, judged with s = GRID[index]."""
         self._guesses.append(guesses)
-        there = self._already_there(parents, guesses) if self._has_guests else np.zeros(guesses.tokens.shape, np.bool_)
+        there = self._already_there(parents, guesses)
         self._append(parents, guesses, index, ~there)
         if there.any():  # such a guest may be among `parents` itself, and its children's scores count from its own
             self.rescore(index)
 
     def _append(self, parents: IntArray, guesses: Guesses, index: int, wanted: BoolArray) -> None:
         """Those children of `parents` [R] that are `wanted` [R, C], as candidates."""
-        base, depths = (np.append(self.nodes[name], 0)[parents] for name in ("score", "depth"))  # the last serves ROOT
-        scores = guesses.log_probabilities(index) + base[:, None]
+        scores = guesses.log_probabilities(index) + self._of("score", parents, 0.0)[:, None]
+        depths = self.depths(parents) + 1
         row, column = np.nonzero(wanted & (scores > -np.inf))
-        new = np.empty(len(row), dtype=NODE)
-        new["token"], new["parent"], new["depth"] = guesses.tokens[row, column], parents[row], depths[row] + 1
+        new = self._more(len(row))
+        new["token"], new["parent"], new["depth"] = guesses.tokens[row, column], parents[row], depths[row]
         new["row"], new["floor"] = -1, -np.inf
         new["value"], new["score"] = guesses.values[row, column], scores[row, column]
-        self.nodes = np.concatenate((self.nodes, new))
+
+    def _more(self, count: int) -> np.ndarray:
+        """The last `count` of `nodes`, which are new and to be filled in."""
+        size = len(self.nodes)
+        if size + count > len(self._room):
+            room = np.empty(max(size + count, 2 * len(self._room)), dtype=NODE)
+            room[:size] = self.nodes
+            self._room = room
+        self.nodes = self._room[: size + count]
+        return self.nodes[size:]
+
+    def _of(self, name: str, nodes: IntArray, root: float) -> np.ndarray:
+        """A field of these nodes; `root` for those that are ROOT."""
+        found = np.full(len(nodes), root, dtype=NODE[name])
+        inner = np.flatnonzero(nodes != ROOT)
+        found[inner] = self.nodes[name][nodes[inner]]
+        return found
+
+    def depths(self, nodes: IntArray) -> IntArray:
+        """Of these nodes; ROOT's is 0."""
+        return self._of("depth", nodes, 0)
 
     def _already_there(self, parents: IntArray, guesses: Guesses) -> BoolArray:
         """[R, C]: children that a guest had guessed before; these learn what the model thinks of them."""
         there = np.zeros(guesses.tokens.shape, dtype=np.bool_)
-        guests = np.flatnonzero(np.isfinite(self.nodes["floor"]) & np.isin(self.nodes["parent"], parents))
-        for guest in guests:
+        guests = self._guests
+        for guest in guests[np.isin(self.nodes["parent"][guests], parents)] if len(guests) else ():
             row = int(np.flatnonzero(parents == self.nodes["parent"][guest])[0])
             for column in np.flatnonzero(guesses.tokens[row] == self.nodes["token"][guest]):
                 there[row, column] = True
@@ -145,12 +169,15 @@ class Growth:
             found = self.child(above, token)
             if found is None:
                 depth = 1 if above == ROOT else int(self.nodes["depth"][above]) + 1
-                new = np.array([(token, above, depth, -1, -np.inf, score, score)], dtype=NODE)
-                found, self.nodes = len(self.nodes), np.concatenate((self.nodes, new))
+                found = len(self.nodes)
+                self._more(1)[0] = token, above, depth, -1, -np.inf, score, score
             self.nodes["floor"][found] = max(self.nodes["floor"][found], score)
             places[i] = found
-        self._has_guests |= len(tree) > 0
+        self._find_guests()
         self.rescore(index)
+
+    def _find_guests(self) -> None:
+        self._guests = np.flatnonzero(np.isfinite(self.nodes["floor"]))
 
     def revise(self, parents: IntArray, guesses: Guesses, index: int) -> None:
         """New guesses after `parents` [R], ROOT or expanded nodes; every candidate is judged anew, with s = GRID[index].
@@ -158,7 +185,7 @@ class Growth:
         Children that are not guessed any more are no candidates, unless another guesser named them.
         """
         nodes, values = self.nodes, guesses.values
-        rows = np.append(nodes["row"], ROOT)[parents] + 1  # the last entry serves ROOT
+        rows = self._of("row", parents, ROOT) + 1
         self._guesses = [self.guesses.replaced(rows, guesses)]
         place = np.full(
             self.num_expanded + 2, -1
@@ -177,7 +204,7 @@ class Growth:
 
     def rescore(self, index: int) -> None:
         """Judge every candidate anew with s = GRID[index], from the root downwards."""
-        nodes = self.nodes
+        nodes, self._bar = self.nodes, NO_BAR
         if not len(nodes):
             return
         gains = np.full(len(nodes), -np.inf)
@@ -217,12 +244,15 @@ class Growth:
 
     def best(self, count: int, max_depth: int) -> IntArray:
         """The best `count` candidates at most `max_depth` deep, best first: a tree, parents before children."""
-        scores = self.nodes["score"]
-        if max_depth < (self.nodes["depth"].max() if len(self.nodes) else 0):
-            scores = np.where(self.nodes["depth"] <= max_depth, scores, -np.inf)
-        least = -np.partition(-scores, count - 1)[count - 1] if count < len(scores) else -np.inf
-        near = np.flatnonzero((scores >= least) & (scores > -np.inf))
-        return near[np.argsort(-scores[near], kind="stable")][:count]
+        asked = count, max_depth
+        least = self._bar[1] if self._bar[0] == asked else -np.inf
+        near = np.flatnonzero(self.nodes["score"] >= least)
+        near = near[(self.nodes["depth"][near] <= max_depth) & (self.nodes["score"][near] > -np.inf)]
+        scores = self.nodes["score"][near]
+        if count < len(near):
+            least = -np.partition(-scores, count - 1)[count - 1]
+            near, scores, self._bar = near[scores >= least], scores[scores >= least], (asked, least)
+        return near[np.argsort(-scores, kind="stable")][:count]
 
     def expanded(self, count: int) -> IntArray:
         """The best `count` of the expanded candidates, best first."""
@@ -231,10 +261,9 @@ class Growth:
 
     def open_among(self, nodes: IntArray, max_depth: int) -> IntArray:
         """Those of `nodes` that could still gain from being expanded, in the same order."""
-        picked = self.nodes[nodes]
-        is_open = (picked["row"] < 0) & (picked["depth"] < max_depth)
+        is_open = (self.nodes["row"][nodes] < 0) & (self.nodes["depth"][nodes] < max_depth)
         if len(self._final):
-            is_open &= ~np.isin(picked["token"], self._final)
+            is_open &= ~np.isin(self.nodes["token"][nodes], self._final)
         return nodes[is_open]
 
     def child(self, node: int, token: int) -> int | None:
@@ -284,12 +313,15 @@ class Growth:
         renumbered[:-1][inside] = np.arange(int(inside.sum()))
         new_rows = np.full(self.num_expanded + 1, -1)
         new_rows[kept] = np.arange(len(kept))
-        self.nodes = self.nodes[inside]
+        below = self.nodes[inside]
+        self.nodes = self._room[: len(below)]
+        self.nodes[:], self._bar = below, NO_BAR
         self.nodes["parent"] = renumbered[self.nodes["parent"]]
         self.nodes["row"] = new_rows[self.nodes["row"]]
         self.nodes["depth"] -= depth
         self.nodes["score"] -= score
         self.nodes["floor"] -= score
+        self._find_guests()
         self.num_expanded = len(kept)
         self._ancestors[: len(kept), : len(kept)] = self._ancestors[np.ix_(kept, kept)]
         self._ancestors[: len(kept), len(kept) :] = False
