@@ -92,9 +92,8 @@ class Growth:
         self._guesses: list[Guesses] = []  # the root's, then those of the expanded nodes, by row
         self._ancestors = np.zeros((64, 64), dtype=np.bool_)  # [row, row]: who sees whom
         self._guests = np.empty(0, dtype=np.int64)  # nodes that another guesser named
-        self._bar = (
-            NO_BAR  # what `best` was asked last, and the least score found; nodes that are added can but raise it
-        )
+        # What `best` was asked last, and the least score that it found: nodes that are added can but raise it.
+        self._bar = NO_BAR
 
     @property
     def is_rooted(self) -> bool:
