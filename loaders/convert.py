@@ -28,8 +28,9 @@ from offspec.errors import CheckpointError, StorageError, UsageError
 
 from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, fault, read_header, resolve, show
 from .checkpoint import UNFINISHED_MARKER as MARKER
-from .formats import FLOAT_DTYPES, bitsandbytes_functional, pack_4bit, stored_weights
+from .formats import bitsandbytes_functional, pack_4bit, stored_weights
 from .params import QUANT_TYPES, ConvertParams
+from .records import FLOAT_DTYPES
 from .shards import (
     CHUNK_BYTES,
     PART_SUFFIX,

@@ -1,4 +1,4 @@
-"""How a weight lies in bytes and becomes a matrix: 16- and 32-bit floats, bitsandbytes' NF4 and FP4, LLM.int8.
+"""How a weight lies in bytes and becomes a matrix: 16- and 32-bit floats, bitsandbytes' NF4 and FP4, LLM.int8, AWQ, GPTQ.
 
 `stored_weights` groups the tensors of a checkpoint into logical weights and disbelieves all of them first; `bind` puts a
 weight's freshly read bytes under it, as views; `linear` multiplies with it. `pack_4bit` is the way back. Quantised
@@ -22,7 +22,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -39,9 +39,10 @@ from offspec.errors import CheckpointError, OffspecError
 
 from .blocked import BlockedMatrix
 from .checkpoint import TensorInfo, fault, show
+from .grouped import PARTS, GroupedFormat, grouped_weight
 from .params import QUANT_TYPES
+from .records import FLOAT_DTYPES, typed
 
-FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 # The 16 values of each type, as bitsandbytes computes with them whatever a checkpoint's quant_map says.
@@ -75,7 +76,7 @@ class PackedWeight(Protocol):
         ...
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """The matrix [N, K] in `dtype`; into `out` (contiguous, of that shape and dtype) where given."""
+        """The matrix [N, K] in `dtype`; in the memory of `out` (contiguous, of that shape and dtype) where given."""
         ...
 
 
@@ -97,7 +98,7 @@ class StoredWeight(Protocol):
 
     @property
     def dtype(self) -> str:
-        """As stored: "F64", "F32", "F16", "BF16", "nf4", "fp4" or "int8"."""
+        """As stored: "F64", "F32", "F16", "BF16", "nf4", "fp4", "int8", "awq" or "gptq"."""
         ...
 
     @property
@@ -175,15 +176,10 @@ class PlainWeight:
         return (self.info,)
 
     def bind(self, parts: Sequence[Tensor]) -> Tensor:
-        return _typed(parts[0], FLOAT_DTYPES[self.info.dtype]).view(self.info.shape)
+        return typed(parts[0], FLOAT_DTYPES[self.info.dtype]).view(self.info.shape)
 
     def to(self, device: torch.device | str) -> PlainWeight:
         return self
-
-
-def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 [nbytes] → [nbytes / itemsize] of `dtype`, without a copy where the alignment allows it."""
-    return (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------- LLM.int8
@@ -221,7 +217,7 @@ class Int8Weight:
 
     def bind(self, parts: Sequence[Tensor]) -> Int8Matrix:
         codes, scales = parts
-        return Int8Matrix(codes.view(torch.int8).view(self.shape), _typed(scales, torch.float32))
+        return Int8Matrix(codes.view(torch.int8).view(self.shape), typed(scales, torch.float32))
 
     def to(self, device: torch.device | str) -> Int8Weight:
         return self
@@ -346,7 +342,7 @@ class Weight4bit:
 
     def bind(self, parts: Sequence[Tensor]) -> Matrix4bit:
         codes, absmax = parts
-        return Matrix4bit(self.layout, codes, absmax if self.layout.nested else _typed(absmax, torch.float32))
+        return Matrix4bit(self.layout, codes, absmax if self.layout.nested else typed(absmax, torch.float32))
 
     def to(self, device: torch.device | str) -> Weight4bit:
         nested = self.layout.nested
@@ -527,7 +523,9 @@ def _one_thread() -> Iterator[None]:
 _PARTS_4BIT = re.compile(r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+)", re.DOTALL)
 _PARTS_INT8 = re.compile(r"(.+)\.(SCB|weight_format)", re.DOTALL)
 _QUANT_STATE = re.compile(r"quant_state\.bitsandbytes__(.+)", re.DOTALL)
+_PARTS_GROUPED = re.compile(rf"(.+)\.({'|'.join(PARTS)})", re.DOTALL)
 _CONSTANTS = ("quant_map", "nested_absmax", "nested_quant_map")
+_SMALL = (*_CONSTANTS, "weight_format", "g_idx")  # parts that are read at once, beside the quant_state
 
 # What other methods call their tensors → how the method is called.
 _FOREIGN = (
@@ -549,21 +547,32 @@ class _Group:
         raise fault(info.path, f"weight {show(self.name)} {what}")
 
 
-def stored_weights(infos: Mapping[str, TensorInfo]) -> dict[str, StoredWeight]:
+def stored_weights(infos: Mapping[str, TensorInfo], grouped: GroupedFormat | None = None) -> dict[str, StoredWeight]:
     """Groups tensors into logical weights, by the keys of `infos`; reads the constants of the quantised ones.
 
+    grouped: what config.json says of matrices that do not say themselves how they are packed.
     Raises CheckpointError for whatever is incomplete, contradicts itself, or lies in a form that is not read.
     """
-    groups = _grouped(infos)
+    groups = _grouped(infos, grouped)
     values = _read_constants(groups.values())
-    return {name: _stored(group, values) for name, group in groups.items()}
+    return {name: _stored(group, values, grouped) for name, group in groups.items()}
 
 
-def _grouped(infos: Mapping[str, TensorInfo]) -> dict[str, _Group]:
+def blank_biases(infos: Mapping[str, TensorInfo], wanted: Collection[str]) -> set[str]:
+    """Biases that are not `wanted`, and hold nothing: GPTQ's tools wrote zeros beside every matrix of a model without biases."""
+    unwanted = [name for name in infos if name.endswith(".bias") and name not in wanted]
+    beside = [infos[name] for name in unwanted if f"{name.removesuffix('bias')}qweight" in infos]
+    return {info.name for info, content in _read(beside).items() if not any(content)}
+
+
+def _grouped(infos: Mapping[str, TensorInfo], said: GroupedFormat | None) -> dict[str, _Group]:
     groups: dict[str, _Group] = {}
     for key, info in infos.items():
-        _refuse_foreign(key, info)
         base, part = key, ""
+        if said and (match := _PARTS_GROUPED.fullmatch(key)):
+            base, part = f"{match[1]}.weight", match[2]
+        else:
+            _refuse_foreign(key, info)
         if match := _PARTS_4BIT.fullmatch(key):
             base, part = match[1], match[2]
         elif match := _PARTS_INT8.fullmatch(key):
@@ -579,8 +588,11 @@ def _refuse_foreign(key: str, info: TensorInfo) -> None:
         raise fault(info.path, f"tensor {show(key)} belongs to a checkpoint in {method}, which is not read; {_REMEDY}")
 
 
-def _stored(group: _Group, values: Mapping[TensorInfo, bytes]) -> StoredWeight:
+def _stored(group: _Group, values: Mapping[TensorInfo, bytes], said: GroupedFormat | None) -> StoredWeight:
     parts = group.parts
+    if said and not parts.keys().isdisjoint(PARTS):
+        order = parts.get("g_idx")
+        return grouped_weight(group.name, parts, said, None if order is None else values[order])
     if "" not in parts:
         part, info = next(iter(parts.items()))
         group.refuse(info, f"is missing, but its {show(part)} is there; {_DAMAGED}")
@@ -753,18 +765,18 @@ def _is_blocksize(value: object) -> bool:
     return type(value) is int and value in BLOCKSIZES
 
 
-def _read_constants(groups: Any) -> dict[TensorInfo, bytes]:
-    """The contents of all small parts, file by file in the order of their bytes."""
-    wanted = [
-        info
-        for group in groups
-        for part, info in group.parts.items()
-        if part in (*_CONSTANTS, "weight_format") or part.startswith("quant_state.")
-    ]
-    wanted.sort(key=lambda info: (info.path, info.offset))
+def _read_constants(groups: Iterable[_Group]) -> dict[TensorInfo, bytes]:
+    """The contents of all small parts."""
+    parts = (item for group in groups for item in group.parts.items())
+    return _read(info for part, info in parts if part in _SMALL or part.startswith("quant_state."))
+
+
+def _read(infos: Iterable[TensorInfo]) -> dict[TensorInfo, bytes]:
+    """Their contents, file by file in the order of their bytes."""
+    wanted = sorted(infos, key=lambda info: (info.path, info.offset))
     values: dict[TensorInfo, bytes] = {}
-    for path, infos in groupby(wanted, key=lambda info: info.path):
-        values |= _read_pieces(path, list(infos))
+    for path, pieces in groupby(wanted, key=lambda info: info.path):
+        values |= _read_pieces(path, list(pieces))
     return values
 
 

@@ -29,6 +29,7 @@ from offspec.errors import HardwareError, OffspecError
 from .formats import (
     Layout4bit,
     Nested,
+    StoredWeight,
     Weight4bit,
     bitsandbytes_functional,
     can_be_fused,
@@ -36,7 +37,9 @@ from .formats import (
     linear,
     set_fused_rows,
 )
+from .grouped import example
 from .hardware import Rates, read_memory
+from .params import GROUPED_METHODS
 from .readers import READ_BYTES, FileReader, HostBuffer, align_down
 from .stream import NUM_READERS
 from .units import MIB, format_size
@@ -356,21 +359,29 @@ def measure_host_to_device(device: torch.device, *, nbytes: int = 64 * MIB, seco
 def measure_dequantise(
     device: torch.device,
     dtype: torch.dtype,
+    form: str = "nf4",
     *,
     shape: tuple[int, int] = (8192, 4096),
     num_weights: int = 4,
     seconds: float = 1.0,
 ) -> float:
-    """NF4 weights/s that become `dtype`, a whole matrix at a time. On a CPU raises OffspecError without bitsandbytes.
+    """Weights/s of a packed format that become `dtype`, a whole matrix at a time; for those not of GROUPED_METHODS NF4's.
+
+    On a CPU NF4 raises OffspecError without bitsandbytes.
 
     As in a pass no cache holds the matrices, and between two of them the result of the last one is multiplied with.
     """
-    if device.type == "cpu":  # a GPU computes without it, too
-        bitsandbytes_functional()
-    num_blocks = shape[0] * shape[1] // 64
-    nested = Nested(torch.linspace(-1, 1, 256), torch.ones(-(-num_blocks // 256)), 0.0, 256)
-    stored = Weight4bit("weight", Layout4bit(shape, "nf4", 64, nested), ()).to(device)
-    parts = (shape[0] * shape[1] // 2, num_blocks)
+    stored: StoredWeight
+    if form in GROUPED_METHODS:
+        stored = example(form, shape)
+        parts = tuple(info.nbytes for info in stored.streamed)
+    else:
+        if device.type == "cpu":  # a GPU computes without it, too
+            bitsandbytes_functional()
+        num_blocks = shape[0] * shape[1] // 64
+        nested = Nested(torch.linspace(-1, 1, 256), torch.ones(-(-num_blocks // 256)), 0.0, 256)
+        stored = Weight4bit("weight", Layout4bit(shape, "nf4", 64, nested), ()).to(device)
+        parts = (shape[0] * shape[1] // 2, num_blocks)
     bound = [stored.bind([_any_bytes(nbytes, device) for nbytes in parts]) for _ in range(num_weights)]
     matrices = itertools.cycle(bound)
     out, row = torch.zeros(shape, dtype=dtype, device=device), _filled((1, shape[1]), dtype, device)

@@ -8,6 +8,8 @@ from offspec.errors import UsageError
 
 QUANT_TYPES = ("nf4", "fp4")
 CONVERT_FORMATS = (*QUANT_TYPES, "keep")
+GROUPED_METHODS = ("awq", "gptq")
+QUANT_METHODS = ("bitsandbytes", *GROUPED_METHODS)  # whose checkpoints are read
 PLAN_FORMATS = ("bf16", "fp16", "fp32", "nf4")
 
 

@@ -20,6 +20,12 @@ from .readers import BLOCK_BYTES, READ_BYTES, align_down, align_up
 MAX_GAP_BYTES = 128 * 1024  # a hole this small is cheaper to read than to seek over
 LOOSE_ALIGNMENT = 64
 ALIGNMENT = 16  # of the operands that a GPU's fast products take
+FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """uint8 [nbytes] → [nbytes / itemsize] of `dtype`, without a copy where the alignment allows it."""
+    return (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from .blocked import BlockedMatrix, can_be_blocked
 from .checkpoint import Checkpoint
 from .courier import bring
 from .cuda import DeviceFiller, DeviceSlot, pin_whole, unpin
-from .formats import FLOAT_DTYPES, StoredWeight, Weight, stored_weights
+from .formats import StoredWeight, Weight, stored_weights
+from .grouped import GroupedFormat
 from .placement import LayerCost, Placement
 from .readers import FileReader, HostBuffer, Reader, align_down, align_up
-from .records import Record
+from .records import FLOAT_DTYPES, Record
 from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, read_record
 from .weights import LAYER_PREFIX, missing, split_names
 
@@ -81,7 +82,8 @@ class StoredModel:
         cls, checkpoint: Checkpoint, *, layer_prefix: str = LAYER_PREFIX, ignore: Collection[str] = ()
     ) -> StoredModel:
         """Groups what the headers list into weights, and these into layers. Raises CheckpointError."""
-        weights = stored_weights({n: info for n, info in checkpoint.tensors.items() if n not in ignore})
+        infos = {n: info for n, info in checkpoint.tensors.items() if n not in ignore}
+        weights = stored_weights(infos, GroupedFormat.of(checkpoint))
         layers, shared = split_names(weights, layer_prefix)
         return cls(
             [StoredLayer({short: weights[name] for short, name in layer.items()}) for layer in layers],

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from offspec.loaders.params import QUANT_METHODS
+
 from .errors import CheckpointError, UnsupportedModelError
 
 Json = Mapping[str, Any]
@@ -203,10 +205,10 @@ def _family(config: Json) -> Callable[[Json, int], dict[str, Any]]:
         raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; supported: silu")
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
-        if method != "bitsandbytes":  # that one's tensors say themselves how they are packed
+        if method not in QUANT_METHODS:
             raise UnsupportedModelError(
-                f"checkpoints quantised by {method} are not read; use a bitsandbytes one (nf4, fp4, int8), or the 16-bit "
-                "one and `offspec quantize`"
+                f"checkpoints quantised by {method} are not read; use one in 4 bit by {', '.join(QUANT_METHODS)}, or the "
+                "16-bit one and `offspec quantize`"
             )
     return FAMILIES[model_type]
 

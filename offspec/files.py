@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from offspec.loaders.checkpoint import Checkpoint, read_config_json, resolve
+from offspec.loaders.formats import blank_biases
 from offspec.loaders.tiers import StoredModel
 
 from . import builtin
@@ -24,7 +25,7 @@ from .errors import (
     VocabularyMismatchError,
 )
 from .imagine import format_of, imagine
-from .model import EMBEDDING, LAYER_PREFIX, check_tensors, is_ignored
+from .model import EMBEDDING, LAYER_PREFIX, check_tensors, is_ignored, wanted_shapes
 from .tokenizer import Tokenizer, check_vocabularies
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -56,6 +57,7 @@ class ModelFiles:
         checkpoint = Checkpoint.open(path, headers_only=headers_only)
         config = _config(path, checkpoint.config)
         ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
+        ignored |= blank_biases(checkpoint.tensors, wanted_shapes(config))
         stored = StoredModel.of(checkpoint, layer_prefix=LAYER_PREFIX, ignore=ignored)
         check_tensors(stored.by_name, config, path)
         return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, stored, device_type, notes))

@@ -12,6 +12,7 @@ from typing import Any
 
 from offspec.loaders.checkpoint import DTYPE_BYTES, TensorInfo
 from offspec.loaders.formats import Layout4bit, PlainWeight, StoredWeight, Weight4bit
+from offspec.loaders.params import GROUPED_METHODS
 from offspec.loaders.tiers import StoredLayer, StoredModel
 
 from .config import ModelConfig
@@ -22,7 +23,10 @@ _BLOCK = 64  # weights a scale; scales of 8 bit, as double quantisation leaves t
 
 def format_of(config: Mapping[str, Any]) -> str:
     """The format that a config.json tells of: nf4 where it is quantised to 4 bit, its dtype otherwise."""
-    if (config.get("quantization_config") or {}).get("load_in_4bit"):
+    said = config.get("quantization_config") or {}
+    if (
+        said.get("load_in_4bit") or said.get("quant_method") in GROUPED_METHODS
+    ):  # whose sizes are within a percent of it
         return "nf4"
     dtype = config.get("torch_dtype") or config.get("dtype")
     return {"float16": "fp16", "float32": "fp32"}.get(str(dtype), "bf16")

@@ -46,9 +46,7 @@ def check_tensors(weights: Mapping[str, StoredWeight], config: ModelConfig, path
     Raises CheckpointError for a tensor that is missing or misshapen, UnsupportedModelError for one that this
     architecture does not have (so that nothing a model was trained with is left out silently).
     """
-    wanted = dict(config.shared_shapes())
-    for index in range(config.num_layers):
-        wanted |= {f"{LAYER_PREFIX}{index}.{name}": shape for name, shape in config.layer_shapes().items()}
+    wanted = wanted_shapes(config)
     for name, shape in wanted.items():
         if name not in weights:
             raise CheckpointError(f"{path}: tensor {name} is missing; the checkpoint does not match its config.json")
@@ -59,6 +57,13 @@ def check_tensors(weights: Mapping[str, StoredWeight], config: ModelConfig, path
             raise UnsupportedModelError(
                 f"{path}: tensor {name} has no place in a {config.model_type} decoder; the model has parts that are not supported"
             )
+
+
+def wanted_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Full name → shape of every tensor that `config` calls for."""
+    layers = range(config.num_layers)
+    inner = {f"{LAYER_PREFIX}{i}.{name}": shape for i in layers for name, shape in config.layer_shapes().items()}
+    return config.shared_shapes() | inner
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:

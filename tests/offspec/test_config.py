@@ -155,7 +155,7 @@ def test_an_unknown_architecture_is_named_with_the_supported_ones(model_type: An
     [
         (without(LLAMA, "model_type"), "no architecture named"),
         (LLAMA | {"hidden_act": "gelu"}, "gelu"),
-        (LLAMA | {"quantization_config": {"quant_method": "awq"}}, "awq"),
+        (LLAMA | {"quantization_config": {"quant_method": "hqq"}}, "hqq"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "unknown"),
         (LLAMA | {"quantization_config": "4bit"}, "unknown"),
         (rope(rope_type="dynamic", factor=2.0), "dynamic"),

@@ -1,0 +1,232 @@
+"""AWQ's and GPTQ's matrices: integers of 4 bit, with a scale and a zero point for each group of inputs.
+
+    w[n, k] = (code[k, n] - zero[group of k, n]) · scale[group of k, n]
+
+Both keep a matrix [N, K] the other way round, eight codes in an int32, the lowest bits first:
+    X.qweight   GPTQ: int32 [K/8, N], eight inputs in order. AWQ ("gemm"): int32 [K, N/8], the outputs 0 2 4 6 1 3 5 7
+    X.qzeros    int32 [G, N/8]: GPTQ: in order, less one ("gptq") or as they are ("gptq_v2"). AWQ: 0 2 4 6 1 3 5 7
+    X.scales    fp16 (or bf16, fp32) [G, N]
+    X.g_idx     GPTQ: int32 [K], each input's group; where it is not in order (`desc_act`) scales are gathered
+Sources: AWQ (2306.00978) as AutoAWQ packs it, GPTQ (2210.17323) as AutoGPTQ and GPTQModel do. What these compute in fp16
+is computed here bit for bit: codes, zeros and their products with a scale are exact in fp32, and rounded once.
+Knows nothing of checkpoints' other tensors, nor of when a weight is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, prod
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from offspec.errors import UnsupportedModelError
+
+from .checkpoint import DTYPE_BYTES, Checkpoint, TensorInfo, fault, show
+from .params import GROUPED_METHODS
+from .records import FLOAT_DTYPES, typed
+
+PARTS = ("qweight", "qzeros", "scales", "g_idx")  # of a matrix's name without its `.weight`
+CODES_PER_WORD, BITS = 8, 4
+_IN_ORDER = tuple(range(CODES_PER_WORD))
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of output i among the codes of its word
+_LAYOUTS = {"awq": {"gemm": 0}, "gptq": {"gptq": 1, "gptq_v2": 0}}  # and what is missing from their zeros
+_REMEDY = "use another 4-bit checkpoint of it, or the 16-bit one and `offspec quantize`"
+
+# Weights that are unpacked at a time, inputs by outputs: what a core's cache holds, and on a GPU so that launches are few.
+_TILE = {"cpu": (128, 2048), "cuda": (512, 8192)}
+
+
+@dataclass(frozen=True)
+class GroupedFormat:
+    """What a config.json says of all its matrices. group_size: None is a single group."""
+
+    method: str
+    group_size: int | None
+    zero_offset: int = 0
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> GroupedFormat | None:
+        """By its `quantization_config`; None where it names another method, or there is none.
+
+        Raises UnsupportedModelError for another number of bits or another layout, CheckpointError.
+        """
+        said, path = checkpoint.config.get("quantization_config"), checkpoint.path
+        method = said.get("quant_method") if isinstance(said, Mapping) else None
+        if not isinstance(said, Mapping) or method not in GROUPED_METHODS:
+            return None
+        if (bits := said.get("bits", BITS)) != BITS:
+            raise UnsupportedModelError(f"{path}: {method} with {bits!r} bits is not read, only with {BITS}; {_REMEDY}")
+        size = said.get("group_size", 128)
+        if type(size) is not int or not (size == -1 or size > 0):
+            raise fault(path, f"config.json has group_size {size!r}, which is neither a number of inputs nor -1 (all)")
+        layouts = _LAYOUTS[method]
+        layout = str(said.get("version" if method == "awq" else "checkpoint_format") or next(iter(layouts))).lower()
+        if layout not in layouts:
+            raise UnsupportedModelError(
+                f"{path}: {method} in the layout {show(layout)} is not read, only {' and '.join(layouts)}; {_REMEDY}"
+            )
+        return cls(method, None if size == -1 else size, layouts[layout])
+
+
+@dataclass(frozen=True)
+class GroupedLayout:
+    """Of one matrix [N, K]. groups: int64 [K] where inputs of a group do not lie together, else None."""
+
+    shape: tuple[int, int]
+    method: str
+    num_groups: int
+    zero_offset: int
+    groups: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class GroupedMatrix:
+    """codes int32 [K/8, N] (GPTQ) or [K, N/8] (AWQ), zeros int32 [G, N/8], scales float [G, N]."""
+
+    layout: GroupedLayout
+    codes: Tensor
+    zeros: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """The matrix [N, K], a transposed view of [K, N]; that in the memory of `out` (contiguous) where given."""
+        num_outputs, num_inputs = self.shape
+        device, groups, is_awq = self.codes.device, self.layout.groups, self.layout.method == "awq"
+        matrix = torch.empty(self.shape, dtype=dtype, device=device) if out is None else out
+        matrix = matrix.view(num_inputs, num_outputs)
+        zeros = _unpacked(self.zeros, _AWQ_PLACES if is_awq else _IN_ORDER)
+        if self.layout.zero_offset:
+            zeros = (zeros + self.layout.zero_offset).bitwise_and_((1 << BITS) - 1)
+        scales = self.scales.float()
+        shifts = (zeros * scales).neg_()
+        height, width = _TILE[device.type]
+        block = 1  # inputs that have a scale in common, as far as a tile can make use of it
+        if groups is None:
+            size = num_inputs // self.layout.num_groups
+            groups, block = torch.arange(num_inputs, device=device) // size, gcd(size, height)
+        for first in range(0, num_inputs, height):
+            rows = slice(first, min(first + height, num_inputs))
+            own = groups[rows][::block]
+            for left in range(0, num_outputs, width):
+                columns = slice(left, min(left + width, num_outputs))
+                codes = self._codes(rows, columns, is_awq=is_awq).view(len(own), block, -1)
+                tile = torch.addcmul(shifts[own, columns][:, None], codes, scales[own, columns][:, None])
+                matrix[rows, columns].copy_(tile.view(rows.stop - first, -1))
+        return matrix.t()
+
+    def _codes(self, rows: slice, columns: slice, *, is_awq: bool) -> Tensor:
+        """fp32 [rows, columns], without the zeros."""
+        if is_awq:
+            words = self.codes[rows, columns.start // CODES_PER_WORD : columns.stop // CODES_PER_WORD]
+            return _unpacked(words, _AWQ_PLACES).float()
+        words = self.codes[rows.start // CODES_PER_WORD : rows.stop // CODES_PER_WORD, None, columns]
+        places = torch.arange(0, 32, BITS, dtype=torch.int32, device=words.device)[:, None]
+        return (words >> places).bitwise_and_((1 << BITS) - 1).float()
+
+
+def _unpacked(words: Tensor, places: Sequence[int]) -> Tensor:
+    """int32 [R, W] → int32 [R, 8 · W]: the code at `places[i]` of each word is its i-th."""
+    codes = words.new_empty(*words.shape, CODES_PER_WORD)
+    for i, place in enumerate(places):
+        torch.bitwise_right_shift(words, BITS * place, out=codes[..., i])
+    return codes.bitwise_and_((1 << BITS) - 1).flatten(1)
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """X.qweight, X.qzeros and X.scales are streamed; a g_idx that matters is `layout.groups`."""
+
+    name: str
+    layout: GroupedLayout
+    streamed: tuple[TensorInfo, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.layout.method
+
+    def bind(self, parts: Sequence[Tensor]) -> GroupedMatrix:
+        codes, zeros = (
+            typed(part, torch.int32).view(info.shape) for part, info in zip(parts[:2], self.streamed, strict=False)
+        )
+        scales = self.streamed[2]
+        return GroupedMatrix(self.layout, codes, zeros, typed(parts[2], FLOAT_DTYPES[scales.dtype]).view(scales.shape))
+
+    def to(self, device: torch.device | str) -> GroupedWeight:
+        if self.layout.groups is None:
+            return self
+        return replace(self, layout=replace(self.layout, groups=self.layout.groups.to(device)))
+
+
+# ---------------------------------------------------------------------------------------------- headers → GroupedWeight
+
+_DAMAGED = "the checkpoint is damaged, download it again"
+
+
+def example(method: str, shape: tuple[int, int], group_size: int = 128) -> GroupedWeight:
+    """A matrix [N, K] as `method` stores it, of no checkpoint."""
+    (num_outputs, num_inputs), num_groups = shape, shape[1] // group_size
+    words = num_outputs // CODES_PER_WORD
+    codes = (num_inputs, words) if method == "awq" else (num_inputs // CODES_PER_WORD, num_outputs)
+    parts = (("I32", codes), ("I32", (num_groups, words)), ("F16", (num_groups, num_outputs)))
+    infos = (TensorInfo(method, kind, dims, Path(), 0, DTYPE_BYTES[kind] * prod(dims)) for kind, dims in parts)
+    return GroupedWeight("weight", GroupedLayout(shape, method, num_groups, 0), tuple(infos))
+
+
+def grouped_weight(
+    name: str, parts: Mapping[str, TensorInfo], said: GroupedFormat, group_of_inputs: bytes | None
+) -> GroupedWeight:
+    """The matrix that these tensors are (by their names in PARTS), each disbelieved first; group_of_inputs: what g_idx holds.
+
+    Raises CheckpointError.
+    """
+
+    def refuse(what: str) -> NoReturn:
+        raise fault(next(iter(parts.values())).path, f"weight {show(name)} {what}; {_DAMAGED}")
+
+    if missing := [part for part in PARTS[:3] if part not in parts]:
+        refuse(f"lacks its {missing[0]}")
+    if unknown := sorted(parts.keys() - {*PARTS}):
+        refuse(f"has a companion {show(unknown[0] or 'weight')} beside its {said.method} parts")
+    codes, zeros, scales = (parts[part] for part in PARTS[:3])
+    if any(len(info.shape) != 2 for info in (codes, zeros, scales)) or 0 in codes.shape + scales.shape:
+        refuse(f"is {list(codes.shape)}, {list(zeros.shape)} and {list(scales.shape)}, which should be matrices")
+    num_groups, num_outputs = scales.shape
+    num_inputs = codes.shape[0] if said.method == "awq" else codes.shape[0] * CODES_PER_WORD
+    if num_outputs % CODES_PER_WORD or num_inputs % CODES_PER_WORD:
+        refuse(f"is [{num_outputs}, {num_inputs}], which words of {CODES_PER_WORD} do not fill")
+    words = num_outputs // CODES_PER_WORD
+    wanted = {
+        "qweight": ("I32", (num_inputs, words) if said.method == "awq" else (codes.shape[0], num_outputs)),
+        "qzeros": ("I32", (num_groups, words)),
+        "g_idx": ("I32", (num_inputs,)),
+    }
+    for part, what in wanted.items():
+        if part in parts and (parts[part].dtype, parts[part].shape) != what:
+            found = f"{parts[part].dtype} {list(parts[part].shape)}"
+            refuse(f"has a {part} that is {found}, where {what[0]} {list(what[1])} belongs")
+    if scales.dtype not in ("F16", "BF16", "F32"):
+        refuse(f"has scales that are {scales.dtype}, not fp16, bf16 or fp32")
+    size = said.group_size or num_inputs
+    if num_inputs != num_groups * size:
+        refuse(
+            f"has {num_groups} groups of scales, where {num_inputs} inputs in groups of {size} call for another number"
+        )
+    groups = None if group_of_inputs is None else torch.frombuffer(bytearray(group_of_inputs), dtype=torch.int32).long()
+    if groups is not None and not (int(groups.min()) >= 0 and int(groups.max()) < num_groups):
+        refuse(f"has a g_idx that names groups from {int(groups.min())} to {int(groups.max())} of {num_groups}")
+    if groups is not None and bool((groups == torch.arange(num_inputs) // size).all()):
+        groups = None
+    layout = GroupedLayout((num_outputs, num_inputs), said.method, num_groups, said.zero_offset, groups)
+    return GroupedWeight(name, layout, (codes, zeros, scales))
