@@ -1,7 +1,7 @@
 """The link to a CUDA device: pinned host memory, device slots, and the thread that copies ahead on a stream of its own.
 
-The same `Ring` drives it as drives the disk. Nothing here synchronises the device with the thread that computes: a slot's
-`ready` event makes the computing stream wait for the copy, its `free` event makes the copy wait for the computing.
+The same `Ring` drives it as drives the disk. Nothing here waits for what the device computes: a slot's `ready` event makes
+the computing stream wait for the copy, its `free` event makes the copy wait for the computing.
 Beside it what else is CUDA's own: the allocator's limit, memory given back, and ranges for a profiler.
 """
 
@@ -93,14 +93,15 @@ def span(name: str) -> AbstractContextManager[None]:
 class DeviceSlot:
     """A slot in device memory; its events order the copying and the computing streams."""
 
+    @torch.inference_mode(False)  # another thread writes to it, which a tensor made in inference mode would refuse
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
         self._nbytes, self._device = nbytes, device
         self.shift = 0  # where what is in it begins, from 0 to ALIGNMENT; who fills it says so
-        # blocking: who waits for `ready` on the host (the thread that copies from disk) sleeps and leaves its core to others.
+        # blocking: who waits for `ready` on the host sleeps, and leaves its core to others.
         self.ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.free = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.leave()  # whatever used this memory before, on the computing stream, comes first
+        self.free.record(torch.cuda.current_stream(device))  # whatever used this memory before comes first
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -110,7 +111,13 @@ class DeviceSlot:
         torch.cuda.current_stream(self._device).wait_event(self.ready)
 
     def leave(self) -> None:
+        """Returns when the layer has arrived: the device goes on with it, and only then is more put into its queue.
+
+        A pass is some thousand kernels, a queue holds about a thousand, and who finds it full may hold up what other threads
+        launch: the draft's rounds.
+        """
         self.free.record(torch.cuda.current_stream(self._device))
+        self.ready.synchronize()
 
 
 class DeviceFiller:

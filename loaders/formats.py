@@ -237,8 +237,8 @@ class Nested:
 
     @cached_property
     def offset_on_device(self) -> Tensor:
-        """fp32, without dimensions, beside the scales: as kernels want it. Made once: to make it waits for the device."""
-        return torch.tensor(self.offset, dtype=torch.float32, device=self.scales.device)
+        """fp32, without dimensions, beside the scales: as kernels want it. Filled in there: to bring it would wait for the device."""
+        return torch.full((), self.offset, dtype=torch.float32, device=self.scales.device)
 
     def expand(self, codes: Tensor) -> Tensor:
         """uint8 [blocks] → fp32 [blocks]."""
@@ -272,7 +272,7 @@ class Matrix4bit:
         layout, device = self.layout, self.codes.device
         matrix = torch.empty(layout.shape, dtype=dtype, device=device) if out is None else out
         scales = self.absmax if layout.nested is None else layout.nested.expand(self.absmax)
-        if device.type == "cuda" and dtype in _KERNEL_DTYPES and has_bitsandbytes():
+        if device.type == "cuda" and dtype in _KERNEL_DTYPES and has_kernels(device):
             _dequantize_on_cuda(self.codes, scales, layout, matrix)
         else:
             native = device.type == "cpu" and dtype in _KERNEL_DTYPES and layout.blocksize < _SLOW_BLOCKSIZE
@@ -434,6 +434,19 @@ def has_bitsandbytes() -> bool:
     try:
         bitsandbytes_functional()
     except OffspecError:
+        return False
+    return True
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether bitsandbytes' kernels run on this GPU: where it finds none for its CUDA it is imported all the same."""
+    if not has_bitsandbytes():
+        return False
+    layout, codes = Layout4bit((1, 64), "nf4", 64), torch.zeros(32, dtype=torch.uint8, device=device)
+    try:
+        _dequantize_on_cuda(codes, torch.ones(1, device=device), layout, torch.empty(1, 64, device=device))
+    except RuntimeError:  # its own, in the place of the library that could not be loaded
         return False
     return True
 

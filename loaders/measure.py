@@ -406,8 +406,9 @@ def measure_fused_rows(
 ) -> int:
     """Find out for how many rows a packed matrix [N, K] is better not dequantised, and have `formats.linear` do so.
 
-    The widths of FUSED_WIDTHS are tried until the fused product is not faster any more; 0 where it never is, or where this
-    device and layout have none. Kept for as long as the process lives.
+    The widths of FUSED_WIDTHS are tried until the fused product is not faster any more, or is none: from some width on
+    bitsandbytes dequantises after all, in memory that nobody planned for. 0 where it never is, or where this device and
+    layout have none. Kept for as long as the process lives.
     """
     set_fused_rows(shape, dtype, device, 0)  # so that `linear` below is the plain product
     num_blocks = shape[0] * shape[1] // blocksize
@@ -426,11 +427,20 @@ def measure_fused_rows(
             each_s = seconds / len(FUSED_WIDTHS) / 2
             return _typical_s(device, lambda: multiply(rows, next(matrices), None, scratch), each_s)
 
-        if typical_s(fused_linear) > FUSED_GAIN * typical_s(linear):
+        taken = _allocated(device)
+        fused_linear(rows, next(matrices), None, scratch)
+        if _allocated(device) - taken >= scratch.nbytes or typical_s(fused_linear) > FUSED_GAIN * typical_s(linear):
             break
         most = width
     set_fused_rows(shape, dtype, device, most)
     return most
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes of device memory that were ever asked for; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0))
 
 
 def _any_bytes(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -127,12 +127,13 @@ class Sampler:
 
         Raises NumericalError where the logits are not numbers.
         """
-        if not torch.isfinite(logits.max()):
-            raise not_finite(position)
         values = self.process(logits[None].double(), [path])[0]
         if not self.is_greedy:
             values = values + self.noise(position)
-        return int(values.argmax())
+        token, greatest = torch.stack((values.argmax().double(), logits.max().double())).tolist()  # one transfer
+        if not math.isfinite(greatest):
+            raise not_finite(position)
+        return int(token)
 
     def _penalised(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         seen = self._seen[: logits.shape[-1]].expand_as(logits).clone()

@@ -351,7 +351,7 @@ def test_a_gpu_needs_no_bitsandbytes(
 ) -> None:
     matrix = packed((520, 256), quant_type, nested, tmp_path, "cuda")
     expected = dense(matrix, torch.bfloat16)
-    monkeypatch.setattr(formats, "has_bitsandbytes", lambda: False)
+    monkeypatch.setattr(formats, "has_kernels", lambda device: False)
     assert equal(dense(matrix, torch.bfloat16), expected)
 
 
