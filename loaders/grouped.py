@@ -99,45 +99,60 @@ class GroupedMatrix:
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """The matrix [N, K], a transposed view of [K, N]; that in the memory of `out` (contiguous) where given."""
         num_outputs, num_inputs = self.shape
-        device, groups, is_awq = self.codes.device, self.layout.groups, self.layout.method == "awq"
+        device, groups = self.codes.device, self.layout.groups
         matrix = torch.empty(self.shape, dtype=dtype, device=device) if out is None else out
         matrix = matrix.view(num_inputs, num_outputs)
-        zeros = _unpacked(self.zeros, _AWQ_PLACES if is_awq else _IN_ORDER)
-        if self.layout.zero_offset:
-            zeros = (zeros + self.layout.zero_offset).bitwise_and_((1 << BITS) - 1)
-        scales = self.scales.float()
-        shifts = (zeros * scales).neg_()
         height, width = _TILE[device.type]
         block = 1  # inputs that have a scale in common, as far as a tile can make use of it
         if groups is None:
             size = num_inputs // self.layout.num_groups
             groups, block = torch.arange(num_inputs, device=device) // size, gcd(size, height)
-        for first in range(0, num_inputs, height):
-            rows = slice(first, min(first + height, num_inputs))
-            own = groups[rows][::block]
-            for left in range(0, num_outputs, width):
-                columns = slice(left, min(left + width, num_outputs))
-                codes = self._codes(rows, columns, is_awq=is_awq).view(len(own), block, -1)
-                tile = torch.addcmul(shifts[own, columns][:, None], codes, scales[own, columns][:, None])
+        memory = torch.empty(height * width, device=device)
+        for left in range(0, num_outputs, width):
+            columns = slice(left, min(left + width, num_outputs))
+            scales, shifts = self._scales_and_shifts(columns)
+            for first in range(0, num_inputs, height):
+                rows = slice(first, min(first + height, num_inputs))
+                own = groups[rows][::block]
+                codes = self._codes(rows, columns)
+                tile = memory[: codes.numel()].view(len(own), block, -1).copy_(codes.view(len(own), block, -1))
+                torch.addcmul(shifts[own, None], tile, scales[own, None], out=tile)
                 matrix[rows, columns].copy_(tile.view(rows.stop - first, -1))
         return matrix.t()
 
-    def _codes(self, rows: slice, columns: slice, *, is_awq: bool) -> Tensor:
-        """fp32 [rows, columns], without the zeros."""
-        if is_awq:
-            words = self.codes[rows, columns.start // CODES_PER_WORD : columns.stop // CODES_PER_WORD]
-            return _unpacked(words, _AWQ_PLACES).float()
-        words = self.codes[rows.start // CODES_PER_WORD : rows.stop // CODES_PER_WORD, None, columns]
-        places = torch.arange(0, 32, BITS, dtype=torch.int32, device=words.device)[:, None]
-        return (words >> places).bitwise_and_((1 << BITS) - 1).float()
+    def _scales_and_shifts(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """fp32 [G, columns] each: w = scale · code + shift."""
+        words = self.zeros[:, columns.start // CODES_PER_WORD : columns.stop // CODES_PER_WORD]
+        zeros = _interleaved(words) if self.layout.method == "awq" else _in_order(words[..., None]).flatten(1)
+        zeros = (zeros + self.layout.zero_offset).bitwise_and_((1 << BITS) - 1)
+        scales = self.scales[:, columns].float()
+        return scales, (zeros * scales).neg_()
+
+    def _codes(self, rows: slice, columns: slice) -> Tensor:
+        """[rows, columns], integers."""
+        if self.layout.method == "awq":
+            return _interleaved(self.codes[rows, columns.start // CODES_PER_WORD : columns.stop // CODES_PER_WORD])
+        words = self.codes[rows.start // CODES_PER_WORD : rows.stop // CODES_PER_WORD, columns]
+        return _in_order(words[:, None], -2).flatten(0, 1)
 
 
-def _unpacked(words: Tensor, places: Sequence[int]) -> Tensor:
-    """int32 [R, W] → int32 [R, 8 · W]: the code at `places[i]` of each word is its i-th."""
-    codes = words.new_empty(*words.shape, CODES_PER_WORD)
-    for i, place in enumerate(places):
-        torch.bitwise_right_shift(words, BITS * place, out=codes[..., i])
-    return codes.bitwise_and_((1 << BITS) - 1).flatten(1)
+def _in_order(words: Tensor, dim: int = -1) -> Tensor:
+    """int32 → int32: a word's codes along `dim`, where it has the size 1."""
+    places = torch.arange(0, 32, BITS, dtype=torch.int32, device=words.device)
+    places = places.view(-1, *[1] * (-1 - dim))
+    return (words >> places).bitwise_and_((1 << BITS) - 1)
+
+
+def _interleaved(words: Tensor) -> Tensor:
+    """int32 [R, W] → uint8 [R, 8 · W]: the codes of each word in the order 0 4 1 5 2 6 3 7, all of a word at a time.
+
+    Nibbles hgfedcba become bytes 0h0d0g0c0f0b0e0a in three steps, each a move of half of them.
+    """
+    wide = words.long().bitwise_and_(0xFFFFFFFF)  # without the sign
+    wide.bitwise_or_(wide << 24).bitwise_and_(0x00FF00FF00FF00FF)  # hg fe dc ba -> 
+    wide.bitwise_or_(wide >> 8).bitwise_and_(0x0000FFFF0000FFFF)
+    wide.bitwise_or_(wide << 12).bitwise_and_(0x0F0F0F0F0F0F0F0F)
+    return wide.view(torch.uint8)
 
 
 @dataclass(frozen=True)

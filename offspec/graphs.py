@@ -30,6 +30,7 @@ WIDTHS = (4, 8, 16, 32, 64)  # rows that a round is padded to
 MIN_KEYS = 512  # keys that attention looks at, at least; doubled until all that is in use is among them
 Work = Callable[[], None]
 Record = Callable[[Work], Work | None]
+Shape = tuple[int, int]  # rows and keys of a round
 
 
 def is_static(decoder: Decoder) -> bool:
@@ -178,7 +179,10 @@ class TreeGraphs:
         self._inputs = Inputs(decoder.device)
         self._states = torch.zeros(WIDTHS[-1], decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self._record = record or (CudaRecorder(decoder.device) if decoder.device.type == "cuda" else as_it_is)
-        self._rounds: dict[tuple[int, int], Work] = {}
+        self._rounds: dict[Shape, Work] = {}
+        self._missed = dict[
+            Shape, None
+        ]()  # of rounds that ran beside a pass, where nothing can be recorded; in their order
         self._bound_to = 0  # the cache's capacity: where that changes, its memory does
         self._borrower: ReferenceType[StaticText] | None = None
 
@@ -207,12 +211,23 @@ class TreeGraphs:
             self._bind()
         self._inputs.put(cache.length, cache.size, tokens, cache.length - 1 + depths, mask, width)
         shape = width, _num_keys(cache.size + width, cache.capacity)
-        if (replay := self._rounds.get(shape) or self._record(partial(self._forward, *shape))) is not None:
-            self._rounds[shape] = replay
-            replay()
-        else:
-            self._forward(*shape)
+        if shape not in self._rounds:
+            self._missed[shape] = None
+        if self._missed:
+            self._catch_up()
+        replay = self._rounds.get(shape) or partial(self._forward, *shape)
+        replay()
         return self._states[: len(tokens)]
+
+    def _catch_up(self) -> None:
+        """Record every shape that was missed, if that can be now. What it leaves in free slots the next rounds write over."""
+        for shape in list(self._missed):
+            if self.cache.size + shape[0] > self.cache.capacity:
+                continue
+            if (replay := self._record(partial(self._forward, *shape))) is None:
+                return
+            self._rounds[shape] = replay
+            del self._missed[shape]
 
     def close(self) -> None:
         """Lets go of graphs and cache; no text may be asked for or used afterwards."""
@@ -222,7 +237,7 @@ class TreeGraphs:
         """To the cache's memory as it is now."""
         self.cache.wipe()
         if self.cache.capacity != self._bound_to:
-            self._rounds, self._bound_to = {}, self.cache.capacity
+            self._rounds, self._missed, self._bound_to = {}, {}, self.cache.capacity
 
     def _forward(self, width: int, num_keys: int) -> None:
         """The round that the inputs hold, into the states. The arguments alone make the shapes, and nothing waits."""

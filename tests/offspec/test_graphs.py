@@ -257,6 +257,34 @@ def test_only_weights_that_stay_as_they_are(tiny_model: GetModel) -> None:
     assert not is_static(wider), "each use would convert them"
 
 
+def test_shapes_that_were_missed_are_recorded_as_soon_as_they_can_be(tiny_model: GetModel) -> None:
+    """Beside a pass nothing is recorded; the next round of any shape that is not, makes up for it, and disturbs no text."""
+    decoder, recorded, may_record = cached(tiny_model, "llama-gqa"), list[tuple[int, ...]](), True
+
+    def record(work: Any) -> Work | None:
+        if may_record:
+            work()  # as warming up does
+            recorded.append(work.args)
+        return work if may_record else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offspec.graphs.MIN_KEYS", 32)
+        twins = Twins(TreeGraphs(decoder, 100, record).text(100), CachedDecoder(decoder))
+        twins.commit(random_tokens(8))
+        assert recorded == [(8, 32)]
+        may_record = False
+        twins.grow(random_tokens(20, seed=1), [3 * place for place in range(20)])  # 28 rows behind 8: 64 keys
+        twins.grow(random_tokens(20, seed=2), [5 * place for place in range(20)])
+        assert recorded == [(8, 32)]
+        may_record = True
+        twins.keep(2, reroot=True)
+        twins.grow(random_tokens(6, seed=3), [0, 1, 0, 1, 2, 0])
+        assert (32, 64) in recorded
+        assert len(recorded) == len(set(recorded))
+        twins.grow(random_tokens(18, seed=4), list(range(18)))
+        twins.keep(1, reroot=True)
+
+
 def test_a_pool_of_graphs_is_never_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch refuses to capture into a pool that has had graphs and has none any more, as when the cache has grown."""
     alive, captured = set[int](), list[int]()
