@@ -107,17 +107,15 @@ class GroupedMatrix:
         if groups is None:
             size = num_inputs // self.layout.num_groups
             groups, block = torch.arange(num_inputs, device=device) // size, gcd(size, height)
-        memory = torch.empty(height * width, device=device)
+        own = groups[::block].split(height // block)
         for left in range(0, num_outputs, width):
             columns = slice(left, min(left + width, num_outputs))
             scales, shifts = self._scales_and_shifts(columns)
-            for first in range(0, num_inputs, height):
-                rows = slice(first, min(first + height, num_inputs))
-                own = groups[rows][::block]
-                codes = self._codes(rows, columns)
-                tile = memory[: codes.numel()].view(len(own), block, -1).copy_(codes.view(len(own), block, -1))
-                torch.addcmul(shifts[own, None], tile, scales[own, None], out=tile)
-                matrix[rows, columns].copy_(tile.view(rows.stop - first, -1))
+            for i, rows in enumerate(matrix[:, columns].split(height)):
+                first = i * height
+                codes = self._codes(slice(first, first + len(rows)), columns).float().view(len(own[i]), block, -1)
+                torch.addcmul(shifts.index_select(0, own[i])[:, None], codes, scales.index_select(0, own[i])[:, None], out=codes)
+                rows.copy_(codes.view(rows.shape))
         return matrix.t()
 
     def _scales_and_shifts(self, columns: slice) -> tuple[Tensor, Tensor]:
@@ -149,7 +147,7 @@ def _interleaved(words: Tensor) -> Tensor:
     Nibbles hgfedcba become bytes 0h0d0g0c0f0b0e0a in three steps, each a move of half of them.
     """
     wide = words.long().bitwise_and_(0xFFFFFFFF)  # without the sign
-    wide.bitwise_or_(wide << 24).bitwise_and_(0x00FF00FF00FF00FF)  # hg fe dc ba -> 
+    wide.bitwise_or_(wide << 24).bitwise_and_(0x00FF00FF00FF00FF)  # hg fe dc ba ->
     wide.bitwise_or_(wide >> 8).bitwise_and_(0x0000FFFF0000FFFF)
     wide.bitwise_or_(wide << 12).bitwise_and_(0x0F0F0F0F0F0F0F0F)
     return wide.view(torch.uint8)

@@ -321,7 +321,18 @@ class Engine:
         stats.learnt_loss, stats.unlearnt_loss = learnt.loss, learnt.loss_before
 
     def new_caches(self, num_tokens: int = 0, num_nodes: int = 0) -> TextCaches:
-        """Empty KV caches of one text, to be kept from request to request; with room at once for so many tokens and a tree beside them."""
+        """Empty KV caches of one text, to be kept from request to request; with room at once for so many tokens and a tree beside them.
+
+        Where device memory runs out for it, the target is loaded anew (`shed`).
+        """
+        while True:
+            try:
+                return self._empty_caches(num_tokens, num_nodes)
+            except torch.OutOfMemoryError as exc:
+                told = first_line(exc)
+            self.shed(told)  # not in the handler: a traceback keeps what was made
+
+    def _empty_caches(self, num_tokens: int, num_nodes: int) -> TextCaches:
         capacity, drafted = num_tokens + num_nodes, num_tokens + MAX_ROWS if num_tokens else 0
         if isinstance(self.draft, EarlyExit):
             return TextCaches(*shared_text(self.target, self.draft, capacity))
@@ -418,7 +429,7 @@ class _Request:
         self.speculation, self._caches, self._longest = speculation, caches, len(text) + limit
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
-        num_prefilled = self._begin(text)
+        num_prefilled = self._begin_within_memory(text)
         self.listener: Listener | None = None
         self.stats = Stats(
             num_prompt_tokens=len(text),
@@ -426,6 +437,20 @@ class _Request:
             seed=params.seed,
             is_lossy=speculation.is_lossy,
         )
+
+    def _begin_within_memory(self, text: list[int]) -> int:
+        """`_begin`; where device memory runs out for the caches, again with fewer of the target's layers staying."""
+        while True:
+            try:
+                return self._begin(text)
+            except torch.OutOfMemoryError as exc:
+                told = first_line(exc)
+            self._shed(told)
+
+    def _shed(self, told: str) -> None:
+        cached = self._caches.target
+        cached.cache = cached.decoder.new_cache()  # an empty one: what the old one takes is wanted
+        self.engine.shed(told)
 
     def _begin(self, text: list[int]) -> int:
         """Caches and a drafter for what follows `text`; returns how many of its tokens the target has to score."""
@@ -457,9 +482,8 @@ class _Request:
             except torch.OutOfMemoryError as exc:
                 told = first_line(exc)
             moved = self.engine.target.weights.bytes_streamed - self._moved_before
-            self.target.cache = self.target.decoder.new_cache()  # an empty one: what the old one takes is wanted
-            self.engine.shed(told)
-            self._begin(self.text)
+            self._shed(told)
+            self._begin_within_memory(self.text)
             self._moved_before -= moved
 
     def _iterate(self) -> Verdict:

@@ -11,6 +11,7 @@ import torch
 from offspec import Engine, SamplingParams
 from offspec import engine as engines
 from offspec.errors import MemoryLimitError
+from offspec.kv_cache import KVCache
 from offspec.loaders.cuda import limit_memory, release_memory
 from offspec.loaders.placement import Placement
 from offspec.model import CachedDecoder, Decoder
@@ -101,6 +102,41 @@ def test_caches_of_another_text_outlive_a_shortage(scarce: Callable[..., Scarce]
     steps = list(engine.generate("def area(", PARAMS, caches=caches))
     assert first == [token for step in steps for token in step.token_ids] == expected
     assert steps[-1].stats.num_prefilled_tokens == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("failing", range(1, 5), ids=["target, empty", "draft, empty", "target", "draft"])
+def test_caches_that_do_not_fit_are_made_with_fewer_residents(
+    scarce: Callable[..., Scarce], failing: int, expected: list[int]
+) -> None:
+    """They are the largest of what is taken after loading."""
+    engine = load()
+    scarce(KVCache, "reserve", {failing})
+    assert says(engine) == expected
+    assert num_resident(engine) < 8
+    scarce(KVCache, "reserve", {failing})
+    with pytest.raises(MemoryLimitError, match="cpu ran out of memory"):
+        says(engine)
+    engine.close()
+
+
+def test_a_shortage_in_what_is_kept_from_request_to_request(scarce: Callable[..., Scarce], expected: list[int]) -> None:
+    engine = load()
+    scarce(engines, "CachedDecoder", {2})
+    caches = engine.new_caches(100, 64)
+    assert num_resident(engine) < 8
+    steps = engine.generate("def area(", PARAMS, caches=caches)
+    assert [token for step in steps for token in step.token_ids] == expected
+    engine.close()
+
+
+def test_a_shortage_after_a_shortage_is_explained(scarce: Callable[..., Scarce]) -> None:
+    """First there is too little for a pass, then for the new caches."""
+    engine = load()
+    scarce(CachedDecoder, "score_rows", {2})
+    scarce(KVCache, "reserve", {5})
+    with pytest.raises(MemoryLimitError, match="cpu ran out of memory"):
+        says(engine)
     engine.close()
 
 
