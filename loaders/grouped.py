@@ -114,7 +114,9 @@ class GroupedMatrix:
             for i, rows in enumerate(matrix[:, columns].split(height)):
                 first = i * height
                 codes = self._codes(slice(first, first + len(rows)), columns).float().view(len(own[i]), block, -1)
-                torch.addcmul(shifts.index_select(0, own[i])[:, None], codes, scales.index_select(0, own[i])[:, None], out=codes)
+                torch.addcmul(
+                    shifts.index_select(0, own[i])[:, None], codes, scales.index_select(0, own[i])[:, None], out=codes
+                )
                 rows.copy_(codes.view(rows.shape))
         return matrix.t()
 
