@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec import engine as engine_module
+from offspec.loaders.convert import convert
+from offspec.loaders.formats import has_bitsandbytes
 from offspec.planning import Plan, plan_here
 
 from ..pair import build_pair
@@ -29,6 +32,10 @@ REQUESTS = {
     "sampled": (SAMPLED, SpeculationParams(24)),
     "plain": (SAMPLED, SpeculationParams(0)),
     "sequoia": (SAMPLED, SpeculationParams(8, tree="sequoia")),
+    "opt-tree": (
+        SamplingParams(16, temperature=1.0, top_k=40, seed=4, ignore_eos=True),
+        SpeculationParams(8, tree="opt-tree"),
+    ),
     "joint": (SamplingParams(16, ignore_eos=True), SpeculationParams(accept="joint")),
 }
 Move = Callable[[Plan], Plan]
@@ -47,30 +54,50 @@ def on_disk(plan: Plan) -> Plan:
 
 
 def streamed(plan: Plan, **where: Any) -> Plan:
-    placement = replace(plan.placement, resident=(), num_slots=2, **where)
+    placement = replace(plan.placement, **{"resident": (), "num_slots": 2, **where})
     return replace(plan, placement=placement, stream_bytes=sum(layer.read_bytes for layer in plan.layers))
 
 
-def texts(pair: Path, device: str, move: Move = resident) -> dict[str, list[int]]:
+FORMS = ("plain", "nf4") if has_bitsandbytes() else ("plain",)
+
+
+def build(folder: Path) -> Path:
+    """A pair, its target in each of FORMS."""
+    pair = build_pair(folder, num_layers=4)
+    pair.target.rename(folder / "plain")
+    if "nf4" in FORMS:
+        convert(folder / "plain", folder / "nf4")
+    return folder
+
+
+def load(folder: Path, form: str, device: str, move: Move = resident, **options: Any) -> Engine:
+    """An engine whose layers lie where `move` puts them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "plan_here", lambda *args: move(plan_here(*args)))
-        engine = Engine.load(str(pair / "target"), draft=str(pair / "draft"), device=device, dtype="fp32")
+        options = {"draft": str(folder / "draft"), **options}
+        engine = Engine.load(str(folder / form), device=device, dtype="fp32", **options)
     assert str(engine.target.device).startswith(device)
-    said = {
-        name: [token for step in engine.generate("def area(", *request) for token in step.token_ids]
-        for name, request in REQUESTS.items()
-    }
+    return engine
+
+
+def texts(engine: Engine) -> dict[str, list[int]]:
+    """What each of REQUESTS comes to; the engine is closed."""
+    said = {name: says(engine, name) for name in REQUESTS}
     engine.close()
     return said
 
 
+def says(engine: Engine, name: str) -> list[int]:
+    return [token for step in engine.generate("def area(", *REQUESTS[name]) for token in step.token_ids]
+
+
 def main(folder: Path) -> None:
-    """All texts, as JSON: name of the place → name of the request → token ids."""
-    build_pair(folder, num_layers=4)
-    found = {"cpu": texts(folder, "cpu")}
+    """All texts, as JSON: form and place → name of the request → token ids."""
+    build(folder)
+    found = {f"{form} cpu": texts(load(folder, form, "cpu")) for form in FORMS}
     with pretended_cuda(folder / "guard.so"):
-        for move in (resident, in_ram, on_disk):
-            found[move.__name__] = texts(folder, "cuda:0", move)
+        for form, move in product(FORMS, (resident, in_ram, on_disk)):
+            found[f"{form} {move.__name__}"] = texts(load(folder, form, "cuda:0", move))
     print(json.dumps(found))
 
 
@@ -82,9 +109,11 @@ def test_texts_are_the_cpus(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    expected = found.pop("cpu")
-    assert all(len(ids) == 16 for ids in expected.values())
-    assert found == {"resident": expected, "in_ram": expected, "on_disk": expected}
+    for form in FORMS:
+        expected = found.pop(f"{form} cpu")
+        assert all(len(ids) == 16 for ids in expected.values())
+        for place in ("resident", "in_ram", "on_disk"):
+            assert found[f"{form} {place}"] == expected
 
 
 if __name__ == "__main__":

@@ -1,0 +1,67 @@
+"""The engine on a CUDA device: what it says is what the CPU says, whatever lies where, in whatever form, whoever guesses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.align import Aligner, AlignmentParams
+from offspec.early_exit import EarlyExit
+from offspec.loaders.formats import dense, has_kernels
+from offspec.planning import Plan
+
+from .test_pretended_cuda import FORMS, Move, build, in_ram, load, on_disk, resident, says, streamed, texts
+
+pytestmark = pytest.mark.gpu
+MOVES = pytest.mark.parametrize("move", [resident, in_ram, on_disk])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("pair"))
+
+
+@MOVES
+@pytest.mark.parametrize("form", FORMS)
+def test_texts_are_the_cpus(folder: Path, form: str, move: Move) -> None:
+    assert texts(load(folder, form, "cuda:0", move)) == texts(load(folder, form, "cpu"))
+
+
+def test_without_bitsandbytes_they_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "nf4" not in FORMS or not has_kernels(torch.device("cuda:0")):
+        pytest.skip("there is nothing to do without")
+    expected = texts(load(folder, "nf4", "cpu"))
+    monkeypatch.setattr("offspec.loaders.formats.has_kernels", lambda device: False)
+    assert texts(load(folder, "nf4", "cuda:0", in_ram)) == expected
+
+
+def first_stay(plan: Plan) -> Plan:
+    return streamed(plan, resident=(0, 1), in_ram=(2, 3))
+
+
+@pytest.mark.parametrize("move", [resident, first_stay])
+def test_the_target_guesses_for_itself(folder: Path, move: Move) -> None:
+    expected = texts(load(folder, "plain", "cpu"))
+    loaded, cpu = load(folder, "plain", "cuda:0", move, draft="none"), load(folder, "plain", "cpu", draft="none")
+    with cpu.target.weights.layer(3) as last:
+        layer = {name: dense(weight, torch.float32).to("cuda:0") for name, weight in last.items()}
+    engine = Engine(loaded.target, loaded.tokenizer, EarlyExit(loaded.target, 2, layer))
+    assert says(engine, "sampled") == expected["sampled"]
+    assert says(engine, "greedy") == expected["greedy"]
+    cpu.close()
+    engine.close()
+
+
+def test_a_draft_learns(folder: Path) -> None:
+    engine, expected = load(folder, "plain", "cuda:0", learn=True), texts(load(folder, "plain", "cpu"))
+    assert engine.draft is not None
+    engine.aligner = Aligner(engine.draft, AlignmentParams(most_share=1e9))
+    for _ in range(2):
+        *_, last = engine.generate("def area(", SamplingParams(48, ignore_eos=True), SpeculationParams(16))
+        engine.learn(last.stats)
+    assert engine.aligner.num_steps > 0
+    found = texts(engine)
+    assert {**found, "joint": expected["joint"]} == expected  # which depends on the draft
