@@ -81,8 +81,9 @@ def distill(
             f"--text-tokens {params.text_tokens} is more than the model's context of {longest}; ask for less"
         )
     out = out or default_file(files, exit_layer)
-    work = _open_work(out, files, exit_layer, params, texts, resume=resume)
-    shards = Shards(work, target, tokenizer, exit_layer, params, texts)
+    work = out.with_name(f"{out.name}.work")
+    shards = Shards(work, target, tokenizer, exit_layer, params, texts)  # texts are refused before a folder is made
+    _open_work(work, files, exit_layer, params, texts, resume=resume)
     num_shards = shards.make(progress)
     module = ExitModule(target, exit_layer, exit_layer if params.init == "next" else target.config.num_layers - 1)
     if close_target:
@@ -100,10 +101,9 @@ def distill(
 
 
 def _open_work(
-    out: Path, files: ModelFiles, exit_layer: int, params: DistillParams, texts: Sequence[Path], *, resume: bool
-) -> Path:
-    """The folder of an unfinished run. Raises UsageError where one is there and not asked for, or the other way round."""
-    work = out.with_name(f"{out.name}.work")
+    work: Path, files: ModelFiles, exit_layer: int, params: DistillParams, texts: Sequence[Path], *, resume: bool
+) -> None:
+    """Make an unfinished run's folder. Raises UsageError where one is there and not asked for, or the other way round."""
     asked = {"exit_layer": exit_layer, "model": str(files.checkpoint.path), "texts": [str(file) for file in texts]}
     said = json.dumps(asked | asdict(params), indent=1, sort_keys=True)
     settings = work / "settings.json"
@@ -119,7 +119,6 @@ def _open_work(
         settings.write_text(said, encoding="utf-8")
     except OSError as exc:
         raise StorageError(f"{work} cannot be written: {exc.strerror}; choose another place with --out") from exc
-    return work
 
 
 # ------------------------------------------------------------------------------------------------ what is learnt from
@@ -143,13 +142,15 @@ class Shards:
         params: DistillParams,
         texts: Sequence[Path],
     ) -> None:
-        self._folder, self._target, self._tokenizer, self._params = folder, target, tokenizer, params
-        self._first, self._texts = range(exit_layer), texts
-        self._rest = range(exit_layer, target.config.num_layers)
+        """Writes nothing yet. Raises UsageError for texts that cannot be learnt from, or where there is no way to begin one."""
+        self._folder, self._target, self._params = folder, target, params
+        self._first, self._rest = range(exit_layer), range(exit_layer, target.config.num_layers)
+        self._given = _pieces(texts, tokenizer, params.text_tokens) if texts else None
+        self._start = _start(tokenizer) if not texts else None
 
     def make(self, progress: Progress) -> int:
         """Those that are not there yet; returns how many there are. One after the other, each complete or absent."""
-        given = self._given() if self._texts else None
+        given = self._given
         count = math.ceil(self._params.num_texts / SHARD_TEXTS) if given is None else len(given)
         what = "texts written" if given is None else "texts read"
         for index in range(count):
@@ -171,21 +172,6 @@ class Shards:
     def _file(self, index: int) -> Path:
         return self._folder / f"shard-{index:05}.safetensors"
 
-    def _given(self) -> IntArray:
-        """[shards, B, T]: the given files in pieces of T tokens; the last shard is filled up from the beginning."""
-        ids: list[int] = []
-        for file in self._texts:
-            try:
-                ids += self._tokenizer.encode(file.read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError) as exc:
-                raise UsageError(f"--text {file} cannot be read as UTF-8 text: {exc}") from exc
-        length = self._params.text_tokens
-        if len(ids) < length:
-            raise UsageError(f"the texts have {len(ids)} tokens, and {length} are needed for a single piece; give more")
-        pieces = np.array(ids[: len(ids) // length * length], dtype=np.int64).reshape(-1, length)
-        count = math.ceil(len(pieces) / SHARD_TEXTS)
-        return np.resize(pieces, (count, SHARD_TEXTS, length))
-
     def _pass(self, texts: IntArray) -> Shard:
         """One pass over texts [B, T] side by side."""
         num_texts, length = texts.shape
@@ -197,13 +183,28 @@ class Shards:
         """Texts that the target writes, a token of each in a pass, beginning as its training texts did."""
         params, forest = self._params, _Forest(self._target, self._first, self._rest, SHARD_TEXTS)
         generator = torch.Generator().manual_seed(params.seed * 1_000_003 + index)
-        tokens = np.full((SHARD_TEXTS, 1), _start(self._tokenizer), dtype=np.int64)
+        tokens = np.full((SHARD_TEXTS, 1), self._start, dtype=np.int64)
         parts: list[Shard] = []
         for _ in range(params.text_tokens):
             parts.append(forest.add(tokens, params.num_labels))
             chances = (forest.logits[:, -1] / params.temperature).softmax(-1).cpu()
             tokens = torch.multinomial(chances, 1, generator=generator).numpy()
         return {name: torch.stack([part[name] for part in parts], dim=1) for name in parts[0]}
+
+
+def _pieces(files: Sequence[Path], tokenizer: Tokenizer, length: int) -> IntArray:
+    """[shards, B, T]: the files in pieces of T = `length` tokens; the last shard is filled up from the beginning."""
+    ids: list[int] = []
+    for file in files:
+        try:
+            ids += tokenizer.encode(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as exc:
+            raise UsageError(f"--text {file} cannot be read as UTF-8 text: {exc}") from exc
+    if len(ids) < length:
+        raise UsageError(f"the texts have {len(ids)} tokens, and {length} are needed for a single piece; give more")
+    pieces = np.array(ids[: len(ids) // length * length], dtype=np.int64).reshape(-1, length)
+    count = math.ceil(len(pieces) / SHARD_TEXTS)
+    return np.resize(pieces, (count, SHARD_TEXTS, length))
 
 
 def _start(tokenizer: Tokenizer) -> int:

@@ -192,9 +192,19 @@ def test_given_texts_are_learnt_from(engine: Engine, files: ModelFiles, tmp_path
     text.write_text("def area(width, height):\n    return width * height\n" * 20)
     done = train(engine, files, tmp_path / "exit.safetensors", texts=[text])
     assert done.agreement > done.agreement_before
-    text.write_text("ab")
-    with pytest.raises(UsageError, match=r"the texts have \d tokens, and 12 are needed"):
-        train(engine, files, tmp_path / "other.safetensors", texts=[text])
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(b"ab", r"the texts have \d tokens, and 12 are needed"), (b"\xff" * 99, "cannot be read as UTF-8 text")],
+)
+def test_texts_that_are_refused_leave_nothing_behind(
+    engine: Engine, files: ModelFiles, tmp_path: Path, content: bytes, complaint: str
+) -> None:
+    (text := tmp_path / "text.txt").write_bytes(content)
+    with pytest.raises(UsageError, match=complaint):
+        train(engine, files, tmp_path / "exit.safetensors", texts=[text])
+    assert list(tmp_path.iterdir()) == [text]  # a folder would be taken for an interrupted run
 
 
 # ------------------------------------------------------------------------------------------------ files
