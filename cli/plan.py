@@ -71,15 +71,13 @@ def command(model: str, disk_rate: int | None, as_json: bool, quiet: bool, verbo
 
 def describe(outlook: Outlook) -> list[str]:
     """The plan as a table, and what it means in seconds."""
-    placement, on_gpu = outlook.plan.placement, outlook.plan.placement.limits.device is not None
-    head = ["", outlook.device_name, "RAM"] if on_gpu else ["", "RAM"]
-    rows = [
-        [name, *(_cell(number) for number in ((device, ram) if on_gpu else (device + ram,)))]
-        for name, device, ram in outlook.rows()
-    ]
-    limits = [placement.limits.device, placement.limits.ram] if on_gpu else [placement.limits.ram]
-    rows.append(["may be used", *(format_size(limit or 0) for limit in limits)])
-    return [outlook.title, "", *_table([head, *rows]), "", outlook.where, *_seconds(outlook), *_gains(outlook)]
+    limits = outlook.plan.placement.limits
+    rows = [["", outlook.device_name, "RAM"]]
+    rows += [[name, _cell(device), _cell(ram)] for name, device, ram in outlook.rows()]
+    rows.append(["may be used", *(format_size(limit or 0) for limit in (limits.device, limits.ram))])
+    if not outlook.has_card:
+        rows = [[name, ram] for name, _, ram in rows]
+    return [outlook.title, "", *_table(rows), "", outlook.where, *_seconds(outlook), *_gains(outlook)]
 
 
 def _cell(number: int) -> str:

@@ -13,6 +13,7 @@ from offspec.loaders.hardware import Rates, read_hardware
 from offspec.loaders.measure import measure_rates
 from offspec.loaders.units import format_quantity, format_size
 
+from .errors import UsageError
 from .files import ModelFiles, Note, choose_device, imagine_pair
 from .imagine import format_of
 from .planning import Grant, Plan, explain, plan_here, tell_tiers, with_more
@@ -40,9 +41,11 @@ class Gain:
 class Outlook:
     """A plan with what it is for, the seconds a pass would take at some widths (tokens → seconds), and what would help.
 
-    gains: of VRAM, then of RAM, in steps of GAIN_STEP_BYTES, for as long as a step brings something.
+    model: as it was asked for; title: what it is. gains: of VRAM, then of RAM, in steps of GAIN_STEP_BYTES, for as long as a
+    step brings something.
     """
 
+    model: str
     title: str
     device_name: str
     plan: Plan
@@ -57,8 +60,12 @@ class Outlook:
         told = tell_tiers(self.plan)
         return f"{told[0].upper()}{told[1:]}."
 
+    @property
+    def has_card(self) -> bool:
+        return self.plan.placement.limits.device is not None
+
     def rows(self) -> list[tuple[str, int, int]]:
-        """(what, bytes beside the arithmetic, bytes of RAM) of everything that is planned, and the sums."""
+        """(what, bytes of the card, bytes of RAM) of everything that is planned, and the sums; all is RAM without a card."""
         p, layers = self.plan.placement, self.plan.layers
         rows = [(item.name, item.on_device, item.on_host) for item in p.items]
         kept = sum(layers[i].resident_bytes for i in p.resident)
@@ -68,15 +75,15 @@ class Outlook:
             rows.append((f"layers that wait ({len(p.in_ram)})", 0, waiting))
         if p.streamed:
             rows.append(("layers in flight", p.num_slots * p.slot_bytes, p.num_host_slots * p.slot_bytes))
+        if not self.has_card:
+            rows = [(what, 0, device + ram) for what, device, ram in rows]
         return [*rows, ("together", sum(row[1] for row in rows), sum(row[2] for row in rows))]
 
     def sources(self) -> list[tuple[str, str]]:
         """What the rates are that the seconds follow from, and where they come from."""
         p, rates = self.plan.placement, self.rates
         links = [("disk", rates.disk_bytes_per_s, "disk_bytes_per_s", bool(p.on_disk))]
-        links.append(
-            ("link", rates.host_to_device_bytes_per_s, "host_to_device_bytes_per_s", p.limits.device is not None)
-        )
+        links.append(("link", rates.host_to_device_bytes_per_s, "host_to_device_bytes_per_s", self.has_card))
         return [
             (name, f"{format_quantity(rate, 'B/s')} ({rates.sources.get(key, 'given')})")
             for name, rate, key, is_used in links
@@ -86,7 +93,8 @@ class Outlook:
     def as_dict(self) -> dict[str, Any]:
         p = self.plan.placement
         return {
-            "model": self.title,
+            "model": self.model,
+            "title": self.title,
             "context": self.plan.context,
             "limits": {"device_bytes": p.limits.device, "ram_bytes": p.limits.ram},
             "memory": [{"what": what, "device_bytes": device, "ram_bytes": ram} for what, device, ram in self.rows()],
@@ -122,6 +130,8 @@ def look_ahead(
     form: the format to assume (`PLAN_FORMATS`). Links are measured, or taken from the card's data sheet; the disk
     is the one the model lies on. Raises MemoryLimitError where it cannot work.
     """
+    if disk_bytes_per_s is not None and not disk_bytes_per_s > 0:
+        raise UsageError(f"--disk {disk_bytes_per_s} would bring nothing; give what it delivers in a second, e.g. 7GB")
     notes: list[Note] = []
     known = find_gpu(gpu) if gpu is not None else None
     place = torch.device("cpu") if known else choose_device(device, notes)
@@ -155,7 +165,8 @@ def look_ahead(
     title = f"{folder.name}: {format_quantity(target.num_parameters, '')} parameters, {form_name}, {weights}; context {plan.context}"
     name = hardware.gpu.name if hardware.gpu else "RAM"
     pass_s = {w: plan.predict_pass_s(rates, w) for w in widths}
-    return Outlook(title, name, plan, rates, pass_s, [*notes, *explain(plan)], _gains(plan, rates, target, guesser))
+    gains = _gains(plan, rates, target, guesser)
+    return Outlook(model, title, name, plan, rates, pass_s, [*notes, *explain(plan)], gains)
 
 
 def _gains(plan: Plan, rates: Rates, target: ModelFiles, draft: ModelFiles | None) -> list[Gain]:

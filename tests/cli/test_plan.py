@@ -56,6 +56,15 @@ def test_json(offspec: Offspec, large: Path) -> None:
     assert told["stream_bytes_per_pass"] == 0  # 8B in 4 bits fits the card
     assert len(told["resident_layers"]) == 32
     assert set(told["pass_s"]) == {"1", "16", "64", "256", "512"}
+    assert told["model"] == str(large)
+    assert told["title"].startswith(f"{large.name}: 8 G parameters, nf4")
+
+
+def test_without_a_card_all_of_it_is_in_ram(offspec: Offspec, large: Path) -> None:
+    told = json.loads(offspec("plan", large, "--draft", "none", "--device", "cpu", "--ram", "8GiB", "--json", "-q").out)
+    assert {row["device_bytes"] for row in told["memory"]} == {0}
+    assert 7 * 2**30 < told["memory"][-1]["ram_bytes"] <= told["limits"]["ram_bytes"]
+    assert told["limits"]["device_bytes"] is None
 
 
 def test_what_more_memory_would_bring(offspec: Offspec, large: Path) -> None:
@@ -91,5 +100,6 @@ def test_refusals(offspec: Offspec, large: Path) -> None:
     assert "1 GiB of RAM are too little: at least" in refused
     assert "not a known card; choose one of" in offspec("plan", large, "--gpu", "rtx9999", "-q").refusal(2)
     assert "is not a size" in offspec("plan", large, "--ram", "plenty").refusal(2)
+    assert "--disk 0 would bring nothing" in offspec("plan", large, "--disk", "0", "-q").refusal(2)
     (large / "config.json").unlink()
     assert "config.json" in offspec("plan", large, "-q").refusal(1)
