@@ -354,9 +354,16 @@ class Engine:
         )
 
     def drafter(
-        self, model: CachedDecoder | None, sampler: Sampler, speculation: SpeculationParams, final: frozenset[int]
+        self,
+        model: CachedDecoder | None,
+        sampler: Sampler,
+        speculation: SpeculationParams,
+        final: frozenset[int],
+        num_unscored: int | None = None,
     ) -> Drafter:
-        """A drafter for one request. `model`: the draft with the text's KV cache."""
+        """A drafter for one request. `model`: the draft with the text's KV cache. num_unscored: tokens of the text that the target
+        has to score, where these are not as many as the draft has to.
+        """
         if model is not None and speculation.is_lossy:
             return BeamDrafter(model, sampler, speculation, final)
         guessers = self._guessers(speculation)
@@ -383,6 +390,7 @@ class Engine:
             costs=self._costs,
             switch=self._switch,
             hindsight=recalling,
+            num_unscored=num_unscored,
         )
 
     def _guessers(self, speculation: SpeculationParams) -> list[Guesser]:
@@ -461,7 +469,7 @@ class _Request:
         self.target.cache.reserve(self._longest + _tree_room(self.speculation, target.device.type))
         if caches.draft is not None:  # all that may be drafted: on a GPU it must not grow beside the target's pass
             caches.draft.reserve(self._longest + MAX_ROWS)
-        self.drafter = self.engine.drafter(caches.draft, self.sampler, self.speculation, self.final)
+        self.drafter = self.engine.drafter(caches.draft, self.sampler, self.speculation, self.final, num_prefilled)
         self._moved_before = target.weights.bytes_streamed
         return num_prefilled
 

@@ -48,6 +48,22 @@ class Controller(Protocol):
         """What a whole iteration brought and took."""
 
 
+class GoingRate:
+    """Tokens/s over the last passes; 0 before the first."""
+
+    def __init__(self, forgetting: float = 0.95) -> None:
+        self._forgetting = forgetting
+        self._tokens = self._seconds = 0.0
+
+    @property
+    def value(self) -> float:
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+    def observe(self, num_tokens: float, seconds: float) -> None:
+        self._tokens = self._forgetting * self._tokens + num_tokens
+        self._seconds = self._forgetting * self._seconds + seconds
+
+
 class FixedBudget:
     """Always the same number of nodes, drafted to the end."""
 
@@ -74,25 +90,22 @@ class MarginalRate:
     gives one.
     """
 
-    FORGETTING = 0.95
     FIRST_NODES = 64  # where nothing is known of the target's passes yet
 
     def __init__(self, costs: Costs, limit: int) -> None:
-        self._limit, self._costs = limit, costs
-        self._tokens = self._seconds = 0.0
+        self._limit, self._costs, self._going = limit, costs, GoingRate()
 
     @property
     def limit(self) -> int:
         return self._limit if self._costs.target.is_known else min(self._limit, self.FIRST_NODES)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        self._tokens = self.FORGETTING * self._tokens + num_tokens
-        self._seconds = self.FORGETTING * self._seconds + seconds
+        self._going.observe(num_tokens, seconds)
 
     def rate(self, prospect: Prospect) -> float:
         """Tokens/s: that of the last passes, or what the tree at hand promises."""
-        if self._seconds:
-            return self._tokens / self._seconds
+        if self._going.value:
+            return self._going.value
         tokens, seconds = self._tokens_and_seconds(prospect)
         return float((tokens / (prospect.spent_s + seconds)).max())
 
@@ -118,7 +131,7 @@ class MarginalRate:
         """Whether a pass without a tree might be the best choice, and has hardly been tried."""
         curve = self._costs.target
         plain_s = float(curve.seconds(np.array([prospect.chain]))[0])
-        return curve.weight(prospect.chain) < 0.25 and self._seconds > 0 and 1 / plain_s > 0.5 * rate
+        return curve.weight(prospect.chain) < 0.25 and self._going.value > 0 and 1 / plain_s > 0.5 * rate
 
     def _tokens_and_seconds(self, prospect: Prospect) -> tuple[FloatArray, FloatArray]:
         """Expected tokens, and seconds of the pass, for the k best candidates, k = 0 .. all."""
@@ -162,8 +175,7 @@ class ThompsonSampling:
         self._inner, self._costs, self._calibrated = inner, costs, calibrated
         self._random = np.random.default_rng(seed)
         self._accepted = self._rejected = self._ended = 1.0
-        self._num_rounds = 0
-        self._tokens = self._seconds = 0.0
+        self._num_rounds, self._going = 0, GoingRate(self.FORGETTING)
 
     @property
     def limit(self) -> int:
@@ -179,12 +191,12 @@ class ThompsonSampling:
         return width
 
     def _goes_on(self, open_nodes: FloatArray, width: int) -> bool:
-        if self._costs is None or not self._costs.draft.is_known or not self._seconds:
+        if self._costs is None or not self._costs.draft.is_known or not self._going.value:
             return bool(self._random.random() < self._draw(self._rejected, float(open_nodes[0])))
         level = self._num_rounds + 1
         reached = min(1.0, float(open_nodes[:width].sum()))
         theta = self._draw(self._ended, reached ** (1 / max(1, self._num_rounds)))
-        price = self._tokens / self._seconds * float(self._costs.draft.seconds(np.array([width]))[0])
+        price = self._going.value * float(self._costs.draft.seconds(np.array([width]))[0])
         return bool(theta**level > price)
 
     def _draw(self, against: float, likely: float) -> float:
@@ -200,8 +212,7 @@ class ThompsonSampling:
         self._accepted = max(1.0, self.FORGETTING * self._accepted) + accepted
         self._rejected = max(1.0, self.FORGETTING * self._rejected) + self._num_rounds - accepted
         self._ended = max(1.0, self.FORGETTING * self._ended) + (accepted < self._num_rounds)
-        self._tokens = self.FORGETTING * self._tokens + num_tokens
-        self._seconds = self.FORGETTING * self._seconds + seconds
+        self._going.observe(num_tokens, seconds)
         self._num_rounds = 0
         self._inner.observe(num_tokens, seconds)
 
@@ -229,21 +240,17 @@ class Switch:
     def __init__(self, *, shares_cores: bool = False) -> None:
         """shares_cores: draft and target are computed by the same cores."""
         self._starts_on, self._patience = not shares_cores, self.AGAIN if shares_cores else self.TRIALS
-        self._tokens, self._seconds = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+        self._going = {on: GoingRate(self.FORGETTING) for on in (True, False)}
         self._cycles = 0
 
     def is_on(self) -> bool:
         """For the next cycle: a pass, and the drafting of the tree after it."""
         if self._cycles < self._patience + self.TRIALS:
             return self._starts_on == (self._cycles < self._patience)
-        better = self._rate(True) > self._rate(False)
+        better = self._going[True].value > self._going[False].value
         return better != (self._cycles % self.AGAIN == 0)
 
     def observe(self, was_on: bool, num_tokens: float, seconds: float) -> None:
         """num_tokens: expected of the tree that came out of the cycle."""
-        self._tokens[was_on] = self.FORGETTING * self._tokens[was_on] + num_tokens
-        self._seconds[was_on] = self.FORGETTING * self._seconds[was_on] + seconds
+        self._going[was_on].observe(num_tokens, seconds)
         self._cycles += 1
-
-    def _rate(self, on: bool) -> float:
-        return self._tokens[on] / self._seconds[on] if self._seconds[on] else 0.0

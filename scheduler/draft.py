@@ -21,7 +21,7 @@ from torch import Tensor
 
 from offspec.errors import NumericalError
 
-from .budget import Controller, Prospect, Switch, controller_for
+from .budget import Controller, GoingRate, Prospect, Switch, controller_for
 from .calibration import SIXTHS, UNIT, Calibration
 from .costs import MOST_ROWS, WIDTHS, Costs
 from .growth import Growth, Guesses
@@ -140,18 +140,21 @@ class ModelDrafter:
         costs: Costs | None = None,
         switch: Switch | None = None,
         hindsight: Hindsight | None = None,
+        num_unscored: int | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         """model: None leaves the guessing to the guessers, whose trees are merged with the model's own otherwise.
         controller: what `params` call for, where there is none, with trees of at most max_nodes. costs: learns the draft's and the target's. switch: learns
-        whether `extend` pays; without it, it does. hindsight: the model's, where it has some. clock: in seconds.
+        whether `extend` pays; without it, it does. hindsight: the model's, where it has some. num_unscored: tokens of the text that
+        the target's first pass has to score; None: as many as the model's. clock: in seconds.
         """
         self._model: TreeModel = model or NoModel()
         self._sampler, self._params, self._final = sampler, params, final
         self._is_coupled = params.scoring == "coupled"
         self._belief = calibration.belief(greedy=sampler.is_greedy, coupled=self._is_coupled)
         self._columns = min(self._model.vocab_size, sampler.vocab_size)
-        self._guessers = guessers
+        self._guessers, self._going = [_Asked(guesser) for guesser in guessers], GoingRate()
+        self._num_unscored = num_unscored
         self._text: Sequence[int] = ()
         self._costs, self._clock = costs or Costs(), clock
         self._controller = controller or controller_for(params, self._costs, max_nodes)
@@ -169,26 +172,45 @@ class ModelDrafter:
 
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
         self._began, self._rounds_s = self._clock(), 0.0
-        self._chain = len(text) - self._model.length if self._is_first else 1
+        self._chain = 1
+        if self._is_first:
+            self._chain = len(text) - self._model.length if self._num_unscored is None else self._num_unscored
         self._position, self._text = len(text), text
         self._max_depth = min(max_depth, self._params.max_depth)
         # Positions beyond the draft's context would be guessed badly or not at all.
         self._model_depth = min(self._max_depth, self._model.max_context - len(text))
         self._sent = np.empty(0, dtype=np.int64)
         if self._max_depth > 0 and self._controller.limit > 0:
-            for guesser in self._guessers:
-                guesses = guesser.guess(text, self._sampler, min(self._controller.limit, MOST_GUESTS), self._max_depth)
-                self._growth.add_guests(guesses, self._index)
+            asked = [(each, self._ask(each)) for each in self._guessers if each.is_due(self._going.value)]
             if self._model_depth > 0 and self._is_worth_a_root():
                 self._grow(text)
             best = self._best(self._controller.limit)
             self._sent = best[: self._controller.size(self._prospect(best))]
+            if asked and not self._is_first:  # when they take in the whole text
+                worth = self._worth_of_guests()
+                for each, seconds in asked:
+                    each.learn(worth, seconds)
         tree, now = self._growth.tree(self._sent), self._clock()
         if self._switch and not self._is_first:
             expected = 1 + float(self._probabilities(self._sent).sum())
             self._switch.observe(self._was_eager, expected, now - self._proposed)
         self._was_eager, self._proposed = self.is_eager, now
         return tree
+
+    def _ask(self, asked: _Asked) -> float:
+        """Take what a guesser has to say into the tree; returns the seconds that took."""
+        began, limit = self._clock(), min(self._controller.limit, MOST_GUESTS)
+        guesses = asked.guesser.guess(self._text, self._sampler, limit, self._max_depth)
+        self._growth.add_guests(guesses, self._index)
+        return self._clock() - began
+
+    def _worth_of_guests(self) -> float:
+        """Tokens that the guessers' nodes of the tree promise, less what their rows cost at the going rate."""
+        nodes = self._growth.nodes[self._sent]
+        guests = self._sent[nodes["score"] <= nodes["floor"]]
+        rows = self._chain + len(self._sent)
+        without, all_of_them = self._costs.target.seconds(np.array([rows - len(guests), rows]))
+        return float(self._probabilities(guests).sum() - self._going.value * (all_of_them - without))
 
     def _grow(self, text: Sequence[int]) -> None:
         growth = self._growth
@@ -284,8 +306,8 @@ class ModelDrafter:
         now, rows = self._clock(), self._chain + len(tree)
         if rows <= MOST_ROWS:
             self._costs.target.observe(rows, now - self._proposed)
-        for guesser in self._guessers:
-            guesser.observe(self._text, tree, verdict, logits)
+        for each in self._guessers:
+            each.guesser.observe(self._text, tree, verdict, logits)
         self._learn_trust(tree, verdict)
         if self._hindsight is not None and self._growth.is_rooted:
             pending: IntArray = self._growth.nodes["row"][self._sent]
@@ -297,6 +319,7 @@ class ModelDrafter:
         if not self._is_first:  # the first pass has the prompt in it, and says nothing of the rate
             seconds = self._clock() - self._began
             self._controller.observe(len(verdict.tokens), seconds)
+            self._going.observe(len(verdict.tokens), seconds)
             if self._rounds_s:
                 self._costs.observe_overhead(seconds - self._rounds_s - (now - self._proposed))
         self._is_first = False
@@ -411,6 +434,26 @@ def _log_normalisers(power_sums: FloatArray) -> FloatArray:
     sums = power_sums[:, _PAIRS[:, 0] * len(_POWERS) + _PAIRS[:, 1]]
     logs: FloatArray = np.log(sums) + power_sums[:, -1:] * (np.array(SIXTHS) / 6)
     return logs
+
+
+class _Asked:
+    """A guesser, and whether what it promises is worth its seconds; where it is not, it is asked again now and then."""
+
+    RATE = 0.1  # of each time it is asked
+    HOPE = 0.02  # tokens that are never ruled out: beside a pass that takes long, asking costs less than that
+
+    def __init__(self, guesser: Guesser) -> None:
+        self.guesser = guesser
+        self._tokens = self._seconds = 0.0  # that it promises, and takes
+        self._pause = _Pause()
+
+    def is_due(self, going_rate: float) -> bool:
+        return self._pause.is_over(promising=self._tokens + self.HOPE >= going_rate * self._seconds)
+
+    def learn(self, num_tokens: float, seconds: float) -> None:
+        rate = self.RATE if self._seconds else 1.0
+        self._tokens += rate * (num_tokens - self._tokens)
+        self._seconds += rate * (seconds - self._seconds)
 
 
 class _Pause:

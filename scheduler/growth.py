@@ -76,6 +76,7 @@ NODE = np.dtype(
 )
 
 NO_BAR = (0, 0), -np.inf
+LOST = -2  # in place of a node's index: it is none, for it lies below a final token
 
 
 class Growth:
@@ -160,20 +161,23 @@ class Growth:
 
     def add_guests(self, tree: TokenTree, index: int) -> None:
         """Another guesser's tree below the same root; a node that is there already keeps the better score."""
-        places = np.full(len(tree) + 1, ROOT)  # the last entry serves parent ROOT
-        lost = np.zeros(len(tree) + 1, dtype=np.bool_)  # below a final token
-        for i, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
-            lost[i] = lost[parent] or (parent != ROOT and tree.tokens[parent] in self._final)
-            if lost[i]:
+        alike = np.flatnonzero(np.isin(self.nodes["token"], tree.tokens))
+        pairs = zip(self.nodes["parent"][alike].tolist(), self.nodes["token"][alike].tolist(), strict=True)
+        known, size, new = dict(zip(pairs, alike.tolist(), strict=True)), len(self.nodes), list[tuple[float, ...]]()
+        places, final = [LOST] * len(tree) + [ROOT], set(self._final.tolist())  # the last entry serves parent ROOT
+        tokens = tree.tokens.tolist()
+        for i, (token, parent) in enumerate(zip(tokens, tree.parents.tolist(), strict=True)):
+            above = places[parent]
+            if above == LOST or (parent != ROOT and tokens[parent] in final):
                 continue
-            above, score = int(places[parent]), float(tree.scores[i])
-            found = self.child(above, token)
-            if found is None:
-                depth = 1 if above == ROOT else int(self.nodes["depth"][above]) + 1
-                found = len(self.nodes)
-                self._more(1)[0] = token, above, depth, -1, -np.inf, score, score
-            self.nodes["floor"][found] = max(self.nodes["floor"][found], score)
-            places[i] = found
+            if (place := known.get((above, token))) is None:
+                place = known[above, token] = size + len(new)
+                new.append((token, above, tree.depths[i], -1, -np.inf, -np.inf, tree.scores[i]))
+            places[i] = place
+        self._more(len(new))[:] = np.array(new, dtype=NODE)
+        found = np.array(places[:-1], dtype=np.int64)
+        is_there = found != LOST
+        np.maximum.at(self.nodes["floor"], found[is_there], tree.scores[is_there])
         self._find_guests()
         self.rescore(index)
 

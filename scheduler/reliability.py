@@ -96,16 +96,12 @@ def log_win(w: FloatArray, waits: FloatArray) -> FloatArray:
 
 
 def waits_of(tokens: IntArray, depths: IntArray, sampler: Sampler, position: int) -> FloatArray | None:
-    """E = exp(-G) of nodes [N] in order of their depths, `position` being that of depth 1; None if greedy."""
+    """E = exp(-G) of nodes [N], `position` being that of depth 1; None if greedy."""
     if sampler.is_greedy:
         return None
-    starts = np.flatnonzero(np.diff(depths, prepend=0))
-    ids = np.split(tokens, starts[1:])
-    noise = [  # on the host, wherever the sampler's lies: these are few, and a GPU would be waited for
-        gumbel_of(sampler.seed, position + int(depth) - 1, torch.from_numpy(part))
-        for depth, part in zip(depths[starts], ids, strict=False)
-    ]
-    waits: FloatArray = np.exp(-torch.cat(noise).numpy()) if noise else np.empty(0)
+    # On the host, wherever the sampler's lies: these are few, and a GPU would be waited for.
+    noise = gumbel_of(sampler.seed, (position - 1 + depths).tolist(), torch.from_numpy(tokens))
+    waits: FloatArray = np.exp(-noise.numpy())
     return waits
 
 

@@ -47,10 +47,20 @@ def gumbel(seed: int, position: int, vocab_size: int, device: torch.device | str
     return gumbel_of(seed, position, torch.arange(vocab_size, device=device))
 
 
-def gumbel_of(seed: int, position: int, tokens: Tensor) -> Tensor:
-    """`gumbel` of these tokens alone, float64 [N], where they are."""
-    key = _mixed((_mixed((seed + _GOLDEN) & _WORD) + (position + 1) * _GOLDEN) & _WORD)
-    words = (tokens + 1) * _signed(_GOLDEN) + _signed(key)
+def gumbel_of(seed: int, position: int | Sequence[int], tokens: Tensor) -> Tensor:
+    """`gumbel` of these tokens alone, float64 [N], where they are; of each at a position of its own where there are N."""
+    if isinstance(position, int):
+        return _gumbel(_key(seed, position), tokens)
+    keys = {each: _key(seed, each) for each in set(position)}
+    return _gumbel(torch.tensor([keys[each] for each in position], dtype=torch.int64, device=tokens.device), tokens)
+
+
+def _key(seed: int, position: int) -> int:
+    return _signed(_mixed((_mixed((seed + _GOLDEN) & _WORD) + (position + 1) * _GOLDEN) & _WORD))
+
+
+def _gumbel(keys: int | Tensor, tokens: Tensor) -> Tensor:
+    words = (tokens + 1) * _signed(_GOLDEN) + keys
     words = (words ^ _shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
     words = (words ^ _shifted(words, 27)) * _signed(0x94D049BB133111EB)
     words = words ^ _shifted(words, 31)

@@ -45,7 +45,7 @@ def sole_drafter(
     guessers: Sequence[Guesser], sampler: Sampler, params: SpeculationParams, final: Sequence[int] = ()
 ) -> ModelDrafter:
     """A drafter without a model."""
-    return ModelDrafter(None, sampler, params, Calibration(), final, guessers=guessers)
+    return ModelDrafter(None, sampler, params, Calibration(), final, guessers=guessers, clock=lambda: 0.0)
 
 
 def assert_bounded(tree: TokenTree, max_nodes: int, max_depth: int) -> None:
