@@ -8,6 +8,7 @@ what is new and nothing else. Knows nothing of the terminal.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -85,8 +86,13 @@ class Session:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the context that the last turn took, its reply included."""
-        return len(self._caches.text)
+        """Tokens of the context that the conversation took with its last turn, the reply included."""
+        if not self.turns:
+            return 0
+        last = self.turns[-1]
+        if last.stats is not None:
+            return last.stats.num_prompt_tokens + last.stats.num_tokens
+        return len(self.encode(self.turns[last.num_dropped :])) + len(last.token_ids)  # it comes from a file
 
     def spare(self, params: SamplingParams) -> int:
         """Tokens that are kept free for a reply, as long as there are turns to drop."""
@@ -135,11 +141,15 @@ class Session:
         if not self.drops_oldest or len(ids) + spare <= limit:
             return ids
         room = limit - limit // SPARE_SHARE  # some turns more than need be, or the next turn would begin anew again
-        while turn.num_dropped < len(before) and len(ids) + spare > room:
-            turn.num_dropped += 1
+
+        def fits(dropped: int) -> bool:
+            return len(self.encode([*before[dropped:], turn])) + spare <= room
+
+        if number := bisect_left(
+            range(dropped, len(before)), True, key=fits
+        ):  # a rendering for each would take minutes
+            turn.num_dropped += number
             ids = self.encode([*before[turn.num_dropped :], turn])
-        if turn.num_dropped > dropped:
-            number = turn.num_dropped - dropped
             what = "turn is" if number == 1 else f"{number} turns are"
             self._tell(f"the context of {limit} tokens is full: the oldest {what} not shown to the model any more")
         return ids

@@ -245,6 +245,39 @@ def test_the_oldest_turns_are_dropped_and_that_is_said(engine: Engine) -> None:
     assert all("not shown to the model any more" in text for text in told)
 
 
+def test_a_long_conversation_is_rendered_a_few_times_for_what_to_drop(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, rendered, render = Session(engine), list[int](), Tokenizer.render_chat
+    session.turns = [Turn(f"message {number}", "and so on" * (number % 4)) for number in range(200)]
+    whole = (len(session.encode([*session.turns[number:], Turn("hi")])) for number in range(200))
+    room = CONTEXT - CONTEXT // 4 - session.spare(GREEDY)
+    expected = next(number for number, num_tokens in enumerate(whole) if num_tokens <= room)
+
+    def counted(self: Tokenizer, messages: Any, **more: Any) -> str:
+        rendered.append(len(messages))
+        return render(self, messages, **more)
+
+    monkeypatch.setattr(Tokenizer, "render_chat", counted)
+    assert say(session, "hi").num_dropped == expected
+    assert len(rendered) < 24  # two for each look
+
+
+def test_what_is_used_of_the_context_is_told_of_the_turns_that_are_left(engine: Engine, tmp_path: Path) -> None:
+    session, used = Session(engine), [0]
+    for message in MESSAGES[:2]:
+        say(session, message)
+        used.append(session.num_tokens)
+    assert used == sorted(set(used))
+    session.save(tmp_path / "talk.json", {})
+    (loaded := Session(engine)).load(tmp_path / "talk.json")
+    assert used[-1] - 1 <= loaded.num_tokens <= used[-1]  # the end of the text is no part of a reply
+    session.undo()
+    assert session.num_tokens == used[1]
+    session.clear()
+    assert session.num_tokens == 0
+
+
 def test_or_the_message_is_refused(engine: Engine) -> None:
     session = Session(engine, drops_oldest=False)
     while session.num_tokens < CONTEXT - 16:
