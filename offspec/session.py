@@ -65,8 +65,7 @@ class Session:
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Raises TokenizerError where the model has no chat template, or one that refuses a system message."""
-        if not engine.tokenizer.has_chat_template:
-            engine.tokenizer.render_chat([])  # raises, with the folder's name
+        engine.tokenizer.check_chat_template()
         self.engine, self.drops_oldest, self.turns = engine, drops_oldest, list[Turn]()
         self._tell = tell
         self._system: str | None = None

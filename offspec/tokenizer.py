@@ -85,7 +85,20 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether the files have one, be it good or not."""
         return self._settings.chat_template is not None
+
+    def check_chat_template(self) -> None:
+        """Raises TokenizerError where there is no template, or none that could be taken."""
+        if not self.has_chat_template:
+            raise TokenizerError(
+                f"{self.folder} has no chat template, so it takes plain text and no messages: choose a checkpoint tuned for chat"
+            )
+        if not isinstance(self._settings.chat_template, str):
+            raise TokenizerError(
+                f'{self._settings.chat_template_file}: "chat_template" is neither a template nor has one named default: '
+                "correct it, or give plain text instead of messages"
+            )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a prompt, led by BOS where the tokenizer says so, never ended by EOS."""
@@ -128,8 +141,7 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The conversation as the checkpoint's template writes it; TokenizerError if there is none or it refuses."""
-        if not self.has_chat_template:
-            raise TokenizerError(f"{self.folder} has no chat template: use --raw, or a checkpoint tuned for chat")
+        self.check_chat_template()
         try:
             return self._template.render(
                 self._settings.special_tokens,
@@ -141,7 +153,7 @@ class Tokenizer:
         except Exception as exc:  # a template is a program: it can raise anything
             raise TokenizerError(
                 f"the chat template refuses the conversation: {_one_line(exc)} "
-                f"({self._settings.chat_template_file}): change the messages, or use --raw"
+                f"({self._settings.chat_template_file}): change the messages, or give plain text instead"
             ) from exc
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -187,7 +199,7 @@ class Tokenizer:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        return _chat_environment().from_string(self._settings.chat_template or "")
+        return _chat_environment().from_string(str(self._settings.chat_template))
 
 
 class TextStream:
@@ -313,7 +325,7 @@ class _Settings:
     special_tokens: dict[str, str]  # "bos_token" → "<s>", as templates want them
     add_bos: bool | None  # None: the post-processor decides
     eos_ids: frozenset[int]
-    chat_template: str | None
+    chat_template: object  # None: there is none; what is no text cannot be taken
     chat_template_file: Path
 
 
@@ -393,16 +405,17 @@ def _read_eos_ids(file: Path) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _read_chat_template(folder: Path, config: dict[str, Any]) -> tuple[str | None, Path]:
+def _read_chat_template(folder: Path, config: dict[str, Any]) -> tuple[object, Path]:
     file = folder / "chat_template.jinja"
     text = _read_text(file)
     if text is not None:
         return text, file
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None, folder / "tokenizer_config.json"
+        template = {str(part.get("name")): part.get("template") for part in template if isinstance(part, dict)}
+    if isinstance(template, dict) and "default" in template:
+        template = template["default"]
+    return template, folder / "tokenizer_config.json"
 
 
 def _one_line(exc: BaseException) -> str:

@@ -305,6 +305,9 @@ def test_a_model_that_cannot_chat(pair: Pair, tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(TokenizerError, match="no chat template"):
         Session(Engine.load(str(folder), draft="none", device="cpu"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": {"rag": "x"}}))
+    with pytest.raises(TokenizerError, match="neither a template nor"):
+        Session(Engine.load(str(folder), draft="none", device="cpu"))
 
 
 def test_a_template_that_refuses_a_system_message(pair: Pair, tmp_path: Path) -> None:

@@ -338,16 +338,27 @@ def test_strftime_now_is_now(tmp_path: Path) -> None:
 def test_of_several_templates_default_is_taken_and_the_jinja_file_wins(tmp_path: Path) -> None:
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     assert chat_tokenizer(tmp_path, several).render_chat(CHAT) == "plain"
+    assert chat_tokenizer(tmp_path, {"default": "by name"}).render_chat(CHAT) == "by name"
     (tmp_path / "chat_template.jinja").write_text("newer é", encoding="utf-8")
     assert Tokenizer.load(tmp_path).render_chat(CHAT) == "newer é"
 
 
-@pytest.mark.parametrize("template", [None, [], [{"name": "tool_use", "template": "x"}], 5])
-def test_without_a_template_the_remedy_is_raw(template: Any, tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer(tmp_path, template)
+def test_without_a_template_the_remedy_is_plain_text(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path, None)
     assert not tokenizer.has_chat_template
-    with pytest.raises(TokenizerError, match=r"no chat template.*--raw"):
+    with pytest.raises(TokenizerError, match=r"no chat template, so it takes plain text and no messages"):
         tokenizer.render_chat(CHAT)
+
+
+@pytest.mark.parametrize("template", [[], [{"name": "tool_use", "template": "x"}], {"tool_use": "x"}, 5])
+def test_templates_none_of_which_is_default_are_refused_for_chats_alone(template: Any, tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path, template)
+    assert tokenizer.has_chat_template
+    with pytest.raises(TokenizerError, match=r'tokenizer_config\.json: "chat_template" .* has one named default'):
+        tokenizer.render_chat(CHAT)
+    with pytest.raises((ValueError, TypeError)):
+        reference(tmp_path).apply_chat_template(CHAT)
+    assert tokenizer.encode("a") == chat_tokenizer(tmp_path / "other", CHATML).encode("a")
 
 
 @pytest.mark.parametrize(
@@ -367,12 +378,12 @@ def test_without_a_template_the_remedy_is_raw(template: Any, tmp_path: Path) -> 
 )
 def test_a_template_that_fails_is_one_line_with_its_file(template: str, reason: str, tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, template)
-    assert tokenizer.has_chat_template  # a damaged template does not keep --raw from working
+    assert tokenizer.has_chat_template  # a damaged template does not keep plain text from working
     with pytest.raises(TokenizerError, match=reason) as caught:
         tokenizer.render_chat(CHAT)
     assert "\n" not in str(caught.value)
     assert "tokenizer_config.json" in str(caught.value)
-    assert "--raw" in str(caught.value)
+    assert "give plain text instead" in str(caught.value)
 
 
 def test_the_template_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
