@@ -141,6 +141,7 @@ ROPE_NEEDED: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
 }
 ROPE_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+MAX_CONTEXT = 2**31  # no factor leads beyond it
 MAX_LAYERS = 10_000  # a lying config.json must not exhaust memory before it is compared with the tensors
 ROPE_KINDS = tuple(ROPE_NEEDED)
 ROPE_HEADER = ("rope_theta", "rope_type", "type", "partial_rotary_factor")  # fields of their own, or only in one layout
@@ -185,6 +186,9 @@ def read_config(config: Json) -> ModelConfig:
         "mlp_bias": False,
         "qk_norm": False,
     }
+    if (rope := fields["rope"]).kind == "yarn":  # added by hand it stretches what max_position_embeddings says
+        stretched = rope.scaling["original_max_position_embeddings"] * rope.scaling["factor"]
+        fields["max_context"] = max(fields["max_context"], round(min(stretched, MAX_CONTEXT)))
     result = ModelConfig(**(fields | family(config, layers)))
     if result.head_dim % 2:
         raise CheckpointError(f"config.json: head_dim {result.head_dim} is odd, but RoPE turns pairs")

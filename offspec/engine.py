@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
 from pathlib import Path
+from threading import RLock
 from typing import TypeGuard
 
 import torch
@@ -89,7 +90,10 @@ class Step:
 
 
 class Engine:
-    """A loaded target and, for speculation, a draft. Calibration of the draft is kept from request to request."""
+    """A loaded target and, for speculation, a draft. Calibration of the draft is kept from request to request.
+
+    Several requests may be under way, in several threads, too: their passes come one after the other.
+    """
 
     def __init__(
         self,
@@ -116,6 +120,7 @@ class Engine:
         self.lookup_index: SuffixIndex | None = None
         self._recall = None if draft is None else Recall(draft, target)
         self.aligner: Aligner | None = None
+        self.turn = RLock()  # held by whoever computes with the models
         self._loading: Loading[Decoder] | None = None  # how the target was loaded; None once it was loaded again
         self._draft_graphs: TreeGraphs | None = None
         has_own_pass = draft is not None and not isinstance(draft, EarlyExit)
@@ -246,6 +251,7 @@ class Engine:
             self.target, self.tokenizer, draft, name=self.name, draft_name=name, max_context=self.max_context
         )
         fresh._predict, fresh._costs = self._predict, Costs(self._predict)
+        fresh.turn = self.turn  # it is the same target
         return fresh
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -316,7 +322,8 @@ class Engine:
         """
         if self.aligner is None or not self.aligner.is_listening:
             return
-        learnt = self.aligner.learn(stats.prefill_s + stats.decode_s)
+        with self.turn:
+            learnt = self.aligner.learn(stats.prefill_s + stats.decode_s)
         stats.learn_s, stats.learn_steps = learnt.seconds, learnt.num_steps
         stats.learnt_loss, stats.unlearnt_loss = learnt.loss, learnt.loss_before
 
@@ -325,12 +332,13 @@ class Engine:
 
         Where device memory runs out for it, the target is loaded anew (`shed`).
         """
-        while True:
-            try:
-                return self._empty_caches(num_tokens, num_nodes)
-            except torch.OutOfMemoryError as exc:
-                told = first_line(exc)
-            self.shed(told)  # not in the handler: a traceback keeps what was made
+        with self.turn:
+            while True:
+                try:
+                    return self._empty_caches(num_tokens, num_nodes)
+                except torch.OutOfMemoryError as exc:
+                    told = first_line(exc)
+                self.shed(told)  # not in the handler: a traceback keeps what was made
 
     def _empty_caches(self, num_tokens: int, num_nodes: int) -> TextCaches:
         capacity, drafted = num_tokens + num_nodes, num_tokens + MAX_ROWS if num_tokens else 0
@@ -437,7 +445,8 @@ class _Request:
         self.speculation, self._caches, self._longest = speculation, caches, len(text) + limit
         self.sampler = Sampler(params, params.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
-        num_prefilled = self._begin_within_memory(text)
+        with engine.turn:
+            num_prefilled = self._begin_within_memory(text)
         self.listener: Listener | None = None
         self.stats = Stats(
             num_prompt_tokens=len(text),
@@ -476,7 +485,8 @@ class _Request:
     def run(self) -> Generator[Step, None, None]:
         stream = self.engine.tokenizer.stream(self.params.stop, skip_special_tokens=True)
         while True:
-            verdict = self._iterate_within_memory()
+            with self.engine.turn:
+                verdict = self._iterate_within_memory()
             step = self._step(verdict, stream)
             yield step
             if step.finish_reason:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offspec.config import ModelConfig, read_config
+from offspec.config import MAX_CONTEXT, ModelConfig, read_config
 from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError
 
 from ..fakes import FAMILIES, config_json, in_old_layout
@@ -115,6 +115,14 @@ def test_missing_values_mean_what_they_mean_in_transformers() -> None:
     assert (config.rope.theta, config.rope.kind) == (10000.0, "default")
     assert read_config(without(QWEN3, "head_dim")).head_dim == 128
     assert read_config(LLAMA | {"num_key_value_heads": None, "head_dim": None}).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(("said", "factor", "expected"), [(64, 4.0, 256), (256, 4.0, 256), (64, 1e300, MAX_CONTEXT)])
+def test_yarn_stretches_the_context_where_the_config_does_not_say_so_itself(
+    said: int, factor: float, expected: int
+) -> None:
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 64}
+    assert read_config(LLAMA | {"max_position_embeddings": said, "rope_scaling": scaling}).max_context == expected
 
 
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +156,15 @@ def test_a_context_asked_for_is_the_limit_and_is_said(pair: Pair) -> None:
     assert len(says(loaded, SamplingParams(100, ignore_eos=True))) < 40
     with pytest.raises(UsageError, match=rf"--context 1000 is more than the model's own {CONTEXT}"):
         Engine.load(str(pair.target), draft="none", device="cpu", context=1000)
+
+
+def test_threads_take_turns(engine: Engine, pair: Pair) -> None:
+    """Each on a request of its own: a ring lends to one pass at a time."""
+    expected, streamed = [says(engine, params) for params in REQUESTS], behind(engine, stream(pair.target))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(partial(says, streamed), 4 * REQUESTS))
+    assert found == 4 * expected
+    streamed.close()
 
 
 @pytest.mark.gpu
