@@ -8,7 +8,7 @@ Both keep a matrix [N, K] the other way round, eight codes in an int32, the lowe
     X.scales    fp16 (or bf16, fp32) [G, N]
     X.g_idx     GPTQ: int32 [K], each input's group; where it is not in order (`desc_act`) scales are gathered
 Sources: AWQ (2306.00978) as AutoAWQ packs it, GPTQ (2210.17323) as AutoGPTQ and GPTQModel do. What these compute in fp16
-is computed here bit for bit: codes, zeros and their products with a scale are exact in fp32, and rounded once.
+is computed here bit for bit: codes, zeros and their products with a scale of 16 bit are exact in fp32, and rounded once.
 Knows nothing of checkpoints' other tensors, nor of when a weight is needed.
 """
 
@@ -31,8 +31,6 @@ from .records import FLOAT_DTYPES, typed
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")  # of a matrix's name without its `.weight`
 CODES_PER_WORD, BITS = 8, 4
-_IN_ORDER = tuple(range(CODES_PER_WORD))
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of output i among the codes of its word
 _LAYOUTS = {"awq": {"gemm": 0}, "gptq": {"gptq": 1, "gptq_v2": 0}}  # and what is missing from their zeros
 _REMEDY = "use another 4-bit checkpoint of it, or the 16-bit one and `offspec quantize`"
 
@@ -59,10 +57,14 @@ class GroupedFormat:
         if not isinstance(said, Mapping) or method not in GROUPED_METHODS:
             return None
         if (bits := said.get("bits", BITS)) != BITS:
-            raise UnsupportedModelError(f"{path}: {method} with {bits!r} bits is not read, only with {BITS}; {_REMEDY}")
+            raise UnsupportedModelError(
+                f"{path}: {method} with {show(bits)} bits is not read, only with {BITS}; {_REMEDY}"
+            )
         size = said.get("group_size", 128)
         if type(size) is not int or not (size == -1 or size > 0):
-            raise fault(path, f"config.json has group_size {size!r}, which is neither a number of inputs nor -1 (all)")
+            raise fault(
+                path, f"config.json has group_size {show(size)}, which is neither a number of inputs nor -1 (all)"
+            )
         layouts = _LAYOUTS[method]
         layout = str(said.get("version" if method == "awq" else "checkpoint_format") or next(iter(layouts))).lower()
         if layout not in layouts:
@@ -78,7 +80,7 @@ class GroupedLayout:
 
     shape: tuple[int, int]
     method: str
-    num_groups: int
+    group_size: int
     zero_offset: int
     groups: Tensor | None = None
 
@@ -97,61 +99,71 @@ class GroupedMatrix:
         return self.layout.shape
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """The matrix [N, K], a transposed view of [K, N]; that in the memory of `out` (contiguous) where given."""
+        """The matrix [N, K], as a rule a transposed view of [K, N]; that in the memory of `out` (contiguous) where given."""
         num_outputs, num_inputs = self.shape
-        device, groups = self.codes.device, self.layout.groups
+        device = self.codes.device
         matrix = torch.empty(self.shape, dtype=dtype, device=device) if out is None else out
-        matrix = matrix.view(num_inputs, num_outputs)
+        # As it is stored it is made soonest; but on a CPU torch takes 70 times as long to multiply with fp16 that lies so.
+        is_turned = device.type == "cpu" and dtype is torch.float16
+        upright = matrix.t() if is_turned else matrix.view(num_inputs, num_outputs)
         height, width = _TILE[device.type]
-        block = 1  # inputs that have a scale in common, as far as a tile can make use of it
-        if groups is None:
-            size = num_inputs // self.layout.num_groups
-            groups, block = torch.arange(num_inputs, device=device) // size, gcd(size, height)
-        own = groups[::block].split(height // block)
+        groups_of_tiles = self._groups(height)
         for left in range(0, num_outputs, width):
             columns = slice(left, min(left + width, num_outputs))
             scales, shifts = self._scales_and_shifts(columns)
-            for i, rows in enumerate(matrix[:, columns].split(height)):
-                first = i * height
-                codes = self._codes(slice(first, first + len(rows)), columns).float().view(len(own[i]), block, -1)
-                torch.addcmul(
-                    shifts.index_select(0, own[i])[:, None], codes, scales.index_select(0, own[i])[:, None], out=codes
-                )
-                rows.copy_(codes.view(rows.shape))
-        return matrix.t()
+            for first, groups in zip(range(0, num_inputs, height), groups_of_tiles, strict=True):
+                rows = slice(first, min(first + height, num_inputs))
+                tile = self._codes(rows, columns).float().view(len(groups), -1, columns.stop - left)
+                own_scales, own_shifts = (part.index_select(0, groups)[:, None] for part in (scales, shifts))
+                tile = torch.addcmul(own_shifts, tile, own_scales, out=tile).flatten(0, 1)
+                if is_turned:
+                    tile = tile.to(dtype).t().contiguous().t()
+                upright[rows, columns].copy_(tile)
+        return upright.t()
+
+    def _groups(self, height: int) -> tuple[Tensor, ...]:
+        """For every `height` inputs their groups: of each, or of as many side by side as are sure to have one in common."""
+        if self.layout.groups is not None:
+            return torch.split(self.layout.groups, height)
+        num_inputs, size = self.shape[1], self.layout.group_size
+        common = gcd(size, height, num_inputs)
+        groups = torch.arange(0, num_inputs, common, device=self.codes.device) // size
+        return torch.split(groups, height // common)
 
     def _scales_and_shifts(self, columns: slice) -> tuple[Tensor, Tensor]:
-        """fp32 [G, columns] each: w = scale · code + shift."""
-        words = self.zeros[:, columns.start // CODES_PER_WORD : columns.stop // CODES_PER_WORD]
-        zeros = _interleaved(words) if self.layout.method == "awq" else _in_order(words[..., None]).flatten(1)
+        """fp32 [G, columns] each: w = code · scale + shift."""
+        words = self.zeros[:, _words(columns)]
+        zeros = _interleaved(words) if self.layout.method == "awq" else _in_order(words.t()).t().contiguous()
         zeros = (zeros + self.layout.zero_offset).bitwise_and_((1 << BITS) - 1)
         scales = self.scales[:, columns].float()
         return scales, (zeros * scales).neg_()
 
     def _codes(self, rows: slice, columns: slice) -> Tensor:
-        """[rows, columns], integers."""
+        """Integers [rows, columns], without the zeros."""
         if self.layout.method == "awq":
-            return _interleaved(self.codes[rows, columns.start // CODES_PER_WORD : columns.stop // CODES_PER_WORD])
-        words = self.codes[rows.start // CODES_PER_WORD : rows.stop // CODES_PER_WORD, columns]
-        return _in_order(words[:, None], -2).flatten(0, 1)
+            return _interleaved(self.codes[rows, _words(columns)])
+        return _in_order(self.codes[_words(rows), columns])
 
 
-def _in_order(words: Tensor, dim: int = -1) -> Tensor:
-    """int32 → int32: a word's codes along `dim`, where it has the size 1."""
-    places = torch.arange(0, 32, BITS, dtype=torch.int32, device=words.device)
-    places = places.view(-1, *[1] * (-1 - dim))
-    return (words >> places).bitwise_and_((1 << BITS) - 1)
+def _words(codes: slice) -> slice:
+    return slice(codes.start // CODES_PER_WORD, codes.stop // CODES_PER_WORD)
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """int32 [R, C] → int32 [8 · R, C]"""
+    places = torch.arange(0, 32, BITS, dtype=torch.int32, device=words.device)[:, None]
+    return (words[:, None] >> places).bitwise_and_((1 << BITS) - 1).flatten(0, 1)
 
 
 def _interleaved(words: Tensor) -> Tensor:
-    """int32 [R, W] → uint8 [R, 8 · W]: the codes of each word in the order 0 4 1 5 2 6 3 7, all of a word at a time.
+    """int32 [R, W] → uint8 [R, 8 · W]: the codes 0 4 1 5 2 6 3 7 of each word, a byte each.
 
-    Nibbles hgfedcba become bytes 0h0d0g0c0f0b0e0a in three steps, each a move of half of them.
+    All eight of a word are moved at once, in three steps; beside each, where they then are, a hexadecimal digit each.
     """
-    wide = words.long().bitwise_and_(0xFFFFFFFF)  # without the sign
-    wide.bitwise_or_(wide << 24).bitwise_and_(0x00FF00FF00FF00FF)  # hg fe dc ba ->
-    wide.bitwise_or_(wide >> 8).bitwise_and_(0x0000FFFF0000FFFF)
-    wide.bitwise_or_(wide << 12).bitwise_and_(0x0F0F0F0F0F0F0F0F)
+    wide = words.long().bitwise_and_(0xFFFFFFFF)  # ........76543210
+    wide.bitwise_or_(wide << 24).bitwise_and_(0x00FF00FF00FF00FF)  # ..76..32..54..10
+    wide.bitwise_or_(wide >> 8).bitwise_and_(0x0000FFFF0000FFFF)  # ....7632....5410
+    wide.bitwise_or_(wide << 12).bitwise_and_(0x0F0F0F0F0F0F0F0F)  # .7.3.6.2.5.1.4.0
     return wide.view(torch.uint8)
 
 
@@ -191,12 +203,12 @@ _DAMAGED = "the checkpoint is damaged, download it again"
 
 def example(method: str, shape: tuple[int, int], group_size: int = 128) -> GroupedWeight:
     """A matrix [N, K] as `method` stores it, of no checkpoint."""
-    (num_outputs, num_inputs), num_groups = shape, shape[1] // group_size
+    (num_outputs, num_inputs), num_groups = shape, -(-shape[1] // group_size)
     words = num_outputs // CODES_PER_WORD
     codes = (num_inputs, words) if method == "awq" else (num_inputs // CODES_PER_WORD, num_outputs)
     parts = (("I32", codes), ("I32", (num_groups, words)), ("F16", (num_groups, num_outputs)))
     infos = (TensorInfo(method, kind, dims, Path(), 0, DTYPE_BYTES[kind] * prod(dims)) for kind, dims in parts)
-    return GroupedWeight("weight", GroupedLayout(shape, method, num_groups, 0), tuple(infos))
+    return GroupedWeight("weight", GroupedLayout(shape, method, group_size, 0), tuple(infos))
 
 
 def grouped_weight(
@@ -234,14 +246,14 @@ def grouped_weight(
     if scales.dtype not in ("F16", "BF16", "F32"):
         refuse(f"has scales that are {scales.dtype}, not fp16, bf16 or fp32")
     size = said.group_size or num_inputs
-    if num_inputs != num_groups * size:
-        refuse(
-            f"has {num_groups} groups of scales, where {num_inputs} inputs in groups of {size} call for another number"
-        )
+    if num_groups != (wanted_groups := -(-num_inputs // size)):
+        refuse(f"has {num_groups} groups of scales, where {num_inputs} inputs in groups of {size} have {wanted_groups}")
+    if group_of_inputs is not None and len(group_of_inputs) != 4 * num_inputs:
+        refuse(f"has {num_inputs} inputs in its g_idx, more than are read")
     groups = None if group_of_inputs is None else torch.frombuffer(bytearray(group_of_inputs), dtype=torch.int32).long()
     if groups is not None and not (int(groups.min()) >= 0 and int(groups.max()) < num_groups):
         refuse(f"has a g_idx that names groups from {int(groups.min())} to {int(groups.max())} of {num_groups}")
     if groups is not None and bool((groups == torch.arange(num_inputs) // size).all()):
         groups = None
-    layout = GroupedLayout((num_outputs, num_inputs), said.method, num_groups, said.zero_offset, groups)
+    layout = GroupedLayout((num_outputs, num_inputs), said.method, size, said.zero_offset, groups)
     return GroupedWeight(name, layout, (codes, zeros, scales))

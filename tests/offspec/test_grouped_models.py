@@ -1,0 +1,243 @@
+"""An AWQ or GPTQ checkpoint says what the same numbers in plain matrices say, resident and streamed, and commands take it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import engine as engine_module
+from offspec.cli.main import run
+from offspec.engine import load_decoder
+from offspec.errors import UnsupportedModelError
+from offspec.files import ModelFiles
+from offspec.loaders.hardware import Rates
+from offspec.model import EMBEDDING, CachedDecoder
+from offspec.planning import Plan, all_resident, plan_here
+
+from ..loaders.test_grouped import Quantised, said_by
+from ..pair import Pair, build_pair, variant
+
+CPU = torch.device("cpu")
+NO_NODES = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), bool)
+PLAIN, TREES = SpeculationParams(0), SpeculationParams(16)
+RATES = Rates(matmul_flops={1: 1e10}, dequantise_elements_per_s=1e9)  # to measure them takes longer than all else
+REQUESTS = [SamplingParams(30, seed=0, ignore_eos=True), SamplingParams(30, temperature=1.0, top_p=0.9, seed=1)]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A target in `packed` form, the same numbers in `plain` matrices, and the pair's draft."""
+
+    packed: Path
+    plain: Path
+    draft: Path
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a checkpoint is quantised. suffixes: of the names of what is."""
+
+    form: str
+    group_size: int
+    suffixes: tuple[str, ...] = ("_proj.weight",)
+    blank_biases: bool = False
+    is_sharded: bool = False
+
+
+CASES = {
+    "awq": Case("awq", 16, is_sharded=True),
+    "awq, head too": Case("awq", -1, suffixes=("_proj.weight", "lm_head.weight")),
+    "gptq of old": Case("gptq", 16, blank_biases=True),
+    "gptq, act order": Case("act order", 16, is_sharded=True),
+    "gptq v2, half a group": Case("gptq_v2", 32),
+}
+
+
+def quantised(weight: Tensor, case: Case) -> Quantised:
+    """Rounded to the nearest of 16 numbers between the least and the largest of each group; weight [N, K]."""
+    num_inputs = weight.shape[1]
+    size = num_inputs if case.group_size == -1 else case.group_size
+    order = np.random.default_rng(0).permutation(num_inputs) if case.form == "act order" else np.arange(num_inputs)
+    groups, inputs = (order // size).astype(np.int32), weight.double().numpy().T  # [K], [K, N]
+    each = [inputs[groups == group] for group in range(groups.max() + 1)]
+    low, high = (np.stack([end(rows, 0, initial=0) for rows in each]) for end in (np.min, np.max))
+    scales = ((high - low) / 15).clip(1e-4).astype(np.float16)
+    zeros = np.clip(np.rint(-low / scales), 0, 15).astype(np.int64)
+    codes = np.clip(np.rint(inputs / scales[groups]) + zeros[groups], 0, 15).astype(np.int64)
+    return Quantised(codes, zeros, scales, groups)
+
+
+def write(source: Path, folder: Path, tensors: dict[str, Tensor], *, is_sharded: bool = False, **config: Any) -> Path:
+    """`source` with other tensors and another config.json, in one file or two."""
+    variant(source, folder, **config)
+    file = folder / "model.safetensors"
+    if not is_sharded:
+        save_file(tensors, file)
+        return folder
+    file.unlink()
+    names = sorted(tensors)
+    shards = {
+        name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)
+    }  # matrices torn apart
+    for shard in set(shards.values()):
+        save_file({name: tensors[name] for name in names if shards[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    return folder
+
+
+def build(pair: Pair, folder: Path, case: Case) -> Model:
+    packed, plain = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in load_file(pair.target / "model.safetensors").items():
+        plain[name] = packed[name] = tensor
+        if name.endswith(case.suffixes):
+            module, matrix = name.removesuffix(".weight"), quantised(tensor, case)
+            plain[name] = matrix.exact.float().contiguous()
+            del packed[name]
+            packed |= matrix.tensors(case.form, module)
+            if case.blank_biases:
+                packed[f"{module}.bias"] = torch.zeros(tensor.shape[0]).half()
+    said = said_by(case.form, case.group_size)
+    write(pair.target, folder / "packed", packed, is_sharded=case.is_sharded, quantization_config=said)
+    return Model(folder / "packed", write(pair.target, folder / "plain", plain), pair.draft)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"), num_layers=4)
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def model(request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return build(pair, tmp_path_factory.mktemp("grouped"), request.param)
+
+
+@pytest.fixture(scope="module")
+def awq(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return build(pair, tmp_path_factory.mktemp("awq"), CASES["awq"])
+
+
+def streamed(num_resident: int) -> Callable[..., Plan]:
+    """In place of `plan_here`: all layers but some come from disk."""
+
+    def place(*args: Any) -> Plan:
+        plan = plan_here(*args)
+        resident, on_disk = (tuple(r) for r in np.split(np.arange(len(plan.layers)), [num_resident]))
+        slot = max(layer.slot_bytes for layer in plan.layers)
+        where = replace(plan.placement, resident=resident, on_disk=on_disk, num_slots=2, slot_bytes=slot)
+        return replace(plan, placement=where, stream_bytes=sum(plan.layers[i].read_bytes for i in on_disk))
+
+    return place
+
+
+def texts(engine: Engine, speculation: SpeculationParams) -> list[list[int]]:
+    return [
+        [token for step in engine.generate("def area(", request, speculation) for token in step.token_ids]
+        for request in REQUESTS
+    ]
+
+
+def logits(folder: Path) -> Tensor:
+    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    decoder = load_decoder(files, all_resident(files), CPU, EMBEDDING)
+    found = CachedDecoder(decoder).score([(7 * i) % 300 for i in range(40)], *NO_NODES)
+    decoder.weights.close()
+    return found
+
+
+def assert_alike(one: Path, other: Path) -> None:
+    """But for the last bits: fp32 products depend on where a matrix begins, and on whether it lies transposed."""
+    torch.testing.assert_close(logits(one), logits(other), rtol=1e-5, atol=1e-5)
+
+
+def test_logits_are_those_of_plain_matrices(model: Model) -> None:
+    assert_alike(model.packed, model.plain)
+
+
+def test_texts_are_those_of_plain_matrices_and_of_plain_decoding(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Engine.load(str(model.plain), draft=str(model.draft), device="cpu")
+    expected = texts(source, PLAIN)
+    source.close()
+    assert len({token for text in expected for token in text}) > 8
+    for num_resident, ways in ((4, (PLAIN, TREES)), (1, (TREES,))):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_module, "plan_here", streamed(num_resident))
+            patch.setattr(engine_module, "quick_rates", lambda *_: RATES)
+            engine = Engine.load(str(model.packed), draft=str(model.draft), device="cpu")
+        assert engine.target.weights.is_resident == (num_resident == 4)
+        for speculation in ways:
+            assert texts(engine, speculation) == expected
+        engine.close()
+
+
+def test_it_can_be_the_draft(awq: Model, pair: Pair) -> None:
+    engine = Engine.load(str(pair.target), draft=str(awq.packed), device="cpu")
+    assert texts(engine, TREES) == texts(engine, PLAIN)
+    engine.close()
+
+
+def test_a_bias_that_holds_something_is_refused(pair: Pair, tmp_path: Path) -> None:
+    model = build(pair, tmp_path, CASES["gptq of old"])
+    file, name = model.packed / "model.safetensors", "model.layers.2.mlp.up_proj.bias"
+    tensors = load_file(file)
+    tensors[name][3] = 0.5
+    save_file(tensors, file)
+    with pytest.raises(UnsupportedModelError, match=name) as caught:
+        Engine.load(str(model.packed), draft="none", device="cpu")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+def offspec(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    return run([str(arg) for arg in args]), *capsys.readouterr()
+
+
+@pytest.fixture
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offspec.outlook.measure_rates", lambda *_, **__: RATES)
+
+
+@pytest.mark.usefixtures("_measured")
+def test_it_can_be_planned(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = offspec(capsys, "plan", model.packed, "--draft", "none", "--device", "cpu", "-q", "--json")
+    assert code == 0, err
+    assert json.loads(out)["resident_layers"] == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("_measured")
+def test_without_its_weights_it_can_be_planned(awq: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(awq.packed / "config.json", tmp_path)
+    code, out, err = offspec(capsys, "plan", tmp_path, "--draft", "none", "--device", "cpu")
+    assert code == 0, err
+    assert "nf4" in out
+
+
+def test_it_is_not_quantised_again(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = offspec(capsys, "quantize", model.packed, tmp_path / "new")
+    assert (code, out, len(err.splitlines())) == (1, "", 1)
+    assert "is quantised already" in err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_copy_says_the_same(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = offspec(capsys, "quantize", model.packed, tmp_path / "copy", "--format", "keep")
+    assert (code, err) == (0, "")
+    assert_alike(tmp_path / "copy", model.packed)
+    flags = ("--draft", "none", "--device", "cpu", "--max-new-tokens", 12, "--json")
+    said = [
+        json.loads(offspec(capsys, "run", path, "def area(", *flags)[1]) for path in (model.packed, tmp_path / "copy")
+    ]
+    assert said[0]["token_ids"] == said[1]["token_ids"]
