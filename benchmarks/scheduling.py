@@ -142,12 +142,12 @@ class Bench:
 
 def methods(budget: int | None) -> Iterable[tuple[str, SpeculationParams]]:
     """What is compared at one budget."""
-    plain = {"reuse": False, "overlap": False, "recall": False}
+    plain = {"reuse": False, "overlap": False, "recall": False, "lookup": False}
     if budget is not None:
         yield "SpecExec scoring", SpeculationParams(budget, scoring="specexec", **plain)
         yield "Sequoia", SpeculationParams(budget, scoring="specexec", tree="sequoia", **plain)
         yield "OPT-Tree", SpeculationParams(budget, scoring="specexec", tree="opt-tree", **plain)
-        yield "ours, tree only", SpeculationParams(budget, lookup=False, **plain)
+        yield "ours, tree only", SpeculationParams(budget, **plain)
         yield "ours, no recall", SpeculationParams(budget, lookup=False, recall=False)
     yield "ours", SpeculationParams(budget, lookup=False)
     yield "ours, lookup", SpeculationParams(budget)
@@ -193,6 +193,8 @@ def main() -> None:
             if args.texts == "held-out" and args.only in "random draft":
                 show(bench.row("plain decoding", SpeculationParams(0), name))
                 show(bench.row("random draft", SpeculationParams(), name, random_draft=True))
+                alone = SpeculationParams(lookup=False, recall=False)  # nothing else guesses
+                show(bench.row("random draft, alone", alone, name, random_draft=True))
         for length in CHAIN_LENGTHS if args.texts == "held-out" else ():
             for method, rule in (("chain, ratio test", rules.token_level), ("chain, block", rules.block)):
                 if args.only in method:
