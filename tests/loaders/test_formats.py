@@ -27,6 +27,8 @@ KINDS = [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False)]  # quant_
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NAME = "mlp.up_proj.weight"
 STATE = f"{NAME}.quant_state.bitsandbytes__nf4"
+# A machine with a card may lack it (`docs/card.md`); everywhere else it is installed.
+packs = pytest.mark.skipif(not formats.has_bitsandbytes(), reason="bitsandbytes packs what is compared")
 
 
 @pytest.fixture(autouse=True)
@@ -273,6 +275,7 @@ def test_moving_the_constants_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@packs
 @pytest.mark.parametrize(("quant_type", "nested"), KINDS)
 def test_cuda_equals_the_cpu(quant_type: str, nested: bool, tmp_path: Path) -> None:
     for shape in SHAPES:
@@ -280,6 +283,25 @@ def test_cuda_equals_the_cpu(quant_type: str, nested: bool, tmp_path: Path) -> N
         matrix = weight.to("cuda").bind([read_raw(info).cuda() for info in weight.streamed])
         for dtype in DTYPES:
             assert equal(dense(matrix, dtype).cpu(), dense(bound(weight), dtype))
+
+
+@pytest.mark.gpu
+def test_int8_on_cuda_equals_the_cpu(tmp_path: Path) -> None:
+    scales = torch.rand(33) + 0.1
+    codes = torch.arange(33 * 40, dtype=torch.int8).view(33, 40)
+    (weight,) = open_with(tmp_path, {NAME: codes, f"{NAME.removesuffix('.weight')}.SCB": scales}).values()
+    matrix = weight.to("cuda").bind([read_raw(info).cuda() for info in weight.streamed])
+    for dtype in DTYPES:
+        assert equal(dense(matrix, dtype).cpu(), dense(bound(weight), dtype))
+
+
+@pytest.mark.gpu
+def test_a_bias_may_lie_anywhere_on_cuda() -> None:
+    """cuBLASLt has kernels that fault on one that is not aligned."""
+    x, weight = noise(3, 64).cuda(), noise(48, 64, seed=1).cuda()
+    bias = torch.empty(49, dtype=torch.bfloat16, device="cuda")[1:].copy_(noise(1, 48, seed=2)[0])
+    expected = linear(x.cpu().float(), weight.cpu().float(), bias.cpu().float())
+    torch.testing.assert_close(linear(x, weight, bias).cpu().float(), expected, rtol=0.02, atol=0.05)
 
 
 def packed(shape: tuple[int, int], quant_type: str, nested: bool, folder: Path, device: str = "cpu") -> Matrix4bit:
@@ -296,6 +318,7 @@ def misaligned(matrix: Matrix4bit) -> Matrix4bit:
     return Matrix4bit(matrix.layout, codes, matrix.absmax)
 
 
+@packs
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("with_scratch", [False, True])
 @pytest.mark.parametrize(("quant_type", "nested"), KINDS)
@@ -338,6 +361,7 @@ def test_few_rows_are_multiplied_packed_where_that_was_measured_faster(
 
 
 @pytest.mark.gpu
+@packs
 def test_what_the_fused_kernel_takes(tmp_path: Path) -> None:
     assert formats.can_be_fused(packed((64, 128), "nf4", True, tmp_path, "cuda"))
     assert not formats.can_be_fused(packed((64, 128), "nf4", True, tmp_path))
@@ -345,6 +369,7 @@ def test_what_the_fused_kernel_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@packs
 @pytest.mark.parametrize(("quant_type", "nested"), KINDS)
 def test_a_gpu_needs_no_bitsandbytes(
     quant_type: str, nested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from offspec.errors import NumericalError
 from offspec.scheduler import draft as drafting
 from offspec.scheduler.calibration import GRID, Calibration
+from offspec.scheduler.costs import Costs
 from offspec.scheduler.draft import ModelDrafter
 from offspec.scheduler.params import SamplingParams, Scoring, SpeculationParams
 from offspec.scheduler.sampling import Sampler
@@ -25,7 +26,10 @@ from .fakes import (
     LearningModel,
     Rule,
     RuleModel,
+    TimedModel,
+    VirtualClock,
     assert_well_formed,
+    count_down,
     few,
     generate,
     log_softmax,
@@ -324,6 +328,54 @@ def test_specexec_leaves_the_calibration_alone() -> None:
     assert calibration.sharpness(greedy=False).value == 0.6
 
 
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_the_profile_becomes_that_of_the_drafts_own_guesses(scoring: Scoring) -> None:
+    """Of a draft to whom one token is always four times as likely as the other three together."""
+
+    def rule(prefix: tuple[int, ...]) -> FloatArray:
+        return np.log([0.8, 0.1, 0.06, 0.04])
+
+    calibration = Calibration()
+    num_passes(DRAFT, rule, GREEDY, calibration, budget=8, scoring=scoring)
+    belief = calibration.belief(greedy=True, coupled=scoring == "coupled")
+    sharpness = belief.sharpness.value if scoring == "coupled" else 1.0
+    expected = np.exp(log_softmax(rule(()) / sharpness))
+    np.testing.assert_allclose(belief.profile.values[:4], expected, atol=0.05)
+    assert belief.profile.values[4:].max() < 0.01
+
+
+def test_what_a_pass_takes_beside_drafting_and_scoring_is_learnt() -> None:
+    """Here the draft takes its time to commit what was accepted."""
+    clock, costs, sampler = VirtualClock(), Costs(), Sampler(GREEDY, SEED, VOCAB_SIZE)
+
+    class SlowToKeep(TimedModel):
+        def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
+            clock.now += 0.25
+            super().keep(path, pending)
+
+    draft, target = (
+        SlowToKeep(DRAFT, VOCAB_SIZE, clock, lambda _: 0.5),
+        TimedModel(DRAFT, VOCAB_SIZE, clock, lambda _: 9),
+    )
+    drafter = ModelDrafter(draft, sampler, SpeculationParams(budget=1), Calibration(), costs=costs, clock=clock)
+    generate(target, drafter, sampler, PROMPT, 200)
+    assert costs.overhead_s == pytest.approx(0.25, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_rounds", [0, 1, 2, 5])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_drafting_beside_the_pass_ends_with_it(params: SamplingParams, num_rounds: int) -> None:
+    """The round under way when the pass ends is the last one, though there is more to draft."""
+    model = RuleModel(DRAFT, VOCAB_SIZE)
+    drafter = drafter_of(model, params, budget=4)
+    drafter.propose(PROMPT, 99)
+    last = len(model.batches) + num_rounds
+    drafter.extend(lambda: len(model.batches) >= last)
+    assert len(model.batches) == last
+    drafter.extend(count_down(1))
+    assert len(model.batches) == last + 1
+
+
 @pytest.mark.parametrize("bad", [[math.nan] * 4, [0, math.nan, 0, 0], [math.inf, 0, 0, 0], [-math.inf] * 4])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 def test_draft_logits_that_are_not_numbers_are_refused_in_one_line(params: SamplingParams, bad: list[float]) -> None:
@@ -353,6 +405,15 @@ def test_normalisers_are_what_they_are_called(
         patch.setitem(drafting._WIDTH, "cpu", width)
         found = torch.from_numpy(drafting.log_normalisers(logits + shift) - shift / GRID)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 if shift == 0 else 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [100, 2048, 5000])
+def test_normalisers_on_cuda_are_those_of_the_cpu(vocab_size: int) -> None:
+    logits = 4 * torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0))
+    np.testing.assert_allclose(
+        drafting.log_normalisers(logits.cuda()), drafting.log_normalisers(logits), rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])

@@ -108,6 +108,23 @@ def test_gumbel_on_cuda_is_that_on_the_cpu(seed: int) -> None:
     torch.testing.assert_close(there, gumbel(seed, 11, 150_000), rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.gpu
+def test_processing_on_cuda_is_that_on_the_cpu() -> None:
+    logits = 3 * torch.randn(4, 3000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    paths = [[], [5], [6, 7], [8]]
+    for params in (
+        SamplingParams(temperature=0.7, top_k=50, repetition_penalty=1.3),
+        SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01),
+        SamplingParams(repetition_penalty=1.3),
+    ):
+        here, there = (Sampler(params, 3, 3000, device) for device in ("cpu", "cuda"))
+        for each in (here, there):
+            each.extend([1, 2, 3])
+        expected, found = here.process(logits, paths), there.process(logits.cuda(), paths).cpu()
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert there.choose(logits[0].cuda(), 3, []) == here.choose(logits[0], 3, [])
+
+
 # ------------------------------------------------------------------------------------------------ distribution
 
 
