@@ -25,7 +25,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .errors import TokenizerError, UsageError, VocabularyMismatchError
+from .errors import ContextLengthError, TokenizerError, UsageError, VocabularyMismatchError
 
 REPLACEMENT = "\ufffd"
 
@@ -113,10 +113,28 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=False)
         return list(encoding.ids[at:])
 
+    def check_length(self, text: str, most: int) -> None:
+        """Raises ContextLengthError for a text that is far too long for `most` tokens, without encoding all of it.
+
+        So much of it as `most` of the longest token are is enough, unless that has fewer tokens: some tokenizers swallow
+        spaces, or make one token of whatever they do not know.
+        """
+        beginning = text[: most * self._longest + 1]
+        if len(beginning) < len(text) and len(self._encode(beginning).ids) > most:
+            raise ContextLengthError(
+                f"the prompt of {len(text)} characters has more than {most} tokens, and no more fit here; shorten it"
+            )
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters of the longest token; of a byte-level one its bytes, which are no fewer."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
+
     def _encode(self, text: str) -> tokenizers.Encoding:
         try:
             text.encode()  # names a lone surrogate; the library says "must be str" (0.23) or takes it silently (0.20)
-            return self._backend.encode(text, add_special_tokens=False)
+            # The library lets go of the interpreter's lock for a batch alone, and a long text takes seconds.
+            return self._backend.encode_batch([text], add_special_tokens=False)[0]
         except Exception as exc:  # the library raises TypeError and bare Exception alike
             raise TokenizerError(
                 f"the text cannot be encoded ({_one_line(exc)}) with {self.folder / 'tokenizer.json'}: "

@@ -23,6 +23,7 @@ from offspec.cli.serve import listening
 from offspec.cli.server import Service, application, is_loopback
 from offspec.errors import MemoryLimitError, NumericalError
 from offspec.session import Turn, turns_of
+from offspec.tokenizer import Tokenizer
 
 from ..pair import Pair, variant
 from .conftest import Offspec, finish, start
@@ -216,6 +217,21 @@ def test_a_bad_request_is_told_why(client: Client, path: str, body: Any, said: s
     assert reply.status == 400
     assert said in reply.body["error"]["message"]
     assert reply.body["error"]["code"] == ("context_length_exceeded" if said == "context" else None)
+
+
+@pytest.mark.parametrize("kind", ["chat/completions", "completions"])
+def test_of_a_prompt_far_too_long_little_is_encoded(client: Client, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, encode = list[int](), Tokenizer._encode
+
+    def counted(self: Tokenizer, text: str) -> Any:
+        seen.append(len(text))
+        return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "_encode", counted)
+    long = "def " * 100_000
+    reply = client.ask("POST", f"/v1/{kind}", {"prompt": long, "messages": [{**USER, "content": long}]})
+    assert (reply.status, reply.body["error"]["code"]) == (400, "context_length_exceeded")
+    assert 0 < sum(seen) < 10_000
 
 
 def test_other_paths(client: Client) -> None:

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from offspec.errors import TokenizerError, UsageError, VocabularyMismatchError
+from offspec.errors import ContextLengthError, TokenizerError, UsageError, VocabularyMismatchError
 from offspec.tokenizer import TextStream, Tokenizer, check_vocabularies
 
 CORPUS = ["the cat sat on the mat, the dog on the log. ", "def area(x):\n    return x * x\n", "naïve café 日本 😀 "] * 4
@@ -200,6 +200,34 @@ def test_text_that_is_not_unicode_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(TokenizerError, match="valid Unicode") as caught:
         tokenizer.encode("\ud800")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["the cat sat on the mat, ", "x", " ", "the    cat 日本", "😀\n"])
+def test_a_text_is_too_long_only_where_it_is(text: str, tokenizer: Tokenizer) -> None:
+    for times in (1, 9, 50, 400):
+        tokenizer.check_length(text * times, len(tokenizer.encode(text * times, add_special_tokens=False)))
+
+
+def test_most_of_a_text_far_too_long_is_not_encoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, encode = list[int](), Tokenizer._encode
+
+    def counted(self: Tokenizer, text: str) -> tokenizers.Encoding:
+        seen.append(len(text))
+        return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "_encode", counted)
+    with pytest.raises(ContextLengthError, match="the prompt of 100000 characters has more than 8 tokens"):
+        tokenizer.check_length("the cat 日" + "y" * 99_991, 8)
+    assert 0 < sum(seen) < 1000
+
+
+def test_a_long_text_that_the_tokenizer_swallows_is_not_too_long(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>", fuse_unk=True))
+    backend.normalizer = normalizers.Strip()
+    tokenizer = with_config(tmp_path, backend)
+    for text in (" " * 9000 + "a", "?" * 9000):
+        tokenizer.check_length(text, 2)
+        assert len(tokenizer.encode(text)) <= 2
 
 
 # ---- what the files say ----------------------------------------------------------------------------------------------
