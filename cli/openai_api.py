@@ -8,7 +8,9 @@ figures under `offspec`.
 
 from __future__ import annotations
 
+import reprlib
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +52,25 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
 }
+FIELDS: tuple[tuple[str, Any, str], ...] = (
+    ("temperature", (int, float), "a number"),
+    ("top_p", (int, float), "a number"),
+    ("min_p", (int, float), "a number"),
+    ("repetition_penalty", (int, float), "a number"),
+    ("repeat_penalty", (int, float), "a number"),
+    ("top_k", int, "a whole number"),
+    ("seed", int, "a whole number"),
+    ("max_tokens", int, "a whole number"),
+    ("max_completion_tokens", int, "a whole number"),
+    ("ignore_eos", bool, "true or false"),
+)
+OURS = {
+    "repeat_penalty": "repetition_penalty",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+}
+# What clients of llama.cpp and LM Studio mean by -1: as many as there is room for, drawn, off.
+MINUS_ONE = {"max_new_tokens": sys.maxsize, "seed": None, "top_k": 0}
 
 
 @dataclass(frozen=True)
@@ -87,30 +108,25 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> Asked:
 
 
 def _params(body: Json, defaults: SamplingParams) -> SamplingParams:
-    wanted: Json = {
-        name: _field(body, name, kind, what)
-        for name, kind, what in (
-            ("temperature", (int, float), "a number"),
-            ("top_p", (int, float), "a number"),
-            ("min_p", (int, float), "a number"),
-            ("repetition_penalty", (int, float), "a number"),
-            ("repeat_penalty", (int, float), "a number"),
-            ("top_k", int, "a whole number"),
-            ("seed", int, "a whole number"),
-            ("ignore_eos", bool, "true or false"),
-        )
-    }
-    if (penalty := wanted.pop("repeat_penalty")) is not None:
-        wanted["repetition_penalty"] = penalty
-    for name in ("max_tokens", "max_completion_tokens"):
-        if (most := _field(body, name, int, "a whole number")) is not None:
-            wanted["max_new_tokens"] = most
+    params = defaults
+    for name, kind, what in FIELDS:
+        if (value := _field(body, name, kind, what)) is not None:
+            params = _with(params, name, value)
     if (stop := body.get("stop")) is not None:
         texts = [stop] if isinstance(stop, str) else stop
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise UsageError("stop must be a text or a list of texts")
-        wanted["stop"] = tuple(texts)
-    return replace(defaults, **{name: value for name, value in wanted.items() if value is not None})
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+            raise UsageError("stop must be a text or a list of texts, none of them empty")
+        params = replace(params, stop=tuple(texts))
+    return params
+
+
+def _with(params: SamplingParams, name: str, value: Any) -> SamplingParams:
+    """Sets a field by the client's name for it, by which it is also refused."""
+    ours = OURS.get(name, name)
+    try:
+        return replace(params, **{ours: MINUS_ONE[ours] if value == -1 and ours in MINUS_ONE else value})
+    except UsageError as exc:
+        raise UsageError(str(exc).replace(ours, name, 1)) from exc
 
 
 def _field(body: Json, name: str, kind: Any, what: str) -> Any:
@@ -118,7 +134,7 @@ def _field(body: Json, name: str, kind: Any, what: str) -> Any:
     value = body.get(name)
     is_wrong_bool = isinstance(value, bool) and kind is not bool  # which Python counts among the numbers
     if value is not None and (is_wrong_bool or not isinstance(value, kind)):
-        raise UsageError(f"{name} must be {what}, not {value!r}")
+        raise UsageError(f"{name} must be {what}, not {reprlib.repr(value)}")
     if isinstance(value, int) and value.bit_length() > 64:
         raise UsageError(f"{name} is far too large")
     return value
@@ -144,7 +160,8 @@ def _messages(body: Json) -> list[dict[str, str]]:
 
 def _message(number: int, message: Any) -> dict[str, str]:
     where = f"messages[{number}]"
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or role not in ROLES:
         raise UsageError(f"{where} needs a role, one of {', '.join(ROLES)}")
     if message.get("tool_calls"):
         raise UsageError(f"{where}: tool_calls are not supported here")
@@ -155,7 +172,7 @@ def _message(number: int, message: Any) -> dict[str, str]:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise UsageError(f"{where}: content must be a text")
-    return {"role": ROLES[message["role"]], "content": content}
+    return {"role": ROLES[role], "content": content}
 
 
 # ------------------------------------------------------------------------------------------------ answers

@@ -45,6 +45,15 @@ def test_a_penalty_by_its_other_name() -> None:
     assert parse("text", {"prompt": "a", "repeat_penalty": 1.2}, DEFAULTS).params.repetition_penalty == 1.2
 
 
+def test_what_other_local_servers_take_for_no_limit_a_drawn_seed_and_off() -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        params = parse(
+            "chat", {"messages": [USER], name: -1, "seed": -1, "top_k": -1}, SamplingParams(5, seed=3)
+        ).params
+        assert (params.seed, params.top_k) == (None, 0)
+        assert params.max_new_tokens > 10**9
+
+
 def test_a_prompt_is_a_text_or_token_ids() -> None:
     prompts: list[tuple[Any, Any]] = [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])]
     for given, meant in prompts:
@@ -85,11 +94,18 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         ({"messages": [USER], "temperature": "hot"}, "temperature must be a number"),
         ({"messages": [USER], "temperature": -1}, "temperature"),
         ({"messages": [USER], "max_tokens": True}, "max_tokens must be a whole number"),
-        ({"messages": [USER], "max_tokens": 0}, "max_new_tokens"),
+        ({"messages": [{"role": ["a"], "content": "x"}]}, r"messages\[0\] needs a role"),
+        ({"messages": [{"role": "user", "content": [["x"]]}]}, "parts of type text"),
+        ({"messages": [USER], "max_tokens": 0}, "^max_tokens must be at least 1, not 0"),
+        ({"messages": [USER], "max_completion_tokens": -2}, "^max_completion_tokens must be at least 1"),
+        ({"messages": [USER], "repeat_penalty": 0}, "^repeat_penalty must be above 0"),
+        ({"messages": [USER], "seed": -2}, "^seed must be"),
+        ({"messages": [USER], "top_p": ["x" * 10**6]}, "^top_p must be a number, not .{,60}$"),
         ({"messages": [USER], "seed": 1.5}, "seed"),
         ({"messages": [USER], "stream": "yes"}, "stream must be true or false"),
         ({"messages": [USER], "stop": 3}, "stop"),
-        ({"messages": [USER], "stop": [""]}, "stop"),
+        ({"messages": [USER], "stop": ""}, "^stop must be a text or a list of texts, none of them empty$"),
+        ({"messages": [USER], "stop": [["a"]]}, "stop"),
     ],
 )
 def test_what_cannot_be_meant_or_followed_is_named(body: Any, named: str) -> None:

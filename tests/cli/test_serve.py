@@ -25,7 +25,7 @@ from offspec.errors import MemoryLimitError, NumericalError
 from offspec.session import Turn, turns_of
 from offspec.tokenizer import Tokenizer
 
-from ..pair import Pair, variant
+from ..pair import CONTEXT, Pair, variant
 from .conftest import Offspec, finish, start
 
 USER = {"role": "user", "content": "hi"}
@@ -232,6 +232,11 @@ def test_of_a_prompt_far_too_long_little_is_encoded(client: Client, kind: str, m
     reply = client.ask("POST", f"/v1/{kind}", {"prompt": long, "messages": [{**USER, "content": long}]})
     assert (reply.status, reply.body["error"]["code"]) == (400, "context_length_exceeded")
     assert 0 < sum(seen) < 10_000
+
+
+def test_an_answer_without_a_limit_ends_with_the_context(client: Client) -> None:
+    usage = client.chat(USER, max_tokens=-1, seed=-1, top_k=-1, ignore_eos=True).body["usage"]
+    assert usage["total_tokens"] == CONTEXT
 
 
 def test_other_paths(client: Client) -> None:
