@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +15,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from offspec.errors import OffspecError, StorageError, UsageError
+from offspec.storage import check_writable
 
+from .options import read_file
 from .terminal import is_watched
 
 if TYPE_CHECKING:
     from offspec.engine import Prompt
 
 Answer = dict[str, Any]
+EMPTY_PROMPT = "the prompt is empty"
+ANSWER_BEGINS = b'{"line": '
 OWN_KEYS = frozenset(
     ("line", "settings", "model", "draft", "prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "stats")
 )
@@ -37,16 +43,22 @@ class Task:
         found: str | list[dict[str, str]] = self.content.get("prompt", self.content.get("messages"))
         return found
 
+    @property
+    def text(self) -> str:
+        """The prompt without a chat template."""
+        return self.prompt if isinstance(self.prompt, str) else "\n\n".join(part["content"] for part in self.prompt)
+
 
 def read_tasks(source: Path) -> tuple[list[Task], dict[int, str]]:
     """The tasks of a JSON Lines file, and what is wrong with the lines that are none, by their numbers."""
     tasks, errors = list[Task](), dict[int, str]()
-    for number, line in enumerate(source.read_bytes().splitlines(), 1):
+    content = source.read_bytes().removeprefix(BOM_UTF8)  # which editors and PowerShell put there
+    for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            content = json.loads(line.decode("utf-8"))
-            _check(content)
+            task = json.loads(line.decode("utf-8"))
+            _check(task)
         except UnicodeDecodeError as exc:
             errors[number] = f"not UTF-8 text (byte {exc.start})"
         except (ValueError, RecursionError) as exc:
@@ -54,18 +66,40 @@ def read_tasks(source: Path) -> tuple[list[Task], dict[int, str]]:
         except UsageError as exc:
             errors[number] = str(exc)
         else:
-            tasks.append(Task(number, content))
+            tasks.append(Task(number, task))
     return tasks, errors
+
+
+def read_prompts(source: Path) -> list[Task]:
+    """The prompts of a text file, one a line, or of a .jsonl file.
+
+    Raises click.UsageError where there is none, or a line that is none.
+    """
+    if source.suffix == ".jsonl":
+        tasks, errors = read_tasks(source)
+    else:
+        lines = enumerate(read_file(source).splitlines(), 1)
+        tasks, errors = [Task(number, {"prompt": line}) for number, line in lines if line.strip()], {}
+    for number, error in errors.items():
+        raise click.UsageError(f"{source}, line {number}: {error}.")
+    if not tasks:
+        raise click.UsageError(f"{source} holds no prompt.")
+    return tasks
 
 
 class Batch:
     """The tasks of a prompt file, and the file that takes the answers (None: standard output)."""
 
     def __init__(self, source: Path, output: Path | None, settings: Mapping[str, Any]) -> None:
-        """settings: what the answers depend on, beside the prompts. Raises UsageError where the output has others."""
+        """settings: what the answers depend on, beside the prompts.
+
+        Raises UsageError where the output has others, or is something else, and StorageError where it cannot be written.
+        """
         self.source, self.output, self._settings = source, output, settings
         self.tasks, self.errors = read_tasks(source)
-        self._done = {} if output is None else self._read_done(output)
+        self._done, self._num_bytes = dict[int, Answer](), 0  # of the output: answers, and how much of it they are
+        if output is not None:
+            self._read_done(output)
         for task in self.tasks:
             if task.line in self._done and not self._is_answer(self._done[task.line], task):
                 raise UsageError(
@@ -82,7 +116,7 @@ class Batch:
         for line, error in self.errors.items():
             self._tell(line, error)
         tasks, shows = self.open_tasks, is_watched() and not quiet and self.output is not None
-        with _Sink(self.output) as sink:
+        with _Sink(self.output, self._num_bytes) as sink:
             for number, task in enumerate(tasks, 1):
                 if shows:
                     click.echo(f"\r\x1b[Kprompt {number} of {len(tasks)}", err=True, nl=False)
@@ -106,39 +140,44 @@ class Batch:
     def _tell(self, line: int, error: str) -> None:
         click.echo(f"offspec: {self.source}, line {line}: {' '.join(error.split())}", err=True)
 
-    def _read_done(self, output: Path) -> dict[int, Answer]:
-        """What an earlier run wrote; half a line at the end, where it was stopped, is taken away."""
+    def _read_done(self, output: Path) -> None:
+        """What an earlier run wrote, but for half a line at the end, where it was stopped."""
+        check_sink(output)
         if not output.exists():
-            return {}
+            return
+        if output.samefile(self.source):
+            raise UsageError(f"{output} is the prompt file itself: give another --output")
         content = output.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        done: dict[int, Answer] = {}
-        for number, line in enumerate(whole.splitlines(), 1):
+        self._num_bytes = content.rfind(b"\n") + 1
+        for number, line in enumerate(content[: self._num_bytes].splitlines(), 1):
             try:
                 record = json.loads(line)
-                done[record["line"]] = record
+                self._done[record["line"]] = record
             except (ValueError, TypeError, KeyError) as exc:
-                raise UsageError(f"{output}, line {number} is no answer of offspec: give another --output") from exc
-        if len(whole) < len(content):
-            os.truncate(output, len(whole))
-        return done
+                raise _foreign(output, number) from exc
+        half = content[self._num_bytes :]
+        if half and not (self._done or half.startswith(ANSWER_BEGINS)):
+            raise _foreign(output, 1)
 
     def _is_answer(self, record: Answer, task: Task) -> bool:
-        same = all(key in record and record[key] == value for key, value in task.content.items())
-        return same and record.get("settings") == json.loads(json.dumps(self._settings))
+        wanted = {**task.content, "settings": self._settings}
+        found = {key: record[key] for key in wanted if key in record}
+        return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # as text, NaN is NaN
 
 
 class _Sink:
-    """Takes answers, each written whole and at once."""
+    """Takes answers, each written whole and at once, behind the first `num_bytes` of what is there."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, num_bytes: int) -> None:
+        self._path, self._num_bytes = path, num_bytes
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> _Sink:
         if self._path is not None:
             try:
                 self._file = self._path.open("ab")
+                if self._file.tell() > self._num_bytes:
+                    self._file.truncate(self._num_bytes)
             except OSError as exc:
                 raise StorageError(f"{self._path} cannot be written: {exc.strerror}") from exc
         return self
@@ -157,11 +196,25 @@ class _Sink:
             self._file.flush()
 
 
+def check_sink(file: Path) -> None:
+    """Raises StorageError, before anything is computed for it, where a file could not be written."""
+    if not file.exists():
+        check_writable(file)
+    elif not os.access(file, os.W_OK):
+        raise StorageError(f"{file} cannot be written: {os.strerror(errno.EACCES)}; choose another file")
+
+
+def _foreign(output: Path, line: int) -> UsageError:
+    return UsageError(f"{output}, line {line} is no answer of offspec: give another --output")
+
+
 def _check(content: Any) -> None:
     """Raises UsageError for an object that is no task."""
     if not isinstance(content, dict) or ("prompt" in content) == ("messages" in content):
         raise UsageError('not an object with either "prompt" or "messages"')
-    if "prompt" in content and not (isinstance(content["prompt"], str) and content["prompt"]):
+    if content.get("prompt") == "":
+        raise UsageError(EMPTY_PROMPT)
+    if "prompt" in content and not isinstance(content["prompt"], str):
         raise UsageError('"prompt" is not a text')
     messages = content.get("messages", [{"role": "", "content": ""}])
     is_chat = isinstance(messages, list) and all(

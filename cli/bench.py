@@ -15,7 +15,7 @@ import click
 
 from offspec.errors import StorageError
 
-from .batch import read_tasks
+from .batch import check_sink, read_prompts
 from .options import (
     MODEL_HELP,
     budget,
@@ -24,7 +24,6 @@ from .options import (
     load_engine,
     loading_options,
     lossy_settings,
-    read_file,
     request_of,
     sampling_options,
     speculation_options,
@@ -32,7 +31,7 @@ from .options import (
 from .terminal import columns, is_watched
 
 if TYPE_CHECKING:
-    from offspec.benchmark import Figure, Report, Row, Workload
+    from offspec.benchmark import Figure, Report, Row
 
 PLOT_SUFFIXES = (".png", ".svg")
 MAX_NEW_TOKENS = 64
@@ -122,9 +121,16 @@ def command(
 ) -> None:
     params, speculation = request_of(options)
     check_draft(speculation, options["draft"])
-    from offspec.benchmark import WORKLOADS, measure
+    for file in (csv_file, plot_file):
+        if file is not None:
+            check_sink(file)
+    from offspec.benchmark import WORKLOADS, Workload, measure
 
-    workloads = list(WORKLOADS) if prompt_file is None else read_workloads(prompt_file)
+    workloads = list(WORKLOADS)
+    if prompt_file is not None:
+        workloads = [
+            Workload(str(task.content.get("kind", "prompts")), task.prompt) for task in read_prompts(prompt_file)
+        ]
     tree = max((nodes or 0 for nodes in budgets), default=0)
     engine = load_engine(model, quiet=quiet, verbose=verbose, tree=tree, **options)
     if engine.draft_name is None:
@@ -138,12 +144,6 @@ def command(
     ways += [speculation] * speculation.is_lossy
     report = measure(engine, workloads, params, ways, num_warmups=warmup, num_repeats=repeats, progress=progress)
     click.echo("\n".join(table(report, columns() if sys.stdout.isatty() else WIDE)))
-    if csv_file is not None:
-        write_csv(report, csv_file)
-    if plot_file is not None:
-        from .plots import plot
-
-        plot(report, f"{engine.name}, draft {engine.draft_name or 'none'}", plot_file)
     if as_json:
         settings = {
             "warmup": warmup,
@@ -155,27 +155,16 @@ def command(
         click.echo(
             json.dumps({"model": engine.name, "draft": engine.draft_name, "settings": settings, **report.as_dict()})
         )
+    if csv_file is not None:
+        write_csv(report, csv_file)
+    if plot_file is not None:
+        from .plots import plot
+
+        plot(report, f"{engine.name}, draft {engine.draft_name or 'none'}", plot_file)
 
 
 # A draft that learnt from the prompts it is measured on would say nothing: --learn-file alone, learnt elsewhere, does.
 command.params = [parameter for parameter in command.params if parameter.name not in ("budget", "learn")]
-
-
-def read_workloads(file: Path) -> list[Workload]:
-    """Prompts of a file. Raises click.UsageError for one that holds none, or a line that is none."""
-    from offspec.benchmark import Workload
-
-    if file.suffix == ".jsonl":
-        tasks, errors = read_tasks(file)
-        if errors:
-            number, error = min(errors.items())
-            raise click.UsageError(f"{file}, line {number}: {error}.")
-        found = [Workload(str(task.content.get("kind", "prompts")), task.prompt) for task in tasks]
-    else:
-        found = [Workload("prompts", line) for line in read_file(file).splitlines() if line.strip()]
-    if not found:
-        raise click.UsageError(f"{file} holds no prompt.")
-    return found
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -194,22 +183,23 @@ def table(report: Report, width: int) -> list[str]:
     ]
     if len(lines[0]) > width:
         lines = [line for cells in rows for line in (*(f"{name}: {cell}" for name, cell in cells.items()), "")]
-    return [*lines, *(line for text in _remarks(report) for line in textwrap.wrap(text, max(width, 20)))]
+    remarks = [*_remarks(report), *_reliability(report)]
+    return [*lines, *(line for text in remarks for line in textwrap.wrap(text, max(width, 20)) or [""])]
 
 
 def _cells(row: Row) -> dict[str, str]:
-    draft, target, rest = row.later_ms
+    draft, target, rest = (f"{ms:.1f}" for ms in row.later_ms) if row.later_ms is not None else "---"
     return {
         "prompts": row.kind,
         "budget": row.budget_name,
         "tokens/s": _with_spread(row.tokens_per_s),
         "gain": f"{row.gain.median:.2f}x" if row.budget != 0 else "",
         "first": f"{row.first_pass_s.median:.2f}",
-        "later": f"{row.later_tokens_per_s.median:.1f}",
+        "later": "-" if row.later_tokens_per_s is None else f"{row.later_tokens_per_s.median:.1f}",
         "a pass": f"{row.tokens_per_pass.median:.2f}",
-        "draft": f"{draft:.1f}",
-        "target": f"{target:.1f}",
-        "rest": f"{rest:.1f}",
+        "draft": draft,
+        "target": target,
+        "rest": rest,
         **({} if row.log_likelihood is None else {"nats/token": f"{row.log_likelihood:.3f}"}),
     }
 
@@ -249,6 +239,16 @@ def _remarks(report: Report) -> list[str]:
             "nats/token: log-likelihood under the target, nearer to 0 is likelier"
         )
     return remarks
+
+
+def _reliability(report: Report) -> list[str]:
+    """A line for each tenth of predicted probability: how many guesses of the best budget had it, and came true."""
+    best = report.best()
+    bins = report.acceptance[best.budget_name].reliability() if best is not None else []
+    if best is None or not bins:
+        return []
+    lines = [f"{predicted:9.3f}  {share:9.3f}  {count:8}" for predicted, share, count in bins]
+    return ["", f"guesses of budget {best.budget_name}, the fastest:", "predicted  came true   guesses", *lines]
 
 
 def write_csv(report: Report, file: Path) -> None:

@@ -37,6 +37,7 @@ def _draw_times(axes: Any, report: Report) -> None:
         (f"{row.budget_name}, {which}", parts)
         for row in reversed(rows)
         for which, parts in (("later", row.later_ms), ("first", row.first_ms))
+        if parts is not None
     ]
     labels = [label for label, _ in bars]
     left = [0.0] * len(bars)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -11,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from offspec import SamplingParams, SpeculationParams
 
-from .batch import Batch
+from .batch import EMPTY_PROMPT, Batch
 from .options import (
     MODEL_HELP,
     check_draft,
@@ -31,7 +35,7 @@ from .options import (
 from .terminal import first_pass_shown, marked, shows_colors
 
 if TYPE_CHECKING:
-    from offspec import Engine, Stats
+    from offspec import Engine, Step
     from offspec.engine import Prompt
 
 
@@ -40,7 +44,7 @@ if TYPE_CHECKING:
     help=f"""Generate text for one prompt; the text goes to stdout as it is accepted.
 
 {MODEL_HELP} PROMPT "-", or none with a pipe, is standard input. A model with a chat template answers PROMPT as a
-message; with --raw it continues PROMPT as text.
+message; with --raw it continues PROMPT as text. Where a setting names MODEL (offspec config), PROMPT may stand alone.
 
 \b
 Examples:
@@ -100,6 +104,8 @@ def command(
 ) -> None:
     params, speculation = request_of(options)
     check_draft(speculation, options["draft"])
+    if prompt is None:
+        model, prompt = _alone(model)
     ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
     if ids is not None and (prompt is not None or prompt_file is not None):
         raise click.UsageError("Give --prompt-ids or a prompt, not both.")
@@ -120,32 +126,53 @@ def command(
     load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
     if is_batch:
         assert prompt_file is not None
-        settings = {"model": model, "system": system, "raw": raw, **asdict(params)}
+        which = {name: options[name] for name in ("revision", "dtype")}
+        settings = {"model": model, **which, "system": system, "raw": raw, **asdict(params)}
         if speculation.is_lossy:  # only then do the answers depend on how tokens are guessed
             settings |= {"draft": options["draft"], **lossy_settings(speculation)}
         batch = Batch(prompt_file, output, settings)
         engine = load() if batch.open_tasks else None
+        ends: list[Step] = []
 
         def answer(asked: Prompt) -> dict[str, Any]:
             assert engine is not None
             asked = as_prompt(engine, asked, system, raw) if isinstance(asked, str) else asked
-            return _answer(engine, asked, params, speculation, quiet=True)[0]
+            found, last = _answer(engine, asked, params, speculation, quiet=True)
+            ends.append(last)
+            return found
 
-        with learning_kept(engine, learn_file, quiet=quiet) if engine is not None else nullcontext():
-            batch.run(answer, quiet=quiet)
+        try:
+            with learning_kept(engine, learn_file, quiet=quiet) if engine is not None else nullcontext():
+                batch.run(answer, quiet=quiet)
+        finally:
+            if show_stats:
+                click.echo(describe_batch(ends), err=True)
         return
     words = read_prompt(prompt, prompt_file) if ids is None else ""
+    if ids is None and not words:
+        raise click.UsageError(f"{EMPTY_PROMPT}.")
     engine = load()
     asked = ids if ids is not None else as_prompt(engine, words, system, raw)
     with learning_kept(engine, learn_file, quiet=quiet):
         if as_json:
-            found, stats = _answer(engine, asked, params, speculation, quiet=quiet)
+            found, last = _answer(engine, asked, params, speculation, quiet=quiet)
             click.echo(json.dumps(found))
         else:
             marks = color_accepted and shows_colors()
-            stats = _stream(engine, asked, params, speculation, marks=marks, quiet=quiet)
+            last = _stream(engine, asked, params, speculation, marks=marks, quiet=quiet)
+            if not quiet:
+                _tell_cut(engine, last, params)
     if show_stats:
-        click.echo(describe(stats), err=True)
+        click.echo(describe(last), err=True)
+
+
+def _alone(argument: str) -> tuple[str, str | None]:
+    """MODEL and PROMPT for a lone argument: it is PROMPT where a setting names MODEL, and it does not look like one."""
+    named = (click.get_current_context().default_map or {}).get("model")
+    is_path = any(separator in argument for separator in "/\\") and not any(map(str.isspace, argument))
+    if named is None or argument in (named, "builtin") or is_path or os.path.exists(argument):
+        return argument, None
+    return named, argument
 
 
 def as_prompt(engine: Engine, words: str, system: str | None, raw: bool) -> Prompt:
@@ -171,27 +198,39 @@ def _stream(
     *,
     marks: bool,
     quiet: bool,
-) -> Stats:
-    """Print each step's text as it comes; a newline at the end where the text has none."""
-    shown, stats = "", None
-    for step in first_pass_shown(engine, engine.generate(prompt, params, speculation), quiet=quiet):
-        sys.stdout.write(marked(step) if marks else step.text)
+) -> Step:
+    """Print each step's text as it comes, a newline at the end where the text has none; returns the last step."""
+    shown, last = "", None
+    for last in first_pass_shown(engine, engine.generate(prompt, params, speculation), quiet=quiet):
+        sys.stdout.write(marked(last) if marks else last.text)
         sys.stdout.flush()
-        shown, stats = step.text or shown, step.stats
+        shown = last.text or shown
     if not shown.endswith("\n"):
         sys.stdout.write("\n")
-    assert stats is not None
-    engine.learn(stats)
-    return stats
+    assert last is not None
+    engine.learn(last.stats)
+    return last
+
+
+def _tell_cut(engine: Engine, last: Step, params: SamplingParams) -> None:
+    """Say where a text was cut, unless --max-new-tokens asked for just that, and which flag allows more."""
+    if last.finish_reason != "length":
+        return
+    planned, longest = engine.max_context, engine.target.config.max_context
+    if last.stats.num_tokens < params.max_new_tokens:
+        more = f"; --context N allows more, up to {longest}" if planned < longest else ""
+        click.echo(f"offspec: cut, as the context of {planned} tokens is full{more}", err=True)
+    elif click.get_current_context().get_parameter_source("max_new_tokens") is not ParameterSource.COMMANDLINE:
+        click.echo(f"offspec: cut at {params.max_new_tokens} tokens; --max-new-tokens N allows more", err=True)
 
 
 def _answer(
     engine: Engine, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams, *, quiet: bool
-) -> tuple[dict[str, Any], Stats]:
-    """Everything about one request, for JSON, and its figures."""
+) -> tuple[dict[str, Any], Step]:
+    """Everything about one request, for JSON, and its last step."""
     ids = engine.encode(prompt)
     steps = list(first_pass_shown(engine, engine.generate(ids, params, speculation), quiet=quiet))
-    stats = steps[-1].stats
+    last, stats = steps[-1], steps[-1].stats
     engine.learn(stats)
     answer = {
         "model": engine.name,
@@ -199,19 +238,21 @@ def _answer(
         "prompt_token_ids": ids,
         "token_ids": [token for step in steps for token in step.token_ids],
         "text": "".join(step.text for step in steps),
-        "finish_reason": steps[-1].finish_reason,
+        "finish_reason": last.finish_reason,
         "seed": stats.seed,
         "stats": stats.as_dict(),
     }
-    return answer, stats
+    return answer, last
 
 
-def describe(stats: Stats) -> str:
+def describe(last: Step) -> str:
     """The figures of a request for a person, a few lines."""
-    passes = max(stats.num_passes, 1)
+    stats = last.stats
+    passes, rate = max(stats.num_passes, 1), stats.decode_tokens_per_s
     lines = [
         f"prompt    {stats.num_prompt_tokens} tokens, first text after {stats.ttft_s:.2f} s, seed {stats.seed}",
-        f"decoding  {stats.num_tokens} tokens, {stats.decode_tokens_per_s:.1f} tokens/s after the first pass",
+        f"decoding  {stats.num_tokens} tokens ({last.finish_reason}), {f'{rate:.1f}' if rate else '-'} tokens/s after the "
+        "first pass",
         f"passes    {stats.num_passes}, {stats.tokens_per_pass:.2f} tokens each; "
         f"draft {1e3 * stats.draft_s / passes:.1f} ms + target {1e3 * stats.target_s / passes:.1f} ms a pass",
         f"memory    {stats.peak_host_bytes / 2**30:.2f} GiB host, {stats.peak_device_bytes / 2**30:.2f} GiB device at the peak",
@@ -224,3 +265,17 @@ def describe(stats: Stats) -> str:
             f"target, as it came {stats.unlearnt_loss:.3f}"
         )
     return "\n".join(lines)
+
+
+def describe_batch(ends: Sequence[Step]) -> str:
+    """The figures of all requests of a batch together, for a person; ends: the last step of each."""
+    if not ends:
+        return "batch     0 prompts"
+    stats = [last.stats for last in ends]
+    num_tokens, num_passes = sum(s.num_tokens for s in stats), sum(s.num_passes for s in stats)
+    seconds = sum(s.ttft_s + s.decode_s for s in stats)
+    ended = ", ".join(f"{count} {reason}" for reason, count in Counter(last.finish_reason for last in ends).items())
+    return (
+        f"batch     {len(ends)} prompts ({ended}), {num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s with the "
+        f"first passes, {num_tokens / num_passes:.2f} tokens a pass"
+    )

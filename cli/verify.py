@@ -12,7 +12,8 @@ import click
 from offspec import SEED_LIMIT
 from offspec.errors import VerificationError
 
-from .options import MAX_BUDGET, MODEL_HELP, load_engine, loading_options, read_file, several
+from .batch import read_prompts
+from .options import MAX_BUDGET, MODEL_HELP, load_engine, loading_options, several
 
 if TYPE_CHECKING:
     from offspec.verification import Report
@@ -47,7 +48,8 @@ Example:
     "--prompts",
     "prompt_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A text file, one prompt a line. [default: the built-in pair's held-out prompts]",
+    help='A text file, one prompt a line, or .jsonl with "prompt" or "messages", whose contents are taken as bare text. '
+    "[default: the built-in pair's held-out prompts]",
 )
 @click.option(
     "--max-prompts",
@@ -143,9 +145,7 @@ def command(
     if prompt_file is None:
         prompts = builtin.prompts()[: max_prompts or BUILTIN_PROMPTS]
     else:
-        prompts = [line for line in read_file(prompt_file).splitlines() if line][:max_prompts]
-    if not prompts:
-        raise click.UsageError(f"{prompt_file} holds no prompt.")
+        prompts = [task.text for task in read_prompts(prompt_file)][:max_prompts]
     # What is compared is the algorithm, so the arithmetic is exact unless asked otherwise.
     loading |= {"dtype": "fp32" if dtype == "auto" else dtype, "tree": max(budgets)}
     engine = load_engine(model, quiet=quiet, verbose=verbose, **loading)

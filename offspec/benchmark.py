@@ -28,6 +28,7 @@ from .stats import Stats
 
 NUM_BINS = 10
 ALL = "all"
+Parts = tuple[float, float, float]  # drafting, the target, the rest
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ class Row:
 
     tokens_per_s: all tokens over all seconds, the first pass included. gain: that over plain decoding's, repeat by repeat.
     later_tokens_per_s: after the first pass. first_*, later_*: milliseconds of a pass in drafting, in the target, and in the rest.
+    What is later is None where the first pass said everything.
     log_likelihood: log p under the target in nats a token, the mean over texts; None where there is no lossy way to judge.
     """
 
@@ -169,10 +171,10 @@ class Row:
     tokens_per_s: Figure
     gain: Figure
     first_pass_s: Figure
-    later_tokens_per_s: Figure
+    later_tokens_per_s: Figure | None
     tokens_per_pass: Figure
-    first_ms: tuple[float, float, float]
-    later_ms: tuple[float, float, float]
+    first_ms: Parts
+    later_ms: Parts | None
     accept: Accept = "exact"
     log_likelihood: float | None = None
 
@@ -188,9 +190,9 @@ class Row:
             "budget": self.budget,
             "is_lossy": self.accept == "joint",
             "log_likelihood_per_token": self.log_likelihood,
-            **{name: getattr(self, name).as_dict() for name in figures},
+            **{name: figure and figure.as_dict() for name in figures for figure in [getattr(self, name)]},
             "first_pass_ms": dict(zip(names, self.first_ms, strict=True)),
-            "later_pass_ms": dict(zip(names, self.later_ms, strict=True)),
+            "later_pass_ms": self.later_ms and dict(zip(names, self.later_ms, strict=True)),
         }
 
 
@@ -213,6 +215,11 @@ class Report:
         """By kind and budget, lossy ways behind the exact ones; `all` at the end where there are several kinds."""
         kinds = [*self.kinds, ALL] if len(self.kinds) > 1 else self.kinds
         return [self._row(kind, name) for kind in kinds for name in self.budget_names]
+
+    def best(self) -> Row | None:
+        """The exact way of guessing with the most tokens/s over everything; None where there is none."""
+        rows = [row for row in self.rows()[-len(self.budget_names) :] if row.budget != 0 and row.accept == "exact"]
+        return max(rows, key=lambda row: row.tokens_per_s.median, default=None)
 
     def num_different(self, accept: Accept = "exact") -> int:
         """Texts of these ways that are not plain decoding's; of exact ones in fp32 none, in 16 bit near-ties may fall the other
@@ -241,6 +248,8 @@ class Report:
         gains = [rate / _tokens_per_s(runs) for rate, runs in zip(rates, plain, strict=True)]
         runs = [run for repeat in repeats for run in repeat]
         firsts, laters = [_parts(run.first) for run in runs], [_later_parts(run) for run in runs]
+        later_rates = [rate for rate in map(_later_tokens_per_s, repeats) if rate is not None]
+        num_later = sum(run.stats.num_passes - 1 for run in runs)
         likelihoods = [run.log_likelihood for run in runs if run.log_likelihood is not None]
         return Row(
             kind,
@@ -248,7 +257,7 @@ class Report:
             Figure.of(rates),
             Figure.of(gains),
             Figure.of([statistics.mean(run.stats.ttft_s for run in repeat) for repeat in repeats]),
-            Figure.of([_later_tokens_per_s(repeat) for repeat in repeats]),
+            Figure.of(later_rates) if later_rates else None,
             Figure.of(
                 [
                     _ratio(sum(r.stats.num_tokens for r in repeat), sum(r.stats.num_passes for r in repeat))
@@ -256,7 +265,7 @@ class Report:
                 ]
             ),
             _mean_ms(firsts, len(runs)),
-            _mean_ms(laters, sum(run.stats.num_passes - 1 for run in runs)),
+            _mean_ms(laters, num_later) if num_later else None,
             runs[0].accept,
             statistics.mean(likelihoods) if likelihoods else None,
         )
@@ -266,22 +275,22 @@ def _tokens_per_s(runs: Sequence[Run]) -> float:
     return _ratio(sum(run.stats.num_tokens for run in runs), sum(run.seconds for run in runs))
 
 
-def _later_tokens_per_s(runs: Sequence[Run]) -> float:
+def _later_tokens_per_s(runs: Sequence[Run]) -> float | None:
     num_tokens = sum(run.stats.num_tokens - run.stats.num_first_pass_tokens for run in runs)
-    return _ratio(num_tokens, sum(run.stats.decode_s for run in runs))
+    return _ratio(num_tokens, sum(run.stats.decode_s for run in runs)) or None
 
 
-def _parts(stats: Stats) -> tuple[float, float, float]:
+def _parts(stats: Stats) -> Parts:
     """Seconds in drafting, in the target, and in the rest, up to now."""
     return stats.draft_s, stats.target_s, stats.prefill_s + stats.decode_s - stats.draft_s - stats.target_s
 
 
-def _later_parts(run: Run) -> tuple[float, float, float]:
+def _later_parts(run: Run) -> Parts:
     (d, t, r), (first_d, first_t, first_r) = _parts(run.stats), _parts(run.first)
     return d - first_d, t - first_t, r - first_r
 
 
-def _mean_ms(parts: Sequence[tuple[float, float, float]], count: int) -> tuple[float, float, float]:
+def _mean_ms(parts: Sequence[Parts], count: int) -> Parts:
     draft, target, rest = (1e3 * _ratio(sum(part[i] for part in parts), count) for i in range(3))
     return draft, target, rest
 

@@ -11,7 +11,7 @@ import psutil
 
 @dataclass
 class Stats:
-    """Counters of one request; the engine writes them, `as_dict` adds what follows from them.
+    """Counters of one request; the engine writes them, `as_dict` adds what follows from them, None where nothing was measured.
 
     num_prefilled_tokens of the prompt's were scored; the others were in caches kept from an earlier request.
     The first pass takes the whole prompt *and* a tree, so it is the prefill and already yields tokens: prefill_s is that
@@ -52,14 +52,14 @@ class Stats:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after the first pass ÷ decode_s; 0 where the first pass said everything."""
+        """Tokens after the first pass ÷ decode_s; 0 where the first pass said everything, so that nothing was measured."""
         return (self.num_tokens - self.num_first_pass_tokens) / self.decode_s if self.decode_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         return {
             **asdict(self),
             "tokens_per_pass": self.tokens_per_pass,
-            "decode_tokens_per_s": self.decode_tokens_per_s,
+            "decode_tokens_per_s": self.decode_tokens_per_s or None,
         }
 
 

@@ -88,7 +88,7 @@ def test_a_broken_line_is_told_and_the_others_are_done(batch: Run, source: Path,
         (b"[1]", "not an object"),
         (b'{"text": "x"}', "not an object with either"),
         (b'{"prompt": "a", "messages": []}', "not an object with either"),
-        (b'{"prompt": ""}', '"prompt" is not a text'),
+        (b'{"prompt": ""}', "the prompt is empty"),
         (b'{"prompt": 5}', '"prompt" is not a text'),
         (b'{"messages": []}', '"messages" is not a list'),
         (b'{"messages": [{"role": "user"}]}', '"messages" is not a list'),
@@ -132,7 +132,54 @@ def test_an_output_of_something_else_is_left_alone(batch: Run, source: Path, tmp
     output.write_text("notes of mine\n")
     assert "line 1 is no answer of offspec" in batch("--output", output).refusal(2)
     assert output.read_text() == "notes of mine\n"
+    output.write_text("notes of mine, and no newline")
+    assert "line 1 is no answer of offspec" in batch("--output", output).refusal(2)
+    assert output.read_text() == "notes of mine, and no newline"
+    output.write_text('{"line": 1, "score": 2}\n{"line": 2}')
+    assert "answers another prompt" in batch("--output", output).refusal(2)
+    assert output.read_text() == '{"line": 1, "score": 2}\n{"line": 2}'
+
+
+def test_the_prompt_file_is_never_the_output(batch: Run, source: Path, tmp_path: Path) -> None:
+    before, link = source.read_bytes(), tmp_path / "link.jsonl"
+    link.symlink_to(source)
+    for output in (source, link, tmp_path / "x" / ".." / source.name):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        assert "is the prompt file itself" in batch("--output", output).refusal(2)
+    assert source.read_bytes() == before
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(
+    batch: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "load", None)
     assert "cannot be written" in batch("--output", tmp_path / "no" / "folder.jsonl").refusal(1)
+
+
+@pytest.mark.parametrize("flags", [("--dtype", "bf16"), ("--revision", "main")])
+def test_another_arithmetic_or_revision_gives_other_answers(flags: Sequence[str], batch: Run, tmp_path: Path) -> None:
+    assert batch("--output", tmp_path / "answers.jsonl").code == 0
+    assert "with other settings" in batch("--output", tmp_path / "answers.jsonl", *flags).refusal(2)
+
+
+def test_what_is_no_number_is_answered_once(
+    batch: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.write_text('{"prompt": "hi", "score": NaN}')
+    assert batch("--output", tmp_path / "answers.jsonl").code == 0
+    monkeypatch.setattr(Engine, "load", None)
+    assert batch("--output", tmp_path / "answers.jsonl").code == 0
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(batch: Run, source: Path) -> None:
+    source.write_text(GOOD[0], encoding="utf-8-sig")
+    assert [answer["line"] for answer in records(batch().out)] == [1]
+
+
+def test_figures_of_all_prompts_together(batch: Run) -> None:
+    result = batch("--stats")
+    assert result.err.startswith("batch     3 prompts (3 length), 36 tokens, ")
+    assert "tokens/s with the first passes" in result.err
 
 
 def test_what_lossy_answers_depend_on_is_remembered(batch: Run, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from offspec import Engine
+from offspec.benchmark import Acceptance, Report
 from offspec.cli.bench import table
 
 from ..offspec.test_benchmark import REPORT
@@ -68,7 +70,16 @@ def test_plots(name: str, begins: bytes, bench: Bench, tmp_path: Path) -> None:
     if name.endswith("svg"):
         for title in (b"Where a pass", b"Tokens per pass against budget", b"Accepted guesses", b"Reliability"):
             assert title in content
-    assert "cannot be written" in bench("--plot", tmp_path / "no" / name).err
+
+
+@pytest.mark.parametrize("flags", [("--csv", "runs.csv"), ("--plot", "passes.svg")])
+def test_files_that_cannot_be_written_are_refused_first(
+    flags: tuple[str, str], bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if flags[0] == "--plot":
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr(Engine, "load", None)
+    assert "cannot be written" in bench(flags[0], tmp_path / "no" / flags[1]).refusal(1)
 
 
 def test_joint_acceptance_has_a_row_of_its_own(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -107,9 +118,29 @@ def test_without_a_draft_plain_decoding_is_measured(pair: Pair, tmp_path: Path, 
     assert "there is no draft" in " ".join(result.out.split())
 
 
+def test_what_was_not_measured_is_a_dash(bench: Bench) -> None:
+    result = bench("--max-new-tokens", 1, "--json")
+    *lines, last = result.out.splitlines()
+    assert lines[0].split()[-6:] == ["later", "a", "pass", "draft", "target", "rest"]
+    assert lines[1].split()[-5:] == ["-", "1.00", "-", "-", "-"]
+    row = json.loads(last)["rows"][0]
+    assert (row["later_tokens_per_s"], row["later_pass_ms"]) == (None, None)
+
+
+def test_the_fastest_budget_s_reliability_is_shown(bench: Bench) -> None:
+    *lines, last = bench("--json").out.splitlines()
+    heading = next(line for line in lines if line.startswith("guesses of budget "))
+    bins = json.loads(last)["acceptance"][heading.split()[3].rstrip(",")]["reliability"]
+    shown = [line.split() for line in lines[lines.index(heading) + 2 :]]
+    assert [int(count) for *_, count in shown] == [found["num_nodes"] for found in bins]
+    assert float(shown[0][0]) == pytest.approx(bins[0]["predicted"], abs=1e-3)
+
+
 @pytest.mark.parametrize("columns", [30, 80, 110])
 def test_the_table_fits(columns: int) -> None:
-    lines = table(REPORT, columns)
+    seen = Acceptance(num_nodes=[10**6] * 10, predicted=[5e5] * 10, accepted=[10**5] * 10)
+    lines = table(Report(REPORT.runs, {"8": seen}), columns)
+    assert lines[-1].split() == ["0.500", "0.100", "1000000"]
     assert max(map(len, lines)) <= columns
     assert ("tokens/s: 1.80 +-0.20" in lines) == (columns < 80)
     assert all(line.isascii() for line in lines)

@@ -147,6 +147,29 @@ def test_stats_stand_on_stderr(run_args: Sequence[object], offspec: Offspec) -> 
     assert "seed 5" in with_json.err
 
 
+def test_a_text_that_is_cut_says_so(
+    run_args: Sequence[object], pair: Pair, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert offspec(*run_args, "hi").err == ""  # just as many as were asked for
+    assert "context of 128 tokens is full" in offspec(*run_args, "hi", "--max-new-tokens", 500, "--ignore-eos").err
+    monkeypatch.setenv("OFFSPEC_MAX_NEW_TOKENS", "8")
+    args = (*run_args[:-2], "hi", "--ignore-eos")
+    told = offspec(*args)
+    assert told.err == "offspec: cut at 8 tokens; --max-new-tokens N allows more\n"
+    assert offspec(*args, "-q").err == offspec(*args, "--json").err == ""
+    assert "8 tokens (length)" in offspec(*args, "--stats").err
+
+
+def test_a_rate_that_was_not_measured(run_args: Sequence[object], offspec: Offspec) -> None:
+    one = (*run_args[:-2], "hi", "--max-new-tokens", 1)
+    assert run_json(offspec, *one)["stats"]["decode_tokens_per_s"] is None
+    assert " - tokens/s after the first pass" in offspec(*one, "--stats").err
+
+
+def test_an_empty_prompt_is_refused(run_args: Sequence[object], offspec: Offspec) -> None:
+    assert "the prompt is empty" in offspec(*run_args, stdin=b"").refusal(2)
+
+
 JOINT = ("--accept", "joint", "--tau", "0.01", "--beam", "4", "--gamma", "4")
 
 

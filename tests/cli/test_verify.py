@@ -121,6 +121,17 @@ def test_a_flag_that_cannot_be_meant(flags: Sequence[str], verify_args: Sequence
     offspec(*verify_args, *flags).refusal(2)
 
 
+def test_prompts_of_a_jsonl_file(verify_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
+    few = (*verify_args, "--scorings", "coupled", "--drafts", "own", "--temperatures", 0, "--budgets", 8, "--json")
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        '{"prompt": "def area("}\n{"messages": [{"role": "user", "content": "for item in sch\\u00f6n:"}]}\n'
+    )
+    assert json.loads(offspec(*few, "--prompts", file).out) == json.loads(offspec(*few).out)
+    file.write_text("{")
+    assert "line 1: not JSON" in offspec(*few, "--prompts", file).refusal(2)
+
+
 @pytest.mark.parametrize(("content", "word"), [(b"\n\n", "no prompt"), (b"sch\xf6n", "not UTF-8")])
 def test_prompts_that_cannot_be_read(
     content: bytes, word: str, verify_args: Sequence[object], tmp_path: Path, offspec: Offspec

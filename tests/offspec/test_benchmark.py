@@ -59,6 +59,14 @@ def test_where_a_pass_s_time_goes() -> None:
     assert Report([run(0, 0)]).rows()[0].later_ms == pytest.approx((0, 1000, 0))
 
 
+def test_the_fastest_exact_way_is_the_best() -> None:
+    slow, lossy = run(16, 0, decode_s=9.0), replace(run(4, 0, decode_s=0.1), accept="joint")
+    best = Report([run(0, 0), slow, run(8, 0), lossy]).best()
+    assert best is not None
+    assert best.budget == 8
+    assert Report([run(0, 0)]).best() is None
+
+
 def test_all_kinds_together_where_there_are_several() -> None:
     assert [row.kind for row in REPORT.rows()] == ["code", "code"]
     other = [replace(found, kind="chat", workload=1) for found in REPORT.runs]
