@@ -76,7 +76,11 @@ def cli(ctx: click.Context) -> None:
         from .config import Commands
         from .settings import Settings
 
-        ctx.default_map = {ctx.invoked_subcommand: Settings(Commands(ctx)).defaults(ctx.invoked_subcommand)}
+        try:
+            ctx.default_map = {ctx.invoked_subcommand: Settings(Commands(ctx)).defaults(ctx.invoked_subcommand)}
+        except click.UsageError:
+            if not {"-h", "--help"} & set(ctx.obj):  # which must work whatever is set
+                raise
 
 
 def main() -> NoReturn:
@@ -96,7 +100,7 @@ def run(args: list[str]) -> int:
         if instruction := os.environ.get(COMPLETION):
             return shell_complete(cli, {}, "offspec", COMPLETION, instruction)
         # Not `cli.main`, which has an exit code of its own for a closed pipe.
-        with cli.make_context("offspec", list(args)) as context:
+        with cli.make_context("offspec", list(args), obj=args) as context:
             cli.invoke(context)
         sys.stdout.flush()
         return DONE

@@ -75,7 +75,8 @@ class Settings:
     def defaults(self, name: str) -> dict[str, Any]:
         """What is set for one command, as click's default_map wants it."""
         parameters = settable(self._commands[name])
-        return {str(parameters[key].name): plain(given.value) for key, given in self.for_command(name).items()}
+        given = self.for_command(name)
+        return {str(parameters[key].name): plain(parameters[key], given[key].value) for key in given}
 
     def _from_environment(self) -> Iterator[Given]:
         for variable, value in sorted(self._environment.items()):
@@ -107,7 +108,7 @@ class Settings:
         else:
             import tomli as tomllib
         try:
-            return tomllib.loads(file.read_text(encoding="utf-8"))
+            return tomllib.loads(file.read_text(encoding="utf-8-sig"))
         except OSError as exc:
             raise click.UsageError(f"the settings {file} cannot be read: {exc.strerror}") from exc
         except ValueError as exc:  # TOMLDecodeError, and bytes that are not UTF-8
@@ -141,17 +142,14 @@ def convert(parameter: click.Parameter, value: Any, command: click.Command) -> A
         raise click.BadParameter(f"{str(value).lower()} is neither a number nor a text")
     if not isinstance(value, (bool, int, float, str)) and not (parameter.multiple and isinstance(value, list)):
         raise click.BadParameter(f"{value!r} is no value for it")
-    raw = plain(value)
-    return parameter.process_value(
-        click.Context(command), [raw] if parameter.multiple and isinstance(raw, str) else raw
-    )
+    return parameter.process_value(click.Context(command), plain(parameter, value))
 
 
-def plain(value: Any) -> Any:
-    """As the command line would say it: numbers as texts."""
-    if isinstance(value, list):
-        return [str(part) for part in value]
-    return value if isinstance(value, (bool, str)) else str(value)
+def plain(parameter: click.Parameter, value: Any) -> Any:
+    """As the command line would say it: numbers as texts, a list where a flag may be given several times."""
+    if parameter.multiple:
+        return [str(part) for part in (value if isinstance(value, list) else [value])]
+    return value if isinstance(value, bool) else str(value)
 
 
 def check(parameter: click.Parameter, given: Given, command: click.Command) -> None:

@@ -56,6 +56,39 @@ def test_settings_reach_a_command_and_flags_win(
     assert (flagged["seed"], flagged["draft"], len(flagged["token_ids"])) == (6, str(pair.draft), 12)
 
 
+def test_one_text_where_several_may_be_given(
+    file: Path, run_args: Any, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.touch()
+    whole = json.loads(offspec(*run_args, "hi", "--json").out)["text"]
+    assert len(whole) > 3
+    file.write_text(f"stop = {json.dumps(whole[2:4])}\n")
+    assert json.loads(offspec(*run_args, "hi", "--json").out)["text"] == whole[: whole.index(whole[2:4])]
+    monkeypatch.setenv("OFFSPEC_STOP", whole[1:3])
+    assert json.loads(offspec(*run_args, "hi", "--json").out)["text"] == whole[: whole.index(whole[1:3])]
+
+
+def test_a_lone_argument_is_the_prompt_where_a_setting_names_the_model(
+    file: Path, pair: Any, run_args: Any, offspec: Offspec
+) -> None:
+    file.touch()
+    asked = json.loads(offspec(*run_args, "def area(", "--json").out)
+    file.write_text(f"model = '{pair.target}'\ndraft = '{pair.draft}'\ndevice = 'cpu'\nmax-new-tokens = 12\n")
+    assert json.loads(offspec("run", "def area(", "--json", stdin=b"not this").out)["token_ids"] == asked["token_ids"]
+    assert json.loads(offspec("run", pair.draft, "--draft", "none", "--json", stdin=b"hi").out)["model"] == str(
+        pair.draft
+    )
+    for model in ("./no-such-folder", "no/such/folder"):
+        assert "no such folder" in offspec("run", model, stdin=b"hi").refusal(1)
+    file.write_text("")
+    assert "no such folder" in offspec("run", "def area(", stdin=b"hi").refusal(1)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(file: Path, offspec: Offspec) -> None:
+    file.write_text("temperature = 0.5", encoding="utf-8-sig")
+    assert told(offspec, "run")["temperature"]["value"] == 0.5
+
+
 def test_what_is_on_by_default_is_turned_off_by_its_own_name(
     file: Path, run_args: Any, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +141,8 @@ def test_what_cannot_be_meant(content: str, words: tuple[str, ...], file: Path, 
         assert str(file) in message
         for word in words:
             assert word in message
-    assert offspec("--help").code == 0
+    for help_flags in (("--help",), ("run", "--help"), ("chat", "-h")):
+        assert offspec(*help_flags).code == 0
 
 
 def test_variables_that_cannot_be_meant(offspec: Offspec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
