@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from offspec import SamplingParams, SpeculationParams
 from offspec.errors import OffspecError, UsageError
@@ -54,7 +55,12 @@ Examples:
 )
 @click.argument("model", default="builtin")
 @click.option("--system", metavar="TEXT", help="System message.")
-@click.option("--load", "saved", type=click.Path(path_type=Path), help="Go on with a conversation that /save wrote.")
+@click.option(
+    "--load",
+    "saved",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Go on with a conversation that /save wrote; flags win over its settings.",
+)
 @click.option(
     "--when-full",
     type=click.Choice(["drop", "stop"]),
@@ -99,14 +105,18 @@ def command(
     engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
     from offspec.session import Session
 
-    session = Session(engine, system, drops_oldest=when_full == "drop", tell=_note)
-    chat = Chat(session, settings, marks=color_accepted and shows_colors(), verbose=verbose)
+    session = Session(engine, system, drops_oldest=when_full == "drop", tell=partial(_note, quiet=quiet))
+    chat = Chat(session, settings, marks=color_accepted and shows_colors(), quiet=quiet, verbose=verbose)
     if saved is not None:
+        flags = settings.given_as_flags(ctx)
         chat.load(str(saved))
+        settings.set(flags)
+        if _is_flag(ctx, "system"):
+            session.system = system
     on_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
     if on_terminal and not quiet:
         click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}. /help shows the commands, Ctrl-D leaves.")
-    lines = TerminalInput(_history_file(history), chat.completions) if on_terminal else PipeInput()
+    lines = TerminalInput(_history_file(history, quiet=quiet), chat.completions) if on_terminal else PipeInput()
     with learning_kept(engine, learn_file, quiet=quiet):
         num_errors = chat.talk(lines)
     if num_errors and not on_terminal:
@@ -123,7 +133,7 @@ def _setting_names() -> set[str]:
     return {str(parameter.name) for parameter in click.command()(probe).params}
 
 
-def _history_file(wanted: str | None) -> Path | None:
+def _history_file(wanted: str | None, *, quiet: bool) -> Path | None:
     if wanted == "none":
         return None
     if wanted is None:
@@ -134,12 +144,17 @@ def _history_file(wanted: str | None) -> Path | None:
         file = Path(wanted).expanduser()
     if open_history(file):
         return file
-    _note(f"{file} cannot be written, so what you type is not remembered; --history names another file")
+    _note(f"{file} cannot be written, so what you type is not remembered; --history names another file", quiet=quiet)
     return None
 
 
-def _note(text: str) -> None:
-    click.echo(f"({text})", err=True)
+def _note(text: str, *, quiet: bool) -> None:
+    if not quiet:
+        click.echo(f"({text})", err=True)
+
+
+def _is_flag(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 # ------------------------------------------------------------------------------------------------ what /set sets
@@ -178,9 +193,15 @@ class Values:
             raise exc if isinstance(exc, OffspecError) else UsageError("a setting has no value") from exc
 
     def as_dict(self) -> dict[str, Any]:
-        """By the flags' names without dashes, fit for JSON."""
+        """By the flags' names without dashes, as the flags take them, fit for JSON."""
         found = {key: self._values[str(p.name)] for key, p in self.parameters.items()}
+        if found.get("budget", 0) is None:
+            found["budget"] = "auto"
         return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+
+    def given_as_flags(self, ctx: click.Context) -> dict[str, Any]:
+        """Those that the command line itself gave, which win over whatever else is set."""
+        return {key: value for key, value in self.as_dict().items() if _is_flag(ctx, str(self.parameters[key].name))}
 
 
 # ------------------------------------------------------------------------------------------------ the conversation
@@ -198,9 +219,12 @@ class Command:
 class Chat:
     """Reads lines, answers messages, does commands. An error is one line, and the conversation goes on."""
 
-    def __init__(self, session: Session, values: Values, *, marks: bool = False, verbose: bool = False) -> None:
+    def __init__(
+        self, session: Session, values: Values, *, marks: bool = False, quiet: bool = False, verbose: bool = False
+    ) -> None:
         self.session, self.values = session, values
-        self._marks, self._verbose = marks, verbose
+        self._marks, self._quiet, self._verbose = marks, quiet, verbose
+        self._note = partial(_note, quiet=quiet)
         self._edited: str | None = None  # a message that the next one takes the place of
         self._is_warned = False
 
@@ -214,7 +238,7 @@ class Chat:
             except EOFError:
                 return num_errors
             except KeyboardInterrupt:
-                _note("nothing is changed" if self._edited else "Ctrl-D leaves")
+                self._note("nothing is changed" if self._edited else "Ctrl-D leaves")
                 self._edited = None
             except BrokenPipeError:
                 raise
@@ -247,7 +271,7 @@ class Chat:
         sampling, speculation = self.values.params()
         steps, last = self.session.reply(message, sampling, speculation, again=again), ""
         try:
-            for step in first_pass_shown(self.session.engine, steps):
+            for step in first_pass_shown(self.session.engine, steps, quiet=self._quiet):
                 sys.stdout.write(marked(step) if self._marks else step.text)
                 sys.stdout.flush()
                 last = step.text or last
@@ -255,7 +279,7 @@ class Chat:
             steps.close()
             if last:
                 click.echo()
-            _note(
+            self._note(
                 "stopped; what was said stays"
                 if last
                 else "stopped before anything was said; the message is taken back"
@@ -278,7 +302,7 @@ class Chat:
         try:
             self.session.engine.learn(turn.stats)
         except KeyboardInterrupt:
-            _note("learning stopped; the draft is as it was before this reply")
+            self._note("learning stopped; the draft is as it was before this reply")
 
     def _explain_end(self, sampling: SamplingParams) -> None:
         """Why a reply ended where the model would have gone on, and when the context will be full."""
@@ -286,14 +310,14 @@ class Chat:
         turn = session.turns[-1] if session.turns else None
         if turn is not None and turn.finish_reason == "length":
             if len(turn.token_ids) >= sampling.max_new_tokens:
-                _note(f"cut at {sampling.max_new_tokens} tokens; /set max-new-tokens N allows more")
+                self._note(f"cut at {sampling.max_new_tokens} tokens; /set max-new-tokens N allows more")
             else:
-                _note("cut: the context is full")
+                self._note("cut: the context is full")
         limit = session.engine.max_context
         is_filling = session.num_tokens + session.spare(sampling) > WARN_SHARE * limit
         if is_filling and not self._is_warned:
             then = "the oldest turns will be left out" if session.drops_oldest else "messages will be refused"
-            _note(f"{session.num_tokens} of {limit} tokens of context are used; when it is full, {then}")
+            self._note(f"{session.num_tokens} of {limit} tokens of context are used; when it is full, {then}")
         self._is_warned = is_filling
 
     def _tell_error(self, error: Exception) -> None:
@@ -326,12 +350,12 @@ class Chat:
         if sampling.temperature == 0 or sampling.seed is not None:
             why = "temperature is 0" if sampling.temperature == 0 else "the seed is set"
             remedy = "/set temperature 0.7" if sampling.temperature == 0 else "/set seed none"
-            _note(f"{why}, so the reply will be the same; {remedy} changes that")
+            self._note(f"{why}, so the reply will be the same; {remedy} changes that")
         self.answer(self._last().message, again=True)
 
     def undo(self, argument: str) -> None:
         taken = self.session.undo()
-        _note(f"taken back: {_short(taken.message)}")
+        self._note(f"taken back: {_short(taken.message)}")
 
     def edit(self, argument: str) -> None:
         if argument:
@@ -387,12 +411,12 @@ class Chat:
 
     def clear(self, argument: str) -> None:
         self.session.clear()
-        _note("a new conversation, with the same system message and settings")
+        self._note("a new conversation, with the same system message and settings")
 
     def save(self, argument: str) -> None:
         path = _path(argument, "/save")
         self.session.save(path, self.values.as_dict())
-        _note(f"{len(self.session.turns)} turns saved in {path}")
+        self._note(f"{len(self.session.turns)} turns saved in {path}")
 
     def load(self, argument: str) -> None:
         path, before = _path(argument, "/load"), (self.session.turns, self.session.system)
@@ -402,12 +426,12 @@ class Chat:
         except OffspecError as exc:
             self.session.turns, self.session.system = before
             raise UsageError(f"{path}: {exc}") from exc
-        _note(f"{len(self.session.turns)} turns loaded from {path}")
+        self._note(f"{len(self.session.turns)} turns loaded from {path}")
 
     def export(self, argument: str) -> None:
         path = _path(argument, "/export")
         self.session.export(path)
-        _note(f"written to {path}")
+        self._note(f"written to {path}")
 
     def help(self, argument: str) -> None:
         width = max(len(f"/{name} {command.takes}") for name, command in COMMANDS.items())
@@ -447,9 +471,10 @@ def stats_table(session: Session) -> list[str]:
         if (s := turn.stats) is None:
             lines.append(f"{number:>4}  (loaded)")
             continue
+        rate = f"{s.decode_tokens_per_s:.1f}" if s.decode_tokens_per_s else "-"
         lines.append(
             f"{number:>4}  {s.num_prompt_tokens:>6}  {s.num_prefilled_tokens:>6}  {s.num_tokens:>6}  "
-            f"{s.tokens_per_pass:>8.2f}  {s.ttft_s:>7.2f}  {s.decode_tokens_per_s:>8.1f}{'  lossy' * s.is_lossy}"
+            f"{s.tokens_per_pass:>8.2f}  {s.ttft_s:>7.2f}  {rate:>8}{'  lossy' * s.is_lossy}"
         )
     return [*lines, f"{session.num_tokens} of {session.engine.max_context} tokens of context used"]
 

@@ -107,6 +107,29 @@ def test_settings_are_those_of_the_flags(talk: Talk, tmp_path: Path) -> None:
     assert (loaded.code, saved(file)["settings"]["temperature"]) == (0, 0.7)
 
 
+def test_flags_win_over_a_loaded_file(talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    talk("/set temperature 0.7", "/set top-p 0.9", "/set budget 4", "/system Be brief.", "hi", f"/save {file}")
+    flags = ("--load", file, "--temperature", 0, "--budget", "auto", "--system", "Be kind.")
+    assert talk(f"/save {file}", flags=flags).code == 0
+    found = saved(file)["settings"]
+    assert (found["temperature"], found["budget"], found["top-p"]) == (0, "auto", 0.9)
+    assert (saved(file)["system"], len(saved(file)["turns"])) == ("Be kind.", 1)
+
+
+def test_the_budget_that_is_found_is_called_auto(talk: Talk) -> None:
+    result = talk("/set budget 4", "/set budget auto", "/set", "/show")
+    lines = [line for line in result.out.splitlines() if line.startswith("budget")]
+    assert [line.split() for line in lines] == [["budget", word] for word in ("4", "auto", "auto", "auto")]
+
+
+def test_quiet_leaves_nothing_but_errors(talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    messages = (f"message {number}" for number in range(10))  # until the context is full
+    assert talk(*messages, f"/save {file}", "/undo", f"/load {file}", flags=("-q",)).err == ""
+    assert talk("/undo", flags=("-q",)).err.startswith("Error: there is no turn")
+
+
 def test_going_on_says_what_would_have_been_said(talk: Talk, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     whole = talk("/set temperature 0.6", "/set seed 1", "hi", f"/save {file}", "more")
