@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from offspec import SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
 from offspec.errors import UsageError
@@ -23,6 +24,20 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 MODEL_HELP = "MODEL is a folder, a Hugging Face hub id, or `builtin`."
 MAX_BUDGET = 8192  # a tree's mask takes its square in bytes, its logits 4 bytes times the vocabulary for each node
+
+
+class ModelName(click.types.StringParamType):
+    """A model: the shell completes folders, and what else it may be called."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        names = [CompletionItem(name) for name in self._names if incomplete and name.startswith(incomplete)]
+        return [CompletionItem(incomplete, type="dir"), *names]  # bash forgets what comes before a folder
+
+
+MODEL = ModelName("builtin")
 
 
 def budget(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
@@ -38,7 +53,10 @@ def budget(ctx: click.Context, param: click.Parameter, value: str) -> int | None
 
 def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """A click callback: "20GiB" as bytes."""
-    return None if value is None else parse_size(value)
+    try:
+        return None if value is None else parse_size(value)
+    except UsageError as exc:
+        raise click.BadParameter(f"{exc}.") from exc
 
 
 def several(kind: click.ParamType[Any]) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
@@ -66,6 +84,7 @@ def model_flags(function: F) -> F:
     return _all(
         click.option(
             "--draft",
+            type=ModelName("auto", "self", "lookup", "none", "builtin"),
             default="auto",
             metavar="PATH|auto|self|lookup|none",
             help="What guesses: a small model; self, the model's own first layers (offspec distill makes what that takes); lookup, which needs none: what stood in the text before; auto: the built-in pair's own, lookup for other models. [default: auto]",

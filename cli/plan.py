@@ -10,7 +10,7 @@ import click
 
 from offspec import PLAN_FORMATS, format_seconds, format_size
 
-from .options import MODEL_HELP, memory_flags, model_flags, size
+from .options import MODEL, MODEL_HELP, memory_flags, model_flags, size
 
 if TYPE_CHECKING:
     from offspec.outlook import Outlook
@@ -31,7 +31,7 @@ Examples:
   offspec plan meta-llama/Llama-3.1-70B-Instruct --format nf4 --gpu rtx4090 --ram 64GiB
 """,
 )
-@click.argument("model", default="builtin")
+@click.argument("model", default="builtin", type=MODEL)
 @model_flags
 @memory_flags
 @click.option("--gpu", metavar="NAME", help="Plan for this card (rtx4090, rtx3090, …) instead of what is here.")

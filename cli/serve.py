@@ -15,6 +15,7 @@ import click
 from offspec.errors import UsageError
 
 from .options import (
+    MODEL,
     MODEL_HELP,
     check_draft,
     learning_kept,
@@ -44,7 +45,7 @@ Examples:
   curl http://127.0.0.1:8080/v1/chat/completions -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
 """,
 )
-@click.argument("model", default="builtin")
+@click.argument("model", default="builtin", type=MODEL)
 @click.option(
     "--host",
     default="127.0.0.1",

@@ -99,7 +99,7 @@ def test_refusals(offspec: Offspec, large: Path) -> None:
     refused = offspec("plan", large, "--draft", "none", "--device", "cpu", "--ram", "1GiB", "-q").refusal(1)
     assert "1 GiB of RAM are too little: at least" in refused
     assert "not a known card; choose one of" in offspec("plan", large, "--gpu", "rtx9999", "-q").refusal(2)
-    assert "is not a size" in offspec("plan", large, "--ram", "plenty").refusal(2)
+    assert "'--ram': 'plenty' is not a size" in offspec("plan", large, "--ram", "plenty").refusal(2)
     assert "--disk 0 would bring nothing" in offspec("plan", large, "--disk", "0", "-q").refusal(2)
     (large / "config.json").unlink()
     assert "config.json" in offspec("plan", large, "-q").refusal(1)

@@ -1,0 +1,25 @@
+"""What the shell is told to complete."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import Offspec
+
+
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        ("plan ./nf", ["dir,./nf"]),
+        ("plan buil", ["dir,buil", "plain,builtin"]),
+        ("serve builtin --draft ./nf", ["dir,./nf"]),
+        ("run x --draft lo", ["dir,lo", "plain,lookup"]),
+    ],
+)
+def test_models_are_completed_as_folders_and_by_name(
+    words: str, completions: list[str], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_OFFSPEC_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", f"offspec {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    assert offspec().out.splitlines() == completions
