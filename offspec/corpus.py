@@ -34,7 +34,7 @@ def default_folder() -> Path:
 
 
 def open_index(
-    files: Sequence[Path], tokenizer: Tokenizer, folder: Path | None = None, progress: Progress | None = None
+    files: Sequence[str | Path], tokenizer: Tokenizer, folder: Path | None = None, progress: Progress | None = None
 ) -> SuffixIndex:
     """The index of these text files, mapped from `folder`; built first where they or the tokenizer are new or changed.
 
@@ -44,12 +44,12 @@ def open_index(
     """
     if not files:
         raise UsageError("no files to look up in; give at least one text file")
-    folder = folder or default_folder()
-    owner, content = _fingerprints(files, tokenizer)
+    folder, paths = folder or default_folder(), [Path(file) for file in files]
+    owner, content = _fingerprints(paths, tokenizer)
     file = folder / f"{owner}-{content}.npy"
     if (index := _opened(file)) is not None:
         return index
-    tokens = _tokens(files, tokenizer, progress)
+    tokens = _tokens(paths, tokenizer, progress)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(file, tokens)

@@ -6,8 +6,9 @@ Imports neither torch nor numpy, so that `--help` answers at once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any, Literal, get_args
 
 from offspec.errors import UsageError
 
@@ -22,11 +23,23 @@ Accept = Literal["exact", "joint"]
 Scoring = Literal["coupled", "specexec"]
 Tree = Literal["best-first", "sequoia", "opt-tree"]
 Stopping = Literal["default", "thompson", "thompson-calibrated"]
+NUMBERS: dict[str, tuple[type, str]] = {"int": (Integral, "a whole number"), "float": (Real, "a number")}
 
 
 def max_nodes(device_type: str) -> int:
     """The largest tree that is sent where the budget is found."""
     return CPU_MAX_NODES if device_type == "cpu" else MAX_NODES
+
+
+def _check_numbers(params: Any) -> None:
+    """Raises UsageError where what should be a number is none; numpy's are numbers."""
+    for field in fields(params):
+        kind, _, none = str(field.type).partition(" | ")
+        value, (wanted, what) = getattr(params, field.name), NUMBERS.get(kind, (object, "anything"))
+        if value is None and not none:
+            raise UsageError(f"{field.name} has no value; give {what}")
+        if value is not None and not isinstance(value, wanted):
+            raise UsageError(f"{field.name} must be {what}{' or None' if none else ''}, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
+        are_texts = isinstance(self.stop, (tuple, list)) and all(isinstance(text, str) for text in self.stop)
         checks = [
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
@@ -57,7 +72,7 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p < 1, "at least 0 (off) and below 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0; 1 is off"),
             ("seed", self.seed is None or 0 <= self.seed < SEED_LIMIT, "between 0 and 2**64 - 1"),
-            ("stop", not isinstance(self.stop, str) and all(self.stop), "a tuple of texts that are not empty"),
+            ("stop", are_texts and all(self.stop), "a tuple of texts that are not empty"),
         ]
         for name, good, wanted in checks:
             if not good:
@@ -102,6 +117,7 @@ class SpeculationParams:
     gamma: int = 16
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         if self.scoring not in ("coupled", "specexec"):
             raise UsageError(f"scoring must be coupled or specexec, not {self.scoring!r}")
         for name, kind in (("tree", Tree), ("stopping", Stopping), ("accept", Accept)):

@@ -48,6 +48,12 @@ def test_retrieval_goes_on_as_the_file_does(file: Path, tmp_path: Path, tokenize
         assert node is not None
 
 
+def test_paths_may_be_texts(file: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    open_index([str(file)], tokenizer, tmp_path / "cache")
+    open_index([file], tokenizer, tmp_path / "cache")
+    assert len(cached(tmp_path / "cache")) == 1
+
+
 def test_files_are_kept_apart(file: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     other = tmp_path / "other.txt"
     other.write_text("Ünïcode, 你好\r\n")
