@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from .config import RopeConfig
+from .errors import CheckpointError
 
 
 def rotation(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies (fp32 [head_dim / 2], radians per token) and the factor that cos and sin are multiplied by."""
+    """Inverse frequencies (fp32 [head_dim / 2], radians per token) and the factor that cos and sin are multiplied by.
+
+    Raises CheckpointError for YaRN with numbers it cannot be computed from.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -21,7 +25,11 @@ def rotation(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     if rope.kind == "llama3":
         return _llama3(frequencies, rope.scaling), 1.0
     if rope.kind == "yarn":
-        return _yarn(frequencies, rope, head_dim), _yarn_attention_factor(rope.scaling)
+        try:
+            return _yarn(frequencies, rope, head_dim), _yarn_attention_factor(rope.scaling)
+        except (ArithmeticError, ValueError) as exc:  # from numbers that no model has, like a theta of 1
+            said = {"rope_theta": rope.theta, **rope.scaling}
+            raise CheckpointError(f"config.json: RoPE scaling 'yarn' cannot be computed from {said} ({exc})") from exc
     return frequencies, 1.0
 
 
