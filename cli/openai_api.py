@@ -70,7 +70,7 @@ OURS = {
     "max_completion_tokens": "max_new_tokens",
 }
 # What clients of llama.cpp and LM Studio mean by -1: as many as there is room for, drawn, off.
-MINUS_ONE = {"max_new_tokens": sys.maxsize, "seed": None, "top_k": 0}
+MINUS_ONE: Json = {"max_new_tokens": sys.maxsize, "seed": None, "top_k": 0}
 
 
 @dataclass(frozen=True)
