@@ -181,7 +181,8 @@ class ModelDrafter:
         self._model_depth = min(self._max_depth, self._model.max_context - len(text))
         self._sent = np.empty(0, dtype=np.int64)
         if self._max_depth > 0 and self._controller.limit > 0:
-            asked = [(each, self._ask(each)) for each in self._guessers if each.is_due(self._going.value)]
+            is_free = self._params.budget is not None  # then trees are to depend on nothing that is measured
+            asked = [(each, self._ask(each)) for each in self._guessers if is_free or each.is_due(self._going.value)]
             if self._model_depth > 0 and self._is_worth_a_root():
                 self._grow(text)
             best = self._best(self._controller.limit)
