@@ -17,6 +17,7 @@ from offspec.errors import StorageError
 
 from .batch import check_sink, read_prompts
 from .options import (
+    MODEL,
     MODEL_HELP,
     budget,
     check_draft,
@@ -73,7 +74,7 @@ Examples:
   offspec bench builtin --budgets 4,16,64,256 --plot passes.svg --csv runs.csv --json
 """,
 )
-@click.argument("model", default="builtin")
+@click.argument("model", default="builtin", type=MODEL)
 @click.option(
     "--prompts",
     "prompt_file",

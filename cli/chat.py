@@ -18,6 +18,7 @@ from offspec.errors import OffspecError, UsageError
 
 from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquoted
 from .options import (
+    MODEL,
     MODEL_HELP,
     check_draft,
     learning_kept,
@@ -53,7 +54,7 @@ Examples:
   printf 'def area(\\n/save talk.json\\n' | offspec chat builtin -q
 """,
 )
-@click.argument("model", default="builtin")
+@click.argument("model", default="builtin", type=MODEL)
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option(
     "--load",

@@ -13,7 +13,7 @@ import click
 from offspec import format_seconds
 from offspec.distill_params import DistillParams
 
-from .options import MODEL_HELP, load_engine, memory_flags
+from .options import MODEL, MODEL_HELP, load_engine, memory_flags
 
 P = DistillParams
 
@@ -35,7 +35,7 @@ Examples:
   offspec distill ./Llama-3.1-8B --exit-layer 4 --text notes.txt --out exit4.safetensors
 """,
 )
-@click.argument("model", default="builtin")
+@click.argument("model", default="builtin", type=MODEL)
 @click.option(
     "--exit-layer",
     type=int,

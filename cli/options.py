@@ -388,7 +388,7 @@ def read_file(file: Path) -> str:
 
 def _decoded(content: bytes, where: str) -> str:
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")  # without the mark that editors and PowerShell put first
     except UnicodeDecodeError as exc:
         raise click.UsageError(f"{where} is not UTF-8 text (byte {exc.start}).") from exc
 

@@ -11,6 +11,8 @@ import click
 
 from offspec import CONVERT_FORMATS, ConvertParams, format_quantity, format_seconds
 
+from .options import MODEL
+
 
 @click.command(
     name="quantize",
@@ -29,7 +31,7 @@ Examples:
   offspec quantize meta-llama/Llama-3.1-8B ./Llama-3.1-8B-packed --format keep
 """,
 )
-@click.argument("src")
+@click.argument("src", type=MODEL)
 @click.argument("dst", type=click.Path(path_type=Path))
 @click.option(
     "--format",

@@ -20,6 +20,7 @@ from offspec import SamplingParams, SpeculationParams
 
 from .batch import EMPTY_PROMPT, Batch
 from .options import (
+    MODEL,
     MODEL_HELP,
     check_draft,
     learning_kept,
@@ -57,7 +58,7 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
 in it stands in the answer, too.
 """,
 )
-@click.argument("model", default="builtin")
+@click.argument("model", default="builtin", type=MODEL)
 @click.argument("prompt", required=False)
 @click.option(
     "--prompt-file",

@@ -13,7 +13,7 @@ from offspec import SEED_LIMIT
 from offspec.errors import VerificationError
 
 from .batch import read_prompts
-from .options import MAX_BUDGET, MODEL_HELP, load_engine, loading_options, several
+from .options import MAX_BUDGET, MODEL, MODEL_HELP, load_engine, loading_options, several
 
 if TYPE_CHECKING:
     from offspec.verification import Report
@@ -43,7 +43,7 @@ Example:
   offspec verify ./Llama-3.1-8B --draft ./Llama-3.2-1B --dtype bf16 --budgets 64 --max-prompts 4
 """,
 )
-@click.argument("model", default="builtin")
+@click.argument("model", default="builtin", type=MODEL)
 @click.option(
     "--prompts",
     "prompt_file",

@@ -62,14 +62,15 @@ def measure_rates(
     path: Path,
     *,
     widths: Sequence[int] = WIDTHS,
+    form: str = "nf4",
     beside_reads: bool = False,
     seconds: float = 0.5,
     progress: Progress = lambda what: None,
 ) -> Rates:
     """Everything that can be measured here, each for about `seconds`; what fails is None, and `sources` says why.
 
-    path: a file to read, or a folder (see `measure_disk`). widths: rows of the matrix products. beside_reads: measure these
-    and NF4 while `path`, if it is a large file, is read as in a pass whose layers come from disk: readers take their share of a
+    path: a file to read, or a folder (see `measure_disk`). widths: rows of the matrix products. form: of the matrices that are
+    unpacked (`measure_dequantise`). beside_reads: measure products and unpacking while `path`, if it is a large file, is read as in a pass whose layers come from disk: readers take their share of a
     CPU, and threads that share a matrix wait for the one that was held up. progress is told what is being measured.
     """
     if (free := read_memory().available_bytes) < ROOM_BYTES:
@@ -98,7 +99,7 @@ def measure_rates(
         matmul_flops=attempt("matmul_flops", "matrix products", lambda: _matmul(device, dtype, widths, seconds, reads))
         or {},
         dequantise_elements_per_s=attempt(
-            "dequantise_elements_per_s", "NF4", lambda: _dequantise(device, dtype, seconds, reads)
+            "dequantise_elements_per_s", form.upper(), lambda: _dequantise(device, dtype, form, seconds, reads)
         ),
         sources=sources,
     )
@@ -126,10 +127,11 @@ def _matmul(
         return measure_matmul(device, dtype, widths, seconds=seconds), f"{_name(dtype)}{threads}"
 
 
-def _dequantise(device: torch.device, dtype: torch.dtype, seconds: float, reads: Reads) -> tuple[float, str]:
-    bitsandbytes_functional()  # imported before anything is read beside it
+def _dequantise(device: torch.device, dtype: torch.dtype, form: str, seconds: float, reads: Reads) -> tuple[float, str]:
+    if form not in GROUPED_METHODS:
+        bitsandbytes_functional()  # imported before anything is read beside it
     with reads():
-        return measure_dequantise(device, dtype, seconds=seconds), f"whole matrices to {_name(dtype)}, nested scales"
+        return measure_dequantise(device, dtype, form, seconds=seconds), f"whole matrices of {form} to {_name(dtype)}"
 
 
 def _name(dtype: torch.dtype) -> str:

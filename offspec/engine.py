@@ -143,10 +143,10 @@ class Engine:
         tree: int | None = None,
         synchronous: bool = False,
         progress: Progress | None = None,
-        lookup_files: Sequence[Path] = (),
+        lookup_files: Sequence[str | Path] = (),
         learn: bool = False,
-        learn_file: Path | None = None,
-        exit_file: Path | None = None,
+        learn_file: str | Path | None = None,
+        exit_file: str | Path | None = None,
     ) -> Engine:
         """Load MODEL (a folder, a hub id, or `builtin`) and its draft; what does not fit in memory is streamed.
 
@@ -169,6 +169,7 @@ class Engine:
         place = choose_device(device, notes)
         # Headers and tokenizers of both first, so that what cannot work is refused before gigabytes are read.
         pair = open_pair(model, draft, revision=revision, dtype=dtype, device_type=place.type, notes=notes)
+        learn_file, exit_file = (None if file is None else Path(file) for file in (learn_file, exit_file))
         learns = learn or learn_file is not None
         if learns:
             check_learning(learn_file, has_draft=pair.draft is not None, writes=learn)
@@ -257,6 +258,7 @@ class Engine:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: raw text, chat messages (through the chat template), or ids as they are."""
         if isinstance(prompt, str):
+            self.tokenizer.check_length(prompt, self.max_context)
             ids = self.tokenizer.encode(prompt)
         elif _is_chat(prompt):
             ids = self.tokenizer.encode_chat(prompt)

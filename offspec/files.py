@@ -13,7 +13,7 @@ import torch
 
 from offspec.loaders.checkpoint import Checkpoint, read_config_json, resolve
 from offspec.loaders.formats import blank_biases
-from offspec.loaders.tiers import StoredModel
+from offspec.loaders.tiers import StoredModel, is_packed
 
 from . import builtin
 from .config import ModelConfig, read_config
@@ -58,7 +58,10 @@ class ModelFiles:
         config = _config(path, checkpoint.config)
         ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
         ignored |= blank_biases(checkpoint.tensors, wanted_shapes(config))
-        stored = StoredModel.of(checkpoint, layer_prefix=LAYER_PREFIX, ignore=ignored)
+        try:
+            stored = StoredModel.of(checkpoint, layer_prefix=LAYER_PREFIX, ignore=ignored)
+        except CheckpointError as exc:  # target or draft? tensors' names do not tell
+            raise exc if str(path) in str(exc) else type(exc)(f"{path}: {exc}") from exc
         check_tensors(stored.by_name, config, path)
         return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, stored, device_type, notes))
 
@@ -81,6 +84,12 @@ class ModelFiles:
         return cls(
             Checkpoint(path, raw, {}, {}), config, stored, choose_dtype(dtype, path.name, stored, device_type, notes)
         )
+
+    @cached_property
+    def packed_form(self) -> str | None:
+        """The format of matrices that are unpacked for each use; None where none is."""
+        weights = self.stored.layers[0].weights.values()
+        return next((weight.dtype for weight in weights if is_packed(weight)), None)
 
     @cached_property
     def num_parameters(self) -> int:
@@ -128,7 +137,9 @@ def choose_dtype(wanted: str, name: str, stored: StoredModel, device_type: str, 
         return torch.float32
     kept = stored.shared[EMBEDDING].dtype
     chosen = {"F16": torch.float16, "F32": torch.float32}.get(kept, torch.bfloat16)
-    notes.append(Note(f"dtype {str(chosen).removeprefix('torch.')} for {name} (the checkpoint's own)"))
+    is_slow = device_type == "cpu" and chosen is torch.float16
+    remedy = "; on a CPU --dtype bf16 may be several times as fast" if is_slow else ""
+    notes.append(Note(f"dtype {str(chosen).removeprefix('torch.')} for {name} (the checkpoint's own){remedy}", is_slow))
     return chosen
 
 

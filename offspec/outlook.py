@@ -154,6 +154,7 @@ def look_ahead(
         target.dtype,
         file,
         widths=widths,
+        form=target.packed_form or "nf4",
         beside_reads=bool(plan.placement.on_disk) and place.type == "cpu",
         progress=progress,
     )

@@ -191,12 +191,12 @@ def measure_link(plan: Plan, target: ModelFiles, device: torch.device) -> float 
 
 def quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: float | None) -> Rates:
     """What `Plan.predict_pass_s` needs, measured in a quarter of a second and 64 MiB: a first guess of a pass's seconds."""
-    packed = [w.dtype for w in target.stored.layers[0].weights.values() if is_packed(w)]
+    form = target.packed_form
     return Rates(
         disk_bytes_per_s=link_bytes_per_s,
         host_to_device_bytes_per_s=link_bytes_per_s,
         matmul_flops=measure_matmul(device, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.2),
-        dequantise_elements_per_s=measure_dequantise(device, target.dtype, packed[0], seconds=0.05) if packed else None,
+        dequantise_elements_per_s=measure_dequantise(device, target.dtype, form, seconds=0.05) if form else None,
     )
 
 

@@ -565,7 +565,7 @@ def test_arithmetic_is_measured_beside_reads_of_a_large_file(
     monkeypatch.setattr(measure, "READ_BYTES", MIB)
     monkeypatch.setattr(measure, "_reads_in_flight", reads)
     monkeypatch.setattr(measure, "measure_matmul", lambda device, dtype, widths, seconds: dict.fromkeys(widths, 1.0))
-    monkeypatch.setattr(measure, "measure_dequantise", lambda device, dtype, seconds: 2.0)
+    monkeypatch.setattr(measure, "measure_dequantise", lambda device, dtype, form, seconds: 2.0)
     monkeypatch.setattr(measure, "measure_memory", lambda device, seconds: 3.0)
     monkeypatch.setattr(measure, "bitsandbytes_functional", lambda: None)
     ask = partial(measure.measure_rates, CPU, torch.float32, file, widths=(2, 5), seconds=0.01)
