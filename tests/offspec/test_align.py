@@ -209,7 +209,8 @@ def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine, size: int)
     """Across windows: each place, of the text and of a guess, holds the distribution that a plain pass gives after its path."""
     engine.aligner = aligner = Aligner(engine.draft, AlignmentParams(window_tokens=size, top_k=4))  # type: ignore[arg-type]
     prompt, target = engine.encode("def area(width"), engine.target
-    steps = list(engine.generate(prompt, SamplingParams(40, temperature=0.7, seed=1, ignore_eos=True)))
+    params = SamplingParams(40, temperature=0.7, seed=1, ignore_eos=True)
+    steps = list(engine.generate(prompt, params, SpeculationParams(16)))  # a budget, so that no clock decides
     text = prompt + [token for step in steps for token in step.token_ids]
     places, num_guesses = set[int](), 0
     for window in aligner._windows:
