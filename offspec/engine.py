@@ -252,6 +252,7 @@ class Engine:
             self.target, self.tokenizer, draft, name=self.name, draft_name=name, max_context=self.max_context
         )
         fresh._predict, fresh._costs = self._predict, Costs(self._predict)
+        fresh.lookup_index = self.lookup_index
         fresh.turn = self.turn  # it is the same target
         return fresh
 
