@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -131,23 +131,12 @@ def command(
         settings = {"model": model, **which, "system": system, "raw": raw, **asdict(params)}
         if speculation.is_lossy:  # only then do the answers depend on how tokens are guessed
             settings |= {"draft": options["draft"], **lossy_settings(speculation)}
-        batch = Batch(prompt_file, output, settings)
-        engine = load() if batch.open_tasks else None
-        ends: list[Step] = []
 
-        def answer(asked: Prompt) -> dict[str, Any]:
-            assert engine is not None
+        def ask(engine: Engine, asked: Prompt) -> tuple[dict[str, Any], Step]:
             asked = as_prompt(engine, asked, system, raw) if isinstance(asked, str) else asked
-            found, last = _answer(engine, asked, params, speculation, quiet=True)
-            ends.append(last)
-            return found
+            return _answer(engine, asked, params, speculation, quiet=True)
 
-        try:
-            with learning_kept(engine, learn_file, quiet=quiet) if engine is not None else nullcontext():
-                batch.run(answer, quiet=quiet)
-        finally:
-            if show_stats:
-                click.echo(describe_batch(ends), err=True)
+        _run_batch(Batch(prompt_file, output, settings), load, ask, learn_file, show_stats=show_stats, quiet=quiet)
         return
     words = read_prompt(prompt, prompt_file) if ids is None else ""
     if ids is None and not words:
@@ -165,6 +154,33 @@ def command(
                 _tell_cut(engine, last, params)
     if show_stats:
         click.echo(describe(last), err=True)
+
+
+def _run_batch(
+    batch: Batch,
+    load: Callable[[], Engine],
+    ask: Callable[[Engine, Prompt], tuple[dict[str, Any], Step]],
+    learn_file: Path | None,
+    *,
+    show_stats: bool,
+    quiet: bool,
+) -> None:
+    """Answer what is still open; without anything open no model is loaded."""
+    engine = load() if batch.open_tasks else None
+    ends: list[Step] = []
+
+    def answer(asked: Prompt) -> dict[str, Any]:
+        assert engine is not None
+        found, last = ask(engine, asked)
+        ends.append(last)
+        return found
+
+    try:
+        with learning_kept(engine, learn_file, quiet=quiet) if engine is not None else nullcontext():
+            batch.run(answer, quiet=quiet)
+    finally:
+        if show_stats:
+            click.echo(describe_batch(ends), err=True)
 
 
 def _alone(argument: str) -> tuple[str, str | None]:

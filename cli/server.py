@@ -100,13 +100,12 @@ class Service:
         return self.engine.encode(asked.prompt)
 
     def _check_length(self, asked: Asked) -> None:
-        """Refuses what is far too long before seconds are spent on it, in which nobody else is answered."""
+        """Refuses what is far too long before seconds are spent on it, in which nobody else is answered; a text the engine refuses."""
         prompt, most = asked.prompt, self.engine.max_context
         if asked.kind == "chat":
-            prompt = self.engine.tokenizer.render_chat(cast(Sequence[Message], prompt))
-        if isinstance(prompt, str):
-            self.engine.tokenizer.check_length(prompt, most)
-        elif len(prompt) > most:
+            text = self.engine.tokenizer.render_chat(cast(Sequence[Message], prompt))
+            self.engine.tokenizer.check_length(text, most)
+        elif not isinstance(prompt, str) and len(prompt) > most:
             raise ContextLengthError(f"the prompt has {len(prompt)} tokens, and {most} fit here; shorten it")
 
     def _followed(self, steps: Generator[Step, None, None]) -> Generator[Step, None, None]:

@@ -41,7 +41,7 @@ from .blocked import BlockedMatrix
 from .checkpoint import TensorInfo, fault, show
 from .grouped import PARTS, GroupedFormat, grouped_weight
 from .params import QUANT_TYPES
-from .records import FLOAT_DTYPES, typed
+from .records import ALIGNMENT, FLOAT_DTYPES, typed
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -62,7 +62,6 @@ _INT8_UNIT = 7.874015718698502e-3  # 1/127 as bitsandbytes has it, so that resul
 # of 117 MB is fresh pages each time: 16 ms of CPU against 64.
 _TILE = 1 << 20
 _TILE_ON_CUDA = 1 << 24  # there it is the launching that takes the time
-_VECTOR_BYTES = 16  # the widest load of a GPU's thread
 _MAX_STATE_BYTES, _MAX_CONSTANT_BYTES = 1 << 16, 1 << 26  # far more than any weight needs
 _DAMAGED = "the checkpoint is damaged, download it again"
 
@@ -130,7 +129,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tenso
     converted; without it memory is allocated each time.
     """
     bias = bias if bias is None else bias.to(x.dtype)
-    if bias is not None and bias.is_cuda and bias.data_ptr() % _VECTOR_BYTES:
+    if bias is not None and bias.is_cuda and bias.data_ptr() % ALIGNMENT:
         bias = bias.clone()  # cuBLASLt may take a kernel for aligned ones (pytorch#194497)
     if can_be_fused(weight) and x[..., 0].numel() <= fused_rows(weight.shape, x.dtype, x.device):
         assert isinstance(weight, Matrix4bit)
@@ -309,7 +308,7 @@ def fused_linear(x: Tensor, weight: Matrix4bit, bias: Tensor | None = None, scra
     """
     bitsandbytes_functional()
     nested, codes = weight.layout.nested, weight.codes
-    if codes.data_ptr() % _VECTOR_BYTES:  # files keep bytes anywhere, kernels read many at once
+    if codes.data_ptr() % ALIGNMENT:  # files keep bytes anywhere, kernels read many at once
         codes = codes.clone() if scratch is None else scratch.view(torch.uint8)[: codes.shape[0]].copy_(codes)
     outer = {} if nested is None else _outer_scales(nested, weight.absmax)
     scales = weight.absmax if nested is None else nested.scales

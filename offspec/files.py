@@ -61,7 +61,9 @@ class ModelFiles:
         try:
             stored = StoredModel.of(checkpoint, layer_prefix=LAYER_PREFIX, ignore=ignored)
         except CheckpointError as exc:  # target or draft? tensors' names do not tell
-            raise exc if str(path) in str(exc) else type(exc)(f"{path}: {exc}") from exc
+            if str(path) in str(exc):
+                raise
+            raise CheckpointError(f"{path}: {exc}") from exc
         check_tensors(stored.by_name, config, path)
         return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, stored, device_type, notes))
 

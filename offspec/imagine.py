@@ -24,9 +24,8 @@ _BLOCK = 64  # weights a scale; scales of 8 bit, as double quantisation leaves t
 def format_of(config: Mapping[str, Any]) -> str:
     """The format that a config.json tells of: nf4 where it is quantised to 4 bit, its dtype otherwise."""
     said = config.get("quantization_config") or {}
-    if (
-        said.get("load_in_4bit") or said.get("quant_method") in GROUPED_METHODS
-    ):  # whose sizes are within a percent of it
+    # AWQ's and GPTQ's sizes are within a percent of NF4's.
+    if said.get("load_in_4bit") or said.get("quant_method") in GROUPED_METHODS:
         return "nf4"
     dtype = config.get("torch_dtype") or config.get("dtype")
     return {"float16": "fp16", "float32": "fp32"}.get(str(dtype), "bf16")

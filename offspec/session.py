@@ -144,9 +144,8 @@ class Session:
         def fits(dropped: int) -> bool:
             return len(self.encode([*before[dropped:], turn])) + spare <= room
 
-        if number := bisect_left(
-            range(dropped, len(before)), True, key=fits
-        ):  # a rendering for each would take minutes
+        # By halves: a rendering for each number of turns would take minutes.
+        if number := bisect_left(range(dropped, len(before)), True, key=fits):
             turn.num_dropped += number
             ids = self.encode([*before[turn.num_dropped :], turn])
             what = "turn is" if number == 1 else f"{number} turns are"

@@ -181,13 +181,16 @@ class ModelDrafter:
         self._model_depth = min(self._max_depth, self._model.max_context - len(text))
         self._sent = np.empty(0, dtype=np.int64)
         if self._max_depth > 0 and self._controller.limit > 0:
-            is_free = self._params.budget is not None  # then trees are to depend on nothing that is measured
-            asked = [(each, self._ask(each)) for each in self._guessers if is_free or each.is_due(self._going.value)]
+            is_priced = (
+                self._params.budget is None
+            )  # with a budget that is given trees depend on nothing that is measured
+            due = [each for each in self._guessers if not is_priced or each.is_due(self._going.value)]
+            asked = [(each, self._ask(each)) for each in due]
             if self._model_depth > 0 and self._is_worth_a_root():
                 self._grow(text)
             best = self._best(self._controller.limit)
             self._sent = best[: self._controller.size(self._prospect(best))]
-            if asked and not self._is_first:  # when they take in the whole text
+            if is_priced and asked and not self._is_first:  # when they take in the whole text
                 worth = self._worth_of_guests()
                 for each, seconds in asked:
                     each.learn(worth, seconds)
