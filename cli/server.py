@@ -100,7 +100,10 @@ class Service:
         return self.engine.encode(asked.prompt)
 
     def _check_length(self, asked: Asked) -> None:
-        """Refuses what is far too long before seconds are spent on it, in which nobody else is answered; a text the engine refuses."""
+        """Refuses what is far too long before seconds are spent on it, in which nobody else is answered.
+
+        Of chats and token ids; a plain text the engine itself refuses so.
+        """
         prompt, most = asked.prompt, self.engine.max_context
         if asked.kind == "chat":
             text = self.engine.tokenizer.render_chat(cast(Sequence[Message], prompt))

@@ -180,9 +180,8 @@ class TreeGraphs:
         self._states = torch.zeros(WIDTHS[-1], decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self._record = record or (CudaRecorder(decoder.device) if decoder.device.type == "cuda" else as_it_is)
         self._rounds: dict[Shape, Work] = {}
-        self._missed = dict[
-            Shape, None
-        ]()  # of rounds that ran beside a pass, where nothing can be recorded; in their order
+        # Of rounds that ran beside a pass, where nothing can be recorded; in their order.
+        self._missed = dict[Shape, None]()
         self._bound_to = 0  # the cache's capacity: where that changes, its memory does
         self._borrower: ReferenceType[StaticText] | None = None
 
