@@ -71,7 +71,8 @@ def measure_rates(
 
     path: a file to read, or a folder (see `measure_disk`). widths: rows of the matrix products. form: of the matrices that are
     unpacked (`measure_dequantise`). beside_reads: measure products and unpacking while `path`, if it is a large file, is
-    read as in a pass whose layers come from disk: readers take their share of a CPU, and threads that share a matrix wait for the one that was held up. progress is told what is being measured.
+    read as in a pass whose layers come from disk: readers take their share of a CPU, and threads that share a matrix wait
+    for the one that was held up. progress is told what is being measured.
     """
     if (free := read_memory().available_bytes) < ROOM_BYTES:
         why = f"not measured: only {format_size(free)} of RAM are free, and measuring takes some"
