@@ -6,8 +6,8 @@
 The target's texts on the held-out prompts are recorded once (plain decoding), and the target's first layers with an exit
 layer are walked along them. First table: tokens per pass with the trained exit layer and with an untrained one, the copy
 of a layer that training began with. Second table: tokens/s, by two cost models, of drafting to a fixed depth and of
-Thompson sampling (EESD, 2406.03853, section 3.3; its own coin, and as offspec has it, knowing costs); all expand 16 nodes
-a round and send the same number of nodes.
+Thompson sampling (EESD, 2406.03853, section 3.3; as published, and calibrated by costs and the draft's confidence); all expand
+16 nodes a round and send the same number of nodes.
 
     resident   every layer takes the same: a round costs the first layers and the exit, a pass all layers
     streamed   a layer that is streamed takes 40 times as long as one that stays: 70B in NF4 on a card
@@ -39,11 +39,7 @@ from offspec.scheduler.costs import Costs as LearntCosts
 from offspec.scheduler.draft import ModelDrafter
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12)
-THOMPSON = (  # name, whether it knows costs, whether it listens to the draft
-    ("EESD's coin", False, False),
-    ("thompson", True, False),
-    ("thompson-calibrated", True, True),
-)
+THOMPSON = (("thompson", False), ("thompson-calibrated", True))  # name, whether it knows costs
 COSTS = ("resident", "streamed")
 STREAMED_LAYER = 40  # seconds of a layer that comes through a link, in those of one that stays
 GetController = Callable[[LearntCosts], Controller]
@@ -200,8 +196,8 @@ def stops(bench: Bench, trained: EarlyExit, budget: int, depths: Sequence[int]) 
     found = list(fixed)
     for cost in COSTS:
         drawn = [
-            bench.row("trained", trained, name, budget, partial(_thompson, budget, priced, calibrated), cost)
-            for name, priced, calibrated in THOMPSON
+            bench.row("trained", trained, name, budget, partial(_thompson, budget, is_priced), cost)
+            for name, is_priced in THOMPSON
         ]
         best = max(fixed, key=lambda row: row.tokens_per_s[cost])
         for row in (*fixed, *drawn):
@@ -215,8 +211,8 @@ def stops(bench: Bench, trained: EarlyExit, budget: int, depths: Sequence[int]) 
     return found
 
 
-def _thompson(budget: int, is_priced: bool, is_calibrated: bool, learnt: LearntCosts) -> Controller:
-    return ThompsonSampling(FixedBudget(budget), learnt if is_priced else None, calibrated=is_calibrated)
+def _thompson(budget: int, is_priced: bool, learnt: LearntCosts) -> Controller:
+    return ThompsonSampling(FixedBudget(budget), learnt if is_priced else None)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ from offspec.recall import Recall, RecallingText
 from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.costs import Costs as LearntCosts
 from offspec.scheduler.draft import Drafter, ModelDrafter
-from offspec.scheduler.lookup import PromptLookup, match_reliability
+from offspec.scheduler.lookup import Guesser, PromptLookup, match_reliability
+from offspec.scheduler.recycling import TokenRecycling
 from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
 
 COSTS = {
@@ -79,7 +80,7 @@ class Bench:
             draft = random_decoder(draft.config, seed=0, dtype=draft.dtype, device=draft.device)
         calibration, acceptance, reliability = Calibration(), MeasuredAcceptance(), match_reliability()
         learnt = LearntCosts(lambda rows: MISPREDICTED * COSTS[costs].pass_s(rows))
-        recall = Recall(draft, self.engine.target)
+        recall, recycling = Recall(draft, self.engine.target), TokenRecycling(self.engine.target.config.vocab_size)
         parts: list[Replayed] = []
         for recording in self.recordings:
             clock = VirtualClock()
@@ -92,7 +93,8 @@ class Bench:
             elif speculation.tree == "opt-tree":
                 drafter = OptTreeDrafter(model, sampler, speculation)
             else:
-                guessers = [PromptLookup(reliability)] if speculation.lookup else []
+                guessers: list[Guesser] = [PromptLookup(reliability)] if speculation.lookup else []
+                guessers += [recycling] if speculation.recycling else []
                 drafter = ModelDrafter(
                     model,
                     sampler,
@@ -103,7 +105,7 @@ class Bench:
                     hindsight=recalling and ClockedHindsight(recalling, clock, COSTS[costs].round_s),
                     clock=clock.now,
                 )
-            target = CachedDecoder(self.engine.target) if recalling else None
+            target = CachedDecoder(self.engine.target) if recalling or speculation.recycling else None
             parts.append(replay(recording, drafter, sampler, clock, COSTS[costs], model, target))
         whole = Replayed.total(parts)
         return Row(
@@ -151,6 +153,7 @@ def methods(budget: int | None) -> Iterable[tuple[str, SpeculationParams]]:
         yield "ours, no recall", SpeculationParams(budget, lookup=False, recall=False)
     yield "ours", SpeculationParams(budget, lookup=False)
     yield "ours, lookup", SpeculationParams(budget)
+    yield "ours, recycling", SpeculationParams(budget, lookup=False, recycling=True)
 
 
 def main() -> None:

@@ -207,12 +207,17 @@ def speculation_options(function: F) -> F:
             type=click.Choice(["default", "thompson", "thompson-calibrated"]),
             default=SpeculationParams.stopping,
             show_default=True,
-            help="When drafting ends: where nothing is left to gain, or by Thompson sampling (EESD).",
+            help="When drafting ends: where nothing is left to gain, or by Thompson sampling (EESD), as published or calibrated by costs and the draft's confidence.",
         ),
         click.option(
             "--lookup/--no-lookup",
             default=SpeculationParams.lookup,
             help="Guess that what followed the same tokens earlier in the text follows again.",
+        ),
+        click.option(
+            "--recycling/--no-recycling",
+            default=SpeculationParams.recycling,
+            help="Guess what the target thought likely after the same token before; with --draft lookup it is always done.",
         ),
         click.option(
             "--recall/--no-recall",

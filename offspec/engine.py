@@ -407,12 +407,13 @@ class Engine:
     def _guessers(self, speculation: SpeculationParams) -> list[Guesser]:
         """Those that need no model."""
         is_alone = self.draft_name == LOOKUP
+        has_draft = is_alone or self.draft is not None
         found: list[Guesser] = []
-        if speculation.lookup and (is_alone or self.draft is not None):
+        if has_draft and speculation.lookup:
             found.append(PromptLookup(self._lookups))
         if self.lookup_index is not None:
             found.append(Retrieval(self.lookup_index, self._retrievals))
-        if is_alone:
+        if is_alone or (has_draft and speculation.recycling):
             found.append(self._recycling)
         return found
 

@@ -159,22 +159,21 @@ class ThompsonSampling:
 
     After each round theta is drawn from Beta(alpha, beta) and a coin with that bias decides whether to draft on. A verdict
     of r accepted tokens after n rounds, each of which made the tree a level deeper, adds r to alpha and n - r to beta.
-    The calibrated variant lets the draft speak too: `CONFIDENCE` further counts, shared out by the probability of the
-    best node that is still open.
 
-    The coin is blind to what a round costs. Where that is known (`costs`), what was drawn is acted on as if it were so:
-    theta is the chance that a level holds if the one above it did (beta counts the walks that ended within the tree), another
-    round adds theta ** (n + 1) tokens, and is drafted while these exceed the going rate * its seconds. Calibrated, the
-    further counts are shared out by the chance of a level that the nodes still open imply.
+    That coin is blind to what a round costs, and to what the draft thinks of its guesses. The calibrated variant, which is
+    given `costs`, acts on what was drawn as if it were so: theta is the chance that a level holds if the one above it did
+    (beta counts the walks that ended within the tree, older ones less and less), another round adds theta ** (n + 1) tokens, and
+    is drafted while these exceed the going rate * its seconds. `CONFIDENCE` further counts are shared out by the chance of a level
+    that the nodes still open imply. Until costs are known it tosses the coin with these counts.
     """
 
     CONFIDENCE = 4.0
     FORGETTING = 0.98
 
-    def __init__(self, inner: Controller, costs: Costs | None = None, *, calibrated: bool, seed: int = 0) -> None:
-        self._inner, self._costs, self._calibrated = inner, costs, calibrated
+    def __init__(self, inner: Controller, costs: Costs | None = None, *, seed: int = 0) -> None:
+        self._inner, self._costs = inner, costs
         self._random = np.random.default_rng(seed)
-        self._accepted = self._rejected = self._ended = 1.0
+        self._accepted = self._against = 1.0
         self._num_rounds, self._going = 0, GoingRate(self.FORGETTING)
 
     @property
@@ -191,27 +190,29 @@ class ThompsonSampling:
         return width
 
     def _goes_on(self, open_nodes: FloatArray, width: int) -> bool:
-        if self._costs is None or not self._costs.draft.is_known or not self._going.value:
-            return bool(self._random.random() < self._draw(self._rejected, float(open_nodes[0])))
-        level = self._num_rounds + 1
+        if self._costs is None:
+            return bool(self._random.random() < self._random.beta(self._accepted, self._against))
         reached = min(1.0, float(open_nodes[:width].sum()))
-        theta = self._draw(self._ended, reached ** (1 / max(1, self._num_rounds)))
+        likely = reached ** (1 / max(1, self._num_rounds))
+        theta = self._random.beta(
+            self._accepted + self.CONFIDENCE * likely, self._against + self.CONFIDENCE * (1 - likely)
+        )
+        if not self._costs.draft.is_known or not self._going.value:
+            return bool(self._random.random() < theta)
         price = self._going.value * float(self._costs.draft.seconds(np.array([width]))[0])
-        return bool(theta**level > price)
-
-    def _draw(self, against: float, likely: float) -> float:
-        """Theta from the posterior, with what the draft says of it where that is asked for."""
-        confidence, likely = self.CONFIDENCE if self._calibrated else 0.0, min(1.0, likely)
-        return float(self._random.beta(self._accepted + confidence * likely, against + confidence * (1 - likely)))
+        return bool(theta ** (self._num_rounds + 1) > price)
 
     def size(self, prospect: Prospect) -> int:
         return self._inner.size(prospect)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         accepted = min(num_tokens - 1, self._num_rounds)
-        self._accepted = max(1.0, self.FORGETTING * self._accepted) + accepted
-        self._rejected = max(1.0, self.FORGETTING * self._rejected) + self._num_rounds - accepted
-        self._ended = max(1.0, self.FORGETTING * self._ended) + (accepted < self._num_rounds)
+        rejected = self._num_rounds - accepted
+        if self._costs is None:
+            self._accepted, self._against = self._accepted + accepted, self._against + rejected
+        else:
+            self._accepted = max(1.0, self.FORGETTING * self._accepted) + accepted
+            self._against = max(1.0, self.FORGETTING * self._against) + (rejected > 0)
         self._going.observe(num_tokens, seconds)
         self._num_rounds = 0
         self._inner.observe(num_tokens, seconds)
@@ -223,7 +224,7 @@ def controller_for(params: SpeculationParams, costs: Costs, max_nodes: int = MAX
     inner = MarginalRate(costs, max_nodes) if budget is None else FixedBudget(budget, params.width)
     if params.stopping == "default":
         return inner
-    return ThompsonSampling(inner, costs, calibrated=params.stopping == "thompson-calibrated")
+    return ThompsonSampling(inner, costs if params.stopping == "thompson-calibrated" else None)
 
 
 class Switch:

@@ -87,8 +87,9 @@ class SpeculationParams:
     noise, fitted sharpness) or specexec (cumulative draft probability). tree: how its shape is
     found; the others are there to be compared with (`scheduler.static`). width: nodes expanded by one draft forward; None
     is what pays, or an eighth of a given budget, from 16 to 64. children: candidates kept of an expanded node. max_depth: longest path. stopping:
-    when drafting ends: where nothing is left to gain, or by Thompson sampling (EESD). lookup: merge in what followed the
-    same tokens earlier in the text. recall: correct the draft by what the target said at places like this one. reuse: what
+    when drafting ends: where nothing is left to gain, or by Thompson sampling (EESD), as published or knowing costs and the draft's
+    confidence. lookup: merge in what followed the same tokens earlier in the text. recycling: merge in what the target thought likely after
+    the same token, as where there is no draft model it is always done. recall: correct the draft by what the target said at places like this one. reuse: what
     was drafted below the accepted token stays. overlap: draft on while the target's pass runs. The text is the same whatever
     of this is set.
 
@@ -108,6 +109,7 @@ class SpeculationParams:
     max_depth: int = 32
     stopping: Stopping = "default"
     lookup: bool = True
+    recycling: bool = False
     recall: bool = True
     reuse: bool = True
     overlap: bool = True

@@ -93,6 +93,7 @@ def says(
         scoring=st.sampled_from(["coupled", "specexec"]),
         stopping=st.sampled_from(["default", "thompson", "thompson-calibrated"]),
         lookup=st.booleans(),
+        recycling=st.booleans(),
         reuse=st.booleans(),
     ),
     seed=st.integers(0, 3),

@@ -137,16 +137,23 @@ def index_of(text: Sequence[int]) -> SuffixIndex:
 
 
 @pytest.mark.parametrize("has_files", [True, False])
+@pytest.mark.parametrize("recycling", [True, False])
 @pytest.mark.parametrize("lookup", [True, False])
 @pytest.mark.parametrize("draft", ["own", "lookup", "none"])
 @pytest.mark.usefixtures("noted")
-def test_who_guesses_beside_the_model(draft: str, lookup: bool, has_files: bool, engines: dict[str, Engine]) -> None:
+def test_who_guesses_beside_the_model(
+    draft: str, lookup: bool, recycling: bool, has_files: bool, engines: dict[str, Engine]
+) -> None:
     engine = engines[draft]
     if has_files:
         engine.lookup_index = index_of(engine.encode("for item in items"))
-    kinds = {PromptLookup: lookup and draft != "none", Retrieval: has_files, TokenRecycling: draft == "lookup"}
+    kinds = {
+        PromptLookup: lookup and draft != "none",
+        Retrieval: has_files,
+        TokenRecycling: draft == "lookup" or (recycling and draft == "own"),
+    }
     expected = [kind for kind, is_wanted in kinds.items() if is_wanted]
-    drafter = drafter_of(engine, lookup=lookup)
+    drafter = drafter_of(engine, lookup=lookup, recycling=recycling)
     if draft == "own" or expected:
         assert isinstance(drafter, Noted)
         assert [type(guesser) for guesser in drafter.named["guessers"]] == expected

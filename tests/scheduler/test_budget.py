@@ -235,7 +235,8 @@ def test_the_budget_that_is_found_is_about_as_good_as_the_best_fixed_one(target_
 
 
 def thompson(*, calibrated: bool = False, seed: int = 0) -> ThompsonSampling:
-    return ThompsonSampling(FixedBudget(50, 16), calibrated=calibrated, seed=seed)
+    """The calibrated one knows no costs yet."""
+    return ThompsonSampling(FixedBudget(50, 16), Costs() if calibrated else None, seed=seed)
 
 
 def rounds_of(controller: ThompsonSampling, depth: int, likely: float = 0.5, most: int = 40) -> int:
@@ -263,29 +264,34 @@ def test_a_good_draft_is_drafted_long_and_a_bad_one_short() -> None:
 
 
 def test_the_posterior_counts_accepted_and_rejected_rounds() -> None:
-    """r of n rounds add r to alpha and n - r to beta, a geometric forgetting of what was before aside."""
+    """r of n rounds add r to alpha and n - r to beta."""
     controller, alpha, beta = thompson(), 1.0, 1.0
     for accepted in (0, 1, 2, 5, 0, 3):
-        before = controller._accepted, controller._rejected
-        assert before == pytest.approx((alpha, beta))
+        assert (controller._accepted, controller._against) == (alpha, beta)
         rounds = rounds_of(controller, accepted)
         won = min(accepted, rounds)
+        alpha, beta = alpha + won, beta + rounds - won
+
+
+def test_the_calibrated_posterior_counts_levels_that_held_and_walks_that_ended() -> None:
+    controller, alpha, beta = thompson(calibrated=True), 1.0, 1.0
+    for accepted in (0, 1, 2, 5, 0, 3):
+        assert (controller._accepted, controller._against) == pytest.approx((alpha, beta))
+        rounds = rounds_of(controller, accepted)
         forgetting = ThompsonSampling.FORGETTING
-        alpha, beta = max(1.0, forgetting * alpha) + won, max(1.0, forgetting * beta) + rounds - won
+        alpha = max(1.0, forgetting * alpha) + min(accepted, rounds)
+        beta = max(1.0, forgetting * beta) + (accepted < rounds)
 
 
-@pytest.mark.parametrize("is_calibrated", [False, True])
 @pytest.mark.parametrize("round_s", [0.4, 0.1, 0.01])
 @pytest.mark.parametrize("holds", [0.2, 0.6, 0.9])
-def test_where_costs_are_known_it_comes_near_the_best_fixed_depth(
-    holds: float, round_s: float, is_calibrated: bool
-) -> None:
+def test_where_costs_are_known_it_comes_near_the_best_fixed_depth(holds: float, round_s: float) -> None:
     """A level holds with one chance if the one above it did, and a pass takes a second; a round takes less."""
     most = 30
     best = max((1 + sum(holds**i for i in range(1, n + 1))) / (1 + n * round_s) for n in range(1, most))
     costs, random = Costs(), np.random.default_rng(0)
     costs.draft.observe(1, round_s)
-    controller = ThompsonSampling(FixedBudget(50, 16), costs, calibrated=is_calibrated)
+    controller = ThompsonSampling(FixedBudget(50, 16), costs)
     tokens = seconds = 0.0
     for iteration in range(1500):
         rounds, known = 0, NONE
@@ -298,9 +304,18 @@ def test_where_costs_are_known_it_comes_near_the_best_fixed_depth(
     assert tokens / seconds > 0.93 * best
 
 
-def test_the_coin_is_tossed_until_costs_are_known() -> None:
-    blind, sighted = thompson(seed=3), ThompsonSampling(FixedBudget(50, 16), Costs(), calibrated=False, seed=3)
-    assert [rounds_of(blind, 2) for _ in range(50)] == [rounds_of(sighted, 2) for _ in range(50)]
+def test_the_published_coin_never_asks_what_a_round_costs() -> None:
+    def rounds(second: float) -> list[int]:
+        controller, found = thompson(seed=3), list[int]()
+        for _ in range(50):
+            count, best = 0, NONE
+            while controller.width(prospect_of(best, np.array([0.5]))):
+                count, best = count + 1, np.array([0.5])
+            controller.observe(3, second)
+            found.append(count)
+        return found
+
+    assert rounds(0.001) == rounds(1000.0)
 
 
 def test_only_the_calibrated_one_listens_to_the_draft() -> None:
@@ -316,7 +331,7 @@ def test_only_the_calibrated_one_listens_to_the_draft() -> None:
 
 
 def test_the_tree_is_another_controllers() -> None:
-    controller = ThompsonSampling(rated(MarginalRate(Costs(flat_until(1, 10.0)), 9), 1.0), calibrated=False)
+    controller = ThompsonSampling(rated(MarginalRate(Costs(flat_until(1, 10.0)), 9), 1.0))
     assert controller.limit == 9
     assert controller.size(prospect_of(PROFILE)) == 0
 
