@@ -61,8 +61,9 @@ class Trust:
 
     def observe(self, predicted: float, accepted: int) -> None:
         """One tree: the sum of its nodes' probabilities, and how many were accepted."""
-        self._predicted = self.FORGETTING * self._predicted + predicted
-        self._accepted = self.FORGETTING * self._accepted + accepted
+        forgetting = self.FORGETTING ** min(1.0, predicted)  # little evidence does not displace much
+        self._predicted = forgetting * self._predicted + predicted
+        self._accepted = forgetting * self._accepted + accepted
 
 
 class Profile:
@@ -84,10 +85,10 @@ class Profile:
 
 
 class Belief:
-    """All that is learnt about a draft in one mode of choosing."""
+    """All that is learnt about a draft in one mode of choosing. guests: of others' guesses, where the draft knows better."""
 
     def __init__(self, sharpness: float) -> None:
-        self.sharpness, self.trust, self.profile = Sharpness(sharpness), Trust(), Profile()
+        self.sharpness, self.trust, self.guests, self.profile = Sharpness(sharpness), Trust(), Trust(), Profile()
 
 
 class Calibration:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +33,7 @@ from .tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
 from .verify import Logits, Verdict
 
 MOST_GUESTS = 64  # nodes that one guesser may add
+LEAST_TRUST = 1e-6  # in them
 MOST_REVISED = int(WIDTHS[-1])  # places whose guesses are corrected after a pass, the likeliest ones
 Clock = Callable[[], float]
 
@@ -205,8 +207,13 @@ class ModelDrafter:
         """Take what a guesser has to say into the tree; returns the seconds that took."""
         began, limit = self._clock(), min(self._controller.limit, MOST_GUESTS)
         guesses = asked.guesser.guess(self._text, self._sampler, limit, self._max_depth)
-        self._growth.add_guests(guesses, self._index)
+        self._growth.add_guests(replace(guesses, scores=guesses.scores + self._doubt), self._index)
         return self._clock() - began
+
+    @property
+    def _doubt(self) -> float:
+        """What guessers' log-probabilities lose, since the model knows better."""
+        return math.log(max(self._belief.guests.value, LEAST_TRUST))
 
     def _worth_of_guests(self) -> float:
         """Tokens that the guessers' nodes of the tree promise, less what their rows cost at the going rate."""
@@ -313,6 +320,7 @@ class ModelDrafter:
         for each in self._guessers:
             each.guesser.observe(self._text, tree, verdict, logits)
         self._learn_trust(tree, verdict)
+        self._learn_trust_in_guests(verdict)
         if self._hindsight is not None and self._growth.is_rooted:
             pending: IntArray = self._growth.nodes["row"][self._sent]
             asked = np.flatnonzero(pending >= 0)
@@ -338,6 +346,19 @@ class ModelDrafter:
         elif not len(tree) and self._growth.is_rooted and len(best := self._best(1)):
             guess = nodes[best[0]]
             trust.observe(float(np.exp(guess["score"])), int(guess["token"] == verdict.tokens[0]))
+
+    def _learn_trust_in_guests(self, verdict: Verdict) -> None:
+        """From what they named, sent or not, where the target went on and the model had said otherwise."""
+        growth = self._growth
+        if not growth.is_rooted:
+            return
+        places = np.append(ROOT, self._sent[verdict.path])
+        guests, claims = growth.contested(places, self._index)
+        if len(guests):
+            followed = dict(zip(places.tolist(), verdict.tokens, strict=True))
+            nodes = growth.nodes[guests]
+            right = [followed[place] == token for place, token in zip(nodes["parent"], nodes["token"], strict=True)]
+            self._belief.guests.observe(float(np.exp(np.minimum(claims - self._doubt, 0.0)).sum()), sum(right))
 
     def _live_on(self, path: IntArray, tokens: Sequence[int]) -> None:
         """Commit what was accepted, learn from it, and keep what was drafted below the new last token."""

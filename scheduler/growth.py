@@ -184,6 +184,19 @@ class Growth:
     def _find_guests(self) -> None:
         self._guests = np.flatnonzero(np.isfinite(self.nodes["floor"]))
 
+    def contested(self, places: IntArray, index: int) -> tuple[IntArray, FloatArray]:
+        """Guests right below `places` (nodes, or ROOT) that the model, asked there, thinks less of than who named them; and what
+        probability, there, these gave them, as a logarithm.
+        """
+        guests = self._guests[np.isin(self.nodes["parent"][self._guests], places)]
+        parents, values = self.nodes["parent"][guests], self.nodes["value"][guests]
+        rows = np.where(parents == ROOT, 0, self._of("row", parents, ROOT) + 1)
+        is_asked = (parents == ROOT) | (rows > 0)
+        gains = values / GRID[index] - self.guesses.normalisers[np.where(is_asked, rows, 0), index]
+        claims = self.nodes["floor"][guests] - self._of("score", parents, 0.0)
+        is_contested = is_asked & (claims > gains)
+        return guests[is_contested], claims[is_contested]
+
     def revise(self, parents: IntArray, guesses: Guesses, index: int) -> None:
         """New guesses after `parents` [R], ROOT or expanded nodes; every candidate is judged anew, with s = GRID[index].
 

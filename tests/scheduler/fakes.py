@@ -301,6 +301,19 @@ class PlainGrowth:
             if not set(path[:-1]) & set(self.final):
                 self.floors[path] = max(self.floors.get(path, -math.inf), score)
 
+    def contested(self, sharpness: float) -> dict[TokenPath, float]:
+        """What others give, where their parents are, to guesses that the model was asked about and thinks less of."""
+        scores, found = self.scores(sharpness), dict[TokenPath, float]()
+        for path, floor in self.floors.items() if self.is_rooted else ():
+            if not path[:-1] or path[:-1] in self.expanded:
+                values = self.rule((*self.root, *path[:-1]))
+                gain = log_softmax(values / sharpness)[path[-1]]
+                is_guessed = path[-1] in np.argsort(-values, kind="stable")[: self.num_children]
+                claim = floor - (scores.get(path[:-1], -math.inf) if path[:-1] else 0.0)
+                if claim > (gain if is_guessed else -math.inf):
+                    found[path] = claim
+        return found
+
     def reroot(self, node: TokenPath, sharpness: float) -> list[int]:
         """The rows that stay."""
         score, depth = self.scores(sharpness)[node], len(node)

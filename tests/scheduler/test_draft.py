@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ from .fakes import (
 )
 
 VOCAB_SIZE, PROMPT, SEED = 4, [3, 0, 2], 11
+NO_LOGITS = torch.empty(0, 0)
 DRAFT = random_rule(VOCAB_SIZE, seed=0)
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 SCORINGS: list[Scoring] = ["coupled", "specexec"]
@@ -360,6 +362,65 @@ def test_what_a_pass_takes_beside_drafting_and_scoring_is_learnt() -> None:
     drafter = ModelDrafter(draft, sampler, SpeculationParams(budget=1), Calibration(), costs=costs, clock=clock)
     generate(target, drafter, sampler, PROMPT, 200)
     assert costs.overhead_s == pytest.approx(0.25, rel=1e-3)
+
+
+class OneGuess:
+    """A guesser that is nearly sure of the token after the text: `rule`'s choice, `shift` ids further on."""
+
+    def __init__(self, rule: Rule, shift: int) -> None:
+        self.rule, self.shift = rule, shift
+
+    def guess(self, text: Sequence[int], sampler: Sampler, max_nodes: int, max_depth: int) -> TokenTree:
+        token = (int(self.rule(tuple(text)).argmax()) + self.shift) % VOCAB_SIZE
+        return replace(TokenTree.chain([token]), scores=np.array([math.log(0.9)]))
+
+    def observe(self, text: Sequence[int], tree: TokenTree, verdict: Verdict, logits: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("budget", [1, 6])
+@pytest.mark.parametrize("reuse", [True, False])
+def test_guests_are_doubted_as_far_as_the_model_knows_better(budget: int, reuse: bool) -> None:
+    """Whether they are sent or not: so that they are believed again when they are right again."""
+    sampler, calibration = Sampler(GREEDY, SEED, VOCAB_SIZE), Calibration()
+    guests, text = calibration.belief(greedy=True).guests, list(PROMPT)
+
+    def run(draft: Rule, shift: int, num_passes: int) -> list[bool]:
+        """Whether the guess was sent in each pass."""
+        model, guesser = RuleModel(draft, VOCAB_SIZE), OneGuess(DRAFT, shift)
+        params = SpeculationParams(budget, reuse=reuse, overlap=False)
+        drafter = ModelDrafter(model, sampler, params, calibration, guessers=[guesser])
+        were_sent = list[bool]()
+        for _ in range(num_passes):
+            named = int(guesser.guess(text, sampler, 1, 1).tokens[0])
+            tree = drafter.propose(text, 4)
+            were_sent.append(tree.child(ROOT, named) is not None)
+            verdict = walk_of(tree, text)
+            drafter.observe(tree, verdict, NO_LOGITS)
+            text.extend(verdict.tokens)
+        return were_sent
+
+    def walk_of(tree: TokenTree, text: Sequence[int]) -> Verdict:
+        path, tokens = list[int](), [int(DRAFT(tuple(text)).argmax())]
+        while (child := tree.child(path[-1] if path else ROOT, tokens[-1])) is not None:
+            path.append(child)
+            tokens.append(int(DRAFT((*text, *tokens)).argmax()))
+        return Verdict(path, tokens)
+
+    run(DRAFT, 1, 40)
+    assert guests.value < 0.1, "the draft is the target, and each guess was wrong"
+    run(lambda path: -DRAFT(path), 0, 20)
+    assert guests.value > 0.9, "the draft knows nothing, and each guess was right"
+    assert all(run(lambda path: -DRAFT(path), 0, 10))
+
+
+def test_where_there_is_no_model_nobody_knows_better() -> None:
+    sampler, calibration = Sampler(GREEDY, SEED, VOCAB_SIZE), Calibration()
+    drafter = ModelDrafter(None, sampler, SpeculationParams(4), calibration, guessers=[OneGuess(DRAFT, 1)])
+    for _ in range(9):
+        tree = drafter.propose(PROMPT, 4)
+        drafter.observe(tree, Verdict([], [int(DRAFT(tuple(PROMPT)).argmax())]), NO_LOGITS)
+    assert len(tree) == calibration.belief(greedy=True).guests.value == 1
 
 
 @pytest.mark.parametrize("num_rounds", [0, 1, 2, 5])

@@ -115,6 +115,16 @@ class Pair:
             np.testing.assert_array_equal(growth.guesses.tokens, wanted.tokens)
             np.testing.assert_array_equal(growth.guesses.values, wanted.values)
             np.testing.assert_array_equal(growth.guesses.normalisers, wanted.normalisers)
+            self.check_contested()
+
+    def check_contested(self) -> None:
+        growth = self.growth
+        contested, claims = growth.contested(np.arange(-1, len(growth.nodes)), self.index)
+        found = dict(zip([self.path(node) for node in contested], claims, strict=True))
+        wanted = self.twin.contested(GRID[self.index])
+        near = [path for path in wanted if math.isfinite(wanted[path])]
+        assert found.keys() == wanted.keys()
+        np.testing.assert_allclose([found[path] for path in near], [wanted[path] for path in near], atol=1e-9)
 
     def check_best(self, count: int, max_depth: int) -> None:
         growth, scores = self.growth, self.twin.scores(GRID[self.index])
