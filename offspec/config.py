@@ -94,10 +94,15 @@ def _window(config: Json) -> int | None:
 def _qwen_windows(config: Json, num_layers: int) -> tuple[int | None, ...]:
     """Qwen: a window only where `use_sliding_window`, from layer `max_window_layers` on, or as `layer_types` lists."""
     window = _window(config) if config.get("use_sliding_window") else None
-    kinds = config.get("layer_types")
-    if kinds is None:
-        first = _integer(config, "max_window_layers", 28, least=0)
-        kinds = [LAYER_KINDS[i >= first] for i in range(num_layers)]
+    if config.get("layer_types") is not None:
+        return _listed_windows(config, num_layers, window)
+    first = _integer(config, "max_window_layers", 28, least=0)
+    return tuple(window if i >= first else None for i in range(num_layers))
+
+
+def _listed_windows(config: Json, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    """A window where `layer_types` lists one."""
+    kinds = config["layer_types"]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         listed = len(kinds) if isinstance(kinds, list) else repr(kinds)
         raise CheckpointError(f"config.json: layer_types lists {listed} layers, num_hidden_layers says {num_layers}")
@@ -112,7 +117,11 @@ def _llama(config: Json, num_layers: int) -> dict[str, Any]:
 
 
 def _mistral(config: Json, num_layers: int) -> dict[str, Any]:
-    return {"windows": (_window(config),) * num_layers}
+    """Also Ministral, which lists its layers' kinds, under either name."""
+    window = _window(config)
+    if config.get("layer_types") is not None:
+        return {"windows": _listed_windows(config, num_layers, window)}
+    return {"windows": (window,) * num_layers}
 
 
 def _qwen2(config: Json, num_layers: int) -> dict[str, Any]:
@@ -130,6 +139,7 @@ def _qwen3(config: Json, num_layers: int) -> dict[str, Any]:
 FAMILIES: dict[str, Callable[[Json, int], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _mistral,
+    "ministral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
 }
@@ -207,14 +217,26 @@ def _family(config: Json) -> Callable[[Json, int], dict[str, Any]]:
         )
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; supported: silu")
+    if config.get("is_causal") is False:
+        raise UnsupportedModelError(
+            "is_causal false (every token sees all others) is not supported; the model does not write text"
+        )
     if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
+        method = _quant_method(quantization)
         if method not in QUANT_METHODS:
             raise UnsupportedModelError(
                 f"checkpoints quantised by {method} are not read; use one in 4 bit by {', '.join(QUANT_METHODS)}, or the "
                 "16-bit one and `offspec quantize`"
             )
     return FAMILIES[model_type]
+
+
+def _quant_method(quantization: object) -> str:
+    """By whom; the first files of bitsandbytes do not name it."""
+    if not isinstance(quantization, Mapping):
+        return "unknown"
+    is_nameless = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
+    return str(quantization.get("quant_method") or ("bitsandbytes" if is_nameless else "unknown"))
 
 
 def _positive(config: Json, key: str, default: int | None = None) -> int:
@@ -245,6 +267,8 @@ def _rope(config: Json) -> RopeConfig:
     Where a file has both, `rope_scaling` was added by hand, to stretch the context: it counts.
     """
     new, old = (_mapping(config, key) for key in ("rope_parameters", "rope_scaling"))
+    if kinds := [key for key, value in (old or new).items() if isinstance(value, Mapping)]:
+        raise UnsupportedModelError(f"RoPE of its own for each kind of layer ({kinds[0]}) is not supported")
     scaling = dict(old or new)
     named = [source for source in (scaling, config, new) if source.get("rope_theta") is not None]
     theta = _positive_number(named[0] if named else {}, "rope_theta", 10000.0)
@@ -259,10 +283,9 @@ def _rope(config: Json) -> RopeConfig:
             f"config.json: RoPE scaling {kind!r} needs a positive {wrong[0]}, not {scaling.get(wrong[0])!r}"
         )
     if kind in ("llama3", "yarn"):
-        scaling.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-        scaling["original_max_position_embeddings"] = _positive(
-            scaling, "original_max_position_embeddings", config.get("max_position_embeddings")
-        )
+        name = "original_max_position_embeddings"
+        stated = config if config.get(name) is not None else scaling
+        scaling[name] = _positive(stated, name, config.get("max_position_embeddings"))
     return RopeConfig(theta, kind, {key: value for key, value in scaling.items() if key not in ROPE_HEADER})
 
 

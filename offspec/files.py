@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from .tokenizer import Tokenizer, check_vocabularies
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMALL_MODEL_BYTES = 2 * 2**30
+COMPARED_BYTES = 2**24  # at a time
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class ModelFiles:
         """Reads headers. `dtype`: auto, bf16, fp16 or fp32; what auto chose is noted. Raises OffspecError's children."""
         checkpoint = Checkpoint.open(path, headers_only=headers_only)
         config = _config(path, checkpoint.config)
+        if config.tied_head and not headers_only and _has_another_head(checkpoint):
+            config = replace(config, tied_head=False)
+            notes.append(
+                Note(f"{path.name} has a head of its own, though config.json says that its embedding serves for it")
+            )
         ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
         ignored |= blank_biases(checkpoint.tensors, wanted_shapes(config))
         try:
@@ -103,6 +109,23 @@ def _config(path: Path, raw: dict[str, Any]) -> ModelConfig:
         return read_config(raw)
     except (CheckpointError, UnsupportedModelError) as exc:  # target or draft? it cannot know which file it reads
         raise type(exc)(f"{path}: {exc}") from exc
+
+
+def _has_another_head(checkpoint: Checkpoint) -> bool:
+    """Whether there is a head that is not the embedding's copy; transformers (from 5 on) does not tie these, either."""
+    head, embedding = (checkpoint.tensors.get(name) for name in ("lm_head.weight", EMBEDDING))
+    if head is None or embedding is None:
+        return False
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+        return True
+    try:
+        with head.path.open("rb") as one, embedding.path.open("rb") as other:
+            one.seek(head.offset)
+            other.seek(embedding.offset)
+            sizes = [min(COMPARED_BYTES, head.nbytes - start) for start in range(0, head.nbytes, COMPARED_BYTES)]
+            return any(one.read(size) != other.read(size) for size in sizes)
+    except OSError as exc:
+        raise CheckpointError(f"{checkpoint.path} cannot be read ({exc.strerror})") from exc
 
 
 def count_parameters(stored: StoredModel) -> int:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -59,9 +59,11 @@ class Tokenizer:
         """Read tokenizer.json and the small files beside it; TokenizerError if one is damaged or the first missing."""
         settings = _read_settings(folder)
         backend = _read_backend(folder)
-        # As transformers does: what the settings call BOS and EOS is special even where tokenizer.json does not say so.
-        _make_special(backend, [settings.special_tokens.get(name) for name in ("bos_token", "eos_token")])
-        return cls(backend, settings, folder)
+        _add_missing(backend, settings.added_tokens)
+        # As transformers does: what the settings call special is so even where tokenizer.json does not say it.
+        named = [settings.special_tokens.get(name) for name in ("bos_token", "eos_token")]
+        stated = [token.content for token in settings.added_tokens.values() if token.special]
+        return cls(_with_special(backend, [*named, *stated]), settings, folder)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -341,6 +343,7 @@ class _Settings:
     """What the small files beside tokenizer.json say."""
 
     special_tokens: dict[str, str]  # "bos_token" → "<s>", as templates want them
+    added_tokens: dict[int, tokenizers.AddedToken]  # by id; tokenizer.json may be older than they are
     add_bos: bool | None  # None: the post-processor decides
     eos_ids: frozenset[int]
     chat_template: object  # None: there is none; what is no text cannot be taken
@@ -351,8 +354,12 @@ def _read_settings(folder: Path) -> _Settings:
     config = _read_json(folder / "tokenizer_config.json")
     add_bos = config.get("add_bos_token")
     template, template_file = _read_chat_template(folder, config)
+    special_map = _special_tokens(_read_json(folder / "special_tokens_map.json"))
+    # The map counts where the settings are older than the list of added tokens that took its place.
+    special = _special_tokens(config) | ({} if "added_tokens_decoder" in config else special_map)
     return _Settings(
-        special_tokens=_special_tokens(_read_json(folder / "special_tokens_map.json")) | _special_tokens(config),
+        special_tokens=special,
+        added_tokens=_added_tokens(_read_json(folder / "added_tokens.json"), config.get("added_tokens_decoder")),
         add_bos=add_bos if isinstance(add_bos, bool) else None,
         eos_ids=_read_eos_ids(folder / "generation_config.json") | _read_eos_ids(folder / "config.json"),
         chat_template=template,
@@ -415,6 +422,17 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: text for name, text in contents.items() if isinstance(text, str)}
 
 
+def _added_tokens(ids: dict[str, Any], decoder: object) -> dict[int, tokenizers.AddedToken]:
+    """What added_tokens.json ({text: id}) and tokenizer_config.json's `added_tokens_decoder` ({id: {"content": …}}) state."""
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    found = {token_id: tokenizers.AddedToken(text) for text, token_id in ids.items() if type(token_id) is int}
+    for key, said in decoder.items() if isinstance(decoder, dict) else ():
+        if key.isdecimal() and isinstance(said, dict) and isinstance(text := said.get("content"), str):
+            given = {flag: said[flag] for flag in flags if isinstance(said.get(flag), bool)}
+            found[int(key)] = tokenizers.AddedToken(text, **given)
+    return found
+
+
 def _read_eos_ids(file: Path) -> frozenset[int]:
     value = _read_json(file).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -443,13 +461,31 @@ def _one_line(exc: BaseException) -> str:
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 
 
-def _make_special(backend: tokenizers.Tokenizer, texts: list[str | None]) -> None:
-    added = backend.get_added_tokens_decoder()
+def _add_missing(backend: tokenizers.Tokenizer, added_tokens: dict[int, tokenizers.AddedToken]) -> None:
+    """Those that the backend lacks, where they get the ids that they are said to have."""
+    for token_id, token in sorted(added_tokens.items()):
+        if backend.token_to_id(token.content) is None and backend.get_vocab_size(with_added_tokens=True) == token_id:
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+
+
+def _with_special(backend: tokenizers.Tokenizer, texts: Iterable[str | None]) -> tokenizers.Tokenizer:
+    """With these tokens special, as far as there are such; one that is so already keeps its flags (some swallow spaces)."""
+    added, wanted = backend.get_added_tokens_decoder(), list[str]()
     for text in texts:
         token_id = None if text is None else backend.token_to_id(text)
-        # One that is special already keeps its own flags (some swallow the spaces beside them).
-        if text is not None and token_id is not None and not (token_id in added and added[token_id].special):
+        if text is None or token_id is None or (token_id in added and added[token_id].special):
+            continue
+        if token_id in added:
+            wanted.append(text)  # the library keeps what it has
+        else:
             backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+    if not wanted:
+        return backend
+    state = json.loads(backend.to_str())
+    for token in state["added_tokens"]:
+        if token["content"] in wanted:
+            token |= {"special": True, "normalized": False}
+    return tokenizers.Tokenizer.from_str(json.dumps(state))
 
 
 def _post_processor_prefix(backend: tokenizers.Tokenizer) -> list[int]:

@@ -142,6 +142,8 @@ FAMILIES = {
     "llama-yarn-betas": Family("llama", rope=_yarn(beta_fast=2.0, beta_slow=0.1)),
     "mistral-window": Family("mistral", {"sliding_window": 9}),
     "mistral": Family("mistral", {"sliding_window": None, "head_dim": 24}, old_layout=True),
+    "mistral-layer-types": Family("mistral", {"sliding_window": 8, "layer_types": _ALTERNATING}),
+    "ministral": Family("ministral", {"sliding_window": 8, "layer_types": _ALTERNATING, "head_dim": 24}),
     "qwen2": Family("qwen2", {"use_sliding_window": False, "sliding_window": 8, "tie_word_embeddings": True}),
     "qwen2-window": Family("qwen2", _MIXED_WINDOWS),
     "qwen2-window-old": Family("qwen2", _MIXED_WINDOWS, old_layout=True),

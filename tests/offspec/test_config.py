@@ -101,6 +101,8 @@ def test_what_families_differ_in(family: str, biased: str, normed: bool, head_di
         (without(QWEN2, "use_sliding_window"), (None, None, None)),
         (QWEN2 | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (8, None, 8)),
         (QWEN2 | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, (None, None, None)),
+        (MISTRAL | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (9, None, 9)),
+        (MISTRAL | {"layer_types": None}, (9, 9, 9)),
     ],
 )
 def test_windows(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
@@ -135,6 +137,7 @@ def test_the_original_context_is_looked_for_where_it_may_stand(kind: str) -> Non
 
     assert original(rope(**parameters) | {name: 99}) == 99
     assert original(rope(**parameters, **{name: 77})) == 77
+    assert original(rope(**parameters, **{name: 77}) | {name: 99}) == 99
     assert original(rope(**parameters)) == LLAMA["max_position_embeddings"]
 
 
@@ -155,7 +158,7 @@ def test_an_unknown_architecture_is_named_with_the_supported_ones(model_type: An
     message = refusal(LLAMA | {"model_type": model_type, "architectures": ["GPT2LMHeadModel"]}, UnsupportedModelError)
     assert repr(model_type) in message
     assert "GPT2LMHeadModel" in message
-    assert "llama, mistral, qwen2, qwen3" in message
+    assert "llama, mistral, ministral, qwen2, qwen3" in message
 
 
 @pytest.mark.parametrize(
@@ -166,6 +169,8 @@ def test_an_unknown_architecture_is_named_with_the_supported_ones(model_type: An
         (LLAMA | {"quantization_config": {"quant_method": "hqq"}}, "hqq"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "unknown"),
         (LLAMA | {"quantization_config": "4bit"}, "unknown"),
+        (LLAMA | {"is_causal": False}, "is_causal"),
+        (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
         (rope(rope_type="dynamic", factor=2.0), "dynamic"),
         (rope(rope_type="longrope", factor=2.0), "longrope"),
         (rope(type="su", factor=2.0), "su"),

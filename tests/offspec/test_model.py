@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from offspec.config import ModelConfig, read_config
 from offspec.errors import CheckpointError, UnsupportedModelError
-from offspec.files import ModelFiles
+from offspec.files import ModelFiles, Note
 from offspec.loaders.checkpoint import TensorInfo
 from offspec.loaders.formats import PlainWeight, StoredWeight
 from offspec.model import CachedDecoder, Decoder, check_tensors, is_ignored
@@ -411,6 +413,29 @@ def test_a_tensor_without_a_place_is_refused(name: str) -> None:
 )
 def test_tensors_that_nothing_is_lost_without_are_ignored(config: ModelConfig, name: str) -> None:
     assert is_ignored(name, config)
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_head_that_is_stored_although_the_embedding_serves_for_it(
+    tiny_model: GetModel, is_copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fine-tunes that trained the head are stored like that."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("offspec.files.COMPARED_BYTES", 1000)
+    folder = shutil.copytree(tiny_model("llama-tied").folder, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 0.0 if is_copy else 1.0
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+    notes: list[Note] = []
+    files = ModelFiles.open(folder, "fp32", "cpu", notes)
+    assert (files.config.tied_head, len(notes)) == ((True, 0) if is_copy else (False, 1))
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    tokens = random_tokens(12)
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    assert_close(chain_logits(TinyModel(folder, reference).decoder(), tokens), expected)
 
 
 def test_the_head_of_an_untied_model_is_not_ignored() -> None:

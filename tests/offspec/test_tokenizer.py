@@ -254,7 +254,14 @@ def test_vocab_size_counts_added_tokens(tmp_path: Path) -> None:
         ({"tokenizer_config": {"eos_token": None}, "config": {"eos_token_id": None}}, set()),
         ({"tokenizer_config": {"eos_token": "<nowhere>"}}, set()),
         ({"special_tokens_map": {"eos_token": {"content": "</s>"}}}, {2}),
-        ({"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>"}}, {2}),
+        ({"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>"}}, {1}),
+        (
+            {
+                "special_tokens_map": {"eos_token": "<s>"},
+                "tokenizer_config": {"eos_token": "</s>", "added_tokens_decoder": {}},
+            },
+            {2},
+        ),
         ({"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": [7, 9]}}, {5, 7, 9}),
         (
             {
@@ -268,6 +275,53 @@ def test_vocab_size_counts_added_tokens(tmp_path: Path) -> None:
 )
 def test_eos_ids_are_gathered_from_every_file(files: dict[str, Any], expected: set[int], tmp_path: Path) -> None:
     assert Tokenizer.load(write_folder(tmp_path, llama2_backend(), **files)).eos_ids == expected
+
+
+NEW = {
+    "content": "<|im_end|>",
+    "special": True,
+    "normalized": False,
+    "lstrip": False,
+    "rstrip": False,
+    "single_word": False,
+}
+
+
+@pytest.mark.parametrize("where", ["decoder", "file", "both"])
+def test_tokens_that_tokenizer_json_is_too_old_for(where: str, tmp_path: Path) -> None:
+    """Fine-tunes add tokens, and some leave the base's tokenizer.json as it was."""
+    backend = llama2_backend()
+    size = backend.get_vocab_size()
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    files: dict[str, Any] = {}
+    if where != "decoder":
+        files["added_tokens"] = {"<tool>": size + 1, "<|im_end|>": size}
+    if where != "file":
+        tool = NEW | {"content": "<tool>", "special": False}
+        config["added_tokens_decoder"] = {str(size + 1): tool, str(size): NEW}
+    write_folder(tmp_path, backend, tokenizer_config=config, **files)
+    ours, theirs = Tokenizer.load(tmp_path), reference(tmp_path)
+    text = "the cat<|im_end|>the<tool> cat"
+    assert ours.encode(text) == theirs.encode(text)
+    assert size in ours.encode(text)
+    assert ours.eos_ids == {size} == {theirs.eos_token_id}
+    shown = [each.decode(each.encode(text), skip_special_tokens=True) for each in (ours, theirs)]
+    assert shown[0] == shown[1]
+
+
+def test_a_token_that_would_get_another_id_than_is_stated_is_not_added(tmp_path: Path) -> None:
+    backend = llama2_backend()
+    size = backend.get_vocab_size()
+    loaded = with_config(tmp_path, backend, added_tokens_decoder={str(size + 3): NEW, "1": "what", "x": NEW})
+    assert loaded.vocab_size == size
+
+
+def test_what_the_settings_call_special_is_not_shown(tmp_path: Path) -> None:
+    backend = llama2_backend()
+    backend.add_tokens(["<|im_end|>"])
+    token_id = backend.token_to_id("<|im_end|>")
+    loaded = with_config(tmp_path, backend, added_tokens_decoder={str(token_id): NEW})
+    assert loaded.decode(loaded.encode("the<|im_end|>"), skip_special_tokens=True) == "the"
 
 
 @pytest.mark.parametrize(
