@@ -1,6 +1,6 @@
 """What a CUDA card makes of offspec, in one go of under ten minutes on a machine with nothing but PyTorch.
 
-    python -m benchmarks.card /tmp/card [--minutes 10] [--device cuda:0]
+    python -m benchmarks.card /tmp/card [--minutes 9] [--device cuda:0]
     python -m benchmarks.card /tmp/card --device cpu --shape tiny        # the same code without a card: only that it runs
 
 The card and its link are measured; the built-in target is grown on the spot (benchmarks/grow.py) to 70B in NF4 and 7B in bf16,

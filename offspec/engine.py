@@ -176,13 +176,12 @@ class Engine:
         early = _find_exit(pair.target, pair.draft_name, exit_file, notes)
         if place.type == "cuda":  # what torch keeps of an engine that was closed would count as taken
             release_memory(place)
-        plan = plan_here(
-            pair.target, pair.draft, read_hardware(place), Grant(vram, ram, context, tree), Beside(learns, early)
-        )
+        grant = Grant(vram, ram, context, tree)
+        plan = plan_here(pair.target, pair.draft, read_hardware(place), grant, Beside(learns, early))
         if place.type == "cuda":
             limit_memory(plan.placement.limits.device if vram is not None else None, place)
         link = measure_link(plan, pair.target, place)
-        notes += explain(plan, link)
+        notes += explain(plan, grant, link)
         rates = quick_rates(pair.target, place, link)
         packed = [model for model in (pair.target, pair.draft) if model is not None]
         if (fused := settle_fused(packed, place)) is not None:

@@ -146,7 +146,8 @@ def look_ahead(
             hardware = replace(
                 hardware, ram=replace(hardware.ram, available_bytes=max(ram, hardware.ram.available_bytes))
             )
-    plan = plan_here(target, guesser, hardware, Grant(vram, ram, context))
+    grant = Grant(vram, ram, context)
+    plan = plan_here(target, guesser, hardware, grant)
     folder = target.checkpoint.path
     file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size, default=folder)
     measured = measure_rates(
@@ -167,7 +168,7 @@ def look_ahead(
     name = hardware.gpu.name if hardware.gpu else "RAM"
     pass_s = {w: plan.predict_pass_s(rates, w) for w in widths}
     gains = _gains(plan, rates, target, guesser)
-    return Outlook(model, title, name, plan, rates, pass_s, [*notes, *explain(plan)], gains)
+    return Outlook(model, title, name, plan, rates, pass_s, [*notes, *explain(plan, grant)], gains)
 
 
 def _gains(plan: Plan, rates: Rates, target: ModelFiles, draft: ModelFiles | None) -> list[Gain]:

@@ -239,13 +239,26 @@ def is_blocked(model: ModelFiles, device: torch.device) -> bool:
     return device.type == "cpu" and is_large and is_plain and is_blocking_supported(model.dtype)
 
 
-def explain(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note]:
-    """What was decided, in words."""
+def explain(plan: Plan, grant: Grant, link_bytes_per_s: float | None = None) -> list[Note]:
+    """What was decided, in words; what was granted and is not there comes first."""
     where = tell_tiers(plan)
     if link_bytes_per_s is not None:
         seconds = format_seconds(plan.stream_bytes / link_bytes_per_s)
         where += f", which takes {seconds} at {format_quantity(link_bytes_per_s, 'B/s')} (measured)"
-    return [Note(f"context {plan.context} tokens (room for the KV cache was made for as many)"), Note(where)]
+    context = Note(f"context {plan.context} tokens (room for the KV cache was made for as many)")
+    return [*_missing(plan.placement.limits, grant), context, Note(where)]
+
+
+def _missing(limits: Limits, grant: Grant) -> list[Note]:
+    """What was granted, but cannot be used."""
+    notes: list[Note] = []
+    for flag, granted, limit in (("--vram", grant.vram, limits.device), ("--ram", grant.ram, limits.ram)):
+        if granted is not None and limit is None:
+            notes.append(Note(f"{flag} says nothing here: the CPU computes", advice=True))
+        elif granted is not None and limit is not None and limit < granted:
+            free = f"the {format_size(limit)} that are free"
+            notes.append(Note(f"{flag} {format_size(granted)} is more than {free}; no more is used", advice=True))
+    return notes
 
 
 def tell_tiers(plan: Plan) -> str:

@@ -141,8 +141,25 @@ def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkey
     assert measure_link(resident, files, device) is None  # and no infinity, which JSON does not have
 
 
+@pytest.mark.parametrize(
+    ("device", "grant", "expected"),
+    [
+        (24, Grant(), []),
+        (24, Grant(vram=24 * GIB, ram=64 * GIB), []),
+        (24, Grant(vram=80 * GIB), ["--vram 80.0 GiB is more than the 24.0 GiB that are free; no more is used"]),
+        (None, Grant(ram=99 * GIB), ["--ram 99.0 GiB is more than the 64.0 GiB that are free; no more is used"]),
+        (None, Grant(vram=1 * GIB), ["--vram says nothing here: the CPU computes"]),
+    ],
+)
+def test_what_was_granted_and_is_not_there_is_said(
+    large: Path, device: int | None, grant: Grant, expected: list[str]
+) -> None:
+    limits = Limits(None if device is None else device * GIB, 64 * GIB)
+    assert [note.text for note in explain(plan(large, "nf4", limits), grant) if note.advice] == expected
+
+
 def test_what_was_decided_is_said(large: Path) -> None:
-    said = [note.text for note in explain(plan(large, "nf4", Limits(24 * GIB, 64 * GIB)), 25e9)]
+    said = [note.text for note in explain(plan(large, "nf4", Limits(24 * GIB, 64 * GIB)), Grant(), 25e9)]
     assert any("context 4096" in text for text in said)
     assert any("of 80 layers" in text and "wait in RAM" in text and "25 GB/s (measured)" in text for text in said)
 
