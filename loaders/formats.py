@@ -541,7 +541,7 @@ _SMALL = (*_CONSTANTS, "weight_format", "g_idx")  # parts that are read at once,
 
 # What other methods call their tensors → how the method is called.
 _FOREIGN = (
-    (re.compile(r".+\.(qweight|qzeros|g_idx)"), "AWQ or GPTQ"),
+    (re.compile(r".+\.(qweight|qzeros|g_idx)"), "AWQ or GPTQ without its quantization_config"),
     (re.compile(r".+\.(weight_scale_inv|weight_scale|input_scale|activation_scale)"), "fp8"),
     (re.compile(r".+\.(weight_packed|weight_shape|weight_zero_point)"), "compressed-tensors"),
 )

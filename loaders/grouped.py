@@ -32,6 +32,9 @@ from .records import FLOAT_DTYPES, typed
 PARTS = ("qweight", "qzeros", "scales", "g_idx")  # of a matrix's name without its `.weight`
 CODES_PER_WORD, BITS = 8, 4
 _LAYOUTS = {"awq": {"gemm": 0}, "gptq": {"gptq": 1, "gptq_v2": 0}}  # and what is missing from their zeros
+# Where a config.json names the layout, the first that does; as transformers reads it.
+_LAYOUT_KEYS = {"awq": ("checkpoint_format", "version", "format"), "gptq": ("checkpoint_format", "format")}
+_OLD_CONFIG = "quantize_config.json"  # AutoGPTQ's own
 _REMEDY = "use another 4-bit checkpoint of it, or the 16-bit one and `offspec quantize`"
 
 # Weights that are unpacked at a time, inputs by outputs: what a core's cache holds, and on a GPU so that launches are few.
@@ -50,9 +53,12 @@ class GroupedFormat:
     def of(cls, checkpoint: Checkpoint) -> GroupedFormat | None:
         """By its `quantization_config`; None where it names another method, or there is none.
 
-        Raises UnsupportedModelError for another number of bits or another layout, CheckpointError.
+        Raises UnsupportedModelError for another number of bits, another layout or modules of differing settings,
+        CheckpointError.
         """
         said, path = checkpoint.config.get("quantization_config"), checkpoint.path
+        if not said:
+            _refuse_old_gptq(checkpoint)
         method = said.get("quant_method") if isinstance(said, Mapping) else None
         if not isinstance(said, Mapping) or method not in GROUPED_METHODS:
             return None
@@ -65,13 +71,34 @@ class GroupedFormat:
             raise fault(
                 path, f"config.json has group_size {show(size)}, which is neither a number of inputs nor -1 (all)"
             )
+        if rules := _overrides(said.get("dynamic")):
+            raise UnsupportedModelError(
+                f"{path}: {method} with settings of their own for some modules (dynamic: {rules}) is not read; {_REMEDY}"
+            )
         layouts = _LAYOUTS[method]
-        layout = str(said.get("version" if method == "awq" else "checkpoint_format") or next(iter(layouts))).lower()
+        layout = next((str(said[key]).lower() for key in _LAYOUT_KEYS[method] if said.get(key)), next(iter(layouts)))
         if layout not in layouts:
             raise UnsupportedModelError(
                 f"{path}: {method} in the layout {show(layout)} is not read, only {' and '.join(layouts)}; {_REMEDY}"
             )
         return cls(method, None if size == -1 else size, layouts[layout])
+
+
+def _overrides(dynamic: object) -> str:
+    """What GPTQModel's rules give to some modules, shown; "" where they only leave modules out ("-:"), which then are plain."""
+    if isinstance(dynamic, Mapping):
+        dynamic = [rule for rule in dynamic if not rule.startswith("-:")]
+    return show(dynamic) if dynamic else ""
+
+
+def _refuse_old_gptq(checkpoint: Checkpoint) -> None:
+    path = checkpoint.path
+    if (path / _OLD_CONFIG).is_file() and any(name.endswith(".qweight") for name in checkpoint.tensors):
+        raise fault(
+            path,
+            f"is GPTQ's, but its config.json has no quantization_config; give it one: what {_OLD_CONFIG} holds, with "
+            '"quant_method": "gptq" added',
+        )
 
 
 @dataclass(frozen=True)

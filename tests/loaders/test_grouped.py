@@ -349,6 +349,84 @@ def test_a_config_that_is_not_read(form: str, changes: dict[str, Any], tmp_path:
     refusal(tmp_path, random_matrix(form, 16, 64, 32).tensors(form), said_by(form, 32) | changes)
 
 
+@pytest.mark.parametrize(
+    ("layout", "form"),
+    [
+        ({"format": "gptq_v2"}, "gptq_v2"),
+        ({"format": "GPTQ_V2", "checkpoint_format": None}, "gptq_v2"),
+        ({"format": "gptq_v2", "checkpoint_format": "gptq"}, "gptq"),
+        ({"format": "marlin", "checkpoint_format": "gptq_v2"}, "gptq_v2"),
+        ({"format": "gptq"}, "gptq"),
+        ({}, "gptq"),
+    ],
+    ids=str,
+)
+def test_the_layout_by_whatever_key_transformers_takes(layout: dict[str, Any], form: str, tmp_path: Path) -> None:
+    matrix = random_matrix(form, 16, 64, 32)
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 32} | layout
+    assert_right(open_with(tmp_path, matrix.tensors(form), said)[NAME], matrix)
+
+
+@pytest.mark.parametrize("layout", [{"format": "gemm"}, {"format": "gemv", "version": "GEMM"}, {}], ids=str)
+def test_awq_by_whatever_key_transformers_takes(layout: dict[str, Any], tmp_path: Path) -> None:
+    matrix = random_matrix("awq", 16, 64, 32)
+    said = {"quant_method": "awq", "bits": 4, "group_size": 32} | layout
+    assert_right(open_with(tmp_path, matrix.tensors("awq"), said)[NAME], matrix)
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [
+        ("gptq", {"format": "marlin"}),
+        ("awq", {"format": "gemv"}),
+        ("awq", {"format": "gemm", "version": "gemv"}),
+        ("awq", {"version": "gemm", "checkpoint_format": "gemv"}),
+    ],
+    ids=str,
+)
+def test_a_layout_that_is_not_read_by_whatever_key(method: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    said = {"quant_method": method, "bits": 4, "group_size": 32} | layout
+    assert "is not read, only g" in refusal(tmp_path, random_matrix(method, 16, 64, 32).tensors(method), said)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "dynamic",
+    [
+        {"+:.*down.*": {"bits": 8}},
+        {".*down.*": {"group_size": 32}},
+        {"-:.*head.*": {}, "x\n" * 1000: {"bits": 2}},
+        ["+:.*down.*"],
+        7,
+    ],
+    ids=lambda dynamic: repr(dynamic)[:40],
+)
+def test_modules_with_settings_of_their_own(form: str, dynamic: object, tmp_path: Path) -> None:
+    said = said_by(form, 32, dynamic=dynamic)
+    message = refusal(tmp_path, random_matrix(form, 16, 64, 32).tensors(form), said)
+    assert "settings of their own for some modules (dynamic: " in message
+    assert "damaged" not in message
+
+
+@pytest.mark.parametrize("dynamic", [None, {}, {"-:.*lm_head.*": {}}])
+def test_modules_that_are_left_out_are_plain(dynamic: object, tmp_path: Path) -> None:
+    matrix, plain = random_matrix("gptq", 16, 64, 32), {"lm_head.weight": noise(16, 64)}
+    weights = open_with(tmp_path, matrix.tensors("gptq") | plain, said_by("gptq", 32, dynamic=dynamic))
+    assert_right(weights[NAME], matrix)
+    assert equal(dense(bound(weights["lm_head.weight"]), torch.bfloat16), plain["lm_head.weight"])
+
+
+def test_what_only_autogptqs_own_file_tells(tmp_path: Path) -> None:
+    matrix, said = random_matrix("gptq", 16, 64, 32), {"bits": 4, "group_size": 32, "desc_act": False}
+    (tmp_path / "quantize_config.json").write_text(json.dumps(said))
+    for nothing in (None, {}):
+        message = refusal(tmp_path, matrix.tensors("gptq"), nothing)
+        assert 'what quantize_config.json holds, with "quant_method": "gptq" added' in message
+    assert_right(open_with(tmp_path, matrix.tensors("gptq"), said | {"quant_method": "gptq"})[NAME], matrix)
+    plain = {NAME: noise(16, 64)}  # to which that file says nothing
+    assert equal(dense(bound(open_with(tmp_path, plain, None)[NAME]), torch.bfloat16), plain[NAME])
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("said", [None, "4bit", {"bits": 4}, {"quant_method": ["awq"]}, {"quant_method": "hqq"}])
 def test_where_nothing_says_what_it_is(form: str, said: object, tmp_path: Path) -> None:
