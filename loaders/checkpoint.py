@@ -14,10 +14,11 @@ import re
 import reprlib
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn, TypeGuard
 
@@ -27,20 +28,12 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 UNFINISHED_MARKER = "offspec-quantize.json"  # in what `convert` has begun and not finished
 
-HUB_PATTERNS = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer*.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_templates/*",
-    "vocab.json",
-    "merges.txt",
+# What belongs to a checkpoint beside weights, index and config.json: tokenizer, chat templates, the terms it is under.
+COMPANIONS = (
+    *("generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template*", "additional_chat_templates/*", "quantize_config.json"),
+    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
-# Some authors publish the same weights a second time in their own layout, which would double the download.
-HUB_DUPLICATES = ("consolidated*.safetensors", "original/*")
 
 DTYPE_BYTES = {
     "F64": 8,
@@ -55,6 +48,7 @@ DTYPE_BYTES = {
     "BOOL": 1,
     "F8_E4M3": 1,
     "F8_E5M2": 1,
+    "F8_E8M0": 1,
     "U16": 2,
     "U32": 4,
     "U64": 8,
@@ -128,6 +122,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """The local folder for a folder or a hub id ("org/name"), downloading the latter where it is not cached.
 
+    Of weights only those that `Checkpoint.open` reads; what else a repository holds may be as large again.
     weights=False: only the JSON files, which are small, are downloaded.
     `revision` (branch, tag or commit) is for hub ids; a folder has none. Raises CheckpointError.
     """
@@ -136,7 +131,15 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
         return folder
     if not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"{show(model)}: no such folder; give a local folder or a hub id of the form org/name")
-    return _download(model, revision, HUB_PATTERNS if weights else ("config.json", INDEX_FILE))
+    if not weights:
+        return _download(model, revision, ("config.json", INDEX_FILE))
+    files = ("config.json", *COMPANIONS, SINGLE_FILE, INDEX_FILE)
+    folder = _download(model, revision, files)
+    names = _list_folder(folder)
+    if SINGLE_FILE in names or INDEX_FILE not in names:
+        return folder
+    shards = _shard_paths(folder, _read_weight_map(folder / INDEX_FILE))  # whatever they are called
+    return _download(model, revision, (*files, *map(escape, shards)))
 
 
 def fault(where: Path, what: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
@@ -185,9 +188,7 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(
-            model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(HUB_DUPLICATES)
-        )
+        folder = snapshot_download(model, revision=revision, allow_patterns=list(patterns))
     # Everything: the library's transport (requests, httpx, httpx2) and its errors' base class changed from one major
     # version to the next, and a lost connection must not be a traceback.
     except Exception as exc:
@@ -250,7 +251,7 @@ def _why_no_weights(names: frozenset[str]) -> str:
 
 def _read_shards(folder: Path, *, headers_only: bool) -> dict[str, TensorInfo]:
     weight_map = _read_weight_map(folder / INDEX_FILE)
-    shards = {shard: _shard_path(folder, shard) for shard in sorted(set(weight_map.values()))}
+    shards = _shard_paths(folder, weight_map)
     _refuse_missing(folder, shards)
     headers = {shard: read_header(path, headers_only=headers_only) for shard, path in shards.items()}
     for name, shard in weight_map.items():
@@ -267,6 +268,11 @@ def _read_weight_map(path: Path) -> dict[str, str]:
         if not isinstance(shard, str):
             raise fault(path, f"tensor {show(name)} lies in {show(shard)}, not a file name; download it again")
     return weight_map
+
+
+def _shard_paths(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Path]:
+    """By their names, of which none leads out of the folder."""
+    return {shard: _shard_path(folder, shard) for shard in sorted(set(weight_map.values()))}
 
 
 def _shard_path(folder: Path, shard: str) -> Path:
@@ -380,8 +386,11 @@ def _tensor_info(path: Path, name: str, entry: object, data_start: int) -> Tenso
     if not isinstance(entry, dict):
         refuse(f"is described by {show(entry)}, not by an object")
     dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        refuse(f"has dtype {show(dtype)}, not one of {', '.join(DTYPE_BYTES)}")
+    if not isinstance(dtype, str):
+        refuse(f"has dtype {show(dtype)}, not a name")
+    if dtype not in DTYPE_BYTES:
+        what = f"tensor {show(name)} has dtype {show(dtype)}, which this version does not read"
+        raise fault(path, f"{what}, only {', '.join(DTYPE_BYTES)}; use a 16- or 4-bit checkpoint of this model")
     if not _is_shape(shape):
         refuse(f"has shape {show(shape)}, not a list of sizes")
     if not _is_naturals(span) or len(span) != 2 or span[0] > span[1]:

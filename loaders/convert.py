@@ -26,7 +26,7 @@ from torch import Tensor
 
 from offspec.errors import CheckpointError, StorageError, UsageError
 
-from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, fault, read_header, resolve, show
+from .checkpoint import COMPANIONS, INDEX_FILE, Checkpoint, TensorInfo, fault, read_header, resolve, show
 from .checkpoint import UNFINISHED_MARKER as MARKER
 from .formats import bitsandbytes_functional, pack_4bit, stored_weights
 from .params import QUANT_TYPES, ConvertParams
@@ -46,11 +46,6 @@ from .weights import LAYER_PREFIX, split_names
 
 BLOCKSIZE = 64  # what transformers quantises with; it has no setting for it
 
-# What belongs to a checkpoint beside weights, index and config.json: tokenizer, chat template, the terms it is under.
-_COMPANIONS = (
-    *("generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template*", "chat_templates/*", "LICENSE*", "NOTICE*", "USE_POLICY*"),
-)
 _SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.float32: "F32"}
 _SPARE_BYTES = 2**20  # headers, config.json, tokenizer
 _LAYOUT = 1  # of the result; a conversion begun by another version of offspec may not be mixed with this one's
@@ -167,15 +162,19 @@ def _claimed(target: Path, job: Mapping[str, Any]) -> Iterator[None]:
         marker = (target / MARKER).open("a+", encoding="utf-8")
     except OSError as exc:
         raise cannot_write(target, exc) from exc
-    with marker:
+    try:
         _lock(marker.fileno(), target)
         marker.seek(0)
         begun = marker.read()
         if entries:
             _check_same(target, begun, job)
+            _remove_parts(target)
         else:  # nothing was made yet, so nothing can be mixed up
             _write_marker(target, marker, job)
         yield
+    finally:
+        with suppress(OSError):  # it tries once more to write what could not be written
+            marker.close()
 
 
 def _lock(descriptor: int, target: Path) -> None:
@@ -217,6 +216,15 @@ def _check_same(target: Path, begun: str, job: Mapping[str, Any]) -> None:
     raise UsageError(
         f"{target}: holds an unfinished result ({what}); delete it, or name a new folder, or repeat the first command"
     )
+
+
+def _remove_parts(target: Path) -> None:
+    """Half a file that a killed run left is written anew, and its space may be needed for it."""
+    for part in target.glob(f"*{PART_SUFFIX}"):
+        try:
+            part.unlink()
+        except OSError as exc:
+            raise cannot_write(part, exc) from exc
 
 
 def _check_space(target: Path, needed: int) -> None:
@@ -315,7 +323,7 @@ class _Work:
         return nbytes
 
     def _companions(self) -> list[Path]:
-        found = {path for pattern in _COMPANIONS for path in self._checkpoint.path.glob(pattern)}
+        found = {path for pattern in COMPANIONS for path in self._checkpoint.path.glob(pattern)}
         return sorted(path for path in found if path.is_file() and not path.name.endswith(PART_SUFFIX))
 
     def _put(self, name: str | Path, content: bytes) -> None:

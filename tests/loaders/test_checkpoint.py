@@ -269,9 +269,7 @@ def test_order_in_the_header_does_not_matter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "shape", "data_offsets", "what"),
     [
-        ("F4", [2, 3], [0, 24], "has dtype 'F4', not one of F64, F32"),
-        ("f32", [2, 3], [0, 24], "has dtype 'f32'"),
-        (None, [2, 3], [0, 24], "has dtype None"),
+        (None, [2, 3], [0, 24], "has dtype None, not a name"),
         (["F32"], [2, 3], [0, 24], "has dtype ['F32']"),
         ("F32", None, [0, 24], "has shape None"),
         ("F32", {"0": 6}, [0, 24], "not a list of sizes"),
@@ -299,6 +297,26 @@ def test_bad_entry(tmp_path: Path, dtype: object, shape: object, data_offsets: o
     assert message.startswith(f"{path}: tensor 'layers.0.w' ")
     assert what in message
     assert message.endswith("download it again")
+
+
+@pytest.mark.parametrize("dtype", ["F4", "C64", "f32", "F128"])
+def test_a_dtype_that_is_not_known_is_no_damage(tmp_path: Path, dtype: str) -> None:
+    path = forge(tmp_path / "x.safetensors", {"layers.0.w": entry(dtype)}, bytes(24))
+    message = refusal(lambda: read_header(path))
+    assert message.startswith(
+        f"{path}: tensor 'layers.0.w' has dtype '{dtype}', which this version does not read, only"
+    )
+    assert "use a 16- or 4-bit checkpoint" in message
+    assert "damaged" not in message
+
+
+def test_fp8_scales_are_no_damage(folder: Path) -> None:
+    scales = {"layers.0.scale": torch.zeros(4, dtype=torch.uint8).view(torch.float8_e8m0fnu)}
+    save_file(TENSORS | scales, folder / "model.safetensors")
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.tensors["layers.0.scale"].dtype == "F8_E8M0"
+    message = refusal(lambda: StoredModel.of(checkpoint))
+    assert "belongs to a checkpoint in fp8, which is not read" in message
 
 
 def test_bad_entry_that_is_no_object(tmp_path: Path) -> None:
@@ -582,13 +600,18 @@ def test_download(tmp_path: Path, hub: Hub) -> None:
     [(repo_id, kwargs)] = calls
     assert (repo_id, kwargs["revision"]) == ("Qwen/Qwen2.5-0.5B", "v1")
     # HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are the library's business.
-    assert kwargs.keys() == {"revision", "allow_patterns", "ignore_patterns"}
+    assert kwargs.keys() == {"revision", "allow_patterns"}
+
+
+def downloaded(call: tuple[str, Json], *files: str) -> list[str]:
+    """Those of a repository's files that a call brings."""
+    return list(huggingface_hub.utils.filter_repo_objects(files, allow_patterns=call[1]["allow_patterns"]))
 
 
 @pytest.mark.parametrize(
     ("file", "is_wanted"),
     [
-        ("model-00001-of-00002.safetensors", True),
+        ("model.safetensors", True),
         ("model.safetensors.index.json", True),
         ("config.json", True),
         ("generation_config.json", True),
@@ -596,14 +619,30 @@ def test_download(tmp_path: Path, hub: Hub) -> None:
         ("tokenizer_config.json", True),
         ("special_tokens_map.json", True),
         ("chat_template.jinja", True),
-        ("chat_templates/tools.jinja", True),
+        ("additional_chat_templates/tools.jinja", True),
         ("vocab.json", True),
         ("merges.txt", True),
+        ("tokenizer.model", True),
+        ("added_tokens.json", True),
+        ("quantize_config.json", True),
+        ("LICENSE", True),
+        ("LICENSE.txt", True),
+        ("NOTICE", True),
+        ("USE_POLICY.md", True),
         ("pytorch_model.bin", False),
+        ("pytorch_model.bin.index.json", False),
         ("model.pt", False),
         ("consolidated.00.pth", False),
         ("consolidated.safetensors", False),
         ("original/model.safetensors", False),
+        ("original/tokenizer.model", False),
+        ("onnx/model.safetensors", False),
+        ("fp16/model-00001-of-00002.safetensors", False),
+        ("checkpoint-500/model.safetensors", False),
+        ("checkpoint-500/model.safetensors.index.json", False),
+        ("model.fp16.safetensors", False),
+        ("model.fp16.safetensors.index.json", False),
+        ("adapter_model.safetensors", False),
         ("model-Q4_K_M.gguf", False),
         ("modeling_custom.py", False),
     ],
@@ -611,9 +650,56 @@ def test_download(tmp_path: Path, hub: Hub) -> None:
 def test_what_is_downloaded(tmp_path: Path, hub: Hub, file: str, is_wanted: bool) -> None:
     calls = hub(tmp_path)
     resolve("org/name")
-    patterns = {name: calls[0][1][name] for name in ("allow_patterns", "ignore_patterns")}
-    wanted = list(huggingface_hub.utils.filter_repo_objects([file], **patterns))
-    assert wanted == ([file] if is_wanted else [])
+    assert downloaded(calls[0], file) == ([file] if is_wanted else [])
+
+
+def test_a_single_file_is_downloaded_at_once(folder: Path, hub: Hub) -> None:
+    write_index(folder, {"embed": "a.safetensors"})  # which is not read where a single file is
+    calls = hub(folder)
+    assert resolve("org/name") == folder
+    assert len(calls) == 1
+
+
+def test_the_shards_that_the_index_names_are_downloaded(tmp_path: Path, hub: Hub) -> None:
+    named = ["model-00001-of-00002.safetensors", "deeper/part[2].safetensors"]
+    write_index(tmp_path, {"embed": named[0], "layers.0.w": named[1], "layers.1.w": named[1]})
+    calls = hub(tmp_path)
+    assert resolve("org/name", "v1") == tmp_path
+    assert [(repo_id, kwargs["revision"]) for repo_id, kwargs in calls] == [("org/name", "v1")] * 2
+    others = ["model-00003-of-00003.safetensors", "deeper/part2.safetensors", "fp16/model-00001-of-00002.safetensors"]
+    assert downloaded(calls[0], *named, *others) == []
+    assert downloaded(calls[1], *named, *others, "config.json") == [*named, "config.json"]
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "what"), [(None, "has no weight_map"), ({"embed": "../x"}, "lies outside the folder")]
+)
+def test_an_index_that_lies_is_refused_before_shards_are_downloaded(
+    tmp_path: Path, hub: Hub, weight_map: object, what: str
+) -> None:
+    write_index(tmp_path, weight_map)
+    calls = hub(tmp_path)
+    assert what in refusal(lambda: resolve("org/name"))
+    assert len(calls) == 1
+
+
+def test_without_weights_only_json_is_downloaded(sharded: Path, hub: Hub) -> None:
+    calls = hub(sharded)
+    resolve("org/name", weights=False)
+    (call,) = calls
+    assert downloaded(call, "config.json", "model.safetensors.index.json", "model.safetensors", "LICENSE") == [
+        "config.json",
+        "model.safetensors.index.json",
+    ]
+
+
+def test_a_repository_of_pickles_is_refused(tmp_path: Path, hub: Hub) -> None:
+    """Of which none was downloaded."""
+    (tmp_path / "config.json").write_text("{}")
+    calls = hub(tmp_path)
+    folder = resolve("org/name")
+    assert downloaded(calls[0], "pytorch_model.bin", "pytorch_model-00001-of-00002.bin") == []
+    assert "choose a model that is published as safetensors" in refusal(lambda: Checkpoint.open(folder))
 
 
 @pytest.mark.parametrize(

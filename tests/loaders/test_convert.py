@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors import safe_open
@@ -63,8 +65,8 @@ def write(folder: Path, tensors: Tensors, num_shards: int = 1) -> Path:
     (folder / "config.json").write_text('{"model_type": "toy", "torch_dtype": "bfloat16"}')
     (folder / "tokenizer.json").write_text('{"é": 1}', encoding="utf-8")
     (folder / "LICENSE").write_text("terms")
-    (folder / "chat_templates").mkdir()
-    (folder / "chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     (folder / "training_args.bin").write_bytes(b"a pickle")
     if num_shards == 1:
         save_file(tensors, folder / "model.safetensors")
@@ -134,7 +136,7 @@ def test_keep_changes_no_bit(dtype: torch.dtype, num_shards: int, tmp_path: Path
     assert same(loaded(target), tensors)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     assert (done.source_bytes, done.result_bytes, done.num_resumed) == (nbytes, nbytes, 0)
-    kept = ("config.json", "tokenizer.json", "LICENSE", "chat_templates/tools.jinja")
+    kept = ("config.json", "tokenizer.json", "LICENSE", "additional_chat_templates/tools.jinja")
     assert all((target / name).read_bytes() == (source / name).read_bytes() for name in kept)
     made = {f"model-{i:05d}-of-{done.num_files:05d}.safetensors" for i in range(1, done.num_files + 1)}
     assert contents(target).keys() == {*kept, *made, INDEX_FILE}
@@ -211,6 +213,27 @@ def test_transformers_reads_the_result_and_says_the_same(tmp_path: Path, tiny_mo
         assert torch.equal(ours.train()(tokens).logits, theirs.train()(tokens).logits)
     theirs.save_pretrained(tmp_path / "theirs")
     assert same(loaded(tmp_path / "ours"), loaded(tmp_path / "theirs"))
+
+
+def test_all_that_belongs_to_a_hub_id_comes_with_it(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is downloaded is what is carried over."""
+    published = write(tmp_path / "published", toy_tensors(), num_shards=3)
+    beside = ("tokenizer.model", "added_tokens.json", "NOTICE", "USE_POLICY.md", "chat_template.jinja")
+    for name in beside:
+        (published / name).write_text("terms")
+
+    def download(repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        for name in huggingface_hub.utils.filter_repo_objects(contents(published), allow_patterns=allow_patterns):
+            (tmp_path / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(published / name, tmp_path / "cache" / name)
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    converting.convert("org/name", target, KEEP)
+    assert {*beside, "tokenizer.json", "LICENSE", "additional_chat_templates/tools.jinja"} < contents(target).keys()
+    assert same(loaded(target), toy_tensors())
 
 
 def test_progress_counts_the_bytes_of_the_source(source: Path, target: Path) -> None:
@@ -356,6 +379,40 @@ def test_a_disk_that_is_too_small_is_refused_first(source: Path, small_disk: Pat
     convert(source, small_disk / "target", KEEP)
 
 
+def test_what_a_killed_run_left_of_a_file_makes_room_first(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, "_read_back", 1)
+        with pytest.raises(StopError):
+            convert(source, target, KEEP)
+    (half,) = target.glob("*.part")
+    left = []
+
+    def look(*args: object) -> None:
+        left.extend(target.glob("*.part"))
+
+    monkeypatch.setattr(converting, "_check_space", look)
+    before = half.read_bytes()
+    assert "unfinished" in refusal(UsageError, source, target)  # of another format, whose part it is
+    assert half.read_bytes() == before
+    convert(source, target, KEEP)
+    assert left == []
+
+
+def test_a_disk_that_is_full_from_the_start(
+    source: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the marker has room."""
+    ballast, target = small_disk / "ballast", small_disk / "target"
+    ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    message = refusal(StorageError, source, target, KEEP)
+    assert message.startswith(f"{target / MARKER}: no space left")
+    assert "same command again" in message
+    ballast.unlink()
+    convert(source, target, KEEP)
+
+
 @pytest.mark.parametrize("free_bytes", [0, 4096 * 3, 4096 * 6, 4096 * 10])
 def test_a_disk_that_fills_up_meanwhile(
     free_bytes: int, source: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -392,6 +449,26 @@ def test_a_disk_that_is_full_as_the_system_tells_it(
         assert "no space left" in refusal(StorageError, source, target)
     convert(source, target)
     assert Checkpoint.open(target).tensors
+
+
+def test_a_marker_that_cannot_be_written_is_named(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where no file system can be mounted: closing the file fails once more."""
+
+    class Full(io.FileIO):
+        def write(self, content: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    real = Path.open
+
+    def open_full(path: Path, mode: str = "r", **more: Any) -> Any:
+        if path.name != MARKER:
+            return real(path, mode, **more)
+        return io.TextIOWrapper(io.BufferedRandom(Full(path, mode)), **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_full)
+        assert refusal(StorageError, source, target).startswith(f"{target / MARKER}: no space left")
+    convert(source, target)
 
 
 def test_a_disk_that_lies(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
