@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
 from offspec import CONVERT_FORMATS, ConvertParams, format_quantity, format_seconds
+from offspec.errors import OffspecError
 
 from .options import MODEL
 
@@ -73,6 +75,7 @@ def command(
     finally:
         if bar is not None:
             bar.clear()
+    _warn_of_a_model_not_run(done.path)
     if as_json:
         said = {"source": src, "target": str(done.path), "format": done.format, "num_files": done.num_files}
         said |= {"num_resumed": done.num_resumed, "source_bytes": done.source_bytes, "result_bytes": done.result_bytes}
@@ -83,6 +86,16 @@ def command(
         click.echo(
             f"{done.path}: {before} → {after} in {done.num_files} files{resumed}, each read back and found equal"
         )
+
+
+def _warn_of_a_model_not_run(folder: Path) -> None:
+    """What is made is good for transformers all the same, so it is no failure."""
+    from offspec.files import ModelFiles
+
+    try:
+        ModelFiles.open(folder, "auto", "cpu", [])
+    except OffspecError as exc:
+        click.echo(f"offspec: it is made, but offspec itself cannot run it: {' '.join(str(exc).split())}", err=True)
 
 
 class ProgressLine:
@@ -100,7 +113,7 @@ class ProgressLine:
             return
         self._shown = now
         percent, total = 100 * bytes_done // max(1, bytes_total), format_quantity(bytes_total, "B")
-        click.echo(f"\r\x1b[K{percent} % of {total}{self._left(now, bytes_done, bytes_total)}", err=True, nl=False)
+        _show(f"\r\x1b[K{percent} % of {total}{self._left(now, bytes_done, bytes_total)}")
 
     def _left(self, now: float, bytes_done: int, bytes_total: int) -> str:
         assert self._start is not None
@@ -110,4 +123,9 @@ class ProgressLine:
         return f", {format_seconds((bytes_total - bytes_done) * seconds / nbytes)} left"
 
     def clear(self) -> None:
-        click.echo("\r\x1b[K", err=True, nl=False)
+        _show("\r\x1b[K")
+
+
+def _show(text: str) -> None:
+    with suppress(OSError):  # the terminal may be gone, and hours of work need not go with it
+        click.echo(text, err=True, nl=False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 from offspec.cli.quantize import ProgressLine
 
-from ..pair import Pair
+from ..pair import Pair, variant
 from .conftest import Offspec, finish, start
 
 
@@ -102,6 +104,31 @@ def test_progress_is_for_terminals(pair: Pair, tmp_path: Path) -> None:
     assert result.code == 0
     assert "% of" in shown
     assert shown.endswith("\x1b[K")
+
+
+def test_a_terminal_that_is_gone_is_no_matter(
+    pair: Pair, tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(text: str) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stderr, "isatty", lambda: True)
+        patch.setattr(sys.stderr, "write", gone)
+        result = offspec("quantize", pair.target, tmp_path / "made", "--format", "keep")
+    assert (result.code, result.err) == (0, "")
+    assert "read back and found equal" in result.out
+
+
+@pytest.mark.parametrize("form", ["nf4", "keep"])
+def test_a_model_that_is_not_run_is_made_with_a_warning(
+    form: str, pair: Pair, tmp_path: Path, offspec: Offspec
+) -> None:
+    source = variant(pair.target, tmp_path / "source", model_type="gemma2", architectures=["Gemma2ForCausalLM"])
+    result = offspec("quantize", source, tmp_path / "made", "--format", form, "--json", "--quiet")
+    assert (result.code, json.loads(result.out)["format"], len(result.err.splitlines())) == (0, form, 1)
+    assert result.err.startswith("offspec: it is made, but offspec itself cannot run it: ")
+    assert "'gemma2' (Gemma2ForCausalLM) is not supported" in result.err
 
 
 def test_what_is_left_is_told_from_this_runs_pace(
