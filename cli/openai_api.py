@@ -1,9 +1,9 @@
 """OpenAI's completions API, as JSON: what a request asks for, and how an answer is written. Knows nothing of HTTP or models.
 
 Two kinds of request, chat (`messages`) and text (`prompt`); the fields are OpenAI's, and beside them `top_k`, `min_p`,
-`repetition_penalty` (or `repeat_penalty`) and `ignore_eos`, which other local servers have too. Fields of theirs and OpenAI's
-that would change the answer and cannot be followed (NOT_FOLLOWED) are refused, others are ignored. Answers carry the engine's
-figures under `offspec`.
+`repetition_penalty` (or `repeat_penalty`), `n_predict` and `ignore_eos`, which other local servers have too. Fields of theirs
+and OpenAI's that would change the answer and cannot be followed (NOT_FOLLOWED) are refused, others are ignored. Answers carry
+the engine's figures under `offspec`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,27 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "prompt_logprobs": (),
     "min_tokens": (0,),
     "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "use_beam_search": (False,),
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "dynatemp_range": (0,),
     "grammar": ("",),
+    "json_schema": (),
+    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
     "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
 FIELDS: tuple[tuple[str, Any, str], ...] = (
@@ -62,12 +75,14 @@ FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("seed", int, "a whole number"),
     ("max_tokens", int, "a whole number"),
     ("max_completion_tokens", int, "a whole number"),
+    ("n_predict", int, "a whole number"),
     ("ignore_eos", bool, "true or false"),
 )
 OURS = {
     "repeat_penalty": "repetition_penalty",
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
+    "n_predict": "max_new_tokens",
 }
 # What clients of llama.cpp and LM Studio mean by -1: as many as there is room for, drawn, off.
 MINUS_ONE: Json = {"max_new_tokens": sys.maxsize, "seed": None, "top_k": 0}

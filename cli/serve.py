@@ -8,11 +8,11 @@ import sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from offspec.errors import UsageError
+from offspec.errors import TokenizerError, UsageError
 
 from .options import (
     MODEL,
@@ -26,6 +26,9 @@ from .options import (
     sampling_options,
     speculation_options,
 )
+
+if TYPE_CHECKING:
+    from offspec import Engine
 
 MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may say less
 GRACE_S = 1  # for answers under way when the server is stopped
@@ -90,6 +93,7 @@ def command(
         from .server import Service, application, is_loopback
 
         if not quiet:
+            _tell_of_template(engine)
             click.echo(f"{engine.name} answers at http://{_address(sock)}/v1; Ctrl-C stops it.")
             sys.stdout.flush()
         with learning_kept(engine, learn_file, quiet=quiet), closing(Service(engine, speculation)) as service:
@@ -103,6 +107,13 @@ def command(
             server.run(sockets=[sock])
         if service.error is not None:
             raise service.error
+
+
+def _tell_of_template(engine: Engine) -> None:
+    try:
+        engine.tokenizer.check_chat_template()
+    except TokenizerError as exc:
+        click.echo(f"offspec: {exc}. Chats are refused, text completions are answered.", err=True)
 
 
 def listening(host: str, port: int) -> socket.socket:

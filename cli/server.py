@@ -9,10 +9,11 @@ import asyncio
 import ipaddress
 import json
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from functools import partial
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.engine import Message, Step
@@ -33,6 +35,7 @@ from .openai_api import Answer, Asked, Kind, failure, parse
 
 MOST_REMEMBERED = 256  # replies whose tokens are known
 MOST_BYTES = 32 * 2**20  # of a request
+STOPPING = failure("the server is stopping; ask again when it runs", kind="server_error")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -145,12 +148,20 @@ def _tell_failure(ended: Future[None]) -> None:
 def application(
     service: Service, defaults: SamplingParams, api_key: str | None = None, *, is_private: bool = False
 ) -> Starlette:
-    """The routes. is_private: only this machine can reach them, and no web page shown on it should (by a name that was pointed
-    here, or by a request that it is not allowed to read the answer of)."""
+    """The routes. No web page should reach them without a key, though a browser lets it ask for what it may not read.
+
+    is_private: only this machine can reach them, so that a request by another name was pointed here.
+    """
     name = service.engine.name
+    described = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "offspec"}
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "offspec"}]})
+        return JSONResponse({"object": "list", "data": [described]})
+
+    async def model(request: Request) -> Response:
+        if (asked := request.path_params["id"]) != name:
+            return JSONResponse(failure(f"there is no model {asked!r}; this is {name}", code="model_not_found"), 404)
+        return JSONResponse(described)
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -160,24 +171,29 @@ def application(
             asked = parse(kind, await _json(request), defaults)
             steps = service.answer(asked, request.is_disconnected)
             await anext(steps)
+            answer = Answer(asked, name)
+            if asked.streams:
+                return EventResponse(_events(answer, steps))
+            return await _whole(answer, steps, request)
         except OffspecError as exc:
             return _refusal(exc)
         except (ClientDisconnect, StopAsyncIteration):
             return Response(status_code=499)  # nobody reads it
-        answer = Answer(asked, name)
-        if asked.streams:
-            return StreamingResponse(_events(answer, steps), media_type="text/event-stream")
-        return await _whole(answer, steps, request)
+        except asyncio.CancelledError:
+            return JSONResponse(STOPPING, 503)
 
     def guarded(handler: Handler) -> Handler:
         async def checked(request: Request) -> Response:
-            named = [f"//{request.headers.get('host', '')}"]
-            named += request.headers.getlist("origin")
-            if is_private and not all(map(is_loopback, map(_host_of, named))):
-                return JSONResponse(failure("this server answers programs on its own machine only"), 403)
+            named = request.headers.getlist("origin")
+            if is_private:
+                named.append(f"//{request.headers.get('host', '')}")
             borne = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if api_key is not None and not secrets.compare_digest(borne.encode(), api_key.encode()):
-                return JSONResponse(failure("the API key is missing or wrong", code="invalid_api_key"), 401)
+            if api_key is not None:
+                if not secrets.compare_digest(borne.encode(), api_key.encode()):
+                    return JSONResponse(failure("the API key is missing or wrong", code="invalid_api_key"), 401)
+            elif not all(map(is_loopback, map(_host_of, named))):
+                who = "programs on its own machine" if is_private else "programs, no web pages"
+                return JSONResponse(failure(f"without --api-key this server answers {who} only"), 403)
             return await handler(request)
 
         return checked
@@ -185,6 +201,7 @@ def application(
     routes = [
         Route("/health", health),
         Route("/v1/models", guarded(models)),
+        Route("/v1/models/{id:path}", guarded(model)),
         Route("/v1/chat/completions", guarded(partial(completion, kind="chat")), methods=["POST"]),
         Route("/v1/completions", guarded(partial(completion, kind="text")), methods=["POST"]),
     ]
@@ -210,8 +227,18 @@ async def _json(request: Request) -> Any:
         raise UsageError(f"the request is not JSON ({exc})") from exc
 
 
+class EventResponse(StreamingResponse):
+    """A stream of server-sent events, which itself says what it was cut off by."""
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(asyncio.CancelledError):
+            await super().__call__(scope, receive, send)
+
+
 async def _events(answer: Answer, steps: AsyncGenerator[Step | None, None]) -> AsyncGenerator[str, None]:
-    """Server-sent events. An error in the middle is an event, too: the status has been sent."""
+    """Server-sent events. An error in the middle, or the server's end, is an event, too: the status has been sent."""
     made = asyncio.Queue[Step | Exception]()  # so that a client that reads slowly keeps nobody waiting
 
     async def make() -> None:
@@ -226,7 +253,11 @@ async def _events(answer: Answer, steps: AsyncGenerator[Step | None, None]) -> A
     maker, is_first = asyncio.create_task(make()), True
     try:
         while True:
-            found = await made.get()
+            try:
+                found = await made.get()
+            except asyncio.CancelledError:
+                yield _event(STOPPING)
+                break
             if isinstance(found, OffspecError):
                 yield _event(failure(str(found), kind="server_error"))
                 break

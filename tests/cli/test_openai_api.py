@@ -46,7 +46,7 @@ def test_a_penalty_by_its_other_name() -> None:
 
 
 def test_what_other_local_servers_take_for_no_limit_a_drawn_seed_and_off() -> None:
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "n_predict"):
         params = parse(
             "chat", {"messages": [USER], name: -1, "seed": -1, "top_k": -1}, SamplingParams(5, seed=3)
         ).params
@@ -70,6 +70,9 @@ def test_messages_may_be_in_parts_and_bear_newer_roles() -> None:
 
 def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
     neutral = {"n": 1, "logprobs": None, "presence_penalty": 0.0, "tools": [], "response_format": {"type": "text"}}
+    neutral |= {"bad_words": [], "use_beam_search": False, "include_stop_str_in_output": False, "typical_p": 1.0}
+    neutral |= {"add_generation_prompt": True, "mirostat": 0, "dry_multiplier": 0.0, "xtc_probability": 0}
+    neutral |= {"dynatemp_range": 0.0, "json_schema": None, "structured_outputs": None, "prompt_logprobs": None}
     assert parse("chat", {"messages": [USER], **neutral, "user": "me"}, DEFAULTS).params == DEFAULTS
 
 
@@ -88,6 +91,20 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         ({"messages": [USER], "logprobs": True}, "logprobs is not supported"),
         ({"messages": [USER], "logprobs": 0}, "logprobs is not supported"),
         ({"messages": [USER], "guided_json": {}}, "guided_json is not supported"),
+        ({"messages": [USER], "json_schema": {}}, "json_schema is not supported"),
+        ({"messages": [USER], "structured_outputs": {"regex": "a"}}, "structured_outputs is not supported"),
+        ({"messages": [USER], "bad_words": ["a"]}, "bad_words is not supported"),
+        ({"messages": [USER], "allowed_token_ids": [1]}, "allowed_token_ids is not supported"),
+        ({"messages": [USER], "use_beam_search": True}, "use_beam_search is not supported"),
+        ({"messages": [USER], "include_stop_str_in_output": True}, "include_stop_str_in_output is not supported"),
+        ({"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt is not supported"),
+        ({"messages": [USER], "typical_p": 0.9}, "typical_p is not supported"),
+        ({"messages": [USER], "mirostat": 2}, "mirostat is not supported"),
+        ({"messages": [USER], "dry_multiplier": 0.8}, "dry_multiplier is not supported"),
+        ({"messages": [USER], "xtc_probability": 0.5}, "xtc_probability is not supported"),
+        ({"messages": [USER], "dynatemp_range": 0.5}, "dynatemp_range is not supported"),
+        ({"messages": [USER], "prompt_logprobs": 0}, "prompt_logprobs is not supported"),
+        ({"messages": [USER], "n_predict": 0}, "^n_predict must be at least 1"),
         ({"messages": [USER], "temperature": 10**400}, "temperature is far too large"),
         ({"messages": [USER], "tools": [{}]}, "tools"),
         ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),

@@ -6,6 +6,7 @@ import http.client
 import json
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -77,6 +78,7 @@ def served(engine: Engine, **settings: Any) -> Generator[tuple[Client, Service],
     with closing(Service(engine, SpeculationParams())) as service:
         app = application(service, SamplingParams(16), **settings)
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, lifespan="off"))
+        service.give_up = lambda: setattr(server, "should_exit", True)
         thread = Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:
@@ -241,9 +243,17 @@ def test_an_answer_without_a_limit_ends_with_the_context(client: Client) -> None
 
 def test_other_paths(client: Client) -> None:
     assert client.ask("GET", "/health") == Reply(200, {"status": "ok"})
-    assert [model["object"] for model in client.ask("GET", "/v1/models").body["data"]] == ["model"]
     assert client.ask("GET", "/v1/embeddings").status == 404
     assert client.ask("GET", "/v1/completions").body["error"]["message"].startswith("Method Not Allowed")
+
+
+def test_models_are_described(client: Client, engine: Engine) -> None:
+    (model,) = client.ask("GET", "/v1/models").body["data"]
+    assert (model["id"], model["object"], type(model["created"])) == (engine.name, "model", int)
+    assert client.ask("GET", f"/v1/models/{engine.name}") == Reply(200, model)
+    for other in ("other", "org/other", ""):
+        unknown = client.ask("GET", f"/v1/models/{other}")
+        assert (unknown.status, unknown.body["error"]["code"]) == (404, "model_not_found")
 
 
 def test_an_error_while_running_is_told_and_the_next_request_is_served(
@@ -289,6 +299,18 @@ def test_web_pages_are_not_answered(engine: Engine) -> None:
             assert client.ask("GET", "/v1/models", **headers).status == status, headers
 
 
+def test_web_pages_are_answered_by_no_server_without_a_key(engine: Engine) -> None:
+    foreign, body = {"Origin": "http://evil.example", "Content-Type": "text/plain"}, {"prompt": "hi", "max_tokens": 2}
+    with served(engine) as (client, _):
+        refused = client.ask("POST", "/v1/completions", body, **foreign)
+        assert (refused.status, "web pages" in refused.body["error"]["message"]) == (403, True)
+        assert client.ask("POST", "/v1/completions", body, Host="a.example").status == 200
+        assert client.ask("POST", "/v1/completions", body, Origin="http://localhost:3000").status == 200
+    with served(engine, api_key="secret") as (client, _):
+        assert client.ask("POST", "/v1/completions", body, **foreign).status == 401
+        assert client.ask("POST", "/v1/completions", body, Authorization="Bearer secret", **foreign).status == 200
+
+
 @pytest.mark.parametrize(
     ("host", "is_private"),
     [("127.0.0.1", True), ("::1", True), ("127.0.0.2", True), ("0.0.0.0", False), ("a.b", False)],
@@ -313,17 +335,78 @@ def serving(pair: Pair) -> Sequence[object]:
     return ("serve", pair.target, "--draft", pair.draft, "--device", "cpu", "--port", 0)
 
 
+def port_of(process: subprocess.Popen[bytes]) -> int:
+    """Where it says that it listens."""
+    assert process.stdout is not None
+    return int(process.stdout.readline().decode().split("127.0.0.1:")[1].split("/")[0])
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], number: signal.Signals, code: int) -> None:
     process = start(*serving)
-    assert process.stdout is not None
-    told = process.stdout.readline().decode()
-    port = int(told.split("127.0.0.1:")[1].split("/")[0])
-    assert Client(port).chat(USER).status == 200
+    assert Client(port_of(process)).chat(USER).status == 200
     process.send_signal(number)
     result = finish(process)
     assert (result.code, result.err.strip()) == (code, "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
+@pytest.mark.parametrize("streams", [True, False])
+def test_who_waits_is_told_that_the_server_stops(streams: bool, pair: Pair, tmp_path: Path) -> None:
+    folder = variant(pair.target, tmp_path / "target", max_position_embeddings=10**6)
+    args = ("serve", folder, "--draft", "none", "--device", "cpu", "--port", 0, "--context", 10**5, "-v")
+    process = start(*args)
+    client = Client(port_of(process))
+    body = {"prompt": "hi", "max_tokens": 10**5, "ignore_eos": True}
+    with (
+        closing(client.open("POST", "/v1/completions", {**body, "stream": True})) as first,
+        closing(client.open("POST", "/v1/completions", {**body, "stream": streams})) as second,
+    ):
+        under_way = first.getresponse()
+        assert client.ask("GET", "/health").status == 200  # by now the second one has come, too
+        process.send_signal(signal.SIGINT)
+        *_, event, done, end = under_way.read().decode().split("\n\n")
+        waiting = second.getresponse()
+        told = [json.loads(event.removeprefix("data: ")), json.loads(waiting.read())]
+    result = finish(process)
+    assert (result.code, "Traceback" in result.err) == (130, False), result.err
+    assert (under_way.status, waiting.status, done, end) == (200, 503, "data: [DONE]", "")
+    assert told[0] == told[1]
+    assert "stopping" in told[0]["error"]["message"]
+
+
+def test_an_answer_under_way_is_refused_when_the_server_stops(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, may_go_on = Event(), Event()
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        began.set()
+        assert may_go_on.wait(60)
+        yield from ()
+
+    monkeypatch.setattr(Engine, "generate", held)
+    with (
+        served(engine) as (client, service),
+        closing(client.open("POST", "/v1/completions", {"prompt": "hi"})) as asked,
+    ):
+        assert began.wait(60)
+        service.give_up()
+        response = asked.getresponse()
+        may_go_on.set()
+        assert (response.status, json.loads(response.read())["error"]["type"]) == (503, "server_error")
+
+
+def test_a_server_of_a_model_that_cannot_chat_says_so(pair: Pair, tmp_path: Path) -> None:
+    folder = variant(pair.target, tmp_path / "model")
+    (folder / "tokenizer_config.json").unlink()
+    process = start("serve", folder, "--draft", "none", "--device", "cpu", "--port", 0)
+    client = Client(port_of(process))
+    assert client.chat(USER).status == 400
+    assert client.ask("POST", "/v1/completions", {"prompt": "hi", "max_tokens": 2}).status == 200
+    process.terminate()
+    (note,) = finish(process).err.splitlines()
+    assert "no chat template" in note
+    assert "Chats are refused, text completions are answered." in note
 
 
 @pytest.mark.parametrize("key", ["", "schlüssel"])
