@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from offspec.session import Session, Turn
 
 MAX_NEW_TOKENS = 1024  # in a chat the model ends its replies itself
+LEAVING = ("exit", "quit", "bye")
 WARN_SHARE = 0.75  # of the context in use, where it is time to say so
 
 
@@ -102,6 +103,7 @@ def command(
     settings = Values(ctx.command, values)
     speculation = settings.params()[1]
     check_draft(speculation, options["draft"])  # refused before gigabytes are read
+    _check_template(model)
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
     engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
     from offspec.session import Session
@@ -122,6 +124,15 @@ def command(
         num_errors = chat.talk(lines)
     if num_errors and not on_terminal:
         raise OffspecError(f"{num_errors} of the lines could not be done; they are named above")
+
+
+def _check_template(model: str) -> None:
+    """Refuse a folder whose model cannot chat; of a hub id that is known when it is loaded."""
+    from offspec.tokenizer import Tokenizer
+
+    folder = Path(model).expanduser()
+    if model != "builtin" and (folder / "tokenizer.json").is_file():
+        Tokenizer.load(folder).check_chat_template()
 
 
 def _setting_names() -> set[str]:
@@ -256,7 +267,7 @@ class Chat:
                 self.answer(text, again=again)
             return True
         name, _, argument = line[1:].partition(" ")
-        if name in ("exit", "quit", "bye"):
+        if name in LEAVING:
             return False
         if name not in COMMANDS:
             guess = nearest(name, COMMANDS)
@@ -337,7 +348,7 @@ class Chat:
             return []
         name, space, rest = text[1:].partition(" ")
         if not space:
-            return [f"/{command}" for command in (*COMMANDS, "exit") if command.startswith(name)]
+            return [f"/{command}" for command in (*COMMANDS, *LEAVING) if command.startswith(name)]
         if name == "set" and " " not in rest:
             return [key for key in self.values.parameters if key.startswith(rest)]
         if name in ("save", "load", "export"):
@@ -404,7 +415,7 @@ class Chat:
             state = " (stopped)" if turn.finish_reason == "interrupted" else ""
             click.echo(f">>> {turn.message}\n{turn.reply.rstrip()}{state}\n")
         engine = session.engine
-        click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}, {len(session.turns)} turns\n")
+        click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}, {_turns(session)}\n")
         self.show_settings()
 
     def stats(self, argument: str) -> None:
@@ -417,7 +428,7 @@ class Chat:
     def save(self, argument: str) -> None:
         path = _path(argument, "/save")
         self.session.save(path, self.values.as_dict())
-        self._note(f"{len(self.session.turns)} turns saved in {path}")
+        self._note(f"{_turns(self.session)} saved in {path}")
 
     def load(self, argument: str) -> None:
         path, before = _path(argument, "/load"), (self.session.turns, self.session.system)
@@ -427,7 +438,7 @@ class Chat:
         except OffspecError as exc:
             self.session.turns, self.session.system = before
             raise UsageError(f"{path}: {exc}") from exc
-        self._note(f"{len(self.session.turns)} turns loaded from {path}")
+        self._note(f"{_turns(self.session)} loaded from {path}")
 
     def export(self, argument: str) -> None:
         path = _path(argument, "/export")
@@ -461,13 +472,17 @@ COMMANDS = {
 }
 KEYS = (
     '""" begins and ends a message of several lines; Alt-Enter begins a new line anywhere.',
-    "Ctrl-C stops a reply and keeps it; Ctrl-D or /exit leaves. Tab completes.",
+    "Ctrl-C stops a reply and keeps it; Ctrl-D, /exit, /quit or /bye leaves. Tab completes.",
 )
 
 
 def stats_table(session: Session) -> list[str]:
-    """A line a turn. `new` are the tokens of the prompt that were scored, the rest was in the KV caches."""
-    lines = [f"{'turn':>4}  {'prompt':>6}  {'new':>6}  {'reply':>6}  {'per pass':>8}  {'first s':>7}  {'tokens/s':>8}"]
+    """A line a turn. `new` are the tokens of the prompt that were scored, the rest was in the KV caches.
+
+    seed: the one that was set, or drawn.
+    """
+    names = f"{'turn':>4}  {'prompt':>6}  {'new':>6}  {'reply':>6}  {'per pass':>8}  {'first s':>7}  {'tokens/s':>8}"
+    lines = [f"{names}  {'seed':>10}"]
     for number, turn in enumerate(session.turns, 1):
         if (s := turn.stats) is None:
             lines.append(f"{number:>4}  (loaded)")
@@ -475,7 +490,7 @@ def stats_table(session: Session) -> list[str]:
         rate = f"{s.decode_tokens_per_s:.1f}" if s.decode_tokens_per_s else "-"
         lines.append(
             f"{number:>4}  {s.num_prompt_tokens:>6}  {s.num_prefilled_tokens:>6}  {s.num_tokens:>6}  "
-            f"{s.tokens_per_pass:>8.2f}  {s.ttft_s:>7.2f}  {rate:>8}{'  lossy' * s.is_lossy}"
+            f"{s.tokens_per_pass:>8.2f}  {s.ttft_s:>7.2f}  {rate:>8}  {s.seed:>10}{'  lossy' * s.is_lossy}"
         )
     return [*lines, f"{session.num_tokens} of {session.engine.max_context} tokens of context used"]
 
@@ -494,6 +509,11 @@ def _files(beginning: str) -> Sequence[str]:
     except OSError:
         return []
     return [f"{entry}/" if entry.is_dir() else str(entry) for entry in found]
+
+
+def _turns(session: Session) -> str:
+    number = len(session.turns)
+    return f"{number} turn{'s' * (number != 1)}"
 
 
 def _worded(value: Any) -> str:

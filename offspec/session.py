@@ -8,6 +8,7 @@ what is new and nothing else. Knows nothing of the terminal.
 from __future__ import annotations
 
 import json
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -70,6 +71,7 @@ class Session:
         self._tell = tell
         self._system: str | None = None
         self._caches = lasting_caches(engine)
+        self._exported = set[Path]()
         self.system = system
 
     @property
@@ -165,7 +167,11 @@ class Session:
     # ---------------------------------------------------------------------------------------- files
 
     def save(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Write the conversation, and `settings` beside it, as JSON: all of it or nothing. Raises StorageError."""
+        """Write the conversation, and `settings` beside it, as JSON: all of it or nothing.
+
+        Only a saved chat is overwritten. Raises StorageError.
+        """
+        _check_free(path, "is no saved chat", _is_saved)
         turns = [{name: value for name, value in asdict(turn).items() if name != "stats"} for turn in self.turns]
         content = {
             "format": FILE_FORMAT,
@@ -195,13 +201,18 @@ class Session:
         return saved.settings
 
     def export(self, path: Path) -> None:
-        """Write the conversation as Markdown, for people. Raises StorageError."""
+        """Write the conversation as Markdown, for people.
+
+        Only what was written so by this object is overwritten. Raises StorageError.
+        """
+        _check_free(path, "was not exported from this conversation", lambda path: path.resolve() in self._exported)
         parts = [f"# {self.engine.name}"]
         if self.system is not None:
             parts += ["## System", self.system]
         for turn in self.turns:
             parts += ["## You", turn.message, "## Reply", turn.reply]
         _write(path, "\n\n".join(part.strip("\n") for part in parts) + "\n")
+        self._exported.add(path.resolve())
 
 
 def lasting_caches(engine: Engine) -> TextCaches:
@@ -303,6 +314,20 @@ def _turn(path: Path, number: int, content: Any) -> Turn:
     if not good or not 0 <= content["num_dropped"] < number:
         raise UsageError(f"{path} is damaged: turn {number} is not what /save writes")
     return Turn(**content)
+
+
+def _is_saved(path: Path) -> bool:
+    try:
+        read_saved(path)
+    except UsageError:
+        return False
+    return True
+
+
+def _check_free(path: Path, fault: str, is_ours: Callable[[Path], bool]) -> None:
+    """Raises StorageError where something else than ours stands."""
+    if os.path.exists(path) and not is_ours(path):
+        raise StorageError(f"{path} exists and {fault}; name another file")
 
 
 def _write(path: Path, text: str) -> None:

@@ -59,6 +59,30 @@ def test_stats_tell_what_was_prefilled(talk: Talk, tmp_path: Path) -> None:
     assert "of 128 tokens of context used" in result.out
 
 
+def test_stats_tell_the_seed_that_was_drawn(talk: Talk, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    told = talk("hi", "/stats", f"/save {first}", flags=("--temperature", 1)).out.splitlines()
+    assert told[-3].split()[-1] == "seed"
+    talk(f"/set seed {told[-2].split()[-1]}", "hi", f"/save {second}", flags=("--temperature", 1))
+    assert saved(second)["turns"] == saved(first)["turns"]
+
+
+def test_files_of_others_are_not_overwritten(talk: Talk, tmp_path: Path) -> None:
+    chat, exported, notes = tmp_path / "talk.json", tmp_path / "talk.md", tmp_path / "notes"
+    notes.write_text("precious")
+    result = talk("hi", f"/save {chat}", f"/save {chat}", f"/export {exported}", f"/export {exported}")
+    assert (result.code, "1 turn saved" in result.err) == (0, True)
+    result = talk("ho", f"/save {chat}", f"/save {notes}", f"/save {exported}", f"/export {notes}", f"/export {chat}")
+    assert [f"{file} exists" in result.err for file in (chat, exported, notes)] == [True, True, True]
+    assert (result.err.count("is no saved chat; name another file"), "4 of the lines" in result.err) == (2, True)
+    assert (notes.read_text(), [turn["message"] for turn in saved(chat)["turns"]]) == ("precious", ["ho"])
+
+
+def test_what_leaves_is_named_by_the_help(talk: Talk) -> None:
+    for word in chat_module.LEAVING:
+        assert f"/{word}" in talk("/help", f"/{word}", "not this").out
+
+
 def test_commands_change_the_conversation(talk: Talk, tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     result = talk(
@@ -244,9 +268,12 @@ def test_lines_that_are_no_text(pair: Pair, offspec: Offspec) -> None:
     assert "0 of 128" in result.out
 
 
-def test_what_cannot_chat_is_refused(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+def test_what_cannot_chat_is_refused_before_it_is_loaded(
+    pair: Pair, tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = variant(pair.target, tmp_path / "model")
     (folder / "tokenizer_config.json").unlink()
+    monkeypatch.setattr(chat_module, "load_engine", None)
     assert "chat template" in offspec("chat", folder, "--draft", "none", stdin=b"hi\n").refusal(1)
     assert "temperature" in offspec("chat", pair.target, "--temperature", "-1", stdin=b"hi\n").refusal(2)
     assert "when-full" in offspec("chat", pair.target, "--when-full", "go", stdin=b"hi\n").refusal(2)

@@ -400,17 +400,18 @@ def test_tokens_that_this_model_does_not_have_are_not_believed(engine: Engine, t
 
 def test_writing_is_all_or_nothing(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "talk.json"
-    file.write_text("before")
 
     def fail(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
     session = Session(engine)
+    session.save(file, {})
+    before = file.read_text()
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", fail)
         with pytest.raises(StorageError, match="No space left"):
-            session.save(file, {})
-    assert (file.read_text(), list(tmp_path.iterdir())) == ("before", [file])
+            session.save(file, {"stop": []})
+    assert (file.read_text(), list(tmp_path.iterdir())) == (before, [file])
     with pytest.raises(StorageError, match="nothing is lost"):
         session.save(tmp_path / "no" / "such" / "folder.json", {})
     with pytest.raises(StorageError):
@@ -420,6 +421,22 @@ def test_writing_is_all_or_nothing(engine: Engine, tmp_path: Path, monkeypatch: 
     assert json.loads(file.read_text())["format"] == "offspec chat"
     if sys.platform != "win32":
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_only_our_own_files_are_overwritten(engine: Engine, tmp_path: Path) -> None:
+    session, chat, exported = Session(engine), tmp_path / "talk.json", tmp_path / "talk.md"
+    for _ in range(2):
+        session.save(chat, {})
+        session.export(exported)
+    for write in (
+        lambda: session.save(exported, {}),
+        lambda: session.export(chat),
+        lambda: Session(engine).export(exported),
+    ):
+        with pytest.raises(StorageError, match=r"talk\..* exists and .*; name another file"):
+            write()
+    assert json.loads(chat.read_text())["format"] == "offspec chat"
+    assert exported.read_text().startswith("# ")
 
 
 def test_export_is_markdown(engine: Engine, tmp_path: Path) -> None:
