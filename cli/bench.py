@@ -19,14 +19,16 @@ from .batch import check_sink, read_prompts
 from .options import (
     MODEL,
     MODEL_HELP,
-    budget,
+    WholeNumber,
     check_draft,
     learning_options,
     load_engine,
     loading_options,
     lossy_settings,
     request_of,
+    reworded,
     sampling_options,
+    several_budgets,
     speculation_options,
 )
 from .terminal import columns, is_watched
@@ -36,14 +38,6 @@ if TYPE_CHECKING:
 
 PLOT_SUFFIXES = (".png", ".svg")
 MAX_NEW_TOKENS = 64
-
-
-def _budgets(ctx: click.Context, param: click.Parameter, value: str) -> list[int | None]:
-    """A click callback: "16,64,auto"; each of them once."""
-    found = [budget(ctx, param, part.strip()) for part in value.split(",")]
-    if 0 in found:
-        raise click.BadParameter("0 is plain decoding, which is measured anyway.")
-    return list(dict.fromkeys(found))
 
 
 def _plot_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
@@ -85,13 +79,13 @@ Examples:
     "--budgets",
     default="16,64,256,auto",
     show_default=True,
-    callback=_budgets,
+    callback=several_budgets,
     help="Tree sizes to measure, comma-separated.",
 )
 @click.option(
-    "--warmup", type=click.IntRange(0), default=1, show_default=True, metavar="N", help="Rounds before it counts."
+    "--warmup", type=WholeNumber(0), default=1, show_default=True, metavar="N", help="Rounds before it counts."
 )
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, metavar="N", help="Rounds that count.")
+@click.option("--repeats", type=WholeNumber(1), default=3, show_default=True, metavar="N", help="Rounds that count.")
 @click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every run as a row.")
 @click.option(
     "--plot",
@@ -104,7 +98,7 @@ Examples:
 @speculation_options
 @learning_options
 @partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the table goes to stderr.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")
 @click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")
 def command(
@@ -126,6 +120,7 @@ def command(
         if file is not None:
             check_sink(file)
     from offspec.benchmark import WORKLOADS, Workload, measure
+    from offspec.verification import guesses
 
     workloads = list(WORKLOADS)
     if prompt_file is not None:
@@ -134,7 +129,7 @@ def command(
         ]
     tree = max((nodes or 0 for nodes in budgets), default=0)
     engine = load_engine(model, quiet=quiet, verbose=verbose, tree=tree, **options)
-    if engine.draft_name is None:
+    if not guesses(engine):
         budgets = []
 
     def progress(done: int, total: int) -> None:
@@ -144,7 +139,9 @@ def command(
     ways = [replace(speculation, accept="exact", budget=nodes) for nodes in budgets]
     ways += [speculation] * speculation.is_lossy
     report = measure(engine, workloads, params, ways, num_warmups=warmup, num_repeats=repeats, progress=progress)
-    click.echo("\n".join(table(report, columns() if sys.stdout.isatty() else WIDE)))
+    if not (as_json and quiet):
+        on_terminal = is_watched() if as_json else sys.stdout.isatty()
+        click.echo("\n".join(table(report, columns() if on_terminal else WIDE)), err=as_json)
     if as_json:
         settings = {
             "warmup": warmup,
@@ -166,6 +163,11 @@ def command(
 
 # A draft that learnt from the prompts it is measured on would say nothing: --learn-file alone, learnt elsewhere, does.
 command.params = [parameter for parameter in command.params if parameter.name not in ("budget", "learn")]
+reworded(
+    command,
+    learn_file="What the draft has learnt elsewhere (offspec run --learn): read at the start.",
+    seed="The same seed gives the same text, whatever the draft. [default: 0]",
+)
 
 
 # ------------------------------------------------------------------------------------------------ the table

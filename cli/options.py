@@ -40,6 +40,18 @@ class ModelName(click.types.StringParamType):
 MODEL = ModelName("builtin")
 
 
+class Number(click.FloatRange):
+    """A number within a range, and called so where a word stands in its place."""
+
+    name = "number"
+
+
+class WholeNumber(click.IntRange):
+    """The same without a fraction."""
+
+    name = "whole number"
+
+
 def budget(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
     """A click callback: `auto` or a number of nodes."""
     try:
@@ -49,6 +61,21 @@ def budget(ctx: click.Context, param: click.Parameter, value: str) -> int | None
     if number is not None and not 0 <= number <= MAX_BUDGET:
         raise click.BadParameter(f"{value!r} is neither auto nor a number from 0 (plain decoding) to {MAX_BUDGET}.")
     return number
+
+
+def several_budgets(ctx: click.Context, param: click.Parameter, value: str) -> list[int | None]:
+    """A click callback: "16,64,auto"; each of them once."""
+    found = [budget(ctx, param, part.strip()) for part in value.split(",")]
+    if 0 in found:
+        raise click.BadParameter("0 is plain decoding, which is done anyway.")
+    return list(dict.fromkeys(found))
+
+
+def _stops(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """A click callback: refuses a text that stands everywhere."""
+    if not all(value):
+        raise click.BadParameter("it is empty; give a text, or leave it out.")
+    return value
 
 
 def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -79,16 +106,18 @@ def _all(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
+def reworded(command: click.Command, **helps: str) -> None:
+    """Give shared options of a command, by their names, a help text of its own."""
+    parameters = {parameter.name: parameter for parameter in command.params}
+    for name, text in helps.items():
+        parameter = parameters[name]
+        assert isinstance(parameter, click.Option)
+        parameter.help = text
+
+
 def model_flags(function: F) -> F:
-    """Which models, and what computes; `plan` has them too."""
+    """Which model, and what computes; `plan` has them too."""
     return _all(
-        click.option(
-            "--draft",
-            type=ModelName("auto", "self", "lookup", "none", "builtin"),
-            default="auto",
-            metavar="PATH|auto|self|lookup|none",
-            help="What guesses: a small model; self, the model's own first layers (offspec distill makes what that takes); lookup, which needs none: what stood in the text before; auto: the built-in pair's own, lookup for other models. [default: auto]",
-        ),
         click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub id."),
         click.option(
             "--device",
@@ -109,10 +138,20 @@ def model_flags(function: F) -> F:
 def loading_options(function: F) -> F:
     """Which model runs where."""
     return _all(
+        click.option(
+            "--draft",
+            type=ModelName("auto", "self", "lookup", "none", "builtin"),
+            default="auto",
+            metavar="PATH|auto|self|lookup|none",
+            help="What guesses: a small model; self, the model's own first layers (offspec distill makes what that takes); lookup, which needs none: what stood in the text before; auto: the built-in pair's own, lookup for other models. [default: auto]",
+        ),
         model_flags,
         memory_flags,
         click.option(
-            "--threads", type=click.IntRange(1, os.cpu_count()), metavar="N", help="CPU threads. [default: all cores]"
+            "--threads",
+            type=WholeNumber(1, os.cpu_count()),
+            metavar="N",
+            help="CPU threads. [default: torch's own choice]",
         ),
         click.option(
             "--lookup-files",
@@ -153,7 +192,7 @@ def memory_flags(function: F) -> F:
         ),
         click.option(
             "--context",
-            type=click.IntRange(1),
+            type=WholeNumber(1),
             metavar="N",
             help="Tokens of prompt and answer to make room for. [default: 4096, or what the model or the memory allows]",
         ),
@@ -241,7 +280,7 @@ def speculation_options(function: F) -> F:
         ),
         click.option(
             "--tau",
-            type=click.FloatRange(0, 1, min_open=True),
+            type=Number(0, 1, min_open=True),
             default=SpeculationParams.tau,
             show_default=True,
             metavar="T",
@@ -249,7 +288,7 @@ def speculation_options(function: F) -> F:
         ),
         click.option(
             "--beam",
-            type=click.IntRange(1),
+            type=WholeNumber(1),
             default=SpeculationParams.beam,
             show_default=True,
             metavar="N",
@@ -257,7 +296,7 @@ def speculation_options(function: F) -> F:
         ),
         click.option(
             "--gamma",
-            type=click.IntRange(1),
+            type=WholeNumber(1),
             default=SpeculationParams.gamma,
             show_default=True,
             metavar="N",
@@ -269,7 +308,7 @@ def speculation_options(function: F) -> F:
 def max_new_tokens_option(default: int) -> Callable[[F], F]:
     return click.option(
         "--max-new-tokens",
-        type=click.IntRange(1),
+        type=WholeNumber(1),
         default=default,
         show_default=True,
         metavar="N",
@@ -284,7 +323,7 @@ def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_t
         max_new_tokens_option(max_new_tokens),
         click.option(
             "--temperature",
-            type=click.FloatRange(0),
+            type=Number(0),
             default=p.temperature,
             show_default=True,
             metavar="T",
@@ -292,7 +331,7 @@ def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_t
         ),
         click.option(
             "--top-k",
-            type=click.IntRange(0),
+            type=WholeNumber(0),
             default=p.top_k,
             show_default=True,
             metavar="K",
@@ -300,7 +339,7 @@ def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_t
         ),
         click.option(
             "--top-p",
-            type=click.FloatRange(0, 1, min_open=True),
+            type=Number(0, 1, min_open=True),
             default=p.top_p,
             show_default=True,
             metavar="P",
@@ -308,7 +347,7 @@ def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_t
         ),
         click.option(
             "--min-p",
-            type=click.FloatRange(0, 1, max_open=True),
+            type=Number(0, 1, max_open=True),
             default=p.min_p,
             show_default=True,
             metavar="P",
@@ -316,7 +355,7 @@ def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_t
         ),
         click.option(
             "--repetition-penalty",
-            type=click.FloatRange(0, min_open=True),
+            type=Number(0, min_open=True),
             default=p.repetition_penalty,
             show_default=True,
             metavar="R",
@@ -324,13 +363,17 @@ def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_t
         ),
         click.option(
             "--seed",
-            type=click.IntRange(0, SEED_LIMIT - 1),
+            type=WholeNumber(0, SEED_LIMIT - 1),
             default=p.seed,
             metavar="S",
-            help="The same seed gives the same text, whatever the draft. [default: drawn, shown by --stats and --json]",
+            help="The same seed gives the same text, whatever the draft. [default: drawn]",
         ),
         click.option(
-            "--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be given several times."
+            "--stop",
+            multiple=True,
+            callback=_stops,
+            metavar="TEXT",
+            help="Stop before this text; may be given several times.",
         ),
         click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token."),
     )(function)

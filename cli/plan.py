@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from offspec import PLAN_FORMATS, format_seconds, format_size
 
-from .options import MODEL, MODEL_HELP, memory_flags, model_flags, size
+from .options import MODEL, MODEL_HELP, ModelName, memory_flags, model_flags, size
 
 if TYPE_CHECKING:
     from offspec.outlook import Outlook
@@ -32,6 +34,13 @@ Examples:
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)
+@click.option(
+    "--draft",
+    type=ModelName("auto", "lookup", "none", "builtin"),
+    default="auto",
+    metavar="PATH|auto|lookup|none",
+    help="The small model that guesses; lookup and none take no memory; auto: the built-in pair's own, lookup for other models. [default: auto]",
+)
 @model_flags
 @memory_flags
 @click.option("--gpu", metavar="NAME", help="Plan for this card (rtx4090, rtx3090, …) instead of what is here.")
@@ -39,7 +48,7 @@ Examples:
     "--format",
     "form",
     type=click.Choice(PLAN_FORMATS),
-    help="Plan as if the model lay in this format. [default: as it lies there]",
+    help="Plan as if the model lay in this format; fp4 takes what nf4 does. [default: as it lies there]",
 )
 @click.option(
     "--disk",
@@ -52,6 +61,11 @@ Examples:
 @click.option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
 @click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")
 def command(model: str, disk_rate: int | None, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
+    is_said = click.get_current_context().get_parameter_source("device") is ParameterSource.COMMANDLINE
+    if options["gpu"] is not None and options["device"] != "auto" and is_said:
+        raise click.UsageError(
+            f"--gpu {options['gpu']} and --device {options['device']} both say what computes; leave one out."
+        )
     from offspec.outlook import look_ahead
 
     def progress(what: str) -> None:
@@ -113,12 +127,17 @@ def _gains(outlook: Outlook) -> list[str]:
 def _seconds(outlook: Outlook) -> list[str]:
     if not outlook.pass_s:
         return []
-    lines = ["", f"{'tokens in the pass':>20}  {'seconds':>8}  {'tokens/s':>8}"]
+    lines = ["", f"{'tokens in the pass':>20}  {'seconds':>9}  {'tokens/s':>8}"]
     for width, seconds in outlook.pass_s.items():
         plain = f"{1 / seconds:8.2f}  plain decoding" if width == 1 else ""
-        lines.append(f"{width:>20}  {seconds:8.3f}  {plain}".rstrip())
+        lines.append(f"{width:>20}  {_three_digits(seconds):>9}  {plain}".rstrip())
     lines += [
         "",
         "With a draft, tokens/s are the tokens accepted a pass (`offspec run --stats` shows them) over its seconds.",
     ]
     return [*lines, *(f"{name}: {source}" for name, source in outlook.sources())]
+
+
+def _three_digits(seconds: float) -> str:
+    """The digits that count: "0.000412", "0.0312", "4.20", "128"."""
+    return f"{seconds:.{max(0, 2 - math.floor(math.log10(seconds)))}f}"

@@ -13,7 +13,17 @@ from offspec import SEED_LIMIT
 from offspec.errors import VerificationError
 
 from .batch import read_prompts
-from .options import MAX_BUDGET, MODEL, MODEL_HELP, load_engine, loading_options, several
+from .options import (
+    MODEL,
+    MODEL_HELP,
+    Number,
+    WholeNumber,
+    load_engine,
+    loading_options,
+    reworded,
+    several,
+    several_budgets,
+)
 
 if TYPE_CHECKING:
     from offspec.verification import Report
@@ -53,16 +63,16 @@ Example:
 )
 @click.option(
     "--max-prompts",
-    type=click.IntRange(1),
+    type=WholeNumber(1),
     metavar="N",
     help=f"Only the first N prompts. [default: all of a file, {BUILTIN_PROMPTS} of the built-in pair's]",
 )
 @click.option(
-    "--max-new-tokens", type=click.IntRange(1), default=16, show_default=True, metavar="N", help="Tokens a prompt."
+    "--max-new-tokens", type=WholeNumber(1), default=16, show_default=True, metavar="N", help="Tokens a prompt."
 )
 @click.option(
     "--random-passes",
-    type=click.IntRange(1),
+    type=WholeNumber(1),
     default=4,
     show_default=True,
     metavar="N",
@@ -72,18 +82,23 @@ Example:
     "--temperatures",
     default="0,0.6,1",
     show_default=True,
-    callback=several(click.FloatRange(0)),
+    callback=several(Number(0)),
     help="Comma-separated.",
 )
 @click.option(
-    "--top-p", type=click.FloatRange(0, 1, min_open=True), default=0.9, show_default=True, help="Used at temperature 1."
+    "--top-p",
+    type=Number(0, 1, min_open=True),
+    default=0.9,
+    show_default=True,
+    metavar="P",
+    help="Used at temperature 1.",
 )
 @click.option(
     "--budgets",
-    default="1,16,64,256",
+    default="1,16,256,auto",
     show_default=True,
-    callback=several(click.IntRange(1, MAX_BUDGET)),
-    help="Comma-separated.",
+    callback=several_budgets,
+    help="Tree sizes, comma-separated.",
 )
 @click.option(
     "--scorings",
@@ -97,11 +112,11 @@ Example:
     default="own,random",
     show_default=True,
     callback=several(click.Choice(["own", "random"])),
-    help="own: the draft of --draft, where there is one. random: one with random weights.",
+    help="own: whatever guesses for `offspec run` with this --draft, lookups too. random: one with random weights.",
 )
 @click.option(
     "--seed",
-    type=click.IntRange(0, SEED_LIMIT - 1),
+    type=WholeNumber(0, SEED_LIMIT - 1),
     default=0,
     show_default=True,
     metavar="S",
@@ -128,7 +143,7 @@ def command(
     random_passes: int,
     temperatures: list[float],
     top_p: float,
-    budgets: list[int],
+    budgets: list[int | None],
     scorings: list[Any],
     drafts: list[str],
     seed: int,
@@ -139,18 +154,23 @@ def command(
     **loading: Any,
 ) -> None:
     from offspec import builtin
-    from offspec.verification import settings_of, verify
+    from offspec.verification import guesses, settings_of, verify
 
     settings = settings_of(temperatures, top_p, budgets, scorings, drafts)
     if prompt_file is None:
         prompts = builtin.prompts()[: max_prompts or BUILTIN_PROMPTS]
     else:
         prompts = [task.text for task in read_prompts(prompt_file)][:max_prompts]
-    # What is compared is the algorithm, so the arithmetic is exact unless asked otherwise.
-    loading |= {"dtype": "fp32" if dtype == "auto" else dtype, "tree": max(budgets)}
-    engine = load_engine(model, quiet=quiet, verbose=verbose, **loading)
-    if engine.draft is None and "random" in drafts:
+    if dtype == "auto":  # what is compared is the algorithm
+        dtype = "fp32"
+        if verbose:
+            click.echo("offspec: dtype fp32 (text is exact to the token)", err=True)
+    tree = max(nodes or 0 for nodes in budgets)
+    engine = load_engine(model, quiet=quiet, verbose=verbose, dtype=dtype, tree=tree, **loading)
+    if not guesses(engine) and "random" in drafts:
         settings = [setting for setting in settings if setting.draft == "random"]
+        if "own" in drafts and not quiet:
+            click.echo("offspec: without a --draft nothing guesses, so only the random one is verified", err=True)
 
     def progress(done: int, total: int) -> None:
         if not quiet and sys.stderr.isatty():
@@ -173,12 +193,15 @@ def command(
         raise VerificationError(f"{len(report.errors)} texts differ from plain decoding; the first: {report.errors[0]}")
 
 
+reworded(command, dtype="Arithmetic. auto: fp32, where every token must be the same; in 16 bit near-ties are excused.")
+
+
 def table(report: Report) -> str:
     """Settings and tokens per pass, and the verdict."""
     lines = [f"{'temperature':>11}  {'top-p':>5}  {'draft':<6}  {'scoring':<8}  {'budget':>6}  tokens per pass"]
     for s, tokens_per_pass in zip(report.settings, report.tokens_per_pass, strict=True):
         lines.append(
-            f"{s.temperature:>11g}  {s.top_p:>5g}  {s.draft:<6}  {s.scoring:<8}  {s.budget:>6}  {tokens_per_pass:.2f}"
+            f"{s.temperature:>11g}  {s.top_p:>5g}  {s.draft:<6}  {s.scoring:<8}  {s.budget_name:>6}  {tokens_per_pass:.2f}"
         )
     near_ties = len(report.differences) - len(report.errors)
     verdict = "identical to plain decoding" if report.is_exact else f"{len(report.errors)} texts DIFFER"

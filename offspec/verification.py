@@ -20,6 +20,7 @@ import torch
 from offspec.scheduler.params import SEED_LIMIT, SamplingParams, Scoring, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 
+from .benchmark import budget_name
 from .engine import Engine
 from .errors import UsageError
 from .model import Decoder, random_decoder
@@ -30,11 +31,14 @@ NEAR_TIE = {torch.float32: 0.0, torch.float16: 0.05, torch.bfloat16: 0.25}
 
 @dataclass(frozen=True)
 class Setting:
-    """One way of guessing, for one way of choosing. `draft` is own or random. Raises UsageError for a bad value."""
+    """One way of guessing, for one way of choosing. `draft` is own (the engine as it is) or random.
+
+    budget None is the one that is found while running. Raises UsageError for a bad value.
+    """
 
     temperature: float
     top_p: float
-    budget: int
+    budget: int | None
     scoring: Scoring
     draft: str
 
@@ -45,8 +49,12 @@ class Setting:
     def __str__(self) -> str:
         return (
             f"temperature {self.temperature:g}, top-p {self.top_p:g}, {self.draft} draft, "
-            f"{self.scoring} scoring, budget {self.budget}"
+            f"{self.scoring} scoring, budget {self.budget_name}"
         )
+
+    @property
+    def budget_name(self) -> str:
+        return budget_name(self.budget)
 
     def sampling(self, max_new_tokens: int, seed: int) -> SamplingParams:
         return SamplingParams(max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=seed)
@@ -116,7 +124,7 @@ class Report:
 def settings_of(
     temperatures: Sequence[float],
     top_p: float,
-    budgets: Sequence[int],
+    budgets: Sequence[int | None],
     scorings: Sequence[Scoring],
     drafts: Sequence[str],
 ) -> list[Setting]:
@@ -140,7 +148,7 @@ def verify(
     """Compare every setting with plain decoding on every prompt. progress(settings done, settings in all).
 
     random_passes: after how many passes a text is left where the draft is random.
-    Raises UsageError where a setting asks for the engine's own draft and it has none.
+    Raises UsageError where a setting asks for the engine's own guesses and it has none.
     """
     engines = {draft: _with_draft(engine, draft) for draft in {setting.draft for setting in settings}}
     report = Report(num_prompts=len(prompts))
@@ -170,11 +178,16 @@ def verify(
     return report
 
 
+def guesses(engine: Engine) -> bool:
+    """Whether anything guesses for the engine: a draft, what is looked up in its stead, or texts to look up in."""
+    return engine.draft is not None or engine.draft_name is not None or engine.lookup_index is not None
+
+
 def _with_draft(engine: Engine, draft: str) -> Engine:
     if draft == "random":
         return engine.with_draft(_random_draft(engine), "random")
-    if engine.draft is None:
-        raise UsageError("there is no draft of its own to verify: give one with --draft, or use --drafts random")
+    if not guesses(engine):
+        raise UsageError("there is nothing of its own that guesses: give --draft, or use --drafts random")
     return engine
 
 

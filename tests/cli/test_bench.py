@@ -31,12 +31,11 @@ def bench(pair: Pair, tmp_path: Path, offspec: Offspec) -> Bench:
     return lambda *flags: offspec(*args, *small, *flags)
 
 
-def test_a_table_and_the_last_line_is_json(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_alone_on_stdout_and_the_table_beside_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     result = bench("--json")
-    assert (result.code, result.err) == (0, "")
-    *lines, last = result.out.splitlines()
-    told = json.loads(last)
+    assert result.code == 0
+    told, lines = json.loads(result.out), result.err.splitlines()
     assert told.keys() >= {"model", "draft", "settings", "rows", "acceptance", "num_different_texts"}
     assert [(row["kind"], row["budget"]) for row in told["rows"]] == [
         (kind, budget) for kind in ("code", "prompts", "all") for budget in (0, 4, 8)
@@ -46,9 +45,11 @@ def test_a_table_and_the_last_line_is_json(bench: Bench, monkeypatch: pytest.Mon
     assert [line.split()[:2] for line in lines[1:10]] == [
         [row["kind"], str(row["budget"] or "plain")] for row in told["rows"]
     ]
-    assert "all texts equal plain decoding" in result.out
-    assert "the first pass with the prompt too" in result.out
-    assert bench().out.count("{") == 0
+    assert "all texts equal plain decoding" in result.err
+    assert "the first pass with the prompt too" in result.err
+    quiet, plain = bench("--json", "-q"), bench()
+    assert (json.loads(quiet.out).keys(), quiet.err) == (told.keys(), "")
+    assert (plain.out.split()[:2], plain.out.count("{"), plain.err) == (["prompts", "budget"], 0, "")
 
 
 def test_a_csv_holds_every_run(bench: Bench, tmp_path: Path) -> None:
@@ -87,17 +88,17 @@ def test_joint_acceptance_has_a_row_of_its_own(bench: Bench, monkeypatch: pytest
     result = bench(
         "--json", "--accept", "joint", "--tau", "0.01", "--beam", 4, "--gamma", 4, "--csv", tmp_path / "r.csv"
     )
-    assert (result.code, result.err) == (0, "")
-    told = json.loads(result.out.splitlines()[-1])
+    assert result.code == 0
+    told = json.loads(result.out)
     assert [(row["budget"], row["is_lossy"]) for row in told["rows"] if row["kind"] == "all"] == [
         *((0, False), (4, False), (8, False)),
         (None, True),
     ]
     assert told["settings"].items() >= {"accept": "joint", "tau": 0.01, "beam": 4, "gamma": 4}.items()
     assert told["num_different_texts"] == 0
-    assert result.out.count("joint, lossy  ") == 3
-    assert "nats/token" in result.out.splitlines()[0]
-    assert "of 2 texts differ from plain decoding, as they may" in result.out
+    assert result.err.count("joint, lossy  ") == 3
+    assert "nats/token" in result.err.splitlines()[0]
+    assert "of 2 texts differ from plain decoding, as they may" in result.err
     with (tmp_path / "r.csv").open(newline="") as file:
         assert {(row["budget"], row["is_lossy"]) for row in csv.DictReader(file)} >= {
             ("joint, lossy", "True"),
@@ -108,29 +109,33 @@ def test_joint_acceptance_has_a_row_of_its_own(bench: Bench, monkeypatch: pytest
 
 def test_without_a_draft_plain_decoding_is_measured(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
     (tmp_path / "prompts.txt").write_text("hi\n\nho\n")
-    result = offspec(
+    args = (
         *("bench", pair.target, "--draft", "none", "--device", "cpu", "--max-new-tokens", 3, "--prompts"),
         *(tmp_path / "prompts.txt", "--repeats", 1, "--warmup", 0, "--json"),
     )
-    told = json.loads(result.out.splitlines()[-1])
+    result = offspec(*args)
+    told = json.loads(result.out)
     assert [(row["kind"], row["budget"]) for row in told["rows"]] == [("prompts", 0)]
     assert told["num_runs"] == 2
-    assert "there is no draft" in " ".join(result.out.split())
+    assert "there is no draft" in " ".join(result.err.split())
+    looked_up = json.loads(offspec(*args, "--lookup-files", tmp_path / "prompts.txt", "--budgets", "4").out)
+    assert [row["budget"] for row in looked_up["rows"]] == [0, 4]
 
 
 def test_what_was_not_measured_is_a_dash(bench: Bench) -> None:
     result = bench("--max-new-tokens", 1, "--json")
-    *lines, last = result.out.splitlines()
+    lines = result.err.splitlines()
     assert lines[0].split()[-6:] == ["later", "a", "pass", "draft", "target", "rest"]
     assert lines[1].split()[-5:] == ["-", "1.00", "-", "-", "-"]
-    row = json.loads(last)["rows"][0]
+    row = json.loads(result.out)["rows"][0]
     assert (row["later_tokens_per_s"], row["later_pass_ms"]) == (None, None)
 
 
 def test_the_fastest_budget_s_reliability_is_shown(bench: Bench) -> None:
-    *lines, last = bench("--json").out.splitlines()
+    result = bench("--json")
+    lines = result.err.splitlines()
     heading = next(line for line in lines if line.startswith("guesses of budget "))
-    bins = json.loads(last)["acceptance"][heading.split()[3].rstrip(",")]["reliability"]
+    bins = json.loads(result.out)["acceptance"][heading.split()[3].rstrip(",")]["reliability"]
     shown = [line.split() for line in lines[lines.index(heading) + 2 :]]
     assert [int(count) for *_, count in shown] == [found["num_nodes"] for found in bins]
     assert float(shown[0][0]) == pytest.approx(bins[0]["predicted"], abs=1e-3)
@@ -170,6 +175,12 @@ def test_prompts_that_cannot_be_read(bench: Bench, tmp_path: Path) -> None:
     assert "line 2: not JSON" in bench("--prompts", file).refusal(2)
     file.write_text("\n")
     assert "no prompt" in bench("--prompts", file).refusal(2)
+
+
+def test_keys_of_answers_are_no_matter_where_none_are_written(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text('{"prompt": "hi", "text": "ho", "seed": 5}\n')
+    assert bench("--prompts", file).code == 0
 
 
 def test_without_matplotlib_plots_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,17 @@ def test_without_a_card_all_of_it_is_in_ram(offspec: Offspec, large: Path) -> No
     assert told["limits"]["device_bytes"] is None
 
 
+def test_a_pass_of_microseconds_has_digits(offspec: Offspec, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("plan", "builtin", "--gpu", "rtx4090", "-q")
+    told = json.loads(offspec(*asked, "--json").out)["pass_s"]
+    assert told["1"] < 0.0005
+    rows = [line.split() for line in offspec(*asked).out.splitlines()]
+    seconds = {row[0]: float(row[1]) for row in rows if row and row[0] in told}
+    assert seconds == pytest.approx(told, rel=5e-3)
+    monkeypatch.setenv("OFFSPEC_DEVICE", "cpu")  # for `run`, say
+    assert offspec(*asked).code == 0
+
+
 def test_what_more_memory_would_bring(offspec: Offspec, large: Path) -> None:
     """16 GB of weights: on 8 GiB some stay, with 8 more most, with 16 more all."""
     asked = ("plan", large, "--draft", "none", "--device", "cpu", "--ram", "8GiB", "-q")
@@ -100,6 +111,7 @@ def test_refusals(offspec: Offspec, large: Path) -> None:
     assert "1 GiB of RAM are too little: at least" in refused
     assert "not a known card; choose one of" in offspec("plan", large, "--gpu", "rtx9999", "-q").refusal(2)
     assert "'--ram': 'plenty' is not a size" in offspec("plan", large, "--ram", "plenty").refusal(2)
+    assert "leave one out" in offspec("plan", large, "--gpu", "rtx4090", "--device", "cpu", "-q").refusal(2)
     assert "--disk 0 would bring nothing" in offspec("plan", large, "--disk", "0", "-q").refusal(2)
     (large / "config.json").unlink()
     assert "config.json" in offspec("plan", large, "-q").refusal(1)

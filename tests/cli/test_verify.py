@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offspec.scheduler import verify as scheduler_verify
 from offspec.scheduler.verify import Verdict
+from offspec.verification import Report
 
 from ..pair import Pair
 from .conftest import Offspec
@@ -86,10 +88,42 @@ def test_a_text_that_differs_is_a_failure(
 
 
 def test_prompts_limit_and_random_draft(pair: Pair, verify_args: Sequence[object], offspec: Offspec) -> None:
-    result = offspec(*verify_args, "--draft", "none", "--max-prompts", 1, "--budgets", 4, "--json")
+    args = (*verify_args, "--draft", "none", "--max-prompts", 1, "--budgets", 4, "--json")
+    result = offspec(*args)
     report = json.loads(result.out)
     assert (result.code, report["num_prompts"], report["draft"]) == (0, 1, None)
     assert {s["draft"] for s in report["settings"]} == {"random"}  # there is no other to verify
+    assert result.err == "offspec: without a --draft nothing guesses, so only the random one is verified\n"
+    assert offspec(*args, "-q").err == offspec(*args, "--drafts", "random").err == ""
+
+
+def test_a_budget_that_is_found_and_guesses_without_a_model(verify_args: Sequence[object], offspec: Offspec) -> None:
+    args = (*verify_args, "--draft", "lookup", "--budgets", "4,auto", "--temperatures", 0, "--scorings", "coupled")
+    result = offspec(*args, "--json")
+    assert (result.code, result.err) == (0, "")
+    report = json.loads(result.out)
+    assert report["draft"] == "lookup"
+    assert [(s["draft"], s["budget"]) for s in report["settings"]] == [
+        *(("own", 4), ("own", None)),
+        *(("random", 4), ("random", None)),
+    ]
+    assert [line.split()[4] for line in offspec(*args).out.splitlines()[1:-1]] == ["4", "auto"] * 2
+
+
+def test_what_is_verified_unless_told_otherwise(
+    pair: Pair, verify_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("offspec.verification.verify", lambda *args, **_: asked.append(args) or Report(1))
+    told = offspec("verify", pair.target, "--prompts", verify_args[5], "--device", "cpu", "-v")
+    assert told.code == 0
+    ((engine, _, settings),) = asked
+    assert {(s.draft, s.budget) for s in settings} == {
+        (draft, budget) for draft in ("own", "random") for budget in (1, 16, 256, None)
+    }
+    assert (engine.draft_name, engine.target.dtype) == ("lookup", torch.float32)
+    assert "offspec: dtype fp32 (text is exact to the token)" in told.err
+    assert "auto: fp32" in " ".join(offspec("verify", "--help").out.split())
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from offspec import Engine
 from offspec.errors import UsageError
+from offspec.files import LOOKUP
 from offspec.scheduler import verify as scheduler_verify
 from offspec.scheduler.params import Scoring, SpeculationParams
+from offspec.scheduler.retrieval import build_index
 from offspec.scheduler.sampling import gumbel
 from offspec.scheduler.verify import Verdict
 from offspec.verification import NEAR_TIE, Report, Setting, settings_of, verify
@@ -27,7 +30,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="fp32")
 
 
-def setting(temperature: float = 0.0, budget: int = 8, scoring: Scoring = "coupled", draft: str = "own") -> Setting:
+def setting(
+    temperature: float = 0.0, budget: int | None = 8, scoring: Scoring = "coupled", draft: str = "own"
+) -> Setting:
     return Setting(temperature, 1.0, budget, scoring, draft)
 
 
@@ -50,14 +55,14 @@ def plain_tokens(engine: Engine, prompt: str, one: Setting, seed: int, num_token
 
 
 def test_texts_that_are_equal(engine: Engine) -> None:
-    settings = settings_of([0, 1], 0.9, [1, 8], ["coupled", "specexec"], ["own", "random"])
+    settings = settings_of([0, 1], 0.9, [1, 8, None], ["coupled", "specexec"], ["own", "random"])
     seen: list[tuple[int, int]] = []
     report = verify(engine, PROMPTS, settings, max_new_tokens=8, progress=lambda *done: seen.append(done))
     assert report.is_exact
     assert report.settings == settings
-    assert len(report.tokens_per_pass) == len(settings) == 16
-    assert seen == [(i + 1, 16) for i in range(16)]
-    assert report.num_tokens <= 16 * len(PROMPTS) * 8
+    assert len(report.tokens_per_pass) == len(settings) == 24
+    assert seen == [(i + 1, 24) for i in range(24)]
+    assert report.num_tokens <= 24 * len(PROMPTS) * 8
     own = [n for s, n in zip(settings, report.tokens_per_pass, strict=True) if s.draft == "own" and s.budget == 8]
     assert min(own) > 1
 
@@ -177,11 +182,23 @@ def test_settings_that_cannot_be_meant(values: tuple[Any, Any, Any, Any]) -> Non
         Setting(*values, draft="own")
 
 
-def test_own_needs_a_draft(engine: Engine) -> None:
+def test_own_needs_something_that_guesses(engine: Engine) -> None:
     alone = engine.with_draft(None, None)
     with pytest.raises(UsageError, match="--draft"):
         verify(alone, PROMPTS, [setting()])
     assert verify(alone, PROMPTS, [setting(draft="random")], max_new_tokens=4).is_exact
+
+
+def test_what_is_looked_up_is_verified(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = engine.encode(PROMPTS[0] * 2)
+    alone = engine.with_draft(None, None)
+    alone.lookup_index = build_index(np.array(ids, dtype=np.int32))
+    for found in (engine.with_draft(None, LOOKUP), alone):
+        assert verify(found, [PROMPTS[0] * 2], [setting(), setting(budget=None)], max_new_tokens=8).is_exact
+        with monkeypatch.context() as patch:
+            replace_at(patch, len(ids), 40)  # only where there is a tree
+            (difference,) = verify(found, [PROMPTS[0] * 2], [setting(budget=None)], max_new_tokens=8).errors
+        assert "own draft, coupled scoring, budget auto" in str(difference)
 
 
 def test_top_p_counts_at_temperature_1_only() -> None:
