@@ -10,7 +10,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import click
 
@@ -20,10 +20,8 @@ from offspec.storage import check_writable
 from .options import read_file
 from .terminal import is_watched
 
-if TYPE_CHECKING:
-    from offspec.engine import Prompt
-
 Answer = dict[str, Any]
+Turns = list[dict[str, str]]
 EMPTY_PROMPT = "the prompt is empty"
 ANSWER_BEGINS = b'{"line": '
 OWN_KEYS = frozenset(
@@ -39,8 +37,8 @@ class Task:
     content: Mapping[str, Any]
 
     @property
-    def prompt(self) -> str | list[dict[str, str]]:
-        found: str | list[dict[str, str]] = self.content.get("prompt", self.content.get("messages"))
+    def prompt(self) -> str | Turns:
+        found: str | Turns = self.content.get("prompt", self.content.get("messages"))
         return found
 
     @property
@@ -49,8 +47,11 @@ class Task:
         return self.prompt if isinstance(self.prompt, str) else "\n\n".join(part["content"] for part in self.prompt)
 
 
-def read_tasks(source: Path) -> tuple[list[Task], dict[int, str]]:
-    """The tasks of a JSON Lines file, and what is wrong with the lines that are none, by their numbers."""
+def read_tasks(source: Path, taken: frozenset[str] = frozenset()) -> tuple[list[Task], dict[int, str]]:
+    """The tasks of a JSON Lines file, and what is wrong with the lines that are none, by their numbers.
+
+    taken: keys that no task may have, as its answer has them.
+    """
     tasks, errors = list[Task](), dict[int, str]()
     content = source.read_bytes().removeprefix(BOM_UTF8)  # which editors and PowerShell put there
     for number, line in enumerate(content.splitlines(), 1):
@@ -58,7 +59,7 @@ def read_tasks(source: Path) -> tuple[list[Task], dict[int, str]]:
             continue
         try:
             task = json.loads(line.decode("utf-8"))
-            _check(task)
+            _check(task, taken)
         except UnicodeDecodeError as exc:
             errors[number] = f"not UTF-8 text (byte {exc.start})"
         except (ValueError, RecursionError) as exc:
@@ -93,10 +94,13 @@ class Batch:
     def __init__(self, source: Path, output: Path | None, settings: Mapping[str, Any]) -> None:
         """settings: what the answers depend on, beside the prompts.
 
-        Raises UsageError where the output has others, or is something else, and StorageError where it cannot be written.
+        Raises UsageError where there is no line, or the output has others, or is something else, and StorageError where it
+        cannot be written.
         """
         self.source, self.output, self._settings = source, output, settings
-        self.tasks, self.errors = read_tasks(source)
+        self.tasks, self.errors = read_tasks(source, OWN_KEYS)
+        if not self.tasks and not self.errors:
+            raise UsageError(f"{source} holds no prompt")
         self._done, self._num_bytes = dict[int, Answer](), 0  # of the output: answers, and how much of it they are
         if output is not None:
             self._read_done(output)
@@ -111,7 +115,7 @@ class Batch:
     def open_tasks(self) -> list[Task]:
         return [task for task in self.tasks if task.line not in self._done]
 
-    def run(self, answer: Callable[[Prompt], Answer], *, quiet: bool) -> None:
+    def run(self, answer: Callable[[str | Turns], Answer], *, quiet: bool) -> None:
         """Answer what is open; a task that fails is told, and the others are done. Raises OffspecError at the end."""
         for line, error in self.errors.items():
             self._tell(line, error)
@@ -208,7 +212,7 @@ def _foreign(output: Path, line: int) -> UsageError:
     return UsageError(f"{output}, line {line} is no answer of offspec: give another --output")
 
 
-def _check(content: Any) -> None:
+def _check(content: Any, taken: frozenset[str]) -> None:
     """Raises UsageError for an object that is no task."""
     if not isinstance(content, dict) or ("prompt" in content) == ("messages" in content):
         raise UsageError('not an object with either "prompt" or "messages"')
@@ -223,5 +227,5 @@ def _check(content: Any) -> None:
     )
     if not is_chat or not messages:
         raise UsageError('"messages" is not a list of {"role": ..., "content": ...}')
-    if taken := sorted(content.keys() & OWN_KEYS):
-        raise UsageError(f"{taken[0]!r} is a key of the answer; give it another name")
+    if found := sorted(content.keys() & taken):
+        raise UsageError(f"{found[0]!r} is a key of the answer; give it another name")

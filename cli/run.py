@@ -6,9 +6,9 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from click.core import ParameterSource
 
 from offspec import SamplingParams, SpeculationParams
 
-from .batch import EMPTY_PROMPT, Batch
+from .batch import EMPTY_PROMPT, Batch, Turns
 from .options import (
     MODEL,
     MODEL_HELP,
@@ -30,6 +30,7 @@ from .options import (
     lossy_settings,
     read_prompt,
     request_of,
+    reworded,
     sampling_options,
     speculation_options,
 )
@@ -38,6 +39,8 @@ from .terminal import first_pass_shown, marked, shows_colors
 if TYPE_CHECKING:
     from offspec import Engine, Step
     from offspec.engine import Prompt
+
+INTERRUPTED = "interrupted"  # the finish_reason of a text that Ctrl-C ended
 
 
 @click.command(
@@ -117,6 +120,8 @@ def command(
     if color_accepted and as_json:
         raise click.UsageError("--color-accepted marks the text, and --json shows none.")
     is_batch = prompt_file is not None and prompt_file.suffix == ".jsonl"
+    if color_accepted and is_batch:
+        raise click.UsageError("--color-accepted marks the text, and the answers to a .jsonl file are JSON.")
     if is_batch and prompt is not None:
         raise click.UsageError("Give PROMPT or --prompt-file, not both.")
     if output is not None and not is_batch:
@@ -132,15 +137,24 @@ def command(
         if speculation.is_lossy:  # only then do the answers depend on how tokens are guessed
             settings |= {"draft": options["draft"], **lossy_settings(speculation)}
 
-        def ask(engine: Engine, asked: Prompt) -> tuple[dict[str, Any], Step]:
-            asked = as_prompt(engine, asked, system, raw) if isinstance(asked, str) else asked
-            return _answer(engine, asked, params, speculation, quiet=True)
+        def ask(engine: Engine, asked: str | Turns) -> tuple[dict[str, Any], Step]:
+            found, last = _answer(engine, as_prompt(engine, asked, system, raw), params, speculation, quiet=True)
+            _pass_on(last)
+            return found, last
 
-        _run_batch(Batch(prompt_file, output, settings), load, ask, learn_file, show_stats=show_stats, quiet=quiet)
+        batch = Batch(prompt_file, output, settings)
+        chats = [task.line for task in batch.tasks if raw and not isinstance(task.prompt, str)]
+        if chats:
+            raise click.UsageError(
+                f"{prompt_file}, line {chats[0]}: messages need the chat template, which --raw turns off."
+            )
+        _run_batch(batch, load, ask, learn_file, show_stats=show_stats, quiet=quiet)
         return
     words = read_prompt(prompt, prompt_file) if ids is None else ""
     if ids is None and not words:
-        raise click.UsageError(f"{EMPTY_PROMPT}.")
+        is_piped = prompt is None and prompt_file is None
+        where = f": standard input has nothing, and {model!r} is MODEL" if is_piped else ""
+        raise click.UsageError(f"{EMPTY_PROMPT}{where}.")
     engine = load()
     asked = ids if ids is not None else as_prompt(engine, words, system, raw)
     with learning_kept(engine, learn_file, quiet=quiet):
@@ -154,12 +168,19 @@ def command(
                 _tell_cut(engine, last, params)
     if show_stats:
         click.echo(describe(last), err=True)
+    _pass_on(last)
+
+
+reworded(
+    command,
+    seed="The same seed gives the same text, whatever the draft. [default: drawn, shown by --stats and --json]",
+)
 
 
 def _run_batch(
     batch: Batch,
     load: Callable[[], Engine],
-    ask: Callable[[Engine, Prompt], tuple[dict[str, Any], Step]],
+    ask: Callable[[Engine, str | Turns], tuple[dict[str, Any], Step]],
     learn_file: Path | None,
     *,
     show_stats: bool,
@@ -169,7 +190,7 @@ def _run_batch(
     engine = load() if batch.open_tasks else None
     ends: list[Step] = []
 
-    def answer(asked: Prompt) -> dict[str, Any]:
+    def answer(asked: str | Turns) -> dict[str, Any]:
         assert engine is not None
         found, last = ask(engine, asked)
         ends.append(last)
@@ -192,12 +213,15 @@ def _alone(argument: str) -> tuple[str, str | None]:
     return named, argument
 
 
-def as_prompt(engine: Engine, words: str, system: str | None, raw: bool) -> Prompt:
-    """Messages for a model with a chat template, the bare text otherwise."""
-    if raw or not (engine.tokenizer.has_chat_template or system is not None):
-        return words
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    return [*messages, {"role": "user", "content": words}]
+def as_prompt(engine: Engine, asked: str | Turns, system: str | None, raw: bool) -> Prompt:
+    """Messages for a model with a chat template, the bare text otherwise; messages with a system turn keep theirs."""
+    if isinstance(asked, str):
+        if raw or not (engine.tokenizer.has_chat_template or system is not None):
+            return asked
+        asked = [{"role": "user", "content": asked}]
+    if system is None or any(turn["role"] == "system" for turn in asked):
+        return asked
+    return [{"role": "system", "content": system}, *asked]
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -218,15 +242,36 @@ def _stream(
 ) -> Step:
     """Print each step's text as it comes, a newline at the end where the text has none; returns the last step."""
     shown, last = "", None
-    for last in first_pass_shown(engine, engine.generate(prompt, params, speculation), quiet=quiet):
+    for last in _steps(engine, prompt, params, speculation, quiet=quiet):
         sys.stdout.write(marked(last) if marks else last.text)
         sys.stdout.flush()
         shown = last.text or shown
     if not shown.endswith("\n"):
         sys.stdout.write("\n")
     assert last is not None
-    engine.learn(last.stats)
+    if last.finish_reason != INTERRUPTED:
+        engine.learn(last.stats)
     return last
+
+
+def _steps(
+    engine: Engine, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams, *, quiet: bool
+) -> Generator[Step, None, None]:
+    """The steps of a request. Where Ctrl-C ends it after the first, one more says so, and brings nothing."""
+    last = None
+    try:
+        for last in first_pass_shown(engine, engine.generate(prompt, params, speculation), quiet=quiet):
+            yield last
+    except KeyboardInterrupt:
+        if last is None:
+            raise
+        yield replace(last, token_ids=[], text="", finish_reason=INTERRUPTED, num_accepted=0, texts=())
+
+
+def _pass_on(last: Step) -> None:
+    """Leave as Ctrl-C does, where it ended the text."""
+    if last.finish_reason == INTERRUPTED:
+        raise KeyboardInterrupt
 
 
 def _tell_cut(engine: Engine, last: Step, params: SamplingParams) -> None:
@@ -246,9 +291,10 @@ def _answer(
 ) -> tuple[dict[str, Any], Step]:
     """Everything about one request, for JSON, and its last step."""
     ids = engine.encode(prompt)
-    steps = list(first_pass_shown(engine, engine.generate(ids, params, speculation), quiet=quiet))
+    steps = list(_steps(engine, ids, params, speculation, quiet=quiet))
     last, stats = steps[-1], steps[-1].stats
-    engine.learn(stats)
+    if last.finish_reason != INTERRUPTED:
+        engine.learn(stats)
     answer = {
         "model": engine.name,
         "draft": engine.draft_name,

@@ -217,6 +217,20 @@ def test_a_prompt_that_cannot_be_meant(prompt: Sequence[str], run_args: Sequence
     offspec(*run_args, *prompt).refusal(2)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--temperature", "hot"), "'hot' is not a valid number"),
+        (("--top-k", "few"), "'few' is not a valid whole number"),
+        (("--stop", ""), "'--stop': it is empty"),
+    ],
+)
+def test_a_refusal_in_the_users_words(
+    flags: Sequence[str], words: str, run_args: Sequence[object], offspec: Offspec
+) -> None:
+    assert words in offspec(*run_args, "hi", *flags).refusal(2)
+
+
 def test_bytes_that_are_no_text(run_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
     latin = "é".encode("latin-1")
     (tmp_path / "latin.txt").write_bytes(latin)

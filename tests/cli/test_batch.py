@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from offspec import Engine
 from offspec.errors import NumericalError
+from offspec.tokenizer import Tokenizer
 
+from ..pair import Pair
 from .conftest import Offspec, Result
 
 GOOD = (
@@ -201,3 +204,42 @@ def test_what_cannot_be_meant(batch: Run, run_args: Sequence[object], offspec: O
     assert "not both" in batch("hi").refusal(2)
     assert "--output takes" in offspec(*run_args, "hi", "--output", tmp_path / "x").refusal(2)
     assert "--color-accepted" in offspec(*run_args, "hi", "--json", "--color-accepted").refusal(2)
+    assert "--color-accepted" in batch("--color-accepted").refusal(2)
+
+
+def test_a_file_without_a_prompt_is_refused(batch: Run, source: Path) -> None:
+    source.write_text("\n")
+    assert f"{source} holds no prompt" in batch().refusal(2)
+
+
+def test_a_system_message_comes_before_messages_that_have_none(batch: Run, pair: Pair, source: Path) -> None:
+    source.write_text(
+        '{"prompt": "hi"}\n{"messages": [{"role": "user", "content": "hi"}]}\n'
+        '{"messages": [{"role": "system", "content": "Sing."}, {"role": "user", "content": "hi"}]}\n'
+    )
+    tokenizer = Tokenizer.load(pair.target)
+    asked = [
+        tokenizer.decode(answer["prompt_token_ids"], skip_special_tokens=False)
+        for answer in records(batch("--system", "Be brief.").out)
+    ]
+    assert asked[0] == asked[1] == "<|system|>Be brief.<|end|><|user|>hi<|end|><|assistant|>"
+    assert asked[2] == "<|system|>Sing.<|end|><|user|>hi<|end|><|assistant|>"
+
+
+def test_messages_are_not_raw(batch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "load", None)
+    assert "line 2: messages need the chat template, which --raw turns off" in batch("--raw").refusal(2)
+
+
+def test_a_text_that_ctrl_c_ended_is_no_answer(batch: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, generate = tmp_path / "answers.jsonl", Engine.generate
+
+    def interrupted(self: Engine, prompt: Any, *args: Any, **more: Any) -> Any:
+        yield from islice(generate(self, prompt, *args, **more), 1 if len(prompt) > 8 else None)
+        if len(prompt) > 8:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "generate", interrupted)
+    result = batch("--output", output, "--stats")
+    assert (result.code, [answer["line"] for answer in records(output.read_text())]) == (130, [1])
+    assert result.err.startswith("batch     1 prompts (1 length), ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,31 @@ def test_a_rate_that_was_not_measured(run_args: Sequence[object], offspec: Offsp
 
 def test_an_empty_prompt_is_refused(run_args: Sequence[object], offspec: Offspec) -> None:
     assert "the prompt is empty" in offspec(*run_args, stdin=b"").refusal(2)
+    assert "'def area(' is MODEL" in offspec("run", "def area(", stdin=b"").refusal(2)
+
+
+@pytest.mark.parametrize("flags", [("--stats",), ("--json",)], ids=" ".join)
+def test_what_is_there_at_ctrl_c_is_told(
+    flags: Sequence[str], run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, generate = run_json(offspec, *run_args, "hi", "--budget", 0), Engine.generate
+
+    def interrupted(self: Engine, *args: Any, **more: Any) -> Any:
+        yield from islice(generate(self, *args, **more), 3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "generate", interrupted)
+    result = offspec(*run_args, "hi", "--budget", 0, *flags)
+    assert result.code == 130
+    if flags == ("--json",):
+        answer = json.loads(result.out)
+        assert (answer.keys(), answer["finish_reason"]) == (KEYS, "interrupted")
+        assert answer["token_ids"] == whole["token_ids"][:3]
+        assert answer["stats"]["num_tokens"] == 3
+        assert (len(answer["text"]) > 0, whole["text"].startswith(answer["text"])) == (True, True)
+    else:
+        assert whole["text"].startswith(result.out.strip("\n"))
+        assert "3 tokens (interrupted)" in result.err
 
 
 JOINT = ("--accept", "joint", "--tau", "0.01", "--beam", "4", "--gamma", "4")
@@ -196,6 +222,21 @@ def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) 
     assert loud.code == 0
     assert "dtype fp32" in loud.err
     assert "dtype" not in offspec(*args).err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("run", ("[default: drawn, shown by --stats and --json]", "torch's own choice")),
+        ("chat", ("whatever the draft. [default: drawn]",)),
+        ("bench", ("whatever the draft. [default: 0]", "(offspec run --learn): read at the start.")),
+        ("plan", ("PATH|auto|lookup|none",)),
+    ],
+)
+def test_help_holds_for_its_command(command: str, words: Sequence[str], offspec: Offspec) -> None:
+    shown = " ".join(offspec(command, "--help").out.split())
+    for text in words:
+        assert text in shown
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "bench", "plan", "quantize", "verify", "doctor", "config"])
