@@ -11,6 +11,8 @@ import click
 
 from .settings import Settings, settable
 
+SECRETS = ("api-key",)  # whose values are not shown: what is printed here is sent with questions
+
 
 @dataclass(frozen=True)
 class Row:
@@ -50,13 +52,18 @@ def command(ctx: click.Context, name: str | None, as_json: bool, verbose: bool) 
     commands = Commands(ctx.find_root())
     if name is not None and name not in commands:
         raise click.UsageError(f"there is no command {name!r}; choose one of {', '.join(commands)}")
-    settings = Settings(commands)
+    faults: list[click.UsageError] = []
+    settings = Settings(commands, on_fault=faults.append)
     rows = list(_rows(settings, commands if name is None else {name: commands[name]}))
     if as_json:
         told = [{"key": r.key, "value": r.value, "source": r.source, "commands": r.commands} for r in rows]
         click.echo(json.dumps({"file": None if settings.file is None else str(settings.file), "settings": told}))
     else:
         click.echo("\n".join([*_head(settings), "", *_table(rows)]))
+    for fault in faults[:-1]:
+        click.echo(f"offspec: {' '.join(fault.message.split())}", err=True)
+    if faults:
+        raise faults[-1]
 
 
 class Commands(Mapping[str, click.Command]):
@@ -91,6 +98,8 @@ def _rows(settings: Settings, commands: Mapping[str, click.Command]) -> Iterator
             source = "default"
             if key in given:
                 value, source = given[key].value, given[key].source
+                if key in SECRETS:
+                    value = "(set)"
             shown = _shown(value)
             values[shown, source] = None if shown == "-" else value
             by_key.setdefault(key, {}).setdefault((shown, source), []).append(name)

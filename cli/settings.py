@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -39,11 +39,22 @@ class Given:
     source: str
 
 
-class Settings:
-    """What the environment and the user's file set. `commands`: every command of the program by its name."""
+def _refuse(fault: click.UsageError) -> None:
+    raise fault
 
-    def __init__(self, commands: Mapping[str, click.Command], environment: Mapping[str, str] = os.environ) -> None:
-        self._commands, self._environment = commands, environment
+
+class Settings:
+    """What the environment and the user's file set."""
+
+    def __init__(
+        self,
+        commands: Mapping[str, click.Command],
+        environment: Mapping[str, str] = os.environ,
+        on_fault: Callable[[click.UsageError], object] = _refuse,
+    ) -> None:
+        """commands: every command of the program by its name. on_fault: told once of what cannot be meant and so is not set."""
+        self._commands, self._environment, self._on_fault = commands, environment, on_fault
+        self._told: set[tuple[str, str]] = set()  # sources and keys of values that several commands refuse
 
     @cached_property
     def file(self) -> Path | None:
@@ -57,19 +68,25 @@ class Settings:
 
     @cached_property
     def given(self) -> list[Given]:
-        """Everything that is set, the strongest first. Raises click.UsageError for a key that no command has."""
-        found = [*self._from_environment(), *self._from_file()]
+        """Everything that is set, the strongest first, but for keys that no command has."""
+        found = [given for given in (*self._from_environment(), *self._from_file()) if self._is_known(given)]
         # The environment before the file, and in each of them what was said to one command before what was said to all.
         return sorted(found, key=lambda given: (given.source == str(self.file), given.command is None))
 
     def for_command(self, name: str) -> dict[str, Given]:
-        """What is set for one command, by the key. Raises click.UsageError for a value that cannot be meant."""
+        """What is set for one command, by the key, but for values that cannot be meant."""
         parameters = settable(self._commands[name])
         found: dict[str, Given] = {}
         for given in self.given:
             if given.command in (None, name) and given.key in parameters and given.key not in found:
-                check(parameters[given.key], given, self._commands[name])
-                found[given.key] = given
+                try:
+                    check(parameters[given.key], given, self._commands[name])
+                except click.UsageError as fault:
+                    if (given.source, given.key) not in self._told:
+                        self._told.add((given.source, given.key))
+                        self._on_fault(fault)
+                else:
+                    found[given.key] = given
         return found
 
     def defaults(self, name: str) -> dict[str, Any]:
@@ -85,19 +102,20 @@ class Settings:
             key = variable.removeprefix(PREFIX).lower().replace("_", "-")
             command, _, rest = key.partition("-")
             if command in self._commands and rest:
-                yield self._known(Given(command, rest, value, variable))
+                yield Given(command, rest, value, variable)
             else:
-                yield self._known(Given(None, key, value, variable))
+                yield Given(None, key, value, variable)
 
     def _from_file(self) -> Iterator[Given]:
         for key, value in self._read().items():
             if not isinstance(value, dict):
-                yield self._known(Given(None, _dashed(key), value, str(self.file)))
-                continue
-            if key not in self._commands:
-                raise click.UsageError(f"{self.file}: there is no command [{key}]{_instead(key, self._commands)}")
-            for inner, given in value.items():
-                yield self._known(Given(key, _dashed(inner), given, str(self.file)))
+                yield Given(None, _dashed(key), value, str(self.file))
+            elif key in self._commands:
+                for inner, given in value.items():
+                    yield Given(key, _dashed(inner), given, str(self.file))
+            else:
+                fault = f"{self.file}: there is no command [{key}]{_instead(key, self._commands)}"
+                self._on_fault(click.UsageError(fault))
 
     def _read(self) -> dict[str, Any]:
         file = self.file
@@ -110,19 +128,21 @@ class Settings:
         try:
             return tomllib.loads(file.read_text(encoding="utf-8-sig"))
         except OSError as exc:
-            raise click.UsageError(f"the settings {file} cannot be read: {exc.strerror}") from exc
+            self._on_fault(click.UsageError(f"the settings {file} cannot be read: {exc.strerror}"))
         except ValueError as exc:  # TOMLDecodeError, and bytes that are not UTF-8
-            raise click.UsageError(f"the settings {file} are not TOML: {exc}") from exc
+            self._on_fault(click.UsageError(f"the settings {file} are not TOML: {exc}"))
+        return {}
 
-    def _known(self, given: Given) -> Given:
+    def _is_known(self, given: Given) -> bool:
         names = self._commands if given.command is None else [given.command]
         keys = {key for name in names for key in settable(self._commands[name])}
         if given.key not in keys:
             of = "no command has" if given.command is None else f"offspec {given.command} does not have"
-            raise click.UsageError(
+            fault = (
                 f"{given.source}: {of} a setting {given.key!r}{_instead(given.key, keys)}; `offspec config` lists them"
             )
-        return given
+            self._on_fault(click.UsageError(fault))
+        return given.key in keys
 
 
 def settable(command: click.Command) -> dict[str, click.Parameter]:

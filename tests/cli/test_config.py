@@ -136,8 +136,10 @@ def test_a_file_that_is_not_there_yet(offspec: Offspec, monkeypatch: pytest.Monk
 )
 def test_what_cannot_be_meant(content: str, words: tuple[str, ...], file: Path, offspec: Offspec) -> None:
     file.write_text(content)
-    for arguments in (("config",), ("run", "builtin", "hi")):
-        message = offspec(*arguments).refusal(2)
+    shown = offspec("config")
+    assert (shown.code, shown.out.splitlines()[0], len(shown.err.splitlines())) == (2, str(file), 1)
+    assert any(line.split()[:3] == ["temperature", "0.0", "default"] for line in shown.out.splitlines())
+    for message in (shown.err, offspec("run", "builtin", "hi").refusal(2)):
         assert str(file) in message
         for word in words:
             assert word in message
@@ -145,16 +147,42 @@ def test_what_cannot_be_meant(content: str, words: tuple[str, ...], file: Path, 
         assert offspec(*help_flags).code == 0
 
 
+def test_everything_that_cannot_be_meant_is_told_beside_what_can(
+    file: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text("temprature = 1\ntemperature = 'hot'\nseed = 5\n")
+    monkeypatch.setenv("OFFSPEC_NONSENSE", "1")
+    result = offspec("config", "run", "--json")
+    assert result.code == 2
+    rows = {row["key"]: row for row in json.loads(result.out)["settings"]}
+    assert (rows["temperature"]["source"], rows["seed"]["value"]) == ("default", 5)
+    first, second, last = result.err.splitlines()
+    assert first.startswith("offspec: OFFSPEC_NONSENSE: no command")
+    assert "'temprature'" in second
+    assert last.startswith(f"Error: {file}: temperature: 'hot' is not a valid number")
+
+
+def test_a_key_is_not_shown(file: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("[serve]\napi-key = 'hush'\n")
+    for flags in ((), ("--json",)):
+        shown = offspec("config", *flags).out
+        assert ("hush" in shown, "(set)" in shown) == (False, True)
+    file.write_text("")
+    assert told(offspec, "serve")["api-key"]["value"] is None
+    monkeypatch.setenv("OFFSPEC_API_KEY", "hush")
+    assert told(offspec, "serve")["api-key"]["value"] == "(set)"
+
+
 def test_variables_that_cannot_be_meant(offspec: Offspec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "no command 'chta'" in offspec("config", "chta").refusal(2)
     monkeypatch.setenv("OFFSPEC_CONFIG", str(tmp_path / "none.toml"))
-    assert "none.toml cannot be read" in offspec("config").refusal(2)
+    assert "none.toml cannot be read" in offspec("config").err
     monkeypatch.setenv("OFFSPEC_CONFIG", "")
     monkeypatch.setenv("OFFSPEC_TEMP", "1")
-    assert "OFFSPEC_TEMP: no command has a setting 'temp'" in offspec("config").refusal(2)
+    assert "OFFSPEC_TEMP: no command has a setting 'temp'" in offspec("config").err
     monkeypatch.delenv("OFFSPEC_TEMP")
     monkeypatch.setenv("OFFSPEC_CHAT_TOP_P", "7")
-    assert "OFFSPEC_CHAT_TOP_P: top-p:" in offspec("config").refusal(2)
+    assert "OFFSPEC_CHAT_TOP_P: top-p:" in offspec("config").err
     assert "OFFSPEC_CHAT_TOP_P" in offspec("chat", stdin=b"").refusal(2)
 
 
