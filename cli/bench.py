@@ -120,7 +120,6 @@ def command(
         if file is not None:
             check_sink(file)
     from offspec.benchmark import WORKLOADS, Workload, measure
-    from offspec.verification import guesses
 
     workloads = list(WORKLOADS)
     if prompt_file is not None:
@@ -129,7 +128,7 @@ def command(
         ]
     tree = max((nodes or 0 for nodes in budgets), default=0)
     engine = load_engine(model, quiet=quiet, verbose=verbose, tree=tree, **options)
-    if not guesses(engine):
+    if not engine.guesses:
         budgets = []
 
     def progress(done: int, total: int) -> None:

@@ -13,7 +13,7 @@ import click
 from offspec import format_seconds
 from offspec.distill_params import DistillParams
 
-from .options import MODEL, MODEL_HELP, load_engine, memory_flags
+from .options import MODEL, MODEL_HELP, Number, WholeNumber, load_engine, memory_flags
 
 P = DistillParams
 
@@ -57,13 +57,13 @@ Examples:
     metavar="FILE",
     help="Learn from this text file instead of what the model writes; may be given several times.",
 )
-@click.option("--steps", type=click.IntRange(1), default=P.steps, show_default=True, metavar="N", help="Of training.")
+@click.option("--steps", type=WholeNumber(1), default=P.steps, show_default=True, metavar="N", help="Of training.")
 @click.option(
-    "--num-texts", type=click.IntRange(1), default=P.num_texts, show_default=True, metavar="N", help="Texts to write."
+    "--num-texts", type=WholeNumber(1), default=P.num_texts, show_default=True, metavar="N", help="Texts to write."
 )
 @click.option(
     "--text-tokens",
-    type=click.IntRange(2),
+    type=WholeNumber(2),
     default=P.text_tokens,
     show_default=True,
     metavar="N",
@@ -71,7 +71,7 @@ Examples:
 )
 @click.option(
     "--batch-texts",
-    type=click.IntRange(1),
+    type=WholeNumber(1),
     default=P.batch_texts,
     show_default=True,
     metavar="N",
@@ -79,7 +79,7 @@ Examples:
 )
 @click.option(
     "--temperature",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, min_open=True),
     default=P.temperature,
     show_default=True,
     metavar="T",
@@ -87,7 +87,7 @@ Examples:
 )
 @click.option(
     "--learning-rate",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, min_open=True),
     default=P.learning_rate,
     show_default=True,
     metavar="R",
@@ -100,7 +100,7 @@ Examples:
     show_default=True,
     help="Begin with a copy of the layer that comes next, or of the last one, which learns faster.",
 )
-@click.option("--seed", type=click.IntRange(0), default=P.seed, show_default=True, metavar="S", help="Of all of it.")
+@click.option("--seed", type=WholeNumber(0), default=P.seed, show_default=True, metavar="S", help="Of all of it.")
 @click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
 @click.option("--device", default="auto", metavar="auto|cpu|cuda[:N]", help="Where to compute. [default: auto]")

@@ -17,6 +17,7 @@ from offspec.errors import TokenizerError, UsageError
 from .options import (
     MODEL,
     MODEL_HELP,
+    WholeNumber,
     check_draft,
     learning_kept,
     learning_options,
@@ -57,7 +58,7 @@ Examples:
     help="Where to listen; 0.0.0.0 lets other machines in.",
 )
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, metavar="N", help="0 takes a free one."
+    "--port", type=WholeNumber(0, 65535), default=8080, show_default=True, metavar="N", help="0 takes a free one."
 )
 @click.option("--api-key", metavar="KEY", help="Refuse requests that do not bear this key.")
 @loading_options

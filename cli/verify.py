@@ -154,7 +154,7 @@ def command(
     **loading: Any,
 ) -> None:
     from offspec import builtin
-    from offspec.verification import guesses, settings_of, verify
+    from offspec.verification import settings_of, verify
 
     settings = settings_of(temperatures, top_p, budgets, scorings, drafts)
     if prompt_file is None:
@@ -167,7 +167,7 @@ def command(
             click.echo("offspec: dtype fp32 (text is exact to the token)", err=True)
     tree = max(nodes or 0 for nodes in budgets)
     engine = load_engine(model, quiet=quiet, verbose=verbose, dtype=dtype, tree=tree, **loading)
-    if not guesses(engine) and "random" in drafts:
+    if not engine.guesses and "random" in drafts:
         settings = [setting for setting in settings if setting.draft == "random"]
         if "own" in drafts and not quiet:
             click.echo("offspec: without a --draft nothing guesses, so only the random one is verified", err=True)

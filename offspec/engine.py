@@ -416,6 +416,11 @@ class Engine:
             found.append(self._recycling)
         return found
 
+    @property
+    def guesses(self) -> bool:
+        """Whether anything does: a draft, what is looked up in its stead, or texts to look up in."""
+        return self.draft is not None or self.draft_name is not None or self.lookup_index is not None
+
     def sharpness(self, *, greedy: bool) -> float:
         """The sharpness fitted so far (see `scheduler.draft`)."""
         return self._calibration.sharpness(greedy=greedy).value

@@ -178,15 +178,10 @@ def verify(
     return report
 
 
-def guesses(engine: Engine) -> bool:
-    """Whether anything guesses for the engine: a draft, what is looked up in its stead, or texts to look up in."""
-    return engine.draft is not None or engine.draft_name is not None or engine.lookup_index is not None
-
-
 def _with_draft(engine: Engine, draft: str) -> Engine:
     if draft == "random":
         return engine.with_draft(_random_draft(engine), "random")
-    if not guesses(engine):
+    if not engine.guesses:
         raise UsageError("there is nothing of its own that guesses: give --draft, or use --drafts random")
     return engine
 
