@@ -146,8 +146,8 @@ def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkey
     [
         (24, Grant(), []),
         (24, Grant(vram=24 * GIB, ram=64 * GIB), []),
-        (24, Grant(vram=80 * GIB), ["--vram 80.0 GiB is more than the 24.0 GiB that are free; no more is used"]),
-        (None, Grant(ram=99 * GIB), ["--ram 99.0 GiB is more than the 64.0 GiB that are free; no more is used"]),
+        (24, Grant(vram=80 * GIB), ["--vram 80 GiB is more than the 24 GiB that are free; no more is used"]),
+        (None, Grant(ram=99 * GIB), ["--ram 99 GiB is more than the 64 GiB that are free; no more is used"]),
         (None, Grant(vram=1 * GIB), ["--vram says nothing here: the CPU computes"]),
     ],
 )
