@@ -18,7 +18,7 @@ from offspec.errors import OffspecError, StorageError, UsageError
 from offspec.storage import check_writable
 
 from .options import read_file
-from .terminal import is_watched
+from .terminal import is_watched, show_line
 
 Answer = dict[str, Any]
 Turns = list[dict[str, str]]
@@ -123,7 +123,7 @@ class Batch:
         with _Sink(self.output, self._num_bytes) as sink:
             for number, task in enumerate(tasks, 1):
                 if shows:
-                    click.echo(f"\r\x1b[Kprompt {number} of {len(tasks)}", err=True, nl=False)
+                    show_line(f"prompt {number} of {len(tasks)}")
                 try:
                     found = answer(task.prompt)
                 except OffspecError as exc:
@@ -132,7 +132,7 @@ class Batch:
                     continue
                 sink.write({"line": task.line, **task.content, **found, "settings": dict(self._settings)})
         if shows:
-            click.echo("\r\x1b[K", err=True, nl=False)
+            show_line()
         if self.errors:
             lines = ", ".join(map(str, sorted(self.errors)))
             again = "" if self.output is None else "; correct them and give the same command again"

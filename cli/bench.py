@@ -31,7 +31,7 @@ from .options import (
     several_budgets,
     speculation_options,
 )
-from .terminal import columns, is_watched
+from .terminal import columns, is_watched, show_line
 
 if TYPE_CHECKING:
     from offspec.benchmark import Figure, Report, Row
@@ -133,7 +133,7 @@ def command(
 
     def progress(done: int, total: int) -> None:
         if is_watched() and not quiet:
-            click.echo(f"\r\x1b[K{f'run {done + 1} of {total}' if done < total else ''}", err=True, nl=False)
+            show_line(f"run {done + 1} of {total}" if done < total else "")
 
     ways = [replace(speculation, accept="exact", budget=nodes) for nodes in budgets]
     ways += [speculation] * speculation.is_lossy

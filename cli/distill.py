@@ -14,6 +14,7 @@ from offspec import format_seconds
 from offspec.distill_params import DistillParams
 
 from .options import MODEL, MODEL_HELP, Number, WholeNumber, load_engine, memory_flags
+from .terminal import show_line
 
 P = DistillParams
 
@@ -184,7 +185,7 @@ class ProgressLine:
         left = ""
         if done > self._first:
             left = f", {format_seconds((total - done) * (now - self._began) / (done - self._first))} left"
-        click.echo(f"\r\x1b[K{what}: {done} of {total}{left}", err=True, nl=False)
+        show_line(f"{what}: {done} of {total}{left}")
 
     def clear(self) -> None:
-        click.echo("\r\x1b[K", err=True, nl=False)
+        show_line()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from offspec import __version__, format_quantity, format_size
+
+from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
     from offspec.diagnosis import Diagnosis
@@ -50,17 +51,17 @@ Example:
 def command(device: str, path: Path | None, quick: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
     from offspec.diagnosis import diagnose
 
-    shows_progress = not quiet and not quick and sys.stderr.isatty()
+    shows_progress = not quiet and not quick and is_watched()
 
     def progress(what: str) -> None:
         if shows_progress:
-            click.echo(f"\r{f'measuring {what} ...':<32}", err=True, nl=False)
+            show_line(f"measuring {what} ...")
 
     try:
         found = diagnose(device, path, quick=quick, progress=progress)
     finally:
         if shows_progress:
-            click.echo(f"\r{'':<32}\r", err=True, nl=False)
+            show_line()
     if as_json:
         click.echo(json.dumps({"version": __version__, **found.as_dict()}))
     else:

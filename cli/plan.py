@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +12,7 @@ from click.core import ParameterSource
 from offspec import PLAN_FORMATS, format_seconds, format_size
 
 from .options import MODEL, MODEL_HELP, ModelName, memory_flags, model_flags, size
+from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
     from offspec.outlook import Outlook
@@ -69,8 +69,8 @@ def command(model: str, disk_rate: int | None, as_json: bool, quiet: bool, verbo
     from offspec.outlook import look_ahead
 
     def progress(what: str) -> None:
-        if sys.stderr.isatty() and not quiet:
-            click.echo(f"\r\x1b[Kmeasuring {what}" if what else "\r\x1b[K", err=True, nl=False)
+        if is_watched() and not quiet:
+            show_line(f"measuring {what}" if what else "")
 
     outlook = look_ahead(model, disk_bytes_per_s=disk_rate, widths=WIDTHS, progress=progress, **options)
     progress("")

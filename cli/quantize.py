@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -14,6 +12,7 @@ from offspec import CONVERT_FORMATS, ConvertParams, format_quantity, format_seco
 from offspec.errors import OffspecError
 
 from .options import MODEL
+from .terminal import is_watched, show_line
 
 
 @click.command(
@@ -68,7 +67,7 @@ def command(
     if revision is not None and Path(src).expanduser().is_dir():
         raise click.UsageError("--revision belongs to a hub id, and SRC is a folder.")
     start = time.monotonic()
-    bar = ProgressLine() if sys.stderr.isatty() and not quiet else None
+    bar = ProgressLine() if is_watched() and not quiet else None
     try:
         params = ConvertParams(form, double_quant)
         done = convert(src, dst.expanduser(), params, revision=revision, progress=bar)
@@ -113,7 +112,7 @@ class ProgressLine:
             return
         self._shown = now
         percent, total = 100 * bytes_done // max(1, bytes_total), format_quantity(bytes_total, "B")
-        _show(f"\r\x1b[K{percent} % of {total}{self._left(now, bytes_done, bytes_total)}")
+        show_line(f"{percent} % of {total}{self._left(now, bytes_done, bytes_total)}")
 
     def _left(self, now: float, bytes_done: int, bytes_total: int) -> str:
         assert self._start is not None
@@ -123,9 +122,4 @@ class ProgressLine:
         return f", {format_seconds((bytes_total - bytes_done) * seconds / nbytes)} left"
 
     def clear(self) -> None:
-        _show("\r\x1b[K")
-
-
-def _show(text: str) -> None:
-    with suppress(OSError):  # the terminal may be gone, and hours of work need not go with it
-        click.echo(text, err=True, nl=False)
+        show_line()

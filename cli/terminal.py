@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,12 @@ UNDERLINED = "\x1b[4m"
 def is_watched() -> bool:
     """Whether there is a terminal on stderr."""
     return sys.stderr is not None and sys.stderr.isatty()
+
+
+def show_line(text: str = "") -> None:
+    """In place of the line that was shown so last. A terminal that is gone takes no work of hours with it."""
+    with suppress(OSError):
+        click.echo(f"\r\x1b[K{text}", err=True, nl=False)
 
 
 def columns() -> int:
@@ -125,10 +132,10 @@ class PassLine:
     def _watch(self) -> None:
         shown, wait_s = False, FIRST_LOOK_S
         while not self._stop.wait(wait_s):
-            click.echo(f"\r\x1b[K{self.text(time.monotonic())[: columns() - 1]}", err=True, nl=False)
+            show_line(self.text(time.monotonic())[: columns() - 1])
             shown, wait_s = True, LOOK_EVERY_S
         if shown:
-            click.echo("\r\x1b[K", err=True, nl=False)
+            show_line()
 
     def text(self, now: float) -> str:
         """The line as it is at the monotonic time `now`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from .options import (
     several,
     several_budgets,
 )
+from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
     from offspec.verification import Report
@@ -173,8 +173,8 @@ def command(
             click.echo("offspec: without a --draft nothing guesses, so only the random one is verified", err=True)
 
     def progress(done: int, total: int) -> None:
-        if not quiet and sys.stderr.isatty():
-            click.echo(f"\r{done}/{total} settings", err=True, nl=done == total)
+        if not quiet and is_watched():
+            show_line(f"{done}/{total} settings" if done < total else "")
 
     report = verify(
         engine,

@@ -70,8 +70,8 @@ def test_progress_for_who_watches(
 ) -> None:
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True)
     result = offspec("doctor", "--device", "cpu", *flags)
-    assert result.err.startswith("\rmeasuring disk ...") == shown
-    assert result.err.endswith("\r") == shown
+    assert result.err.startswith("\r\x1b[Kmeasuring disk ...") == shown
+    assert result.err.endswith("\r\x1b[K") == shown
 
 
 @pytest.mark.parametrize("found", [DESKTOP, CPU_ONLY])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ def test_marks_are_for_terminals(run_args: Sequence[object], offspec: Offspec, m
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(terminal, "shows_colors", lambda: True)
     monkeypatch.setattr("offspec.cli.run.shows_colors", lambda: True)
-    shown = offspec(*run_args, "hi", "--color-accepted")
+    shown = offspec(*run_args, "hi", "--color-accepted", "--budget", "16")  # where it is found nothing may pay
     assert re.sub(r"\x1b\[[0-9;]*m", "", shown.out) == plain.out
     assert "\x1b[32m" in shown.out
     assert "\x1b[1;33m" in shown.out
@@ -143,3 +144,11 @@ def test_a_model_that_is_there_at_once_has_no_bar(
     monkeypatch.setattr(terminal, "SMALL_LOAD_BYTES", 0)
     assert "loading" in offspec(*run_args, "hi").err
     assert offspec(*run_args, "hi", "-q").err == ""
+
+
+def test_a_terminal_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*args: Any, **options: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(terminal.click, "echo", gone)
+    terminal.show_line("step 1 of 9")
