@@ -103,9 +103,8 @@ def command(
     settings = Values(ctx.command, values)
     speculation = settings.params()[1]
     check_draft(speculation, options["draft"])  # refused before gigabytes are read
-    _check_template(model)
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
-    engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
+    engine = load_engine(model, quiet=quiet, verbose=verbose, chats=True, **options)
     from offspec.session import Session
 
     session = Session(engine, system, drops_oldest=when_full == "drop", tell=partial(_note, quiet=quiet))
@@ -124,15 +123,6 @@ def command(
         num_errors = chat.talk(lines)
     if num_errors and not on_terminal:
         raise OffspecError(f"{num_errors} of the lines could not be done; they are named above")
-
-
-def _check_template(model: str) -> None:
-    """Refuse a folder whose model cannot chat; of a hub id that is known when it is loaded."""
-    from offspec.tokenizer import Tokenizer
-
-    folder = Path(model).expanduser()
-    if model != "builtin" and (folder / "tokenizer.json").is_file():
-        Tokenizer.load(folder).check_chat_template()
 
 
 def _setting_names() -> set[str]:

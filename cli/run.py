@@ -128,7 +128,7 @@ def command(
         raise click.UsageError("--output takes the answers to a --prompt-file that ends with .jsonl.")
     if learn and learn_file is None and not is_batch:
         raise click.UsageError("--learn learns for the next prompt: give --learn-file FILE, or a .jsonl --prompt-file.")
-    options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
+    options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget, "chats": system is not None}
     load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
     if is_batch:
         assert prompt_file is not None

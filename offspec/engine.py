@@ -147,6 +147,7 @@ class Engine:
         learn: bool = False,
         learn_file: str | Path | None = None,
         exit_file: str | Path | None = None,
+        chats: bool = False,
     ) -> Engine:
         """Load MODEL (a folder, a hub id, or `builtin`) and its draft; what does not fit in memory is streamed.
 
@@ -158,6 +159,7 @@ class Engine:
         a larger budget will be asked for than is found by itself. synchronous: read each streamed layer
         when it is needed (the ring's plain twin). progress(bytes_done, bytes_total) follows the loading of what stays.
         learn: the draft may learn between requests (`learn`). learn_file: what it learnt before; without `learn` it must be there.
+        chats: it will be given messages; a model without a chat template is refused before its weights are read.
         What was chosen automatically stands in `notes`, with its reason, where everything went in `plan`.
         Raises OffspecError's children for whatever cannot be loaded or does not fit together.
         """
@@ -169,6 +171,8 @@ class Engine:
         place = choose_device(device, notes)
         # Headers and tokenizers of both first, so that what cannot work is refused before gigabytes are read.
         pair = open_pair(model, draft, revision=revision, dtype=dtype, device_type=place.type, notes=notes)
+        if chats:
+            pair.tokenizer.check_chat_template()
         learn_file, exit_file = (None if file is None else Path(file) for file in (learn_file, exit_file))
         learns = learn or learn_file is not None
         if learns:

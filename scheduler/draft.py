@@ -183,9 +183,8 @@ class ModelDrafter:
         self._model_depth = min(self._max_depth, self._model.max_context - len(text))
         self._sent = np.empty(0, dtype=np.int64)
         if self._max_depth > 0 and self._controller.limit > 0:
-            is_priced = (
-                self._params.budget is None
-            )  # with a budget that is given trees depend on nothing that is measured
+            # With a budget that is given trees depend on nothing that is measured.
+            is_priced = self._params.budget is None
             due = [each for each in self._guessers if not is_priced or each.is_due(self._going.value)]
             asked = [(each, self._ask(each)) for each in due]
             if self._model_depth > 0 and self._is_worth_a_root():

@@ -273,8 +273,10 @@ def test_what_cannot_chat_is_refused_before_it_is_loaded(
 ) -> None:
     folder = variant(pair.target, tmp_path / "model")
     (folder / "tokenizer_config.json").unlink()
-    monkeypatch.setattr(chat_module, "load_engine", None)
+    monkeypatch.setattr("offspec.engine.load_decoder", None)
     assert "chat template" in offspec("chat", folder, "--draft", "none", stdin=b"hi\n").refusal(1)
+    assert "chat template" in offspec("run", folder, "hi", "--draft", "none", "--system", "be brief").refusal(1)
+    monkeypatch.setattr(chat_module, "load_engine", None)
     assert "temperature" in offspec("chat", pair.target, "--temperature", "-1", stdin=b"hi\n").refusal(2)
     assert "when-full" in offspec("chat", pair.target, "--when-full", "go", stdin=b"hi\n").refusal(2)
 
