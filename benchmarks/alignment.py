@@ -4,7 +4,7 @@
 
 Prompts are pieces of a folder's text files, by default the C headers of this Python; every fourth file is held out, and what
 is measured is what follows its pieces: by the draft alone, which only `--learn` changes; corrected by what is recalled of the
-target within these texts (`offspec.recall`); and with lookup besides. With --recurring it is the same prompts that are
+target within these texts (`offspec.drafts.recall`); and with lookup besides. With --recurring it is the same prompts that are
 learnt from, with other seeds, as where requests come again. Their texts must be the same whatever was learnt. Times are those of
 this machine, and how much is learnt in them (`AlignmentParams.most_share`) depends on it a little. The last line is JSON.
 `benchmarks/specialise.py` makes a --model that knows a domain, which the built-in draft does not.
@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.align import Aligner, AlignmentParams
+from offspec.training.online import Aligner, AlignmentParams
 
 FIRST_SEED = 1000  # of the requests that are learnt from; those that are measured have the first ones
 

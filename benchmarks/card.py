@@ -40,12 +40,9 @@ from torch import Tensor
 from benchmarks.grow import SHAPES, Layout, Shape, grow
 from benchmarks.streaming import OneLayer, star
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.attention import attend
-from offspec.config import read_config
+from offspec.checkpoints.opening import ModelFiles, Note, choose_device
 from offspec.engine import load_decoder
 from offspec.errors import UsageError
-from offspec.files import ModelFiles, Note, choose_device
-from offspec.graphs import WIDTHS, TreeGraphs
 from offspec.loaders.checkpoint import Checkpoint, TensorInfo, read_config_json, read_header
 from offspec.loaders.courier import bring
 from offspec.loaders.cuda import device_bytes, limit_memory, pin, release_memory, unpin
@@ -58,13 +55,16 @@ from offspec.loaders.readers import HostBuffer
 from offspec.loaders.tiers import StoredModel, TieredWeights
 from offspec.loaders.units import GIB, format_size, parse_size
 from offspec.loaders.weights import LAYER_PREFIX
-from offspec.model import EMBEDDING, CachedDecoder, Decoder
-from offspec.planning import Grant, Plan, all_resident, make_plan, settle_fused, with_more
+from offspec.model.attention import attend
+from offspec.model.config import read_config
+from offspec.model.cuda_graphs import WIDTHS, TreeGraphs
+from offspec.model.decoder import EMBEDDING, CachedDecoder, Decoder
+from offspec.planning.out_of_memory import Loading, with_fewer_residents
+from offspec.planning.plan import Grant, Plan, all_resident, make_plan, settle_fused, with_more
 from offspec.scheduler.draft import log_normalisers
 from offspec.scheduler.params import MAX_NODES
 from offspec.scheduler.sampling import gumbel
-from offspec.shortage import Loading, with_fewer_residents
-from offspec.tokenizer import Tokenizer
+from offspec.text.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 CONTEXT = 1024

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from benchmarks.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.early_exit import EarlyExit, SharedDraft, Trunk
+from offspec.drafts.early_exit import EarlyExit, SharedDraft, Trunk
 from offspec.engine import Prompt
 from offspec.loaders.formats import dense
-from offspec.model import Decoder
+from offspec.model.decoder import Decoder
 from offspec.scheduler.budget import THOMPSON_WIDTH, Controller, FixedBudget, Prospect, ThompsonSampling
 from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.costs import Costs as LearntCosts

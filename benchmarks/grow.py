@@ -38,7 +38,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from offspec import builtin
-from offspec.config import ModelConfig, read_config
 from offspec.errors import OffspecError, UsageError
 from offspec.loaders.checkpoint import INDEX_FILE, Checkpoint, read_header
 from offspec.loaders.convert import quantization_config
@@ -46,6 +45,7 @@ from offspec.loaders.formats import pack_4bit
 from offspec.loaders.params import ConvertParams
 from offspec.loaders.shards import Piece, write_shard
 from offspec.loaders.weights import LAYER_PREFIX
+from offspec.model.config import ModelConfig, read_config
 
 SPREAD = 0.02  # standard deviation of weights that mean nothing, as models are initialised
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

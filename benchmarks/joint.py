@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.benchmark import token_log_likelihoods
+from offspec.tools.benchmark import token_log_likelihoods
 
 ODD = 0.01
 

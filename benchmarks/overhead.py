@@ -24,8 +24,8 @@ from unittest.mock import patch
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.model import CachedDecoder, RowLogits
-from offspec.recall import RecallingText
+from offspec.drafts.recall import RecallingText
+from offspec.model.decoder import CachedDecoder, RowLogits
 from offspec.scheduler.draft import ModelDrafter
 
 

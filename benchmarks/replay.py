@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.engine import Prompt
-from offspec.model import CachedDecoder
+from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.draft import Drafter, Hindsight, TreeModel
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, BoolArray, IntArray, TokenTree

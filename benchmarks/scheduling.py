@@ -26,8 +26,8 @@ import numpy as np
 from benchmarks import repetition, rules
 from benchmarks.replay import ClockedHindsight, ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.model import CachedDecoder, random_decoder
-from offspec.recall import Recall, RecallingText
+from offspec.drafts.recall import Recall, RecallingText
+from offspec.model.decoder import CachedDecoder, random_decoder
 from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.costs import Costs as LearntCosts
 from offspec.scheduler.draft import Drafter, ModelDrafter

@@ -32,9 +32,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from offspec.config import read_config
+from offspec.checkpoints.opening import ModelFiles
 from offspec.engine import load_decoder
-from offspec.files import ModelFiles
 from offspec.loaders.formats import Weight
 from offspec.loaders.hardware import read_hardware
 from offspec.loaders.measure import measure_rates
@@ -43,8 +42,9 @@ from offspec.loaders.records import Extent
 from offspec.loaders.tiers import TieredWeights
 from offspec.loaders.units import format_size, parse_size
 from offspec.loaders.weights import WeightSource
-from offspec.model import EMBEDDING, CachedDecoder, Decoder
-from offspec.planning import Grant, plan_here
+from offspec.model.config import read_config
+from offspec.model.decoder import EMBEDDING, CachedDecoder, Decoder
+from offspec.planning.plan import Grant, plan_here
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],

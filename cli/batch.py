@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import click
 
+from offspec.checkpoints.atomic_files import check_writable
 from offspec.errors import OffspecError, StorageError, UsageError
-from offspec.storage import check_writable
 
 from .options import read_file
 from .terminal import is_watched, show_line

@@ -34,7 +34,7 @@ from .options import (
 from .terminal import columns, is_watched, show_line
 
 if TYPE_CHECKING:
-    from offspec.benchmark import Figure, Report, Row
+    from offspec.tools.benchmark import Figure, Report, Row
 
 PLOT_SUFFIXES = (".png", ".svg")
 MAX_NEW_TOKENS = 64
@@ -119,7 +119,7 @@ def command(
     for file in (csv_file, plot_file):
         if file is not None:
             check_sink(file)
-    from offspec.benchmark import WORKLOADS, Workload, measure
+    from offspec.tools.benchmark import WORKLOADS, Workload, measure
 
     workloads = list(WORKLOADS)
     if prompt_file is not None:

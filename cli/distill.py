@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from offspec import format_seconds
-from offspec.distill_params import DistillParams
+from offspec.training.distill_params import DistillParams
 
 from .options import MODEL, MODEL_HELP, Number, WholeNumber, load_engine, memory_flags
 from .terminal import show_line
@@ -134,8 +134,8 @@ def command(
     **settings: Any,
 ) -> None:
     params = DistillParams(**settings)
-    from offspec.distillation import distill
-    from offspec.files import open_target
+    from offspec.checkpoints.opening import open_target
+    from offspec.training.distillation import distill
 
     loading = {"revision": revision, "device": device, "dtype": dtype, "vram": vram, "ram": ram, "context": context}
     engine = load_engine(model, quiet=quiet, verbose=verbose, draft="none", **loading)

@@ -15,7 +15,7 @@ from offspec import __version__, format_quantity, format_size
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
-    from offspec.diagnosis import Diagnosis
+    from offspec.tools.diagnosis import Diagnosis
 
 Row = tuple[str, str, str]  # label, what, where that comes from
 MAX_COLUMNS, NARROW = 100, 50
@@ -49,7 +49,7 @@ Example:
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 @click.option("-v", "--verbose", is_flag=True, help="Traceback on errors.")
 def command(device: str, path: Path | None, quick: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
-    from offspec.diagnosis import diagnose
+    from offspec.tools.diagnosis import diagnose
 
     shows_progress = not quiet and not quick and is_watched()
 

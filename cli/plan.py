@@ -15,7 +15,7 @@ from .options import MODEL, MODEL_HELP, ModelName, memory_flags, model_flags, si
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
-    from offspec.outlook import Outlook
+    from offspec.planning.forecast import Outlook
 
 WIDTHS = (1, 16, 64, 256, 512)
 
@@ -66,7 +66,7 @@ def command(model: str, disk_rate: int | None, as_json: bool, quiet: bool, verbo
         raise click.UsageError(
             f"--gpu {options['gpu']} and --device {options['device']} both say what computes; leave one out."
         )
-    from offspec.outlook import look_ahead
+    from offspec.planning.forecast import look_ahead
 
     def progress(what: str) -> None:
         if is_watched() and not quiet:
@@ -114,7 +114,7 @@ def _gains(outlook: Outlook) -> list[str]:
         return []
     if not outlook.gains:
         return ["", "8 GiB more of memory would bring nothing."]
-    from offspec.outlook import GAIN_WIDTH
+    from offspec.planning.forecast import GAIN_WIDTH
 
     now = format_seconds(outlook.plan.predict_pass_s(outlook.rates, GAIN_WIDTH))
     lines = [

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from offspec.errors import StorageError
 
 if TYPE_CHECKING:
-    from offspec.benchmark import Report
+    from offspec.tools.benchmark import Report
 
 PARTS = ("draft", "target", "rest")
 

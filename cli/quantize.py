@@ -89,7 +89,7 @@ def command(
 
 def _warn_of_a_model_not_run(folder: Path) -> None:
     """What is made is good for transformers all the same, so it is no failure."""
-    from offspec.files import ModelFiles
+    from offspec.checkpoints.opening import ModelFiles
 
     try:
         ModelFiles.open(folder, "auto", "cpu", [])

@@ -26,7 +26,7 @@ from .options import (
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
-    from offspec.verification import Report
+    from offspec.tools.verification import Report
 
 BUILTIN_PROMPTS = 20  # of the held-out ones: with all settings that is minutes, not half an hour
 
@@ -154,7 +154,7 @@ def command(
     **loading: Any,
 ) -> None:
     from offspec import builtin
-    from offspec.verification import settings_of, verify
+    from offspec.tools.verification import settings_of, verify
 
     settings = settings_of(temperatures, top_p, budgets, scorings, drafts)
     if prompt_file is None:

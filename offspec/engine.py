@@ -39,16 +39,18 @@ from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, Sequoia
 from offspec.scheduler.tree import TokenTree
 from offspec.scheduler.verify import Logits, Verdict, exact_walk
 
-from .align import Aligner, Listener, check_learning, open_aligner
-from .alongside import alongside
-from .corpus import open_index
-from .early_exit import EarlyExit, shared_text
+from .background import alongside
+from .checkpoints.exit_layers import ExitFile
+from .checkpoints.opening import LOOKUP, SELF, ModelFiles, Note, choose_device, open_pair
+from .drafts.early_exit import EarlyExit, shared_text
+from .drafts.recall import Recall, RecallingText
 from .errors import ContextLengthError, MemoryLimitError, UsageError
-from .exit_files import ExitFile
-from .files import LOOKUP, SELF, ModelFiles, Note, choose_device, open_pair
-from .graphs import TreeGraphs, is_static
-from .model import EMBEDDING, CachedDecoder, Decoder, RowLogits
-from .planning import (
+from .model.cuda_graphs import TreeGraphs, is_static
+from .model.decoder import EMBEDDING, CachedDecoder, Decoder, RowLogits
+from .model.text_caches import TextCaches
+from .planning.out_of_memory import Loading, first_line, with_fewer_residents
+from .planning.out_of_memory import explain as explain_shortage
+from .planning.plan import (
     Beside,
     Grant,
     Plan,
@@ -60,12 +62,10 @@ from .planning import (
     quick_rates,
     settle_fused,
 )
-from .recall import Recall, RecallingText
-from .shortage import Loading, first_line, with_fewer_residents
-from .shortage import explain as explain_shortage
 from .stats import Stats, peak_host_bytes
-from .text_caches import TextCaches
-from .tokenizer import TextStream, Tokenizer
+from .text.lookup_files import open_index
+from .text.tokenizer import TextStream, Tokenizer
+from .training.online import Aligner, Listener, check_learning, open_aligner
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]

@@ -18,12 +18,12 @@ from typing import Any
 
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 
+from .checkpoints.atomic_files import write_atomically
 from .engine import Engine, Message, Step
 from .errors import ContextLengthError, OffspecError, StorageError, UsageError
+from .model.text_caches import TextCaches
 from .stats import Stats
-from .storage import write_atomically
-from .text_caches import TextCaches
-from .tokenizer import Tokenizer
+from .text.tokenizer import Tokenizer
 
 FILE_FORMAT, FILE_VERSION = "offspec chat", 1
 SPARE_SHARE = 4  # of the context: the most that is kept free for a reply, and what is freed where it is full

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from offspec.checkpoints.opening import ModelFiles
 from offspec.engine import load_decoder
-from offspec.files import ModelFiles
 from offspec.loaders.formats import Weight
 from offspec.loaders.weights import WeightSource
-from offspec.model import Decoder
-from offspec.planning import all_resident
+from offspec.model.decoder import Decoder
+from offspec.planning.plan import all_resident
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

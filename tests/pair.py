@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from offspec.config import read_config
-from offspec.model import LAYER_PREFIX
+from offspec.model.config import read_config
+from offspec.model.decoder import LAYER_PREFIX
 
 CONTEXT = 128
 VOCAB_SIZE = 320  # more than the tokenizer has: padding

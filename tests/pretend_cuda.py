@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from offspec import graphs
 from offspec.loaders import courier
+from offspec.model import cuda_graphs as graphs
 
 CUDA = torch.device("cuda:0")
 TOTAL_BYTES = 24 * 2**30

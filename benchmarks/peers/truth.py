@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.verification import NEAR_TIE
+from offspec.tools.verification import NEAR_TIE
 
 GAP = NEAR_TIE[torch.bfloat16]  # in logits
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.grow import SHAPES, Layout, Shape, grow
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.config import read_config
 from offspec.errors import UsageError
 from offspec.loaders.checkpoint import Checkpoint
 from offspec.loaders.formats import dense, stored_weights
+from offspec.model.config import read_config
 
 SOURCE = builtin.path("target")
 # As 7B: a quarter of the state, KV heads twice. As 70B: the state twice over, several query heads to a KV head, idle heads.

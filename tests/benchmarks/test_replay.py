@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from benchmarks.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, is_true, record, replay, walk
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.model import CachedDecoder
-from offspec.recall import Recall, RecallingText
+from offspec.drafts.recall import Recall, RecallingText
+from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
 from offspec.scheduler.sampling import Sampler

@@ -12,7 +12,7 @@ import pytest
 
 from offspec import Engine
 from offspec.errors import NumericalError
-from offspec.tokenizer import Tokenizer
+from offspec.text.tokenizer import Tokenizer
 
 from ..pair import Pair
 from .conftest import Offspec, Result

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from offspec import Engine
-from offspec.benchmark import Acceptance, Report
 from offspec.cli.bench import table
+from offspec.tools.benchmark import Acceptance, Report
 
 from ..offspec.test_benchmark import REPORT
 from ..pair import Pair

@@ -17,7 +17,7 @@ SMALL = ("--steps", 4, "--num-texts", 16, "--text-tokens", 8, "--device", "cpu")
 def exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's data folder for exit layers."""
     folder = tmp_path / "exits"
-    monkeypatch.setattr("offspec.exit_files.exits_folder", lambda: folder)
+    monkeypatch.setattr("offspec.checkpoints.exit_layers.exits_folder", lambda: folder)
     return folder
 
 
@@ -54,7 +54,7 @@ def test_mistakes_are_one_line(pair: Pair, offspec: Offspec) -> None:
 
 
 def test_ctrl_c_says_how_to_go_on(pair: Pair, offspec: Offspec, exits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offspec.distillation import Trainer
+    from offspec.training.distillation import Trainer
 
     asked = ("distill", pair.target, "--exit-layer", 1, *SMALL)
     with monkeypatch.context() as patch:

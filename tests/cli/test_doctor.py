@@ -28,7 +28,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         progress("disk")
         return MEASURED
 
-    monkeypatch.setattr("offspec.diagnosis.measure_rates", measure)
+    monkeypatch.setattr("offspec.tools.diagnosis.measure_rates", measure)
 
 
 @pytest.mark.usefixtures("measured")

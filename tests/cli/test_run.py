@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.tokenizer import Tokenizer
+from offspec.text.tokenizer import Tokenizer
 
 from ..pair import Pair, variant
 from .conftest import Offspec

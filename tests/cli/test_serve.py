@@ -24,7 +24,7 @@ from offspec.cli.serve import listening
 from offspec.cli.server import Service, application, is_loopback
 from offspec.errors import MemoryLimitError, NumericalError
 from offspec.session import Turn, turns_of
-from offspec.tokenizer import Tokenizer
+from offspec.text.tokenizer import Tokenizer
 
 from ..pair import CONTEXT, Pair, variant
 from .conftest import Offspec, finish, start

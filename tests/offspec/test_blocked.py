@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams, SpeculationParams, planning
+from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.loaders.blocked import BlockedMatrix, is_supported
-from offspec.model import CachedDecoder
+from offspec.model.decoder import CachedDecoder
+from offspec.planning import plan as planning
 
 from ..pair import Pair, build_pair
 

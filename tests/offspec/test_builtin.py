@@ -9,8 +9,8 @@ import pytest
 
 from offspec import Engine, SamplingParams, builtin
 from offspec.loaders.checkpoint import Checkpoint
-from offspec.tokenizer import Tokenizer, check_vocabularies
-from offspec.verification import settings_of, verify
+from offspec.text.tokenizer import Tokenizer, check_vocabularies
+from offspec.tools.verification import settings_of, verify
 
 ROLES = ("target", "draft")
 

@@ -16,6 +16,8 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.builtin import path as builtin_path
+from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.drafts.recall import RecallingText
 from offspec.engine import Prompt, choose_device
 from offspec.errors import (
     CheckpointError,
@@ -26,11 +28,9 @@ from offspec.errors import (
     UsageError,
     VocabularyMismatchError,
 )
-from offspec.files import ModelFiles, Note
-from offspec.graphs import TreeGraphs
 from offspec.loaders.tiers import TieredWeights
-from offspec.model import CachedDecoder, random_decoder
-from offspec.recall import RecallingText
+from offspec.model.cuda_graphs import TreeGraphs
+from offspec.model.decoder import CachedDecoder, random_decoder
 from offspec.scheduler.budget import Switch
 from offspec.scheduler.draft import ModelDrafter
 from offspec.scheduler.params import MAX_ROWS, Scoring, Stopping
@@ -567,7 +567,7 @@ def test_dtypes(wanted: str, dtype: torch.dtype, pair: Pair) -> None:
 
 
 def test_a_large_model_keeps_its_own_dtype(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offspec.files.SMALL_MODEL_BYTES", 0)
+    monkeypatch.setattr("offspec.checkpoints.opening.SMALL_MODEL_BYTES", 0)
     for folder, dtype in ((pair.target, torch.float32), (builtin_path("target"), torch.bfloat16)):
         notes: list[Note] = []
         assert ModelFiles.open(folder, "auto", "cpu", notes).dtype == dtype

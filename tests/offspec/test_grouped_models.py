@@ -17,13 +17,13 @@ from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec import engine as engine_module
+from offspec.checkpoints.opening import ModelFiles
 from offspec.cli.main import run
 from offspec.engine import load_decoder
 from offspec.errors import UnsupportedModelError
-from offspec.files import ModelFiles
 from offspec.loaders.hardware import Rates
-from offspec.model import EMBEDDING, CachedDecoder
-from offspec.planning import Plan, all_resident, plan_here
+from offspec.model.decoder import EMBEDDING, CachedDecoder
+from offspec.planning.plan import Plan, all_resident, plan_here
 
 from ..loaders.test_grouped import Quantised, said_by
 from ..pair import Pair, build_pair, variant
@@ -207,7 +207,7 @@ def offspec(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str
 
 @pytest.fixture
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offspec.outlook.measure_rates", lambda *_, **__: RATES)
+    monkeypatch.setattr("offspec.planning.forecast.measure_rates", lambda *_, **__: RATES)
 
 
 @pytest.mark.usefixtures("_measured")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.align import Aligner, AlignmentParams
-from offspec.early_exit import EarlyExit
+from offspec.drafts.early_exit import EarlyExit
 from offspec.loaders.formats import dense, has_kernels
-from offspec.planning import Plan
+from offspec.planning.plan import Plan
+from offspec.training.online import Aligner, AlignmentParams
 
 from .test_pretended_cuda import FORMS, Move, build, in_ram, load, on_disk, resident, says, streamed, texts
 

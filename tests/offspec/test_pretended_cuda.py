@@ -20,7 +20,7 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec import engine as engine_module
 from offspec.loaders.convert import convert
 from offspec.loaders.formats import has_bitsandbytes
-from offspec.planning import Plan, plan_here
+from offspec.planning.plan import Plan, plan_here
 
 from ..pair import build_pair
 from ..pretend_cuda import build_guard, pretended_cuda

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from offspec.checkpoints.opening import ModelFiles
 from offspec.engine import load_decoder
-from offspec.files import ModelFiles
 from offspec.loaders import formats
 from offspec.loaders.placement import Limits, Placement
-from offspec.model import EMBEDDING, CachedDecoder, Decoder
-from offspec.planning import all_resident
+from offspec.model.decoder import EMBEDDING, CachedDecoder, Decoder
+from offspec.planning.plan import all_resident
 
 from ..fakes import FAMILIES, VOCAB_SIZE, build
 

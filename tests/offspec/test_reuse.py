@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.graphs import TreeGraphs, as_it_is
-from offspec.model import BoolArray, CachedDecoder, Decoder, IntArray
-from offspec.recall import Recall, RecallingText
+from offspec.drafts.recall import Recall, RecallingText
+from offspec.model.cuda_graphs import TreeGraphs, as_it_is
+from offspec.model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
 from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.draft import ModelDrafter, NoDrafter
 from offspec.scheduler.lookup import Guesser, PromptLookup
@@ -28,7 +28,7 @@ from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, TokenTree, trimmed
 from offspec.scheduler.verify import Logits, Verdict
-from offspec.tokenizer import Tokenizer
+from offspec.text.tokenizer import Tokenizer
 
 from ..pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, variant
 from ..scheduler.fakes import (

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.atomic_files import write_atomically
 from offspec.errors import ContextLengthError, NumericalError, OffspecError, StorageError, TokenizerError, UsageError
 from offspec.session import Session, Turn, lasting_caches
-from offspec.storage import write_atomically
-from offspec.tokenizer import Tokenizer
+from offspec.text.tokenizer import Tokenizer
 
 from ..pair import CONTEXT, Pair, build_pair, variant
 

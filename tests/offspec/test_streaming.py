@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offspec import Engine, SamplingParams
+from offspec.checkpoints.opening import ModelFiles
 from offspec.engine import load_decoder
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
-from offspec.files import ModelFiles
 from offspec.loaders.placement import Limits, Placement
-from offspec.model import EMBEDDING, CachedDecoder, Decoder, Rows
+from offspec.model.decoder import EMBEDDING, CachedDecoder, Decoder, Rows
 
 from ..pair import CONFIG, CONTEXT, Pair, build_pair, variant
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams, Step
+from offspec.drafts.recall import RecallingText
 from offspec.loaders.hardware import Rates
-from offspec.recall import RecallingText
 from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
 from offspec.scheduler.joint import BeamDrafter
 from offspec.scheduler.lookup import PromptLookup

@@ -1,0 +1,1 @@
+"""Models' files, opened and understood, before a weight is in memory."""

@@ -1,0 +1,248 @@
+"""Models' files, opened and understood: headers, config.json, dtype, tokenizer, but no weights in memory yet."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offspec.loaders.checkpoint import Checkpoint, read_config_json, resolve
+from offspec.loaders.formats import blank_biases
+from offspec.loaders.tiers import StoredModel, is_packed
+
+from .. import builtin
+from ..errors import (
+    CheckpointError,
+    MissingWeightsError,
+    UnsupportedModelError,
+    UsageError,
+    VocabularyMismatchError,
+)
+from ..model.config import ModelConfig, read_config
+from ..model.decoder import EMBEDDING, LAYER_PREFIX, check_tensors, is_ignored, wanted_shapes
+from ..text.tokenizer import Tokenizer, check_vocabularies
+from .from_config import format_of, imagine
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SMALL_MODEL_BYTES = 2 * 2**30
+COMPARED_BYTES = 2**24  # at a time
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that was chosen automatically, with its reason; `advice` when the user could do something about it."""
+
+    text: str
+    advice: bool = False
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A checkpoint whose headers are what its config.json calls for, and the dtype to compute in."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    stored: StoredModel
+    dtype: torch.dtype
+
+    @classmethod
+    def open(
+        cls, path: Path, dtype: str, device_type: str, notes: list[Note], *, headers_only: bool = False
+    ) -> ModelFiles:
+        """Reads headers. `dtype`: auto, bf16, fp16 or fp32; what auto chose is noted. Raises OffspecError's children."""
+        checkpoint = Checkpoint.open(path, headers_only=headers_only)
+        config = _config(path, checkpoint.config)
+        if config.tied_head and not headers_only and _has_another_head(checkpoint):
+            config = replace(config, tied_head=False)
+            notes.append(
+                Note(f"{path.name} has a head of its own, though config.json says that its embedding serves for it")
+            )
+        ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
+        ignored |= blank_biases(checkpoint.tensors, wanted_shapes(config))
+        try:
+            stored = StoredModel.of(checkpoint, layer_prefix=LAYER_PREFIX, ignore=ignored)
+        except CheckpointError as exc:  # target or draft? tensors' names do not tell
+            if str(path) in str(exc):
+                raise
+            raise CheckpointError(f"{path}: {exc}") from exc
+        check_tensors(stored.by_name, config, path)
+        return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, stored, device_type, notes))
+
+    @classmethod
+    def imagine(cls, path: Path, form: str | None, dtype: str, device_type: str, notes: list[Note]) -> ModelFiles:
+        """What `open` would give, to plan with, also where only headers or config.json are there, or for another format.
+
+        Raises OffspecError's children, also for weights that are there and damaged.
+        """
+        why = "as asked"
+        if form is None:
+            try:
+                return cls.open(path, dtype, device_type, notes, headers_only=True)
+            except MissingWeightsError:
+                why = "its weights are not all there"
+        raw = read_config_json(path)
+        config, form = _config(path, raw), form or format_of(raw)
+        stored = imagine(config, form)
+        notes.append(Note(f"sizes of {path.name} as {form}, from config.json alone ({why})"))
+        return cls(
+            Checkpoint(path, raw, {}, {}), config, stored, choose_dtype(dtype, path.name, stored, device_type, notes)
+        )
+
+    @cached_property
+    def packed_form(self) -> str | None:
+        """The format of matrices that are unpacked for each use; None where none is."""
+        weights = self.stored.layers[0].weights.values()
+        return next((weight.dtype for weight in weights if is_packed(weight)), None)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return count_parameters(self.stored)
+
+
+def _config(path: Path, raw: dict[str, Any]) -> ModelConfig:
+    try:
+        return read_config(raw)
+    except (CheckpointError, UnsupportedModelError) as exc:  # target or draft? it cannot know which file it reads
+        raise type(exc)(f"{path}: {exc}") from exc
+
+
+def _has_another_head(checkpoint: Checkpoint) -> bool:
+    """Whether there is a head that is not the embedding's copy; transformers (from 5 on) does not tie these, either."""
+    head, embedding = (checkpoint.tensors.get(name) for name in ("lm_head.weight", EMBEDDING))
+    if head is None or embedding is None:
+        return False
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+        return True
+    try:
+        with head.path.open("rb") as one, embedding.path.open("rb") as other:
+            one.seek(head.offset)
+            other.seek(embedding.offset)
+            sizes = [min(COMPARED_BYTES, head.nbytes - start) for start in range(0, head.nbytes, COMPARED_BYTES)]
+            return any(one.read(size) != other.read(size) for size in sizes)
+    except OSError as exc:
+        raise CheckpointError(f"{checkpoint.path} cannot be read ({exc.strerror})") from exc
+
+
+def count_parameters(stored: StoredModel) -> int:
+    return sum(math.prod(weight.shape) for weight in stored.by_name.values())
+
+
+def choose_device(wanted: str, notes: list[Note]) -> torch.device:
+    """`auto` is the first CUDA device where there is one. Raises UsageError for a device that is not there."""
+    if wanted == "auto":
+        has_cuda = torch.cuda.is_available()
+        notes.append(Note("device cuda:0 (found)" if has_cuda else "device cpu (no CUDA device found)"))
+        return torch.device("cuda:0" if has_cuda else "cpu")
+    if wanted == "cpu":
+        return torch.device("cpu")
+    named = re.fullmatch(r"cuda(?::([0-9]{1,4}))?", wanted)
+    if named is None:
+        raise UsageError(f"--device {wanted} is not a device; use auto, cpu, cuda or cuda:N")
+    number, count = int(named[1] or 0), torch.cuda.device_count()
+    if number >= count:
+        raise UsageError(
+            f"--device {wanted}: this machine has {count} CUDA devices; use --device cpu or another number"
+        )
+    return torch.device("cuda", number)
+
+
+def choose_dtype(wanted: str, name: str, stored: StoredModel, device_type: str, notes: list[Note]) -> torch.dtype:
+    """`auto`: the checkpoint's own, but fp32 on a CPU for a model so small that exact text costs nothing."""
+    if wanted != "auto":
+        if wanted not in DTYPES:
+            raise UsageError(f"--dtype {wanted} is not known; use auto, {', '.join(DTYPES)}")
+        return DTYPES[wanted]
+    if device_type == "cpu" and 4 * count_parameters(stored) <= SMALL_MODEL_BYTES:
+        notes.append(Note(f"dtype fp32 for {name} (small enough; text is exact to the token)"))
+        return torch.float32
+    kept = stored.shared[EMBEDDING].dtype
+    chosen = {"F16": torch.float16, "F32": torch.float32}.get(kept, torch.bfloat16)
+    is_slow = device_type == "cpu" and chosen is torch.float16
+    remedy = "; on a CPU --dtype bf16 may be several times as fast" if is_slow else ""
+    notes.append(Note(f"dtype {str(chosen).removeprefix('torch.')} for {name} (the checkpoint's own){remedy}", is_slow))
+    return chosen
+
+
+# ------------------------------------------------------------------------------------------------ target and draft
+
+
+LOOKUP = "lookup"  # in place of a draft's name: the text itself, and what the target said before, are looked up
+SELF = "self"  # in place of a draft's name: the target's first layers and an exit layer
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, its tokenizer, and perhaps a draft that speaks the same tokens.
+
+    draft_name: what guesses: a model's name, LOOKUP, SELF, or None.
+    """
+
+    target: ModelFiles
+    tokenizer: Tokenizer
+    draft: ModelFiles | None
+    draft_name: str | None
+
+
+def open_pair(model: str, draft: str, *, revision: str | None, dtype: str, device_type: str, notes: list[Note]) -> Pair:
+    """Find MODEL and `draft` (auto, none, lookup, self, or a model), and check that they fit together. Raises OffspecError's children."""
+    target = ModelFiles.open(_locate(model, revision, "target"), dtype, device_type, notes)
+    tokenizer = Tokenizer.load(target.checkpoint.path)
+    draft_name, guesser = _choose_draft(model, draft, notes), None
+    if draft_name not in (None, LOOKUP, SELF):
+        guesser = ModelFiles.open(_locate(draft_name, None, "draft"), dtype, device_type, notes)
+        _check_draft(tokenizer, target, guesser)
+    return Pair(target, tokenizer, guesser, draft_name)
+
+
+def open_target(model: str, revision: str | None, dtype: str, device_type: str) -> ModelFiles:
+    """MODEL's files alone. Raises OffspecError's children."""
+    return ModelFiles.open(_locate(model, revision, "target"), dtype, device_type, [])
+
+
+def imagine_pair(
+    model: str, draft: str, form: str | None, *, revision: str | None, dtype: str, device_type: str, notes: list[Note]
+) -> tuple[ModelFiles, ModelFiles | None]:
+    """Target and draft to plan with (`ModelFiles.imagine`); of hub ids only config.json is downloaded."""
+    path = _locate(model, revision, "target", weights=False)
+    target = ModelFiles.imagine(path, form, dtype, device_type, notes)
+    name = _choose_draft(model, draft, notes)
+    if name == SELF:
+        raise UsageError("--draft self is not planned for: plan with --draft none, and add an exit layer to what stays")
+    if name in (None, LOOKUP):
+        return target, None
+    return target, ModelFiles.imagine(_locate(name, None, "draft", weights=False), None, dtype, device_type, notes)
+
+
+def _locate(model: str, revision: str | None, role: str, *, weights: bool = True) -> Path:
+    if revision is not None and (model == "builtin" or Path(model).expanduser().is_dir()):
+        raise UsageError(f"revision {revision!r} belongs to a hub id, and {model} is on this machine; leave it out")
+    return builtin.path(role) if model == "builtin" else resolve(model, revision, weights=weights)
+
+
+def _choose_draft(model: str, wanted: str, notes: list[Note]) -> str | None:
+    if wanted == "none":
+        return None
+    if wanted != "auto":
+        return wanted
+    if model == "builtin":
+        return "builtin"
+    remedy = "a small model of its family makes it faster: --draft PATH"
+    notes.append(Note(f"no draft is known for {model}, so only repetitions are guessed; {remedy}", advice=True))
+    return LOOKUP
+
+
+def _check_draft(tokenizer: Tokenizer, target: ModelFiles, draft: ModelFiles) -> None:
+    """Refuse a draft with another vocabulary; a draft without a tokenizer must at least have as many tokens."""
+    path = draft.checkpoint.path
+    if (path / "tokenizer.json").is_file():
+        check_vocabularies(tokenizer, Tokenizer.load(path))
+    elif draft.config.vocab_size != target.config.vocab_size:
+        raise VocabularyMismatchError(
+            f"the draft {path} has no tokenizer.json and {draft.config.vocab_size} tokens, the target has "
+            f"{target.config.vocab_size}; use a draft of the target's family"
+        )

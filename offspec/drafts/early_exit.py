@@ -1,0 +1,237 @@
+"""The target as its own draft (EESD, 2406.03853, section 3.1): its first N layers, a trained exit layer, its own head.
+
+The first N layers are computed once for drafting and verifying. A text has three caches: the *trunk* (layers 1 .. N, and
+the hidden states that they gave), the exit layer's, and the *rest* (layers N + 1 on). Drafting takes rows through the trunk
+and the exit layer; the verifying pass picks the hidden states of the nodes that were sent out of the trunk, takes through
+it those that the draft never expanded, and goes on with layer N + 1. What the two passes share is found by content: the
+trunk knows token and parent of what waits in it, so neither the drafter nor the engine has to tell.
+Knows nothing of how trees grow, of files, or of where layers lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offspec.loaders.courier import bring
+from offspec.loaders.formats import linear
+from offspec.loaders.weights import RamWeights
+from offspec.scheduler.params import MAX_NODES
+from offspec.scheduler.tree import ROOT
+
+from ..model.decoder import EMBEDDING, BoolArray, CachedDecoder, Decoder, IntArray, Rows, placed
+from ..model.kv_cache import KVCache
+
+ABSENT = -2  # in place of a row: the node is not in the trunk
+
+
+class EarlyExit(Decoder):
+    """A decoder of one layer that begins where the target's layer `num_first` ends; final norm and head are the target's."""
+
+    def __init__(
+        self, target: Decoder, num_first: int, layer: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> None:
+        """layer: the exit layer's weights by their short names. dtype: of its arithmetic; None is the target's."""
+        assert 1 <= num_first < target.config.num_layers
+        config = replace(target.config, num_layers=1, windows=(target.config.windows[num_first],))
+        names = ("model.norm.weight", EMBEDDING if config.tied_head else "lm_head.weight")
+        weights = RamWeights([dict(layer)], {name: target.weights.shared(name) for name in names})
+        super().__init__(config, weights, dtype=dtype or target.dtype, device=target.device)
+        self.num_first, self._head_dtype = num_first, target.dtype
+
+    def taught(self, layer: Mapping[str, Tensor], hidden: Tensor, rows: Rows) -> Tensor:
+        """fp32 logits [T, vocab] of hidden states [T, hidden] with these weights for the layer, with gradients."""
+        hidden = self._layer(0, layer, hidden, rows, 0, len(hidden))
+        normed = self._rms_norm(hidden, self._norm.to(self.dtype))
+        return linear(normed.to(self._head_dtype), self._head).float()
+
+
+def shared_text(target: Decoder, exit_layer: EarlyExit, capacity: int = 0) -> tuple[SharedTarget, SharedDraft]:
+    """An empty text of both: what the engine drives as target and as draft. capacity: entries to make room for."""
+    trunk = Trunk(target, exit_layer.num_first)
+    views = SharedTarget(trunk), SharedDraft(trunk, exit_layer)
+    for view in views:
+        view.reserve(capacity)
+    return views
+
+
+class Trunk:
+    """What the first layers made of one text. `num_rows`: tokens and nodes that went through them so far.
+
+    The committed prefix is the known text; the pending region holds the draft's nodes in its order, and behind them, between
+    a verifying pass and its verdict, the nodes that only this pass brought. Hidden states are kept for as long as one of
+    `readers`, the caches of exit and rest, has still to see them.
+    """
+
+    def __init__(self, decoder: Decoder, num_layers: int) -> None:
+        self.decoder, self.layers = decoder, range(num_layers)
+        self.cache = decoder.new_cache(num_layers)
+        self.readers: list[KVCache] = []
+        self.num_rows = 0
+        self._hidden: list[Tensor] = []  # parts of [slots from _first on, hidden]
+        self._first = 0
+        self._tokens, self._parents = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)  # of what is pending
+        self._accepted: list[int] = []
+
+    def advance(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> None:
+        """Take a chain and R nodes through the first layers; arguments as `CachedDecoder.score`'s, over this region."""
+        if not len(chain) and not len(tokens):
+            return  # the target's pass may find everything here
+        positions, tree_mask = placed(self.cache, len(chain), depths, mask)
+        hidden = self.decoder.embed(torch.tensor([*chain, *tokens.tolist()]))
+        rows = self.decoder.rows(positions, self.cache, tree_mask)
+        self._hidden.append(self.decoder.through(hidden, rows, self.layers))
+        self._tokens = np.concatenate((self._tokens, tokens))
+        self._parents = np.concatenate((self._parents, parents_of(mask)))
+        self.num_rows += len(positions)
+        self.cache.append(len(chain), len(tokens))
+
+    def hidden(self, slots: Sequence[int]) -> Tensor:
+        """Hidden states [len(slots), hidden] after the first layers, of slots that somebody has still to see; a copy.
+
+        The first of `slots` is the least.
+        """
+        rows = bring(torch.tensor(slots), self.decoder.device) - self._first
+        last = sum(len(part) for part in self._hidden[:-1])
+        if len(slots) and slots[0] - self._first >= last:  # a draft's round: its own rows, without joining all of them
+            return self._hidden[-1][rows - last]
+        return self._joined()[rows]
+
+    def find(self, tokens: IntArray, parents: IntArray) -> IntArray:
+        """[R]: where in the pending region the nodes of a tree (parents first) are; ABSENT for those that are not."""
+        places = {key: row for row, key in enumerate(zip(self._parents.tolist(), self._tokens.tolist(), strict=True))}
+        rows: list[int] = []
+        for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
+            above = ROOT if parent == ROOT else rows[parent]
+            rows.append(places.get((above, token), ABSENT))
+        return np.array(rows, dtype=np.int64)
+
+    def accept(self, rows: Sequence[int]) -> None:
+        """The target's verdict. What of it the draft does not know is committed with what the draft keeps."""
+        self._accepted = list(rows)
+
+    def keep(self, path: Sequence[int], pending: Sequence[int], num_drafted: int) -> None:
+        """As `KVCache.keep`, in the draft's numbering; of accepted nodes behind its `num_drafted` all are committed."""
+        path = [*path, *(row for row in self._accepted if row >= num_drafted)]
+        start = self.cache.length - self._first
+        stay = [*range(start), *(start + row for row in (*path, *pending))]
+        self._hidden = [self._joined()[bring(torch.tensor(stay, dtype=torch.long), self.decoder.device)]]
+        renumbered = np.full(self.cache.pending + 1, ROOT)  # the last entry serves parent ROOT; so does whoever is kept
+        renumbered[list(pending)] = np.arange(len(pending))
+        self._tokens, self._parents = self._tokens[list(pending)], renumbered[self._parents[list(pending)]]
+        self.cache.keep(path, pending)
+        self._accepted = []
+        self._forget(max(0, min(cache.length for cache in self.readers) - self._first))
+
+    def truncate(self) -> None:
+        """Forget the text that no reader knows, and whatever is pending."""
+        length = min(self.cache.length, max(cache.length for cache in self.readers))
+        self.cache.truncate(length)
+        self._hidden = [self._joined()[: max(0, length - self._first)]]
+        self._first = min(self._first, length)
+        self._tokens, self._parents, self._accepted = self._tokens[:0], self._parents[:0], []
+
+    def _forget(self, count: int) -> None:
+        """The first `count` of the hidden states that are kept."""
+        self._hidden, self._first = [self._joined()[count:].clone()], self._first + count
+
+    def _joined(self) -> Tensor:
+        """All hidden states that are kept as one tensor."""
+        if len(self._hidden) != 1:
+            empty = torch.empty(
+                0, self.decoder.config.hidden_size, dtype=self.decoder.dtype, device=self.decoder.device
+            )
+            self._hidden = [torch.cat(self._hidden) if self._hidden else empty]
+        return self._hidden[0]
+
+
+class SharedTarget(CachedDecoder):
+    """The target over a trunk: `length` and `cache` are those of its other layers."""
+
+    def __init__(self, trunk: Trunk) -> None:
+        self.decoder, self._trunk = trunk.decoder, trunk
+        self._layers = range(len(trunk.layers), trunk.decoder.config.num_layers)
+        self.cache = trunk.decoder.new_cache(len(self._layers))
+        self._rows = np.empty(0, dtype=np.int64)  # of the tree that waits for its verdict, in the trunk
+        trunk.readers.append(self.cache)
+
+    def _pass(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+        trunk = self._trunk
+        rows = trunk.find(tokens, parents_of(mask))
+        absent = np.flatnonzero(rows == ABSENT)
+        size = trunk.cache.pending + len(absent)
+        rows[absent] = np.arange(trunk.cache.pending, size)
+        region = np.zeros((len(absent), size), dtype=np.bool_)
+        region[:, rows] = mask[absent]
+        known = trunk.cache.length - self.length  # of the chain; the draft took them through
+        trunk.advance(chain[known:], tokens[absent], depths[absent], region)
+        base = self.length + len(chain)
+        hidden = trunk.hidden([*range(self.length, base), *(base + rows).tolist()])  # the chain is never empty
+        positions, tree_mask = placed(self.cache, len(chain), depths, mask)
+        rest = self.decoder.rows(positions, self.cache, tree_mask, first_layer=self._layers.start)
+        hidden = self.decoder.through(hidden, rest, self._layers)
+        self.cache.append(len(chain), len(tokens))
+        self._rows = rows
+        return hidden
+
+    def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
+        """As `CachedDecoder.keep`, once a pass and before the draft's."""
+        assert not pending, "a target's tree arrives in one pass"
+        self.cache.keep(path)
+        self._trunk.accept(self._rows[list(path)].tolist())
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._trunk.truncate()
+
+
+class SharedDraft(CachedDecoder):
+    """The early exit over a trunk: a `TreeModel` for drafters. `length` and `cache` are those of the exit layer."""
+
+    def __init__(self, trunk: Trunk, exit_layer: EarlyExit) -> None:
+        super().__init__(exit_layer)
+        self._trunk = trunk
+        trunk.readers.append(self.cache)
+
+    def reserve(self, capacity: int) -> None:
+        super().reserve(capacity)
+        self._trunk.cache.reserve(capacity + MAX_NODES)
+
+    def _pass(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+        trunk, start = self._trunk, self.cache.size
+        known = (
+            trunk.cache.length - self.length
+        )  # of the chain; nodes that were sent and accepted without being expanded
+        trunk.advance(chain[known:], tokens, depths, mask)
+        hidden = trunk.hidden(range(start, trunk.cache.size))
+        positions, tree_mask = placed(self.cache, len(chain), depths, mask)
+        hidden = self.decoder.through(hidden, self.decoder.rows(positions, self.cache, tree_mask))
+        self.cache.append(len(chain), len(tokens))
+        return hidden
+
+    def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
+        num_drafted = self.cache.pending
+        super().keep(path, pending)
+        self._trunk.keep(path, pending, num_drafted)
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self._trunk.truncate()
+
+
+def parents_of(mask: BoolArray) -> IntArray:
+    """[R]: the parent of each of the last R nodes of a region, ROOT for the root's children, from whom they see.
+
+    mask: bool [R, P + R]. Parents come before their children, so the last one seen beside oneself is the parent.
+    """
+    num_rows, num_seen = mask.shape
+    if not num_rows:
+        return np.empty(0, dtype=np.int64)
+    above = mask.copy()
+    above[np.arange(num_rows), np.arange(num_seen - num_rows, num_seen)] = False
+    last = num_seen - 1 - above[:, ::-1].argmax(axis=1)
+    return np.where(above.any(axis=1), last, ROOT).astype(np.int64)

@@ -1,0 +1,1 @@
+"""What has to be in memory, where it goes, and what that will cost."""

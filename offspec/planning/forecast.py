@@ -1,0 +1,188 @@
+"""What running a model would be like, here or with another card, before its weights are read: `offspec plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from offspec.loaders.gpus import find_gpu
+from offspec.loaders.hardware import Rates, read_hardware
+from offspec.loaders.measure import measure_rates
+from offspec.loaders.units import format_quantity, format_size
+
+from ..checkpoints.from_config import format_of
+from ..checkpoints.opening import ModelFiles, Note, choose_device, imagine_pair
+from ..errors import UsageError
+from .plan import Grant, Plan, explain, plan_here, tell_tiers, with_more
+
+GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4
+GAIN_WIDTH = 64  # tokens of the pass that gains are told for
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What `more_bytes` more of one kind of memory would bring: where layers would be, and the seconds of a pass."""
+
+    memory: str
+    more_bytes: int
+    plan: Plan
+    pass_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        p = self.plan.placement
+        layers = {"resident": len(p.resident), "in_ram": len(p.in_ram), "on_disk": len(p.on_disk)}
+        return {"memory": self.memory, "more_bytes": self.more_bytes, "num_layers": layers, "pass_s": self.pass_s}
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A plan with what it is for, the seconds a pass would take at some widths (tokens → seconds), and what would help.
+
+    model: as it was asked for; title: what it is. gains: of VRAM, then of RAM, in steps of GAIN_STEP_BYTES, for as long as a
+    step brings something.
+    """
+
+    model: str
+    title: str
+    device_name: str
+    plan: Plan
+    rates: Rates
+    pass_s: dict[int, float]
+    notes: list[Note]
+    gains: list[Gain]
+
+    @property
+    def where(self) -> str:
+        """How many layers lie where, in a sentence."""
+        told = tell_tiers(self.plan)
+        return f"{told[0].upper()}{told[1:]}."
+
+    @property
+    def has_card(self) -> bool:
+        return self.plan.placement.limits.device is not None
+
+    def rows(self) -> list[tuple[str, int, int]]:
+        """(what, bytes of the card, bytes of RAM) of everything that is planned, and the sums; all is RAM without a card."""
+        p, layers = self.plan.placement, self.plan.layers
+        rows = [(item.name, item.on_device, item.on_host) for item in p.items]
+        kept = sum(layers[i].resident_bytes for i in p.resident)
+        waiting = sum(layers[i].slot_bytes for i in p.in_ram)
+        rows.append((f"layers that stay ({len(p.resident)})", kept, 0))
+        if p.in_ram:
+            rows.append((f"layers that wait ({len(p.in_ram)})", 0, waiting))
+        if p.streamed:
+            rows.append(("layers in flight", p.num_slots * p.slot_bytes, p.num_host_slots * p.slot_bytes))
+        if not self.has_card:
+            rows = [(what, 0, device + ram) for what, device, ram in rows]
+        return [*rows, ("together", sum(row[1] for row in rows), sum(row[2] for row in rows))]
+
+    def sources(self) -> list[tuple[str, str]]:
+        """What the rates are that the seconds follow from, and where they come from."""
+        p, rates = self.plan.placement, self.rates
+        links = [("disk", rates.disk_bytes_per_s, "disk_bytes_per_s", bool(p.on_disk))]
+        links.append(("link", rates.host_to_device_bytes_per_s, "host_to_device_bytes_per_s", self.has_card))
+        return [
+            (name, f"{format_quantity(rate, 'B/s')} ({rates.sources.get(key, 'given')})")
+            for name, rate, key, is_used in links
+            if is_used and rate
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        p = self.plan.placement
+        return {
+            "model": self.model,
+            "title": self.title,
+            "context": self.plan.context,
+            "limits": {"device_bytes": p.limits.device, "ram_bytes": p.limits.ram},
+            "memory": [{"what": what, "device_bytes": device, "ram_bytes": ram} for what, device, ram in self.rows()],
+            "resident_layers": list(p.resident),
+            "ram_layers": list(p.in_ram),
+            "disk_layers": list(p.on_disk),
+            "stream_bytes_per_pass": self.plan.stream_bytes,
+            "pass_s": self.pass_s,
+            "gain_pass_tokens": GAIN_WIDTH,
+            "gains": [gain.as_dict() for gain in self.gains],
+            "rates": asdict(self.rates),
+        }
+
+
+def look_ahead(
+    model: str,
+    *,
+    draft: str = "auto",
+    revision: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    gpu: str | None = None,
+    vram: int | None = None,
+    ram: int | None = None,
+    context: int | None = None,
+    form: str | None = None,
+    disk_bytes_per_s: float | None = None,
+    widths: Sequence[int] = (1,),
+    progress: Callable[[str], None] = lambda what: None,
+) -> Outlook:
+    """Plan for a model that may not be here, on this machine or on one with the card `gpu`. Arguments as `Engine.load`.
+
+    form: the format to assume (`PLAN_FORMATS`). Links are measured, or taken from the card's data sheet; the disk
+    is the one the model lies on. Raises MemoryLimitError where it cannot work.
+    """
+    if disk_bytes_per_s is not None and not disk_bytes_per_s > 0:
+        raise UsageError(f"--disk {disk_bytes_per_s} would bring nothing; give what it delivers in a second, e.g. 7GB")
+    notes: list[Note] = []
+    known = find_gpu(gpu) if gpu is not None else None
+    place = torch.device("cpu") if known else choose_device(device, notes)
+    device_type = "cuda" if known else place.type
+    target, guesser = imagine_pair(
+        model, draft, form, revision=revision, dtype=dtype, device_type=device_type, notes=notes
+    )
+    hardware = read_hardware(place)
+    if known:
+        hardware = replace(hardware, gpu=known.gpu())
+        if ram is not None:  # of the machine that is planned for, not of this one
+            hardware = replace(
+                hardware, ram=replace(hardware.ram, available_bytes=max(ram, hardware.ram.available_bytes))
+            )
+    grant = Grant(vram, ram, context)
+    plan = plan_here(target, guesser, hardware, grant)
+    folder = target.checkpoint.path
+    file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size, default=folder)
+    measured = measure_rates(
+        place,
+        target.dtype,
+        file,
+        widths=widths,
+        form=target.packed_form or "nf4",
+        beside_reads=bool(plan.placement.on_disk) and place.type == "cpu",
+        progress=progress,
+    )
+    rates = measured if known is None else replace(known.rates(), disk_bytes_per_s=measured.disk_bytes_per_s)
+    if disk_bytes_per_s is not None:
+        rates = replace(rates, disk_bytes_per_s=disk_bytes_per_s)
+    form_name = form or format_of(target.checkpoint.config)
+    weights = format_size(sum(info.nbytes for w in target.stored.by_name.values() for info in w.streamed))
+    title = f"{folder.name}: {format_quantity(target.num_parameters, '')} parameters, {form_name}, {weights}; context {plan.context}"
+    name = hardware.gpu.name if hardware.gpu else "RAM"
+    pass_s = {w: plan.predict_pass_s(rates, w) for w in widths}
+    gains = _gains(plan, rates, target, guesser)
+    return Outlook(model, title, name, plan, rates, pass_s, [*notes, *explain(plan, grant)], gains)
+
+
+def _gains(plan: Plan, rates: Rates, target: ModelFiles, draft: ModelFiles | None) -> list[Gain]:
+    gains = list[Gain]()
+    for memory in ("RAM",) if plan.placement.limits.device is None else ("VRAM", "RAM"):
+        before = plan
+        for step in range(1, MAX_GAIN_STEPS + 1):
+            more = step * GAIN_STEP_BYTES
+            after = with_more(plan, target, draft, **{memory.lower(): more})
+            if (
+                after.placement.resident == before.placement.resident
+                and after.placement.in_ram == before.placement.in_ram
+            ):
+                break
+            gains.append(Gain(memory, more, after, after.predict_pass_s(rates, GAIN_WIDTH)))
+            before = after
+    return gains

@@ -1,0 +1,385 @@
+"""Speculative against plain decoding on the same prompts in the same run. Knows nothing of the terminal or of plots.
+
+Every repeat runs each prompt plainly and with every budget, one after the other, so that a machine that slows down slows all
+of them. Figures are medians over repeats with the range; the first pass, which takes the prompt, always counts.
+A lossy way (joint acceptance) has rows of its own, is never counted among the texts that should equal plain decoding's, and
+brings the likelihood of all texts under the target with it, which is what it is judged by.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from offspec.scheduler.joint import log_likelihoods
+from offspec.scheduler.params import Accept, SamplingParams, SpeculationParams
+from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.tree import FloatArray, TokenTree
+from offspec.scheduler.verify import Verdict
+
+from ..engine import Engine, Message, Prompt
+from ..model.decoder import CachedDecoder
+from ..stats import Stats
+
+NUM_BINS = 10
+ALL = "all"
+Parts = tuple[float, float, float]  # drafting, the target, the rest
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A prompt and what kind of text it asks for."""
+
+    kind: str
+    prompt: str | Sequence[Message]
+
+    def for_model(self, engine: Engine) -> Prompt:
+        """Messages become bare text for a model without a chat template."""
+        if isinstance(self.prompt, str) or engine.tokenizer.has_chat_template:
+            return self.prompt
+        return "\n\n".join(message["content"] for message in self.prompt)
+
+
+WORKLOADS = (
+    Workload(
+        "code",
+        "import csv\nfrom pathlib import Path\n\n\ndef read_rows(path: Path) -> list[dict[str, str]]:\n"
+        '    """Return the rows of a CSV file with a header, as dictionaries."""\n    with path.open() as file:\n',
+    ),
+    Workload(
+        "chat",
+        [{"role": "user", "content": "What is the difference between a list and a tuple in Python? Answer briefly."}],
+    ),
+    Workload(
+        "prose",
+        "The ferry left the island at six in the morning, when the harbour was still in the shadow of the hill. Most of the "
+        "passengers slept. An old man stood at the rail with a cage of pigeons, and when the last house was out of sight he",
+    ),
+    Workload(
+        "repetitive",
+        "".join(f'{{"id": {i}, "name": "item {i}", "price": {i}.00, "in_stock": true}}\n' for i in range(1, 9)),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One request. budget 0 is plain decoding, None the budget that is found while running, or a lossy one's beam; first: the
+    figures after its first pass. log_likelihood: log p of the text under the target, in nats a token, where it was asked for.
+    """
+
+    workload: int
+    kind: str
+    budget: int | None
+    repeat: int
+    token_ids: tuple[int, ...]
+    first: Stats
+    stats: Stats
+    accept: Accept = "exact"
+    log_likelihood: float | None = None
+
+    @property
+    def budget_name(self) -> str:
+        return budget_name(self.budget, self.accept)
+
+    @property
+    def seconds(self) -> float:
+        return self.stats.ttft_s + self.stats.decode_s
+
+
+@dataclass
+class Acceptance:
+    """What became of the trees of one budget, over all recorded passes.
+
+    lengths[n]: passes in which n guesses were accepted. By predicted probability of a node, in NUM_BINS equal bins: how many
+    nodes there were, the sum of what was predicted for them, and how many were accepted.
+    """
+
+    lengths: Counter[int] = field(default_factory=Counter)
+    num_nodes: list[int] = field(default_factory=lambda: [0] * NUM_BINS)
+    predicted: list[float] = field(default_factory=lambda: [0.0] * NUM_BINS)
+    accepted: list[int] = field(default_factory=lambda: [0] * NUM_BINS)
+
+    def observe(self, tree: TokenTree, verdict: Verdict) -> None:
+        """An `engine.Observer`."""
+        self.lengths[len(verdict.path)] += 1
+        probabilities = np.exp(tree.scores)
+        on_path = np.zeros(len(tree), dtype=np.bool_)
+        on_path[verdict.path] = True
+        bins = np.minimum((probabilities * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+        for i in range(NUM_BINS):
+            inside = bins == i
+            self.num_nodes[i] += int(inside.sum())
+            self.predicted[i] += float(probabilities[inside].sum())
+            self.accepted[i] += int(on_path[inside].sum())
+
+    @property
+    def predicted_per_pass(self) -> float:
+        """Guesses that were expected to be accepted in a pass; to be compared with how many were."""
+        return sum(self.predicted) / max(1, self.lengths.total())
+
+    @property
+    def accepted_per_pass(self) -> float:
+        return sum(self.accepted) / max(1, self.lengths.total())
+
+    def reliability(self) -> list[tuple[float, float, int]]:
+        """(predicted, accepted, nodes) of each bin that has nodes: mean probability and the share that came true."""
+        return [(p / n, a / n, n) for p, a, n in zip(self.predicted, self.accepted, self.num_nodes, strict=True) if n]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "accepted_lengths": {str(n): self.lengths[n] for n in sorted(self.lengths)},
+            "predicted_per_pass": self.predicted_per_pass,
+            "accepted_per_pass": self.accepted_per_pass,
+            "reliability": [{"predicted": p, "accepted": a, "num_nodes": n} for p, a, n in self.reliability()],
+        }
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The median over repeats, and the range."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Figure:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def as_dict(self) -> dict[str, float]:
+        return {"median": self.median, "low": self.low, "high": self.high}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of prompts (or `all`) with one budget.
+
+    tokens_per_s: all tokens over all seconds, the first pass included. gain: that over plain decoding's, repeat by repeat.
+    later_tokens_per_s: after the first pass. first_*, later_*: milliseconds of a pass in drafting, in the target, and in the rest.
+    What is later is None where the first pass said everything.
+    log_likelihood: log p under the target in nats a token, the mean over texts; None where there is no lossy way to judge.
+    """
+
+    kind: str
+    budget: int | None
+    tokens_per_s: Figure
+    gain: Figure
+    first_pass_s: Figure
+    later_tokens_per_s: Figure | None
+    tokens_per_pass: Figure
+    first_ms: Parts
+    later_ms: Parts | None
+    accept: Accept = "exact"
+    log_likelihood: float | None = None
+
+    @property
+    def budget_name(self) -> str:
+        return budget_name(self.budget, self.accept)
+
+    def as_dict(self) -> dict[str, Any]:
+        figures = ("tokens_per_s", "gain", "first_pass_s", "later_tokens_per_s", "tokens_per_pass")
+        names = ("draft", "target", "rest")
+        return {
+            "kind": self.kind,
+            "budget": self.budget,
+            "is_lossy": self.accept == "joint",
+            "log_likelihood_per_token": self.log_likelihood,
+            **{name: figure and figure.as_dict() for name in figures for figure in [getattr(self, name)]},
+            "first_pass_ms": dict(zip(names, self.first_ms, strict=True)),
+            "later_pass_ms": self.later_ms and dict(zip(names, self.later_ms, strict=True)),
+        }
+
+
+@dataclass
+class Report:
+    """What `measure` found."""
+
+    runs: list[Run] = field(default_factory=list)
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> list[str]:
+        return list(dict.fromkeys(run.kind for run in self.runs))
+
+    @property
+    def budget_names(self) -> list[str]:
+        return list(dict.fromkeys(run.budget_name for run in self.runs))
+
+    def rows(self) -> list[Row]:
+        """By kind and budget, lossy ways behind the exact ones; `all` at the end where there are several kinds."""
+        kinds = [*self.kinds, ALL] if len(self.kinds) > 1 else self.kinds
+        return [self._row(kind, name) for kind in kinds for name in self.budget_names]
+
+    def best(self) -> Row | None:
+        """The exact way of guessing with the most tokens/s over everything; None where there is none."""
+        rows = [row for row in self.rows()[-len(self.budget_names) :] if row.budget != 0 and row.accept == "exact"]
+        return max(rows, key=lambda row: row.tokens_per_s.median, default=None)
+
+    def num_different(self, accept: Accept = "exact") -> int:
+        """Texts of these ways that are not plain decoding's; of exact ones in fp32 none, in 16 bit near-ties may fall the other
+        way."""
+        plain = {(run.workload, run.repeat): run.token_ids for run in self.runs if run.budget == 0}
+        return sum(run.token_ids != plain[run.workload, run.repeat] for run in self.runs if run.accept == accept)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "num_runs": len(self.runs),
+            "num_different_texts": self.num_different(),
+            "num_different_lossy_texts": self.num_different("joint"),
+            "rows": [row.as_dict() for row in self.rows()],
+            "acceptance": {name: found.as_dict() for name, found in self.acceptance.items()},
+        }
+
+    def _repeats(self, kind: str, name: str) -> list[list[Run]]:
+        """The runs of each repeat."""
+        runs = [run for run in self.runs if run.kind == kind or kind == ALL]
+        repeats = sorted({run.repeat for run in runs})
+        return [[run for run in runs if run.budget_name == name and run.repeat == repeat] for repeat in repeats]
+
+    def _row(self, kind: str, name: str) -> Row:
+        repeats, plain = self._repeats(kind, name), self._repeats(kind, budget_name(0))
+        rates = [_tokens_per_s(runs) for runs in repeats]
+        gains = [rate / _tokens_per_s(runs) for rate, runs in zip(rates, plain, strict=True)]
+        runs = [run for repeat in repeats for run in repeat]
+        firsts, laters = [_parts(run.first) for run in runs], [_later_parts(run) for run in runs]
+        later_rates = [rate for rate in map(_later_tokens_per_s, repeats) if rate is not None]
+        num_later = sum(run.stats.num_passes - 1 for run in runs)
+        likelihoods = [run.log_likelihood for run in runs if run.log_likelihood is not None]
+        return Row(
+            kind,
+            runs[0].budget,
+            Figure.of(rates),
+            Figure.of(gains),
+            Figure.of([statistics.mean(run.stats.ttft_s for run in repeat) for repeat in repeats]),
+            Figure.of(later_rates) if later_rates else None,
+            Figure.of(
+                [
+                    _ratio(sum(r.stats.num_tokens for r in repeat), sum(r.stats.num_passes for r in repeat))
+                    for repeat in repeats
+                ]
+            ),
+            _mean_ms(firsts, len(runs)),
+            _mean_ms(laters, num_later) if num_later else None,
+            runs[0].accept,
+            statistics.mean(likelihoods) if likelihoods else None,
+        )
+
+
+def _tokens_per_s(runs: Sequence[Run]) -> float:
+    return _ratio(sum(run.stats.num_tokens for run in runs), sum(run.seconds for run in runs))
+
+
+def _later_tokens_per_s(runs: Sequence[Run]) -> float | None:
+    num_tokens = sum(run.stats.num_tokens - run.stats.num_first_pass_tokens for run in runs)
+    return _ratio(num_tokens, sum(run.stats.decode_s for run in runs)) or None
+
+
+def _parts(stats: Stats) -> Parts:
+    """Seconds in drafting, in the target, and in the rest, up to now."""
+    return stats.draft_s, stats.target_s, stats.prefill_s + stats.decode_s - stats.draft_s - stats.target_s
+
+
+def _later_parts(run: Run) -> Parts:
+    (d, t, r), (first_d, first_t, first_r) = _parts(run.stats), _parts(run.first)
+    return d - first_d, t - first_t, r - first_r
+
+
+def _mean_ms(parts: Sequence[Parts], count: int) -> Parts:
+    draft, target, rest = (1e3 * _ratio(sum(part[i] for part in parts), count) for i in range(3))
+    return draft, target, rest
+
+
+def budget_name(budget: int | None, accept: Accept = "exact") -> str:
+    """plain, auto, or the number of nodes; what is not exact says so."""
+    if accept == "joint":
+        return "joint, lossy"
+    return "auto" if budget is None else str(budget or "plain")
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 0.0
+
+
+def measure(
+    engine: Engine,
+    workloads: Sequence[Workload],
+    params: SamplingParams,
+    speculations: Sequence[SpeculationParams],
+    *,
+    num_warmups: int = 1,
+    num_repeats: int = 3,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Report:
+    """Run every workload plainly and with each of `speculations`, `num_repeats` times.
+
+    They have different budgets above 0; one may be lossy.
+
+    Warm-up rounds come first and are not recorded; the draft's calibration is kept from run to run, as in a chat. Without a
+    seed it is 0, so that every repeat has the same text. progress(runs done, runs in all). Raises what `Engine.generate` does.
+    """
+    if params.seed is None:
+        params = replace(params, seed=0)
+    exact = [speculation for speculation in speculations if not speculation.is_lossy]
+    report = Report(acceptance={budget_name(speculation.budget): Acceptance() for speculation in exact})
+    likelihoods = _Likelihoods(engine) if len(exact) < len(speculations) else None
+    ways = [SpeculationParams(budget=0), *speculations]
+    total = (num_warmups + num_repeats) * len(workloads) * len(ways)
+    rounds = list(_rounds(num_warmups, num_repeats, workloads, ways))
+    for done, (repeat, index, way) in enumerate(rounds):
+        progress(done, total)
+        found = report.acceptance.get(budget_name(way.budget, way.accept))
+        workload = workloads[index]
+        ids = engine.encode(workload.for_model(engine))
+        steps = list(engine.generate(ids, params, way, observer=found.observe if found and repeat >= 0 else None))
+        if repeat >= 0:
+            tokens = tuple(token for step in steps for token in step.token_ids)
+            first, last = steps[0].stats, steps[-1].stats
+            likelihood = likelihoods.per_token(ids, tokens) if likelihoods is not None else None
+            run = Run(index, workload.kind, way.budget, repeat, tokens, first, last, way.accept, likelihood)
+            report.runs.append(run)
+    progress(total, total)
+    return report
+
+
+def _rounds(
+    num_warmups: int, num_repeats: int, workloads: Sequence[Workload], ways: Sequence[SpeculationParams]
+) -> Iterator[tuple[int, int, SpeculationParams]]:
+    """(repeat, index of the workload, way); repeats below 0 are warm-ups."""
+    for repeat in range(-num_warmups, num_repeats):
+        for index in range(len(workloads)):
+            for way in ways:
+                yield repeat, index, way
+
+
+# ------------------------------------------------------------------------------------------------ likelihoods
+
+
+def token_log_likelihoods(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> FloatArray:
+    """[N]: log p of each of N tokens behind the prompt and those before it, in nats.
+
+    Under the target alone, in one pass, without penalty and temperature, whoever chose the tokens.
+    """
+    tree, target = TokenTree.chain(tokens), CachedDecoder(engine.target)
+    logits = target.score_rows(prompt, tree.tokens, tree.depths, tree.mask())
+    sampler = Sampler(SamplingParams(), 0, target.vocab_size, target.device)
+    return np.diff(log_likelihoods(tree, logits, sampler, len(prompt)), prepend=0.0)
+
+
+class _Likelihoods:
+    """Each text is scored once: most of them are the same, and a pass may take seconds."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+
+    def per_token(self, prompt: Sequence[int], tokens: tuple[int, ...]) -> float:
+        text = tuple(prompt), tokens
+        if text not in self._known:
+            self._known[text] = float(token_log_likelihoods(self._engine, prompt, tokens).mean())
+        return self._known[text]

@@ -1,0 +1,255 @@
+"""Shows that speculative text is plain decoding's, token for token. Knows nothing of the terminal.
+
+Each prompt is decoded plainly once per temperature; then the same request runs with every budget, scoring and draft
+asked for, and the token ids are compared. A random draft's guesses are worth nothing, so that a text takes a pass for each
+token: it is left after some passes, each over a whole tree. A difference is explained: how far apart the target held the
+two tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from offspec.scheduler.params import SEED_LIMIT, SamplingParams, Scoring, SpeculationParams
+from offspec.scheduler.sampling import Sampler
+
+from ..engine import Engine
+from ..errors import UsageError
+from ..model.decoder import Decoder, random_decoder
+from .benchmark import budget_name
+
+# How far apart two tokens' values may lie to count as a near-tie; in fp32 no difference is excused.
+NEAR_TIE = {torch.float32: 0.0, torch.float16: 0.05, torch.bfloat16: 0.25}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way of guessing, for one way of choosing. `draft` is own (the engine as it is) or random.
+
+    budget None is the one that is found while running. Raises UsageError for a bad value.
+    """
+
+    temperature: float
+    top_p: float
+    budget: int | None
+    scoring: Scoring
+    draft: str
+
+    def __post_init__(self) -> None:
+        self.sampling(max_new_tokens=1, seed=0)
+        self.speculation()
+
+    def __str__(self) -> str:
+        return (
+            f"temperature {self.temperature:g}, top-p {self.top_p:g}, {self.draft} draft, "
+            f"{self.scoring} scoring, budget {self.budget_name}"
+        )
+
+    @property
+    def budget_name(self) -> str:
+        return budget_name(self.budget)
+
+    def sampling(self, max_new_tokens: int, seed: int) -> SamplingParams:
+        return SamplingParams(max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=seed)
+
+    def speculation(self) -> SpeculationParams:
+        return SpeculationParams(budget=self.budget, scoring=self.scoring)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a text left plain decoding's. A token is None where that text had ended.
+
+    gap: the distance of the two tokens' values (logits / T + noise); None where the target rules one of them out.
+    """
+
+    setting: Setting
+    prompt_index: int
+    token_index: int
+    plain_token: int | None
+    speculative_token: int | None
+    gap: float | None
+    is_near_tie: bool
+
+    def __str__(self) -> str:
+        plain, speculative = (
+            "the end" if token is None else f"token {token}" for token in (self.plain_token, self.speculative_token)
+        )
+        apart = "too far apart for any arithmetic" if self.gap is None else f"{self.gap:.3g} apart"
+        return (
+            f"prompt {self.prompt_index}, position {self.token_index}: {speculative} instead of {plain}, {apart} "
+            f"({self.setting})"
+        )
+
+
+@dataclass
+class Report:
+    """What `verify` found. `tokens_per_pass[i]` belongs to `settings[i]`."""
+
+    num_prompts: int
+    num_tokens: int = 0
+    settings: list[Setting] = field(default_factory=list)
+    tokens_per_pass: list[float] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def errors(self) -> list[Difference]:
+        """The differences that are not near-ties of 16-bit arithmetic."""
+        return [difference for difference in self.differences if not difference.is_near_tie]
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.errors
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "exact": self.is_exact,
+            "num_prompts": self.num_prompts,
+            "num_tokens": self.num_tokens,
+            "settings": [
+                {**asdict(setting), "tokens_per_pass": tokens_per_pass}
+                for setting, tokens_per_pass in zip(self.settings, self.tokens_per_pass, strict=True)
+            ],
+            "differences": [asdict(difference) for difference in self.differences],
+        }
+
+
+def settings_of(
+    temperatures: Sequence[float],
+    top_p: float,
+    budgets: Sequence[int | None],
+    scorings: Sequence[Scoring],
+    drafts: Sequence[str],
+) -> list[Setting]:
+    """Every combination, grouped by temperature; top_p counts at temperature 1 only."""
+    return [
+        Setting(temperature, top_p if temperature == 1 else 1.0, budget, scoring, draft)
+        for temperature, draft, scoring, budget in itertools.product(temperatures, drafts, scorings, budgets)
+    ]
+
+
+def verify(
+    engine: Engine,
+    prompts: Sequence[str],
+    settings: Sequence[Setting],
+    *,
+    max_new_tokens: int = 16,
+    random_passes: int = 4,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Compare every setting with plain decoding on every prompt. progress(settings done, settings in all).
+
+    random_passes: after how many passes a text is left where the draft is random.
+    Raises UsageError where a setting asks for the engine's own guesses and it has none.
+    """
+    engines = {draft: _with_draft(engine, draft) for draft in {setting.draft for setting in settings}}
+    report = Report(num_prompts=len(prompts))
+    ids = [engine.tokenizer.encode(prompt) for prompt in prompts]
+    plain: dict[tuple[float, float], list[list[int]]] = {}
+    for done, setting in enumerate(settings):
+        # Another seed for each prompt, so that more of the noise is exercised.
+        params = [setting.sampling(max_new_tokens, (seed + i) % SEED_LIMIT) for i in range(len(ids))]
+        key = (setting.temperature, setting.top_p)
+        if key not in plain:
+            plain[key] = [
+                _run(engine, prompt, p, SpeculationParams(budget=0)).tokens
+                for prompt, p in zip(ids, params, strict=True)
+            ]
+        max_passes = random_passes if setting.draft == "random" else None
+        num_tokens = num_passes = 0
+        for i, (prompt, p, wanted) in enumerate(zip(ids, params, plain[key], strict=True)):
+            found = _run(engines[setting.draft], prompt, p, setting.speculation(), max_passes)
+            num_tokens, num_passes = num_tokens + len(found.tokens), num_passes + found.num_passes
+            compared = wanted[: len(found.tokens)] if found.was_left else wanted
+            report.differences += _differences(engine, setting, i, prompt, p, compared, found.tokens)
+        report.num_tokens += num_tokens
+        report.settings.append(setting)
+        report.tokens_per_pass.append(num_tokens / num_passes)
+        if progress is not None:
+            progress(done + 1, len(settings))
+    return report
+
+
+def _with_draft(engine: Engine, draft: str) -> Engine:
+    if draft == "random":
+        return engine.with_draft(_random_draft(engine), "random")
+    if not engine.guesses:
+        raise UsageError("there is nothing of its own that guesses: give --draft, or use --drafts random")
+    return engine
+
+
+def _random_draft(engine: Engine) -> Decoder:
+    """As small as a draft can be: its guesses are worth nothing, and nobody planned for its memory."""
+    shape = replace(
+        engine.target.config,
+        num_layers=1,
+        windows=(None,),
+        hidden_size=64,
+        intermediate_size=64,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=64,
+        tied_head=True,
+    )
+    return random_decoder(shape, seed=0, dtype=engine.target.dtype, device=engine.target.device)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """What one request gave; was_left: the rest was not waited for."""
+
+    tokens: list[int]
+    num_passes: int
+    was_left: bool
+
+
+def _run(
+    engine: Engine,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    speculation: SpeculationParams,
+    max_passes: int | None = None,
+) -> _Text:
+    with closing(engine.generate(prompt, params, speculation)) as request:
+        steps = list(itertools.islice(request, max_passes))
+    tokens = [token for step in steps for token in step.token_ids]
+    was_left = len(steps) == max_passes and steps[-1].finish_reason is None
+    return _Text(tokens, steps[-1].stats.num_passes, was_left)
+
+
+def _differences(
+    engine: Engine,
+    setting: Setting,
+    index: int,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    wanted: list[int],
+    found: list[int],
+) -> Iterator[Difference]:
+    """The first difference of two texts, if there is one."""
+    if wanted == found:
+        return
+    at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found)))
+    a, b = (wanted[at] if at < len(wanted) else None), (found[at] if at < len(found) else None)
+    gap = None if a is None or b is None else _gap(engine, [*prompt, *wanted[:at]], params, a, b)
+    yield Difference(setting, index, at, a, b, gap, gap is not None and gap <= NEAR_TIE[engine.target.dtype])
+
+
+def _gap(engine: Engine, text: list[int], params: SamplingParams, a: int, b: int) -> float | None:
+    """How far apart the target holds two tokens after a text, noise included; None where it excludes one of them."""
+    target, device = engine.target, engine.target.device
+    hidden = target.forward(torch.tensor(text), torch.arange(len(text), device=device), target.new_cache())
+    sampler = Sampler(params, params.seed or 0, target.config.vocab_size, device)
+    values = sampler.process(target.logits(hidden[-1:]).double(), [[]])[0]
+    if not sampler.is_greedy:
+        values = values + sampler.noise(len(text))
+    gap = float((values[a] - values[b]).abs())
+    return gap if math.isfinite(gap) else None

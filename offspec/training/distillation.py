@@ -1,0 +1,394 @@
+"""Trains an exit layer by self-distillation (EESD, 2406.03853, section 3.2): it learns what the target itself would say.
+
+First the target writes texts (or reads given ones), many at a time as the branches of one tree, so that a streamed target
+is walked once for all of them; of every place the hidden state after layer N and the likeliest next tokens are kept, in
+shards on disk. Then the exit layer alone is trained on these; of the target only the final norm and the head are needed.
+Memory is bounded by one shard and one batch. What is done is a function of the settings alone: an interrupted run that is
+resumed gives the result of one that was not. Knows nothing of the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from offspec.loaders.formats import dense
+
+from ..checkpoints.exit_layers import check_exit_layer, default_file, save
+from ..checkpoints.opening import ModelFiles
+from ..drafts.early_exit import EarlyExit
+from ..errors import StorageError, UsageError
+from ..model.decoder import HEAD_ROWS, Decoder, IntArray, Rows, placed
+from ..text.tokenizer import Tokenizer
+from .distill_params import DistillParams
+
+SHARD_TEXTS = 16  # that the target writes side by side; each sees the others' keys masked, so more would not be faster
+CHECKPOINT_EVERY_S = 30.0
+WARM_UP = 0.05  # of the steps
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """What came out. agreement_before, agreement: how often the exit's likeliest token is the target's, on unseen text."""
+
+    path: Path
+    exit_layer: int
+    num_tokens: int
+    num_steps: int
+    agreement_before: float
+    agreement: float
+
+
+def distill(
+    target: Decoder,
+    files: ModelFiles,
+    tokenizer: Tokenizer,
+    exit_layer: int,
+    params: DistillParams | None = None,
+    *,
+    out: Path | None = None,
+    texts: Sequence[Path] = (),
+    resume: bool = False,
+    progress: Progress | None = None,
+    checkpoint_every_s: float = CHECKPOINT_EVERY_S,
+    close_target: bool = False,
+) -> Distilled:
+    """Train an exit behind the target's layer `exit_layer` and write it to `out`, or where `--draft self` looks for it.
+
+    texts: files to learn from instead of what the target writes. resume: go on with an interrupted run of the same
+    settings. progress(what, done, total) is called as shards and steps are done. Whatever interrupts it, the shards and
+    the last checkpoint stay in a folder beside `out` until it is done. close_target: give its memory back before
+    training, for which only its final norm and head are needed. Raises OffspecError's children.
+    """
+    params, progress = params or DistillParams(), progress or (lambda what, done, total: None)
+    check_exit_layer(exit_layer, target.config)
+    if params.text_tokens > target.config.max_context:
+        longest = target.config.max_context
+        raise UsageError(
+            f"--text-tokens {params.text_tokens} is more than the model's context of {longest}; ask for less"
+        )
+    out = out or default_file(files, exit_layer)
+    work = out.with_name(f"{out.name}.work")
+    shards = Shards(work, target, tokenizer, exit_layer, params, texts)  # texts are refused before a folder is made
+    _open_work(work, files, exit_layer, params, texts, resume=resume)
+    num_shards = shards.make(progress)
+    module = ExitModule(target, exit_layer, exit_layer if params.init == "next" else target.config.num_layers - 1)
+    if close_target:
+        target.weights.close()
+    trainer = Trainer(module, params, work)
+    held_out = num_shards - 1 if num_shards > 1 else 0
+    before = trainer.agreement(shards.load(held_out))
+    trainer.train(shards, max(1, held_out), progress, checkpoint_every_s)
+    agreement = trainer.agreement(shards.load(held_out))
+    layer = {name: weight.to(target.dtype).cpu() for name, weight in trainer.layer().items()}
+    save(out, layer, files, exit_layer, init=params.init, steps=params.steps, agreement=round(agreement, 4))
+    shutil.rmtree(work)
+    num_tokens = num_shards * SHARD_TEXTS * params.text_tokens
+    return Distilled(out, exit_layer, num_tokens, params.steps, before, agreement)
+
+
+def _open_work(
+    work: Path, files: ModelFiles, exit_layer: int, params: DistillParams, texts: Sequence[Path], *, resume: bool
+) -> None:
+    """Make an unfinished run's folder. Raises UsageError where one is there and not asked for, or the other way round."""
+    asked = {"exit_layer": exit_layer, "model": str(files.checkpoint.path), "texts": [str(file) for file in texts]}
+    said = json.dumps(asked | asdict(params), indent=1, sort_keys=True)
+    settings = work / "settings.json"
+    try:
+        found = settings.read_text(encoding="utf-8") if settings.is_file() else None
+        if resume and found is None:
+            raise UsageError(f"there is nothing to resume at {work}; leave out --resume")
+        if not resume and found is not None:
+            raise UsageError(f"{work} holds an interrupted run: go on with --resume, or delete it")
+        if found is not None and found != said:
+            raise UsageError(f"{work} holds a run of other settings: give the same ones, or delete it")
+        work.mkdir(parents=True, exist_ok=True)
+        settings.write_text(said, encoding="utf-8")
+    except OSError as exc:
+        raise StorageError(f"{work} cannot be written: {exc.strerror}; choose another place with --out") from exc
+
+
+# ------------------------------------------------------------------------------------------------ what is learnt from
+
+Shard = Mapping[str, Tensor]
+
+
+class Shards:
+    """Texts of one length with what the target made of them, SHARD_TEXTS to a file.
+
+    A shard holds hidden [B, T, hidden] after the first layers, and labels, log_probabilities [B, T, K]: the likeliest tokens
+    at the next place and the logarithms of what the target gives them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        target: Decoder,
+        tokenizer: Tokenizer,
+        exit_layer: int,
+        params: DistillParams,
+        texts: Sequence[Path],
+    ) -> None:
+        """Writes nothing yet. Raises UsageError for texts that cannot be learnt from, or where there is no way to begin one."""
+        self._folder, self._target, self._params = folder, target, params
+        self._first, self._rest = range(exit_layer), range(exit_layer, target.config.num_layers)
+        self._given = _pieces(texts, tokenizer, params.text_tokens) if texts else None
+        self._start = _start(tokenizer) if not texts else None
+
+    def make(self, progress: Progress) -> int:
+        """Those that are not there yet; returns how many there are. One after the other, each complete or absent."""
+        given = self._given
+        count = math.ceil(self._params.num_texts / SHARD_TEXTS) if given is None else len(given)
+        what = "texts written" if given is None else "texts read"
+        for index in range(count):
+            progress(what, index, count)
+            if not self._file(index).is_file():
+                shard = self._written(index) if given is None else self._pass(given[index])
+                unfinished = self._folder / "unfinished"
+                try:
+                    save_file({name: tensor.cpu().contiguous() for name, tensor in shard.items()}, unfinished)
+                    unfinished.replace(self._file(index))
+                except (OSError, SafetensorError) as exc:
+                    raise StorageError(f"{self._folder} cannot be written: {exc}; free some space") from exc
+        progress(what, count, count)
+        return count
+
+    def load(self, index: int) -> Shard:
+        return load_file(self._file(index))
+
+    def _file(self, index: int) -> Path:
+        return self._folder / f"shard-{index:05}.safetensors"
+
+    def _pass(self, texts: IntArray) -> Shard:
+        """One pass over texts [B, T] side by side."""
+        num_texts, length = texts.shape
+        forest = _Forest(self._target, self._first, self._rest, num_texts)
+        parts = forest.add(texts, self._params.num_labels)
+        return {name: part.view(num_texts, length, -1) for name, part in parts.items()}
+
+    def _written(self, index: int) -> Shard:
+        """Texts that the target writes, a token of each in a pass, beginning as its training texts did."""
+        params, forest = self._params, _Forest(self._target, self._first, self._rest, SHARD_TEXTS)
+        generator = torch.Generator().manual_seed(params.seed * 1_000_003 + index)
+        tokens = np.full((SHARD_TEXTS, 1), self._start, dtype=np.int64)
+        parts: list[Shard] = []
+        for _ in range(params.text_tokens):
+            parts.append(forest.add(tokens, params.num_labels))
+            chances = (forest.logits[:, -1] / params.temperature).softmax(-1).cpu()
+            tokens = torch.multinomial(chances, 1, generator=generator).numpy()
+        return {name: torch.stack([part[name] for part in parts], dim=1) for name in parts[0]}
+
+
+def _pieces(files: Sequence[Path], tokenizer: Tokenizer, length: int) -> IntArray:
+    """[shards, B, T]: the files in pieces of T = `length` tokens; the last shard is filled up from the beginning."""
+    ids: list[int] = []
+    for file in files:
+        try:
+            ids += tokenizer.encode(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as exc:
+            raise UsageError(f"--text {file} cannot be read as UTF-8 text: {exc}") from exc
+    if len(ids) < length:
+        raise UsageError(f"the texts have {len(ids)} tokens, and {length} are needed for a single piece; give more")
+    pieces = np.array(ids[: len(ids) // length * length], dtype=np.int64).reshape(-1, length)
+    count = math.ceil(len(pieces) / SHARD_TEXTS)
+    return np.resize(pieces, (count, SHARD_TEXTS, length))
+
+
+def _start(tokenizer: Tokenizer) -> int:
+    """The token before a text: BOS, or what ends the text before it."""
+    if tokenizer.bos_id is not None:
+        return tokenizer.bos_id
+    if not tokenizer.eos_ids:
+        raise UsageError("the model has neither a token that begins texts nor one that ends them; give --text")
+    return min(tokenizer.eos_ids)
+
+
+class _Forest:
+    """Texts that grow side by side in one KV cache, each of them seeing itself alone."""
+
+    def __init__(self, target: Decoder, first: range, rest: range, num_texts: int) -> None:
+        self._target, self._first, self._rest, self._num_texts = target, first, rest, num_texts
+        self._cache = target.new_cache()
+        self._owners = np.empty(0, dtype=np.int64)  # of the entries in the cache: whose text they are
+        self.logits = torch.empty(0)  # [B, 1, vocab]: after the last tokens
+
+    @torch.inference_mode()
+    def add(self, tokens: IntArray, num_labels: int) -> Shard:
+        """Append tokens [B, T]; a shard's parts for them, [B * T, ...]."""
+        target, cache, (num_texts, length) = self._target, self._cache, tokens.shape
+        owners = np.repeat(np.arange(num_texts), length)
+        depths = np.tile(np.arange(length), num_texts) + len(self._owners) // num_texts
+        own = (owners[:, None] == owners) & (depths[:, None] >= depths)
+        mask = np.concatenate((owners[:, None] == self._owners, own), axis=1)
+        positions, tree_mask = placed(cache, 0, depths + 1, mask)
+        rows = target.rows(positions, cache, tree_mask)
+        hidden = target.through(target.embed(torch.from_numpy(tokens.reshape(-1))), rows, self._first)
+        kept = hidden.clone()
+        hidden = target.through(hidden, rows, self._rest)
+        cache.append(0, len(owners))
+        self._owners = np.concatenate((self._owners, owners))
+        best = [self._best(hidden[i : i + HEAD_ROWS], num_labels) for i in range(0, len(hidden), HEAD_ROWS)]
+        log_probabilities, labels = (torch.cat(parts) for parts in zip(*best, strict=True))
+        self.logits = target.logits(hidden.view(num_texts, length, -1)[:, -1:])
+        return {"hidden": kept, "labels": labels.int(), "log_probabilities": log_probabilities}
+
+    def _best(self, hidden: Tensor, num_labels: int) -> tuple[Tensor, Tensor]:
+        logits = self._target.logits(hidden)
+        best, labels = logits.topk(min(num_labels, logits.shape[-1]))
+        return best - logits.logsumexp(-1, keepdim=True), labels
+
+
+# ------------------------------------------------------------------------------------------------ learning
+
+
+class _Batch:
+    """Rows of one text by itself (`model.Rows`): a plain causal pass without a cache."""
+
+    def __init__(self, decoder: Decoder, length: int) -> None:
+        self._positions = torch.arange(length, device=decoder.device)
+        self.cos, self.sin = decoder.rotation(self._positions)
+        self.chunks = [(0, length)]
+
+    def mask(self, first: int, last: int, window: int | None) -> Tensor:
+        ages = self._positions[:, None] - self._positions
+        return (ages >= 0) if window is None else (ages >= 0) & (ages < window)
+
+    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        return keys.transpose(0, 1), values.transpose(0, 1)
+
+
+class ExitModule(nn.Module):
+    """The exit layer as accelerate wants it: what is trained are its parameters, computed by the decoder's own code.
+
+    The parameters are on the CPU until it is prepared.
+    """
+
+    def __init__(self, target: Decoder, exit_layer: int, source: int) -> None:
+        """source: the target's layer that training starts from."""
+        super().__init__()
+        with target.weights.layer(source) as layer:
+            weights = {name: dense(w, torch.float32).detach().clone().cpu() for name, w in layer.items()}
+        self._names = {name.replace(".", "/"): name for name in weights}  # a parameter's name may not have dots
+        self.layer = nn.ParameterDict({key: nn.Parameter(weights[name]) for key, name in self._names.items()})
+        self.exit = EarlyExit(target, exit_layer, {}, torch.float32)  # its weights are the parameters
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: self.layer[key] for key, name in self._names.items()}
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """fp32 logits [B, T, vocab] of hidden states [B, T, hidden] after the first layers."""
+        rows: Rows = _Batch(self.exit, hidden.shape[1])
+        weights = self.weights()
+        return torch.stack([self.exit.taught(weights, text, rows) for text in hidden])
+
+
+class Trainer:
+    """The exit layer under training, with checkpoints in `folder`."""
+
+    def __init__(self, module: ExitModule, params: DistillParams, folder: Path) -> None:
+        device = module.exit.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._accelerator = Accelerator(cpu=device.type == "cpu")
+        self._params, self._folder = params, folder
+        self._peak = params.learning_rate * math.sqrt(256 / module.exit.config.hidden_size)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=self._peak, betas=(0.9, 0.95), weight_decay=0.01)
+        self._module, self._optimizer = self._accelerator.prepare(module, optimizer)
+
+    def layer(self) -> dict[str, Tensor]:
+        module: ExitModule = self._accelerator.unwrap_model(self._module)
+        return {name: weight.detach() for name, weight in module.weights().items()}
+
+    def train(self, shards: Shards, num_shards: int, progress: Progress, checkpoint_every_s: float) -> None:
+        """All steps that are left, over the first `num_shards`."""
+        first = self._resume()
+        saved_at, params = time.monotonic(), self._params
+        for step, batch in enumerate(self._batches(shards, num_shards, first), first):
+            progress("training steps", step, params.steps)
+            if step > first and time.monotonic() - saved_at >= checkpoint_every_s:
+                self._save(step)
+                saved_at = time.monotonic()
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._rate(step)
+            self._accelerator.backward(self._loss(batch))
+            self._accelerator.clip_grad_norm_(self._module.parameters(), 1.0)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        progress("training steps", params.steps, params.steps)
+
+    @torch.no_grad()
+    def agreement(self, shard: Shard) -> float:
+        """How often the likeliest token is the target's."""
+        same = []
+        for batch in self._cut(shard, range(len(shard["hidden"]))):
+            logits = self._module(batch["hidden"])
+            same.append((logits.argmax(-1) == batch["labels"][..., 0]).float().mean())
+        return float(torch.stack(same).mean())
+
+    def _loss(self, batch: Shard) -> Tensor:
+        """Cross entropy to the target's distribution over the tokens that were kept of it."""
+        scores = self._module(batch["hidden"]).log_softmax(-1)
+        chosen = scores.gather(-1, batch["labels"].long())
+        loss: Tensor = -(batch["log_probabilities"].exp() * chosen).sum(-1).mean()
+        return loss
+
+    def _rate(self, step: int) -> float:
+        """Learning rate: a warm-up, then a cosine down to nothing."""
+        warm_up = max(1, int(WARM_UP * self._params.steps))
+        if step < warm_up:
+            return self._peak * (step + 1) / warm_up
+        return self._peak * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, self._params.steps - warm_up)))
+
+    def _batches(self, shards: Shards, num_shards: int, first: int) -> Iterator[Shard]:
+        """The batches from step `first` on; which texts a step sees depends on its number and the seed alone."""
+        per_shard = math.ceil(SHARD_TEXTS / self._params.batch_texts)
+        for visit in range(first // per_shard, math.ceil(self._params.steps / per_shard)):
+            order = np.random.default_rng([self._params.seed, visit // num_shards]).permutation(num_shards)
+            shard = shards.load(int(order[visit % num_shards]))
+            texts = np.random.default_rng([self._params.seed, visit, 1]).permutation(SHARD_TEXTS)
+            steps = range(visit * per_shard, min((visit + 1) * per_shard, self._params.steps))
+            for step, batch in zip(steps, self._cut(shard, texts), strict=False):
+                if step >= first:
+                    yield batch
+
+    def _cut(self, shard: Shard, texts: Sequence[int] | IntArray) -> Iterator[Shard]:
+        """The shard's texts in this order, in batches on the device."""
+        size, device = self._params.batch_texts, self._accelerator.device
+        for first in range(0, len(texts), size):
+            chosen = torch.as_tensor(np.array(texts[first : first + size]))
+            batch = {name: tensor[chosen].to(device) for name, tensor in shard.items()}
+            yield batch | {"hidden": batch["hidden"].float()}
+
+    # ---------------------------------------------------------------------------------------- checkpoints
+
+    def _save(self, step: int) -> None:
+        """The state before `step`; the one before is deleted when this one is complete."""
+        folder, unfinished = self._folder / f"step-{step:08}", self._folder / "unfinished-step"
+        before = list(self._folder.glob("step-*"))
+        shutil.rmtree(unfinished, ignore_errors=True)
+        self._accelerator.save_state(str(unfinished))
+        unfinished.rename(folder)
+        for old in before:
+            if old != folder:
+                shutil.rmtree(old)
+
+    def _resume(self) -> int:
+        """Take up the last checkpoint; returns the step to go on with."""
+        newest = max(self._folder.glob("step-*"), default=None)
+        if newest is None:
+            return 0
+        self._accelerator.load_state(str(newest))
+        return int(newest.name.removeprefix("step-"))

@@ -1,0 +1,262 @@
+"""Low-rank additions to a draft's matrices (LoRA, 2106.09685): W + B A, with A [r, K] and B [N, r], and their file.
+
+They are trained beside the weights as those came from the checkpoint, and merged into the tensors that drafting uses: drafting
+costs what it did, and because the originals are kept, merging often does not drift. Merging is in place, so CUDA graphs that
+were captured before hold (`graphs`). Knows nothing of what is learnt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from offspec.loaders.weights import RamWeights
+from offspec.scheduler.tree import ROOT
+
+from ..checkpoints.atomic_files import write_atomically
+from ..errors import UsageError
+from ..model.config import ModelConfig
+from ..model.cuda_graphs import is_static
+from ..model.decoder import EMBEDDING, LAYER_PREFIX, Decoder, Weights
+
+FILE_FORMAT, FILE_VERSION = "offspec draft adapter", "1"
+MERGED_ELEMENTS = 2**24  # of a matrix at a time, whose copies in fp32 are what merging takes
+PROJECTIONS = (
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+)
+A, B = "lora_a", "lora_b"
+
+
+def adapted_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Full name → [N, K] of the matrices that get an addition: all projections, and the head (its embedding if tied)."""
+    shapes = config.layer_shapes()
+    found = {
+        f"{LAYER_PREFIX}{index}.{name}.weight": shapes[f"{name}.weight"]
+        for index in range(config.num_layers)
+        for name in PROJECTIONS
+    }
+    found[head_name(config)] = (config.vocab_size, config.hidden_size)
+    return {name: (shape[0], shape[1]) for name, shape in found.items()}
+
+
+def head_name(config: ModelConfig) -> str:
+    return EMBEDDING if config.tied_head else "lm_head.weight"
+
+
+def adapter_bytes(config: ModelConfig, rank: int, itemsize: int) -> int:
+    """What an `Adapter` in training takes: the originals, and four fp32 numbers (value, gradient, Adam's two) each."""
+    shapes = adapted_shapes(config).values()
+    return sum(rows * columns * itemsize + 16 * rank * (rows + columns) for rows, columns in shapes)
+
+
+class Adapter:
+    """The additions to one draft. `pairs`: (A, B), fp32 parameters, by the full name of the matrix that they belong to."""
+
+    def __init__(self, draft: Decoder, rank: int, seed: int = 0) -> None:
+        """Changes nothing yet: every B is 0. Raises UsageError for a draft whose weights cannot be changed."""
+        if not is_static(draft):
+            raise UsageError(
+                "the draft's weights are quantised or streamed, and only plain ones can learn; give one in bf16, fp16 or fp32"
+            )
+        self.draft, self.share = draft, 1.0
+        tensors = _tensors(draft)
+        shapes = adapted_shapes(draft.config)
+        self._merged = {name: tensors[name] for name in shapes}
+        self._originals = {name: tensor.clone() for name, tensor in self._merged.items()}
+        self._others = {name: tensor for name, tensor in tensors.items() if name not in shapes}
+        generator = torch.Generator().manual_seed(seed)
+        self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, (rows, columns) in shapes.items():
+            a = torch.randn(rank, columns, generator=generator) / columns**0.5
+            self._put(name, a, torch.zeros(rows, rank))
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for pair in self.pairs.values() for parameter in pair]
+
+    @torch.no_grad()
+    def merge(self, share: float = 1.0) -> None:
+        """Make the draft's weights what they came as plus `share` of the additions, rounded once to their dtype."""
+        self.share = share
+        for name, (a, b) in self.pairs.items():
+            step = max(1, MERGED_ELEMENTS // a.shape[1])
+            for first in range(0, len(b), step):
+                rows = slice(first, first + step)
+                self._merged[name][rows] = torch.addmm(self._originals[name][rows].float(), b[rows], a, alpha=share)
+
+    def trainee(self, share: float = 1.0) -> Trainee:
+        """The draft as a function of the additions, of which `share` counts."""
+        tensors = {**self._others, **self._originals}
+        for name, (a, b) in self.pairs.items():
+            stem = name.removesuffix("weight")
+            tensors |= {f"{stem}{A}": a, f"{stem}{B}": b}
+        draft = self.draft
+        trainee = Trainee(draft.config, RamWeights.from_tensors(tensors), dtype=draft.dtype, device=draft.device)
+        trainee.share = share
+        return trainee
+
+    def _put(self, name: str, a: Tensor, b: Tensor) -> None:
+        device = self.draft.device
+        self.pairs[name] = (
+            a.to(device, torch.float32).requires_grad_(),
+            b.to(device, torch.float32).requires_grad_(),
+        )
+
+    # ---------------------------------------------------------------------------------------- files
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the draft as it came, whatever dtype it is computed in: what the shapes do not say, and every weight."""
+        c = self.draft.config
+        said = (c.model_type, c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps, c.rope, c.windows)
+        digest = hashlib.sha256(repr(said).encode())
+        for name, tensor in sorted({**self._others, **self._originals}.items()):
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Write what was merged of the additions as safetensors, all of it or nothing. Raises StorageError."""
+        tensors = dict[str, Tensor]()
+        for name, (a, b) in self.pairs.items():
+            stem = name.removesuffix("weight")
+            tensors |= {f"{stem}{A}": a.detach().cpu(), f"{stem}{B}": self.share * b.detach().cpu()}
+        about = {"format": FILE_FORMAT, "version": FILE_VERSION, "draft": self.fingerprint}
+        write_atomically(path, save(tensors, about))
+
+    def load(self, path: Path) -> None:
+        """Take the additions of a file, and merge them. Raises UsageError for another draft's, or what is no such file."""
+        if (saved := SavedAdapter.read(path)).draft != self.fingerprint:
+            raise UsageError(f"{path} was learnt for another draft; give the draft it belongs to, or another file")
+        found = {}
+        for name, (rows, columns) in adapted_shapes(self.draft.config).items():
+            stem = name.removesuffix("weight")
+            a, b = saved.tensors.get(f"{stem}{A}"), saved.tensors.get(f"{stem}{B}")
+            fits = a is not None and b is not None and a.dim() == b.dim() == 2
+            if not fits or (a.shape[1], *b.shape) != (columns, rows, a.shape[0]):  # type: ignore[union-attr]
+                raise UsageError(f"{path} is damaged: what it has for {name} does not fit; remove it and learn anew")
+            found[name] = (a, b)
+        if not all(bool(tensor.isfinite().all()) for tensor in saved.tensors.values()):
+            raise UsageError(f"{path} is damaged: it holds numbers that are not finite; remove it and learn anew")
+        for name, (a, b) in found.items():
+            self._put(name, a, b)  # type: ignore[arg-type]
+        self.merge()
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """What a file holds: additions by name, and the fingerprint of the draft that they belong to."""
+
+    draft: str
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def read(cls, path: Path) -> SavedAdapter:
+        """Raises UsageError for a file that cannot be read or that `Adapter.save` did not write."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = file.metadata() or {}
+                if about.get("format") != FILE_FORMAT:
+                    raise UsageError(f"{path} holds nothing that --learn wrote; give another file")
+                if about.get("version") != FILE_VERSION:
+                    raise UsageError(
+                        f"{path} has version {about.get('version')} of the format, and {FILE_VERSION} is read: update offspec"
+                    )
+                return cls(about.get("draft", ""), {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        except OSError as exc:
+            raise UsageError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        except SafetensorError as exc:
+            raise UsageError(f"{path} is no safetensors file ({exc}); give another file") from exc
+
+
+def _tensors(decoder: Decoder) -> dict[str, Tensor]:
+    """All of a resident decoder's weights, by their full names."""
+    weights, found = decoder.weights, dict[str, Tensor]()
+    for index in range(decoder.config.num_layers):
+        with weights.layer(index) as layer:
+            found |= {f"{LAYER_PREFIX}{index}.{name}": w for name, w in layer.items() if isinstance(w, Tensor)}
+    shared = {name: weights.shared(name) for name in decoder.config.shared_shapes()}
+    return found | {name: w for name, w in shared.items() if isinstance(w, Tensor)}
+
+
+# ------------------------------------------------------------------------------------------------ differentiable
+
+
+class TreeRows:
+    """A tree of T tokens, each seeing itself and its ancestors alone (`model.Rows`); nothing is kept of them.
+
+    parents [T]: the row of the token before, lower than its own; ROOT where a text begins.
+    """
+
+    def __init__(self, decoder: Decoder, parents: npt.NDArray[np.integer]) -> None:
+        sees = np.eye(len(parents), dtype=np.bool_)
+        for row, parent in enumerate(parents.tolist()):
+            if parent != ROOT:
+                sees[row] |= sees[parent]
+        positions = torch.from_numpy(sees.sum(1) - 1).to(decoder.device)
+        self.cos, self.sin = decoder.rotation(positions)
+        self.chunks = [(0, len(parents))]
+        self._distance = positions[:, None] - positions
+        self._sees = torch.from_numpy(sees).to(decoder.device)
+
+    def mask(self, first: int, last: int, window: int | None) -> Tensor:
+        sees = self._sees if window is None else self._sees & (self._distance < window)
+        return sees[first:last]
+
+    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        return keys.transpose(0, 1), values.transpose(0, 1)
+
+
+class Trainee(Decoder):
+    """A decoder whose layers' mappings hold additions, too: `x.lora_a` and `x.lora_b` beside `x.weight`. Keeps gradients.
+
+    share: of the additions that counts.
+    """
+
+    share = 1.0
+
+    def hidden(self, tokens: Tensor, rows: TreeRows) -> Tensor:
+        """Hidden states [T, hidden] of tokens [T], on the device."""
+        x = self.weights.rows(EMBEDDING, tokens)
+        if self.config.tied_head:
+            a, b = self._pair(EMBEDDING)
+            x = x + self.share * (F.embedding(tokens, b).to(x.dtype) @ a.to(x.dtype))
+        for index in range(self.config.num_layers):
+            with self.weights.layer(index) as weights:
+                x = self._layer(index, weights, x, rows, *rows.chunks[0])
+        return x
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """fp32 logits [R, vocab] of hidden states [R, hidden]; as `logits`, with the additions."""
+        normed = self._rms_norm(hidden, self._norm)
+        assert isinstance(self._head, Tensor)
+        out = F.linear(normed, self._head) + self._added(normed, *self._pair(head_name(self.config)))
+        return out.float()
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor]:
+        stem = name.removesuffix("weight")
+        a, b = self.weights.shared(f"{stem}{A}"), self.weights.shared(f"{stem}{B}")
+        assert isinstance(a, Tensor)
+        assert isinstance(b, Tensor)
+        return a, b
+
+    def _linear(self, weights: Weights, name: str, x: Tensor) -> Tensor:
+        a, b = weights[f"{name}.{A}"], weights[f"{name}.{B}"]
+        assert isinstance(a, Tensor)
+        assert isinstance(b, Tensor)
+        return super()._linear(weights, name, x) + self._added(x, a, b)
+
+    def _added(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return self.share * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))

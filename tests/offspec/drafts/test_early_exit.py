@@ -1,0 +1,278 @@
+"""The target's first layers as its draft: the text is plain decoding's, each row is computed once, drafting streams nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.exit_layers import ExitFile
+from offspec.checkpoints.opening import ModelFiles
+from offspec.drafts.early_exit import EarlyExit, SharedDraft, Trunk, parents_of, shared_text
+from offspec.drafts.recall import RecallingText
+from offspec.engine import load_decoder
+from offspec.errors import MemoryLimitError
+from offspec.loaders.placement import Limits, Placement
+from offspec.model.decoder import EMBEDDING, BoolArray, CachedDecoder, Decoder, IntArray
+from offspec.planning.plan import Beside, Grant, make_plan
+from offspec.text.tokenizer import Tokenizer
+
+from ..pair import build_pair
+from ..scheduler.fakes import EXAMPLES, build_tree, sampling_params
+
+CPU = torch.device("cpu")
+NUM_LAYERS, TOLERANCE = 4, 1e-5
+PROMPT = "def area("
+GetEngine = Callable[[int, bool, bool], Engine]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_pair(tmp_path_factory.mktemp("deep"), NUM_LAYERS).target
+
+
+def load(folder: Path, num_resident: int = NUM_LAYERS) -> Decoder:
+    """A target whose first layers stay and whose other ones come from disk."""
+    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    costs = [layer.cost(files.dtype) for layer in files.stored.layers]
+    slot, on_disk = max(cost.slot_bytes for cost in costs), tuple(range(num_resident, NUM_LAYERS))
+    placement = Placement(tuple(range(num_resident)), (), on_disk, 2, 0, slot, (), Limits(None, 0), 0, 0)
+    return load_decoder(files, placement, CPU, EMBEDDING)
+
+
+def copied(target: Decoder, index: int) -> dict[str, torch.Tensor]:
+    with target.weights.layer(index) as layer:
+        return {name: w.clone() for name, w in layer.items() if isinstance(w, torch.Tensor)}
+
+
+@pytest.fixture(scope="module")
+def get_engine(folder: Path) -> Iterator[GetEngine]:
+    """A target and an exit after so many layers: the last layer, which guesses well the later it comes, or a bad one."""
+    targets = {False: load(folder), True: None}
+    opened: list[Decoder] = []
+
+    @cache
+    def get(num_first: int, is_streamed: bool, is_good: bool) -> Engine:
+        layer = copied(targets[False], NUM_LAYERS - 1 if is_good else 0)  # type: ignore[arg-type]
+        target = load(folder, num_first) if is_streamed else targets[False]
+        assert target is not None
+        opened.append(target)
+        return Engine(target, Tokenizer.load(folder), EarlyExit(target, num_first, layer))
+
+    yield get
+    for target in opened:
+        target.weights.close()
+
+
+def says(
+    engine: Engine, params: SamplingParams, speculation: SpeculationParams | None = None, prompt: str = PROMPT
+) -> list[int]:
+    return [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
+
+
+@settings(max_examples=40, **EXAMPLES)
+@given(
+    params=sampling_params(),
+    num_first=st.integers(1, NUM_LAYERS - 1),
+    is_streamed=st.booleans(),
+    is_good=st.booleans(),
+    speculation=st.builds(
+        SpeculationParams,
+        budget=st.sampled_from([16, 3, 64, 1, None]),
+        width=st.sampled_from([None, 2, 5]),
+        tree=st.sampled_from(["best-first", "best-first", "sequoia", "opt-tree"]),
+        scoring=st.sampled_from(["coupled", "specexec"]),
+        stopping=st.sampled_from(["default", "thompson", "thompson-calibrated"]),
+        lookup=st.booleans(),
+        recycling=st.booleans(),
+        reuse=st.booleans(),
+    ),
+    seed=st.integers(0, 3),
+)
+def test_the_text_is_that_of_plain_decoding(
+    get_engine: GetEngine,
+    params: SamplingParams,
+    num_first: int,
+    is_streamed: bool,
+    is_good: bool,
+    speculation: SpeculationParams,
+    seed: int,
+) -> None:
+    params = replace(params, max_new_tokens=24, seed=seed, ignore_eos=True)
+    plain = Engine(get_engine(num_first, False, is_good).target, get_engine(num_first, False, is_good).tokenizer)
+    assert says(get_engine(num_first, is_streamed, is_good), params, speculation) == says(plain, params)
+
+
+GREEDY = SamplingParams(40, seed=0, ignore_eos=True)
+SAMPLED = SamplingParams(40, temperature=1.0, seed=1, ignore_eos=True)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("lookup", [True, False])
+@pytest.mark.parametrize("num_first", [1, 3])
+def test_every_row_goes_through_the_first_layers_once(
+    get_engine: GetEngine, monkeypatch: pytest.MonkeyPatch, num_first: int, lookup: bool, params: SamplingParams
+) -> None:
+    """A row is a beginning of the text or of a guess of how it goes on: none comes twice, whoever asks for it."""
+    engine = get_engine(num_first, False, True)
+    text = engine.encode(PROMPT) + says(engine, params)
+    came: list[tuple[int, ...]] = []
+    through = Counter[int]()
+    advance, compute = Trunk.advance, Decoder._layer
+
+    def watched(self: Trunk, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> None:
+        length = self.cache.length
+        came.extend(tuple(text[: length + i + 1]) for i in range(len(chain)))
+        pending = np.concatenate((self._tokens, tokens))
+        came.extend((*text[: length + len(chain)], *pending[row].tolist()) for row in mask)
+        advance(self, chain, tokens, depths, mask)
+
+    def counted(self: Decoder, index: int, weights: object, x: torch.Tensor, *rest: object) -> torch.Tensor:
+        if self is engine.target:
+            through[index] += len(x)
+        return compute(self, index, weights, x, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trunk, "advance", watched)
+    monkeypatch.setattr(Decoder, "_layer", counted)
+    steps = list(engine.generate(PROMPT, params, SpeculationParams(16, lookup=lookup)))
+    assert [count for _, count in Counter(came).most_common(1)] == [1]
+    assert {through[layer] for layer in range(num_first)} == {len(came)}
+    sent = steps[-1].stats.num_drafted_tokens + len(text) - 1 - sum(step.num_accepted for step in steps)
+    assert {through[layer] for layer in range(num_first, NUM_LAYERS)} == {sent}
+    assert {tuple(text[:end]) for end in range(1, len(text))} <= set(came)
+
+
+@pytest.mark.parametrize("num_first", [1, 2])
+def test_drafting_streams_nothing(
+    get_engine: GetEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, num_first: int
+) -> None:
+    engine, score = get_engine(num_first, True, True), RecallingText.score
+    weights, moved = engine.target.weights, list[int]()
+
+    def watched(self: RecallingText, *args: object) -> torch.Tensor:
+        before = weights.bytes_streamed
+        logits = score(self, *args)  # type: ignore[arg-type]
+        moved.append(weights.bytes_streamed - before)
+        return logits
+
+    monkeypatch.setattr(RecallingText, "score", watched)
+    before = weights.bytes_streamed
+    *_, last = engine.generate(PROMPT, GREEDY, SpeculationParams(16))
+    assert len(moved) > last.stats.num_passes
+    assert set(moved) == {0}
+    layers = ModelFiles.open(folder, "fp32", "cpu", []).stored.layers[num_first:]
+    per_pass = sum(layer.record.read_bytes for layer in layers)  # of the other layers, walked once
+    assert weights.bytes_streamed - before == last.stats.num_passes * per_pass > 0
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_all_caches_are_those_of_a_fresh_prefill(get_engine: GetEngine, reuse: bool) -> None:
+    engine = get_engine(2, False, True)
+    caches, text = engine.new_caches(), engine.encode(PROMPT)
+    for step in engine.generate(text, SAMPLED, SpeculationParams(16, reuse=reuse), caches=caches):
+        text = text + step.token_ids
+        target, draft = caches.target, caches.draft
+        assert isinstance(draft, SharedDraft)
+        trunk = draft._trunk
+        assert target.length == len(text) - 1
+        nothing = build_tree([])
+        fresh = CachedDecoder(engine.target)
+        fresh.score(text[: trunk.cache.length], nothing.tokens, nothing.depths, nothing.mask())
+        for layer in range(NUM_LAYERS):
+            ours, index = (trunk.cache, layer) if layer < 2 else (target.cache, layer - 2)
+            for found, expected in zip(
+                ours.read(index, ours.length), fresh.cache.read(layer, ours.length), strict=True
+            ):
+                torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+        kept = sum(len(part) for part in trunk._hidden)
+        assert kept <= trunk.cache.size - min(target.length, draft.length), "hidden states nobody has still to see"
+
+
+def test_a_text_that_was_left_and_changed_goes_on_as_a_fresh_one(get_engine: GetEngine) -> None:
+    engine = get_engine(2, False, True)
+    caches = engine.new_caches()
+    other = engine.encode(PROMPT)
+    for cut, prompt in enumerate([PROMPT, "def area(self", "def area(", "class", "class A"]):
+        request = engine.generate(prompt, SAMPLED, SpeculationParams(16), caches=caches)
+        for _ in range(cut + 1):
+            next(request)
+        request.close()
+        other = caches.text[: len(caches.text) - cut]
+        found = [t for s in engine.generate(other, SAMPLED, SpeculationParams(16), caches=caches) for t in s.token_ids]
+        assert found == [t for s in engine.generate(other, SAMPLED, SpeculationParams(0)) for t in s.token_ids]
+
+
+def test_an_interrupted_pass_does_not_disturb_the_next(get_engine: GetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, real = get_engine(2, False, True), Decoder._layer
+    caches = engine.new_caches()
+    for stop_at in range(1, 40, 3):
+        calls: list[int] = []
+
+        def interrupted(
+            self: Decoder, index: int, *rest: object, calls: list[int] = calls, stop_at: int = stop_at
+        ) -> torch.Tensor:
+            calls.append(index)
+            if len(calls) > stop_at:
+                raise KeyboardInterrupt
+            return real(self, index, *rest)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "_layer", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                list(engine.generate(PROMPT, SAMPLED, SpeculationParams(16), caches=caches))
+        found = [t for s in engine.generate(PROMPT, SAMPLED, caches=caches) for t in s.token_ids]
+        assert found == says(engine, SAMPLED, SpeculationParams(0))
+
+
+def test_an_exit_that_is_the_rest_of_the_target_guesses_everything(get_engine: GetEngine) -> None:
+    *_, last = get_engine(NUM_LAYERS - 1, False, True).generate(PROMPT, GREEDY, SpeculationParams(16))
+    assert last.stats.tokens_per_pass > 5
+
+
+def test_parents_are_seen_last() -> None:
+    tree = build_tree([(1, 2, 3), (1, 4), (5,)])
+    assert parents_of(tree.mask()).tolist() == tree.parents.tolist()
+    waiting = np.concatenate((np.zeros((1, 2), bool), np.eye(1, dtype=bool)), axis=1)
+    assert parents_of(waiting).tolist() == [-1]
+    waiting[0, 1] = True
+    assert parents_of(waiting).tolist() == [1]
+
+
+def test_room_is_made_at_once(get_engine: GetEngine) -> None:
+    engine = get_engine(2, False, True)
+    assert isinstance(engine.draft, EarlyExit)
+    target, draft = shared_text(engine.target, engine.draft, 100)
+    assert min(target.cache.capacity, draft.cache.capacity, draft._trunk.cache.capacity) >= 100
+
+
+def test_the_first_layers_are_planned_to_stay(folder: Path) -> None:
+    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    early, layer_bytes = ExitFile(Path("exit"), 1, 1), files.stored.layers[0].cost(files.dtype).resident_bytes
+
+    def least(exit_file: ExitFile | None) -> int:
+        """The least RAM that is not refused."""
+        low, high = 0, 2**30
+        while high - low > 256:
+            middle = (low + high) // 2
+            try:
+                make_plan(files, None, Limits(None, middle), Grant(context=64), 0, Beside(exit_file=exit_file))
+                high = middle
+            except MemoryLimitError:
+                low = middle
+        return high
+
+    plan = make_plan(files, None, Limits(None, least(early)), Grant(context=64), 0, Beside(exit_file=early))
+    assert plan.placement.resident[0] == 0
+    assert plan.placement.streamed
+    assert least(early) > least(None) + layer_bytes
+    with pytest.raises(MemoryLimitError, match=r"1 before the exit, which draft, .* or take an exit layer after fewer"):
+        make_plan(files, None, Limits(None, least(early) - 512), Grant(context=64), 0, Beside(exit_file=early))

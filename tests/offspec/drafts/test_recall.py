@@ -1,0 +1,216 @@
+"""What is recalled: the draft's error at the places of the trees, in the draft's logits at places like them; the text is unmoved."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.drafts.recall import DOUBT, MOST_NODES, MOST_PROMPT, NEARNESS, SIZE, Recall, RecallingText, recall_bytes
+from offspec.model.decoder import CachedDecoder, Decoder, IntArray, RowLogits
+from offspec.scheduler.costs import WIDTHS
+from offspec.scheduler.params import MAX_ROWS
+from offspec.scheduler.tree import ROOT, TokenTree
+from offspec.scheduler.verify import Logits, Verdict
+
+from ..pair import Pair, build_pair, narrow, variant
+from .test_model import NO_NODES
+
+SAMPLED = SamplingParams(40, temperature=1.0, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Engine:
+    return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def models(engine: Engine) -> tuple[Decoder, Decoder]:
+    """A draft and a target of other widths and vocabularies."""
+    assert engine.draft is not None
+    return engine.draft, engine.target
+
+
+def places(count: int, model: Decoder, seed: int = 0) -> Tensor:
+    return torch.randn(count, model.config.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+def corrected(draft: Decoder, target: Decoder, recall: Recall, states: Tensor) -> Tensor:
+    correction = recall.correct(states)
+    return draft.head(correction.draft) + target.head(correction.target)
+
+
+def test_logits_move_by_the_mean_error_at_near_places(models: tuple[Decoder, Decoder]) -> None:
+    """The formula as it stands in the module, in logits of the whole vocabulary."""
+    draft, target = models
+    own, said = places(7, draft), places(7, target, seed=1)
+    here = 0.7 * own[:3] + 0.2 * places(3, draft, seed=2)
+    recall = Recall(draft, target)
+    recall.add(own, said)
+    nearness = torch.exp(NEARNESS * (torch.cosine_similarity(here[:, None], own[None], dim=-1) - 1))
+    errors = target.head(said).log_softmax(-1) - draft.head(own).log_softmax(-1)
+    expected = draft.head(here) + (nearness / (DOUBT + nearness.sum(-1, keepdim=True))) @ errors
+    found = corrected(draft, target, recall, here)
+    torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=1e-5)
+
+
+def test_at_the_very_place_the_target_is_believed_and_far_from_all_the_draft(models: tuple[Decoder, Decoder]) -> None:
+    draft, target = models
+    own, said = places(1, draft), places(1, target, seed=1)
+    recall = Recall(draft, target)
+    recall.add(own, said)
+    here, there = (corrected(draft, target, recall, states).softmax(-1) for states in (own, -own))
+    assert (here - target.head(said).softmax(-1)).abs().sum() < 0.2 * (
+        (draft.head(own).softmax(-1) - target.head(said).softmax(-1)).abs().sum()
+    )
+    torch.testing.assert_close(there, draft.head(-own).softmax(-1))
+
+
+def test_the_oldest_places_give_way(models: tuple[Decoder, Decoder]) -> None:
+    draft, target = models
+    recall, recent = Recall(draft, target, size=10), Recall(draft, target, size=10)
+    own, said = places(33, draft), places(33, target, seed=1)
+    for first, last in ((0, 4), (4, 9), (9, 17), (17, 18), (18, 33)):
+        recall.add(own[first:last], said[first:last])
+    recent.add(own[-10:], said[-10:])
+    assert len(recall) == len(recent) == 10
+    here = places(4, draft, seed=3)
+    for found, expected in zip(recall.correct(here), recent.correct(here), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_it_takes_what_was_planned(models: tuple[Decoder, Decoder]) -> None:
+    draft, target = models
+    recall = Recall(draft, target)
+    held = sum(part.nbytes for part in vars(recall).values() if isinstance(part, Tensor))
+    waiting = 2 * (MAX_ROWS + MOST_PROMPT) * draft.config.hidden_size * draft.dtype.itemsize
+    round_bytes = 4 * int(WIDTHS[-1]) * (3 * SIZE + target.config.vocab_size)
+    assert recall_bytes(draft.config, target.config, target.dtype.itemsize) == held + waiting + round_bytes
+
+
+# ------------------------------------------------------------------------------------------------ in a request
+
+
+class Watch:
+    """What one engine's recall is told, held against what fresh decoders say of the same text and path."""
+
+    def __init__(self, engine: Engine, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine, self.text, self.num_places = engine, engine.encode(prompt), 0
+        self.nodes: list[int] = []
+        self.added: list[tuple[Tensor, Tensor]] = []
+        add, observe = Recall.add, RecallingText.observe
+
+        def note_places(recall: Recall, draft: Tensor, target: Tensor) -> None:
+            self.added.append((draft.clone(), target.clone()))
+            add(recall, draft, target)
+
+        def note_nodes(text: RecallingText, rows: IntArray, nodes: IntArray, logits: Logits) -> None:
+            self.nodes = nodes.tolist()
+            observe(text, rows, nodes, logits)
+
+        monkeypatch.setattr(Recall, "add", note_places)
+        monkeypatch.setattr(RecallingText, "observe", note_nodes)
+
+    def __call__(self, tree: TokenTree, verdict: Verdict) -> None:
+        assert self.engine.draft is not None
+        paths = [[int(tree.tokens[above]) for above in tree.path(node - 1)] if node else [] for node in self.nodes]
+        texts = [self.text + path for path in paths]
+        if not self.num_places:  # the prompt's other places come first
+            texts = [*(self.text[:end] for end in range(1, len(self.text))), *texts]
+        for model, parts in zip((self.engine.draft, self.engine.target), zip(*self.added, strict=True), strict=False):
+            for text, state in zip(texts, torch.cat(parts), strict=True):
+                fresh = CachedDecoder(model).states(text, *NO_NODES)
+                torch.testing.assert_close(state[None], fresh, rtol=0, atol=2e-5)
+        self.num_places += len(self.nodes)
+        self.nodes, self.added = [], []  # a draft that is not asked for the next pass is told nothing
+        self.text += verdict.tokens
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        SpeculationParams(24, overlap=False),
+        SpeculationParams(24, reuse=False),
+        SpeculationParams(12, width=3),
+        SpeculationParams(),
+    ],
+    ids=["reuse", "no-reuse", "narrow", "auto"],
+)
+def test_places_are_those_of_the_tree(
+    pair: Pair, speculation: SpeculationParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="fp32")
+    watch = Watch(engine, "def area(", monkeypatch)
+    for _ in engine.generate("def area(", SAMPLED, speculation, observer=watch):
+        pass
+    assert watch.num_places > (40 if speculation.budget else 0)
+
+
+def test_no_more_of_one_tree_than_leaves_room_for_others(models: tuple[Decoder, Decoder]) -> None:
+    draft, target = models
+    recall = Recall(draft, target)
+    text = RecallingText(CachedDecoder(draft), target, recall)
+    text.score([5, 6], *NO_NODES)
+    count = MOST_NODES + 40
+    nodes = np.full(count, 7), np.ones(count, dtype=np.int64), np.eye(count, dtype=np.bool_)
+    text.score([], *nodes)
+    logits = CachedDecoder(target).score_rows([5, 6], *nodes)
+    assert isinstance(logits, RowLogits)
+    text.observe(np.arange(ROOT, count), np.arange(1 + count), logits)
+    assert len(recall) == 1 + 1 + MOST_NODES  # the prompt's first token, too
+
+
+def test_what_is_pending_is_corrected_by_all_that_is_recalled_by_now(models: tuple[Decoder, Decoder]) -> None:
+    """As it would be, were it asked again."""
+    draft, target = models
+    recall = Recall(draft, target)
+    nodes = np.array([7, 8, 9]), np.array([1, 1, 2]), np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], dtype=np.bool_)
+    text, again = (RecallingText(CachedDecoder(draft), target, recall) for _ in range(2))
+    before = torch.cat((text.score([5, 6], *NO_NODES), text.score([], *nodes)))
+    recall.add(CachedDecoder(draft).states([5, 6], *NO_NODES), places(1, target))
+    after = torch.cat((again.score([5, 6], *NO_NODES), again.score([], *nodes)))
+    assert (after - before).abs().max() > 0.1
+    rows = np.array([ROOT, 2, 0])
+    torch.testing.assert_close(text.revised(rows), after[rows + 1], rtol=0, atol=1e-4)
+
+
+def said(engine: Engine, params: SamplingParams, speculation: SpeculationParams) -> tuple[list[int], int]:
+    """Tokens of a text, and in how many passes."""
+    *steps, last = engine.with_draft(engine.draft, engine.draft_name).generate("def area(", params, speculation)
+    return [token for step in (*steps, last) for token in step.token_ids], last.stats.num_passes
+
+
+@pytest.mark.parametrize("params", [SamplingParams(40, ignore_eos=True), SAMPLED], ids=["greedy", "sampled"])
+def test_the_text_is_the_same(engine: Engine, params: SamplingParams) -> None:
+    plain, _ = said(engine, params, SpeculationParams(0))
+    found = [said(engine, params, SpeculationParams(24, recall=recall)) for recall in (True, False)]
+    assert [tokens for tokens, _ in found] == [plain, plain]
+
+
+def test_a_draft_of_fewer_tokens_is_corrected_as_far_as_it_knows(
+    pair: Pair, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("narrow") / "draft"
+    draft = narrow(variant(pair.draft, folder), 300)
+    engine = Engine.load(str(pair.target), draft=str(draft), device="cpu", dtype="fp32")
+    tokens, _ = said(engine, SAMPLED, SpeculationParams(24))
+    assert tokens == said(engine, SAMPLED, SpeculationParams(0))[0]
+
+
+def test_fewer_passes_with_the_builtin_pair() -> None:
+    """Trees of 64 nodes on three held-out prompts; the arithmetic is the same on every run."""
+    engine, passes = Engine.load("builtin", dtype="fp32"), dict.fromkeys((True, False), 0)
+    for recall in passes:
+        fresh = engine.with_draft(engine.draft, engine.draft_name)
+        for index, prompt in enumerate(builtin.prompts()[:3]):
+            params = SamplingParams(96, temperature=1.0, seed=index, ignore_eos=True)
+            *_, last = fresh.generate(prompt, params, SpeculationParams(64, recall=recall, overlap=False))
+            passes[recall] += last.stats.num_passes
+    assert passes[True] < passes[False]

@@ -1,0 +1,140 @@
+"""Masks against the ancestor relation, entry by entry, and attention against its formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from offspec.model.attention import Visibility, attend, avoid_plans
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass behind `committed` tokens: earlier pending nodes, a chain, then new nodes. parents: -1 is the text's end."""
+
+    committed: int
+    earlier: int
+    chain: int
+    parents: list[int]  # of all nodes, the earlier ones first
+    window: int | None
+
+    def path(self, node: int) -> list[int]:
+        return [] if node < 0 else [*self.path(self.parents[node]), node]
+
+    @property
+    def start(self) -> int:
+        return self.committed + self.earlier
+
+    @property
+    def key_positions(self) -> list[int]:
+        text = self.committed + self.chain
+        depths = [text - 1 + len(self.path(node)) for node in range(len(self.parents))]
+        return [*range(text), *depths]
+
+    def visibility(self) -> Visibility:
+        nodes = range(self.earlier, len(self.parents))
+        mask = [[other in self.path(node) for other in range(len(self.parents))] for node in nodes]
+        positions = torch.tensor(self.key_positions)
+        spare = positions.new_full((3,), 9999)  # slots that nothing has been written to
+        return Visibility(
+            start=self.start,
+            positions=positions[self.start :],
+            key_positions=torch.cat((positions, spare)),
+            tree_mask=torch.tensor(mask) if mask else None,
+        )
+
+    def sees(self, row: int, key: int) -> bool:
+        """The definition, for slots: the text is seen by all that follows it, a node by its descendants and itself."""
+        text = self.committed + self.chain
+        near = self.window is None or self.key_positions[row] - self.key_positions[key] < self.window
+        if key < text:
+            return near and key <= row
+        return near and row >= text and key - text in self.path(row - text)
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> Pass:
+    committed, chain = draw(st.integers(0, 6)), draw(st.integers(0, 6))
+    num_nodes = draw(st.integers(0 if chain else 1, 8))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(num_nodes)]
+    earlier = 0 if chain else draw(st.integers(0, num_nodes - 1))
+    return Pass(committed, earlier, chain, parents, draw(st.none() | st.integers(1, 9)))
+
+
+@given(passes(), st.data())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_mask_is_the_ancestor_relation(p: Pass, data: st.DataObject) -> None:
+    num_rows = len(p.key_positions) - p.start
+    first = data.draw(st.integers(0, num_rows - 1), label="first")
+    last = data.draw(st.integers(first + 1, num_rows), label="last")
+    expected = [[p.sees(p.start + row, key) for key in range(p.start + last)] for row in range(first, last)]
+    mask = p.visibility().mask(first, last, p.window)
+    assert (torch.ones(last - first, p.start + last).bool() if mask is None else mask).tolist() == expected
+    assert all(any(row) for row in expected), "softmax over nothing is NaN"
+
+
+@pytest.mark.parametrize(("window", "is_all"), [(None, True), (8, True), (7, False)])
+def test_a_single_token_needs_no_mask_while_the_window_holds_the_text(window: int | None, is_all: bool) -> None:
+    mask = Pass(committed=7, earlier=0, chain=1, parents=[], window=window).visibility().mask(0, 1, window)
+    assert (mask is None) == is_all
+
+
+def naive_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q k / sqrt(d)) v, one head at a time, keys and values repeated as the paper on GQA draws it (2305.13245)."""
+    group = queries.shape[1] // keys.shape[0]
+    keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
+    heads = []
+    for head in range(queries.shape[1]):
+        scores = queries[:, head] @ keys[head].T / queries.shape[2] ** 0.5
+        heads.append(scores.masked_fill(~mask, -torch.inf).softmax(dim=-1) @ values[head])
+    return torch.stack(heads, dim=1)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1), (1, 1)])
+@pytest.mark.parametrize("masked", [True, False])
+def test_attention_is_its_formula(heads: int, kv_heads: int, num_rows: int, masked: bool) -> None:
+    generator = torch.Generator().manual_seed(heads * 100 + kv_heads)
+    queries = torch.randn(num_rows, heads, 8, generator=generator)
+    keys, values = torch.randn(2, kv_heads, 20, 8, generator=generator)[:, :, :11]  # a part of a longer cache
+    mask = torch.rand(num_rows, 11, generator=generator) < 0.5
+    mask[:, 3] = True
+    out = attend(queries, keys, values, mask if masked else None)
+    expected = naive_attention(queries, keys, values, mask if masked else torch.ones_like(mask))
+    assert out.shape == (num_rows, heads, 8)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+
+
+def test_a_gpus_attention_needs_no_plan_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
+    avoid_plans(torch.device("cpu"))
+    assert asked == []
+    avoid_plans(torch.device("cuda:0"))
+    assert asked == [False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "num_keys"), [(1, 33), (7, 65), (64, 1025), (256, 700)])
+def test_cuda_attends_as_the_cpu_does(num_rows: int, num_keys: int, dtype: torch.dtype) -> None:
+    """Also where rows and keys are no multiples of what kernels like, and a text grows by one."""
+    device, generator = torch.device("cuda:0"), torch.Generator().manual_seed(0)
+    avoid_plans(device)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    queries = torch.randn(num_rows, 16, 128, generator=generator)
+    cached = torch.randn(2, 4, 2048, 128, generator=generator)
+    mask = torch.rand(num_rows, num_keys, generator=generator) < 0.5
+    mask[:, 0] = True
+    tolerance = 1e-4 if dtype == torch.float32 else 0.06
+    for seen in (mask, None):
+        expected = attend(queries, cached[0, :, :num_keys], cached[1, :, :num_keys], seen)
+        on_device = [tensor.to(device, dtype) for tensor in (queries, cached)]
+        keys, values = on_device[1][:, :, :num_keys].unbind()
+        found = attend(on_device[0], keys, values, seen if seen is None else seen.to(device))
+        torch.testing.assert_close(found.float().cpu(), expected, rtol=0, atol=tolerance)

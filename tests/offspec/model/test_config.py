@@ -1,0 +1,261 @@
+"""What is read from a config.json, and what is refused in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError
+from offspec.model.config import MAX_CONTEXT, ModelConfig, read_config
+
+from ..fakes import FAMILIES, config_json, in_old_layout
+
+LLAMA = config_json(FAMILIES["llama-gqa"])
+MISTRAL = config_json(FAMILIES["mistral-window"])
+QWEN2 = config_json(FAMILIES["qwen2-window"])
+QWEN3 = config_json(FAMILIES["qwen3"])
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def rope(**parameters: Any) -> dict[str, Any]:
+    return LLAMA | {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
+
+
+def outcome(config: dict[str, Any]) -> ModelConfig | str:
+    try:
+        return read_config(config)
+    except OffspecError as error:
+        return str(error)
+
+
+def refusal(config: dict[str, Any], error: type[OffspecError]) -> str:
+    with pytest.raises(error) as caught:
+        read_config(config)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+# ------------------------------------------------------------------------------------------------ what is read
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_layouts_say_the_same(family: str) -> None:
+    new = config_json(FAMILIES[family])
+    assert read_config(in_old_layout(new)) == read_config(new)
+
+
+def test_shape_of_a_llama() -> None:
+    config = read_config(LLAMA)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 16)
+    assert (config.rms_norm_eps, config.rope.theta, config.rope.kind) == (1e-6, 10000.0, "default")
+    assert config.windows == (None, None, None)
+    assert not any((config.tied_head, config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm))
+    assert config.layer_shapes()["self_attn.k_proj.weight"] == (32, 64)
+    assert config.layer_shapes()["mlp.down_proj.weight"] == (64, 96)
+    assert len(config.layer_shapes()) == 9
+    assert config.shared_shapes()["lm_head.weight"] == (160, 64)
+
+
+def biases(config: ModelConfig) -> set[str]:
+    return {name.split(".")[1][0] for name in config.layer_shapes() if name.endswith(".bias")}
+
+
+@pytest.mark.parametrize(
+    ("family", "biased", "normed", "head_dim"),
+    [
+        ("llama-gqa", "", False, 16),
+        ("llama-biased", "qkvogud", False, 16),
+        ("llama-head-dim", "", False, 24),
+        ("mistral", "", False, 24),
+        ("qwen2", "qkv", False, 16),
+        ("qwen3", "", True, 32),
+        ("qwen3-biased-window", "qkvo", True, 32),
+    ],
+)
+def test_what_families_differ_in(family: str, biased: str, normed: bool, head_dim: int) -> None:
+    config = read_config(config_json(FAMILIES[family]))
+    assert (biases(config), config.qk_norm, config.head_dim) == (set(biased), normed, head_dim)
+    assert ("self_attn.q_norm.weight" in config.layer_shapes()) == normed
+    assert ("lm_head.weight" in config.shared_shapes()) != config.tied_head
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (MISTRAL, (9, 9, 9)),
+        (MISTRAL | {"sliding_window": None}, (None, None, None)),
+        (without(MISTRAL, "sliding_window"), (4096, 4096, 4096)),
+        (QWEN2, (None, 8, 8)),
+        (QWEN2 | {"max_window_layers": 0}, (8, 8, 8)),
+        (QWEN2 | {"max_window_layers": 3}, (None, None, None)),
+        (without(QWEN2, "max_window_layers"), (None, None, None)),
+        (without(QWEN2, "sliding_window"), (None, 4096, 4096)),
+        (QWEN2 | {"use_sliding_window": False}, (None, None, None)),
+        (without(QWEN2, "use_sliding_window"), (None, None, None)),
+        (QWEN2 | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (8, None, 8)),
+        (QWEN2 | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, (None, None, None)),
+        (MISTRAL | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (9, None, 9)),
+        (MISTRAL | {"layer_types": None}, (9, 9, 9)),
+    ],
+)
+def test_windows(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert read_config(config).windows == windows
+
+
+def test_missing_values_mean_what_they_mean_in_transformers() -> None:
+    """The defaults of transformers where a key may be missing; old checkpoints rely on them."""
+    keys = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings")
+    config = read_config(without(LLAMA, *keys))
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.tied_head) == (4, 16, 1e-6, False)
+    assert (config.rope.theta, config.rope.kind) == (10000.0, "default")
+    assert read_config(without(QWEN3, "head_dim")).head_dim == 128
+    assert read_config(LLAMA | {"num_key_value_heads": None, "head_dim": None}).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(("said", "factor", "expected"), [(64, 4.0, 256), (256, 4.0, 256), (64, 1e300, MAX_CONTEXT)])
+def test_yarn_stretches_the_context_where_the_config_does_not_say_so_itself(
+    said: int, factor: float, expected: int
+) -> None:
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 64}
+    assert read_config(LLAMA | {"max_position_embeddings": said, "rope_scaling": scaling}).max_context == expected
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_the_original_context_is_looked_for_where_it_may_stand(kind: str) -> None:
+    parameters = {"rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    name = "original_max_position_embeddings"
+
+    def original(config: dict[str, Any]) -> Any:
+        return read_config(config).rope.scaling[name]
+
+    assert original(rope(**parameters) | {name: 99}) == 99
+    assert original(rope(**parameters, **{name: 77})) == 77
+    assert original(rope(**parameters, **{name: 77}) | {name: 99}) == 99
+    assert original(rope(**parameters)) == LLAMA["max_position_embeddings"]
+
+
+def test_scaling_added_by_hand_to_a_new_config_counts() -> None:
+    """Model cards say: for long texts add `rope_scaling` to config.json."""
+    added = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "rope_scaling": added}
+    found = read_config(config).rope
+    assert (found.kind, found.theta, found.scaling["factor"]) == ("yarn", 5000.0, 4.0)
+    assert found == read_config(rope(**added, rope_theta=5000.0) | {"rope_theta": 1.0}).rope
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "", None, ["llama"], 3])
+def test_an_unknown_architecture_is_named_with_the_supported_ones(model_type: Any) -> None:
+    message = refusal(LLAMA | {"model_type": model_type, "architectures": ["GPT2LMHeadModel"]}, UnsupportedModelError)
+    assert repr(model_type) in message
+    assert "GPT2LMHeadModel" in message
+    assert "llama, mistral, ministral, qwen2, qwen3" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (without(LLAMA, "model_type"), "no architecture named"),
+        (LLAMA | {"hidden_act": "gelu"}, "gelu"),
+        (LLAMA | {"quantization_config": {"quant_method": "hqq"}}, "hqq"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "unknown"),
+        (LLAMA | {"quantization_config": "4bit"}, "unknown"),
+        (LLAMA | {"is_causal": False}, "is_causal"),
+        (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
+        (rope(rope_type="dynamic", factor=2.0), "dynamic"),
+        (rope(rope_type="longrope", factor=2.0), "longrope"),
+        (rope(type="su", factor=2.0), "su"),
+        (without(LLAMA, "rope_parameters") | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (rope(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (QWEN2 | {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(config: dict[str, Any], named: str) -> None:
+    assert named in refusal(config, UnsupportedModelError)
+
+
+REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+@pytest.mark.parametrize("value", [None, 0, -1, "64", 64.0, True, [64]])
+def test_sizes_are_positive_integers(key: str, value: Any) -> None:
+    assert f"{key} must be an integer of at least 1, not {value!r}" in refusal(LLAMA | {key: value}, CheckpointError)
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_sizes_must_be_there(key: str) -> None:
+    assert key in refusal(without(LLAMA, key), CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (LLAMA | {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is more than any model has"),
+        (LLAMA | {"num_key_value_heads": 8}, "not a multiple of num_key_value_heads 8"),
+        (LLAMA | {"num_key_value_heads": 0}, "num_key_value_heads"),
+        (LLAMA | {"head_dim": 15}, "head_dim 15 is odd"),
+        (LLAMA | {"num_attention_heads": 100, "num_key_value_heads": 100}, "head_dim"),
+        (LLAMA | {"rms_norm_eps": 0}, "rms_norm_eps"),
+        (LLAMA | {"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window"),
+        (MISTRAL | {"sliding_window": "9"}, "sliding_window"),
+        (QWEN2 | {"max_window_layers": -1}, "max_window_layers"),
+        (QWEN2 | {"layer_types": ["full_attention"] * 2}, "layer_types lists 2 layers, num_hidden_layers says 3"),
+        (QWEN2 | {"layer_types": []}, "layer_types lists 0 layers"),
+        (QWEN2 | {"layer_types": "full_attention"}, "layer_types"),
+        (LLAMA | {"rope_parameters": [1]}, "rope_parameters must be an object"),
+        (LLAMA | {"rope_scaling": "yarn"}, "rope_scaling must be an object"),
+        (rope(rope_theta="large"), "rope_theta"),
+        (rope(rope_theta=10**400), "rope_theta"),
+        (without(LLAMA, "rope_parameters") | {"rope_theta": -1.0}, "rope_theta"),
+        (rope(rope_type="linear"), "'linear' needs a positive factor, not None"),
+        (rope(rope_type="linear", factor=-2.0), "needs a positive factor, not -2.0"),
+        (rope(rope_type="yarn", factor=float("nan")), "needs a positive factor, not nan"),
+        (rope(rope_type="yarn", factor=2.0, beta_fast="32"), "needs a positive beta_fast"),
+        (rope(rope_type="yarn", factor=2.0, original_max_position_embeddings=1.5), "original_max_position_embeddings"),
+        (rope(rope_type="llama3", factor=8.0, high_freq_factor=4.0), "'llama3' needs a positive low_freq_factor"),
+        (rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0), "'llama3' needs a positive high_freq_factor"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_by_name(config: dict[str, Any], named: str) -> None:
+    assert named in refusal(config, CheckpointError)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+PARAMETERS = ("rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "mscale")
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_whatever_stands_there_gives_a_config_or_one_line(data: st.DataObject) -> None:
+    config = dict(data.draw(st.sampled_from([LLAMA, MISTRAL, QWEN2, QWEN3])))
+    scaling = {"rope_type": data.draw(st.sampled_from(["default", "linear", "llama3", "yarn"])), "factor": 2.0}
+    scaling |= data.draw(st.dictionaries(st.sampled_from(PARAMETERS), ANYTHING, max_size=2), label="scaling")
+    config["rope_parameters"] = scaling
+    keys = st.sampled_from([*config, "layer_types", "rope_scaling", "quantization_config", "architectures"])
+    config |= data.draw(st.dictionaries(keys, ANYTHING, max_size=3), label="config")
+    result = outcome(config)
+    assert isinstance(result, ModelConfig) or len(result.splitlines()) == 1

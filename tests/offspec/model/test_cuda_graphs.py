@@ -1,0 +1,439 @@
+"""Static rounds against `CachedDecoder`'s own, whatever becomes of the text; what is recorded, and for how long.
+
+On the CPU nothing is recorded, but the arithmetic, its shapes and the bookkeeping are those of a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from offspec.background import alongside
+from offspec.model.cuda_graphs import WIDTHS, CudaRecorder, StaticText, TreeGraphs, Work, as_it_is, is_static
+from offspec.model.decoder import CachedDecoder, Decoder, random_decoder
+
+from ..fakes import VOCAB_SIZE, TinyModel
+from .test_model import NO_NODES, Tree, assert_holds, random_tokens
+
+GetModel = Callable[[str], TinyModel]
+FAMILIES = ["llama-gqa", "llama-mqa", "llama-biased", "mistral-window", "qwen2-layer-types", "qwen3-biased-window"]
+TOLERANCE = 1e-5  # of logits that lie some units apart; what is computed in fp64 differs by their rounding to fp32 only
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
+def star(num_nodes: int, seed: int = 1) -> Tree:
+    """Half of the nodes below the root, each of the others below one of these."""
+    half = (num_nodes + 1) // 2
+    return Tree(random_tokens(num_nodes, seed), [-1] * half + list(range(num_nodes - half)))
+
+
+# ------------------------------------------------------------------------------------------------ a text's life
+
+
+@dataclass
+class Twins:
+    """The same text twice, static and not. Every call goes to both, and what they say is compared."""
+
+    static: CachedDecoder
+    plain: CachedDecoder
+    tree: Tree = field(default_factory=lambda: Tree([], []))  # the pending nodes
+
+    def commit(self, chain: list[int]) -> None:
+        self.keep(-1, reroot=False)
+        assert_close(self.static.score(chain, *NO_NODES), self.plain.score(chain, *NO_NODES))
+
+    def grow(self, tokens: list[int], places: list[int]) -> None:
+        """Nodes below pending ones, or below the root: places are taken modulo what is there."""
+        first = len(self.tree.tokens)
+        for token, place in zip(tokens, places, strict=True):
+            self.tree.parents.append(place % (len(self.tree.tokens) + 1) - 1)
+            self.tree.tokens.append(token)
+        nodes = self.tree.round(first, len(self.tree.tokens))
+        assert_close(self.static.score([], *nodes), self.plain.score([], *nodes))
+
+    def keep(self, node: int, *, reroot: bool) -> None:
+        """Commit the path to a node; what is below it stays where `reroot`."""
+        path = self.tree.path(node)
+        below = [
+            n
+            for n in range(len(self.tree.tokens))
+            if reroot and n not in path and self.tree.path(n)[: len(path)] == path
+        ]
+        for text in (self.static, self.plain):
+            text.keep(path, below)
+        places = {node: -1} | {n: i for i, n in enumerate(below)}
+        self.tree = Tree([self.tree.tokens[n] for n in below], [places[self.tree.parents[n]] for n in below])
+
+    def truncate(self, length: int) -> None:
+        for text in (self.static, self.plain):
+            text.truncate(min(length, text.length))
+        self.tree = Tree([], [])
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> list[tuple[str, list[int]]]:
+    """Calls by name, each with numbers to make arguments of."""
+    kinds = st.sampled_from(["commit", "grow", "grow", "grow", "keep", "reroot", "truncate"])
+    numbers = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
+    return [("commit", draw(numbers)), *draw(st.lists(st.tuples(kinds, numbers), min_size=2, max_size=8))]
+
+
+def live(twins: Twins, life: list[tuple[str, list[int]]]) -> None:
+    for kind, numbers in life:
+        if kind == "commit":
+            twins.commit(numbers)
+        elif kind == "grow":
+            twins.grow(numbers, [7 * number for number in numbers])
+        elif kind == "truncate":
+            twins.truncate(1 + numbers[0] % 20)
+        else:
+            twins.keep(numbers[0] % (len(twins.tree.tokens) + 1) - 1, reroot=kind == "reroot")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(life=lives())
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_static_rounds_give_the_logits_of_plain_ones(
+    tiny_model: GetModel, family: str, life: list[tuple[str, list[int]]]
+) -> None:
+    decoder = cached(tiny_model, family)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offspec.model.cuda_graphs.MIN_KEYS", 32)  # so that some texts outgrow it
+        graphs = TreeGraphs(decoder, 400)
+        twins = Twins(graphs.text(400), CachedDecoder(decoder))
+        live(twins, life)
+    assert twins.static.cache is graphs.cache
+    twins.keep(-1, reroot=False)
+    for layer in range(decoder.config.num_layers):
+        for ours, theirs in zip(
+            *(text.cache.read(layer, text.length) for text in (twins.static, twins.plain)), strict=True
+        ):
+            assert_close(ours, theirs)
+
+
+_decoders: dict[str, Decoder] = {}
+
+
+def cached(tiny_model: GetModel, family: str) -> Decoder:
+    """In fp64: these models are sharp, and fp32 sums in another order differ by more than 1e-5 after some passes."""
+    return _decoders.setdefault(family, tiny_model(family).decoder(torch.float64))
+
+
+@pytest.mark.parametrize("num_rows", sorted({1, *WIDTHS, *(w - 1 for w in WIDTHS), *(w + 1 for w in WIDTHS)}))
+def test_any_number_of_rows(tiny_model: GetModel, num_rows: int) -> None:
+    """Those that are padded, those that are not, and those that are too many."""
+    decoder = cached(tiny_model, "qwen3-biased-window")
+    twins = Twins(TreeGraphs(decoder, 300).text(300), CachedDecoder(decoder))
+    twins.commit(random_tokens(num_rows, seed=3))
+    twins.grow(random_tokens(num_rows, seed=4), list(range(0, 3 * num_rows, 3)))
+    twins.grow(random_tokens(5, seed=5), [1, 3, 5, 0, 2])
+    twins.keep(num_rows // 2, reroot=True)
+    twins.grow(random_tokens(3, seed=6), [0, 1, 2])
+
+
+def test_a_chain_is_committed(tiny_model: GetModel) -> None:
+    decoder, tokens = tiny_model("mistral-window").decoder(), random_tokens(40)
+    text = TreeGraphs(decoder, 200).text(200)
+    for first, last in ((0, 17), (17, 18), (18, 40)):
+        text.score(tokens[first:last], *NO_NODES)
+    assert_holds(text, tokens)
+
+
+# ------------------------------------------------------------------------------------------------ numbers that are none
+
+
+@pytest.fixture
+def _fresh_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_fresh_memory_is_nan")
+def test_what_lies_in_unused_memory_is_never_seen(tiny_model: GetModel) -> None:
+    decoder, tree = cached(tiny_model, "llama-gqa"), star(6)
+    text = TreeGraphs(decoder, 200).text(200)
+    assert text.score(random_tokens(10), *NO_NODES).isfinite().all()
+    assert text.score([], *tree.round(0, 6)).isfinite().all()
+
+
+@pytest.mark.usefixtures("_fresh_memory_is_nan")
+def test_a_text_longer_than_its_room_takes_new_memory(tiny_model: GetModel) -> None:
+    decoder = cached(tiny_model, "llama-gqa")
+    recorder = Recorder()
+    twins = Twins(TreeGraphs(decoder, 40, recorder).text(40), CachedDecoder(decoder))
+    twins.commit(random_tokens(20))
+    twins.grow(random_tokens(15, seed=2), [0] * 15)
+    twins.grow(random_tokens(9, seed=3), [1] * 9)  # 44 in all
+    twins.grow(random_tokens(2, seed=4), [2, 3])
+    assert recorder.shapes == [(32, 40), (16, 40), (4, 60)]
+
+
+def test_a_text_that_ran_into_nan_leaves_none_behind(tiny_model: GetModel) -> None:
+    decoder = cached(tiny_model, "llama-gqa")
+    graphs = TreeGraphs(decoder, 100)
+    graphs.text(100).score(random_tokens(20), *NO_NODES)
+    for layer in range(decoder.config.num_layers):
+        for part in graphs.cache.read(layer, graphs.cache.capacity):
+            part.fill_(torch.nan)
+    assert graphs.text(100).score(random_tokens(4), *NO_NODES).isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------ what is recorded
+
+
+class Recorder:
+    """Notes the shapes that it is asked to record; where `refuses`, it does not."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        self.refuses = refuses
+
+    def __call__(self, work: Work) -> Work | None:
+        self.shapes.append(work.args)  # type: ignore[attr-defined]
+        return None if self.refuses else work
+
+
+def test_a_shape_is_recorded_once_and_for_all_texts(tiny_model: GetModel) -> None:
+    decoder, recorder = cached(tiny_model, "llama-gqa"), Recorder()
+    graphs = TreeGraphs(decoder, 3000, recorder)
+    for _ in range(2):
+        twins = Twins(graphs.text(3000), CachedDecoder(decoder))
+        twins.commit(random_tokens(10))
+        for num_nodes in (1, 4, 5, 8, 3):
+            twins.grow(random_tokens(num_nodes), [0] * num_nodes)
+        del twins
+    assert recorder.shapes == [(16, 512), (4, 512), (8, 512)]
+    text = graphs.text(3000)
+    text.score(random_tokens(240) * 2 + random_tokens(25), *NO_NODES)
+    text.score([], *star(7).round(0, 7))  # 505 and 8 rows are 513 keys
+    assert recorder.shapes[3:] == [(8, 1024)]
+
+
+def test_what_cannot_be_recorded_now_is_computed_and_asked_for_again(tiny_model: GetModel) -> None:
+    decoder, recorder = cached(tiny_model, "llama-gqa"), Recorder(refuses=True)
+    twins = Twins(TreeGraphs(decoder, 100, recorder).text(100), CachedDecoder(decoder))
+    twins.commit([1, 2, 3])
+    twins.grow([4, 5], [0, 0])
+    recorder.refuses = False
+    twins.grow([6, 7], [1, 2])
+    twins.grow([8], [3])
+    assert recorder.shapes == [(4, 100)] * 3
+
+
+def test_two_texts_at_a_time_do_not_share(tiny_model: GetModel) -> None:
+    decoder = cached(tiny_model, "llama-gqa")
+    graphs = TreeGraphs(decoder, 100)
+    first = graphs.text(100)
+    second = graphs.text(50)
+    assert isinstance(first, StaticText)
+    assert type(second) is CachedDecoder
+    assert second.cache is not first.cache
+    del first
+    assert isinstance(graphs.text(50), StaticText)
+
+
+def test_only_weights_that_stay_as_they_are(tiny_model: GetModel) -> None:
+    model = tiny_model("llama-gqa")
+    decoder = model.decoder()
+    assert is_static(decoder)
+    assert not is_static(model.lending_decoder()[0])
+    wider = Decoder(decoder.config, decoder.weights, dtype=torch.bfloat16, device=decoder.device)
+    assert not is_static(wider), "each use would convert them"
+
+
+def test_shapes_that_were_missed_are_recorded_as_soon_as_they_can_be(tiny_model: GetModel) -> None:
+    """Beside a pass nothing is recorded; the next round of any shape that is not, makes up for it, and disturbs no text."""
+    decoder, recorded, may_record = cached(tiny_model, "llama-gqa"), list[tuple[int, ...]](), True
+
+    def record(work: Any) -> Work | None:
+        if may_record:
+            work()  # as warming up does
+            recorded.append(work.args)
+        return work if may_record else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offspec.model.cuda_graphs.MIN_KEYS", 32)
+        twins = Twins(TreeGraphs(decoder, 100, record).text(100), CachedDecoder(decoder))
+        twins.commit(random_tokens(8))
+        assert recorded == [(8, 32)]
+        may_record = False
+        twins.grow(random_tokens(20, seed=1), [3 * place for place in range(20)])  # 28 rows behind 8: 64 keys
+        twins.grow(random_tokens(20, seed=2), [5 * place for place in range(20)])
+        assert recorded == [(8, 32)]
+        may_record = True
+        twins.keep(2, reroot=True)
+        twins.grow(random_tokens(6, seed=3), [0, 1, 0, 1, 2, 0])
+        assert (32, 64) in recorded
+        assert len(recorded) == len(set(recorded))
+        twins.grow(random_tokens(18, seed=4), list(range(18)))
+        twins.keep(1, reroot=True)
+
+
+def test_a_pool_of_graphs_is_never_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to capture into a pool that has had graphs and has none any more, as when the cache has grown."""
+    alive, captured = set[int](), list[int]()
+
+    class Graph:
+        def __init__(self) -> None:
+            alive.add(id(self))
+
+        def __del__(self) -> None:
+            alive.discard(id(self))
+
+        def replay(self) -> None: ...
+
+    @contextmanager
+    def capture(graph: Graph, pool: str, stream: object, capture_error_mode: str) -> Iterator[None]:
+        assert not captured or alive - {id(graph)}, "use_count > 0"
+        assert capture_error_mode == "thread_local"
+        captured.append(id(graph))
+        yield
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes: dict[str, Any] = {
+        "Stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
+        "graph_pool_handle": lambda: "pool",
+        "current_stream": lambda device: stream,
+        "default_stream": lambda device: stream,
+        "stream": nullcontext,
+        "device": nullcontext,
+        "CUDAGraph": Graph,
+        "graph": capture,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    recorder, calls = CudaRecorder(torch.device("cuda:0")), list[str]()
+    for _ in range(3):  # each replay is dropped before the next shape is captured
+        replay = recorder(lambda: calls.append("launched"))
+        assert replay is not None
+        del replay
+    assert len(captured) == 3
+    assert len(calls) == 3 * (CudaRecorder.WARM_UPS + 1)
+
+
+# ------------------------------------------------------------------------------------------------ CUDA
+
+
+def captured_and_plain(decoder: Decoder) -> Twins:
+    return Twins(TreeGraphs(decoder, 2000).text(2000), TreeGraphs(decoder, 2000, as_it_is).text(2000))
+
+
+def cuda_decoder(tiny_model: GetModel, dtype: torch.dtype) -> Decoder:
+    config = tiny_model("qwen3-biased-window").decoder().config
+    return random_decoder(config, 0, dtype=dtype, device=torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_captured_round_equals_the_same_launched_one_by_one(
+    tiny_model: GetModel, width: int, dtype: torch.dtype
+) -> None:
+    decoder = cuda_decoder(tiny_model, dtype)
+    tree, graphs = star(2 * width), [TreeGraphs(decoder, 2000, record) for record in (None, as_it_is)]
+    for seed in range(3):  # captured in the first text, replayed in the others
+        found: list[list[Tensor]] = []
+        for text in (g.text(2000) for g in graphs):
+            logits = [text.score(random_tokens(100 + 300 * seed, seed), *NO_NODES).clone()]
+            logits += [text.score([], *tree.round(first, first + width)).clone() for first in (0, width)]
+            found.append(logits)
+        for ours, theirs in zip(*found, strict=True):
+            assert_close(ours, theirs, 1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.gpu
+@given(life=lives())
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_captured_rounds_give_the_logits_of_plain_ones(tiny_model: GetModel, life: list[tuple[str, list[int]]]) -> None:
+    decoder = cuda_decoder(tiny_model, torch.float32)
+    live(Twins(TreeGraphs(decoder, 400).text(400), CachedDecoder(decoder)), life)
+
+
+@pytest.mark.gpu
+def test_graphs_are_captured_on_the_main_stream_and_replayed_on_any(tiny_model: GetModel) -> None:
+    decoder = cuda_decoder(tiny_model, torch.float32)
+    recorded: list[bool] = []
+    recorder = CudaRecorder(decoder.device)
+
+    def record(work: Work) -> Work | None:
+        replay = recorder(work)
+        recorded.append(replay is not None)
+        return replay
+
+    text, plain, tree = TreeGraphs(decoder, 500, record).text(500), CachedDecoder(decoder), star(24)
+    expected = [plain.score(random_tokens(100), *NO_NODES)]
+    expected += [plain.score([], *tree.round(first, first + 8)) for first in (0, 8, 16)]
+    found = [text.score(random_tokens(100), *NO_NODES)]
+
+    def work(first: int) -> Callable[[Callable[[], bool]], None]:
+        return lambda is_over: found.append(text.score([], *tree.round(first, first + 8)).clone())
+
+    with alongside(work(0), decoder.device):
+        pass
+    assert recorded == [False]
+    found.append(text.score([], *tree.round(8, 16)).clone())
+    with alongside(work(16), decoder.device):
+        pass
+    assert recorded == [False, True]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_the_host_may_write_the_next_round_at_once(tiny_model: GetModel) -> None:
+    """Nobody waits for the device between these rounds."""
+    decoder = cuda_decoder(tiny_model, torch.float32)
+    text, plain = TreeGraphs(decoder, 1500).text(1500), CachedDecoder(decoder)
+    tree = Tree(random_tokens(400), [-1, *range(399)])
+    found, expected = (
+        [text.score([], *tree.round(first, first + 4)).clone() for first in range(0, 400, 4)] for text in (text, plain)
+    )
+    assert_close(torch.cat(found), torch.cat(expected), 1e-4)
+
+
+@pytest.mark.gpu
+def test_graphs_are_captured_anew_where_the_cache_has_grown(tiny_model: GetModel) -> None:
+    decoder, tree = cuda_decoder(tiny_model, torch.float32), star(8)
+    graphs = TreeGraphs(decoder, 600)
+    for room in (600, 1300, 2600):
+        text, plain = graphs.text(room), CachedDecoder(decoder)
+        assert isinstance(text, StaticText)
+        for each in (text, plain):
+            each.score(random_tokens(100), *NO_NODES)
+        assert_close(text.score([], *tree.round(0, 8)), plain.score([], *tree.round(0, 8)))
+        del text, each
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_rounds_on_another_device_than_the_current_one(tiny_model: GetModel) -> None:
+    config = tiny_model("qwen3-biased-window").decoder().config
+    decoder = random_decoder(config, 0, dtype=torch.float32, device=torch.device("cuda:1"))
+    text, plain, tree = TreeGraphs(decoder, 1500).text(1500), CachedDecoder(decoder), Tree(
+        random_tokens(400), [-1, *range(399)]
+    )  # fmt: skip
+    found, expected = (
+        [each.score([], *tree.round(first, first + 4)).clone() for first in range(0, 400, 4)] for each in (text, plain)
+    )
+    assert_close(torch.cat(found), torch.cat(expected), 1e-4)
+
+
+def test_np_tri_is_who_sees_whom_in_a_chain() -> None:
+    tokens, _, mask = Tree([1, 2, 3], [-1, 0, 1]).round(0, 3)
+    assert (mask == np.tri(len(tokens), dtype=np.bool_)).all()

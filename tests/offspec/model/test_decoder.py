@@ -1,0 +1,442 @@
+"""The decoder against transformers; trees, pieces and rewinds against plain chains; checkpoints that do not fit."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.errors import CheckpointError, UnsupportedModelError
+from offspec.loaders.checkpoint import TensorInfo
+from offspec.loaders.formats import PlainWeight, StoredWeight
+from offspec.model.config import ModelConfig, read_config
+from offspec.model.decoder import CachedDecoder, Decoder, check_tensors, is_ignored
+from offspec.model.rope import rotation
+
+from ..fakes import FAMILIES, VOCAB_SIZE, TinyModel, config_json
+
+GetModel = Callable[[str], TinyModel]
+TOLERANCE = 1e-4  # fp32, max abs difference of logits that lie some units apart
+NO_NODES = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.bool_))
+# One family for every way of seeing: all, a window in all layers, a window in some, normed queries and keys with one.
+TREE_FAMILIES = ["llama-gqa", "mistral-window", "qwen2-layer-types", "qwen3-biased-window"]
+
+
+def random_tokens(count: int, seed: int = 1) -> list[int]:
+    return torch.randint(VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= TOLERANCE
+
+
+def chain_logits(decoder: Decoder, tokens: list[int]) -> Tensor:
+    """Logits [T, vocab] after every token, all in one pass over an empty cache: the plain twin of everything here."""
+    hidden = decoder.forward(torch.tensor(tokens), torch.arange(len(tokens)), decoder.new_cache())
+    return decoder.logits(hidden)
+
+
+def assert_holds(text: CachedDecoder, tokens: list[int]) -> None:
+    """The cache is what a fresh prefill of `tokens` leaves."""
+    assert (text.length, text.cache.pending) == (len(tokens), 0)
+    assert text.cache.positions[: len(tokens)].tolist() == list(range(len(tokens)))
+    fresh = text.decoder.new_cache()
+    text.decoder.forward(torch.tensor(tokens, dtype=torch.long), torch.arange(len(tokens)), fresh)
+    for layer in range(text.decoder.config.num_layers):
+        for found, expected in zip(text.cache.read(layer, len(tokens)), fresh.read(layer, len(tokens)), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+# ------------------------------------------------------------------------------------------------ transformers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(tiny_model: GetModel, family: str) -> None:
+    model, tokens, decoder = tiny_model(family), torch.tensor(random_tokens(40)), tiny_model(family).decoder()
+    cache, logits = decoder.new_cache(), []
+    for piece in torch.arange(40).split([17, 1, 22]):
+        logits.append(decoder.logits(decoder.forward(tokens[piece], piece, cache)))
+        cache.append(len(piece), 0)
+    with torch.no_grad():
+        expected = model.reference(tokens[None]).logits[0]
+    assert_close(torch.cat(logits), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_equals_transformers(tiny_model: GetModel, family: str) -> None:
+    model, prompt, steps = tiny_model(family), random_tokens(12, seed=2), 64
+    generated = model.reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=steps)
+    expected = generated[0, len(prompt) :].tolist()
+    assert len(set(expected)) >= 10, "a text that repeats itself shows nothing"
+    text, chain, tokens = CachedDecoder(model.decoder()), prompt, []
+    for _ in range(steps):
+        chain = [int(text.score(chain, *NO_NODES).argmax())]
+        tokens += chain
+    assert tokens == expected
+
+
+# As published, and the corners of the formulas.
+ROPES = {
+    "Llama-3.1-8B": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "Qwen2.5-7B with YaRN": {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    },
+    "DeepSeek-like": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+    },
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "shrunk": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 0.5, "original_max_position_embeddings": 4096},
+    "ramp past the end": {
+        "rope_type": "yarn",
+        "rope_theta": 10.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1216,
+    },
+    "ramp of no width": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "beta_fast": 2,
+        "beta_slow": 2,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotation_equals_transformers(name: str) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = config_json(FAMILIES["llama-gqa"]) | {"head_dim": 128, "rope_parameters": ROPES[name]}
+    expected = LlamaRotaryEmbedding(LlamaConfig(**copy.deepcopy(config)))
+    frequencies, magnitude = rotation(read_config(config).rope, 128)
+    torch.testing.assert_close(frequencies, expected.inv_freq, rtol=1e-6, atol=0)
+    assert magnitude == pytest.approx(expected.attention_scaling, rel=1e-9)
+
+
+def test_bf16_is_as_near_to_fp32_as_transformers_is(tiny_model: GetModel) -> None:
+    model, tokens = tiny_model("llama-gqa"), random_tokens(40)
+    with torch.no_grad():
+        exact = model.reference(torch.tensor([tokens])).logits[0]
+        theirs = copy.deepcopy(model.reference).bfloat16()(torch.tensor([tokens])).logits[0].float()
+    ours = chain_logits(model.decoder(torch.bfloat16), tokens)
+    assert ours.dtype == torch.float32
+    assert ours.isfinite().all()
+    error, their_error = (ours - exact).square().mean().sqrt(), (theirs - exact).square().mean().sqrt()
+    assert error <= 1.5 * their_error
+    assert error <= 0.1 * exact.std()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", TREE_FAMILIES)
+def test_cuda_gives_the_logits_of_the_cpu(tiny_model: GetModel, family: str) -> None:
+    tree = Tree(random_tokens(14, seed=3), [-1, -1, *range(12)])
+    texts = [CachedDecoder(tiny_model(family).decoder(device=torch.device(kind))) for kind in ("cuda", "cpu")]
+    found, expected = (text.score(random_tokens(30), *tree.round(0, 14)) for text in texts)
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-3)
+    for text in texts:
+        text.keep(tree.path(13))
+    found, expected = (text.score([5], *NO_NODES) for text in texts)
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------ trees
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree of guesses, written down naively: parents[i] < i, -1 for the end of the text."""
+
+    tokens: list[int]
+    parents: list[int]
+
+    def path(self, node: int) -> list[int]:
+        return [] if node < 0 else [*self.path(self.parents[node]), node]
+
+    def round(self, first: int, last: int) -> tuple[Any, Any, Any]:
+        """tokens, depths and mask of nodes first .. last, as `CachedDecoder.score` takes them."""
+        paths = [self.path(node) for node in range(first, last)]
+        mask = np.array([[other in path for other in range(last)] for path in paths], dtype=np.bool_)
+        depths = np.array([len(path) for path in paths], dtype=np.int64)
+        return np.array(self.tokens[first:last], dtype=np.int64), depths, mask.reshape(last - first, last)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What happens to a text in turn: a chain is committed, a tree grows in rounds, the path to `kept` is committed.
+
+    rounds: ends of the rounds; the first one goes along with the chain unless `apart`.
+    """
+
+    chain: list[int]
+    tree: Tree
+    rounds: list[int]
+    apart: bool
+    kept: int
+    chunk_rows: int
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> Pass:
+    tokens = st.integers(0, VOCAB_SIZE - 1)
+    num_nodes = draw(st.integers(0, 12))
+    tree = Tree(
+        draw(st.lists(tokens, min_size=num_nodes, max_size=num_nodes)),
+        [draw(st.integers(-1, node - 1)) for node in range(num_nodes)],
+    )
+    return Pass(
+        chain=draw(st.lists(tokens, min_size=1, max_size=20)),
+        tree=tree,
+        rounds=sorted({num_nodes, *draw(st.lists(st.integers(0, num_nodes), max_size=3))} - {0}),
+        apart=draw(st.booleans()),
+        kept=draw(st.integers(-1, num_nodes - 1)),
+        chunk_rows=draw(st.sampled_from([1, 2, 7, 512])),
+    )
+
+
+def score_in_rounds(text: CachedDecoder, step: Pass) -> Tensor:
+    """Logits [1 + nodes, vocab]: after the chain, then after each node."""
+    logits, chain, first = [], step.chain, 0
+    if step.apart or not step.rounds:
+        logits, chain = [text.score(chain, *NO_NODES)], []
+    for last in step.rounds:
+        logits.append(text.score(chain, *step.tree.round(first, last)))
+        chain, first = [], last
+    return torch.cat(logits)
+
+
+def expected_logits(decoder: Decoder, text: list[int], tree: Tree) -> Tensor:
+    """The same by definition: every node's path is a text of its own."""
+    paths = [[tree.tokens[i] for i in tree.path(node)] for node in range(-1, len(tree.tokens))]
+    return torch.stack([chain_logits(decoder, text + path)[-1] for path in paths])
+
+
+@pytest.mark.parametrize("family", TREE_FAMILIES)
+@given(steps=st.lists(passes(), min_size=1, max_size=3))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_a_node_of_a_tree_is_the_end_of_a_plain_chain(tiny_model: GetModel, family: str, steps: list[Pass]) -> None:
+    decoder = tiny_model(family).decoder()
+    text, tokens = CachedDecoder(decoder), []
+    for step in steps:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("offspec.model.decoder.CHUNK_ROWS", step.chunk_rows)
+            logits = score_in_rounds(text, step)
+        tokens += step.chain
+        assert_close(logits, expected_logits(decoder, tokens, step.tree))
+        path = step.tree.path(step.kept)
+        text.keep(path)
+        tokens += [step.tree.tokens[node] for node in path]
+        assert_holds(text, tokens)
+
+
+@pytest.mark.parametrize("family", TREE_FAMILIES)
+@pytest.mark.parametrize("chunk_rows", [1, 7, 512])
+def test_a_branch_longer_than_the_window(
+    tiny_model: GetModel, family: str, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, text = tiny_model(family).decoder(), random_tokens(10)
+    tree = Tree(random_tokens(30, seed=4), [-1, -1, *range(28)])  # two branches, their nodes in turn
+    expected = expected_logits(decoder, text, tree)
+    monkeypatch.setattr("offspec.model.decoder.CHUNK_ROWS", chunk_rows)
+    assert_close(CachedDecoder(decoder).score(text, *tree.round(0, 30)), expected)
+
+
+def test_siblings_with_equal_tokens_have_equal_logits(tiny_model: GetModel) -> None:
+    tree = Tree([5, 5, 9, 9], [-1, -1, 0, 1])
+    logits = CachedDecoder(tiny_model("mistral-window").decoder()).score(random_tokens(20), *tree.round(0, 4))
+    assert_close(logits[1], logits[2])
+    assert_close(logits[3], logits[4])
+
+
+# ------------------------------------------------------------------------------------------------ the text
+
+
+@pytest.mark.parametrize("family", TREE_FAMILIES)
+@pytest.mark.parametrize("chunk_rows", [1, 7, 40])
+def test_a_prompt_in_chunks_gives_the_same(
+    tiny_model: GetModel, family: str, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, tokens = tiny_model(family).decoder(), random_tokens(100)
+    expected = chain_logits(decoder, tokens)
+    text = CachedDecoder(decoder)
+    with monkeypatch.context() as patch:
+        patch.setattr("offspec.model.decoder.CHUNK_ROWS", chunk_rows)
+        assert_close(chain_logits(decoder, tokens), expected)
+        assert_close(text.score(tokens, *NO_NODES), expected[-1:])
+    assert_holds(text, tokens)
+
+
+@pytest.mark.parametrize("family", TREE_FAMILIES)
+@pytest.mark.parametrize("length", [0, 1, 11, 30])
+def test_a_truncated_text_goes_on_as_if_the_tail_had_never_been(tiny_model: GetModel, family: str, length: int) -> None:
+    decoder, tokens = tiny_model(family).decoder(), random_tokens(30)
+    text = CachedDecoder(decoder)
+    text.score(tokens, *Tree([3, 4], [-1, 0]).round(0, 2))
+    text.truncate(length)
+    assert_holds(text, tokens[:length])
+    other = tokens[:length] + random_tokens(15, seed=5)
+    assert_close(text.score(other[length:], *NO_NODES), chain_logits(decoder, other)[-1:])
+    assert_holds(text, other)
+
+
+def test_one_pass_borrows_every_layer_once_and_gives_it_back(
+    tiny_model: GetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, weights = tiny_model("qwen3-biased-window").lending_decoder()
+    monkeypatch.setattr("offspec.model.decoder.CHUNK_ROWS", 7)
+    tokens, tree = random_tokens(40), Tree([1, 2, 3], [-1, 0, 0])
+    text = CachedDecoder(decoder)
+    logits = text.score(tokens, *tree.round(0, 3))
+    assert weights.lent == [0, 1, 2]
+    text.keep([0, 2])
+    weights.lent.clear()
+    logits = torch.cat((logits[:1], text.score([4], *NO_NODES)))
+    assert weights.lent == [0, 1, 2]
+    plain = chain_logits(tiny_model("qwen3-biased-window").decoder(), [*tokens, 1, 3, 4])
+    assert_close(logits, plain[[len(tokens) - 1, -1]])
+
+
+def test_what_a_cached_decoder_says_of_itself(tiny_model: GetModel) -> None:
+    text = CachedDecoder(tiny_model("llama-gqa").decoder())
+    assert (text.vocab_size, text.max_context, text.length) == (VOCAB_SIZE, 256, 0)
+    logits = text.score([1, 2, 3], *Tree([4, 5], [-1, -1]).round(0, 2))
+    assert (logits.shape, logits.dtype, text.length) == ((3, VOCAB_SIZE), torch.float32, 3)
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def complete(config: ModelConfig) -> dict[str, StoredWeight]:
+    """Headers of a checkpoint that fits `config`."""
+    shapes = dict(config.shared_shapes())
+    for layer in range(config.num_layers):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in config.layer_shapes().items()}
+    return {name: stored(name, shape) for name, shape in shapes.items()}
+
+
+def stored(name: str, shape: tuple[int, ...]) -> StoredWeight:
+    return PlainWeight(name, TensorInfo(name, "F32", shape, Path("file"), 0, 0))
+
+
+FOLDER = Path("folder")
+
+
+LLAMA = read_config(config_json(FAMILIES["llama-gqa"]))
+TIED = read_config(config_json(FAMILIES["llama-tied"]))
+QWEN2 = read_config(config_json(FAMILIES["qwen2"]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_as_transformers_writes_it_fits(tiny_model: GetModel, family: str) -> None:
+    files = ModelFiles.open(tiny_model(family).folder, "fp32", "cpu", [])  # checks the tensors, too
+    assert set(files.stored.by_name) == set(complete(files.config))
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (LLAMA, "lm_head.weight"),
+        (LLAMA, "model.norm.weight"),
+        (LLAMA, "model.layers.2.mlp.up_proj.weight"),
+        (TIED, "model.embed_tokens.weight"),
+        (QWEN2, "model.layers.0.self_attn.k_proj.bias"),
+    ],
+)
+def test_a_missing_tensor_is_named(config: ModelConfig, name: str) -> None:
+    weights = complete(config)
+    del weights[name]
+    with pytest.raises(CheckpointError, match=rf"folder: tensor {name} is missing"):
+        check_tensors(weights, config, FOLDER)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both() -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weights = complete(LLAMA) | {name: stored(name, (64, 64))}
+    with pytest.raises(CheckpointError, match=r"layers.1.self_attn.k_proj.weight .*\[64, 64\].*\[32, 64\]"):
+        check_tensors(weights, LLAMA, FOLDER)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.3.input_layernorm.weight",
+        "model.vision_tower.weight",
+        "score.weight",
+    ],
+)
+def test_a_tensor_without_a_place_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"folder: tensor {name} has no place in a llama decoder"):
+        check_tensors(complete(LLAMA) | {name: stored(name, (64,))}, LLAMA, FOLDER)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (TIED, "lm_head.weight"),
+        (LLAMA, "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        (LLAMA, "model.rotary_emb.inv_freq"),
+    ],
+)
+def test_tensors_that_nothing_is_lost_without_are_ignored(config: ModelConfig, name: str) -> None:
+    assert is_ignored(name, config)
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_head_that_is_stored_although_the_embedding_serves_for_it(
+    tiny_model: GetModel, is_copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fine-tunes that trained the head are stored like that."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("offspec.checkpoints.opening.COMPARED_BYTES", 1000)
+    folder = shutil.copytree(tiny_model("llama-tied").folder, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 0.0 if is_copy else 1.0
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+    notes: list[Note] = []
+    files = ModelFiles.open(folder, "fp32", "cpu", notes)
+    assert (files.config.tied_head, len(notes)) == ((True, 0) if is_copy else (False, 1))
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    tokens = random_tokens(12)
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    assert_close(chain_logits(TinyModel(folder, reference).decoder(), tokens), expected)
+
+
+def test_the_head_of_an_untied_model_is_not_ignored() -> None:
+    assert not is_ignored("lm_head.weight", LLAMA)

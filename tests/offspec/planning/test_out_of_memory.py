@@ -1,0 +1,224 @@
+"""Out of memory all the same: explained, and tried once more with fewer layers that stay; the text is unmoved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from offspec import Engine, SamplingParams
+from offspec import engine as engines
+from offspec.errors import MemoryLimitError
+from offspec.loaders.cuda import limit_memory, release_memory
+from offspec.loaders.placement import Placement
+from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.kv_cache import KVCache
+
+TOLD = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.65 GiB\nSee documentation"
+PARAMS = SamplingParams(24, temperature=1.0, seed=5, ignore_eos=True)
+
+
+def load() -> Engine:
+    return Engine.load("builtin", device="cpu", context=512)
+
+
+def says(engine: Engine, params: SamplingParams = PARAMS) -> list[int]:
+    return [token for step in engine.generate("def area(", params) for token in step.token_ids]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    return says(load())
+
+
+def num_resident(engine: Engine) -> int:
+    assert engine.plan is not None
+    return len(engine.plan.placement.resident)
+
+
+class Scarce:
+    """Calls of a method or function that fail for want of memory, by their number; the others go through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, failing: set[int]) -> None:
+        self.num_calls, original = 0, getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.num_calls += 1
+            if self.num_calls in failing:
+                raise torch.OutOfMemoryError(TOLD)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+
+@pytest.fixture
+def scarce(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scarce]:
+    return lambda owner, name, failing: Scarce(monkeypatch, owner, name, failing)
+
+
+@pytest.mark.parametrize("failing", [1, 2], ids=["draft", "target"])
+def test_loading_is_tried_again_with_fewer_residents(
+    scarce: Callable[..., Scarce], failing: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed: list[Placement] = []
+    loading = engines.load_decoder
+
+    def watched(model: Any, placement: Placement, *args: Any, **kwargs: Any) -> Decoder:
+        placed.append(placement)
+        return loading(model, placement, *args, **kwargs)
+
+    monkeypatch.setattr(engines, "load_decoder", watched)
+    scarce(engines, "load_decoder", {failing})
+    engine = load()
+    assert num_resident(engine) < 8
+    assert engine.plan is not None
+    assert placed[-1].resident == engine.plan.placement.resident
+    (note,) = [note for note in engine.notes if "ran out of memory" in note.text]
+    assert note.advice
+    assert "(CUDA out of memory)" in note.text
+    assert f"{num_resident(engine)} instead of 8 layers stay" in note.text
+    assert says(engine) == expected
+    engine.close()
+
+
+def test_a_pass_is_tried_again_with_fewer_residents(scarce: Callable[..., Scarce], expected: list[int]) -> None:
+    engine = load()
+    assert num_resident(engine) == 8
+    scarce(CachedDecoder, "score_rows", {3})
+    assert says(engine) == expected
+    assert num_resident(engine) < 8
+    assert says(engine) == expected
+    engine.close()
+
+
+def test_caches_of_another_text_outlive_a_shortage(scarce: Callable[..., Scarce], expected: list[int]) -> None:
+    engine = load()
+    caches = engine.new_caches()
+    first = [token for step in engine.generate("def area(", PARAMS, caches=caches) for token in step.token_ids]
+    scarce(CachedDecoder, "score_rows", {1})
+    assert says(engine) == expected
+    steps = list(engine.generate("def area(", PARAMS, caches=caches))
+    assert first == [token for step in steps for token in step.token_ids] == expected
+    assert steps[-1].stats.num_prefilled_tokens == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("failing", range(1, 5), ids=["target, empty", "draft, empty", "target", "draft"])
+def test_caches_that_do_not_fit_are_made_with_fewer_residents(
+    scarce: Callable[..., Scarce], failing: int, expected: list[int]
+) -> None:
+    """They are the largest of what is taken after loading."""
+    engine = load()
+    scarce(KVCache, "reserve", {failing})
+    assert says(engine) == expected
+    assert num_resident(engine) < 8
+    scarce(KVCache, "reserve", {failing})
+    with pytest.raises(MemoryLimitError, match="cpu ran out of memory"):
+        says(engine)
+    engine.close()
+
+
+def test_a_shortage_in_what_is_kept_from_request_to_request(scarce: Callable[..., Scarce], expected: list[int]) -> None:
+    engine = load()
+    scarce(engines, "CachedDecoder", {2})
+    caches = engine.new_caches(100, 64)
+    assert num_resident(engine) < 8
+    steps = engine.generate("def area(", PARAMS, caches=caches)
+    assert [token for step in steps for token in step.token_ids] == expected
+    engine.close()
+
+
+def test_a_shortage_after_a_shortage_is_explained(scarce: Callable[..., Scarce]) -> None:
+    """First there is too little for a pass, then for the new caches."""
+    engine = load()
+    scarce(CachedDecoder, "score_rows", {2})
+    scarce(KVCache, "reserve", {5})
+    with pytest.raises(MemoryLimitError, match="cpu ran out of memory"):
+        says(engine)
+    engine.close()
+
+
+def test_counters_go_on_after_a_shortage(scarce: Callable[..., Scarce]) -> None:
+    engine = load()
+    num_passes = [step.stats.num_passes for step in engine.generate("def area(", PARAMS)]
+    scarce(CachedDecoder, "score_rows", {2})
+    steps = list(engine.generate("def area(", PARAMS))
+    assert [step.stats.num_passes for step in steps] == list(range(1, len(steps) + 1))
+    assert len(num_passes) > 2
+    assert steps[-1].stats.stream_bytes_per_pass > 0
+    engine.close()
+
+
+def test_the_second_shortage_is_explained(scarce: Callable[..., Scarce]) -> None:
+    engine = load()
+    scarce(CachedDecoder, "score_rows", {2, 3})
+    with pytest.raises(MemoryLimitError) as caught:
+        says(engine)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    for part in ("cpu ran out of memory", "were planned of the", "(CUDA out of memory)", "--ram", "--context"):
+        assert part in message
+    engine.close()
+
+
+def test_loading_that_fails_twice_is_explained(scarce: Callable[..., Scarce]) -> None:
+    scarce(engines, "load_decoder", {2, 4})
+    with pytest.raises(MemoryLimitError, match="so it did with fewer layers that stay"):
+        load()
+
+
+def test_an_engine_of_given_decoders_cannot_load_again(scarce: Callable[..., Scarce]) -> None:
+    engine = load()
+    scarce(CachedDecoder, "score_rows", {1})
+    with pytest.raises(MemoryLimitError, match=r"cpu ran out of memory \(CUDA out of memory\)"):
+        says(engine.with_draft(None, None))
+    engine.close()
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+
+
+def on_gpu(vram: int | None = None) -> Engine:
+    return Engine.load("builtin", device="cuda", dtype="fp32", context=512, vram=vram)
+
+
+def wanted() -> int:
+    """Bytes of device memory for all layers to stay."""
+    engine = on_gpu()
+    assert engine.plan is not None
+    nbytes = engine.plan.placement.device_bytes
+    engine.close()
+    return nbytes
+
+
+@pytest.mark.gpu
+def test_a_shortage_on_a_gpu(scarce: Callable[..., Scarce], expected: list[int]) -> None:
+    """The layers that do not stay any more come through the link, beside the draft's stream and graphs."""
+    engine = on_gpu(wanted())
+    assert num_resident(engine) == 8
+    scarce(CachedDecoder, "score_rows", {3})
+    assert says(engine) == expected
+    assert num_resident(engine) < 8
+    assert says(engine) == expected
+    engine.close()
+
+
+@pytest.mark.gpu
+def test_a_grant_is_not_exceeded(expected: list[int]) -> None:
+    """A byte less than all of it takes: layers are streamed, the text is the CPU's, and the allocator agrees."""
+    granted = wanted() - 1
+    release_memory(torch.device("cuda:0"))
+    before = torch.cuda.memory_reserved(0)
+    engine = on_gpu(granted)
+    try:
+        assert num_resident(engine) < 8
+        steps = list(engine.generate("def area(", PARAMS))
+        assert [token for step in steps for token in step.token_ids] == expected
+        assert 0 < steps[-1].stats.peak_device_bytes <= before + granted
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(granted, dtype=torch.uint8, device="cuda")
+    finally:
+        engine.close()
+        limit_memory(None, torch.device("cuda:0"))

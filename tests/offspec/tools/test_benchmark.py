@@ -1,0 +1,174 @@
+"""What a benchmark computes from runs, and that it runs what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from offspec import Engine, SamplingParams, SpeculationParams, Stats
+from offspec.model.decoder import CachedDecoder
+from offspec.scheduler.tree import TokenTree
+from offspec.scheduler.verify import Verdict
+from offspec.tools.benchmark import WORKLOADS, Acceptance, Report, Run, Workload, measure, token_log_likelihoods
+
+from ..pair import Pair, build_pair
+
+# Two repeats of one prompt. Plain: a first pass of 1 s, then 3 passes of 1 s. Guessed: 1.5 s, then one pass of 1 s or 0.5 s.
+PLAIN = Stats(
+    num_tokens=4, num_passes=4, num_first_pass_tokens=1, ttft_s=1.0, prefill_s=1.0, decode_s=3.0, target_s=4.0
+)
+GUESSED = Stats(
+    num_tokens=4,
+    num_passes=2,
+    num_first_pass_tokens=2,
+    ttft_s=1.5,
+    prefill_s=1.5,
+    decode_s=1.0,
+    draft_s=0.75,
+    target_s=1.5,
+)
+FIRST = replace(GUESSED, num_tokens=2, num_passes=1, decode_s=0.0, draft_s=0.5, target_s=0.9)
+PLAIN_FIRST = replace(PLAIN, num_tokens=1, num_passes=1, decode_s=0.0, target_s=1.0)
+
+
+def run(budget: int, repeat: int, **changes: object) -> Run:
+    first, stats = (FIRST, GUESSED) if budget else (PLAIN_FIRST, PLAIN)
+    return Run(0, "code", budget, repeat, (1, 2, 3, 4), first, replace(stats, **changes))  # type: ignore[arg-type]
+
+
+REPORT = Report([run(0, 0), run(8, 0), run(0, 1), run(8, 1, decode_s=0.5)])
+
+
+def test_figures_count_the_first_pass() -> None:
+    plain, guessed = REPORT.rows()
+    assert (plain.budget, guessed.budget) == (0, 8)
+    assert plain.tokens_per_s.median == 4 / 4
+    assert (guessed.tokens_per_s.low, guessed.tokens_per_s.high) == (4 / 2.5, 4 / 2)
+    assert guessed.tokens_per_s.median == (4 / 2.5 + 4 / 2) / 2
+    assert (guessed.gain.low, guessed.gain.high) == (1.6, 2.0)
+    assert (guessed.first_pass_s.median, guessed.later_tokens_per_s.low, guessed.later_tokens_per_s.high) == (1.5, 2, 4)
+    assert (plain.tokens_per_pass.median, guessed.tokens_per_pass.median) == (1, 2)
+
+
+def test_where_a_pass_s_time_goes() -> None:
+    row = Report([run(0, 0), run(8, 0)]).rows()[1]
+    assert row.first_ms == pytest.approx((500, 900, 100))
+    assert row.later_ms == pytest.approx((250, 600, 150))
+    assert Report([run(0, 0)]).rows()[0].later_ms == pytest.approx((0, 1000, 0))
+
+
+def test_the_fastest_exact_way_is_the_best() -> None:
+    slow, lossy = run(16, 0, decode_s=9.0), replace(run(4, 0, decode_s=0.1), accept="joint")
+    best = Report([run(0, 0), slow, run(8, 0), lossy]).best()
+    assert best is not None
+    assert best.budget == 8
+    assert Report([run(0, 0)]).best() is None
+
+
+def test_all_kinds_together_where_there_are_several() -> None:
+    assert [row.kind for row in REPORT.rows()] == ["code", "code"]
+    other = [replace(found, kind="chat", workload=1) for found in REPORT.runs]
+    rows = Report([*REPORT.runs, *other]).rows()
+    assert [row.kind for row in rows] == ["code", "code", "chat", "chat", "all", "all"]
+    assert rows[-1].tokens_per_s == rows[1].tokens_per_s
+
+
+def test_texts_that_differ_are_counted() -> None:
+    assert REPORT.num_different() == 0
+    assert Report([*REPORT.runs, replace(run(16, 0), token_ids=(1, 2))]).num_different() == 1
+
+
+def test_reliability() -> None:
+    """Root's children with probability 0.8 and 0.15; below the first one with 0.72, accepted with it."""
+    tree = TokenTree(
+        np.array([5, 6, 7]), np.array([-1, -1, 0]), np.array([1, 1, 2]), np.log(np.array([0.8, 0.15, 0.72]))
+    )
+    found = Acceptance()
+    found.observe(tree, Verdict([0, 2], [5, 7, 9]))
+    found.observe(tree, Verdict([], [4]))
+    found.observe(TokenTree.empty(), Verdict([], [4]))
+    assert found.lengths == {2: 1, 0: 2}
+    assert found.predicted_per_pass == pytest.approx(2 * (0.8 + 0.15 + 0.72) / 3)
+    assert found.accepted_per_pass == pytest.approx(2 / 3)
+    assert found.reliability() == [
+        (pytest.approx(0.15), 0.0, 2),
+        (pytest.approx(0.72), 0.5, 2),
+        (pytest.approx(0.8), 0.5, 2),
+    ]
+    certain = Acceptance()
+    certain.observe(TokenTree(np.array([5]), np.array([-1]), np.array([1]), np.zeros(1)), Verdict([0], [5, 6]))
+    assert certain.reliability() == [(1.0, 1.0, 1)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+def test_a_measurement(pair: Pair) -> None:
+    engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
+    work = [Workload("a", "def area("), Workload("b", [{"role": "user", "content": "hi"}])]
+    told: list[tuple[int, int]] = []
+    report = measure(
+        engine,
+        work,
+        SamplingParams(8, temperature=0.6),
+        [SpeculationParams(budget=4), SpeculationParams(budget=16)],
+        num_repeats=2,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert (told[0], told[-1], len(told)) == ((0, 18), (18, 18), 19)
+    assert len(report.runs) == 12
+    assert report.num_different() == 0
+    assert report.kinds == ["a", "b"]
+    assert report.budget_names == ["plain", "4", "16"]
+    for budget, found in report.acceptance.items():
+        runs = [run for run in report.runs if run.budget_name == budget]
+        assert found.lengths.total() == sum(run.stats.num_passes for run in runs)
+        assert sum(found.num_nodes) == sum(run.stats.num_drafted_tokens for run in runs)
+        assert sum(n * count for n, count in found.lengths.items()) == sum(found.accepted)
+        assert max(found.lengths) > 0
+    assert {run.stats.seed for run in report.runs} == {0}
+    assert len({run.token_ids for run in report.runs if run.kind == "a"}) == 1
+    assert report.rows()[-1].as_dict()["tokens_per_pass"]["median"] > 1
+
+
+def test_a_lossy_way_is_kept_apart(pair: Pair) -> None:
+    engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
+    work = [Workload("a", "def area("), Workload("b", "for item in")]
+    ways = [SpeculationParams(budget=8), SpeculationParams(accept="joint", tau=0.01, beam=4, gamma=4)]
+    report = measure(engine, work, SamplingParams(12, ignore_eos=True), ways, num_warmups=0, num_repeats=2)
+    assert report.budget_names == ["plain", "8", "joint, lossy"]
+    assert report.acceptance.keys() == {"8"}
+    assert report.num_different() == 0
+    assert report.num_different("joint") > 0
+    rows = [row.as_dict() for row in report.rows() if row.kind == "all"]
+    assert [row["is_lossy"] for row in rows] == [False, False, True]
+    plain, exact, joint = (row["log_likelihood_per_token"] for row in rows)
+    assert plain == exact != joint
+    assert [run.stats.is_lossy for run in report.runs] == [run.accept == "joint" for run in report.runs]
+    spared = measure(engine, work, SamplingParams(4), ways[:1], num_warmups=0, num_repeats=1)
+    assert {run.log_likelihood for run in spared.runs} == {None}
+
+
+def test_the_likelihood_of_a_text_is_the_target_s_alone(pair: Pair) -> None:
+    engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
+    prompt, tokens = engine.encode("def area("), engine.encode("x = 3 if y else z")
+    expected: list[float] = []
+    for place, token in enumerate(tokens):
+        before = [*prompt, *tokens[:place]]
+        none = np.empty(0, dtype=np.int64)
+        logits = CachedDecoder(engine.target).score(before, none, none, np.empty((0, 0), dtype=np.bool_))
+        expected.append(float(logits[0].log_softmax(-1)[token]))
+    np.testing.assert_allclose(token_log_likelihoods(engine, prompt, tokens), expected, atol=1e-4)
+
+
+def test_workloads_suit_models_without_a_template(pair: Pair) -> None:
+    engine = Engine.load(str(pair.target), draft="none", device="cpu")
+    assert [work.kind for work in WORKLOADS] == ["code", "chat", "prose", "repetitive"]
+    for work in WORKLOADS:
+        assert work.for_model(engine) == work.prompt
+    engine.tokenizer._settings = replace(engine.tokenizer._settings, chat_template=None)
+    assert str(WORKLOADS[1].for_model(engine)).startswith("What is the difference")

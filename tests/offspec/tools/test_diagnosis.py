@@ -1,0 +1,158 @@
+"""Advice is computed from the figures, speaks of what matters on that machine, and is never long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offspec.errors import HardwareError, UsageError
+from offspec.loaders.hardware import Disk, Gpu, Hardware, Memory, Rates
+from offspec.tools import diagnosis
+from offspec.tools.diagnosis import MAX_ADVICE, Diagnosis, diagnose
+
+GIB = 2**30
+
+RATES = Rates(3.4e9, 25e9, 900e9, {64: 40e12}, 200e9, {"disk_bytes_per_s": "4 readers of 8 MiB, direct; shard"})
+CARD = Gpu("RTX 4090", 0, 24 * GIB, 23 * GIB, (8, 9))
+RAM = Memory(64 * GIB, 50 * GIB, 64 * GIB, "MemAvailable")
+DESKTOP = Diagnosis(
+    device="cuda:0",
+    device_reason="found",
+    hardware=Hardware(RAM, "CPU", 16, "hardware", CARD, RATES),
+    disk=Disk(Path("/models"), "ext4", "/dev/nvme0n1", 900 * GIB),
+    disk_reason="",
+    torch_version="2.9.0+cu130",
+    torch_has_gpus=True,
+    bitsandbytes_version="0.50.2",
+    load_average=0.5,
+)
+CPU_RATES = replace(RATES, host_to_device_bytes_per_s=None, matmul_flops={64: 1e11}, dequantise_elements_per_s=1e9)
+CPU_ONLY = replace(DESKTOP, device="cpu", device_reason="no CUDA device found",
+                   hardware=replace(DESKTOP.hardware, gpu=None, rates=CPU_RATES))  # fmt: skip
+
+
+def with_rates(found: Diagnosis, **changes: Any) -> Diagnosis:
+    return replace(found, hardware=replace(found.hardware, rates=replace(found.hardware.rates, **changes)))
+
+
+def with_ram(found: Diagnosis, **changes: Any) -> Diagnosis:
+    return replace(found, hardware=replace(found.hardware, ram=replace(found.hardware.ram, **changes)))
+
+
+def test_a_good_desktop_is_told_what_streaming_costs() -> None:
+    assert DESKTOP.advice == [
+        "This disk delivers 3.4 GB/s: a 70B model in NF4 (40 GB) takes 11.8 s a pass from disk, and 1.6 s from RAM "
+        "where 40 GB of it are free; 53.7 GB are free now."
+    ]
+
+
+def test_a_cpu_is_told_what_it_waits_for() -> None:
+    """70.6e9 weights, twice 64 FLOP each at 1e11 a second, and unpacked at 1e9 a second: 161 s."""
+    reading, arithmetic = CPU_ONLY.advice[1:]
+    assert "from disk, and needs no reading where 40 GB of RAM are free" in reading
+    assert arithmetic.startswith("The arithmetic of that pass, over 64 tokens, takes about 3 min on this CPU")
+
+
+def test_a_small_machine_is_told_of_a_small_model() -> None:
+    small = with_ram(CPU_ONLY, total_bytes=16 * GIB, machine_bytes=16 * GIB, available_bytes=10 * GIB)
+    assert any("an 8B model in NF4 (5.7 GB) takes 1.7 s a pass" in text for text in small.advice)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (replace(DESKTOP, load_average=30.0), "This machine is busy: 30.0 processes share 16 cores"),
+        (with_ram(DESKTOP, total_bytes=6 * GIB, limit="cgroup v2 memory.max of /"), "may use 6 GiB of the machine's 64 GiB of RAM (cgroup v2 memory.max of /)"),
+        (replace(DESKTOP, bitsandbytes_version=None), "pip install bitsandbytes"),
+        (replace(CPU_ONLY, torch_has_gpus=False), "This torch (2.9.0+cu130) is built for CPUs only"),
+        (CPU_ONLY, "torch finds no graphics card"),
+        (with_rates(DESKTOP, sources={"disk_bytes_per_s": "1 reader, through the page cache, refused"}), "(ext4) refuses direct reads"),
+        (replace(with_rates(DESKTOP, sources={"disk_bytes_per_s": "through the page cache"}), disk=None), "This file system refuses direct reads"),
+        (with_rates(DESKTOP, disk_bytes_per_s=5e8), "500 MB/s is slow: an NVMe SSD reads 3 to 7 GB/s"),
+        (with_rates(DESKTOP, host_to_device_bytes_per_s=3e9), "The link to the card delivers 3 GB/s"),
+        (replace(DESKTOP, hardware=replace(DESKTOP.hardware, gpu=replace(CARD, free_bytes=10 * GIB))), "Other programs hold 14 GiB of the card's 24 GiB"),
+        (with_ram(DESKTOP, available_bytes=8 * GIB), "Only 8 GiB of 64 GiB of RAM are free"),
+        (replace(DESKTOP, disk=Disk(Path("/models"), "ext4", "/dev/sda", 9 * 10**9)), "/models has 9 GB left: too little for a 70B model in NF4 (40 GB)"),
+        (with_rates(DESKTOP, matmul_flops={64: 1e11}), "on this card, more than the reading: a smaller model, or a faster card"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told(found: Diagnosis, words: str) -> None:
+    assert any(words in text for text in found.advice), found.advice
+
+
+def test_a_faster_disk_is_not_advised_to_who_waits_for_arithmetic() -> None:
+    assert not any("NVMe" in text for text in with_rates(CPU_ONLY, disk_bytes_per_s=1.4e9).advice)
+
+
+def test_who_asked_for_the_cpu_is_not_told_to_get_a_card() -> None:
+    assert not any("torch" in text for text in replace(CPU_ONLY, device_reason="as asked").advice)
+
+
+def test_nothing_measured_says_nothing_of_speed() -> None:
+    for rates in (Rates(), Rates(sources={"disk_bytes_per_s": "not measured: no room"})):
+        assert replace(DESKTOP, hardware=replace(DESKTOP.hardware, rates=rates), load_average=99.0).advice == []
+
+
+def test_advice_is_never_long() -> None:
+    worst = replace(
+        with_ram(CPU_ONLY, total_bytes=GIB, available_bytes=0), bitsandbytes_version=None, load_average=99.0
+    )
+    assert len(worst.advice) == MAX_ADVICE
+
+
+# ------------------------------------------------------------------------------------------------ looking
+
+
+def test_quick_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "measure_rates", None)
+    found = diagnose("cpu", tmp_path, quick=True)
+    assert (found.device, found.device_reason, found.hardware.rates) == ("cpu", "as asked", Rates())
+    assert found.disk is not None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_reason_for_a_device() -> None:
+    found = diagnose(quick=True)
+    assert (found.device, found.device_reason) in [("cpu", "no CUDA device found"), ("cuda:0", "found")]
+
+
+def test_measuring_is_told_and_done_on_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(device: Any, dtype: Any, path: Path, progress: Any) -> Rates:
+        progress("disk")
+        return Rates(disk_bytes_per_s=1.0, sources={"disk_bytes_per_s": f"{device} {dtype} {path.name}"})
+
+    monkeypatch.setattr(diagnosis, "measure_rates", measure)
+    told: list[str] = []
+    found = diagnose("cpu", tmp_path, progress=told.append)
+    assert found.hardware.rates.sources == {"disk_bytes_per_s": f"cpu torch.bfloat16 {tmp_path.name}"}
+    assert told == ["disk"]
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "torch.float16"), ((8, 6), "torch.bfloat16")])
+def test_old_cards_multiply_in_fp16(capability: tuple[int, int], dtype: str) -> None:
+    card = replace(CARD, capability=capability)
+    assert str(diagnosis._dtype(replace(DESKTOP.hardware, gpu=card))) == dtype
+
+
+def test_without_a_cache_the_disk_is_that_of_the_folder_it_would_be_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "not" / "there"))
+    assert diagnosis._models_folder() == tmp_path
+
+
+def test_a_disk_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> Disk:
+        raise HardwareError(f"{path}: its disk does not answer")
+
+    monkeypatch.setattr(diagnosis, "read_disk", fail)
+    found = diagnose("cpu", tmp_path, quick=True)
+    assert (found.disk, found.disk_reason) == (None, f"{tmp_path}: its disk does not answer")
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match="is not a device"):
+        diagnose("tpu", quick=True)

@@ -1,0 +1,261 @@
+"""An exit layer is trained on what the target says; an interrupted run gives what one that was not gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.exit_layers import ExitFile, fingerprint
+from offspec.checkpoints.opening import ModelFiles
+from offspec.drafts.early_exit import EarlyExit
+from offspec.errors import CheckpointError, UsageError
+from offspec.model.decoder import CachedDecoder
+from offspec.training.distill_params import DistillParams
+from offspec.training.distillation import SHARD_TEXTS, Distilled, ExitModule, Shards, Trainer, _Forest, distill
+
+from ..fakes import LendingWeights
+from ..pair import build_pair, scale_weights, variant
+from ..scheduler.fakes import build_tree
+
+NUM_LAYERS, EXIT = 4, 2
+SMALL = DistillParams(steps=24, num_texts=32, text_tokens=12, batch_texts=4, num_labels=8, learning_rate=3e-3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_pair(tmp_path_factory.mktemp("deep"), NUM_LAYERS).target
+
+
+@pytest.fixture(scope="module")
+def files(folder: Path) -> ModelFiles:
+    return ModelFiles.open(folder, "fp32", "cpu", [])
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    loaded = Engine.load(str(folder), draft="none", device="cpu", dtype="fp32")
+    yield loaded
+    loaded.close()
+
+
+def train(engine: Engine, files: ModelFiles, out: Path, params: DistillParams = SMALL, **more: Any) -> Distilled:
+    return distill(engine.target, files, engine.tokenizer, EXIT, params, out=out, **more)
+
+
+class Stop(Exception):  # noqa: N818 - it stands for Ctrl-C
+    pass
+
+
+def stop_at(wanted: str, at: int) -> Any:
+    def progress(what: str, done: int, total: int) -> None:
+        if what == wanted and done == at:
+            raise Stop
+
+    return progress
+
+
+@pytest.fixture(scope="module")
+def trained(engine: Engine, files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Distilled:
+    return train(engine, files, tmp_path_factory.mktemp("out") / "exit.safetensors")
+
+
+def test_training_brings_the_exit_nearer_to_the_target(trained: Distilled) -> None:
+    assert trained.agreement > trained.agreement_before + 0.1
+    assert not list(trained.path.parent.glob("*.work"))
+
+
+def test_only_the_exit_layer_is_trained(engine: Engine, files: ModelFiles, folder: Path, trained: Distilled) -> None:
+    before = load_file(folder / "model.safetensors")
+    for index in range(NUM_LAYERS):
+        with engine.target.weights.layer(index) as layer:
+            for name, weight in layer.items():
+                assert torch.equal(weight, before[f"model.layers.{index}.{name}"])  # type: ignore[arg-type]
+    layer, source = load_file(trained.path), f"model.layers.{NUM_LAYERS - 1}."
+    assert layer.keys() == files.config.layer_shapes().keys()
+    assert not any(torch.equal(layer[name], before[source + name]) for name in layer)
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        [("texts written", 1)],
+        [("training steps", 1)],
+        [("training steps", 9), ("training steps", 10), ("training steps", 23)],
+        [("training steps", SMALL.steps)],
+    ],
+)
+def test_an_interrupted_run_gives_the_same_to_the_last_bit(
+    engine: Engine, files: ModelFiles, trained: Distilled, tmp_path: Path, stops: list[tuple[str, int]]
+) -> None:
+    out = tmp_path / "exit.safetensors"
+    for number, (what, at) in enumerate(stops):
+        with pytest.raises(Stop):
+            train(engine, files, out, resume=number > 0, progress=stop_at(what, at), checkpoint_every_s=0)
+        assert not out.exists()
+    torch.rand(7)  # what else happened to the random numbers of this process does not count
+    train(engine, files, out, resume=True)
+    found, expected = load_file(out), load_file(trained.path)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_resumed_run_does_not_begin_again(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
+    out, seen = tmp_path / "exit.safetensors", list[tuple[str, int]]()
+    with pytest.raises(Stop):
+        train(engine, files, out, progress=stop_at("training steps", 15), checkpoint_every_s=0)
+    train(engine, files, out, resume=True, progress=lambda what, done, total: seen.append((what, done)))
+    assert min(done for what, done in seen if what == "training steps") == 14
+
+
+def test_what_cannot_be_resumed_is_said(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
+    out = tmp_path / "exit.safetensors"
+    with pytest.raises(UsageError, match=r"nothing to resume at .*leave out --resume"):
+        train(engine, files, out, resume=True)
+    with pytest.raises(Stop):
+        train(engine, files, out, progress=stop_at("texts written", 1))
+    with pytest.raises(UsageError, match="holds an interrupted run: go on with --resume, or delete it"):
+        train(engine, files, out)
+    with pytest.raises(UsageError, match="a run of other settings"):
+        train(engine, files, out, replace(SMALL, steps=5), resume=True)
+
+
+@pytest.mark.parametrize("number", [0, NUM_LAYERS, -1])
+def test_a_layer_that_is_none_is_refused(engine: Engine, files: ModelFiles, tmp_path: Path, number: int) -> None:
+    with pytest.raises(UsageError, match=rf"--exit-layer {number} is out of range: the model has 4 layers, so 1 to 3"):
+        distill(engine.target, files, engine.tokenizer, number, SMALL, out=tmp_path / "exit.safetensors")
+
+
+def test_labels_are_what_the_target_says_of_each_text_alone(engine: Engine) -> None:
+    """Of texts that grow side by side, in several passes, as of one that is read by itself."""
+    texts = torch.randint(0, 300, (3, 5), generator=torch.Generator().manual_seed(0)).numpy()
+    forest = _Forest(engine.target, range(EXIT), range(EXIT, NUM_LAYERS), 3)
+    parts = [forest.add(texts[:, :2], 8), forest.add(texts[:, 2:3], 8), forest.add(texts[:, 3:], 8)]
+    sizes = [2, 1, 2]
+    for number, text in enumerate(texts):
+        chain = build_tree([text.tolist()])
+        logits = CachedDecoder(engine.target).score([], chain.tokens, chain.depths, chain.mask())
+        expected, labels = logits.log_softmax(-1).topk(8)
+        found = {
+            name: torch.cat([p[name].view(3, size, -1)[number] for p, size in zip(parts, sizes, strict=True)])
+            for name in parts[0]
+        }
+        assert torch.equal(found["labels"].long(), labels)
+        torch.testing.assert_close(found["log_probabilities"], expected, rtol=0, atol=1e-4)
+        positions = torch.arange(len(text))
+        cache = engine.target.new_cache()
+        rows = engine.target.rows(positions, cache, None)
+        hidden = engine.target.through(engine.target.embed(torch.from_numpy(text)), rows, range(EXIT))
+        torch.testing.assert_close(found["hidden"], hidden, rtol=0, atol=1e-4)
+
+
+def test_what_is_trained_is_what_is_run(engine: Engine, tmp_path: Path) -> None:
+    """The layer's logits in training are those of drafting with it."""
+    trainer = Trainer(ExitModule(engine.target, EXIT, EXIT), SMALL, tmp_path)
+    hidden = torch.randn(1, 6, engine.target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    exit_layer = EarlyExit(engine.target, EXIT, trainer.layer())
+    cache = exit_layer.new_cache()
+    out = exit_layer.through(hidden[0].clone(), exit_layer.rows(torch.arange(6), cache, None))
+    torch.testing.assert_close(exit_layer.logits(out), trainer._module(hidden)[0].detach(), rtol=0, atol=1e-4)
+
+
+def test_a_streamed_target_is_walked_once_for_all_texts(engine: Engine, tmp_path: Path) -> None:
+    target = engine.target
+    weights = LendingWeights(target.weights)
+    lent = type(target)(target.config, weights, dtype=target.dtype, device=target.device)
+    Shards(tmp_path, lent, engine.tokenizer, EXIT, replace(SMALL, num_texts=SHARD_TEXTS), []).make(lambda *_: None)
+    assert weights.lent == [*range(NUM_LAYERS)] * SMALL.text_tokens
+
+
+def test_the_target_may_be_closed_before_training(
+    folder: Path, files: ModelFiles, trained: Distilled, tmp_path: Path
+) -> None:
+    loaded = Engine.load(str(folder), draft="none", device="cpu", dtype="fp32")
+    train(loaded, files, tmp_path / "exit.safetensors", close_target=True)
+    loaded.close()
+    found, expected = load_file(tmp_path / "exit.safetensors"), load_file(trained.path)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_texts_longer_than_the_context_are_refused(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--text-tokens 129 is more than the model's context of 128"):
+        train(engine, files, tmp_path / "exit.safetensors", replace(SMALL, text_tokens=129))
+
+
+def test_given_texts_are_learnt_from(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("def area(width, height):\n    return width * height\n" * 20)
+    done = train(engine, files, tmp_path / "exit.safetensors", texts=[text])
+    assert done.agreement > done.agreement_before
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(b"ab", r"the texts have \d tokens, and 12 are needed"), (b"\xff" * 99, "cannot be read as UTF-8 text")],
+)
+def test_texts_that_are_refused_leave_nothing_behind(
+    engine: Engine, files: ModelFiles, tmp_path: Path, content: bytes, complaint: str
+) -> None:
+    (text := tmp_path / "text.txt").write_bytes(content)
+    with pytest.raises(UsageError, match=complaint):
+        train(engine, files, tmp_path / "exit.safetensors", texts=[text])
+    assert list(tmp_path.iterdir()) == [text]  # a folder would be taken for an interrupted run
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def test_what_was_trained_drafts(folder: Path, engine: Engine, trained: Distilled) -> None:
+    loaded = Engine.load(str(folder), draft="self", exit_file=trained.path, device="cpu", dtype="fp32")
+    params = SamplingParams(30, seed=0, ignore_eos=True)
+    steps = list(loaded.generate("def area(", params, SpeculationParams(16)))
+    plain = engine.generate("def area(", params, SpeculationParams(0))
+    assert [t for s in steps for t in s.token_ids] == [t for s in plain for t in s.token_ids]
+    assert loaded.draft_name == "self"
+    loaded.close()
+
+
+def test_it_is_found_where_it_was_put(
+    folder: Path, engine: Engine, files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offspec.checkpoints.exit_layers.exits_folder", lambda: tmp_path / "exits")
+    with pytest.raises(UsageError, match=r"none was made for .*: run offspec distill MODEL --exit-layer N first"):
+        Engine.load(str(folder), draft="self", device="cpu")
+    done = distill(engine.target, files, engine.tokenizer, EXIT, replace(SMALL, steps=1))
+    assert done.path.parent == tmp_path / "exits"
+    Engine.load(str(folder), draft="self", device="cpu").close()
+
+
+def test_another_targets_exit_layer_is_refused(folder: Path, trained: Distilled, tmp_path: Path) -> None:
+    other = scale_weights(variant(folder, tmp_path / "other"), {"model.layers.3.mlp.up_proj.weight": 1.01})
+    with pytest.raises(CheckpointError, match=r"trained for another target \(target\) than .*other: make one for it"):
+        Engine.load(str(other), draft="self", exit_file=trained.path, device="cpu")
+    shaped = variant(folder, tmp_path / "shaped", rope_theta=5000.0)
+    with pytest.raises(CheckpointError, match="another target"):
+        Engine.load(str(shaped), draft="self", exit_file=trained.path, device="cpu")
+
+
+def test_a_moved_target_is_the_same(folder: Path, files: ModelFiles, tmp_path: Path) -> None:
+    moved = ModelFiles.open(variant(folder, tmp_path / "moved"), "bf16", "cpu", [])
+    assert fingerprint(moved) == fingerprint(files)
+
+
+def test_files_that_are_no_exit_layers_are_refused(files: ModelFiles, trained: Distilled, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*make it with offspec distill"):
+        ExitFile.open(tmp_path / "none.safetensors", files)
+    (broken := tmp_path / "broken.safetensors").write_bytes(trained.path.read_bytes()[:200])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        ExitFile.open(broken, files)
+    save_file({"a": torch.zeros(1)}, other := tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="is no exit layer"):
+        ExitFile.open(other, files)
+
+
+def test_an_exit_file_is_for_self(folder: Path, trained: Distilled) -> None:
+    with pytest.raises(UsageError, match=r"--exit-file .* is for --draft self"):
+        Engine.load(str(folder), draft="none", exit_file=trained.path, device="cpu")
