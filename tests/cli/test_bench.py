@@ -14,7 +14,7 @@ from offspec import Engine
 from offspec.cli.bench import table
 from offspec.tools.benchmark import Acceptance, Report
 
-from ..offspec.test_benchmark import REPORT
+from ..offspec.tools.test_benchmark import REPORT
 from ..pair import Pair
 from .conftest import Offspec, Result
 

@@ -13,7 +13,7 @@ import pytest
 from offspec.cli.doctor import table
 from offspec.loaders.hardware import Rates
 
-from ..offspec.test_diagnosis import CPU_ONLY, DESKTOP
+from ..offspec.tools.test_diagnosis import CPU_ONLY, DESKTOP
 from .conftest import Offspec, finish, start
 
 MEASURED = Rates(2e9, None, 10e9, {1: 1e9, 64: 2e11}, None, {"disk_bytes_per_s": "direct", "matmul_flops": "bfloat16",

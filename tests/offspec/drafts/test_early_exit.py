@@ -26,8 +26,8 @@ from offspec.model.decoder import EMBEDDING, BoolArray, CachedDecoder, Decoder, 
 from offspec.planning.plan import Beside, Grant, make_plan
 from offspec.text.tokenizer import Tokenizer
 
-from ..pair import build_pair
-from ..scheduler.fakes import EXAMPLES, build_tree, sampling_params
+from ...pair import build_pair
+from ...scheduler.fakes import EXAMPLES, build_tree, sampling_params
 
 CPU = torch.device("cpu")
 NUM_LAYERS, TOLERANCE = 4, 1e-5

@@ -15,8 +15,8 @@ from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.tree import ROOT, TokenTree
 from offspec.scheduler.verify import Logits, Verdict
 
-from ..pair import Pair, build_pair, narrow, variant
-from .test_model import NO_NODES
+from ...pair import Pair, build_pair, narrow, variant
+from ..model.test_decoder import NO_NODES
 
 SAMPLED = SamplingParams(40, temperature=1.0, seed=5, ignore_eos=True)
 

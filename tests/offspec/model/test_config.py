@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError
 from offspec.model.config import MAX_CONTEXT, ModelConfig, read_config
 
-from ..fakes import FAMILIES, config_json, in_old_layout
+from ...fakes import FAMILIES, config_json, in_old_layout
 
 LLAMA = config_json(FAMILIES["llama-gqa"])
 MISTRAL = config_json(FAMILIES["mistral-window"])

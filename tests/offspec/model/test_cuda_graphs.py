@@ -22,8 +22,8 @@ from offspec.background import alongside
 from offspec.model.cuda_graphs import WIDTHS, CudaRecorder, StaticText, TreeGraphs, Work, as_it_is, is_static
 from offspec.model.decoder import CachedDecoder, Decoder, random_decoder
 
-from ..fakes import VOCAB_SIZE, TinyModel
-from .test_model import NO_NODES, Tree, assert_holds, random_tokens
+from ...fakes import VOCAB_SIZE, TinyModel
+from .test_decoder import NO_NODES, Tree, assert_holds, random_tokens
 
 GetModel = Callable[[str], TinyModel]
 FAMILIES = ["llama-gqa", "llama-mqa", "llama-biased", "mistral-window", "qwen2-layer-types", "qwen3-biased-window"]

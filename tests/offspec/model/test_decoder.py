@@ -25,7 +25,7 @@ from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, check_tensors, is_ignored
 from offspec.model.rope import rotation
 
-from ..fakes import FAMILIES, VOCAB_SIZE, TinyModel, config_json
+from ...fakes import FAMILIES, VOCAB_SIZE, TinyModel, config_json
 
 GetModel = Callable[[str], TinyModel]
 TOLERANCE = 1e-4  # fp32, max abs difference of logits that lie some units apart

@@ -13,7 +13,7 @@ from offspec.scheduler.tree import TokenTree
 from offspec.scheduler.verify import Verdict
 from offspec.tools.benchmark import WORKLOADS, Acceptance, Report, Run, Workload, measure, token_log_likelihoods
 
-from ..pair import Pair, build_pair
+from ...pair import Pair, build_pair
 
 # Two repeats of one prompt. Plain: a first pass of 1 s, then 3 passes of 1 s. Guessed: 1.5 s, then one pass of 1 s or 0.5 s.
 PLAIN = Stats(

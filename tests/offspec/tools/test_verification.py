@@ -19,7 +19,7 @@ from offspec.scheduler.sampling import gumbel
 from offspec.scheduler.verify import Verdict
 from offspec.tools.verification import NEAR_TIE, Report, Setting, settings_of, verify
 
-from ..pair import build_pair
+from ...pair import build_pair
 
 PROMPTS = ["def area(", "for item in"]
 

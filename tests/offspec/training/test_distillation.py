@@ -20,9 +20,9 @@ from offspec.model.decoder import CachedDecoder
 from offspec.training.distill_params import DistillParams
 from offspec.training.distillation import SHARD_TEXTS, Distilled, ExitModule, Shards, Trainer, _Forest, distill
 
-from ..fakes import LendingWeights
-from ..pair import build_pair, scale_weights, variant
-from ..scheduler.fakes import build_tree
+from ...fakes import LendingWeights
+from ...pair import build_pair, scale_weights, variant
+from ...scheduler.fakes import build_tree
 
 NUM_LAYERS, EXIT = 4, 2
 SMALL = DistillParams(steps=24, num_texts=32, text_tokens=12, batch_texts=4, num_labels=8, learning_rate=3e-3)

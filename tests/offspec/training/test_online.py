@@ -23,8 +23,8 @@ from offspec.scheduler.verify import Verdict
 from offspec.training.lora import Adapter, TreeRows, adapted_shapes
 from offspec.training.online import Aligner, AlignmentParams, Window, best_beside, divergence, learning_bytes
 
-from ..fakes import TinyModel
-from ..pair import VOCAB_SIZE, Pair, build_pair, scale_weights, variant
+from ...fakes import TinyModel
+from ...pair import VOCAB_SIZE, Pair, build_pair, scale_weights, variant
 
 PROMPTS = ("def area(", "for item in", "return width")
 FAST = AlignmentParams(learning_rate=0.3, most_share=1e9)
