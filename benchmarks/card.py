@@ -44,7 +44,6 @@ from offspec.checkpoints.opening import ModelFiles, Note, choose_device
 from offspec.engine import load_decoder
 from offspec.errors import UsageError
 from offspec.loaders.checkpoint import Checkpoint, TensorInfo, read_config_json, read_header
-from offspec.loaders.courier import bring
 from offspec.loaders.cuda import device_bytes, limit_memory, pin, release_memory, unpin
 from offspec.loaders.formats import CODES, Weight4bit, fused_rows, has_bitsandbytes, pack_4bit
 from offspec.loaders.gpus import CONTEXT_BYTES, USABLE_SHARE, find_gpu
@@ -52,6 +51,7 @@ from offspec.loaders.hardware import Rates, read_gpu, read_memory
 from offspec.loaders.measure import measure_dequantise, measure_matmul, measure_memory
 from offspec.loaders.placement import Limits
 from offspec.loaders.readers import HostBuffer
+from offspec.loaders.small_transfers import to_device
 from offspec.loaders.tiers import StoredModel, TieredWeights
 from offspec.loaders.units import GIB, format_size, parse_size
 from offspec.loaders.weights import LAYER_PREFIX
@@ -60,7 +60,7 @@ from offspec.model.config import read_config
 from offspec.model.cuda_graphs import WIDTHS, TreeGraphs
 from offspec.model.decoder import EMBEDDING, CachedDecoder, Decoder
 from offspec.planning.out_of_memory import Loading, with_fewer_residents
-from offspec.planning.plan import Grant, Plan, all_resident, make_plan, settle_fused, with_more
+from offspec.planning.plan import MemoryOptions, Plan, all_resident, make_plan, settle_fused, with_more
 from offspec.scheduler.draft import log_normalisers
 from offspec.scheduler.params import MAX_NODES
 from offspec.scheduler.sampling import gumbel
@@ -231,7 +231,7 @@ def plan_within(
 
 
 def plan_for(target: ModelFiles, draft: ModelFiles | None, limits: Limits) -> Plan:
-    return make_plan(target, draft, limits, Grant(context=CONTEXT), psutil.Process().memory_info().rss)
+    return make_plan(target, draft, limits, MemoryOptions(context=CONTEXT), psutil.Process().memory_info().rss)
 
 
 def without_residents(plan: Plan) -> Plan:
@@ -593,10 +593,13 @@ class Bench:
         }
 
     def small(self) -> Iterator[Figures]:
-        """How long 64 KB take to the device, alone and while layers are copied, by the courier and by a copy."""
+        """How long 64 KB take to the device, alone and while layers are copied, by the small_transfers and by a copy."""
         values = torch.zeros(2**16, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         out, wait = torch.empty_like(values, device=self.device), partial(synchronize_stream, self.device)
-        ways = {"courier": lambda: bring(values, self.device), "copy": lambda: out.copy_(values, non_blocking=True)}
+        ways = {
+            "small_transfers": lambda: to_device(values, self.device),
+            "copy": lambda: out.copy_(values, non_blocking=True),
+        }
         found = {f"{way}_s": median_s(send, wait) for way, send in ways.items()}
         for way, send in ways.items():
             with copying(self.device):

@@ -44,7 +44,7 @@ from offspec.loaders.units import format_size, parse_size
 from offspec.loaders.weights import WeightSource
 from offspec.model.config import read_config
 from offspec.model.decoder import EMBEDDING, CachedDecoder, Decoder
-from offspec.planning.plan import Grant, plan_here
+from offspec.planning.plan import MemoryOptions, plan_here
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -145,7 +145,7 @@ def run_one(folder: Path, ram: int, widths: list[int], repeats: int) -> dict[str
     """Everything that is measured within one grant of RAM."""
     files = ModelFiles.open(folder, "bf16", "cpu", [])
     largest = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    plan = plan_here(files, None, read_hardware(CPU), Grant(ram=ram, context=CONTEXT))
+    plan = plan_here(files, None, read_hardware(CPU), MemoryOptions(ram=ram, context=CONTEXT))
     rates = measure_rates(
         CPU, files.dtype, largest, widths=widths, beside_reads=bool(plan.placement.on_disk), seconds=1.5
     )

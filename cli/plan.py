@@ -15,7 +15,7 @@ from .options import MODEL, MODEL_HELP, ModelName, memory_flags, model_flags, si
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
-    from offspec.planning.forecast import Outlook
+    from offspec.planning.forecast import Forecast
 
 WIDTHS = (1, 16, 64, 256, 512)
 
@@ -66,32 +66,32 @@ def command(model: str, disk_rate: int | None, as_json: bool, quiet: bool, verbo
         raise click.UsageError(
             f"--gpu {options['gpu']} and --device {options['device']} both say what computes; leave one out."
         )
-    from offspec.planning.forecast import look_ahead
+    from offspec.planning.forecast import make_forecast
 
     def progress(what: str) -> None:
         if is_watched() and not quiet:
             show_line(f"measuring {what}" if what else "")
 
-    outlook = look_ahead(model, disk_bytes_per_s=disk_rate, widths=WIDTHS, progress=progress, **options)
+    forecast = make_forecast(model, disk_bytes_per_s=disk_rate, widths=WIDTHS, progress=progress, **options)
     progress("")
-    for note in outlook.notes:
+    for note in forecast.notes:
         if verbose or (note.advice and not quiet):
             click.echo(f"offspec: {note.text}", err=True)
     if as_json:
-        click.echo(json.dumps(outlook.as_dict()))
+        click.echo(json.dumps(forecast.as_dict()))
     else:
-        click.echo("\n".join(describe(outlook)))
+        click.echo("\n".join(describe(forecast)))
 
 
-def describe(outlook: Outlook) -> list[str]:
+def describe(forecast: Forecast) -> list[str]:
     """The plan as a table, and what it means in seconds."""
-    limits = outlook.plan.placement.limits
-    rows = [["", outlook.device_name, "RAM"]]
-    rows += [[name, _cell(device), _cell(ram)] for name, device, ram in outlook.rows()]
+    limits = forecast.plan.placement.limits
+    rows = [["", forecast.device_name, "RAM"]]
+    rows += [[name, _cell(device), _cell(ram)] for name, device, ram in forecast.rows()]
     rows.append(["may be used", *(format_size(limit or 0) for limit in (limits.device, limits.ram))])
-    if not outlook.has_card:
+    if not forecast.has_card:
         rows = [[name, ram] for name, _, ram in rows]
-    return [outlook.title, "", *_table(rows), "", outlook.where, *_seconds(outlook), *_gains(outlook)]
+    return [forecast.title, "", *_table(rows), "", forecast.where, *_seconds(forecast), *_gains(forecast)]
 
 
 def _cell(number: int) -> str:
@@ -108,34 +108,34 @@ def _table(rows: list[list[str]]) -> list[str]:
     ]
 
 
-def _gains(outlook: Outlook) -> list[str]:
+def _gains(forecast: Forecast) -> list[str]:
     """What each 8 GiB more would bring, or that nothing would."""
-    if not outlook.plan.placement.streamed:
+    if not forecast.plan.placement.streamed:
         return []
-    if not outlook.gains:
+    if not forecast.gains:
         return ["", "8 GiB more of memory would bring nothing."]
     from offspec.planning.forecast import GAIN_WIDTH
 
-    now = format_seconds(outlook.plan.predict_pass_s(outlook.rates, GAIN_WIDTH))
+    now = format_seconds(forecast.plan.predict_pass_s(forecast.rates, GAIN_WIDTH))
     lines = [
         f"  {format_size(gain.more_bytes):>6} more {gain.memory:<4}  {format_seconds(gain.pass_s):>7}  {gain.plan.tiers}"
-        for gain in outlook.gains
+        for gain in forecast.gains
     ]
     return ["", f"A pass of {GAIN_WIDTH} tokens takes {now}; it would take with", *lines]
 
 
-def _seconds(outlook: Outlook) -> list[str]:
-    if not outlook.pass_s:
+def _seconds(forecast: Forecast) -> list[str]:
+    if not forecast.pass_s:
         return []
     lines = ["", f"{'tokens in the pass':>20}  {'seconds':>9}  {'tokens/s':>8}"]
-    for width, seconds in outlook.pass_s.items():
+    for width, seconds in forecast.pass_s.items():
         plain = f"{1 / seconds:8.2f}  plain decoding" if width == 1 else ""
         lines.append(f"{width:>20}  {_three_digits(seconds):>9}  {plain}".rstrip())
     lines += [
         "",
         "With a draft, tokens/s are the tokens accepted a pass (`offspec run --stats` shows them) over its seconds.",
     ]
-    return [*lines, *(f"{name}: {source}" for name, source in outlook.sources())]
+    return [*lines, *(f"{name}: {source}" for name, source in forecast.sources())]
 
 
 def _three_digits(seconds: float) -> str:

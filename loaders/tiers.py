@@ -17,13 +17,13 @@ import torch.nn.functional as F
 
 from .blocked import BlockedMatrix, can_be_blocked
 from .checkpoint import Checkpoint
-from .courier import bring
 from .cuda import DeviceFiller, DeviceSlot, pin_whole, unpin
 from .formats import StoredWeight, Weight, stored_weights
 from .grouped import GroupedFormat
 from .placement import LayerCost, Placement
 from .readers import FileReader, HostBuffer, Reader, align_down, align_up
 from .records import FLOAT_DTYPES, Record
+from .small_transfers import to_device
 from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, read_record
 from .weights import LAYER_PREFIX, missing, split_names
 
@@ -224,12 +224,12 @@ class TieredWeights:
 
     def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         if self._rows is not None and self._rows.stored.name == name:
-            return bring(self._rows.take(indices).to(self._dtype), self._device)
+            return to_device(self._rows.take(indices).to(self._dtype), self._device)
         table = self.shared(name)
         assert isinstance(table, torch.Tensor)
         if table.device.type != "cpu":
-            return F.embedding(bring(indices, table.device), table).to(self._dtype)
-        return bring(F.embedding(indices, table).to(self._dtype), self._device)
+            return F.embedding(to_device(indices, table.device), table).to(self._dtype)
+        return to_device(F.embedding(indices, table).to(self._dtype), self._device)
 
     def close(self) -> None:
         if self._stream is not None:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from offspec.errors import CheckpointError
 
 from .checkpoint import show
-from .courier import bring
 from .formats import Weight
+from .small_transfers import to_device
 
 LAYER_PREFIX = "model.layers."
 
@@ -99,7 +99,7 @@ class RamWeights:
     def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         table = self.shared(name)
         assert isinstance(table, torch.Tensor)
-        return F.embedding(bring(indices, table.device), table)
+        return F.embedding(to_device(indices, table.device), table)
 
     def close(self) -> None:
         self._layers, self._shared = [], {}

@@ -15,7 +15,7 @@ Work = Callable[[Callable[[], bool]], None]
 
 
 @contextmanager
-def alongside(work: Work, device: torch.device) -> Generator[None, None, None]:
+def in_background(work: Work, device: torch.device) -> Generator[None, None, None]:
     """Run `work(is_over)` while the body runs, and wait for it at the end; what it raised is raised there.
 
     `is_over()` turns true when the body has ended; the work should return soon after. On a GPU the body has to wait for

@@ -39,7 +39,7 @@ from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, Sequoia
 from offspec.scheduler.tree import TokenTree
 from offspec.scheduler.verify import Logits, Verdict, exact_walk
 
-from .background import alongside
+from .background import in_background
 from .checkpoints.exit_layers import ExitFile
 from .checkpoints.opening import LOOKUP, SELF, ModelFiles, Note, choose_device, open_pair
 from .drafts.early_exit import EarlyExit, shared_text
@@ -52,7 +52,7 @@ from .planning.out_of_memory import Loading, first_line, with_fewer_residents
 from .planning.out_of_memory import explain as explain_shortage
 from .planning.plan import (
     Beside,
-    Grant,
+    MemoryOptions,
     Plan,
     all_resident,
     explain,
@@ -180,7 +180,7 @@ class Engine:
         early = _find_exit(pair.target, pair.draft_name, exit_file, notes)
         if place.type == "cuda":  # what torch keeps of an engine that was closed would count as taken
             release_memory(place)
-        grant = Grant(vram, ram, context, tree)
+        grant = MemoryOptions(vram, ram, context, tree)
         plan = plan_here(pair.target, pair.draft, read_hardware(place), grant, Beside(learns, early))
         if place.type == "cuda":
             limit_memory(plan.placement.limits.device if vram is not None else None, place)
@@ -523,7 +523,7 @@ class _Request:
         with span("draft"):
             tree = drafter.propose(text, max_depth=self.limit - self.stats.num_tokens - 1)
         drafted = time.perf_counter()
-        with span("pass"), alongside(drafter.extend, target.device) if drafter.is_eager else nullcontext():
+        with span("pass"), in_background(drafter.extend, target.device) if drafter.is_eager else nullcontext():
             logits = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
             target.synchronize()
         with span("walk"):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from offspec.loaders import courier
+from offspec.loaders import small_transfers
 from offspec.model import cuda_graphs as graphs
 
 CUDA = torch.device("cuda:0")
@@ -211,11 +211,13 @@ def pretended_cuda(guard: Path) -> Iterator[None]:
             patch.setattr(torch.cuda, name, value)
         patch.setattr(threading.Thread, "run", run_pretending)
         patch.setattr(torch, "tensor", tensor)
-        patch.setattr(courier, "page_locked", lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
-        patch.setattr(courier, "seen_by", lambda device, host: Pretended(host) if device.type == "cuda" else host)
-        patch.setattr(graphs, "page_locked", courier.page_locked)
-        patch.setattr(graphs, "seen_by", courier.seen_by)
+        patch.setattr(small_transfers, "page_locked", lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
+        patch.setattr(
+            small_transfers, "seen_by", lambda device, host: Pretended(host) if device.type == "cuda" else host
+        )
+        patch.setattr(graphs, "page_locked", small_transfers.page_locked)
+        patch.setattr(graphs, "seen_by", small_transfers.seen_by)
         patch.setattr(graphs, "CudaRecorder", lambda device: graphs.as_it_is)
-        patch.setattr(courier, "_couriers", {})
+        patch.setattr(small_transfers, "_transfers", {})
         patch.setattr(torch.cuda.nvtx, "range", lambda name: nullcontext())
         yield

@@ -31,7 +31,7 @@ def format_of(config: Mapping[str, Any]) -> str:
     return {"float16": "fp16", "float32": "fp32"}.get(str(dtype), "bf16")
 
 
-def imagine(config: ModelConfig, form: str) -> StoredModel:
+def stored_from_config(config: ModelConfig, form: str) -> StoredModel:
     """The weights of a model of this shape in the format `form` (of PLAN_FORMATS); nf4 leaves what is outside the layers in bf16."""
     layers = [_Layer(form, config.layer_shapes()).weights(f"model.layers.{i}.") for i in range(config.num_layers)]
     shared = _Layer("bf16" if form == "nf4" else form, config.shared_shapes()).weights("")

@@ -26,7 +26,7 @@ from ..errors import (
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import EMBEDDING, LAYER_PREFIX, check_tensors, is_ignored, wanted_shapes
 from ..text.tokenizer import Tokenizer, check_vocabularies
-from .from_config import format_of, imagine
+from .from_config import format_of, stored_from_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMALL_MODEL_BYTES = 2 * 2**30
@@ -74,7 +74,7 @@ class ModelFiles:
         return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, stored, device_type, notes))
 
     @classmethod
-    def imagine(cls, path: Path, form: str | None, dtype: str, device_type: str, notes: list[Note]) -> ModelFiles:
+    def from_config(cls, path: Path, form: str | None, dtype: str, device_type: str, notes: list[Note]) -> ModelFiles:
         """What `open` would give, to plan with, also where only headers or config.json are there, or for another format.
 
         Raises OffspecError's children, also for weights that are there and damaged.
@@ -87,7 +87,7 @@ class ModelFiles:
                 why = "its weights are not all there"
         raw = read_config_json(path)
         config, form = _config(path, raw), form or format_of(raw)
-        stored = imagine(config, form)
+        stored = stored_from_config(config, form)
         notes.append(Note(f"sizes of {path.name} as {form}, from config.json alone ({why})"))
         return cls(
             Checkpoint(path, raw, {}, {}), config, stored, choose_dtype(dtype, path.name, stored, device_type, notes)
@@ -204,18 +204,18 @@ def open_target(model: str, revision: str | None, dtype: str, device_type: str) 
     return ModelFiles.open(_locate(model, revision, "target"), dtype, device_type, [])
 
 
-def imagine_pair(
+def pair_from_config(
     model: str, draft: str, form: str | None, *, revision: str | None, dtype: str, device_type: str, notes: list[Note]
 ) -> tuple[ModelFiles, ModelFiles | None]:
-    """Target and draft to plan with (`ModelFiles.imagine`); of hub ids only config.json is downloaded."""
+    """Target and draft to plan with (`ModelFiles.from_config`); of hub ids only config.json is downloaded."""
     path = _locate(model, revision, "target", weights=False)
-    target = ModelFiles.imagine(path, form, dtype, device_type, notes)
+    target = ModelFiles.from_config(path, form, dtype, device_type, notes)
     name = _choose_draft(model, draft, notes)
     if name == SELF:
         raise UsageError("--draft self is not planned for: plan with --draft none, and add an exit layer to what stays")
     if name in (None, LOOKUP):
         return target, None
-    return target, ModelFiles.imagine(_locate(name, None, "draft", weights=False), None, dtype, device_type, notes)
+    return target, ModelFiles.from_config(_locate(name, None, "draft", weights=False), None, dtype, device_type, notes)
 
 
 def _locate(model: str, revision: str | None, role: str, *, weights: bool = True) -> Path:

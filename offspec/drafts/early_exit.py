@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offspec.loaders.courier import bring
 from offspec.loaders.formats import linear
+from offspec.loaders.small_transfers import to_device
 from offspec.loaders.weights import RamWeights
 from offspec.scheduler.params import MAX_NODES
 from offspec.scheduler.tree import ROOT
@@ -95,7 +95,7 @@ class Trunk:
 
         The first of `slots` is the least.
         """
-        rows = bring(torch.tensor(slots), self.decoder.device) - self._first
+        rows = to_device(torch.tensor(slots), self.decoder.device) - self._first
         last = sum(len(part) for part in self._hidden[:-1])
         if len(slots) and slots[0] - self._first >= last:  # a draft's round: its own rows, without joining all of them
             return self._hidden[-1][rows - last]
@@ -119,7 +119,7 @@ class Trunk:
         path = [*path, *(row for row in self._accepted if row >= num_drafted)]
         start = self.cache.length - self._first
         stay = [*range(start), *(start + row for row in (*path, *pending))]
-        self._hidden = [self._joined()[bring(torch.tensor(stay, dtype=torch.long), self.decoder.device)]]
+        self._hidden = [self._joined()[to_device(torch.tensor(stay, dtype=torch.long), self.decoder.device)]]
         renumbered = np.full(self.cache.pending + 1, ROOT)  # the last entry serves parent ROOT; so does whoever is kept
         renumbered[list(pending)] = np.arange(len(pending))
         self._tokens, self._parents = self._tokens[list(pending)], renumbered[self._parents[list(pending)]]

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.courier import bring
+from offspec.loaders.small_transfers import to_device
 from offspec.scheduler.costs import WIDTHS
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.verify import Logits
@@ -138,7 +138,7 @@ class RecallingText:
     def _places(self, rows: IntArray) -> Tensor:
         """The draft's final states [K, hidden] in these rows of what is pending, ROOT for the text's last token."""
         assert self._root is not None
-        return torch.cat((self._root, *self._pending))[bring(torch.from_numpy(rows + 1), self._root.device)]
+        return torch.cat((self._root, *self._pending))[to_device(torch.from_numpy(rows + 1), self._root.device)]
 
     def observe(self, rows: IntArray, nodes: IntArray, logits: Logits) -> None:
         """What the target made of places that were scored here; see `Hindsight`."""
@@ -156,4 +156,4 @@ class RecallingText:
         if self._pending:
             places = torch.cat(self._pending)
             self._root = places[path[-1], None].clone() if path else self._root
-            self._pending = [places[bring(torch.tensor(pending, dtype=torch.int64), places.device)]]
+            self._pending = [places[to_device(torch.tensor(pending, dtype=torch.int64), places.device)]]

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.courier import page_locked, read_words, seen_by
 from offspec.loaders.formats import Weight
+from offspec.loaders.small_transfers import page_locked, read_words, seen_by
 from offspec.scheduler.params import MAX_ROWS
 
 from .decoder import EMBEDDING, BoolArray, CachedDecoder, Decoder, IntArray

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.courier import bring
 from offspec.loaders.cuda import span
 from offspec.loaders.formats import StoredWeight, Weight, linear
+from offspec.loaders.small_transfers import to_device
 from offspec.loaders.weights import RamWeights, WeightSource
 
 from ..errors import CheckpointError, UnsupportedModelError
@@ -274,7 +274,7 @@ class RowLogits:
 
     def states(self, rows: Sequence[int]) -> Tensor:
         """`Decoder.normed` states [len(rows), hidden] of these rows."""
-        return self._decoder.normed(self._hidden[bring(torch.tensor(rows, dtype=torch.long), self._hidden.device)])
+        return self._decoder.normed(self._hidden[to_device(torch.tensor(rows, dtype=torch.long), self._hidden.device)])
 
     def states_before(self, count: int) -> Tensor:
         """The same [count, hidden] of the last `count` of the num_before."""
@@ -369,7 +369,7 @@ def placed(cache: KVCache, num_chain: int, depths: IntArray, mask: BoolArray) ->
     """Positions [num_chain + R] of a chain and nodes behind what `cache` holds; their mask; both on its device."""
     base, device = cache.length + num_chain, cache.positions.device
     positions = torch.cat((torch.arange(cache.length, base), torch.as_tensor(depths, dtype=torch.long) + (base - 1)))
-    return bring(positions, device), bring(torch.as_tensor(mask), device) if len(depths) else None
+    return to_device(positions, device), to_device(torch.as_tensor(mask), device) if len(depths) else None
 
 
 def random_decoder(config: ModelConfig, seed: int, *, dtype: torch.dtype, device: torch.device) -> Decoder:

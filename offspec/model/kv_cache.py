@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from offspec.loaders.courier import bring
+from offspec.loaders.small_transfers import to_device
 
 
 class KVCache:
@@ -90,7 +90,7 @@ class KVCache:
         stay = [*path, *pending]
         assert all(a < b for a, b in pairwise((-1, *stay, self.pending))), "what stays is not ascending pending entries"
         if stay != list(range(len(stay))):
-            slots = bring(torch.tensor(stay), self._data.device) + self.length
+            slots = to_device(torch.tensor(stay), self._data.device) + self.length
             kept = slice(self.length, self.length + len(stay))
             self._data[:, :, :, kept] = self._data[:, :, :, slots]
             self.positions[kept] = self.positions[slots]

@@ -14,9 +14,9 @@ from offspec.loaders.measure import measure_rates
 from offspec.loaders.units import format_quantity, format_size
 
 from ..checkpoints.from_config import format_of
-from ..checkpoints.opening import ModelFiles, Note, choose_device, imagine_pair
+from ..checkpoints.opening import ModelFiles, Note, choose_device, pair_from_config
 from ..errors import UsageError
-from .plan import Grant, Plan, explain, plan_here, tell_tiers, with_more
+from .plan import MemoryOptions, Plan, explain, plan_here, tell_tiers, with_more
 
 GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4
 GAIN_WIDTH = 64  # tokens of the pass that gains are told for
@@ -38,7 +38,7 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Forecast:
     """A plan with what it is for, the seconds a pass would take at some widths (tokens → seconds), and what would help.
 
     model: as it was asked for; title: what it is. gains: of VRAM, then of RAM, in steps of GAIN_STEP_BYTES, for as long as a
@@ -109,7 +109,7 @@ class Outlook:
         }
 
 
-def look_ahead(
+def make_forecast(
     model: str,
     *,
     draft: str = "auto",
@@ -124,7 +124,7 @@ def look_ahead(
     disk_bytes_per_s: float | None = None,
     widths: Sequence[int] = (1,),
     progress: Callable[[str], None] = lambda what: None,
-) -> Outlook:
+) -> Forecast:
     """Plan for a model that may not be here, on this machine or on one with the card `gpu`. Arguments as `Engine.load`.
 
     form: the format to assume (`PLAN_FORMATS`). Links are measured, or taken from the card's data sheet; the disk
@@ -136,7 +136,7 @@ def look_ahead(
     known = find_gpu(gpu) if gpu is not None else None
     place = torch.device("cpu") if known else choose_device(device, notes)
     device_type = "cuda" if known else place.type
-    target, guesser = imagine_pair(
+    target, guesser = pair_from_config(
         model, draft, form, revision=revision, dtype=dtype, device_type=device_type, notes=notes
     )
     hardware = read_hardware(place)
@@ -146,7 +146,7 @@ def look_ahead(
             hardware = replace(
                 hardware, ram=replace(hardware.ram, available_bytes=max(ram, hardware.ram.available_bytes))
             )
-    grant = Grant(vram, ram, context)
+    grant = MemoryOptions(vram, ram, context)
     plan = plan_here(target, guesser, hardware, grant)
     folder = target.checkpoint.path
     file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size, default=folder)
@@ -168,7 +168,7 @@ def look_ahead(
     name = hardware.gpu.name if hardware.gpu else "RAM"
     pass_s = {w: plan.predict_pass_s(rates, w) for w in widths}
     gains = _gains(plan, rates, target, guesser)
-    return Outlook(model, title, name, plan, rates, pass_s, [*notes, *explain(plan, grant)], gains)
+    return Forecast(model, title, name, plan, rates, pass_s, [*notes, *explain(plan, grant)], gains)
 
 
 def _gains(plan: Plan, rates: Rates, target: ModelFiles, draft: ModelFiles | None) -> list[Gain]:

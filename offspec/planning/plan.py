@@ -1,7 +1,7 @@
 """What has to be in memory for a pair of models, where each part goes, and what a pass will take.
 
 The arithmetic of models meets the arithmetic of memory here: `loaders.placement` knows neither a KV cache nor a draft.
-Nothing is read or allocated. `Engine.load` does what `make_plan` says; `outlook` says what that would mean.
+Nothing is read or allocated. `Engine.load` does what `make_plan` says; `forecast` says what that would mean.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SPARE = 0.05  # of what is free now, left for whatever else runs, where no limit
 
 
 @dataclass(frozen=True)
-class Grant:
+class MemoryOptions:
     """What the user allows: bytes of VRAM and RAM (None: what is free), and the context and the tree to make room for.
 
     tree: nodes, beside the context; None, or less than that, is the largest that is sent where the budget is found.
@@ -118,7 +118,7 @@ def make_plan(
     target: ModelFiles,
     draft: ModelFiles | None,
     limits: Limits,
-    grant: Grant,
+    grant: MemoryOptions,
     program_bytes: int,
     beside: Beside = NOTHING,
 ) -> Plan:
@@ -142,7 +142,7 @@ def make_plan(
             context //= 2
 
 
-def limits_of(hardware: Hardware, grant: Grant, own_bytes: int) -> Limits:
+def limits_of(hardware: Hardware, grant: MemoryOptions, own_bytes: int) -> Limits:
     """What may be used: what is free, less a little to spare, or what was granted if that is less.
 
     own_bytes: what this process holds of its own, which is not free any more but part of what it may use.
@@ -156,7 +156,7 @@ def limits_of(hardware: Hardware, grant: Grant, own_bytes: int) -> Limits:
 
 
 def plan_here(
-    target: ModelFiles, draft: ModelFiles | None, hardware: Hardware, grant: Grant, beside: Beside = NOTHING
+    target: ModelFiles, draft: ModelFiles | None, hardware: Hardware, grant: MemoryOptions, beside: Beside = NOTHING
 ) -> Plan:
     """`make_plan` for this process on `hardware`."""
     memory = psutil.Process().memory_info()
@@ -239,7 +239,7 @@ def is_blocked(model: ModelFiles, device: torch.device) -> bool:
     return device.type == "cpu" and is_large and is_plain and is_blocking_supported(model.dtype)
 
 
-def explain(plan: Plan, grant: Grant, link_bytes_per_s: float | None = None) -> list[Note]:
+def explain(plan: Plan, grant: MemoryOptions, link_bytes_per_s: float | None = None) -> list[Note]:
     """What was decided, in words; what was granted and is not there comes first."""
     where = tell_tiers(plan)
     if link_bytes_per_s is not None:
@@ -249,7 +249,7 @@ def explain(plan: Plan, grant: Grant, link_bytes_per_s: float | None = None) -> 
     return [*_missing(plan.placement.limits, grant), context, Note(where)]
 
 
-def _missing(limits: Limits, grant: Grant) -> list[Note]:
+def _missing(limits: Limits, grant: MemoryOptions) -> list[Note]:
     """What was granted, but cannot be used."""
     notes: list[Note] = []
     for flag, granted, limit in (("--vram", grant.vram, limits.device), ("--ram", grant.ram, limits.ram)):

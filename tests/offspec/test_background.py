@@ -10,7 +10,7 @@ from threading import Event
 import pytest
 import torch
 
-from offspec.background import alongside
+from offspec.background import in_background
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda:0"), marks=pytest.mark.gpu)]
@@ -40,7 +40,7 @@ def test_work_runs_while_the_body_runs_and_ends_with_it(device: torch.device) ->
         work_until_over(is_over)
         seen.append(is_over())
 
-    with alongside(work, device):
+    with in_background(work, device):
         assert begun.wait(LONG_S)
         assert seen == [False]
         assert len(threads_of_ours()) == 1
@@ -59,14 +59,14 @@ def test_what_is_under_way_is_waited_for() -> None:
             work_until_over(is_over)
             rounds.append("done")
 
-    with alongside(work, CPU):
+    with in_background(work, CPU):
         assert begun.wait(LONG_S)
     assert rounds == ["done"]
 
 
 def test_work_that_has_ended_before_the_body() -> None:
     ended = Event()
-    with alongside(lambda _: ended.set(), CPU):
+    with in_background(lambda _: ended.set(), CPU):
         assert ended.wait(LONG_S)
     assert threads_of_ours() == []
 
@@ -80,7 +80,7 @@ def test_an_error_of_the_work_is_raised_at_the_end(error: BaseException) -> None
         raise error
 
     with pytest.raises(type(error)) as caught:  # noqa: PT012 - when it is raised is what is tested
-        with alongside(work, CPU):
+        with in_background(work, CPU):
             assert raised.wait(LONG_S)
             after.append("the body goes on")
         after.append("not reached")
@@ -100,7 +100,7 @@ def test_the_bodys_own_error_wins(error: BaseException, has_failing_work: bool) 
         if has_failing_work:
             raise RuntimeError("bad draft")
 
-    with pytest.raises(type(error)) as caught, alongside(work, CPU):
+    with pytest.raises(type(error)) as caught, in_background(work, CPU):
         raise error
     assert caught.value is error
     assert ended.is_set(), "the work was not waited for"
@@ -120,7 +120,7 @@ def test_work_has_a_stream_of_its_own_and_sees_what_came_before() -> None:
         streams.append(torch.cuda.current_stream(device))
         made.append(before * 2)
 
-    with alongside(work, device):
+    with in_background(work, device):
         torch.cuda.current_stream(device).synchronize()
     assert streams[0] != torch.cuda.current_stream(device)
     assert (made[0] == 200).all()

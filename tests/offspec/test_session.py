@@ -179,7 +179,9 @@ def test_a_turn_left_in_the_middle_of_a_pass(
 ) -> None:
     session = Session(engine)
     say(session, "hi")
-    owner = {"score_rows": "model.CachedDecoder", "keep": "kv_cache.KVCache"}.get(where, "scheduler.draft.ModelDrafter")
+    owner = {"score_rows": "model.decoder.CachedDecoder", "keep": "model.kv_cache.KVCache"}.get(
+        where, "scheduler.draft.ModelDrafter"
+    )
     name, calls = f"offspec.{owner}.{where}", []
     steps = session.reply("def area(", SamplingParams(max_new_tokens=40))
     said = next(steps).text + next(steps).text

@@ -23,7 +23,7 @@ from offspec.engine import load_decoder
 from offspec.errors import MemoryLimitError
 from offspec.loaders.placement import Limits, Placement
 from offspec.model.decoder import EMBEDDING, BoolArray, CachedDecoder, Decoder, IntArray
-from offspec.planning.plan import Beside, Grant, make_plan
+from offspec.planning.plan import Beside, MemoryOptions, make_plan
 from offspec.text.tokenizer import Tokenizer
 
 from ...pair import build_pair
@@ -264,15 +264,15 @@ def test_the_first_layers_are_planned_to_stay(folder: Path) -> None:
         while high - low > 256:
             middle = (low + high) // 2
             try:
-                make_plan(files, None, Limits(None, middle), Grant(context=64), 0, Beside(exit_file=exit_file))
+                make_plan(files, None, Limits(None, middle), MemoryOptions(context=64), 0, Beside(exit_file=exit_file))
                 high = middle
             except MemoryLimitError:
                 low = middle
         return high
 
-    plan = make_plan(files, None, Limits(None, least(early)), Grant(context=64), 0, Beside(exit_file=early))
+    plan = make_plan(files, None, Limits(None, least(early)), MemoryOptions(context=64), 0, Beside(exit_file=early))
     assert plan.placement.resident[0] == 0
     assert plan.placement.streamed
     assert least(early) > least(None) + layer_bytes
     with pytest.raises(MemoryLimitError, match=r"1 before the exit, which draft, .* or take an exit layer after fewer"):
-        make_plan(files, None, Limits(None, least(early) - 512), Grant(context=64), 0, Beside(exit_file=early))
+        make_plan(files, None, Limits(None, least(early) - 512), MemoryOptions(context=64), 0, Beside(exit_file=early))

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.background import alongside
+from offspec.background import in_background
 from offspec.model.cuda_graphs import WIDTHS, CudaRecorder, StaticText, TreeGraphs, Work, as_it_is, is_static
 from offspec.model.decoder import CachedDecoder, Decoder, random_decoder
 
@@ -384,11 +384,11 @@ def test_graphs_are_captured_on_the_main_stream_and_replayed_on_any(tiny_model: 
     def work(first: int) -> Callable[[Callable[[], bool]], None]:
         return lambda is_over: found.append(text.score([], *tree.round(first, first + 8)).clone())
 
-    with alongside(work(0), decoder.device):
+    with in_background(work(0), decoder.device):
         pass
     assert recorded == [False]
     found.append(text.score([], *tree.round(8, 16)).clone())
-    with alongside(work(16), decoder.device):
+    with in_background(work(16), decoder.device):
         pass
     assert recorded == [False, True]
     for ours, theirs in zip(found, expected, strict=True):

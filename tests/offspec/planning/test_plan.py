@@ -11,14 +11,22 @@ import pytest
 import torch
 
 from offspec.builtin import path as builtin_path
-from offspec.checkpoints.from_config import imagine
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
 from offspec.loaders.hardware import Rates
 from offspec.loaders.params import PLAN_FORMATS
 from offspec.loaders.placement import Limits
-from offspec.planning.forecast import look_ahead
-from offspec.planning.plan import DEFAULT_CONTEXT, MIN_CONTEXT, Grant, Plan, explain, kv_bytes, make_plan, measure_link
+from offspec.planning.forecast import make_forecast
+from offspec.planning.plan import (
+    DEFAULT_CONTEXT,
+    MIN_CONTEXT,
+    MemoryOptions,
+    Plan,
+    explain,
+    kv_bytes,
+    make_plan,
+    measure_link,
+)
 
 GIB = 2**30
 LLAMA_70B = {
@@ -45,15 +53,18 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plan(folder: Path, form: str, limits: Limits, grant: Grant | None = None) -> Plan:
-    return make_plan(ModelFiles.imagine(folder, form, "auto", "cuda", []), None, limits, grant or Grant(), GIB // 2)
+def plan(folder: Path, form: str, limits: Limits, grant: MemoryOptions | None = None) -> Plan:
+    return make_plan(
+        ModelFiles.from_config(folder, form, "auto", "cuda", []), None, limits, grant or MemoryOptions(), GIB // 2
+    )
 
 
 def test_a_70b_model_has_its_size(large: Path) -> None:
-    files = ModelFiles.imagine(large, None, "auto", "cuda", [])
+    files = ModelFiles.from_config(large, None, "auto", "cuda", [])
     assert files.num_parameters == 70_553_706_496  # as the hub tells of Llama 3.1 70B
     sizes = {
-        form: sum(layer.record.read_bytes for layer in imagine(files.config, form).layers) for form in PLAN_FORMATS
+        form: sum(layer.record.read_bytes for layer in stored_from_config(files.config, form).layers)
+        for form in PLAN_FORMATS
     }
     assert sizes["fp32"] == pytest.approx(2 * sizes["bf16"], rel=1e-3)
     assert sizes["fp16"] == sizes["bf16"]
@@ -85,11 +96,11 @@ def test_an_embedding_that_fits_nowhere_keeps_layers_streaming(tmp_path: Path) -
     """Without it all layers would stay, and then it would have to stay with them."""
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 8, "vocab_size": 60_000}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B | shape | {"head_dim": 8}))
-    files = ModelFiles.imagine(tmp_path, "fp32", "auto", "cpu", [])
+    files = ModelFiles.from_config(tmp_path, "fp32", "auto", "cpu", [])
     seen = set()
     for ram in range(80 * 2**20, 140 * 2**20, 2**17):
         try:
-            p = make_plan(files, None, Limits(None, ram), Grant(context=64), 0).placement
+            p = make_plan(files, None, Limits(None, ram), MemoryOptions(context=64), 0).placement
         except MemoryLimitError:
             continue
         assert p.on_disk or "embedding" in {item.name for item in p.items}
@@ -103,7 +114,7 @@ def test_an_embedding_that_fits_nowhere_keeps_layers_streaming(tmp_path: Path) -
 def test_room_is_made_for_the_largest_tree_there_may_be(
     large: Path, vram: int | None, tree: int | None, planned: int
 ) -> None:
-    made = plan(large, "nf4", Limits(vram and 24 * vram, 64 * GIB), Grant(context=4096, tree=tree))
+    made = plan(large, "nf4", Limits(vram and 24 * vram, 64 * GIB), MemoryOptions(context=4096, tree=tree))
     (item,) = (item for item in made.placement.items if item.name == "KV cache")
     assert made.tree == planned
     assert item.on_device == (4096 + planned) * 327_680
@@ -114,13 +125,13 @@ def test_a_default_context_shrinks_to_what_fits_one_asked_for_does_not(large: Pa
     tight = plan(large, "nf4", Limits(5 * GIB, 64 * GIB))
     assert MIN_CONTEXT <= tight.context < DEFAULT_CONTEXT
     with pytest.raises(MemoryLimitError, match="smaller --context"):
-        plan(large, "nf4", Limits(5 * GIB, 64 * GIB), Grant(context=DEFAULT_CONTEXT))
+        plan(large, "nf4", Limits(5 * GIB, 64 * GIB), MemoryOptions(context=DEFAULT_CONTEXT))
     with pytest.raises(UsageError, match="more than the model's own 131072"):
-        plan(large, "nf4", Limits(24 * GIB, 64 * GIB), Grant(context=200_000))
+        plan(large, "nf4", Limits(24 * GIB, 64 * GIB), MemoryOptions(context=200_000))
 
 
 def test_the_kv_cache_of_a_70b_model(large: Path) -> None:
-    assert kv_bytes(ModelFiles.imagine(large, None, "auto", "cuda", []).config, 4096, 2) == 4096 * 327_680
+    assert kv_bytes(ModelFiles.from_config(large, None, "auto", "cuda", []).config, 4096, 2) == 4096 * 327_680
 
 
 def test_what_a_pass_is_made_of(large: Path) -> None:
@@ -135,7 +146,7 @@ def test_what_a_pass_is_made_of(large: Path) -> None:
 
 def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offspec.planning.plan.measure_host_to_device", lambda device, seconds: 25e9)
-    files, device = ModelFiles.imagine(large, "nf4", "auto", "cuda", []), torch.device("cuda")
+    files, device = ModelFiles.from_config(large, "nf4", "auto", "cuda", []), torch.device("cuda")
     streamed, resident = (plan(large, "nf4", Limits(vram, 64 * GIB)) for vram in (24 * GIB, 80 * GIB))
     assert measure_link(streamed, files, device) == pytest.approx(25e9, rel=0.01)
     assert measure_link(resident, files, device) is None  # and no infinity, which JSON does not have
@@ -144,29 +155,29 @@ def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkey
 @pytest.mark.parametrize(
     ("device", "grant", "expected"),
     [
-        (24, Grant(), []),
-        (24, Grant(vram=24 * GIB, ram=64 * GIB), []),
-        (24, Grant(vram=80 * GIB), ["--vram 80 GiB is more than the 24 GiB that are free; no more is used"]),
-        (None, Grant(ram=99 * GIB), ["--ram 99 GiB is more than the 64 GiB that are free; no more is used"]),
-        (None, Grant(vram=1 * GIB), ["--vram says nothing here: the CPU computes"]),
+        (24, MemoryOptions(), []),
+        (24, MemoryOptions(vram=24 * GIB, ram=64 * GIB), []),
+        (24, MemoryOptions(vram=80 * GIB), ["--vram 80 GiB is more than the 24 GiB that are free; no more is used"]),
+        (None, MemoryOptions(ram=99 * GIB), ["--ram 99 GiB is more than the 64 GiB that are free; no more is used"]),
+        (None, MemoryOptions(vram=1 * GIB), ["--vram says nothing here: the CPU computes"]),
     ],
 )
 def test_what_was_granted_and_is_not_there_is_said(
-    large: Path, device: int | None, grant: Grant, expected: list[str]
+    large: Path, device: int | None, grant: MemoryOptions, expected: list[str]
 ) -> None:
     limits = Limits(None if device is None else device * GIB, 64 * GIB)
     assert [note.text for note in explain(plan(large, "nf4", limits), grant) if note.advice] == expected
 
 
 def test_what_was_decided_is_said(large: Path) -> None:
-    said = [note.text for note in explain(plan(large, "nf4", Limits(24 * GIB, 64 * GIB)), Grant(), 25e9)]
+    said = [note.text for note in explain(plan(large, "nf4", Limits(24 * GIB, 64 * GIB)), MemoryOptions(), 25e9)]
     assert any("context 4096" in text for text in said)
     assert any("of 80 layers" in text and "wait in RAM" in text and "25 GB/s (measured)" in text for text in said)
 
 
 def test_an_imagined_model_costs_what_the_real_one_does() -> None:
     files = ModelFiles.open(builtin_path("target"), "auto", "cpu", [])
-    imagined = imagine(files.config, "bf16")
+    imagined = stored_from_config(files.config, "bf16")
     assert imagined.by_name.keys() == files.stored.by_name.keys()
     for mine, real in zip(imagined.layers, files.stored.layers, strict=True):
         assert mine.cost(files.dtype).resident_bytes == real.cost(files.dtype).resident_bytes
@@ -179,7 +190,7 @@ def test_headers_alone_are_enough_to_plan_and_not_to_load(tmp_path: Path) -> Non
     content = file.read_bytes()
     file.write_bytes(content[: 8 + int.from_bytes(content[:8], "little")])
     whole = ModelFiles.open(builtin_path("target"), "auto", "cpu", [])
-    assert ModelFiles.imagine(folder, None, "auto", "cpu", []).num_parameters == whole.num_parameters
+    assert ModelFiles.from_config(folder, None, "auto", "cpu", []).num_parameters == whole.num_parameters
     with pytest.raises(CheckpointError, match="truncated"):
         ModelFiles.open(folder, "auto", "cpu", [])
 
@@ -192,35 +203,35 @@ def test_weights_that_are_not_all_there_are_imagined_and_damaged_ones_are_refuse
     content = file.read_bytes()
     file.write_bytes(content[:100])
     with pytest.raises(CheckpointError, match="truncated: header promises"):
-        ModelFiles.imagine(folder, None, "auto", "cpu", notes)
+        ModelFiles.from_config(folder, None, "auto", "cpu", notes)
     file.write_bytes(content[:9] + b"!" + content[10:])
     with pytest.raises(CheckpointError, match="the file is damaged"):
-        ModelFiles.imagine(folder, None, "auto", "cpu", notes)
+        ModelFiles.from_config(folder, None, "auto", "cpu", notes)
     assert not notes
     file.write_text("version https://git-lfs.github.com/spec/v1\n")
-    imagined = [ModelFiles.imagine(folder, None, "auto", "cpu", notes)]
+    imagined = [ModelFiles.from_config(folder, None, "auto", "cpu", notes)]
     file.rename(folder / "model-00001-of-00002.safetensors")
-    imagined.append(ModelFiles.imagine(folder, None, "auto", "cpu", notes))
+    imagined.append(ModelFiles.from_config(folder, None, "auto", "cpu", notes))
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}))
-    imagined.append(ModelFiles.imagine(folder, None, "auto", "cpu", notes))
+    imagined.append(ModelFiles.from_config(folder, None, "auto", "cpu", notes))
     assert {files.num_parameters for files in imagined} == {whole.num_parameters}
     told = [note.text for note in notes if note.text.startswith("sizes of model")]
     assert told == ["sizes of model as bf16, from config.json alone (its weights are not all there)"] * 3
 
 
 def test_an_outlook_for_a_card_that_is_not_here(large: Path) -> None:
-    outlook = look_ahead(
+    forecast = make_forecast(
         str(large), draft="none", form="nf4", gpu="RTX 4090", ram=64 * GIB, disk_bytes_per_s=7e9, widths=(1, 256)
     )
-    told = outlook.as_dict()
+    told = forecast.as_dict()
     assert 0.5 < told["pass_s"][1] < 1.0  # DESIGN's simulated 4090 takes 0.9 s
     assert told["limits"]["ram_bytes"] <= 64 * GIB
     assert len(told["resident_layers"]) + len(told["ram_layers"]) == 80
     together = told["memory"][-1]
-    assert together["device_bytes"] == outlook.plan.placement.device_bytes
-    assert together["ram_bytes"] == outlook.plan.placement.ram_bytes
-    slower = replace(outlook.rates, host_to_device_bytes_per_s=outlook.rates.host_to_device_bytes_per_s / 2)  # type: ignore[operator]
-    assert outlook.plan.predict_pass_s(slower, 1) > 1.5 * told["pass_s"][1]
+    assert together["device_bytes"] == forecast.plan.placement.device_bytes
+    assert together["ram_bytes"] == forecast.plan.placement.ram_bytes
+    slower = replace(forecast.rates, host_to_device_bytes_per_s=forecast.rates.host_to_device_bytes_per_s / 2)  # type: ignore[operator]
+    assert forecast.plan.predict_pass_s(slower, 1) > 1.5 * told["pass_s"][1]
 
 
 def test_the_smallest_grant_that_works_goes_without_the_embedding_in_memory(large: Path) -> None:

@@ -46,7 +46,7 @@ def read_words(seen: Tensor, out: Tensor) -> None:
     torch.bitwise_or(seen.view(torch.int64), 0, out=out.view(torch.int64))
 
 
-class Courier:
+class SlotTransfers:
     """Brings tensors to one device, from any thread, on the current stream; they may be overwritten at once."""
 
     NUM_SLOTS, SLOT_BYTES = 8, 2**20
@@ -59,7 +59,7 @@ class Courier:
         events = [torch.cuda.Event() for _ in range(self.NUM_SLOTS)] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
         self._read = events  # of each slot: what was last sent has been read
 
-    def bring(self, values: Tensor) -> Tensor:
+    def to_device(self, values: Tensor) -> Tensor:
         """`values`, from the host, on the device."""
         if self._seen is None or not values.nbytes or values.device.type != "cpu":
             return values.to(self._device)
@@ -83,14 +83,14 @@ class Courier:
             self._read[slot].record(torch.cuda.current_stream(self._device))
 
 
-_couriers: dict[torch.device, Courier] = {}
+_transfers: dict[torch.device, SlotTransfers] = {}
 _lock = threading.Lock()
 
 
-def bring(values: Tensor, device: torch.device) -> Tensor:
+def to_device(values: Tensor, device: torch.device) -> Tensor:
     """`values`, from the host, on `device`; the same tensor where that is the host."""
     if device.type != "cuda":
         return values.to(device)
     with _lock:
-        courier = _couriers.get(device) or _couriers.setdefault(device, Courier(device))
-    return courier.bring(values)
+        transfers = _transfers.get(device) or _transfers.setdefault(device, SlotTransfers(device))
+    return transfers.to_device(values)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders import courier
-from offspec.loaders.courier import Courier, bring, page_locked, read_words, seen_by
+from offspec.loaders import small_transfers
+from offspec.loaders.small_transfers import SlotTransfers, page_locked, read_words, seen_by, to_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
-SIZES = [1, 3, 8, 1000, Courier.SLOT_BYTES, Courier.SLOT_BYTES + 1, 3 * Courier.SLOT_BYTES + 5]
+SIZES = [1, 3, 8, 1000, SlotTransfers.SLOT_BYTES, SlotTransfers.SLOT_BYTES + 1, 3 * SlotTransfers.SLOT_BYTES + 5]
 
 
 def numbers(count: int, dtype: torch.dtype = torch.uint8, seed: int = 0) -> Tensor:
@@ -20,30 +20,30 @@ def numbers(count: int, dtype: torch.dtype = torch.uint8, seed: int = 0) -> Tens
 
 def assert_many_arrive(device: torch.device) -> None:
     """More than there are slots for, none of which is waited for, from tensors that are overwritten at once."""
-    found, carrier, values = list[Tensor](), Courier(device), torch.empty(5000, dtype=torch.int64)
-    for seed in range(3 * Courier.NUM_SLOTS):
+    found, carrier, values = list[Tensor](), SlotTransfers(device), torch.empty(5000, dtype=torch.int64)
+    for seed in range(3 * SlotTransfers.NUM_SLOTS):
         values.copy_(numbers(5000, torch.int64, seed))
-        found.append(carrier.bring(values))
+        found.append(carrier.to_device(values))
     for seed, each in enumerate(found):
         assert torch.equal(each.cpu(), numbers(5000, torch.int64, seed))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_bytes_arrive(size: int) -> None:
-    assert torch.equal(Courier(CPU).bring(numbers(size)), numbers(size))
+    assert torch.equal(SlotTransfers(CPU).to_device(numbers(size)), numbers(size))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float32])
 def test_types_and_shapes_stay(dtype: torch.dtype) -> None:
     values = numbers(7 * 5 * 3, dtype).view(7, 5, 3)[:, 1:4].transpose(0, 1)
-    found = Courier(CPU).bring(values)
+    found = SlotTransfers(CPU).to_device(values)
     assert found.dtype == dtype
     assert torch.equal(found, values)
 
 
 def test_nothing_is_nothing() -> None:
-    assert Courier(CPU).bring(torch.empty(0, 4)).shape == (0, 4)
-    assert Courier(CPU).bring(torch.tensor(7)).item() == 7
+    assert SlotTransfers(CPU).to_device(torch.empty(0, 4)).shape == (0, 4)
+    assert SlotTransfers(CPU).to_device(torch.tensor(7)).item() == 7
 
 
 def test_many_arrive() -> None:
@@ -53,19 +53,19 @@ def test_many_arrive() -> None:
 def test_in_any_mode() -> None:
     """What is kept between calls may be written to in inference mode and outside it."""
     with torch.inference_mode():
-        carrier = Courier(CPU)
-        assert carrier.bring(torch.arange(4)).tolist() == [0, 1, 2, 3]
-    assert carrier.bring(torch.arange(4)).tolist() == [0, 1, 2, 3]
+        carrier = SlotTransfers(CPU)
+        assert carrier.to_device(torch.arange(4)).tolist() == [0, 1, 2, 3]
+    assert carrier.to_device(torch.arange(4)).tolist() == [0, 1, 2, 3]
 
 
 def test_where_memory_cannot_be_shared_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier, "seen_by", lambda device, host: None)
-    assert torch.equal(Courier(CPU).bring(numbers(100)), numbers(100))
+    monkeypatch.setattr(small_transfers, "seen_by", lambda device, host: None)
+    assert torch.equal(SlotTransfers(CPU).to_device(numbers(100)), numbers(100))
 
 
 def test_on_a_cpu_nothing_is_done() -> None:
     values = numbers(9)
-    assert bring(values, CPU) is values
+    assert to_device(values, CPU) is values
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU
@@ -87,7 +87,7 @@ def test_a_kernel_reads_the_hosts_memory() -> None:
 @pytest.mark.gpu
 def test_all_arrives_on_the_device() -> None:
     for size in SIZES:
-        assert torch.equal(bring(numbers(size), CUDA).cpu(), numbers(size))
+        assert torch.equal(to_device(numbers(size), CUDA).cpu(), numbers(size))
     assert_many_arrive(CUDA)
 
 
@@ -99,13 +99,13 @@ def test_it_does_not_wait_for_large_copies() -> None:
         torch.cuda.Stream(CUDA),
         torch.cuda.Event(),
     )
-    bring(numbers(8), CUDA)
+    to_device(numbers(8), CUDA)
     torch.cuda.synchronize(CUDA)
     with torch.cuda.stream(stream):
         for source in large:
             out.copy_(source, non_blocking=True)
         all_copied.record(stream)
-    found = bring(numbers(1000), CUDA)
+    found = to_device(numbers(1000), CUDA)
     torch.cuda.current_stream(CUDA).synchronize()
     assert not all_copied.query(), "a gigabyte was copied before a kilobyte arrived"
     assert torch.equal(found.cpu(), numbers(1000))
