@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from offspec.builtin import path as builtin_path
+from offspec.checkpoints.from_config import stored_from_config
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
 from offspec.loaders.hardware import Rates
