@@ -7,7 +7,6 @@ Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSO
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -23,6 +22,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn, TypeGuard
 
 from offspec.errors import CheckpointError, MissingWeightsError
+
+from .small_files import MOST_JSON_BYTES, open_regular, parse_json, read_small_file
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -55,7 +56,6 @@ DTYPE_BYTES = {
 }
 
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 _MAX_RANK = 64  # torch's own limit
 _MAX_ELEMENTS = 2**60  # beyond any disk, and small enough that byte counts stay within 64 bits
 _LFS_POINTER = b"version https://git-lfs"
@@ -297,10 +297,10 @@ def _refuse_missing(folder: Path, shards: dict[str, Path]) -> None:
 
 def _read_json_object(path: Path) -> dict[str, Any]:
     with _reading(path):
-        content = path.read_bytes()
+        content = read_small_file(path)
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as exc:
+        value = parse_json(content)
+    except ValueError as exc:
         raise fault(path, f"is not JSON ({exc}); download it again") from exc
     if not isinstance(value, dict):
         raise fault(path, f"is a JSON {type(value).__name__}, not an object; download it again")
@@ -326,7 +326,7 @@ def read_header(path: Path, *, headers_only: bool = False) -> dict[str, TensorIn
 
 def _read_header_bytes(path: Path) -> tuple[bytes, int]:
     """The JSON header and the length of the whole file."""
-    with _reading(path), path.open("rb") as file:
+    with _reading(path), open_regular(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
         start = file.read(len(_LFS_POINTER))
         header_bytes = _header_length(path, start, file_bytes)
@@ -344,7 +344,7 @@ def _header_length(path: Path, start: bytes, file_bytes: int) -> int:
     if len(start) < _LENGTH_BYTES:
         raise fault(path, f"is no safetensors file: {file_bytes} bytes have no room for a header; download it again")
     header_bytes: int = struct.unpack("<Q", start[:_LENGTH_BYTES])[0]
-    if header_bytes > _MAX_HEADER_BYTES:
+    if header_bytes > MOST_JSON_BYTES:
         raise fault(path, f"is no safetensors file: a header of {header_bytes} bytes is absurd; download it again")
     if _LENGTH_BYTES + header_bytes > file_bytes:
         _refuse_truncated(path, _LENGTH_BYTES + header_bytes, file_bytes)
@@ -359,8 +359,8 @@ def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
     if not header.startswith(b"{"):
         raise fault(path, "header is not a JSON object; the file is damaged, download it again")
     try:
-        entries: dict[str, Any] = json.loads(header.decode("utf-8"), object_pairs_hook=_refuse_duplicates)
-    except (ValueError, RecursionError) as exc:
+        entries: dict[str, Any] = parse_json(header, _refuse_duplicates)
+    except ValueError as exc:
         raise fault(path, f"header is not valid JSON ({exc}); the file is damaged, download it again") from exc
     return entries
 

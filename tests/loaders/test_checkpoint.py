@@ -443,10 +443,10 @@ def test_folder_in_place_of_a_file(folder: Path) -> None:
 
 
 def test_permission_denied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(self: Path, *args: object) -> None:
+    def denied(path: object, *args: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr("os.open", denied)
     message = refusal(lambda: Checkpoint.open(folder))
     assert "model.safetensors: cannot be read (Permission denied); check that" in message
 
