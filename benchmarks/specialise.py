@@ -1,6 +1,6 @@
 """A target that knows a domain: a copy of a model, trained further on a folder's texts, for `benchmarks/alignment.py`.
 
-    python -m benchmarks.specialise OUT --folder /usr/include/linux --pattern '*.h' [--minutes 20]
+    python -m benchmarks.specialise OUT --folder /usr/include/linux --pattern '*.h' [--minutes 20 | --steps N]
 
 What `--learn` is for is a draft that was made for other texts than its target. The built-in pair was trained on the same ones and
 neither knows any other, so this makes the case: the target alone goes on with next-token loss (AdamW, windows of 512 tokens), on the files
@@ -27,7 +27,7 @@ from offspec import builtin
 
 WINDOW = 512
 ROWS = 16  # windows a step
-WARM_UP = 0.03  # of the time
+WARM_UP = 0.03  # of the whole
 IntArray = npt.NDArray[np.int64]
 
 
@@ -52,13 +52,19 @@ def loss_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def train(model: LlamaForCausalLM, text: IntArray, minutes: float, learning_rate: float) -> None:
-    """Until the minutes are over; the rate rises for a moment, then falls to zero with the time."""
+def train(
+    model: LlamaForCausalLM, text: IntArray, learning_rate: float, minutes: float, num_steps: int | None = None
+) -> None:
+    """For so many steps, or else until the minutes are over; the rate rises for a moment, then falls to zero at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     draws, began, steps = np.random.default_rng(0), time.perf_counter(), 0
-    while (passed := (time.perf_counter() - began) / (60 * minutes)) < 1:
+
+    def passed() -> float:
+        return steps / num_steps if num_steps is not None else (time.perf_counter() - began) / (60 * minutes)
+
+    while (share := passed()) < 1:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * min(1.0, (passed + 1e-3) / WARM_UP, 1 - passed)
+            group["lr"] = learning_rate * min(1.0, (share + 1e-3) / WARM_UP, 1 - share)
         loss = loss_of(model, batch(text, draws))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -67,7 +73,7 @@ def train(model: LlamaForCausalLM, text: IntArray, minutes: float, learning_rate
         steps += 1
         if steps % 20 == 0:
             rate = steps * ROWS * WINDOW / (time.perf_counter() - began)
-            print(f"step {steps}, {passed:.0%}: loss {loss.item():.3f}, {rate:,.0f} tokens/s", flush=True)
+            print(f"step {steps}, {share:.0%}: loss {loss.item():.3f}, {rate:,.0f} tokens/s", flush=True)
 
 
 @torch.no_grad()
@@ -82,7 +88,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=builtin.path("target"), help="a checkpoint of Llama's layout")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--pattern", default="*.h")
-    parser.add_argument("--minutes", type=float, default=20)
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--minutes", type=float, default=20)
+    length.add_argument(
+        "--steps", type=int, help="instead of minutes: the same model whatever the machine is busy with"
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
@@ -92,7 +102,7 @@ def main() -> None:
     text, exam = texts(learnt_from, tokenizer, end), texts(held_out, tokenizer, end)
     print(f"{len(text):,} tokens to learn from, {len(exam):,} held out", flush=True)
     print(f"held-out loss {held_out_loss(model, exam):.3f} nats a token", flush=True)
-    train(model, text, args.minutes, args.learning_rate)
+    train(model, text, args.learning_rate, args.minutes, args.steps)
     print(f"held-out loss {held_out_loss(model, exam):.3f} nats a token", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     for file in args.model.glob("*.json"):

@@ -27,6 +27,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device")
 
 
+@pytest.fixture
+def learning_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft learns all that it has heard, and not for as long as the text before took: a busy machine learns the same."""
+    from offspec.training.online import Aligner
+
+    monkeypatch.setitem(Aligner.__init__.__kwdefaults__, "clock", lambda: 0.0)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
     """The tiny random checkpoint of a family by its name in `fakes.FAMILIES`; built once a session."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-PATIENCE_S = 120.0  # for a machine that has other things to do
+PATIENCE_S = 300.0  # for a machine that has other things to do
 
 
 class Tmux:
@@ -70,5 +70,7 @@ class Tmux:
 
     def _call(self, *arguments: str) -> str:
         command = [*self._tmux, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=self._environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_S, check=True, env=self._environment
+        )
         return done.stdout

@@ -29,7 +29,20 @@ def folder(tmp_path: Path) -> Path:
 
 def arguments(pair: Pair, folder: Path) -> list[str]:
     models = ("--model", pair.target, "--draft", pair.draft, "--folder", folder, "--pattern", "*.txt")
-    sizes = ("--prompt-tokens", 16, "--max-new-tokens", 24, "--held-out", 2, "--requests", "0,3", "--budget", 8)
+    sizes = (
+        "--prompt-tokens",
+        16,
+        "--max-new-tokens",
+        24,
+        "--held-out",
+        2,
+        "--requests",
+        "0,3",
+        "--budget",
+        8,
+        "--most-share",
+        1e9,
+    )
     return ["alignment.py", *map(str, (*models, *sizes))]
 
 

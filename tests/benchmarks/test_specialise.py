@@ -30,7 +30,7 @@ def test_the_held_out_files_become_likelier_and_the_checkpoint_loads(
     monkeypatch.setattr(specialise, "WINDOW", 32)
     monkeypatch.setattr(specialise, "ROWS", 2)
     out = tmp_path / "out"
-    monkeypatch.setattr("sys.argv", ["specialise.py", str(out), "--folder", str(tmp_path), "--minutes", "0.05"])
+    monkeypatch.setattr("sys.argv", ["specialise.py", str(out), "--folder", str(tmp_path), "--steps", "20"])
     specialise.main()
     losses = [float(line.split()[2]) for line in capsys.readouterr().out.splitlines() if line.startswith("held-out")]
     assert losses[1] < 0.5 * losses[0]

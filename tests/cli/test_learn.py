@@ -14,6 +14,8 @@ from offspec import Engine, Stats
 from ..pair import Pair, scale_weights, variant
 from .conftest import Offspec
 
+pytestmark = pytest.mark.usefixtures("learning_takes_no_time")
+
 PROMPTS = ("def area(", "for item in self", "return width", "print(item")
 
 

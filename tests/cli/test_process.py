@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,9 +32,7 @@ def test_ctrl_c_leaves_at_once(endless: Sequence[object]) -> None:
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    result = finish(process)
-    assert time.monotonic() - began < 30  # a fraction of a second, but on a busy machine
+    result = finish(process)  # which waits for minutes at most, and the request would take hours
     assert result.code == 130
     assert result.err.strip() == ""
 

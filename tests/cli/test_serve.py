@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from ..pair import CONTEXT, Pair, variant
 from .conftest import Offspec, finish, start
 
 USER = {"role": "user", "content": "hi"}
+LONG_S = 300.0  # what is waited for at most, where a test would else hang
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Client:
         self.port = port
 
     def open(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LONG_S)
         content = body if isinstance(body, (str, type(None))) else json.dumps(body)
         connection.request(method, path, content, headers)
         return connection
@@ -146,18 +146,27 @@ def test_requests_wait_for_one_another(client: Client) -> None:
             assert json.loads(connection.getresponse().read())["choices"] == alone
 
 
-def test_a_client_that_leaves_ends_its_request(pair: Pair, tmp_path: Path) -> None:
+def test_a_client_that_leaves_ends_its_request(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, generate = Event(), Engine.generate
+
+    def told(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "generate", told)
     folder = variant(pair.target, tmp_path / "target", max_position_embeddings=10**6)
     endless = Engine.load(str(folder), draft="none", device="cpu", context=10**5)
     body = {"prompt": "hi", "max_tokens": 10**5, "ignore_eos": True, "stream": True}
     with served(endless) as (client, _):
         with closing(client.open("POST", "/v1/completions", body)) as connection:
             assert connection.getresponse().read(1)
+        begun.clear()
         with closing(client.open("POST", "/v1/completions", {**body, "stream": False})) as connection:
-            time.sleep(0.2)
+            assert begun.wait(LONG_S)
         assert client.ask("POST", "/v1/completions", {"prompt": "hi", "max_tokens": 2}).status == 200
 
 
+@pytest.mark.usefixtures("learning_takes_no_time")
 def test_the_draft_learns_between_requests(pair: Pair) -> None:
     engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", learn=True)
     assert engine.aligner is not None
@@ -174,16 +183,16 @@ def test_a_client_that_leaves_while_it_waits_costs_nothing(engine: Engine, monke
     def held(self: Engine, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         asked.append(prompt)
         began.set()
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(LONG_S)
         return generate(self, prompt, *args, **kwargs)
 
     monkeypatch.setattr(Engine, "generate", held)
     with served(engine) as (client, _):
         body = {"prompt": [70, 71], "max_tokens": 2}
         with closing(client.open("POST", "/v1/completions", body)) as first:
-            assert began.wait(60)
+            assert began.wait(LONG_S)
             client.open("POST", "/v1/completions", {**body, "prompt": [80, 81]}).close()
-            time.sleep(0.5)  # the server has to hear of it
+            assert client.ask("GET", "/health").status == 200  # by now the server has heard of it
             may_go_on.set()
             assert first.getresponse().status == 200
         assert client.ask("POST", "/v1/completions", {**body, "prompt": [90, 91]}).status == 200
@@ -199,7 +208,7 @@ def test_an_engine_that_lost_its_target_gives_up(engine: Engine, monkeypatch: py
         gave_up = Event()
         service.give_up = gave_up.set
         assert client.chat(USER).status == 500
-        assert gave_up.wait(60)
+        assert gave_up.wait(LONG_S)
         assert str(service.error) == "no room"
 
 
@@ -381,7 +390,7 @@ def test_an_answer_under_way_is_refused_when_the_server_stops(engine: Engine, mo
 
     def held(*args: Any, **kwargs: Any) -> Any:
         began.set()
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(LONG_S)
         yield from ()
 
     monkeypatch.setattr(Engine, "generate", held)
@@ -389,7 +398,7 @@ def test_an_answer_under_way_is_refused_when_the_server_stops(engine: Engine, mo
         served(engine) as (client, service),
         closing(client.open("POST", "/v1/completions", {"prompt": "hi"})) as asked,
     ):
-        assert began.wait(60)
+        assert began.wait(LONG_S)
         service.give_up()
         response = asked.getresponse()
         may_go_on.set()

@@ -139,7 +139,7 @@ def test_a_model_that_is_there_at_once_has_no_bar(
     run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_terminal(monkeypatch, 80)
-    monkeypatch.setattr(terminal, "FIRST_LOOK_S", 60)
+    monkeypatch.setattr(terminal, "FIRST_LOOK_S", 3600)
     assert offspec(*run_args, "hi").err == ""
     monkeypatch.setattr(terminal, "SMALL_LOAD_BYTES", 0)
     assert "loading" in offspec(*run_args, "hi").err

@@ -44,7 +44,7 @@ class FakeReader:
 
     def read(self, path: Path, offset: int, out: memoryview, least: int) -> None:
         if self.gate is not None:
-            assert self.gate.wait(10)
+            assert self.gate.wait(300)
         if self.fail_at is not None and offset <= self.fail_at < offset + len(out):
             raise CheckpointError(f"{path}: cannot be read at byte {offset} (it was told to fail)")
         content = self.files[path][offset : offset + len(out)]

@@ -194,7 +194,7 @@ def ask_within(group: Path, *args: object) -> Memory:
     """What a process in that group says of its memory."""
     join = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execv(sys.executable, sys.argv[2:])"
     command = [sys.executable, "-c", join, group / "cgroup.procs", sys.executable, "-c", ASK, *(args or ("none", 0))]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300, check=True)
     return Memory(**json.loads(done.stdout))
 
 
@@ -402,7 +402,7 @@ def test_every_byte_of_a_part_is_read_once(tmp_path: Path, monkeypatch: pytest.M
         read(self, path, offset, out, least)
 
     monkeypatch.setattr(FileReader, "read", spy)
-    measure.measure_disk(file, threads=(1, 2), seconds=60)
+    measure.measure_disk(file, threads=(1, 2), seconds=600)
     first, second = range(5 * MIB // 2), range(5 * MIB // 2, 5 * MIB)
     expected = [(start, min(MIB, part.stop - start)) for part in (first, second) for start in part[::MIB]]
     assert sorted(reads[2:]) == expected  # the first two touch the buffers
@@ -538,7 +538,7 @@ def test_reads_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         reads.append(offset)
 
     monkeypatch.setattr(FileReader, "read", spy)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     with measure._reads_in_flight(file):
         while len(reads) < 20 and time.monotonic() < deadline:
             time.sleep(0.001)

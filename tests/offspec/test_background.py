@@ -14,7 +14,7 @@ from offspec.background import in_background
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda:0"), marks=pytest.mark.gpu)]
-LONG_S = 60.0  # what is waited for at most, where a test would else hang
+LONG_S = 300.0  # what is waited for at most, where a test would else hang
 
 
 def threads_of_ours() -> list[threading.Thread]:

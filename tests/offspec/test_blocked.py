@@ -61,7 +61,7 @@ def test_logits_are_those_of_plain_matrices(pair: Pair, monkeypatch: pytest.Monk
         assert sum(len(step.token_ids) for step in steps) == 24
 
 
-@pytest.mark.usefixtures("_wanted")
+@pytest.mark.usefixtures("_wanted", "learning_takes_no_time")
 def test_a_draft_that_learns_stays_as_it_is(pair: Pair) -> None:
     engine = load(pair, learn=True)
     assert is_blocked(engine) == (True, False)

@@ -377,7 +377,7 @@ def drafts_beside(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor
         return logits
 
     def late(self: CachedDecoder, *args: Any) -> Any:
-        assert scored.wait(60)
+        assert scored.wait(300)
         return score_rows(self, *args)
 
     monkeypatch.setattr(Switch, "is_on", lambda _: True)
@@ -414,7 +414,7 @@ def test_a_pass_that_fails_while_the_draft_is_at_work(
     scored = drafts_beside(monkeypatch, lambda logits: logits)
 
     def failing(*args: Any) -> None:
-        assert scored.wait(60)
+        assert scored.wait(300)
         raise error
 
     monkeypatch.setattr(CachedDecoder, "score_rows", failing)
