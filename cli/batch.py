@@ -8,13 +8,14 @@ import os
 import sys
 from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import click
 
-from offspec.checkpoints.atomic_files import check_writable
+from offspec.checkpoints.atomic_files import check_writable, lock
 from offspec.errors import OffspecError, StorageError, UsageError
 
 from .options import read_file
@@ -89,26 +90,43 @@ def read_prompts(source: Path) -> list[Task]:
 
 
 class Batch:
-    """The tasks of a prompt file, and the file that takes the answers (None: standard output)."""
+    """The tasks of a prompt file, and the file that takes the answers (None: standard output).
+
+    The output is locked until the batch is closed, so that its end is read and written by one process.
+    """
 
     def __init__(self, source: Path, output: Path | None, settings: Mapping[str, Any]) -> None:
         """settings: what the answers depend on, beside the prompts.
 
-        Raises UsageError where there is no line, or the output has others, or is something else, and StorageError where it
-        cannot be written.
+        Raises UsageError where there is no line, or the output has others, or is something else, or another process writes
+        to it, and StorageError where it cannot be written.
         """
         self.source, self.output, self._settings = source, output, settings
         self.tasks, self.errors = read_tasks(source, OWN_KEYS)
         if not self.tasks and not self.errors:
             raise UsageError(f"{source} holds no prompt")
         self._done, self._num_bytes = dict[int, Answer](), 0  # of the output: answers, and how much of it they are
-        if output is not None:
-            self._read_done(output)
+        self._file: BinaryIO | None = None
+        try:
+            if output is not None:
+                self._file = self._locked(output)
+                self._read_done(output, self._file)
+            self._check_done()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # it tries once more to write what could not be written
+                self._file.close()
+
+    def _check_done(self) -> None:
         for task in self.tasks:
             if task.line in self._done and not self._is_answer(self._done[task.line], task):
                 raise UsageError(
-                    f"{output} answers another prompt, or with other settings, at line {task.line} of {source}: "
-                    "give another --output"
+                    f"{self.output} answers another prompt, or with other settings, at line {task.line} of "
+                    f"{self.source}: give another --output"
                 )
 
     @property
@@ -120,17 +138,17 @@ class Batch:
         for line, error in self.errors.items():
             self._tell(line, error)
         tasks, shows = self.open_tasks, is_watched() and not quiet and self.output is not None
-        with _Sink(self.output, self._num_bytes) as sink:
-            for number, task in enumerate(tasks, 1):
-                if shows:
-                    show_line(f"prompt {number} of {len(tasks)}")
-                try:
-                    found = answer(task.prompt)
-                except OffspecError as exc:
-                    self.errors[task.line] = str(exc)
-                    self._tell(task.line, str(exc))
-                    continue
-                sink.write({"line": task.line, **task.content, **found, "settings": dict(self._settings)})
+        self._cut_half_line()
+        for number, task in enumerate(tasks, 1):
+            if shows:
+                show_line(f"prompt {number} of {len(tasks)}")
+            try:
+                found = answer(task.prompt)
+            except OffspecError as exc:
+                self.errors[task.line] = str(exc)
+                self._tell(task.line, str(exc))
+                continue
+            self._write({"line": task.line, **task.content, **found, "settings": dict(self._settings)})
         if shows:
             show_line()
         if self.errors:
@@ -144,53 +162,50 @@ class Batch:
     def _tell(self, line: int, error: str) -> None:
         click.echo(f"offspec: {self.source}, line {line}: {' '.join(error.split())}", err=True)
 
-    def _read_done(self, output: Path) -> None:
-        """What an earlier run wrote, but for half a line at the end, where it was stopped."""
+    def _locked(self, output: Path) -> BinaryIO:
+        """The output, opened and locked before a model is loaded; what is in it stays as it is."""
         check_sink(output)
-        if not output.exists():
-            return
-        if output.samefile(self.source):
+        if output.exists() and not output.is_file():  # reading a pipe or a device may never end
+            raise UsageError(f"{output} is no regular file: give another --output")
+        if output.exists() and output.samefile(self.source):
             raise UsageError(f"{output} is the prompt file itself: give another --output")
-        content = output.read_bytes()
+        try:
+            file = output.open("ab+")
+        except OSError as exc:
+            raise StorageError(f"{output} cannot be written: {exc.strerror}; choose another file") from exc
+        try:
+            lock(file, f"{output} is written by another process; wait until that one is done, or give another --output")
+        except UsageError:
+            file.close()
+            raise
+        return file
+
+    def _read_done(self, output: Path, file: BinaryIO) -> None:
+        """What an earlier run wrote, but for half a line at the end, where it was stopped."""
+        file.seek(0)
+        content = file.read()
         self._num_bytes = content.rfind(b"\n") + 1
         for number, line in enumerate(content[: self._num_bytes].splitlines(), 1):
             try:
                 record = json.loads(line)
                 self._done[record["line"]] = record
-            except (ValueError, TypeError, KeyError) as exc:
+            except (ValueError, TypeError, KeyError, RecursionError) as exc:
                 raise _foreign(output, number) from exc
         half = content[self._num_bytes :]
         if half and not (self._done or half.startswith(ANSWER_BEGINS)):
             raise _foreign(output, 1)
 
-    def _is_answer(self, record: Answer, task: Task) -> bool:
-        wanted = {**task.content, "settings": self._settings}
-        found = {key: record[key] for key in wanted if key in record}
-        return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # as text, NaN is NaN
+    def _cut_half_line(self) -> None:
+        """Only now, as nothing was to be changed before it was sure that answers would come."""
+        if self._file is None or self._file.seek(0, os.SEEK_END) == self._num_bytes:
+            return
+        try:
+            self._file.truncate(self._num_bytes)
+        except OSError as exc:
+            raise StorageError(f"{self.output} cannot be written: {exc.strerror}") from exc
 
-
-class _Sink:
-    """Takes answers, each written whole and at once, behind the first `num_bytes` of what is there."""
-
-    def __init__(self, path: Path | None, num_bytes: int) -> None:
-        self._path, self._num_bytes = path, num_bytes
-        self._file: BinaryIO | None = None
-
-    def __enter__(self) -> _Sink:
-        if self._path is not None:
-            try:
-                self._file = self._path.open("ab")
-                if self._file.tell() > self._num_bytes:
-                    self._file.truncate(self._num_bytes)
-            except OSError as exc:
-                raise StorageError(f"{self._path} cannot be written: {exc.strerror}") from exc
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def write(self, answer: Answer) -> None:
+    def _write(self, answer: Answer) -> None:
+        """The whole line at once."""
         line = json.dumps(answer) + "\n"
         if self._file is None:
             sys.stdout.write(line)
@@ -198,6 +213,11 @@ class _Sink:
         else:
             self._file.write(line.encode())
             self._file.flush()
+
+    def _is_answer(self, record: Answer, task: Task) -> bool:
+        wanted = {**task.content, "settings": self._settings}
+        found = {key: record[key] for key in wanted if key in record}
+        return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # as text, NaN is NaN
 
 
 def check_sink(file: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -142,13 +142,13 @@ def command(
             _pass_on(last)
             return found, last
 
-        batch = Batch(prompt_file, output, settings)
-        chats = [task.line for task in batch.tasks if raw and not isinstance(task.prompt, str)]
-        if chats:
-            raise click.UsageError(
-                f"{prompt_file}, line {chats[0]}: messages need the chat template, which --raw turns off."
-            )
-        _run_batch(batch, load, ask, learn_file, show_stats=show_stats, quiet=quiet)
+        with closing(Batch(prompt_file, output, settings)) as batch:
+            chats = [task.line for task in batch.tasks if raw and not isinstance(task.prompt, str)]
+            if chats:
+                raise click.UsageError(
+                    f"{prompt_file}, line {chats[0]}: messages need the chat template, which --raw turns off."
+                )
+            _run_batch(batch, load, ask, learn_file, show_stats=show_stats, quiet=quiet)
         return
     words = read_prompt(prompt, prompt_file) if ids is None else ""
     if ids is None and not words:

@@ -28,6 +28,7 @@ from offspec.errors import CheckpointError, StorageError, UsageError
 
 from .checkpoint import COMPANIONS, INDEX_FILE, Checkpoint, TensorInfo, fault, read_header, resolve, show
 from .checkpoint import UNFINISHED_MARKER as MARKER
+from .file_locks import try_lock
 from .formats import bitsandbytes_functional, pack_4bit, stored_weights
 from .params import QUANT_TYPES, ConvertParams
 from .records import FLOAT_DTYPES
@@ -163,7 +164,8 @@ def _claimed(target: Path, job: Mapping[str, Any]) -> Iterator[None]:
     except OSError as exc:
         raise cannot_write(target, exc) from exc
     try:
-        _lock(marker.fileno(), target)
+        if not try_lock(marker.fileno()):
+            raise UsageError(f"{target}: another process is making it; wait for that one, or stop it")
         marker.seek(0)
         begun = marker.read()
         if entries:
@@ -175,19 +177,6 @@ def _claimed(target: Path, job: Mapping[str, Any]) -> Iterator[None]:
     finally:
         with suppress(OSError):  # it tries once more to write what could not be written
             marker.close()
-
-
-def _lock(descriptor: int, target: Path) -> None:
-    """Held until the process ends, however it ends."""
-    with suppress(ImportError):  # not on Windows
-        import fcntl
-
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            raise UsageError(f"{target}: another process is making it; wait for that one, or stop it") from exc
-        except OSError:
-            pass  # a file system without locks
 
 
 def _write_marker(target: Path, marker: TextIO, job: Mapping[str, Any]) -> None:

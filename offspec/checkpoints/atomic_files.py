@@ -1,13 +1,20 @@
-"""Files that are written whole or not at all. Knows nothing of what is in them."""
+"""Files that are written whole or not at all, and locks on what one process alone may write.
+
+Knows nothing of what is in them.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
-from ..errors import StorageError
+from offspec.loaders.file_locks import try_lock
+
+from ..errors import StorageError, UsageError
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -36,3 +43,44 @@ def check_writable(path: Path) -> None:
         tempfile.TemporaryFile(dir=path.parent, prefix=f".{path.name}.").close()
     except OSError as exc:
         raise StorageError(f"{path} cannot be written: {exc.strerror}; choose another file") from exc
+
+
+def lock(file: IO[Any], refusal: str) -> None:
+    """Keep other processes from locking an open file until it is closed. Raises UsageError(refusal) where one has it."""
+    if not try_lock(file.fileno()):
+        raise UsageError(refusal)
+
+
+@contextmanager
+def locked_name(path: Path, refusal: str) -> Iterator[None]:
+    """Be the only process that works on `path`, which need not exist; a hidden file beside it bears the lock meanwhile.
+
+    Raises UsageError(refusal) where another process is, StorageError where that file cannot be made.
+    """
+    name = path.with_name(f".{path.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _opened_and_locked(name, refusal)
+    except OSError as exc:
+        raise StorageError(f"{path} cannot be written: {exc.strerror}; choose another place") from exc
+    with file:
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Windows keeps an open file: it stays there, empty and without a lock
+                name.unlink()
+
+
+def _opened_and_locked(name: Path, refusal: str) -> IO[bytes]:
+    while True:
+        file = name.open("ab")
+        try:
+            lock(file, refusal)
+            if os.path.samestat(os.fstat(file.fileno()), name.stat()):
+                return file
+        except FileNotFoundError:
+            pass  # between open and lock, whoever had it took it away
+        except BaseException:
+            file.close()
+            raise
+        file.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ from offspec.errors import NumericalError
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import Pair
-from .conftest import Offspec, Result
+from .conftest import Offspec, Result, finish, start
 
 GOOD = (
     '{"prompt": "hi", "id": "a"}',
@@ -243,3 +244,39 @@ def test_a_text_that_ctrl_c_ended_is_no_answer(batch: Run, tmp_path: Path, monke
     result = batch("--output", output, "--stats")
     assert (result.code, [answer["line"] for answer in records(output.read_text())]) == (130, [1])
     assert result.err.startswith("batch     1 prompts (1 length), ")
+
+
+def test_two_runs_do_not_write_to_one_output(
+    batch: Run, source: Path, run_args: Sequence[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is refused before it loads a model, whenever it comes, and the first loses nothing."""
+    output, load, refusals = tmp_path / "answers.jsonl", Engine.load, list[str]()
+
+    def loading(*args: Any, **more: Any) -> Engine:
+        other = finish(start(*run_args, "--prompt-file", source, "--output", output))
+        refusals.append(other.refusal(2))
+        return load(*args, **more)
+
+    monkeypatch.setattr(Engine, "load", loading)
+    assert batch("--output", output).code == 0
+    assert "is written by another process" in refusals[0]
+    assert [answer["line"] for answer in records(output.read_text())] == [1, 2, 3]
+    assert [file.name for file in tmp_path.iterdir() if file not in (source, output)] == []
+
+
+def test_a_killed_run_leaves_no_lock(batch: Run, source: Path, run_args: Sequence[object], tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    process = start(*run_args, "--prompt-file", source, "--output", output)
+    while not output.exists():
+        assert process.poll() is None
+    process.kill()
+    finish(process)
+    assert batch("--output", output).code == 0
+    assert [answer["line"] for answer in records(output.read_text())] == [1, 2, 3]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_an_output_that_is_no_file_is_refused(batch: Run, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for output in (tmp_path / "pipe", Path("/dev/zero")):
+        assert "is no regular file" in batch("--output", output).refusal(2)
