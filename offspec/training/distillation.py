@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from offspec.loaders.formats import dense
 
+from ..checkpoints.atomic_files import locked_name, write_atomically
 from ..checkpoints.exit_layers import check_exit_layer, default_file, save
 from ..checkpoints.opening import ModelFiles
 from ..drafts.early_exit import EarlyExit
@@ -83,19 +84,20 @@ def distill(
     out = out or default_file(files, exit_layer)
     work = out.with_name(f"{out.name}.work")
     shards = Shards(work, target, tokenizer, exit_layer, params, texts)  # texts are refused before a folder is made
-    _open_work(work, files, exit_layer, params, texts, resume=resume)
-    num_shards = shards.make(progress)
-    module = ExitModule(target, exit_layer, exit_layer if params.init == "next" else target.config.num_layers - 1)
-    if close_target:
-        target.weights.close()
-    trainer = Trainer(module, params, work)
-    held_out = num_shards - 1 if num_shards > 1 else 0
-    before = trainer.agreement(shards.load(held_out))
-    trainer.train(shards, max(1, held_out), progress, checkpoint_every_s)
-    agreement = trainer.agreement(shards.load(held_out))
-    layer = {name: weight.to(target.dtype).cpu() for name, weight in trainer.layer().items()}
-    save(out, layer, files, exit_layer, init=params.init, steps=params.steps, agreement=round(agreement, 4))
-    shutil.rmtree(work)
+    with locked_name(work, f"another process is making {out}: wait until that one is done, or give another --out"):
+        _open_work(work, files, exit_layer, params, texts, resume=resume)
+        num_shards = shards.make(progress)
+        module = ExitModule(target, exit_layer, exit_layer if params.init == "next" else target.config.num_layers - 1)
+        if close_target:
+            target.weights.close()
+        trainer = Trainer(module, params, work)
+        held_out = num_shards - 1 if num_shards > 1 else 0
+        before = trainer.agreement(shards.load(held_out))
+        trainer.train(shards, max(1, held_out), progress, checkpoint_every_s)
+        agreement = trainer.agreement(shards.load(held_out))
+        layer = {name: weight.to(target.dtype).cpu() for name, weight in trainer.layer().items()}
+        save(out, layer, files, exit_layer, init=params.init, steps=params.steps, agreement=round(agreement, 4))
+        _remove_work(work)
     num_tokens = num_shards * SHARD_TEXTS * params.text_tokens
     return Distilled(out, exit_layer, num_tokens, params.steps, before, agreement)
 
@@ -108,7 +110,8 @@ def _open_work(
     said = json.dumps(asked | asdict(params), indent=1, sort_keys=True)
     settings = work / "settings.json"
     try:
-        found = settings.read_text(encoding="utf-8") if settings.is_file() else None
+        shutil.rmtree(_deleted(work), ignore_errors=True)  # where a run was stopped while it deleted
+        found = settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else None
         if resume and found is None:
             raise UsageError(f"there is nothing to resume at {work}; leave out --resume")
         if not resume and found is not None:
@@ -116,9 +119,25 @@ def _open_work(
         if found is not None and found != said:
             raise UsageError(f"{work} holds a run of other settings: give the same ones, or delete it")
         work.mkdir(parents=True, exist_ok=True)
-        settings.write_text(said, encoding="utf-8")
+        if found is None and any(part.name.startswith(("shard-", "step-")) for part in work.iterdir()):
+            raise UsageError(f"{work} holds parts of a run, but not its settings: delete it")
     except OSError as exc:
         raise StorageError(f"{work} cannot be written: {exc.strerror}; choose another place with --out") from exc
+    if found is None:
+        write_atomically(settings, said.encode())
+
+
+def _remove_work(work: Path) -> None:
+    """Under another name first, so that a run that is killed here leaves nothing that looks like an interrupted one."""
+    try:
+        work.rename(_deleted(work))
+    except OSError as exc:
+        raise StorageError(f"{work} cannot be deleted: {exc.strerror}; delete it by hand") from exc
+    shutil.rmtree(_deleted(work), ignore_errors=True)
+
+
+def _deleted(work: Path) -> Path:
+    return work.with_name(f".{work.name}.deleted")
 
 
 # ------------------------------------------------------------------------------------------------ what is learnt from

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -123,6 +124,60 @@ def test_what_cannot_be_resumed_is_said(engine: Engine, files: ModelFiles, tmp_p
         train(engine, files, out)
     with pytest.raises(UsageError, match="a run of other settings"):
         train(engine, files, out, replace(SMALL, steps=5), resume=True)
+
+
+@pytest.mark.parametrize("num_deleted", [1, 3])
+def test_a_run_that_is_killed_while_it_deletes_leaves_nothing_to_mix_with(
+    engine: Engine, files: ModelFiles, tmp_path: Path, num_deleted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deletion may begin with settings.json; shards and steps that stay must not become another run's."""
+    out = tmp_path / "exit.safetensors"
+
+    remove = shutil.rmtree
+
+    def killed(folder: Path, **more: Any) -> None:
+        if folder.parent != tmp_path or not folder.is_dir():
+            remove(folder, **more)
+            return
+        parts = [part for part in folder.rglob("*") if part.is_file()]
+        for part in sorted(parts, key=lambda part: part.name != "settings.json")[:num_deleted]:
+            part.unlink()
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(Stop):
+            train(engine, files, out, checkpoint_every_s=0)
+    seen = list[tuple[str, int]]()
+    train(engine, files, out, replace(SMALL, seed=5), progress=lambda what, done, total: seen.append((what, done)))
+    assert ("texts written", 0) in seen
+    assert ("training steps", 0) in seen
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_parts_without_settings_are_no_run(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
+    out = tmp_path / "exit.safetensors"
+    with pytest.raises(Stop):
+        train(engine, files, out, progress=stop_at("training steps", 2))
+    (settings,) = tmp_path.glob("*.work/settings.json")
+    settings.unlink()
+    with pytest.raises(UsageError, match="holds parts of a run, but not its settings: delete it"):
+        train(engine, files, out, replace(SMALL, seed=5))
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_run_is_told_of_the_first(engine: Engine, files: ModelFiles, tmp_path: Path, resume: bool) -> None:
+    out, refusals = tmp_path / "exit.safetensors", list[str]()
+
+    def meanwhile(what: str, done: int, total: int) -> None:
+        if (what, done) == ("texts written", 1):
+            with pytest.raises(UsageError) as caught:
+                train(engine, files, out, resume=resume)
+            refusals.append(str(caught.value))
+
+    train(engine, files, out, progress=meanwhile)
+    assert refusals == [f"another process is making {out}: wait until that one is done, or give another --out"]
+    assert list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.parametrize("number", [0, NUM_LAYERS, -1])
