@@ -19,6 +19,7 @@ from .batch import check_sink, read_prompts
 from .options import (
     MODEL,
     MODEL_HELP,
+    OffspecCommand,
     WholeNumber,
     check_draft,
     learning_options,
@@ -54,6 +55,7 @@ def _plot_file(ctx: click.Context, param: click.Parameter, value: Path | None) -
 
 
 @click.command(
+    cls=OffspecCommand,
     name="bench",
     help=f"""Measure speculative against plain decoding on the same prompts, in the same run.
 

@@ -20,6 +20,7 @@ from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquo
 from .options import (
     MODEL,
     MODEL_HELP,
+    OffspecCommand,
     check_draft,
     learning_kept,
     learning_options,
@@ -41,6 +42,7 @@ WARN_SHARE = 0.75  # of the context in use, where it is time to say so
 
 
 @click.command(
+    cls=OffspecCommand,
     name="chat",
     help=f"""Talk to a model that has a chat template.
 

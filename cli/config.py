@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from .options import OffspecCommand
 from .settings import Settings, settable
 
 SECRETS = ("api-key",)  # whose values are not shown: what is printed here is sent with questions
@@ -25,6 +26,7 @@ class Row:
 
 
 @click.command(
+    cls=OffspecCommand,
     name="config",
     help="""Show every setting, its value, and where that comes from.
 

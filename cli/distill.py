@@ -13,13 +13,14 @@ import click
 from offspec import format_seconds
 from offspec.training.distill_params import DistillParams
 
-from .options import MODEL, MODEL_HELP, Number, WholeNumber, load_engine, memory_flags
+from .options import MODEL, MODEL_HELP, Number, OffspecCommand, WholeNumber, load_engine, memory_flags, research_option
 from .terminal import show_line
 
 P = DistillParams
 
 
 @click.command(
+    cls=OffspecCommand,
     name="distill",
     help=f"""Train an exit layer, so that the first layers of MODEL draft for it: --draft self.
 
@@ -70,7 +71,7 @@ Examples:
     metavar="N",
     help="Tokens of each text.",
 )
-@click.option(
+@research_option(
     "--batch-texts",
     type=WholeNumber(1),
     default=P.batch_texts,
@@ -86,7 +87,7 @@ Examples:
     metavar="T",
     help="At which the texts are written.",
 )
-@click.option(
+@research_option(
     "--learning-rate",
     type=Number(0, min_open=True),
     default=P.learning_rate,
@@ -94,7 +95,7 @@ Examples:
     metavar="R",
     help="For a hidden size of 256; it falls with the root of the size.",
 )
-@click.option(
+@research_option(
     "--init",
     type=click.Choice(["next", "last"]),
     default=P.init,

@@ -12,6 +12,7 @@ import click
 
 from offspec import __version__, format_quantity, format_size
 
+from .options import OffspecCommand
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ MAX_COLUMNS, NARROW = 100, 50
 
 
 @click.command(
+    cls=OffspecCommand,
     name="doctor",
     help="""Show what this machine has, measured, each figure with where it comes from, and what would help most.
 

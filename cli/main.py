@@ -79,7 +79,7 @@ def cli(ctx: click.Context) -> None:
         try:
             ctx.default_map = {ctx.invoked_subcommand: Settings(Commands(ctx)).defaults(ctx.invoked_subcommand)}
         except click.UsageError:
-            if not {"-h", "--help"} & set(ctx.obj):  # which must work whatever is set
+            if not {"-h", "--help", "--help-all"} & set(ctx.obj):  # which must work whatever is set
                 raise
 
 

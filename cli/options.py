@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 MODEL_HELP = "MODEL is a folder, a Hugging Face hub id, or `builtin`."
+SHOWS_ALL = "offspec.shows_all_flags"  # set in a click context's `meta` while `--help-all` is answered
 MAX_BUDGET = 8192  # a tree's mask takes its square in bytes, its logits 4 bytes times the vocabulary for each node
 
 
@@ -50,6 +51,44 @@ class WholeNumber(click.IntRange):
     """The same without a fraction."""
 
     name = "whole number"
+
+
+class ResearchOption(click.Option):
+    """A flag to compare methods with, or to tune one: it works like any other, but only `--help-all` shows it."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        return super().get_help_record(ctx) if ctx.meta.get(SHOWS_ALL) else None
+
+
+def research_option(*names: str, **settings: Any) -> Callable[[F], F]:
+    """`click.option` for a `ResearchOption`."""
+    return click.option(*names, cls=ResearchOption, **settings)
+
+
+class OffspecCommand(click.Command):
+    """A command with `--help-all` beside `--help`, and as its last line, where flags are left out."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        left_out = sum(isinstance(parameter, ResearchOption) for parameter in self.params)
+        return [*super().get_params(ctx), _help_all_option(left_out)]
+
+
+def _help_all_option(num_left_out: int) -> click.Option:
+    def show(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            ctx.meta[SHOWS_ALL] = True
+            click.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit()
+
+    return click.Option(
+        ["--help-all"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        hidden=num_left_out == 0,
+        callback=show,
+        help=f"Show this with {num_left_out} more flags, for research.",
+    )
 
 
 def budget(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
@@ -143,7 +182,9 @@ def loading_options(function: F) -> F:
             type=ModelName("auto", "self", "lookup", "none", "builtin"),
             default="auto",
             metavar="PATH|auto|self|lookup|none",
-            help="What guesses: a small model; self, the model's own first layers (offspec distill makes what that takes); lookup, which needs none: what stood in the text before; auto: the built-in pair's own, lookup for other models. [default: auto]",
+            help="What guesses: a small model; self, the model's own first layers (offspec distill makes what that takes); "
+            "lookup, which needs none: what stood in the text before; auto: the built-in pair's own, lookup for other "
+            "models. [default: auto]",
         ),
         model_flags,
         memory_flags,
@@ -166,7 +207,7 @@ def loading_options(function: F) -> F:
             metavar="FILE",
             help="The exit layer for --draft self. [default: the one offspec distill made last for this model]",
         ),
-        click.option(
+        research_option(
             "--no-read-ahead",
             "synchronous",
             is_flag=True,
@@ -224,9 +265,19 @@ def speculation_options(function: F) -> F:
             callback=budget,
             default="auto",
             metavar="auto|N",
-            help="Guessed tokens sent to the target in each pass; auto finds what pays here, 0 is plain decoding. The text does not depend on it. [default: auto]",
+            help="Guessed tokens sent to the target in each pass; auto finds what pays here, 0 is plain decoding. The text "
+            "does not depend on it. [default: auto]",
         ),
-        click.option(
+        _tree_options,
+        _guess_options,
+        _joint_options,
+    )(function)
+
+
+def _tree_options(function: F) -> F:
+    """How a tree of guesses is grown."""
+    return _all(
+        research_option(
             "--draft-scoring",
             "scoring",
             type=click.Choice(["coupled", "specexec"]),
@@ -234,51 +285,64 @@ def speculation_options(function: F) -> F:
             show_default=True,
             help="How guesses are ranked: with the target's own noise and fitted sharpness, or by draft probability.",
         ),
-        click.option(
+        research_option(
             "--tree",
             type=click.Choice(["best-first", "sequoia", "opt-tree"]),
             default=SpeculationParams.tree,
             show_default=True,
             help="How the tree's shape is found; the last two are there to be compared with.",
         ),
-        click.option(
+        research_option(
             "--stopping",
             type=click.Choice(["default", "thompson", "thompson-calibrated"]),
             default=SpeculationParams.stopping,
             show_default=True,
-            help="When drafting ends: where nothing is left to gain, or by Thompson sampling (EESD), as published or calibrated by costs and the draft's confidence.",
+            help="When drafting ends: where nothing is left to gain, or by Thompson sampling (EESD), as published or "
+            "calibrated by costs and the draft's confidence.",
         ),
-        click.option(
+    )(function)
+
+
+def _guess_options(function: F) -> F:
+    """What guesses are made of, and what is kept of them."""
+    return _all(
+        research_option(
             "--lookup/--no-lookup",
             default=SpeculationParams.lookup,
             help="Guess that what followed the same tokens earlier in the text follows again.",
         ),
-        click.option(
+        research_option(
             "--recycling/--no-recycling",
             default=SpeculationParams.recycling,
             help="Guess what the target thought likely after the same token before; with --draft lookup it is always done.",
         ),
-        click.option(
+        research_option(
             "--recall/--no-recall",
             default=SpeculationParams.recall,
             help="Correct the draft by what the target said at places like this one.",
         ),
-        click.option(
+        research_option(
             "--reuse/--no-reuse",
             default=SpeculationParams.reuse,
             help="Keep what was drafted below the accepted token for the next tree.",
         ),
-        click.option(
+        research_option(
             "--overlap/--no-overlap", default=SpeculationParams.overlap, help="Draft on while the target's pass runs."
         ),
-        click.option(
+    )(function)
+
+
+def _joint_options(function: F) -> F:
+    """Whether several guesses may be accepted by their joint likelihood, and how they are drafted then."""
+    return _all(
+        research_option(
             "--accept",
             type=click.Choice(["exact", "joint"]),
             default=SpeculationParams.accept,
             show_default=True,
             help="exact: the text of plain decoding. joint: LOSSY; several guesses at once by their joint likelihood (MJSD).",
         ),
-        click.option(
+        research_option(
             "--tau",
             type=Number(0, 1, min_open=True),
             default=SpeculationParams.tau,
@@ -286,7 +350,7 @@ def speculation_options(function: F) -> F:
             metavar="T",
             help="With --accept joint: the least share of the draft's joint probability that the target must give a guess.",
         ),
-        click.option(
+        research_option(
             "--beam",
             type=WholeNumber(1),
             default=SpeculationParams.beam,
@@ -294,7 +358,7 @@ def speculation_options(function: F) -> F:
             metavar="N",
             help="With --accept joint: how many hypotheses the draft keeps.",
         ),
-        click.option(
+        research_option(
             "--gamma",
             type=WholeNumber(1),
             default=SpeculationParams.gamma,
@@ -329,6 +393,37 @@ def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_t
             metavar="T",
             help="0 is greedy: always the likeliest token.",
         ),
+        _filter_options,
+        click.option(
+            "--repetition-penalty",
+            type=Number(0, min_open=True),
+            default=p.repetition_penalty,
+            show_default=True,
+            metavar="R",
+            help="Above 1 makes tokens that were there before less likely; 1 is off.",
+        ),
+        click.option(
+            "--seed",
+            type=WholeNumber(0, SEED_LIMIT - 1),
+            default=p.seed,
+            metavar="S",
+            help="The same seed gives the same text, whatever the draft. [default: drawn]",
+        ),
+        click.option(
+            "--stop",
+            multiple=True,
+            callback=_stops,
+            metavar="TEXT",
+            help="Stop before this text; may be given several times.",
+        ),
+        click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token."),
+    )(function)
+
+
+def _filter_options(function: F) -> F:
+    """Which tokens may be drawn at all."""
+    p = SamplingParams
+    return _all(
         click.option(
             "--top-k",
             type=WholeNumber(0),
@@ -353,29 +448,6 @@ def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_t
             metavar="P",
             help="Keep tokens at least P times as likely as the likeliest; 0 is off.",
         ),
-        click.option(
-            "--repetition-penalty",
-            type=Number(0, min_open=True),
-            default=p.repetition_penalty,
-            show_default=True,
-            metavar="R",
-            help="Above 1 makes tokens that were there before less likely; 1 is off.",
-        ),
-        click.option(
-            "--seed",
-            type=WholeNumber(0, SEED_LIMIT - 1),
-            default=p.seed,
-            metavar="S",
-            help="The same seed gives the same text, whatever the draft. [default: drawn]",
-        ),
-        click.option(
-            "--stop",
-            multiple=True,
-            callback=_stops,
-            metavar="TEXT",
-            help="Stop before this text; may be given several times.",
-        ),
-        click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token."),
     )(function)
 
 

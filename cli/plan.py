@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from offspec import PLAN_FORMATS, format_seconds, format_size
 
-from .options import MODEL, MODEL_HELP, ModelName, memory_flags, model_flags, size
+from .options import MODEL, MODEL_HELP, ModelName, OffspecCommand, memory_flags, model_flags, size
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ WIDTHS = (1, 16, 64, 256, 512)
 
 
 @click.command(
+    cls=OffspecCommand,
     name="plan",
     help=f"""Show what of a model would stay on the device, wait in RAM or come from disk, and how long a pass would take.
 

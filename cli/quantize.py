@@ -11,11 +11,12 @@ import click
 from offspec import CONVERT_FORMATS, ConvertParams, format_quantity, format_seconds
 from offspec.errors import OffspecError
 
-from .options import MODEL
+from .options import MODEL, OffspecCommand
 from .terminal import is_watched, show_line
 
 
 @click.command(
+    cls=OffspecCommand,
     name="quantize",
     help="""Make the checkpoint DST of SRC, a folder or a Hugging Face hub id.
 

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from .batch import EMPTY_PROMPT, Batch, Turns
 from .options import (
     MODEL,
     MODEL_HELP,
+    OffspecCommand,
     check_draft,
     learning_kept,
     learning_options,
@@ -43,7 +44,60 @@ if TYPE_CHECKING:
 INTERRUPTED = "interrupted"  # the finish_reason of a text that Ctrl-C ended
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the command line names as the prompt, and how it is to be read."""
+
+    prompt: str | None
+    file: Path | None
+    ids: list[int] | None
+    system: str | None
+    raw: bool
+
+    @property
+    def is_batch(self) -> bool:
+        return self.file is not None and self.file.suffix == ".jsonl"
+
+    def check(self) -> None:
+        """Raises click.UsageError for flags that say different things."""
+        if self.ids is not None and (self.prompt is not None or self.file is not None):
+            raise click.UsageError("Give --prompt-ids or a prompt, not both.")
+        if self.ids is not None and self.system is not None:
+            raise click.UsageError("--system needs the chat template, which --prompt-ids goes without.")
+        if self.raw and self.system is not None:
+            raise click.UsageError("--system needs the chat template, which --raw turns off.")
+        if self.is_batch and self.prompt is not None:
+            raise click.UsageError("Give PROMPT or --prompt-file, not both.")
+
+    def words(self, model: str) -> str:
+        """The prompt's text. Raises click.UsageError where there is none."""
+        found = read_prompt(self.prompt, self.file)
+        if not found:
+            is_piped = self.prompt is None and self.file is None
+            where = f": standard input has nothing, and {model!r} is MODEL" if is_piped else ""
+            raise click.UsageError(f"{EMPTY_PROMPT}{where}.")
+        return found
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What of a request is shown."""
+
+    as_json: bool
+    color_accepted: bool
+    stats: bool
+    quiet: bool
+
+    def check(self, asked: Asked) -> None:
+        """Raises click.UsageError for marks where no text is shown."""
+        if self.color_accepted and self.as_json:
+            raise click.UsageError("--color-accepted marks the text, and --json shows none.")
+        if self.color_accepted and asked.is_batch:
+            raise click.UsageError("--color-accepted marks the text, and the answers to a .jsonl file are JSON.")
+
+
 @click.command(
+    cls=OffspecCommand,
     name="run",
     help=f"""Generate text for one prompt; the text goes to stdout as it is accepted.
 
@@ -111,70 +165,81 @@ def command(
     if prompt is None:
         model, prompt = _alone(model)
     ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
-    if ids is not None and (prompt is not None or prompt_file is not None):
-        raise click.UsageError("Give --prompt-ids or a prompt, not both.")
-    if ids is not None and system is not None:
-        raise click.UsageError("--system needs the chat template, which --prompt-ids goes without.")
-    if raw and system is not None:
-        raise click.UsageError("--system needs the chat template, which --raw turns off.")
-    if color_accepted and as_json:
-        raise click.UsageError("--color-accepted marks the text, and --json shows none.")
-    is_batch = prompt_file is not None and prompt_file.suffix == ".jsonl"
-    if color_accepted and is_batch:
-        raise click.UsageError("--color-accepted marks the text, and the answers to a .jsonl file are JSON.")
-    if is_batch and prompt is not None:
-        raise click.UsageError("Give PROMPT or --prompt-file, not both.")
-    if output is not None and not is_batch:
+    asked = Asked(prompt, prompt_file, ids, system, raw)
+    asked.check()
+    shown = Shown(as_json, color_accepted, show_stats, quiet)
+    shown.check(asked)
+    if output is not None and not asked.is_batch:
         raise click.UsageError("--output takes the answers to a --prompt-file that ends with .jsonl.")
-    if learn and learn_file is None and not is_batch:
+    if learn and learn_file is None and not asked.is_batch:
         raise click.UsageError("--learn learns for the next prompt: give --learn-file FILE, or a .jsonl --prompt-file.")
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget, "chats": system is not None}
     load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
-    if is_batch:
-        assert prompt_file is not None
+    if asked.is_batch:
         which = {name: options[name] for name in ("revision", "dtype")}
         settings = {"model": model, **which, "system": system, "raw": raw, **asdict(params)}
         if speculation.is_lossy:  # only then do the answers depend on how tokens are guessed
             settings |= {"draft": options["draft"], **lossy_settings(speculation)}
-
-        def ask(engine: Engine, asked: str | Turns) -> tuple[dict[str, Any], Step]:
-            found, last = _answer(engine, as_prompt(engine, asked, system, raw), params, speculation, quiet=True)
-            _pass_on(last)
-            return found, last
-
-        with closing(Batch(prompt_file, output, settings)) as batch:
-            chats = [task.line for task in batch.tasks if raw and not isinstance(task.prompt, str)]
-            if chats:
-                raise click.UsageError(
-                    f"{prompt_file}, line {chats[0]}: messages need the chat template, which --raw turns off."
-                )
+        ask = partial(_answer_line, asked=asked, params=params, speculation=speculation)
+        with closing(_batch_of(asked, output, settings)) as batch:
             _run_batch(batch, load, ask, learn_file, show_stats=show_stats, quiet=quiet)
-        return
-    words = read_prompt(prompt, prompt_file) if ids is None else ""
-    if ids is None and not words:
-        is_piped = prompt is None and prompt_file is None
-        where = f": standard input has nothing, and {model!r} is MODEL" if is_piped else ""
-        raise click.UsageError(f"{EMPTY_PROMPT}{where}.")
-    engine = load()
-    asked = ids if ids is not None else as_prompt(engine, words, system, raw)
-    with learning_kept(engine, learn_file, quiet=quiet):
-        if as_json:
-            found, last = _answer(engine, asked, params, speculation, quiet=quiet)
-            click.echo(json.dumps(found))
-        else:
-            marks = color_accepted and shows_colors()
-            last = _stream(engine, asked, params, speculation, marks=marks, quiet=quiet)
-            if not quiet:
-                _tell_cut(engine, last, params)
-    if show_stats:
-        click.echo(describe(last), err=True)
-    _pass_on(last)
+    else:
+        _run_one(asked, model, load, params, speculation, shown, learn_file)
 
 
 reworded(
     command,
     seed="The same seed gives the same text, whatever the draft. [default: drawn, shown by --stats and --json]",
 )
+
+
+def _run_one(
+    asked: Asked,
+    model: str,
+    load: Callable[[], Engine],
+    params: SamplingParams,
+    speculation: SpeculationParams,
+    shown: Shown,
+    learn_file: Path | None,
+) -> None:
+    """Answer the one prompt, on standard output."""
+    words = asked.words(model) if asked.ids is None else ""
+    engine = load()
+    prompt = asked.ids if asked.ids is not None else as_prompt(engine, words, asked.system, asked.raw)
+    with learning_kept(engine, learn_file, quiet=shown.quiet):
+        if shown.as_json:
+            found, last = _answer(engine, prompt, params, speculation, quiet=shown.quiet)
+            click.echo(json.dumps(found))
+        else:
+            marks = shown.color_accepted and shows_colors()
+            last = _stream(engine, prompt, params, speculation, marks=marks, quiet=shown.quiet)
+            if not shown.quiet:
+                _tell_cut(engine, last, params)
+    if shown.stats:
+        click.echo(describe(last), err=True)
+    _pass_on(last)
+
+
+def _batch_of(asked: Asked, output: Path | None, settings: dict[str, Any]) -> Batch:
+    """The prompts of a file. Raises click.UsageError for messages with --raw."""
+    assert asked.file is not None
+    batch = Batch(asked.file, output, settings)
+    chats = [task.line for task in batch.tasks if asked.raw and not isinstance(task.prompt, str)]
+    if chats:
+        batch.close()
+        raise click.UsageError(
+            f"{asked.file}, line {chats[0]}: messages need the chat template, which --raw turns off."
+        )
+    return batch
+
+
+def _answer_line(
+    engine: Engine, prompt: str | Turns, *, asked: Asked, params: SamplingParams, speculation: SpeculationParams
+) -> tuple[dict[str, Any], Step]:
+    """The answer to one line of a file."""
+    found, last = _answer(engine, as_prompt(engine, prompt, asked.system, asked.raw), params, speculation, quiet=True)
+    _pass_on(last)
+    return found, last
 
 
 def _run_batch(

@@ -17,6 +17,7 @@ from offspec.errors import TokenizerError, UsageError
 from .options import (
     MODEL,
     MODEL_HELP,
+    OffspecCommand,
     WholeNumber,
     check_draft,
     learning_kept,
@@ -36,6 +37,7 @@ GRACE_S = 1  # for answers under way when the server is stopped
 
 
 @click.command(
+    cls=OffspecCommand,
     name="serve",
     help=f"""Answer requests over HTTP, as OpenAI's API has them.
 

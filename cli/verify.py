@@ -16,9 +16,11 @@ from .options import (
     MODEL,
     MODEL_HELP,
     Number,
+    OffspecCommand,
     WholeNumber,
     load_engine,
     loading_options,
+    research_option,
     reworded,
     several,
     several_budgets,
@@ -40,6 +42,7 @@ def _refuse_joint(ctx: click.Context, param: click.Parameter, value: str) -> Non
 
 
 @click.command(
+    cls=OffspecCommand,
     name="verify",
     help=f"""Show that speculative text equals plain decoding, token for token.
 
@@ -70,7 +73,7 @@ Example:
 @click.option(
     "--max-new-tokens", type=WholeNumber(1), default=16, show_default=True, metavar="N", help="Tokens a prompt."
 )
-@click.option(
+@research_option(
     "--random-passes",
     type=WholeNumber(1),
     default=4,
@@ -100,14 +103,14 @@ Example:
     callback=several_budgets,
     help="Tree sizes, comma-separated.",
 )
-@click.option(
+@research_option(
     "--scorings",
     default="coupled,specexec",
     show_default=True,
     callback=several(click.Choice(["coupled", "specexec"])),
     help="Comma-separated.",
 )
-@click.option(
+@research_option(
     "--drafts",
     default="own,random",
     show_default=True,
@@ -123,7 +126,7 @@ Example:
     help="Seed of the first prompt; each further prompt has the next one.",
 )
 @loading_options
-@click.option(
+@research_option(
     "--accept",
     type=click.Choice(["exact", "joint"]),
     default="exact",

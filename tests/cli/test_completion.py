@@ -14,9 +14,12 @@ from .conftest import Offspec
         ("plan buil", ["dir,buil", "plain,builtin"]),
         ("serve builtin --draft ./nf", ["dir,./nf"]),
         ("run x --draft lo", ["dir,lo", "plain,lookup"]),
+        ("run x --tre", ["plain,--tree"]),
+        ("run x --tree op", ["plain,opt-tree"]),
+        ("run x --help", ["plain,--help", "plain,--help-all"]),
     ],
 )
-def test_models_are_completed_as_folders_and_by_name(
+def test_models_flags_and_choices_are_completed(
     words: str, completions: list[str], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("_OFFSPEC_COMPLETE", "bash_complete")

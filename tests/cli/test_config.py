@@ -143,7 +143,7 @@ def test_what_cannot_be_meant(content: str, words: tuple[str, ...], file: Path, 
         assert str(file) in message
         for word in words:
             assert word in message
-    for help_flags in (("--help",), ("run", "--help"), ("chat", "-h")):
+    for help_flags in (("--help",), ("run", "--help"), ("run", "--help-all"), ("chat", "-h")):
         assert offspec(*help_flags).code == 0
 
 

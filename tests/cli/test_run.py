@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.cli.main import COMMANDS, LazyGroup, cli
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import Pair, variant
@@ -239,12 +240,30 @@ def test_help_holds_for_its_command(command: str, words: Sequence[str], offspec:
         assert text in shown
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "bench", "plan", "quantize", "verify", "doctor", "config"])
-def test_help_explains_every_flag(command: str, offspec: Offspec) -> None:
-    from offspec.cli.main import LazyGroup, cli
+EVERYDAY = ("--draft ", "--vram ", "--context ", "--budget ", "--temperature ", "--json ")
+RESEARCH = ("--tree ", "--stopping ", "--draft-scoring ", "--lookup ", "--recycling ", "--recall ", "--reuse ", "--overlap ",
+            "--accept ", "--tau ", "--beam ", "--gamma ", "--no-read-ahead ")  # fmt: skip
 
+
+def test_research_flags_are_left_out_until_all_are_asked_for(offspec: Offspec) -> None:
+    shown, everything = offspec("run", "--help"), offspec("run", "--help-all")
+    assert (shown.code, shown.err, everything.code, everything.err) == (0, "", 0, "")
+    assert all(f"\n  {flag}" in shown.out and f"\n  {flag}" in everything.out for flag in EVERYDAY)
+    assert not any(f"\n  {flag}" in shown.out for flag in RESEARCH)
+    assert all(f"\n  {flag}" in everything.out for flag in RESEARCH)
+    assert shown.out.splitlines()[-1].split()[:2] == ["--help-all", "Show"]
+    assert f"with {len(RESEARCH)} more flags" in shown.out.splitlines()[-1]
+
+
+def test_a_command_without_research_flags_knows_the_word(offspec: Offspec) -> None:
+    assert "--help-all" not in offspec("doctor", "--help").out
+    assert offspec("doctor", "--help-all").out == offspec("doctor", "--help").out
+
+
+@pytest.mark.parametrize("command", [*COMMANDS])
+def test_help_explains_every_flag(command: str, offspec: Offspec) -> None:
     assert isinstance(cli, LazyGroup)
-    shown = offspec(command, "--help")
+    shown = offspec(command, "--help-all")
     assert (shown.code, shown.err) == (0, "")
     assert f"  offspec {command}" in shown.out.partition("Example")[2].partition("Options:")[0]
     found = cli.commands.get(command) or cli.get_command(None, command)  # type: ignore[arg-type]
