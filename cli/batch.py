@@ -18,7 +18,7 @@ import click
 from offspec.checkpoints.atomic_files import check_writable, lock
 from offspec.errors import OffspecError, StorageError, UsageError
 
-from .options import read_file
+from .options import read_bytes, read_file
 from .terminal import is_watched, show_line
 
 Answer = dict[str, Any]
@@ -54,7 +54,7 @@ def read_tasks(source: Path, taken: frozenset[str] = frozenset()) -> tuple[list[
     taken: keys that no task may have, as its answer has them.
     """
     tasks, errors = list[Task](), dict[int, str]()
-    content = source.read_bytes().removeprefix(BOM_UTF8)  # which editors and PowerShell put there
+    content = read_bytes(source).removeprefix(BOM_UTF8)  # which editors and PowerShell put there
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue

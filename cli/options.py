@@ -14,6 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from offspec import SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
+from offspec.checkpoints.small_files import MOST_TEXT_BYTES, read_small_file
 from offspec.errors import UsageError
 
 from .terminal import LoadingBar, is_watched
@@ -503,7 +504,15 @@ def read_line() -> str:
 
 def read_file(file: Path) -> str:
     """The text of a file, as it is. Raises click.UsageError where it is not UTF-8."""
-    return _decoded(file.read_bytes(), str(file))
+    return _decoded(read_bytes(file), str(file))
+
+
+def read_bytes(file: Path) -> bytes:
+    """What is in a file that the user names, which may be a pipe. Raises click.UsageError where it cannot be read."""
+    try:
+        return read_small_file(file, MOST_TEXT_BYTES, allow_pipe=True)
+    except OSError as exc:
+        raise click.UsageError(f"{file} cannot be read: {exc.strerror}.") from exc
 
 
 def _decoded(content: bytes, where: str) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 
 import click
 
+from offspec.checkpoints.small_files import read_small_file
 from offspec.errors import OffspecError
 
 FILE_VARIABLE, PREFIX = "OFFSPEC_CONFIG", "OFFSPEC_"
@@ -126,10 +127,10 @@ class Settings:
         else:
             import tomli as tomllib
         try:
-            return tomllib.loads(file.read_text(encoding="utf-8-sig"))
+            return tomllib.loads(read_small_file(file).decode("utf-8-sig"))
         except OSError as exc:
             self._on_fault(click.UsageError(f"the settings {file} cannot be read: {exc.strerror}"))
-        except ValueError as exc:  # TOMLDecodeError, and bytes that are not UTF-8
+        except (ValueError, RecursionError) as exc:  # TOMLDecodeError, and bytes that are not UTF-8
             self._on_fault(click.UsageError(f"the settings {file} are not TOML: {exc}"))
         return {}
 

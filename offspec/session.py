@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from offspec.loaders.small_files import parse_json, read_small_file
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 
 from .checkpoints.atomic_files import write_atomically
@@ -290,10 +291,10 @@ class Saved:
 def read_saved(path: Path) -> Saved:
     """Read what `Session.save` wrote. Raises UsageError for anything else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_small_file(path))
     except OSError as exc:
         raise UsageError(f"{path} cannot be read: {exc.strerror}") from exc
-    except (ValueError, RecursionError) as exc:
+    except ValueError as exc:
         raise UsageError(f"{path} is no saved chat: not JSON ({exc})") from exc
     if not isinstance(content, dict) or content.get("format") != FILE_FORMAT:
         raise UsageError(f'{path} is no saved chat: "format" is not "{FILE_FORMAT}"; give a file that /save wrote')

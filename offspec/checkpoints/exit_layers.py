@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from offspec.loaders.checkpoint import read_header, show
+
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.config import ModelConfig
 from .opening import ModelFiles
@@ -77,14 +79,15 @@ class ExitFile:
     def open(cls, path: Path, target: ModelFiles) -> ExitFile:
         """Reads the header. Raises CheckpointError for anything but an exit layer of this target."""
         try:
+            read_header(path)  # which refuses what safe_open would wait for, or take much memory for
             with safe_open(path, framework="pt") as file:
                 said = file.metadata() or {}
                 shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as exc:
+        except (OSError, SafetensorError, CheckpointError) as exc:
             raise CheckpointError(f"exit layer {path} cannot be read: {exc}; make it with offspec distill") from exc
         if said.get("format") != FORMAT:
             raise CheckpointError(
-                f"{path} is no exit layer (format {said.get('format')!r}); make it with offspec distill"
+                f"{path} is no exit layer (format {show(said.get('format'))}); make it with offspec distill"
             )
         if said.get("target") != fingerprint(target):
             raise CheckpointError(
@@ -92,7 +95,7 @@ class ExitFile:
                 "make one for it with offspec distill"
             )
         number = said.get("exit_layer", "")
-        if shapes != target.config.layer_shapes() or not number.isdecimal():
+        if shapes != target.config.layer_shapes() or not (number.isdecimal() and len(number) < 10):
             raise CheckpointError(f"exit layer {path} is damaged: its tensors are not those of a layer; make it anew")
         check_exit_layer(int(number), target.config)
         return cls(path, int(number), sum(torch.Size(shape).numel() for shape in shapes.values()))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from offspec.loaders.checkpoint import show
 from offspec.loaders.params import QUANT_METHODS
 
 from ..errors import CheckpointError, UnsupportedModelError
@@ -152,6 +153,9 @@ ROPE_NEEDED: dict[str, tuple[str, ...]] = {
 }
 ROPE_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 MAX_CONTEXT = 2**31  # no factor leads beyond it
+MAX_SIZE = 2**31 - 1  # of every whole number: beyond it arithmetic would wrap around silently, and no model is so large
+THETA_RANGE = (1.0, 1e15)  # below 1, and far above what models have, powers leave fp32
+SCALING_RANGE = (1e-6, 1e6)  # of the other numbers of RoPE
 MAX_LAYERS = 10_000  # a lying config.json must not exhaust memory before it is compared with the tensors
 ROPE_KINDS = tuple(ROPE_NEEDED)
 ROPE_HEADER = ("rope_theta", "rope_type", "type", "partial_rotary_factor")  # fields of their own, or only in one layout
@@ -246,19 +250,27 @@ def _positive(config: Json, key: str, default: int | None = None) -> int:
 def _integer(config: Json, key: str, default: int | None, *, least: int) -> int:
     value = config.get(key) if config.get(key) is not None else default
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise CheckpointError(f"config.json: {key} must be an integer of at least {least}, not {value!r}")
+        raise CheckpointError(f"config.json: {key} must be an integer of at least {least}, not {show(value)}")
+    if value > MAX_SIZE:
+        raise CheckpointError(f"config.json: {key} must be at most {MAX_SIZE}, not {show(value)}")
     return value
 
 
 def _positive_number(config: Json, key: str, default: float | None = None) -> float:
     value = config.get(key) if config.get(key) is not None else default
     if not _is_positive_number(value):
-        raise CheckpointError(f"config.json: {key} must be a positive number, not {value!r}")
+        raise CheckpointError(f"config.json: {key} must be a positive number, not {show(value)}")
     return float(value)
 
 
 def _is_positive_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def _check_range(key: str, value: float, allowed: tuple[float, float]) -> None:
+    least, most = allowed
+    if not least <= value <= most:
+        raise CheckpointError(f"config.json: {key} must be from {least:g} to {most:g}, not {show(value)}")
 
 
 def _rope(config: Json) -> RopeConfig:
@@ -272,16 +284,21 @@ def _rope(config: Json) -> RopeConfig:
     scaling = dict(old or new)
     named = [source for source in (scaling, config, new) if source.get("rope_theta") is not None]
     theta = _positive_number(named[0] if named else {}, "rope_theta", 10000.0)
+    _check_range("rope_theta", theta, THETA_RANGE)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_KINDS:
         raise UnsupportedModelError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
     if scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
         raise UnsupportedModelError("partial_rotary_factor other than 1 is not supported")
-    numbers = ROPE_NEEDED[kind] + tuple(key for key in ROPE_OPTIONAL if scaling.get(key))
+    numbers = ROPE_NEEDED[kind] + tuple(key for key in ROPE_OPTIONAL if scaling.get(key) not in (None, 0))
     if wrong := [key for key in numbers if not _is_positive_number(scaling.get(key))]:
         raise CheckpointError(
-            f"config.json: RoPE scaling {kind!r} needs a positive {wrong[0]}, not {scaling.get(wrong[0])!r}"
+            f"config.json: RoPE scaling {kind!r} needs a positive {wrong[0]}, not {show(scaling.get(wrong[0]))}"
         )
+    for key in numbers:
+        _check_range(key, scaling[key], SCALING_RANGE)
+    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise CheckpointError("config.json: RoPE scaling 'llama3' needs a low_freq_factor below its high_freq_factor")
     if kind in ("llama3", "yarn"):
         name = "original_max_position_embeddings"
         stated = config if config.get(name) is not None else scaling
@@ -292,5 +309,5 @@ def _rope(config: Json) -> RopeConfig:
 def _mapping(config: Json, key: str) -> Json:
     value = config.get(key) or {}
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"config.json: {key} must be an object, not {value!r}")
+        raise CheckpointError(f"config.json: {key} must be an object, not {show(value)}")
     return value

@@ -11,7 +11,8 @@ import hashlib
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -25,7 +26,10 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..errors import ContextLengthError, TokenizerError, UsageError, VocabularyMismatchError
+from offspec.loaders.checkpoint import show
+from offspec.loaders.small_files import MOST_JSON_BYTES, MOST_TOKENIZER_BYTES, parse_json, read_small_file
+
+from ..errors import ContextLengthError, OffspecError, TokenizerError, UsageError, VocabularyMismatchError
 
 REPLACEMENT = "\ufffd"
 
@@ -57,13 +61,16 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json and the small files beside it; TokenizerError if one is damaged or the first missing."""
-        settings = _read_settings(folder)
-        backend = _read_backend(folder)
-        _add_missing(backend, settings.added_tokens)
-        # As transformers does: what the settings call special is so even where tokenizer.json does not say it.
-        named = [settings.special_tokens.get(name) for name in ("bos_token", "eos_token")]
-        stated = [token.content for token in settings.added_tokens.values() if token.special]
-        return cls(_with_special(backend, [*named, *stated]), settings, folder)
+        with _library_errors(f"the tokenizer in {folder} cannot be used", "fetch its files again"):
+            settings = _read_settings(folder)
+            backend = _read_backend(folder)
+            _add_missing(backend, settings.added_tokens)
+            # As transformers does: what the settings call special is so even where tokenizer.json does not say it.
+            named = [settings.special_tokens.get(name) for name in ("bos_token", "eos_token")]
+            stated = [token.content for token in settings.added_tokens.values() if token.special]
+            tokenizer = cls(_with_special(backend, [*named, *stated]), settings, folder)
+            assert tokenizer._byte_anchor is None or tokenizer.vocab_size  # a decoder that fails does so here
+            return tokenizer
 
     @cached_property
     def vocab_size(self) -> int:
@@ -133,15 +140,11 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
 
     def _encode(self, text: str) -> tokenizers.Encoding:
-        try:
+        what = f"the text cannot be encoded with {self.folder / 'tokenizer.json'}"
+        with _library_errors(what, "check that the text is valid Unicode, and that the vocabulary covers it"):
             text.encode()  # names a lone surrogate; the library says "must be str" (0.23) or takes it silently (0.20)
             # The library lets go of the interpreter's lock for a batch alone, and a long text takes seconds.
             return self._backend.encode_batch([text], add_special_tokens=False)[0]
-        except Exception as exc:  # the library raises TypeError and bare Exception alike
-            raise TokenizerError(
-                f"the text cannot be encoded ({_one_line(exc)}) with {self.folder / 'tokenizer.json'}: "
-                "check that the text is valid Unicode, and that the vocabulary covers it"
-            ) from exc
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids; ids without a token add nothing.
@@ -203,7 +206,8 @@ class Tokenizer:
         return [self.bos_id]
 
     def _backend_decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with _library_errors(f"tokens cannot be decoded with {self.folder / 'tokenizer.json'}", "fetch it again"):
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -369,15 +373,12 @@ def _read_settings(folder: Path) -> _Settings:
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
-    if not file.is_file():
+    content = _read_bytes(file, MOST_TOKENIZER_BYTES)
+    if content is None:
         raise TokenizerError(_missing(folder))
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as exc:  # the library raises bare Exception
-        raise TokenizerError(
-            f"{file} is damaged or newer than the installed tokenizers {tokenizers.__version__} ({_one_line(exc)}): "
-            "fetch it again, or pip install -U tokenizers"
-        ) from exc
+    what = f"{file} is damaged or newer than the installed tokenizers {tokenizers.__version__}"
+    with _library_errors(what, "fetch it again, or pip install -U tokenizers"):
+        backend = tokenizers.Tokenizer.from_buffer(content)
     # Some files carry the limits they were trained with; a prompt must not be cut or padded silently.
     backend.no_truncation()
     backend.no_padding()
@@ -392,20 +393,44 @@ def _missing(folder: Path) -> str:
     )
 
 
-def _read_text(file: Path) -> str | None:
+@contextmanager
+def _library_errors(what: str, remedy: str) -> Iterator[None]:
+    """The library raises TypeError, ValueError and bare Exception alike, and what derives from none where its Rust panics."""
     try:
-        return file.read_text(encoding="utf-8") if file.is_file() else None
-    except (OSError, UnicodeDecodeError) as exc:
+        yield
+    except OffspecError:
+        raise
+    except BaseException as exc:
+        if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{what} ({_one_line(exc)}): {remedy}") from exc
+
+
+def _read_bytes(file: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes | None:
+    """None where there is no such file."""
+    try:
+        return read_small_file(file, most_bytes)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise TokenizerError(f"{file} cannot be read ({exc.strerror}): fetch it again") from exc
+
+
+def _read_text(file: Path) -> str | None:
+    content = _read_bytes(file)
+    try:
+        return None if content is None else content.decode("utf-8")
+    except UnicodeDecodeError as exc:
         raise TokenizerError(f"{file} cannot be read ({_one_line(exc)}): fetch it again") from exc
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    text = _read_text(file)
-    if text is None:
+    found = _read_bytes(file)
+    if found is None:
         return {}
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as exc:
+        content = parse_json(found)
+    except ValueError as exc:
         raise TokenizerError(f"{file} is not valid JSON ({_one_line(exc)}): fetch it again") from exc
     if not isinstance(content, dict):
         raise TokenizerError(f"{file} holds a JSON {type(content).__name__}, not an object: fetch it again")
@@ -427,7 +452,12 @@ def _added_tokens(ids: dict[str, Any], decoder: object) -> dict[int, tokenizers.
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     found = {token_id: tokenizers.AddedToken(text) for text, token_id in ids.items() if type(token_id) is int}
     for key, said in decoder.items() if isinstance(decoder, dict) else ():
-        if key.isdecimal() and isinstance(said, dict) and isinstance(text := said.get("content"), str):
+        if (
+            key.isdecimal()
+            and len(key) < 10
+            and isinstance(said, dict)
+            and isinstance(text := said.get("content"), str)
+        ):
             given = {flag: said[flag] for flag in flags if isinstance(said.get(flag), bool)}
             found[int(key)] = tokenizers.AddedToken(text, **given)
     return found
@@ -437,7 +467,7 @@ def _read_eos_ids(file: Path) -> frozenset[int]:
     value = _read_json(file).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int for i in ids):
-        raise TokenizerError(f'{file}: "eos_token_id" is {value!r}, not a number or a list of numbers: correct it')
+        raise TokenizerError(f'{file}: "eos_token_id" is {show(value)}, not a number or a list of numbers: correct it')
     return frozenset(ids)
 
 
@@ -463,22 +493,31 @@ def _one_line(exc: BaseException) -> str:
 
 def _add_missing(backend: tokenizers.Tokenizer, added_tokens: dict[int, tokenizers.AddedToken]) -> None:
     """Those that the backend lacks, where they get the ids that they are said to have."""
+    next_id, missing = backend.get_vocab_size(with_added_tokens=True), dict[str, tokenizers.AddedToken]()
     for token_id, token in sorted(added_tokens.items()):
-        if backend.token_to_id(token.content) is None and backend.get_vocab_size(with_added_tokens=True) == token_id:
-            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        if (
+            token_id == next_id
+            and token.content
+            and token.content not in missing
+            and backend.token_to_id(token.content) is None
+        ):
+            missing[token.content] = token
+            next_id += 1
+    backend.add_tokens(list(missing.values()))  # at once: each call goes through all that were added before
 
 
 def _with_special(backend: tokenizers.Tokenizer, texts: Iterable[str | None]) -> tokenizers.Tokenizer:
     """With these tokens special, as far as there are such; one that is so already keeps its flags (some swallow spaces)."""
-    added, wanted = backend.get_added_tokens_decoder(), list[str]()
-    for text in texts:
+    added, wanted, new = backend.get_added_tokens_decoder(), set[str](), list[tokenizers.AddedToken]()
+    for text in dict.fromkeys(texts):
         token_id = None if text is None else backend.token_to_id(text)
         if text is None or token_id is None or (token_id in added and added[token_id].special):
             continue
         if token_id in added:
-            wanted.append(text)  # the library keeps what it has
+            wanted.add(text)  # the library keeps what it has
         else:
-            backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+            new.append(tokenizers.AddedToken(text, special=True, normalized=False))
+    backend.add_special_tokens(new)  # at once: each call goes through all that were added before
     if not wanted:
         return backend
     state = json.loads(backend.to_str())

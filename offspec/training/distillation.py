@@ -30,8 +30,9 @@ from ..checkpoints.atomic_files import locked_name, write_atomically
 from ..checkpoints.exit_layers import check_exit_layer, default_file, save
 from ..checkpoints.opening import ModelFiles
 from ..drafts.early_exit import EarlyExit
-from ..errors import StorageError, UsageError
+from ..errors import CheckpointError, StorageError, UsageError
 from ..model.decoder import HEAD_ROWS, Decoder, IntArray, Rows, placed
+from ..planning.out_of_memory import first_line
 from ..text.tokenizer import Tokenizer
 from .distill_params import DistillParams
 
@@ -186,7 +187,11 @@ class Shards:
         return count
 
     def load(self, index: int) -> Shard:
-        return load_file(self._file(index))
+        file = self._file(index)
+        try:
+            return load_file(file)
+        except (OSError, SafetensorError) as exc:
+            raise CheckpointError(f"{file} cannot be read ({exc}); delete it, and go on with --resume") from exc
 
     def _file(self, index: int) -> Path:
         return self._folder / f"shard-{index:05}.safetensors"
@@ -398,16 +403,24 @@ class Trainer:
         folder, unfinished = self._folder / f"step-{step:08}", self._folder / "unfinished-step"
         before = list(self._folder.glob("step-*"))
         shutil.rmtree(unfinished, ignore_errors=True)
-        self._accelerator.save_state(str(unfinished))
-        unfinished.rename(folder)
-        for old in before:
-            if old != folder:
-                shutil.rmtree(old)
+        try:
+            self._accelerator.save_state(str(unfinished))
+            unfinished.rename(folder)
+            for old in before:
+                if old != folder:
+                    shutil.rmtree(old)
+        except (OSError, RuntimeError, SafetensorError) as exc:  # torch's writer raises a RuntimeError on a full disk
+            raise StorageError(f"{folder} cannot be written: {first_line(exc)}; free some space") from exc
 
     def _resume(self) -> int:
         """Take up the last checkpoint; returns the step to go on with."""
-        newest = max(self._folder.glob("step-*"), default=None)
+        newest = max(self._folder.glob(f"step-{'[0-9]' * 8}"), default=None)
         if newest is None:
             return 0
-        self._accelerator.load_state(str(newest))
+        try:
+            self._accelerator.load_state(str(newest))
+        except Exception as exc:  # four kinds of files, each of which raises what it likes where it is damaged
+            raise CheckpointError(
+                f"{newest} is damaged ({first_line(exc)}); delete it, and --resume trains from the beginning"
+            ) from exc
         return int(newest.name.removeprefix("step-"))

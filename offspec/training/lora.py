@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from offspec.loaders.small_files import open_regular
 from offspec.loaders.weights import RamWeights
 from offspec.scheduler.tree import ROOT
 
@@ -166,6 +167,8 @@ class SavedAdapter:
     def read(cls, path: Path) -> SavedAdapter:
         """Raises UsageError for a file that cannot be read or that `Adapter.save` did not write."""
         try:
+            with open_regular(path):  # safe_open would wait for a pipe
+                pass
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
                 if about.get("format") != FILE_FORMAT:

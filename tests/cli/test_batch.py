@@ -136,6 +136,9 @@ def test_an_output_of_something_else_is_left_alone(batch: Run, source: Path, tmp
     output.write_text("notes of mine\n")
     assert "line 1 is no answer of offspec" in batch("--output", output).refusal(2)
     assert output.read_text() == "notes of mine\n"
+    for line in ("[" * 100_000, '{"line": []}', '{"line": 1'):
+        output.write_text(f"{line}\n")
+        assert "line 1 is no answer of offspec" in batch("--output", output).refusal(2)
     output.write_text("notes of mine, and no newline")
     assert "line 1 is no answer of offspec" in batch("--output", output).refusal(2)
     assert output.read_text() == "notes of mine, and no newline"

@@ -177,6 +177,11 @@ def test_variables_that_cannot_be_meant(offspec: Offspec, monkeypatch: pytest.Mo
     assert "no command 'chta'" in offspec("config", "chta").refusal(2)
     monkeypatch.setenv("OFFSPEC_CONFIG", str(tmp_path / "none.toml"))
     assert "none.toml cannot be read" in offspec("config").err
+    monkeypatch.setenv("OFFSPEC_CONFIG", "/dev/zero")
+    assert "/dev/zero cannot be read: it is a device" in offspec("config").err
+    (nested := tmp_path / "nested.toml").write_text("a = " + "[" * 100_000)
+    monkeypatch.setenv("OFFSPEC_CONFIG", str(nested))
+    assert "nested.toml are not TOML" in offspec("config").err
     monkeypatch.setenv("OFFSPEC_CONFIG", "")
     monkeypatch.setenv("OFFSPEC_TEMP", "1")
     assert "OFFSPEC_TEMP: no command has a setting 'temp'" in offspec("config").err

@@ -388,6 +388,8 @@ def test_a_file_that_is_no_conversation(content: Any, word: str, engine: Engine,
     assert (session.turns, session.system) == ([kept], "kept")
     with pytest.raises(UsageError, match="cannot be read"):
         session.load(tmp_path)
+    with pytest.raises(UsageError, match="cannot be read: it is a device"):
+        session.load(Path("/dev/zero"))
 
 
 def test_tokens_that_this_model_does_not_have_are_not_believed(engine: Engine, tmp_path: Path) -> None:

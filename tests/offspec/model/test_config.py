@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError
-from offspec.model.config import MAX_CONTEXT, ModelConfig, read_config
+from offspec.model.config import ModelConfig, read_config
 
 from ...fakes import FAMILIES, config_json, in_old_layout
 
@@ -119,7 +119,7 @@ def test_missing_values_mean_what_they_mean_in_transformers() -> None:
     assert read_config(LLAMA | {"num_key_value_heads": None, "head_dim": None}).num_kv_heads == 4
 
 
-@pytest.mark.parametrize(("said", "factor", "expected"), [(64, 4.0, 256), (256, 4.0, 256), (64, 1e300, MAX_CONTEXT)])
+@pytest.mark.parametrize(("said", "factor", "expected"), [(64, 4.0, 256), (256, 4.0, 256), (64, 1e6, 64 * 10**6)])
 def test_yarn_stretches_the_context_where_the_config_does_not_say_so_itself(
     said: int, factor: float, expected: int
 ) -> None:
@@ -234,6 +234,17 @@ def test_sizes_must_be_there(key: str) -> None:
         (rope(rope_type="yarn", factor=2.0, original_max_position_embeddings=1.5), "original_max_position_embeddings"),
         (rope(rope_type="llama3", factor=8.0, high_freq_factor=4.0), "'llama3' needs a positive low_freq_factor"),
         (rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0), "'llama3' needs a positive high_freq_factor"),
+        (MISTRAL | {"sliding_window": 2**63}, "sliding_window must be at most 2147483647"),
+        (MISTRAL | {"sliding_window": 2**64 + 8}, "sliding_window must be at most 2147483647"),
+        (LLAMA | {"max_position_embeddings": 2**70}, "max_position_embeddings must be at most"),
+        (LLAMA | {"head_dim": 2**40}, "head_dim must be at most"),
+        (rope(rope_theta=1e-300), "rope_theta must be from 1 to 1e+15"),
+        (rope(rope_theta=1e300), "rope_theta must be from 1 to 1e+15"),
+        (rope(rope_type="linear", factor=1e300), "factor must be from 1e-06 to 1e+06"),
+        (rope(rope_type="yarn", factor=2.0, attention_factor=[]), "needs a positive attention_factor, not []"),
+        (rope(rope_type="yarn", factor=2.0, attention_factor=1e-300), "attention_factor must be from 1e-06"),
+        (rope(rope_type="yarn", factor=2.0, original_max_position_embeddings=10**400), "must be at most 2147483647"),
+        (rope(rope_type="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=4.0), "below its high_freq_factor"),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_name(config: dict[str, Any], named: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from itertools import groupby
@@ -335,6 +338,80 @@ def test_a_damaged_file_is_named_in_one_line(name: str, content: bytes, tmp_path
     with pytest.raises(TokenizerError, match=f"{name}.json") as caught:
         Tokenizer.load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_config", "generation_config", "added_tokens"])
+def test_a_pipe_or_a_device_in_place_of_a_file_is_refused(name: str, tmp_path: Path) -> None:
+    write_folder(tmp_path, llama2_backend())
+    file = tmp_path / f"{name}.json"
+    file.unlink(missing_ok=True)
+    file.symlink_to("/dev/zero")
+    with pytest.raises(TokenizerError, match=rf"{name}\.json cannot be read \(it is a device, not a regular file\)"):
+        Tokenizer.load(tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(TokenizerError, match=rf"{name}\.json cannot be read \(it is a pipe, not a regular file\)"):
+        Tokenizer.load(tmp_path)
+
+
+# What the library panics of, which no `except Exception` catches: on loading, encoding and decoding.
+PANICS: list[tuple[str, dict[str, Any]]] = [
+    ("normalizer", {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(b"\xff\0\0\0abcd").decode()}),
+    ("normalizer", {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(b"\x04\0\0\0abcd").decode()}),
+    ("pre_tokenizer", {"type": "FixedLength", "length": 0}),
+    ("decoder", {"type": "Strip", "content": "d", "start": 9, "stop": 9}),
+    (
+        "post_processor",
+        {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("part", "content"), PANICS)
+def test_a_panic_of_the_library_is_one_line(part: str, content: dict[str, Any], tmp_path: Path) -> None:
+    file = write_folder(tmp_path, llama2_backend()) / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {part: content}))
+    with pytest.raises(TokenizerError) as caught:
+        Tokenizer.load(tmp_path).decode(Tokenizer.load(tmp_path).encode("d the cat"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"eos_token": "\ud800"},
+        {"bos_token": "\ud800", "add_bos_token": True},
+        {"added_tokens_decoder": {"290": {"content": "\ud800"}}},
+    ],
+)
+def test_special_tokens_that_are_no_text_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"cannot be used \(.*surrogates not allowed\)"):
+        with_config(tmp_path, llama2_backend(), **config)
+
+
+def test_an_id_that_no_vocabulary_has_is_left_out(tmp_path: Path) -> None:
+    tokenizer = with_config(tmp_path, llama2_backend(), added_tokens_decoder={"9" * 5000: {"content": "new"}})
+    assert tokenizer.vocab_size == llama2_backend().get_vocab_size()
+
+
+@pytest.mark.parametrize("where", ["added", "vocabulary"])
+def test_many_added_tokens_take_no_time(where: str, tmp_path: Path) -> None:
+    """Adding one by one took minutes for so many: each looks through all that were added before."""
+    number, vocabulary = 40_000, {"a": 0, "b": 1}
+    if where == "vocabulary":
+        vocabulary |= {f"<t{i}>": 2 + i for i in range(number)}
+    decoder = {str(2 + i): {"content": f"<t{i}>", "special": True} for i in range(number)}
+    began = time.process_time()
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer = with_config(tmp_path, backend, added_tokens_decoder=decoder)
+    assert time.process_time() - began < 60
+    assert tokenizer.vocab_size == number + 2
+    assert tokenizer.encode("<t39999><t0>") == [number + 1, 2]
 
 
 @pytest.mark.parametrize("value", ["</s>", True, 1.5, [1, "2"], {"id": 2}])

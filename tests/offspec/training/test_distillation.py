@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.exit_layers import ExitFile, fingerprint
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.early_exit import EarlyExit
-from offspec.errors import CheckpointError, UsageError
+from offspec.errors import CheckpointError, StorageError, UsageError
 from offspec.model.decoder import CachedDecoder
 from offspec.training.distill_params import DistillParams
 from offspec.training.distillation import SHARD_TEXTS, Distilled, ExitModule, Shards, Trainer, _Forest, distill
@@ -309,6 +312,38 @@ def test_files_that_are_no_exit_layers_are_refused(files: ModelFiles, trained: D
     save_file({"a": torch.zeros(1)}, other := tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match="is no exit layer"):
         ExitFile.open(other, files)
+    os.mkfifo(pipe := tmp_path / "pipe.safetensors")
+    with pytest.raises(CheckpointError, match="it is a pipe"):
+        ExitFile.open(pipe, files)
+    with safe_open(trained.path, framework="pt") as file:
+        said = file.metadata() | {"exit_layer": "9" * 5000}  # which Python refuses to make a number of
+        save_file({name: file.get_tensor(name) for name in file.keys()}, other, said)  # noqa: SIM118
+    with pytest.raises(CheckpointError, match="is damaged"):
+        ExitFile.open(other, files)
+
+
+@pytest.mark.parametrize("damaged", ["step-*/*.bin", "step-*/*.safetensors", "shard-*"])
+def test_a_damaged_interrupted_run_is_one_line(damaged: str, engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
+    out = tmp_path / "exit.safetensors"
+    with pytest.raises(Stop):
+        train(engine, files, out, progress=stop_at("training steps", 9), checkpoint_every_s=0)
+    found = sorted(file for file in tmp_path.rglob("*") if fnmatch(str(file), f"*/{damaged}"))
+    assert found
+    for file in found:
+        file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(CheckpointError, match="--resume"):
+        train(engine, files, out, resume=True)
+
+
+def test_a_full_disk_while_training_is_one_line(
+    engine: Engine, files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **more: object) -> None:
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+    monkeypatch.setattr("accelerate.Accelerator.save_state", full)
+    with pytest.raises(StorageError, match="free some space"):
+        train(engine, files, tmp_path / "exit.safetensors", checkpoint_every_s=0.0)
 
 
 def test_an_exit_file_is_for_self(folder: Path, trained: Distilled) -> None:
