@@ -45,7 +45,8 @@ from offspec.engine import load_decoder
 from offspec.errors import UsageError
 from offspec.loaders.checkpoint import Checkpoint, TensorInfo, read_config_json, read_header
 from offspec.loaders.cuda import device_bytes, limit_memory, pin, release_memory, unpin
-from offspec.loaders.formats import CODES, Weight4bit, fused_rows, has_bitsandbytes, pack_4bit
+from offspec.loaders.formats.four_bit import CODES, pack_4bit
+from offspec.loaders.formats.process_state import FUSED_ROWS, has_bitsandbytes
 from offspec.loaders.gpus import CONTEXT_BYTES, USABLE_SHARE, find_gpu
 from offspec.loaders.hardware import Rates, read_gpu, read_memory
 from offspec.loaders.measure import measure_dequantise, measure_matmul, measure_memory
@@ -456,8 +457,8 @@ def alloc_retries(device: torch.device) -> int:
 
 def fused_widths(files: ModelFiles, device: torch.device) -> dict[str, int]:
     """Of each shape of 4-bit matrices: up to how many rows it is multiplied without being dequantised."""
-    packed = {w.layout.shape for w in files.stored.layers[0].weights.values() if isinstance(w, Weight4bit)}
-    return {f"{n}x{k}": fused_rows((n, k), files.dtype, device) for n, k in sorted(packed)}
+    packed = {w.shape for w in files.stored.layers[0].weights.values() if w.fused_kind is not None}
+    return {f"{n}x{k}": FUSED_ROWS.get((n, k), files.dtype, device) for n, k in sorted(packed)}
 
 
 def num_equal(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> list[int]:

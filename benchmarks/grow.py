@@ -40,8 +40,7 @@ from torch import Tensor
 from offspec import builtin
 from offspec.errors import OffspecError, UsageError
 from offspec.loaders.checkpoint import INDEX_FILE, Checkpoint, read_header
-from offspec.loaders.convert import quantization_config
-from offspec.loaders.formats import pack_4bit
+from offspec.loaders.formats.four_bit import pack_4bit, quantization_config
 from offspec.loaders.params import ConvertParams
 from offspec.loaders.shards import Piece, write_shard
 from offspec.loaders.weights import LAYER_PREFIX

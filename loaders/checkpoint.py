@@ -155,7 +155,8 @@ def show(value: object) -> str:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
+    """Says in one line which file cannot be read, and why. Raises CheckpointError."""
     try:
         yield
     except OSError as exc:
@@ -170,7 +171,7 @@ def _local_folder(model: str) -> Path | None:
     if not model:  # Path("") would be the current folder
         return None
     path = Path(os.path.expanduser(model))
-    with _reading(path):
+    with reading(path):
         if path.is_dir():
             return path
         if path.exists():
@@ -225,7 +226,7 @@ def _first_line(exc: BaseException) -> str:
 
 
 def _list_folder(folder: Path) -> frozenset[str]:
-    with _reading(folder):
+    with reading(folder):
         return frozenset(os.listdir(folder))
 
 
@@ -286,7 +287,7 @@ def _shard_path(folder: Path, shard: str) -> Path:
 def _refuse_missing(folder: Path, shards: dict[str, Path]) -> None:
     missing = []
     for shard, path in shards.items():
-        with _reading(path):
+        with reading(path):
             if not path.is_file():
                 missing.append(shard)
     if missing:
@@ -296,7 +297,7 @@ def _refuse_missing(folder: Path, shards: dict[str, Path]) -> None:
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
-    with _reading(path):
+    with reading(path):
         content = read_small_file(path)
     try:
         value = parse_json(content)
@@ -326,7 +327,7 @@ def read_header(path: Path, *, headers_only: bool = False) -> dict[str, TensorIn
 
 def _read_header_bytes(path: Path) -> tuple[bytes, int]:
     """The JSON header and the length of the whole file."""
-    with _reading(path), open_regular(path) as file:
+    with reading(path), open_regular(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
         start = file.read(len(_LFS_POINTER))
         header_bytes = _header_length(path, start, file_bytes)

@@ -29,8 +29,9 @@ from offspec.errors import CheckpointError, StorageError, UsageError
 from .checkpoint import COMPANIONS, INDEX_FILE, Checkpoint, TensorInfo, fault, read_header, resolve, show
 from .checkpoint import UNFINISHED_MARKER as MARKER
 from .file_locks import try_lock
-from .formats import bitsandbytes_functional, pack_4bit, stored_weights
-from .params import QUANT_TYPES, ConvertParams
+from .formats import packer_for, stored_weights
+from .formats.core import Packer
+from .params import ConvertParams
 from .records import FLOAT_DTYPES
 from .shards import (
     CHUNK_BYTES,
@@ -44,8 +45,6 @@ from .shards import (
 )
 from .units import format_quantity
 from .weights import LAYER_PREFIX, split_names
-
-BLOCKSIZE = 64  # what transformers quantises with; it has no setting for it
 
 _SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.float32: "F32"}
 _SPARE_BYTES = 2**20  # headers, config.json, tokenizer
@@ -137,10 +136,8 @@ def _check_folders(source: Path, target: Path) -> None:
 def _job(checkpoint: Checkpoint, params: ConvertParams) -> dict[str, Any]:
     """Everything that the result depends on; two runs with equal jobs make equal files."""
     said: dict[str, Any] = {**asdict(params), "layout": _LAYOUT, "source": _fingerprint(checkpoint)}
-    if params.format in QUANT_TYPES:
-        from importlib.metadata import version
-
-        said |= {"torch": torch.__version__, "bitsandbytes": version("bitsandbytes")}
+    if (packer := packer_for(params)) is not None:
+        said |= packer.versions
     return said
 
 
@@ -232,13 +229,13 @@ class _Work:
     """Which files the result has, and how each is made."""
 
     def __init__(self, checkpoint: Checkpoint, target: Path, params: ConvertParams) -> None:
-        self._checkpoint, self._target, self._params = checkpoint, target, params
+        self._checkpoint, self._target, self._packer = checkpoint, target, packer_for(params)
         layers, shared = split_names(checkpoint.tensors, LAYER_PREFIX)
         self._quantised = frozenset[str]()
-        if params.format in QUANT_TYPES:
+        if self._packer is not None:
             _refuse_quantised(checkpoint)
             self._quantised = frozenset(_matrices(checkpoint, layers))
-            bitsandbytes_functional()  # where it is not installed, that is to be known before anything is written
+            self._packer.prepare()  # what is not installed is to be known before anything is written
         groups = [shared, *(layer.values() for layer in layers)] if shared else [layer.values() for layer in layers]
         self.shards = [
             _Shard(f"model-{i:05d}-of-{len(groups):05d}.safetensors", tuple(checkpoint.tensors[name] for name in names))
@@ -253,43 +250,28 @@ class _Work:
             return False
 
     def _names(self, shard: _Shard) -> set[str]:
-        kept = {info.name for info in shard.infos}
-        return kept | {name + suffix for name in kept & self._quantised for suffix in self._suffixes()}
+        return {info.name + suffix for info in shard.infos for suffix in self._suffixes(info)}
 
-    def _suffixes(self) -> Iterable[str]:
-        yield from (".absmax", ".quant_map", f".quant_state.bitsandbytes__{self._params.format}")
-        if self._params.double_quant:
-            yield from (".nested_absmax", ".nested_quant_map")
+    def _suffixes(self, info: TensorInfo) -> tuple[str, ...]:
+        packer = self._packer_of(info)
+        return ("",) if packer is None else packer.suffixes
+
+    def _packer_of(self, info: TensorInfo) -> Packer | None:
+        return self._packer if info.name in self._quantised else None
 
     def result_bytes(self, shards: Iterable[_Shard]) -> int:
         """What the files will take; a little more where an exact figure is not worth computing."""
-        infos = [info for shard in shards for info in shard.infos]
-        packed = sum(self._packed_bytes(math.prod(i.shape)) for i in infos if i.name in self._quantised)
-        return packed + sum(i.nbytes for i in infos if i.name not in self._quantised) + _SPARE_BYTES
-
-    def _packed_bytes(self, elements: int) -> int:
-        blocks = -(-elements // BLOCKSIZE)
-        scales = blocks + 4 * -(-blocks // 256) + 1024 if self._params.double_quant else 4 * blocks
-        return -(-elements // 2) + scales + 1024  # quant_map, quant_state, and all of them in the header
+        infos = [(info, self._packer_of(info)) for shard in shards for info in shard.infos]
+        sizes = (i.nbytes if packer is None else packer.num_bytes(math.prod(i.shape)) for i, packer in infos)
+        return sum(sizes) + _SPARE_BYTES
 
     def pieces(self, shard: _Shard, counter: _Counter) -> Iterator[Piece]:
         for info in shard.infos:
-            if info.name in self._quantised:
-                yield from self._packed(info)
+            if (packer := self._packer_of(info)) is not None:
+                yield from _packed(info, packer)
                 counter.add(info.nbytes)
             else:
                 yield Piece(info.name, info.dtype, info.shape, partial(_chunks, info, counter))
-
-    def _packed(self, info: TensorInfo) -> Iterator[Piece]:
-        weight = _read(info)
-        try:
-            parts = pack_4bit(weight, self._params.format, nested=self._params.double_quant, blocksize=BLOCKSIZE)
-        except CheckpointError as exc:
-            raise fault(info.path, f"tensor {show(info.name)} {exc}; use another copy of this model") from exc
-        for suffix, tensor in parts.items():
-            content = tensor.reshape(-1).view(torch.uint8).numpy().data
-            dtype = _SAFETENSORS_DTYPES[tensor.dtype]
-            yield Piece(info.name + suffix, dtype, tuple(tensor.shape), partial(_once, content))
 
     def publish(self) -> int:
         """Puts what is not weights in place, the index last: with it the folder is a checkpoint. Returns its bytes."""
@@ -324,30 +306,11 @@ class _Work:
         write_atomically(path, [memoryview(content)])
 
     def _config(self) -> bytes:
-        if not self._quantised:
+        if self._packer is None or not self._quantised:
             return _read_file(self._checkpoint.path / "config.json")
         dtypes = {self._checkpoint.tensors[name].dtype for name in self._quantised}
-        config = self._checkpoint.config | {"quantization_config": quantization_config(self._params, min(dtypes))}
+        config = self._checkpoint.config | {"quantization_config": self._packer.quantization_config(min(dtypes))}
         return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-
-
-def quantization_config(params: ConvertParams, dtype: str) -> dict[str, Any]:
-    """As transformers' BitsAndBytesConfig writes it; computing in the dtype that the weights had ("BF16")."""
-    return {
-        "_load_in_4bit": True,
-        "_load_in_8bit": False,
-        "bnb_4bit_compute_dtype": {"F16": "float16", "BF16": "bfloat16"}.get(dtype, "float32"),
-        "bnb_4bit_quant_storage": "uint8",
-        "bnb_4bit_quant_type": params.format,
-        "bnb_4bit_use_double_quant": params.double_quant,
-        "llm_int8_enable_fp32_cpu_offload": False,
-        "llm_int8_has_fp16_weight": False,
-        "llm_int8_skip_modules": ["lm_head"],
-        "llm_int8_threshold": 6.0,
-        "load_in_4bit": True,
-        "load_in_8bit": False,
-        "quant_method": "bitsandbytes",
-    }
 
 
 def _refuse_quantised(checkpoint: Checkpoint) -> None:
@@ -355,7 +318,7 @@ def _refuse_quantised(checkpoint: Checkpoint) -> None:
     if checkpoint.config.get("quantization_config"):
         raise CheckpointError(f"{checkpoint.path}: is quantised already, its config.json says; {remedy}")
     for weight in stored_weights(checkpoint.tensors).values():
-        if weight.dtype not in FLOAT_DTYPES:
+        if weight.is_packed:
             raise CheckpointError(
                 f"{checkpoint.path}: {show(weight.name)} is quantised already ({weight.dtype}); {remedy}"
             )
@@ -374,6 +337,18 @@ def _matrices(checkpoint: Checkpoint, layers: Iterable[Mapping[str, str]]) -> It
 
 
 # ----------------------------------------------------------------------------------------------------- reading source
+
+
+def _packed(info: TensorInfo, packer: Packer) -> Iterator[Piece]:
+    weight = _read(info)
+    try:
+        parts = packer.pack(weight)
+    except CheckpointError as exc:
+        raise fault(info.path, f"tensor {show(info.name)} {exc}; use another copy of this model") from exc
+    for suffix, tensor in parts.items():
+        content = tensor.reshape(-1).view(torch.uint8).numpy().data
+        dtype = _SAFETENSORS_DTYPES[tensor.dtype]
+        yield Piece(info.name + suffix, dtype, tuple(tensor.shape), partial(_once, content))
 
 
 def _once(content: memoryview) -> Iterable[memoryview]:

@@ -7,6 +7,7 @@ what goes where. One figure is a short sample: other programs' work shows in it,
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 import tempfile
@@ -26,20 +27,11 @@ import torch.nn.functional as F
 
 from offspec.errors import HardwareError, OffspecError
 
-from .formats import (
-    Layout4bit,
-    Nested,
-    StoredWeight,
-    Weight4bit,
-    bitsandbytes_functional,
-    can_be_fused,
-    fused_linear,
-    linear,
-    set_fused_rows,
-)
-from .grouped import example
+from .checkpoint import DTYPE_BYTES, TensorInfo
+from .formats import StoredWeight, WeightFormat, format_named, linear
+from .formats.core import PackedWeight
+from .formats.process_state import FUSED_ROWS
 from .hardware import Rates, read_memory
-from .params import GROUPED_METHODS
 from .readers import READ_BYTES, FileReader, HostBuffer, align_down
 from .stream import NUM_READERS
 from .units import MIB, format_size
@@ -54,6 +46,7 @@ _MIN_REPEATS, _MAX_REPEATS = 3, 50
 
 Progress = Callable[[str], None]
 Reads = Callable[[], AbstractContextManager[None]]
+Multiply = Callable[..., torch.Tensor]
 
 
 def measure_rates(
@@ -129,8 +122,7 @@ def _matmul(
 
 
 def _dequantise(device: torch.device, dtype: torch.dtype, form: str, seconds: float, reads: Reads) -> tuple[float, str]:
-    if form not in GROUPED_METHODS:
-        bitsandbytes_functional()  # imported before anything is read beside it
+    _measured(form)[0].prepare()  # imported before anything is read beside it
     with reads():
         return measure_dequantise(device, dtype, form, seconds=seconds), f"whole matrices of {form} to {_name(dtype)}"
 
@@ -368,25 +360,18 @@ def measure_dequantise(
     num_weights: int = 4,
     seconds: float = 1.0,
 ) -> float:
-    """Weights/s of a packed format that become `dtype`, a whole matrix at a time; for those not of GROUPED_METHODS NF4's.
+    """Weights/s of a packed format that become `dtype`, a whole matrix at a time; of those that cannot be sized, NF4's.
 
     On a CPU NF4 raises OffspecError without bitsandbytes.
 
     As in a pass no cache holds the matrices, and between two of them the result of the last one is multiplied with.
     """
-    stored: StoredWeight
-    if form in GROUPED_METHODS:
-        stored = example(form, shape)
-        parts = tuple(info.nbytes for info in stored.streamed)
-    else:
-        if device.type == "cpu":  # a GPU computes without it, too
-            bitsandbytes_functional()
-        num_blocks = shape[0] * shape[1] // 64
-        nested = Nested(torch.linspace(-1, 1, 256), torch.ones(-(-num_blocks // 256)), 0.0, 256)
-        stored = Weight4bit("weight", Layout4bit(shape, "nf4", 64, nested), ()).to(device)
-        parts = (shape[0] * shape[1] // 2, num_blocks)
-    bound = [stored.bind([_any_bytes(nbytes, device) for nbytes in parts]) for _ in range(num_weights)]
-    matrices = itertools.cycle(bound)
+    known, form = _measured(form)
+    if device.type == "cpu":  # a GPU computes without it, too
+        known.prepare()
+    stored = known.sized(form, "weight", shape, _nowhere)
+    assert stored is not None
+    matrices = itertools.cycle([_packed_sample(stored, device) for _ in range(num_weights)])
     out, row = torch.zeros(shape, dtype=dtype, device=device), _filled((1, shape[1]), dtype, device)
     seconds_each = _typical_s(
         device, lambda: next(matrices).dequantize(dtype, out), seconds, before=lambda: F.linear(row, out)
@@ -394,49 +379,61 @@ def measure_dequantise(
     return shape[0] * shape[1] / seconds_each
 
 
+def _measured(form: str) -> tuple[WeightFormat, str]:
+    """The format that is measured for `form`, and its form."""
+    known = format_named(form)
+    return (known, form) if known.sized(form, "weight", (64, 64), _nowhere) else (format_named("nf4"), "nf4")
+
+
+def _nowhere(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    """A tensor of no file."""
+    return TensorInfo(name, dtype, shape, Path(), 0, DTYPE_BYTES[dtype] * math.prod(shape))
+
+
+def _packed_sample(stored: StoredWeight, device: torch.device) -> PackedWeight:
+    weight = stored.sample(device)
+    assert not isinstance(weight, torch.Tensor)
+    return weight
+
+
 FUSED_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FUSED_GAIN = 0.9  # of the plain product's seconds: what is no faster than this is not worth another rounding
 
 
-def measure_fused_rows(
-    shape: tuple[int, int],
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    blocksize: int = 64,
-    quant_type: str = "nf4",
-    seconds: float = 0.1,
-) -> int:
-    """Find out for how many rows a packed matrix [N, K] is better not dequantised, and have `formats.linear` do so.
+def measure_fused_rows(stored: StoredWeight, device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> int:
+    """Find out for how many rows a matrix like `stored` is better not dequantised, and have its `linear` do so.
 
     The widths of FUSED_WIDTHS are tried until the fused product is not faster any more, or is none: from some width on
     bitsandbytes dequantises after all, in memory that nobody planned for. 0 where it never is, or where this device and
-    layout have none. Kept for as long as the process lives.
+    layout have none. Kept for as long as the process lives (`FUSED_ROWS`).
     """
-    set_fused_rows(shape, dtype, device, 0)  # so that `linear` below is the plain product
-    num_blocks = shape[0] * shape[1] // blocksize
-    nested = Nested(torch.linspace(-1, 1, 256), torch.ones(-(-num_blocks // 256)), 0.0, 256)
-    stored = Weight4bit("weight", Layout4bit(shape, quant_type, blocksize, nested), ()).to(device)
-    parts = (shape[0] * shape[1] // 2, num_blocks)
-    bound = [stored.bind([_any_bytes(nbytes, device) for nbytes in parts]) for _ in range(2)]
-    if not all(map(can_be_fused, bound)):
+    shape = stored.shape
+    FUSED_ROWS.set(shape, dtype, device, 0)  # so that `linear` below is the plain product
+    samples = [_packed_sample(stored, device) for _ in range(2)]
+    if any(sample.fused_linear is None for sample in samples):
         return 0
-    matrices = itertools.cycle(bound)
+    matrices = itertools.cycle(samples)
     scratch, most = torch.empty(shape[0] * shape[1], dtype=dtype, device=device), 0
     for width in FUSED_WIDTHS:
         rows = _filled((width, shape[1]), dtype, device)
 
-        def typical_s(multiply: Callable[..., torch.Tensor], rows: torch.Tensor = rows) -> float:
+        def typical_s(multiply: Multiply, rows: torch.Tensor = rows) -> float:
             each_s = seconds / len(FUSED_WIDTHS) / 2
             return _typical_s(device, lambda: multiply(rows, next(matrices), None, scratch), each_s)
 
         taken = _allocated(device)
-        fused_linear(rows, next(matrices), None, scratch)
-        if _allocated(device) - taken >= scratch.nbytes or typical_s(fused_linear) > FUSED_GAIN * typical_s(linear):
+        _fused(rows, next(matrices), None, scratch)
+        if _allocated(device) - taken >= scratch.nbytes or typical_s(_fused) > FUSED_GAIN * typical_s(linear):
             break
         most = width
-    set_fused_rows(shape, dtype, device, most)
+    FUSED_ROWS.set(shape, dtype, device, most)
     return most
+
+
+def _fused(x: torch.Tensor, matrix: PackedWeight, bias: torch.Tensor | None, scratch: torch.Tensor) -> torch.Tensor:
+    multiply = matrix.fused_linear
+    assert multiply is not None
+    return multiply(x, bias, scratch)
 
 
 def _allocated(device: torch.device) -> int:
@@ -444,10 +441,6 @@ def _allocated(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0))
-
-
-def _any_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(256, dtype=torch.uint8).mul_(37).repeat(-(-nbytes // 256))[:nbytes].to(device)
 
 
 # ------------------------------------------------------------------------------------------------ clocks

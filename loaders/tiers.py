@@ -15,11 +15,10 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
-from .blocked import BlockedMatrix, can_be_blocked
 from .checkpoint import Checkpoint
 from .cuda import DeviceFiller, DeviceSlot, pin_whole, unpin
-from .formats import StoredWeight, Weight, stored_weights
-from .grouped import GroupedFormat
+from .formats import StoredWeight, Weight, formats_in, stored_weights
+from .formats.blocked import in_blocks
 from .placement import LayerCost, Placement
 from .readers import FileReader, HostBuffer, Reader, align_down, align_up
 from .records import FLOAT_DTYPES, Record
@@ -42,7 +41,7 @@ class StoredLayer:
 
     def cost(self, dtype: torch.dtype) -> LayerCost:
         """What it costs to stream it, and to keep it for computing in `dtype`."""
-        converted = [w for w in self.weights.values() if not _is_ready(w, dtype)]
+        converted = [w for w in self.weights.values() if not w.is_kept_as_read(dtype)]
         resident = sum(prod(w.shape) * dtype.itemsize for w in converted)
         if len(converted) < len(self.weights):  # the others stay where they were read to
             resident += self.record.nbytes
@@ -60,16 +59,6 @@ class StoredLayer:
         return bound
 
 
-def is_packed(weight: StoredWeight) -> bool:
-    """Whether it has to be dequantised for each use."""
-    return weight.dtype not in FLOAT_DTYPES
-
-
-def _is_ready(weight: StoredWeight, dtype: torch.dtype) -> bool:
-    """Whether it stays as it was read: packed, or plain in the dtype of the arithmetic."""
-    return is_packed(weight) or FLOAT_DTYPES[weight.dtype] is dtype
-
-
 @dataclass(frozen=True)
 class StoredModel:
     """A checkpoint's weights by layer, and those outside the layers by full name; nothing is in memory."""
@@ -83,7 +72,7 @@ class StoredModel:
     ) -> StoredModel:
         """Groups what the headers list into weights, and these into layers. Raises CheckpointError."""
         infos = {n: info for n, info in checkpoint.tensors.items() if n not in ignore}
-        weights = stored_weights(infos, GroupedFormat.of(checkpoint))
+        weights = stored_weights(infos, formats_in(checkpoint))
         layers, shared = split_names(weights, layer_prefix)
         return cls(
             [StoredLayer({short: weights[name] for short, name in layer.items()}) for layer in layers],
@@ -107,7 +96,7 @@ class StoredModel:
             prod(weight.shape)
             for index, layer in enumerate(self.layers)
             for weight in layer.weights.values()
-            if is_packed(weight) or (index in streamed and len(weight.shape) > 1 and not _is_ready(weight, dtype))
+            if weight.is_packed or (index in streamed and len(weight.shape) > 1 and not weight.is_kept_as_read(dtype))
         )
         return max(made, default=0)
 
@@ -258,14 +247,9 @@ class TieredWeights:
         size = layer.record.nbytes
         buffer = self._staged if self._staged is not None and self._staged.nbytes >= size else HostBuffer(size)
         bound = layer.bind(self._read(layer, buffer).tensor, self._dtype, is_kept=True)
-        if not all(can_be_blocked(weight) for weight in bound.values() if len(weight.shape) > 1):
-            self._staged = None
-            return bound
-        self._staged, kept = buffer, dict[str, Weight]()
-        for name, weight in bound.items():
-            assert isinstance(weight, torch.Tensor)
-            kept[name] = BlockedMatrix(weight) if weight.dim() > 1 else weight.clone()
-        return kept
+        kept = in_blocks(bound)
+        self._staged = None if kept is None else buffer
+        return bound if kept is None else kept
 
     def _read(self, layer: StoredLayer, into: HostBuffer | None = None) -> HostBuffer:
         buffer = read_record(self._reader, layer.record, into=into)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from offspec.loaders.checkpoint import Checkpoint, read_config_json, resolve
-from offspec.loaders.formats import blank_biases
-from offspec.loaders.tiers import StoredModel, is_packed
+from offspec.loaders.formats import blank_tensors, plan_form
+from offspec.loaders.tiers import StoredModel
 
 from .. import builtin
 from ..errors import (
@@ -26,7 +26,7 @@ from ..errors import (
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import EMBEDDING, LAYER_PREFIX, check_tensors, is_ignored, wanted_shapes
 from ..text.tokenizer import Tokenizer, check_vocabularies
-from .from_config import format_of, stored_from_config
+from .from_config import stored_from_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMALL_MODEL_BYTES = 2 * 2**30
@@ -63,7 +63,7 @@ class ModelFiles:
                 Note(f"{path.name} has a head of its own, though config.json says that its embedding serves for it")
             )
         ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
-        ignored |= blank_biases(checkpoint.tensors, wanted_shapes(config))
+        ignored |= blank_tensors(checkpoint.tensors, wanted_shapes(config))
         try:
             stored = StoredModel.of(checkpoint, layer_prefix=LAYER_PREFIX, ignore=ignored)
         except CheckpointError as exc:  # target or draft? tensors' names do not tell
@@ -86,7 +86,7 @@ class ModelFiles:
             except MissingWeightsError:
                 why = "its weights are not all there"
         raw = read_config_json(path)
-        config, form = _config(path, raw), form or format_of(raw)
+        config, form = _config(path, raw), form or plan_form(raw)
         stored = stored_from_config(config, form)
         notes.append(Note(f"sizes of {path.name} as {form}, from config.json alone ({why})"))
         return cls(
@@ -97,7 +97,7 @@ class ModelFiles:
     def packed_form(self) -> str | None:
         """The format of matrices that are unpacked for each use; None where none is."""
         weights = self.stored.layers[0].weights.values()
-        return next((weight.dtype for weight in weights if is_packed(weight)), None)
+        return next((weight.dtype for weight in weights if weight.is_packed), None)
 
     @cached_property
     def num_parameters(self) -> int:

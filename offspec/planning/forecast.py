@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from offspec.loaders.formats import plan_form
 from offspec.loaders.gpus import find_gpu
 from offspec.loaders.hardware import Rates, read_hardware
 from offspec.loaders.measure import measure_rates
 from offspec.loaders.units import format_quantity, format_size
 
-from ..checkpoints.from_config import format_of
 from ..checkpoints.opening import ModelFiles, Note, choose_device, pair_from_config
 from ..errors import UsageError
 from .plan import MemoryOptions, Plan, explain, plan_here, tell_tiers, with_more
@@ -162,7 +162,7 @@ def make_forecast(
     rates = measured if known is None else replace(known.rates(), disk_bytes_per_s=measured.disk_bytes_per_s)
     if disk_bytes_per_s is not None:
         rates = replace(rates, disk_bytes_per_s=disk_bytes_per_s)
-    form_name = form or format_of(target.checkpoint.config)
+    form_name = form or plan_form(target.checkpoint.config)
     weights = format_size(sum(info.nbytes for w in target.stored.by_name.values() for info in w.streamed))
     title = f"{folder.name}: {format_quantity(target.num_parameters, '')} parameters, {form_name}, {weights}; context {plan.context}"
     name = hardware.gpu.name if hardware.gpu else "RAM"

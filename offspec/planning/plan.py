@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from offspec.loaders.blocked import is_supported as is_blocking_supported
 from offspec.loaders.cuda import release_memory
-from offspec.loaders.formats import Weight4bit
+from offspec.loaders.formats.blocked import is_supported as is_blocking_supported
 from offspec.loaders.hardware import Hardware, Rates
 from offspec.loaders.measure import (
     measure_dequantise,
@@ -26,7 +25,7 @@ from offspec.loaders.measure import (
     measure_matmul,
 )
 from offspec.loaders.placement import Item, LayerCost, Limits, PassRates, Placement, place, predict_pass_s
-from offspec.loaders.tiers import StoredLayer, is_packed
+from offspec.loaders.tiers import StoredLayer
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 from offspec.scheduler.costs import WIDTHS
 from offspec.scheduler.params import MAX_ROWS, SpeculationParams, max_nodes
@@ -203,18 +202,15 @@ def quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: floa
 def settle_fused(models: Sequence[ModelFiles], device: torch.device) -> Note | None:
     """On a GPU, measure up to how many rows each shape of 4-bit matrices is multiplied as it lies there; a second at most."""
     kinds = {
-        (weight.layout.shape, weight.layout.blocksize, weight.layout.quant_type, model.dtype)
+        (weight.fused_kind, model.dtype): weight
         for model in models
         for weight in model.stored.layers[0].weights.values()
-        if isinstance(weight, Weight4bit)
+        if weight.fused_kind is not None
     }
     if device.type != "cuda" or not kinds:
         return None
     try:
-        rows = [
-            measure_fused_rows(shape, device, dtype, blocksize=blocksize, quant_type=quant_type)
-            for shape, blocksize, quant_type, dtype in sorted(kinds, key=str)
-        ]
+        rows = [measure_fused_rows(kinds[kind], device, kind[1]) for kind in sorted(kinds, key=str)]
     except (
         OffspecError,
         RuntimeError,
@@ -235,7 +231,7 @@ def is_blocked(model: ModelFiles, device: torch.device) -> bool:
     """
     layers = model.stored.layers
     is_large = sum(layer.record.nbytes for layer in layers) >= LEAST_BLOCKED_BYTES
-    is_plain = not any(is_packed(weight) for layer in layers for weight in layer.weights.values())
+    is_plain = not any(weight.is_packed for layer in layers for weight in layer.weights.values())
     return device.type == "cpu" and is_large and is_plain and is_blocking_supported(model.dtype)
 
 
@@ -299,7 +295,7 @@ def _plan_for(
         num_pinned = beside.exit_file.exit_layer
     placement = _place(costs, items, limits, num_pinned)
     weights = [w for layer in target.stored.layers for w in layer.weights.values() if len(w.shape) == 2]
-    packed = [w for w in weights if is_packed(w)]
+    packed = [w for w in weights if w.is_packed]
     return Plan(
         placement,
         tuple(costs),

@@ -14,7 +14,7 @@ import torch
 from benchmarks import card
 from benchmarks.card import JOBS, Bench, Grown, pack_plainly, tell, verdicts
 from offspec import builtin
-from offspec.loaders.formats import Layout4bit, Matrix4bit, dequantize_reference, pack_4bit
+from offspec.loaders.formats.four_bit import Layout4bit, Matrix4bit, dequantize_reference, pack_4bit
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders import blocked as module
-from offspec.loaders import tiers
-from offspec.loaders.blocked import BlockedMatrix, can_be_blocked, is_supported
+from offspec.loaders.formats import blocked as module
 from offspec.loaders.formats import dense, linear
+from offspec.loaders.formats.blocked import BlockedMatrix, can_be_blocked, is_supported
 
 from .fakes import open_with
 from .test_tiers import ALL, SOME, tiered
@@ -103,7 +102,7 @@ def test_a_layer_of_which_a_matrix_cannot_be_stays_as_it_is(tmp_path: Path, monk
     """And the next one is not read over it."""
     tensors = layers()
     monkeypatch.setattr(
-        tiers, "can_be_blocked", lambda weight: bool((weight != tensors["model.layers.1.mix.weight"]).any())
+        module, "can_be_blocked", lambda weight: bool((weight != tensors["model.layers.1.mix.weight"]).any())
     )
     weights = tiered(open_with(tmp_path, tensors), BF16, blocked=True)
     for index in range(3):

@@ -28,7 +28,8 @@ from offspec.loaders import shards
 from offspec.loaders.checkpoint import INDEX_FILE, Checkpoint, TensorInfo, read_header
 from offspec.loaders.checkpoint import UNFINISHED_MARKER as MARKER
 from offspec.loaders.convert import convert
-from offspec.loaders.formats import bitsandbytes_functional, pack_4bit
+from offspec.loaders.formats.four_bit import pack_4bit
+from offspec.loaders.formats.process_state import bitsandbytes_functional
 from offspec.loaders.params import ConvertParams
 from offspec.loaders.records import Record
 from offspec.loaders.weights import LAYER_PREFIX, split_names
@@ -626,7 +627,8 @@ def test_memory_is_a_layer_and_a_tensor(tmp_path: Path) -> None:
 import resource, sys
 from pathlib import Path
 from offspec.loaders.convert import convert
-from offspec.loaders.formats import bitsandbytes_functional, pack_4bit
+from offspec.loaders.formats.four_bit import pack_4bit
+from offspec.loaders.formats.process_state import bitsandbytes_functional
 import torch
 pack_4bit(torch.ones(1024, 1024, dtype=torch.bfloat16))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

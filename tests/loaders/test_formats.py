@@ -18,9 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.errors import CheckpointError, OffspecError
-from offspec.loaders import formats
 from offspec.loaders.checkpoint import TensorInfo, read_header
-from offspec.loaders.formats import Matrix4bit, StoredWeight, Weight, dense, linear, pack_4bit, stored_weights
+from offspec.loaders.formats import StoredWeight, Weight, core, dense, four_bit, linear, stored_weights
+from offspec.loaders.formats.four_bit import Matrix4bit, pack_4bit
+from offspec.loaders.formats.process_state import FusedRows, bitsandbytes_functional, has_bitsandbytes
+from offspec.loaders.formats.quant_state import BLOCKSIZES
 
 Tensors = dict[str, Tensor]
 KINDS = [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False)]  # quant_type, nested
@@ -28,7 +30,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NAME = "mlp.up_proj.weight"
 STATE = f"{NAME}.quant_state.bitsandbytes__nf4"
 # A machine with a card may lack it (`docs/card.md`); everywhere else it is installed.
-packs = pytest.mark.skipif(not formats.has_bitsandbytes(), reason="bitsandbytes packs what is compared")
+packs = pytest.mark.skipif(not has_bitsandbytes(), reason="bitsandbytes packs what is compared")
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +67,7 @@ def bound(weight: StoredWeight) -> Weight:
 
 def bitsandbytes_dequantized(tensors: Tensors, dtype: torch.dtype) -> Tensor:
     """What bitsandbytes makes of one weight's tensors, in the dtype asked for."""
-    functional = formats.bitsandbytes_functional()
+    functional = bitsandbytes_functional()
     quant_state = functional.QuantState.from_dict(
         {key.removeprefix(f"{NAME}."): tensor for key, tensor in tensors.items() if key != NAME}, torch.device("cpu")
     )
@@ -102,14 +104,14 @@ def test_dequantised_as_bitsandbytes_does(
             assert equal(out, expected)
             reference = torch.empty(math.prod(shape), dtype=asked)
             scales = matrix.layout.nested.expand(matrix.absmax) if matrix.layout.nested else matrix.absmax
-            formats.dequantize_reference(matrix.codes, scales, matrix.layout, reference)
+            four_bit.dequantize_reference(matrix.codes, scales, matrix.layout, reference)
             assert equal(reference.view(shape), expected)
 
 
-@pytest.mark.parametrize("blocksize", formats.BLOCKSIZES)
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
 def test_every_blocksize_and_several_tiles(blocksize: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pack_4bit(noise(70, 200), blocksize=blocksize)
-    monkeypatch.setattr(formats, "_TILE", 4096)
+    monkeypatch.setattr(core, "TILE", 4096)
     parts = pack_4bit(noise(70, 200), blocksize=blocksize)
     assert all(equal(parts[suffix], whole[suffix]) for suffix in whole)
     weight = open_with(tmp_path, named(parts))[NAME]
@@ -119,7 +121,7 @@ def test_every_blocksize_and_several_tiles(blocksize: int, tmp_path: Path, monke
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_any_storage_dtype(storage: torch.dtype, tmp_path: Path) -> None:
-    functional = formats.bitsandbytes_functional()
+    functional = bitsandbytes_functional()
     codes, state = functional.quantize_4bit(noise(12, 64), quant_type="nf4", quant_storage=storage)
     tensors = {NAME: codes} | {f"{NAME}.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
     weight = open_with(tmp_path, tensors)[NAME]
@@ -133,7 +135,7 @@ def test_where_there_is_no_kernel(tmp_path: Path) -> None:
 
 
 def test_int8_as_bitsandbytes_has_it(tmp_path: Path) -> None:
-    functional = formats.bitsandbytes_functional()
+    functional = bitsandbytes_functional()
     codes, scales, _ = functional.int8_vectorwise_quant(noise(33, 40, dtype=torch.float16))
     module = NAME.removesuffix(".weight")
     extra = {f"{module}.SCB": scales, f"{module}.weight_format": torch.tensor(0, dtype=torch.uint8)}
@@ -166,7 +168,7 @@ def tiny_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantized_by_transformers(source: Path, folder: Path, **options: Any) -> Any:
-    formats.bitsandbytes_functional()  # its import is noisy, and warnings are errors here
+    bitsandbytes_functional()  # its import is noisy, and warnings are errors here
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -332,7 +334,7 @@ def test_the_fused_product_is_the_plain_one(
         scratch = torch.empty(192 * 128, dtype=dtype, device=device) if with_scratch else None
         expected = linear(x, matrix, bias, scratch)
         for each in (matrix, misaligned(matrix)):
-            found = formats.fused_linear(x, each, bias, scratch)
+            found = four_bit.fused_linear(x, each, bias, scratch)
             assert found.dtype == dtype
             tolerance = 1e-4 if dtype == torch.float32 else 0.1
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -347,13 +349,13 @@ def test_few_rows_are_multiplied_packed_where_that_was_measured_faster(
         asked.append(x.shape[0])
         return x.new_zeros(x.shape[0], 64)
 
-    monkeypatch.setattr(formats, "fused_linear", fused)
-    monkeypatch.setattr(formats, "_FUSED_ROWS", {})
-    formats.set_fused_rows((64, 128), torch.float32, torch.device("cpu"), 8)
+    monkeypatch.setattr(four_bit, "fused_linear", fused)
+    monkeypatch.setattr(four_bit, "FUSED_ROWS", FusedRows())
+    four_bit.FUSED_ROWS.set((64, 128), torch.float32, torch.device("cpu"), 8)
     for num_rows in (1, 8, 9):
         linear(noise(num_rows, 128, dtype=torch.float32), matrix)
     assert asked == []  # a CPU has no such kernel
-    monkeypatch.setattr(formats, "can_be_fused", lambda weight: isinstance(weight, Matrix4bit))
+    monkeypatch.setattr(four_bit, "can_be_fused", lambda matrix: True)
     for num_rows in (1, 8, 9):
         linear(noise(num_rows, 128, dtype=torch.float32), matrix)
     linear(noise(1, 128, dtype=torch.bfloat16), matrix)  # measured for another dtype only
@@ -363,9 +365,9 @@ def test_few_rows_are_multiplied_packed_where_that_was_measured_faster(
 @pytest.mark.gpu
 @packs
 def test_what_the_fused_kernel_takes(tmp_path: Path) -> None:
-    assert formats.can_be_fused(packed((64, 128), "nf4", True, tmp_path, "cuda"))
-    assert not formats.can_be_fused(packed((64, 128), "nf4", True, tmp_path))
-    assert not formats.can_be_fused(packed((64, 96), "nf4", True, tmp_path, "cuda"))  # a block and a half a row
+    assert packed((64, 128), "nf4", True, tmp_path, "cuda").fused_linear
+    assert not packed((64, 128), "nf4", True, tmp_path).fused_linear
+    assert not packed((64, 96), "nf4", True, tmp_path, "cuda").fused_linear  # a block and a half a row
 
 
 @pytest.mark.gpu
@@ -376,7 +378,7 @@ def test_a_gpu_needs_no_bitsandbytes(
 ) -> None:
     matrix = packed((520, 256), quant_type, nested, tmp_path, "cuda")
     expected = dense(matrix, torch.bfloat16)
-    monkeypatch.setattr(formats, "has_kernels", lambda device: False)
+    monkeypatch.setattr(four_bit, "has_kernels", lambda device: False)
     assert equal(dense(matrix, torch.bfloat16), expected)
 
 
@@ -405,7 +407,7 @@ def test_what_is_not_finite_is_not_packed(value: float) -> None:
 
 def test_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     weight = open_with(tmp_path, named(pack_4bit(noise(8, 64))))[NAME]
-    formats.bitsandbytes_functional.cache_clear()
+    bitsandbytes_functional.cache_clear()
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     with pytest.raises(OffspecError, match="pip install") as caught:
@@ -615,7 +617,7 @@ def test_no_quant_state_is_a_traceback(
 def test_bitsandbytes_is_imported_without_the_compiler() -> None:
     """Of a process of its own: what it would be wrapped in takes seconds to import, and is left as it was."""
     code = (
-        "import sys, torch; before = torch.compile; from offspec.loaders.formats import bitsandbytes_functional as f; "
+        "import sys, torch; before = torch.compile; from offspec.loaders.formats.process_state import bitsandbytes_functional as f; "
         "f().dequantize_4bit; print(torch.compile is before, 'torch._inductor.compile_fx' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

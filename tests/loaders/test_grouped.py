@@ -18,10 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.errors import OffspecError
-from offspec.loaders import formats
 from offspec.loaders.checkpoint import Checkpoint
-from offspec.loaders.formats import StoredWeight, blank_biases, dense, linear, stored_weights
-from offspec.loaders.grouped import GroupedFormat, GroupedMatrix
+from offspec.loaders.formats import StoredWeight, blank_tensors, dense, formats_in, grouped, linear, stored_weights
+from offspec.loaders.formats.grouped import GroupedMatrix
 from offspec.loaders.measure import measure_dequantise
 
 from .test_formats import bound, equal, noise, read_raw, without
@@ -105,7 +104,7 @@ def open_with(folder: Path, tensors: Tensors, said: object) -> dict[str, StoredW
     (folder / "config.json").write_text(json.dumps({"quantization_config": said}))
     save_file(tensors, folder / "model.safetensors")
     checkpoint = Checkpoint.open(folder)
-    return stored_weights(checkpoint.tensors, GroupedFormat.of(checkpoint))
+    return stored_weights(checkpoint.tensors, formats_in(checkpoint))
 
 
 def opened(folder: Path, form: str, matrix: Quantised, group_size: int = -1) -> StoredWeight:
@@ -296,7 +295,7 @@ def test_an_order_that_names_other_groups(group: int, tmp_path: Path) -> None:
 
 
 def test_an_order_longer_than_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "_MAX_CONSTANT_BYTES", 128)
+    monkeypatch.setattr(grouped, "MAX_ORDER_BYTES", 128)
     tensors = random_matrix("gptq", 16, 64, 32).tensors("gptq")
     assert "64 inputs" in refusal(tmp_path, tensors, said_by("gptq", 32))
 
@@ -447,4 +446,4 @@ def test_biases_that_hold_nothing(tmp_path: Path) -> None:
     beside = {f"{module}.qweight": torch.ones(8, 16, dtype=torch.int32) for module in "abc"}
     save_file(biases | beside, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    assert blank_biases(Checkpoint.open(tmp_path).tensors, {"c.bias"}) == {"a.bias"}
+    assert blank_tensors(Checkpoint.open(tmp_path).tensors, {"c.bias"}) == {"a.bias"}

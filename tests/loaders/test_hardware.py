@@ -20,8 +20,10 @@ import pytest
 import torch
 
 from offspec.errors import HardwareError, OffspecError, UsageError
-from offspec.loaders import formats, hardware, measure
+from offspec.loaders import hardware, measure
 from offspec.loaders.cgroups import cpu_quota, memory_limits
+from offspec.loaders.formats import StoredWeight, four_bit
+from offspec.loaders.formats.process_state import FUSED_ROWS
 from offspec.loaders.gpus import KNOWN_GPUS, find_gpu
 from offspec.loaders.hardware import (
     Memory,
@@ -567,7 +569,7 @@ def test_arithmetic_is_measured_beside_reads_of_a_large_file(
     monkeypatch.setattr(measure, "measure_matmul", lambda device, dtype, widths, seconds: dict.fromkeys(widths, 1.0))
     monkeypatch.setattr(measure, "measure_dequantise", lambda device, dtype, form, seconds: 2.0)
     monkeypatch.setattr(measure, "measure_memory", lambda device, seconds: 3.0)
-    monkeypatch.setattr(measure, "bitsandbytes_functional", lambda: None)
+    monkeypatch.setattr(four_bit.FourBitFormat, "prepare", lambda known: None)
     ask = partial(measure.measure_rates, CPU, torch.float32, file, widths=(2, 5), seconds=0.01)
     assert ask().matmul_flops == {2: 1.0, 5: 1.0}
     assert beside == []
@@ -576,29 +578,40 @@ def test_arithmetic_is_measured_beside_reads_of_a_large_file(
     assert beside == [file] * num_measured_beside
 
 
+@pytest.fixture
+def _no_limits_left() -> Iterator[None]:
+    """What was measured is kept for as long as the process lives."""
+    yield
+    FUSED_ROWS.clear()
+
+
+def nf4(shape: tuple[int, int]) -> StoredWeight:
+    return four_bit.Weight4bit("weight", four_bit.Layout4bit(shape, "nf4", 64), ())
+
+
+@pytest.mark.usefixtures("_no_limits_left")
 @pytest.mark.parametrize(("num_faster", "rows"), [(0, 0), (3, 4), (9, 256)])
 def test_packed_products_are_used_for_as_many_rows_as_they_are_faster(
     monkeypatch: pytest.MonkeyPatch, num_faster: int, rows: int
 ) -> None:
-    shape, dtype = (64, 128), torch.float32
+    stored, dtype = nf4((64, 128)), torch.float32
     fused = iter([1.0] * num_faster + [1.9] * 9)
     seconds = (second for each in fused for second in (each, 2.0))  # the fused product's, then the plain one's
-    monkeypatch.setattr(formats, "_FUSED_ROWS", {})
-    assert measure.measure_fused_rows(shape, CPU, dtype, seconds=0.01) == 0  # a CPU has none
-    monkeypatch.setattr(measure, "can_be_fused", lambda weight: True)
+    assert measure.measure_fused_rows(stored, CPU, dtype, seconds=0.01) == 0  # a CPU has none
+    monkeypatch.setattr(four_bit, "can_be_fused", lambda matrix: True)
     monkeypatch.setattr(measure, "_typical_s", lambda *_: next(seconds))
-    assert measure.measure_fused_rows(shape, CPU, dtype) == rows
-    assert formats.fused_rows(shape, dtype, CPU) == rows
+    assert measure.measure_fused_rows(stored, CPU, dtype) == rows
+    assert FUSED_ROWS.get(stored.shape, dtype, CPU) == rows
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("_no_limits_left")
 def test_packed_products_are_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     device = torch.device("cuda:0")
-    monkeypatch.setattr(formats, "_FUSED_ROWS", {})
-    rows = measure.measure_fused_rows((2048, 1024), device, dtype, seconds=0.05)
+    rows = measure.measure_fused_rows(nf4((2048, 1024)), device, dtype, seconds=0.05)
     assert rows in (0, *measure.FUSED_WIDTHS)
-    assert formats.fused_rows((2048, 1024), dtype, device) == rows
+    assert FUSED_ROWS.get((2048, 1024), dtype, device) == rows
 
 
 def test_one_measurement_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -607,7 +620,7 @@ def test_one_measurement_that_fails_leaves_the_others(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(measure, "measure_matmul", lambda *_, **__: fail(RuntimeError("out of memory\nand more")))
     monkeypatch.setattr(measure, "measure_memory", lambda device, seconds: 5.0)
-    monkeypatch.setattr(measure, "bitsandbytes_functional", lambda: fail(OffspecError("bitsandbytes is missing")))
+    monkeypatch.setattr(four_bit.FourBitFormat, "prepare", lambda known: fail(OffspecError("bitsandbytes is missing")))
     told: list[str] = []
     rates = measure.measure_rates(CPU, torch.float32, tmp_path / "gone", seconds=0.01, progress=told.append)
     assert (rates.disk_bytes_per_s, rates.matmul_flops, rates.memory_bytes_per_s) == (None, {}, 5.0)

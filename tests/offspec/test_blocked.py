@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.loaders.blocked import BlockedMatrix, is_supported
+from offspec.loaders.formats.blocked import BlockedMatrix, is_supported
 from offspec.model.decoder import CachedDecoder
 from offspec.planning import plan as planning
 

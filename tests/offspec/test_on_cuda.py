@@ -9,7 +9,8 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts.early_exit import EarlyExit
-from offspec.loaders.formats import dense, has_kernels
+from offspec.loaders.formats import dense
+from offspec.loaders.formats.four_bit import has_kernels
 from offspec.planning.plan import Plan
 from offspec.training.online import Aligner, AlignmentParams
 
@@ -34,7 +35,7 @@ def test_without_bitsandbytes_they_are_the_same(folder: Path, monkeypatch: pytes
     if "nf4" not in FORMS or not has_kernels(torch.device("cuda:0")):
         pytest.skip("there is nothing to do without")
     expected = texts(load(folder, "nf4", "cpu"))
-    monkeypatch.setattr("offspec.loaders.formats.has_kernels", lambda device: False)
+    monkeypatch.setattr("offspec.loaders.formats.four_bit.has_kernels", lambda device: False)
     assert texts(load(folder, "nf4", "cuda:0", in_ram)) == expected
 
 

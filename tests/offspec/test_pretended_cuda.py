@@ -19,7 +19,7 @@ import pytest
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec import engine as engine_module
 from offspec.loaders.convert import convert
-from offspec.loaders.formats import has_bitsandbytes
+from offspec.loaders.formats.process_state import has_bitsandbytes
 from offspec.planning.plan import Plan, plan_here
 
 from ..pair import build_pair

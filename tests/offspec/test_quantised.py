@@ -12,7 +12,7 @@ import torch
 
 from offspec.checkpoints.opening import ModelFiles
 from offspec.engine import load_decoder
-from offspec.loaders import formats
+from offspec.loaders.formats.process_state import bitsandbytes_functional
 from offspec.loaders.placement import Limits, Placement
 from offspec.model.decoder import EMBEDDING, CachedDecoder, Decoder
 from offspec.planning.plan import all_resident
@@ -27,7 +27,7 @@ NUM_TOKENS = 64
 
 def quantized(tmp_path: Path, **options: Any) -> tuple[Path, Any]:
     """A tiny checkpoint in 4 bits, and the model that transformers has of it, computing in fp32."""
-    formats.bitsandbytes_functional()  # its import is noisy, and warnings are errors here
+    bitsandbytes_functional()  # its import is noisy, and warnings are errors here
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     family = FAMILIES["llama-gqa"]

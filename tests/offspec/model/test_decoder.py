@@ -20,7 +20,8 @@ from torch import Tensor
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.checkpoint import TensorInfo
-from offspec.loaders.formats import PlainWeight, StoredWeight
+from offspec.loaders.formats import StoredWeight
+from offspec.loaders.formats.plain import PlainWeight
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, check_tensors, is_ignored
 from offspec.model.rope import rotation

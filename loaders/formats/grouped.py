@@ -7,30 +7,34 @@ Both keep a matrix [N, K] the other way round, eight codes in an int32, the lowe
     X.qzeros    int32 [G, N/8]: GPTQ: in order, less one ("gptq") or as they are ("gptq_v2"). AWQ: 0 2 4 6 1 3 5 7
     X.scales    fp16 (or bf16, fp32) [G, N]
     X.g_idx     GPTQ: int32 [K], each input's group; where it is not in order (`desc_act`) scales are gathered
-Sources: AWQ (2306.00978) as AutoAWQ packs it, GPTQ (2210.17323) as AutoGPTQ and GPTQModel do. What these compute in fp16
-is computed here bit for bit: codes, zeros and their products with a scale of 16 bit are exact in fp32, and rounded once.
-Knows nothing of checkpoints' other tensors, nor of when a weight is needed.
+Sources: AWQ (2306.00978) as AutoAWQ packs it, GPTQ (2210.17323) as AutoGPTQ and GPTQModel do. What these compute in
+fp16 is computed here bit for bit: codes, zeros and their products with a scale of 16 bit are exact in fp32, and rounded
+once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import gcd, prod
-from pathlib import Path
-from typing import NoReturn
+from math import gcd
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from offspec.errors import UnsupportedModelError
 
-from .checkpoint import DTYPE_BYTES, Checkpoint, TensorInfo, fault, show
-from .params import GROUPED_METHODS
-from .records import FLOAT_DTYPES, typed
+from ..checkpoint import Checkpoint, TensorInfo, fault, show
+from ..params import GROUPED_METHODS
+from ..records import FLOAT_DTYPES, typed
+from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, read_small
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")  # of a matrix's name without its `.weight`
 CODES_PER_WORD, BITS = 8, 4
+PLANNED_GROUP = 128  # inputs of a group where nothing says how many there are
+MAX_ORDER_BYTES = 1 << 26  # of a g_idx, or of a bias that may be blank; far more than any matrix needs
+_PARTS = re.compile(rf"(.+)\.({'|'.join(PARTS)})", re.DOTALL)
 _LAYOUTS = {"awq": {"gemm": 0}, "gptq": {"gptq": 1, "gptq_v2": 0}}  # and what is missing from their zeros
 # Where a config.json names the layout, the first that does; as transformers reads it.
 _LAYOUT_KEYS = {"awq": ("checkpoint_format", "version", "format"), "gptq": ("checkpoint_format", "format")}
@@ -39,66 +43,6 @@ _REMEDY = "use another 4-bit checkpoint of it, or the 16-bit one and `offspec qu
 
 # Weights that are unpacked at a time, inputs by outputs: what a core's cache holds, and on a GPU so that launches are few.
 _TILE = {"cpu": (128, 2048), "cuda": (512, 8192)}
-
-
-@dataclass(frozen=True)
-class GroupedFormat:
-    """What a config.json says of all its matrices. group_size: None is a single group."""
-
-    method: str
-    group_size: int | None
-    zero_offset: int = 0
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> GroupedFormat | None:
-        """By its `quantization_config`; None where it names another method, or there is none.
-
-        Raises UnsupportedModelError for another number of bits, another layout or modules of differing settings,
-        CheckpointError.
-        """
-        said, path = checkpoint.config.get("quantization_config"), checkpoint.path
-        if not said:
-            _refuse_old_gptq(checkpoint)
-        method = said.get("quant_method") if isinstance(said, Mapping) else None
-        if not isinstance(said, Mapping) or method not in GROUPED_METHODS:
-            return None
-        if (bits := said.get("bits", BITS)) != BITS:
-            raise UnsupportedModelError(
-                f"{path}: {method} with {show(bits)} bits is not read, only with {BITS}; {_REMEDY}"
-            )
-        size = said.get("group_size", 128)
-        if type(size) is not int or not (size == -1 or size > 0):
-            raise fault(
-                path, f"config.json has group_size {show(size)}, which is neither a number of inputs nor -1 (all)"
-            )
-        if rules := _overrides(said.get("dynamic")):
-            raise UnsupportedModelError(
-                f"{path}: {method} with settings of their own for some modules (dynamic: {rules}) is not read; {_REMEDY}"
-            )
-        layouts = _LAYOUTS[method]
-        layout = next((str(said[key]).lower() for key in _LAYOUT_KEYS[method] if said.get(key)), next(iter(layouts)))
-        if layout not in layouts:
-            raise UnsupportedModelError(
-                f"{path}: {method} in the layout {show(layout)} is not read, only {' and '.join(layouts)}; {_REMEDY}"
-            )
-        return cls(method, None if size == -1 else size, layouts[layout])
-
-
-def _overrides(dynamic: object) -> str:
-    """What GPTQModel's rules give to some modules, shown; "" where they only leave modules out ("-:"), which then are plain."""
-    if isinstance(dynamic, Mapping):
-        dynamic = [rule for rule in dynamic if not rule.startswith("-:")]
-    return show(dynamic) if dynamic else ""
-
-
-def _refuse_old_gptq(checkpoint: Checkpoint) -> None:
-    path = checkpoint.path
-    if (path / _OLD_CONFIG).is_file() and any(name.endswith(".qweight") for name in checkpoint.tensors):
-        raise fault(
-            path,
-            f"is GPTQ's, but its config.json has no quantization_config; give it one: what {_OLD_CONFIG} holds, with "
-            '"quant_method": "gptq" added',
-        )
 
 
 @dataclass(frozen=True)
@@ -113,7 +57,7 @@ class GroupedLayout:
 
 
 @dataclass(frozen=True)
-class GroupedMatrix:
+class GroupedMatrix(PackedMatrix):
     """codes int32 [K/8, N] (GPTQ) or [K, N/8] (AWQ), zeros int32 [G, N/8], scales float [G, N]."""
 
     layout: GroupedLayout
@@ -195,7 +139,7 @@ def _interleaved(words: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GroupedWeight:
+class GroupedWeight(PackedStored):
     """X.qweight, X.qzeros and X.scales are streamed; a g_idx that matters is `layout.groups`."""
 
     name: str
@@ -223,46 +167,142 @@ class GroupedWeight:
         return replace(self, layout=replace(self.layout, groups=self.layout.groups.to(device)))
 
 
-# ---------------------------------------------------------------------------------------------- headers → GroupedWeight
-
-_DAMAGED = "the checkpoint is damaged, download it again"
+# --------------------------------------------------------------------------------------------------- reading checkpoints
 
 
-def example(method: str, shape: tuple[int, int], group_size: int = 128) -> GroupedWeight:
-    """A matrix [N, K] as `method` stores it, of no checkpoint."""
-    (num_outputs, num_inputs), num_groups = shape, -(-shape[1] // group_size)
-    words = num_outputs // CODES_PER_WORD
-    codes = (num_inputs, words) if method == "awq" else (num_inputs // CODES_PER_WORD, num_outputs)
-    parts = (("I32", codes), ("I32", (num_groups, words)), ("F16", (num_groups, num_outputs)))
-    infos = (TensorInfo(method, kind, dims, Path(), 0, DTYPE_BYTES[kind] * prod(dims)) for kind, dims in parts)
-    return GroupedWeight("weight", GroupedLayout(shape, method, group_size, 0), tuple(infos))
+@dataclass(frozen=True)
+class GroupedSettings:
+    """What a config.json says of all its matrices. group_size: None is a single group."""
+
+    method: str
+    group_size: int | None
+    zero_offset: int = 0
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> GroupedSettings | None:
+        """By its `quantization_config`; None where it names another method, or there is none.
+
+        Raises UnsupportedModelError for another number of bits, another layout or modules of differing settings,
+        CheckpointError.
+        """
+        said, path = checkpoint.config.get("quantization_config"), checkpoint.path
+        if not said:
+            _refuse_old_gptq(checkpoint)
+        method = said.get("quant_method") if isinstance(said, Mapping) else None
+        if not isinstance(said, Mapping) or method not in GROUPED_METHODS:
+            return None
+        if (bits := said.get("bits", BITS)) != BITS:
+            raise UnsupportedModelError(
+                f"{path}: {method} with {show(bits)} bits is not read, only with {BITS}; {_REMEDY}"
+            )
+        size = said.get("group_size", 128)
+        if type(size) is not int or not (size == -1 or size > 0):
+            raise fault(
+                path, f"config.json has group_size {show(size)}, which is neither a number of inputs nor -1 (all)"
+            )
+        if rules := _overrides(said.get("dynamic")):
+            raise UnsupportedModelError(
+                f"{path}: {method} with settings of their own for some modules (dynamic: {rules}) is not read; "
+                f"{_REMEDY}"
+            )
+        layouts = _LAYOUTS[method]
+        layout = next((str(said[key]).lower() for key in _LAYOUT_KEYS[method] if said.get(key)), next(iter(layouts)))
+        if layout not in layouts:
+            raise UnsupportedModelError(
+                f"{path}: {method} in the layout {show(layout)} is not read, only {' and '.join(layouts)}; {_REMEDY}"
+            )
+        return cls(method, None if size == -1 else size, layouts[layout])
 
 
-def grouped_weight(
-    name: str, parts: Mapping[str, TensorInfo], said: GroupedFormat, group_of_inputs: bytes | None
-) -> GroupedWeight:
-    """The matrix that these tensors are (by their names in PARTS), each disbelieved first; group_of_inputs: what g_idx holds.
+def _overrides(dynamic: object) -> str:
+    """What GPTQModel's rules give to some modules, shown; "" where they only leave modules out ("-:"), which are plain."""
+    if isinstance(dynamic, Mapping):
+        dynamic = [rule for rule in dynamic if not rule.startswith("-:")]
+    return show(dynamic) if dynamic else ""
 
-    Raises CheckpointError.
-    """
+
+def _refuse_old_gptq(checkpoint: Checkpoint) -> None:
+    path = checkpoint.path
+    if (path / _OLD_CONFIG).is_file() and any(name.endswith(".qweight") for name in checkpoint.tensors):
+        raise fault(
+            path,
+            f"is GPTQ's, but its config.json has no quantization_config; give it one: what {_OLD_CONFIG} holds, with "
+            '"quant_method": "gptq" added',
+        )
+
+
+class GroupedFormat(WeightFormat):
+    """AWQ and GPTQ. Their tensors do not say how they are packed: config.json does, by its quantization_config."""
+
+    names = GROUPED_METHODS
+
+    def __init__(self, settings: GroupedSettings | None = None) -> None:
+        """settings: what a checkpoint's config says; without them nothing is recognised."""
+        self.settings = settings
+
+    def in_checkpoint(self, checkpoint: Checkpoint) -> GroupedFormat | None:
+        settings = GroupedSettings.of(checkpoint)
+        return None if settings is None else GroupedFormat(settings)
+
+    def companion(self, key: str) -> tuple[str, str] | None:
+        match = _PARTS.fullmatch(key) if self.settings is not None else None
+        return (f"{match[1]}.weight", match[2]) if match else None
+
+    def recognises(self, group: TensorGroup) -> bool:
+        return self.settings is not None and not group.parts.keys().isdisjoint(PARTS)
+
+    def constant_bytes(self, part: str) -> int:
+        return MAX_ORDER_BYTES if part == "g_idx" else 0
+
+    def read(self, group: TensorGroup) -> GroupedWeight:
+        assert self.settings is not None
+        return _grouped_weight(group, self.settings)
+
+    def blank_tensors(self, infos: Mapping[str, TensorInfo], wanted: Collection[str]) -> set[str]:
+        """Biases: GPTQ's tools wrote zeros beside every matrix of a model without biases."""
+        unwanted = [name for name in infos if name.endswith(".bias") and name not in wanted]
+        beside = [infos[name] for name in unwanted if f"{name.removesuffix('bias')}qweight" in infos]
+        return {
+            info.name
+            for info, content in read_small(dict.fromkeys(beside, MAX_ORDER_BYTES)).items()
+            if not any(content)
+        }
+
+    def plan_form(self, config: Mapping[str, Any]) -> str | None:
+        """NF4, whose sizes are within a percent."""
+        said = config.get("quantization_config") or {}
+        return "nf4" if said.get("quant_method") in GROUPED_METHODS else None
+
+    def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> GroupedWeight:
+        (num_outputs, num_inputs), num_groups = shape, -(-shape[1] // PLANNED_GROUP)
+        words = num_outputs // CODES_PER_WORD
+        codes = (num_inputs, words) if form == "awq" else (num_inputs // CODES_PER_WORD, num_outputs)
+        parts = (("I32", codes), ("I32", (num_groups, words)), ("F16", (num_groups, num_outputs)))
+        infos = (allocate(f"{name}.{part}", kind, dims) for part, (kind, dims) in zip(PARTS, parts, strict=False))
+        return GroupedWeight(name, GroupedLayout((num_outputs, num_inputs), form, PLANNED_GROUP, 0), tuple(infos))
+
+
+def _grouped_weight(group: TensorGroup, settings: GroupedSettings) -> GroupedWeight:
+    """The matrix that these tensors are (by their names in PARTS), each disbelieved first. Raises CheckpointError."""
+    parts = group.parts
 
     def refuse(what: str) -> NoReturn:
-        raise fault(next(iter(parts.values())).path, f"weight {show(name)} {what}; {_DAMAGED}")
+        group.refuse(next(iter(parts.values())), f"{what}; {DAMAGED}")
 
     if missing := [part for part in PARTS[:3] if part not in parts]:
         refuse(f"lacks its {missing[0]}")
     if unknown := sorted(parts.keys() - {*PARTS}):
-        refuse(f"has a companion {show(unknown[0] or 'weight')} beside its {said.method} parts")
+        refuse(f"has a companion {show(unknown[0] or 'weight')} beside its {settings.method} parts")
     codes, zeros, scales = (parts[part] for part in PARTS[:3])
     if any(len(info.shape) != 2 for info in (codes, zeros, scales)) or 0 in codes.shape + scales.shape:
         refuse(f"is {list(codes.shape)}, {list(zeros.shape)} and {list(scales.shape)}, which should be matrices")
     num_groups, num_outputs = scales.shape
-    num_inputs = codes.shape[0] if said.method == "awq" else codes.shape[0] * CODES_PER_WORD
+    num_inputs = codes.shape[0] if settings.method == "awq" else codes.shape[0] * CODES_PER_WORD
     if num_outputs % CODES_PER_WORD or num_inputs % CODES_PER_WORD:
         refuse(f"is [{num_outputs}, {num_inputs}], which words of {CODES_PER_WORD} do not fill")
     words = num_outputs // CODES_PER_WORD
     wanted = {
-        "qweight": ("I32", (num_inputs, words) if said.method == "awq" else (codes.shape[0], num_outputs)),
+        "qweight": ("I32", (num_inputs, words) if settings.method == "awq" else (codes.shape[0], num_outputs)),
         "qzeros": ("I32", (num_groups, words)),
         "g_idx": ("I32", (num_inputs,)),
     }
@@ -272,15 +312,24 @@ def grouped_weight(
             refuse(f"has a {part} that is {found}, where {what[0]} {list(what[1])} belongs")
     if scales.dtype not in ("F16", "BF16", "F32"):
         refuse(f"has scales that are {scales.dtype}, not fp16, bf16 or fp32")
-    size = said.group_size or num_inputs
+    size = settings.group_size or num_inputs
     if num_groups != (wanted_groups := -(-num_inputs // size)):
         refuse(f"has {num_groups} groups of scales, where {num_inputs} inputs in groups of {size} have {wanted_groups}")
-    if group_of_inputs is not None and len(group_of_inputs) != 4 * num_inputs:
-        refuse(f"has {num_inputs} inputs in its g_idx, more than are read")
-    groups = None if group_of_inputs is None else torch.frombuffer(bytearray(group_of_inputs), dtype=torch.int32).long()
-    if groups is not None and not (int(groups.min()) >= 0 and int(groups.max()) < num_groups):
-        refuse(f"has a g_idx that names groups from {int(groups.min())} to {int(groups.max())} of {num_groups}")
-    if groups is not None and bool((groups == torch.arange(num_inputs) // size).all()):
-        groups = None
-    layout = GroupedLayout((num_outputs, num_inputs), said.method, size, said.zero_offset, groups)
-    return GroupedWeight(name, layout, (codes, zeros, scales))
+    groups = _order(group, num_inputs, num_groups, size)
+    layout = GroupedLayout((num_outputs, num_inputs), settings.method, size, settings.zero_offset, groups)
+    return GroupedWeight(group.name, layout, (codes, zeros, scales))
+
+
+def _order(group: TensorGroup, num_inputs: int, num_groups: int, size: int) -> Tensor | None:
+    """What g_idx says, int64 [num_inputs]: each input's group; None where there is none, or inputs are in order."""
+    info = group.parts.get("g_idx")
+    if info is None:
+        return None
+    content = group.contents["g_idx"]
+    if len(content) != 4 * num_inputs:
+        group.refuse(info, f"has {num_inputs} inputs in its g_idx, more than are read; {DAMAGED}")
+    groups = torch.frombuffer(bytearray(content), dtype=torch.int32).long()
+    if not (int(groups.min()) >= 0 and int(groups.max()) < num_groups):
+        named = f"groups from {int(groups.min())} to {int(groups.max())} of {num_groups}"
+        group.refuse(info, f"has a g_idx that names {named}; {DAMAGED}")
+    return None if bool((groups == torch.arange(num_inputs) // size).all()) else groups

@@ -1,0 +1,23 @@
+"""How a weight lies in bytes and becomes a matrix. One file a format: each is registered once, in `registry`.
+
+`core` says what a format has to answer; `process_state` holds all that formats change in the process.
+"""
+
+from .core import PackedWeight, StoredWeight, Weight, WeightFormat, dense, linear
+from .registry import FORMATS, blank_tensors, format_named, formats_in, packer_for, plan_form, stored_weights
+
+__all__ = [
+    "FORMATS",
+    "PackedWeight",
+    "StoredWeight",
+    "Weight",
+    "WeightFormat",
+    "blank_tensors",
+    "dense",
+    "format_named",
+    "formats_in",
+    "linear",
+    "packer_for",
+    "plan_form",
+    "stored_weights",
+]

@@ -1,0 +1,499 @@
+"""bitsandbytes' 4-bit formats, NF4 and FP4: what lies in a checkpoint, the matrix, and the way back (`pack_4bit`).
+
+Dequantised for each use it is what bitsandbytes computes, bit for bit. On a GPU few rows are multiplied with the matrix as
+it lies there, by bitsandbytes' fused kernel, up to a number of rows that was measured (`process_state.FUSED_ROWS`).
+
+The layout, per weight [N, K] with blocks of `blocksize` (QLoRA, https://arxiv.org/abs/2305.14314):
+    X                                two codes a byte, row-major, high nibble first, in any storage dtype
+    X.absmax                         one scale a block: fp32, or (nested, "double quantisation") a code of 8 bit
+    X.quant_map                      what the 16 codes mean; always bitsandbytes' own table
+    X.nested_absmax, .nested_quant_map   scale = nested_quant_map[absmax] · nested_absmax[block // 256] + nested_offset
+    X.quant_state.bitsandbytes__nf4  JSON: see `quant_state`
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offspec.errors import CheckpointError
+
+from ..checkpoint import TensorInfo, show
+from ..params import QUANT_TYPES, ConvertParams
+from ..records import ALIGNMENT, typed
+from . import core
+from .core import (
+    DAMAGED,
+    REMEDY,
+    Allocate,
+    PackedMatrix,
+    PackedStored,
+    Packer,
+    Product,
+    StoredWeight,
+    TensorGroup,
+    WeightFormat,
+    any_bytes,
+)
+from .plain import PlainWeight
+from .process_state import FUSED_ROWS, bitsandbytes_functional, has_bitsandbytes, one_thread
+from .quant_state import QUANT_STATE, QuantStateReader
+
+WRITTEN_BLOCKSIZE = 64  # what transformers quantises with; it has no setting for it
+NESTED_BLOCKSIZE = 256
+
+# The 16 values of each type, as bitsandbytes computes with them whatever a checkpoint's quant_map says.
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_FP4_POSITIVE = tuple(value / 12 for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+CODES = {"nf4": _NF4, "fp4": (*_FP4_POSITIVE, *(0.0 - value for value in _FP4_POSITIVE))}
+_CODE_TOLERANCE = 1e-4  # older versions wrote FP4's values with four digits
+
+# ------------------------------------------------------------------------------------------------------- the matrix
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Scales that are themselves quantised: scale = values[code] · scales[block // blocksize] + offset."""
+
+    values: Tensor  # fp32 [256]
+    scales: Tensor  # fp32 [ceil(blocks / blocksize)]
+    offset: float
+    blocksize: int
+
+    @cached_property
+    def offset_on_device(self) -> Tensor:
+        """fp32, without dimensions, beside the scales, as kernels want it.
+
+        Filled in there: to bring it would wait for the device.
+        """
+        return torch.full((), self.offset, dtype=torch.float32, device=self.scales.device)
+
+    def expand(self, codes: Tensor) -> Tensor:
+        """uint8 [blocks] → fp32 [blocks]."""
+        scales = self.scales.repeat_interleave(self.blocksize)[: codes.shape[0]]
+        return self.values.index_select(0, codes.int()).mul_(scales).add_(self.offset)
+
+
+@dataclass(frozen=True)
+class Layout4bit:
+    """What the small parts of a 4-bit weight say."""
+
+    shape: tuple[int, int]  # [N, K]
+    quant_type: str
+    blocksize: int
+    nested: Nested | None = None
+
+
+@dataclass(frozen=True)
+class Matrix4bit(PackedMatrix):
+    """codes uint8 [ceil(N·K / 2)], absmax fp32 or (nested) uint8 [ceil(N·K / blocksize)]."""
+
+    layout: Layout4bit
+    codes: Tensor
+    absmax: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        layout, device = self.layout, self.codes.device
+        matrix = torch.empty(layout.shape, dtype=dtype, device=device) if out is None else out
+        scales = self.absmax if layout.nested is None else layout.nested.expand(self.absmax)
+        if device.type == "cuda" and dtype in _KERNEL_DTYPES and has_kernels(device):
+            _dequantize_on_cuda(self.codes, scales, layout, matrix)
+        else:
+            native = device.type == "cpu" and dtype in _KERNEL_DTYPES and layout.blocksize < _SLOW_BLOCKSIZE
+            native = native and has_bitsandbytes()
+            _dequantize(self.codes, scales, layout, matrix.view(-1), native=native)
+        return matrix
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+        if can_be_fused(self) and x[..., 0].numel() <= FUSED_ROWS.get(self.shape, x.dtype, x.device):
+            return fused_linear(x, self, bias, scratch)
+        return super().linear(x, bias, scratch)
+
+    @property
+    def fused_linear(self) -> Product | None:
+        return partial(_fused, self) if can_be_fused(self) else None
+
+
+def can_be_fused(matrix: Matrix4bit) -> bool:
+    """Whether bitsandbytes' fused kernel takes it: blocks that divide its rows, scales nested by 256 or not at all."""
+    nested = matrix.layout.nested
+    is_aligned = matrix.shape[1] % matrix.layout.blocksize == 0
+    return (
+        matrix.codes.device.type == "cuda" and is_aligned and (nested is None or nested.blocksize == NESTED_BLOCKSIZE)
+    )
+
+
+def fused_linear(x: Tensor, weight: Matrix4bit, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+    """As `core.linear`, by bitsandbytes' product with a matrix that stays packed; for those that `can_be_fused`.
+
+    For few rows, in which a matrix is read once instead of being written and read again. The rounding is the kernel's
+    own.
+    """
+    bitsandbytes_functional()
+    nested, codes = weight.layout.nested, weight.codes
+    if codes.data_ptr() % ALIGNMENT:  # files keep bytes anywhere, kernels read many at once
+        codes = codes.clone() if scratch is None else scratch.view(torch.uint8)[: codes.shape[0]].copy_(codes)
+    outer = {} if nested is None else _outer_scales(nested, weight.absmax)
+    scales = weight.absmax if nested is None else nested.scales
+    layout = weight.layout
+    product: Tensor = torch.ops.bitsandbytes.gemm_4bit(
+        x, codes[:, None], layout.shape, scales, layout.blocksize, layout.quant_type, bias, **outer
+    )
+    return product
+
+
+def _fused(matrix: Matrix4bit, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+    return fused_linear(x, matrix, bias, scratch)
+
+
+def _outer_scales(nested: Nested, codes: Tensor) -> dict[str, Tensor]:
+    return {"absmax_8bit": codes, "absmax_code": nested.values, "absmax_offset": nested.offset_on_device}
+
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SLOW_BLOCKSIZE = 2048  # from here on bitsandbytes' CPU op calls torch.compile, which takes minutes
+
+
+def dequantize_reference(codes: Tensor, scales: Tensor, layout: Layout4bit, out: Tensor) -> None:
+    """codes uint8 [ceil(N·K / 2)], scales fp32 [blocks] → out [N·K], in plain torch.
+
+    The reference that the kernels are compared with, and what computes where there is no kernel.
+    """
+    _dequantize(codes, scales, layout, out, native=False)
+
+
+def _dequantize(codes: Tensor, scales: Tensor, layout: Layout4bit, out: Tensor, *, native: bool) -> None:
+    """Tile by tile; what follows the last whole block is left to the reference, for kernels differ in what they take."""
+    blocksize, blocks = layout.blocksize, out.shape[0] // layout.blocksize
+    step = core.tile(out.device) // blocksize
+    kernel = _bitsandbytes_blocks if native else _lookup_blocks
+    for first in range(0, blocks, step):
+        last = min(first + step, blocks)
+        some = slice(first * blocksize // 2, last * blocksize // 2)
+        tile = out[first * blocksize : last * blocksize].view(-1, blocksize)
+        tile.copy_(kernel(codes[some], scales[first:last], layout, out.dtype))
+    if rest := out.shape[0] - blocks * blocksize:
+        values = _lookup(codes[blocks * blocksize // 2 :], layout.quant_type)
+        out[-rest:] = values[:rest] * scales[-1]
+
+
+def _lookup_blocks(codes: Tensor, scales: Tensor, layout: Layout4bit, dtype: torch.dtype) -> Tensor:
+    """codes [B · blocksize / 2], scales [B] → fp32 [B, blocksize]. One rounding, when it is stored: w = map[q] · scale."""
+    return _lookup(codes, layout.quant_type).view(-1, layout.blocksize).mul_(scales[:, None])
+
+
+def _lookup(codes: Tensor, quant_type: str) -> Tensor:
+    """uint8 [n] → fp32 [2n], looked up by pairs."""
+    return _pairs(quant_type, codes.device).index_select(0, codes.int()).view(torch.float32)
+
+
+@cache
+def _pairs(quant_type: str, device: torch.device) -> Tensor:
+    """int64 [256]: the two fp32 values that a byte stands for, as one word, so that a look-up moves one."""
+    values = torch.tensor(CODES[quant_type])
+    byte = torch.arange(256)
+    return torch.stack((values[byte >> 4], values[byte & 15]), dim=1).view(torch.int64)[:, 0].to(device)
+
+
+def _bitsandbytes_blocks(codes: Tensor, scales: Tensor, layout: Layout4bit, dtype: torch.dtype) -> Tensor:
+    """As `_lookup_blocks`, but already rounded to `dtype`."""
+    functional = bitsandbytes_functional()
+    state = functional.QuantState(
+        scales, (scales.shape[0], layout.blocksize), None, layout.blocksize, layout.quant_type, dtype
+    )
+    tile: Tensor = functional.dequantize_4bit(codes[:, None], state)
+    return tile
+
+
+def _dequantize_on_cuda(codes: Tensor, scales: Tensor, layout: Layout4bit, out: Tensor) -> None:
+    functional = bitsandbytes_functional()
+    state = functional.QuantState(scales, layout.shape, None, layout.blocksize, layout.quant_type, out.dtype)
+    functional.dequantize_4bit(codes[:, None], state, out=out)
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether bitsandbytes' kernels run on this GPU: where it finds none for its CUDA it is imported all the same."""
+    if not has_bitsandbytes():
+        return False
+    layout, codes = Layout4bit((1, 64), "nf4", 64), torch.zeros(32, dtype=torch.uint8, device=device)
+    try:
+        _dequantize_on_cuda(codes, torch.ones(1, device=device), layout, torch.empty(1, 64, device=device))
+    except RuntimeError:  # its own, in the place of the library that could not be loaded
+        return False
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------- the stored weight
+
+
+@dataclass(frozen=True)
+class Weight4bit(PackedStored):
+    """X and X.absmax are streamed; all else is `layout`."""
+
+    name: str
+    layout: Layout4bit
+    streamed: tuple[TensorInfo, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.layout.quant_type
+
+    @property
+    def fused_kind(self) -> Hashable | None:
+        return (self.layout.shape, self.layout.blocksize, self.layout.quant_type)
+
+    def bind(self, parts: Sequence[Tensor]) -> Matrix4bit:
+        codes, absmax = parts
+        return Matrix4bit(self.layout, codes, absmax if self.layout.nested else typed(absmax, torch.float32))
+
+    def sample(self, device: torch.device) -> Matrix4bit:
+        """With nested scales, whatever its own are."""
+        num_elements = math.prod(self.shape)
+        num_blocks = num_elements // self.layout.blocksize
+        outer = torch.ones(-(-num_blocks // NESTED_BLOCKSIZE))
+        nested = Nested(torch.linspace(-1, 1, 256), outer, 0.0, NESTED_BLOCKSIZE)
+        stored = replace(self, layout=replace(self.layout, nested=nested)).to(device)
+        return stored.bind([any_bytes(nbytes, device) for nbytes in (num_elements // 2, num_blocks)])
+
+    def to(self, device: torch.device | str) -> Weight4bit:
+        nested = self.layout.nested
+        if nested is None:
+            return self
+        moved = replace(nested, values=nested.values.to(device), scales=nested.scales.to(device))
+        return replace(self, layout=replace(self.layout, nested=moved))
+
+
+# -------------------------------------------------------------------------------------------------- reading checkpoints
+
+_PARTS = re.compile(r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+)", re.DOTALL)
+_CONSTANTS = ("quant_map", "nested_absmax", "nested_quant_map")
+_MAX_STATE_BYTES, _MAX_CONSTANT_BYTES = 1 << 16, 1 << 26  # far more than any weight needs
+
+
+class FourBitFormat(WeightFormat):
+    """Recognised by the companions' names. Plans and `offspec quantize` write it as transformers and bitsandbytes do."""
+
+    names = QUANT_TYPES
+    plan_forms = ("nf4",)
+    outside_layers = "bf16"
+
+    def companion(self, key: str) -> tuple[str, str] | None:
+        match = _PARTS.fullmatch(key)
+        return (match[1], match[2]) if match else None
+
+    def recognises(self, group: TensorGroup) -> bool:
+        return any(QUANT_STATE.fullmatch(part) or part in (*_CONSTANTS, "absmax") for part in group.parts)
+
+    def constant_bytes(self, part: str) -> int:
+        if part.startswith("quant_state."):
+            return _MAX_STATE_BYTES
+        return _MAX_CONSTANT_BYTES if part in _CONSTANTS else 0
+
+    def read(self, group: TensorGroup) -> Weight4bit:
+        return _stored_4bit(group)
+
+    def plan_form(self, config: Mapping[str, Any]) -> str | None:
+        said = config.get("quantization_config") or {}
+        return "nf4" if said.get("load_in_4bit") else None
+
+    def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> StoredWeight:
+        """With 64 weights a scale, and scales of 8 bit, as double quantisation leaves them; vectors stay plain."""
+        if len(shape) != 2:
+            return PlainWeight(name, allocate(name, "BF16", shape))
+        elements = math.prod(shape)
+        codes = allocate(name, "U8", (-(-elements // 2), 1))
+        scales = allocate(f"{name}.absmax", "U8", (-(-elements // WRITTEN_BLOCKSIZE),))
+        return Weight4bit(name, Layout4bit((shape[0], shape[1]), form, WRITTEN_BLOCKSIZE), (codes, scales))
+
+    def prepare(self) -> None:
+        bitsandbytes_functional()
+
+    def packer(self, params: ConvertParams) -> Packer | None:
+        return Packer4bit(params) if params.format in QUANT_TYPES else None
+
+
+def _stored_4bit(group: TensorGroup) -> Weight4bit:
+    weight = group.weight
+    quant_type, part = _quant_state_part(group)
+    state = QuantStateReader(group, group.parts[part], group.contents[part]).read(quant_type)
+    blocks = -(-math.prod(state.shape) // state.blocksize)
+    code_bytes = -(-math.prod(state.shape) // 2)
+    if weight.nbytes != code_bytes or len(weight.shape) != 2 or weight.shape[1] != 1:
+        group.refuse(
+            weight,
+            f"is {weight.dtype} {list(weight.shape)}, but its quant_state calls for {code_bytes} bytes in one column "
+            f"({list(state.shape)} in 4 bit); {DAMAGED}",
+        )
+    absmax, quant_map = group.companion("absmax"), group.companion("quant_map")
+    group.expect("absmax", "F32" if state.nested is None else "U8", (blocks,))
+    group.expect("quant_map", "F32", (16,))
+    expected = torch.tensor(CODES[quant_type])
+    if not torch.allclose(_floats(group.contents["quant_map"]), expected, rtol=0, atol=_CODE_TOLERANCE):
+        group.refuse(
+            quant_map, f"has a quant_map that is not that of {quant_type}; no version of bitsandbytes wrote this"
+        )
+    nested = _nested(group, state.nested, blocks)
+    return Weight4bit(group.name, Layout4bit(state.shape, quant_type, state.blocksize, nested), (weight, absmax))
+
+
+def _quant_state_part(group: TensorGroup) -> tuple[str, str]:
+    """The type that the one quant_state's name tells, and the name."""
+    found = {part: info for part, info in group.parts.items() if part.startswith("quant_state.")}
+    weight = group.parts[""]
+    if len(found) != 1:
+        what = f"has {len(found)} quant_states" if found else "lacks its quant_state"
+        group.refuse(weight, f"{what}, there must be one; {DAMAGED}")
+    ((part, info),) = found.items()
+    match = QUANT_STATE.fullmatch(part)
+    if match is None or match[1] not in QUANT_TYPES:
+        group.refuse(info, f"has the unknown {show(part)}; types that are read: {', '.join(QUANT_TYPES)}; {REMEDY}")
+    if unknown := group.parts.keys() - {"", "absmax", part, *_CONSTANTS}:
+        group.refuse(info, f"has a companion {show(min(unknown))} that does not belong to {match[1]}; {DAMAGED}")
+    return match[1], part
+
+
+def _nested(group: TensorGroup, said: tuple[float, int] | None, blocks: int) -> Nested | None:
+    """The second level of quantisation; it is there wholly or not at all."""
+    if said is None:
+        for part in ("nested_absmax", "nested_quant_map"):
+            if part in group.parts:
+                group.refuse(group.parts[part], f"has a {part}, but its quant_state tells of no nesting; {DAMAGED}")
+        return None
+    offset, blocksize = said
+    wanted = {"nested_absmax": (-(-blocks // blocksize),), "nested_quant_map": (256,)}
+    for part in wanted:
+        group.companion(part)
+    for part, shape in wanted.items():
+        group.expect(part, "F32", shape)
+    scales, codes = (_floats(group.contents[part]) for part in wanted)
+    for part, numbers in zip(wanted, (scales, codes), strict=True):
+        if not numbers.isfinite().all():
+            group.refuse(group.parts[part], f"has a {part} with a number that is not finite; {DAMAGED}")
+    return Nested(codes, scales, offset, blocksize)
+
+
+def _floats(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.float32)
+
+
+# -------------------------------------------------------------------------------------------------------------- packing
+
+
+def pack_4bit(
+    weight: Tensor, quant_type: str = "nf4", *, nested: bool = True, blocksize: int = 64
+) -> dict[str, Tensor]:
+    """weight [N, K] (bf16, fp16 or fp32, on the CPU) → suffix of its name → tensor, as `transformers` would save them.
+
+    The weight's own suffix is "". The result depends neither on the number of threads nor on the tile's size; memory
+    beside it is a few tiles. Raises CheckpointError where a number is not finite.
+    """
+    codes, absmax = _quantize(weight, quant_type, blocksize)
+    if not absmax.isfinite().all():
+        raise CheckpointError("holds a number that is not finite and cannot be quantised")
+    state: dict[str, object] = {
+        "quant_type": quant_type,
+        "blocksize": blocksize,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "shape": list(weight.shape),
+    }
+    parts = {"": codes[:, None], ".absmax": absmax, ".quant_map": torch.tensor(CODES[quant_type])}
+    if nested:
+        with one_thread():
+            offset = absmax.mean()
+        parts[".absmax"], outer = bitsandbytes_functional().quantize_blockwise(
+            absmax - offset, blocksize=NESTED_BLOCKSIZE
+        )
+        parts |= {".nested_absmax": outer.absmax, ".nested_quant_map": outer.code.clone()}
+        state |= {"nested_blocksize": NESTED_BLOCKSIZE, "nested_dtype": "float32", "nested_offset": offset.item()}
+    said = json.dumps(state).encode()
+    parts[f".quant_state.bitsandbytes__{quant_type}"] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    return parts
+
+
+def _quantize(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, Tensor]:
+    """codes uint8 [ceil(N·K / 2)], absmax fp32 [blocks].
+
+    bitsandbytes would take 14 bytes an element for the whole matrix.
+    """
+    flat = weight.reshape(-1)
+    codes = torch.empty(-(-flat.shape[0] // 2), dtype=torch.uint8)
+    absmax = torch.empty(-(-flat.shape[0] // blocksize))
+    quantize = bitsandbytes_functional().quantize_4bit
+    for first in range(0, flat.shape[0], core.TILE):
+        tile = flat[first : first + core.TILE]
+        tile_codes, state = quantize(tile, blocksize=blocksize, quant_type=quant_type)
+        codes[first // 2 :][: tile_codes.shape[0]] = tile_codes[:, 0]
+        absmax[first // blocksize :][: state.absmax.shape[0]] = state.absmax
+    return codes, absmax
+
+
+@dataclass(frozen=True)
+class Packer4bit:
+    """Writes NF4 or FP4 as transformers would: 64 weights a scale, scales in 8 bit where `double_quant` says so."""
+
+    params: ConvertParams
+
+    def prepare(self) -> None:
+        bitsandbytes_functional()
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        nested = (".nested_absmax", ".nested_quant_map") if self.params.double_quant else ()
+        return ("", ".absmax", ".quant_map", f".quant_state.bitsandbytes__{self.params.format}", *nested)
+
+    def num_bytes(self, elements: int) -> int:
+        blocks = -(-elements // WRITTEN_BLOCKSIZE)
+        scales = blocks + 4 * -(-blocks // NESTED_BLOCKSIZE) + 1024 if self.params.double_quant else 4 * blocks
+        return -(-elements // 2) + scales + 1024  # quant_map, quant_state, and all of them in the header
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        return pack_4bit(weight, self.params.format, nested=self.params.double_quant, blocksize=WRITTEN_BLOCKSIZE)
+
+    def quantization_config(self, dtype: str) -> dict[str, Any]:
+        return quantization_config(self.params, dtype)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {"torch": torch.__version__, "bitsandbytes": version("bitsandbytes")}
+
+
+def quantization_config(params: ConvertParams, dtype: str) -> dict[str, Any]:
+    """As transformers' BitsAndBytesConfig writes it; computing in the dtype that the weights had ("BF16")."""
+    return {
+        "_load_in_4bit": True,
+        "_load_in_8bit": False,
+        "bnb_4bit_compute_dtype": {"F16": "float16", "BF16": "bfloat16"}.get(dtype, "float32"),
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": params.format,
+        "bnb_4bit_use_double_quant": params.double_quant,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_skip_modules": ["lm_head"],
+        "llm_int8_threshold": 6.0,
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "quant_method": "bitsandbytes",
+    }

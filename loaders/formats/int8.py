@@ -1,0 +1,91 @@
+"""bitsandbytes' LLM.int8 (2208.07339): integers of 8 bit, with a scale for each output.
+
+    X                    int8 [N, K]
+    X's SCB              fp32 [N]: the largest absolute value of each row; w = X · SCB / 127
+    X's weight_format    the order of the codes; only 0 (row-major) is read
+
+LLM.int8 also rounds the *activations* to 8 bit (all but outlier columns); here only the weights are rounded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import TensorInfo
+from ..records import typed
+from .core import DAMAGED, PackedMatrix, PackedStored, TensorGroup, WeightFormat, tile
+
+_UNIT = 7.874015718698502e-3  # 1/127 as bitsandbytes has it, so that results are equal to the last bit
+_PARTS = re.compile(r"(.+)\.(SCB|weight_format)", re.DOTALL)
+_MAX_CONSTANT_BYTES = 1 << 26  # far more than is needed
+
+
+@dataclass(frozen=True)
+class Int8Matrix(PackedMatrix):
+    """codes int8 [N, K], scales fp32 [N]: w = codes · scales / 127."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
+
+    def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        rows, columns = self.shape
+        matrix = torch.empty(rows, columns, dtype=dtype, device=self.codes.device) if out is None else out
+        step = max(1, tile(self.codes.device) // max(1, columns))
+        for first in range(0, rows, step):
+            some = slice(first, first + step)
+            matrix[some] = (self.codes[some] * self.scales[some, None]).mul_(_UNIT)
+        return matrix
+
+
+@dataclass(frozen=True)
+class Int8Weight(PackedStored):
+    """X int8 [N, K] and X's `SCB` fp32 [N]."""
+
+    name: str
+    shape: tuple[int, ...]
+    streamed: tuple[TensorInfo, ...]
+    dtype: str = "int8"
+
+    def bind(self, parts: Sequence[Tensor]) -> Int8Matrix:
+        codes, scales = parts
+        return Int8Matrix(codes.view(torch.int8).view(self.shape), typed(scales, torch.float32))
+
+
+class Int8Format(WeightFormat):
+    """Recognised by the companions' names."""
+
+    names = ("int8",)
+
+    def companion(self, key: str) -> tuple[str, str] | None:
+        match = _PARTS.fullmatch(key)
+        return (f"{match[1]}.weight", match[2]) if match else None
+
+    def recognises(self, group: TensorGroup) -> bool:
+        return "SCB" in group.parts or "weight_format" in group.parts
+
+    def constant_bytes(self, part: str) -> int:
+        return _MAX_CONSTANT_BYTES if part == "weight_format" else 0
+
+    def read(self, group: TensorGroup) -> Int8Weight:
+        weight, scales, order = group.weight, group.parts.get("SCB"), group.parts.get("weight_format")
+        if scales is None:
+            group.refuse(weight, f"lacks its SCB (the scale of each row); {DAMAGED}")
+        if weight.dtype != "I8" or len(weight.shape) != 2:
+            group.refuse(weight, f"has an SCB, but is {weight.dtype} {list(weight.shape)}, not I8 [N, K]; {DAMAGED}")
+        group.expect("SCB", "F32", (weight.shape[0],))
+        if order is not None:
+            group.expect("weight_format", "U8", ())
+            if group.contents["weight_format"] != b"\0":
+                found = group.contents["weight_format"][0]
+                what = f"has weight_format {found}, only 0 (row-major) is read; save it with a newer bitsandbytes"
+                group.refuse(order, what)
+        return Int8Weight(group.name, weight.shape, (weight, scales))

@@ -1,0 +1,94 @@
+"""Tensors that lie as what they are: 16-, 32- and 64-bit floats. What no other format recognises is one, or is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import TensorInfo, fault, show
+from ..records import FLOAT_DTYPES, typed
+from .core import REMEDY, Allocate, StoredWeight, TensorGroup, WeightFormat, any_bytes
+
+PLAN_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+
+# What other methods call their tensors → how the method is called.
+_FOREIGN = (
+    (re.compile(r".+\.(qweight|qzeros|g_idx)"), "AWQ or GPTQ without its quantization_config"),
+    (re.compile(r".+\.(weight_scale_inv|weight_scale|input_scale|activation_scale)"), "fp8"),
+    (re.compile(r".+\.(weight_packed|weight_shape|weight_zero_point)"), "compressed-tensors"),
+)
+
+
+@dataclass(frozen=True)
+class PlainWeight:
+    """A tensor that lies as what it is."""
+
+    name: str
+    info: TensorInfo
+    is_packed = False
+    fused_kind = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.info.dtype
+
+    @property
+    def streamed(self) -> tuple[TensorInfo, ...]:
+        return (self.info,)
+
+    def is_kept_as_read(self, dtype: torch.dtype) -> bool:
+        return FLOAT_DTYPES[self.info.dtype] is dtype
+
+    def bind(self, parts: Sequence[Tensor]) -> Tensor:
+        return typed(parts[0], FLOAT_DTYPES[self.info.dtype]).view(self.info.shape)
+
+    def sample(self, device: torch.device) -> Tensor:
+        return self.bind([any_bytes(self.info.nbytes, device)])
+
+    def to(self, device: torch.device | str) -> PlainWeight:
+        return self
+
+
+class PlainFormat(WeightFormat):
+    """Asked last; refuses what is in a form that nobody reads."""
+
+    names = tuple(FLOAT_DTYPES)
+    plan_forms = tuple(PLAN_DTYPES)
+
+    def recognises(self, group: TensorGroup) -> bool:
+        return True
+
+    def read(self, group: TensorGroup) -> StoredWeight:
+        info = group.weight
+        _refuse_foreign(group.name, info)
+        if len(group.parts) > 1:
+            unknown = next(part for part in group.parts if part)
+            group.refuse(info, f"has a companion {show(unknown)} of an unknown format; {REMEDY}")
+        if info.dtype not in FLOAT_DTYPES:
+            group.refuse(
+                info, f"is {info.dtype} without what bitsandbytes stores beside it: a format that is not read; {REMEDY}"
+            )
+        return PlainWeight(group.name, info)
+
+    def plan_form(self, config: Mapping[str, Any]) -> str | None:
+        dtype = config.get("torch_dtype") or config.get("dtype")
+        return {"float16": "fp16", "float32": "fp32"}.get(str(dtype), "bf16")
+
+    def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> PlainWeight:
+        return PlainWeight(name, allocate(name, PLAN_DTYPES.get(form, form), shape))
+
+
+def _refuse_foreign(key: str, info: TensorInfo) -> None:
+    method = "fp8" if info.dtype.startswith("F8_") else None
+    method = method or next((method for pattern, method in _FOREIGN if pattern.fullmatch(key)), None)
+    if method:
+        raise fault(info.path, f"tensor {show(key)} belongs to a checkpoint in {method}, which is not read; {REMEDY}")
