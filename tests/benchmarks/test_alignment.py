@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import alignment
+from benchmarks.drafts import alignment
 from offspec import Engine, SamplingParams, SpeculationParams
 
 from ..pair import Pair, build_pair

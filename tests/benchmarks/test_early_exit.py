@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.early_exit import Bench, FixedDepth, copy_of
-from benchmarks.replay import record
+from benchmarks.drafts.early_exit import Bench, FixedDepth, copy_of
+from benchmarks.scheduling.replay import record
 from offspec import Engine, SamplingParams
 from offspec.drafts.early_exit import EarlyExit
 

@@ -1,4 +1,4 @@
-"""What `benchmarks/joint.py` says of texts beside their likelihood, and that it says what it measured."""
+"""What `benchmarks/scheduling/joint.py` says of texts beside their likelihood, and that it says what it measured."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import joint
-from benchmarks.joint import Row, Text, repeated_share
+from benchmarks.scheduling import joint
+from benchmarks.scheduling.joint import Row, Text, repeated_share
 
 
 def test_what_was_there_before_is_counted() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.repetition import KINDS, recordings
-from benchmarks.scheduling import Bench
+from benchmarks.scheduling.repetition import KINDS, recordings
+from benchmarks.scheduling.schedulers import Bench
 from offspec import Engine, SpeculationParams
 
 

@@ -13,7 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, is_true, record, replay, walk
+from benchmarks.scheduling.replay import (
+    ClockedModel,
+    Costs,
+    Recording,
+    Replayed,
+    VirtualClock,
+    is_true,
+    record,
+    replay,
+    walk,
+)
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import Recall, RecallingText
 from offspec.model.decoder import CachedDecoder

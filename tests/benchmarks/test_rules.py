@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.rules import Outcome, Rule, block, decode, draw, token_level
+from benchmarks.scheduling.rules import Outcome, Rule, block, decode, draw, token_level
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import FloatArray

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks import specialise
+from benchmarks.drafts import specialise
 from offspec import Engine, SamplingParams, builtin
 
 

@@ -1,13 +1,13 @@
 """Tokens per pass on a domain while the draft learns it from the target (`--learn`), on texts that it does not learn from.
 
-    python benchmarks/alignment.py [--draft FOLDER] [--folder FOLDER --pattern '*.h'] [--temperature 0.6]
+    python -m benchmarks.drafts.alignment [--draft FOLDER] [--folder FOLDER --pattern '*.h'] [--temperature 0.6]
 
 Prompts are pieces of a folder's text files, by default the C headers of this Python; every fourth file is held out, and what
 is measured is what follows its pieces: by the draft alone, which only `--learn` changes; corrected by what is recalled of the
 target within these texts (`offspec.drafts.recall`); and with lookup besides. With --recurring it is the same prompts that are
 learnt from, with other seeds, as where requests come again. Their texts must be the same whatever was learnt. Times are those of
 this machine, and how much is learnt in them (`AlignmentParams.most_share`) depends on it a little. The last line is JSON.
-`benchmarks/specialise.py` makes a --model that knows a domain, which the built-in draft does not.
+`benchmarks/drafts/specialise.py` makes a --model that knows a domain, which the built-in draft does not.
 """
 
 from __future__ import annotations

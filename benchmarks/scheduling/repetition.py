@@ -13,8 +13,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from benchmarks.replay import Recording
 from offspec import Engine, SamplingParams
+
+from .replay import Recording
 
 MODULES = ("random", "shlex", "ftplib", "bdb", "getpass", "lzma", "pickle", "_compression")  # held out from the pair
 FEWEST_LINES, MOST_LINES = 15, 70

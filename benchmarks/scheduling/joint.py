@@ -1,6 +1,6 @@
 """Joint acceptance (MJSD) beside exact greedy verification: likelihood of the text under the target, and tokens per pass.
 
-    python benchmarks/joint.py [--model builtin] [--taus 0.01,0.05,0.1,0.2,0.4,0.7,1] [--beam 8] [--gamma 16] [--plot joint.svg]
+    python -m benchmarks.scheduling.joint [--model builtin] [--taus 0.01,0.05,0.1,0.2,0.4,0.7,1] [--beam 8] [--gamma 16] [--plot joint.svg]
 
 Held-out prompts, all texts equally long. Exact verification has the same draft and a tree of as many nodes. `searched` is
 joint decoding with the target as its own draft: what a beam search of the target itself would say, block by block, which is

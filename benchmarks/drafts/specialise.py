@@ -1,6 +1,6 @@
-"""A target that knows a domain: a copy of a model, trained further on a folder's texts, for `benchmarks/alignment.py`.
+"""A target that knows a domain: a copy of a model, trained further on a folder's texts, for `benchmarks/drafts/alignment.py`.
 
-    python -m benchmarks.specialise OUT --folder /usr/include/linux --pattern '*.h' [--minutes 20 | --steps N]
+    python -m benchmarks.drafts.specialise OUT --folder /usr/include/linux --pattern '*.h' [--minutes 20 | --steps N]
 
 What `--learn` is for is a draft that was made for other texts than its target. The built-in pair was trained on the same ones and
 neither knows any other, so this makes the case: the target alone goes on with next-token loss (AdamW, windows of 512 tokens), on the files
@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from benchmarks.alignment import split
 from offspec import builtin
+
+from .alignment import split
 
 WINDOW = 512
 ROWS = 16  # windows a step

@@ -1,6 +1,6 @@
 """How much of an iteration the scheduler itself takes: everything that is neither the draft's forwards nor the target's.
 
-    python benchmarks/overhead.py [--model builtin] [--budgets 64,512] [--temperatures 0,1]
+    python -m benchmarks.scheduling.overhead [--model builtin] [--budgets 64,512] [--temperatures 0,1]
 
 What runs inside `CachedDecoder` and `RecallingText` (scoring, logits, corrected, keeping entries) counts as the models', all the rest of an iteration as the
 scheduler's: choosing what to expand, trees and masks, the walk, calibration, text. Of this, `vocabulary` is what is computed

@@ -1,7 +1,7 @@
 """Schedulers side by side on the held-out prompts: tokens per pass, and tokens/s by a cost model.
 
-    python -m benchmarks.scheduling [--prompts 12] [--tokens 96] [--temperatures 0,0.6,1] [--budgets 16,64,256,1024]
-    python -m benchmarks.scheduling --texts edit --temperatures 0 --only 'ours, lookup'
+    python -m benchmarks.scheduling.schedulers [--prompts 12] [--tokens 96] [--temperatures 0,0.6,1] [--budgets 16,64,256,1024]
+    python -m benchmarks.scheduling.schedulers --texts edit --temperatures 0 --only 'ours, lookup'
 
 The target's texts are recorded once (plain decoding) and every drafter is judged along them, so the same tokens are
 guessed by all. Time is counted on a virtual clock, by one of two cost models:
@@ -23,8 +23,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import repetition, rules
-from benchmarks.replay import ClockedHindsight, ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import Recall, RecallingText
 from offspec.model.decoder import CachedDecoder, random_decoder
@@ -34,6 +32,9 @@ from offspec.scheduler.draft import Drafter, ModelDrafter
 from offspec.scheduler.lookup import Guesser, PromptLookup, match_reliability
 from offspec.scheduler.recycling import TokenRecycling
 from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
+
+from . import repetition, rules
+from .replay import ClockedHindsight, ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
 
 COSTS = {
     "card": Costs(),

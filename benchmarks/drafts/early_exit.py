@@ -1,7 +1,7 @@
 """What an exit layer's training brings, and whether Thompson sampling stops its drafting where it should.
 
     offspec distill builtin --exit-layer 2 --out build/exit2.safetensors
-    python -m benchmarks.early_exit build/exit2.safetensors [--prompts 12] [--tokens 64] [--temperatures 0,1]
+    python -m benchmarks.drafts.early_exit build/exit2.safetensors [--prompts 12] [--tokens 64] [--temperatures 0,1]
 
 The target's texts on the held-out prompts are recorded once (plain decoding), and the target's first layers with an exit
 layer are walked along them. First table: tokens per pass with the trained exit layer and with an untrained one, the copy
@@ -27,7 +27,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from benchmarks.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
+from benchmarks.scheduling.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.early_exit import EarlyExit, SharedDraft, Trunk
 from offspec.engine import Prompt
