@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import card
-from benchmarks.card import JOBS, Bench, Grown, pack_plainly, tell, verdicts
+from benchmarks.card import parts
+from benchmarks.card.__main__ import main
+from benchmarks.card.bench import Bench
+from benchmarks.card.jobs import JOBS
+from benchmarks.card.models import Grown, pack_plainly
+from benchmarks.card.report import tell, verdicts
 from offspec import builtin
 from offspec.loaders.formats.four_bit import Layout4bit, Matrix4bit, dequantize_reference, pack_4bit
 
@@ -22,7 +26,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("card")
-    card.main([str(made), "--device", "cpu", "--shape", "tiny", "--minutes", "600"])
+    main([str(made), "--device", "cpu", "--shape", "tiny", "--minutes", "600"])
     return made
 
 
@@ -82,13 +86,13 @@ def test_what_is_there_is_not_done_again(
 ) -> None:
     lines = (folder / "results.jsonl").read_text()
     (folder / "results.jsonl").write_text(lines + '{"part": "cut o')  # as a run that was killed leaves it
-    card.main([str(folder), "--device", "cpu", "--shape", "tiny", "--minutes", "600"])
+    main([str(folder), "--device", "cpu", "--shape", "tiny", "--minutes", "600"])
     assert (folder / "results.jsonl").read_text() == lines + '{"part": "cut o\n'
     assert capsys.readouterr().out.strip() == tell(results).strip()
 
 
 def test_without_time_nothing_is_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    card.main([str(tmp_path), "--device", "cpu", "--shape", "tiny", "--minutes", "0"])
+    main([str(tmp_path), "--device", "cpu", "--shape", "tiny", "--minutes", "0"])
     assert not (tmp_path / "results.jsonl").exists()
     assert capsys.readouterr().err.count("no time left") == 8
 
@@ -100,15 +104,15 @@ def test_a_part_that_fails_is_told_and_done_again(
         yield {"card": "half of it"}
         raise RuntimeError("no such device\nand more")
 
-    parts = {"machine": fail, "exact": lambda: iter([{"texts_equal": False}])}
-    monkeypatch.setattr(card, "parts_of", lambda bench, names: parts)
-    results = card.run(Bench(tmp_path, CPU), ["tiny"], minutes=600)
+    measured = {"machine": fail, "exact": lambda: iter([{"texts_equal": False}])}
+    monkeypatch.setattr(parts, "parts_of", lambda bench, names: measured)
+    results = parts.run(Bench(tmp_path, CPU), ["tiny"], minutes=600)
     assert "machine: failed: no such device" in tell(results)
     assert "half of it" in tell(results)
     assert not results["machine"]["is_done"]
     assert verdicts(results) == ["NO   exact: fp32 text is the CPU's"]
-    parts["machine"], parts["exact"] = lambda: iter([{"torch": "2"}]), fail  # what was done is not asked again
-    results = card.run(Bench(tmp_path, CPU), ["tiny"], minutes=600)
+    measured["machine"], measured["exact"] = lambda: iter([{"torch": "2"}]), fail  # what was done is not asked again
+    results = parts.run(Bench(tmp_path, CPU), ["tiny"], minutes=600)
     assert results["machine"]["figures"] == {"torch": "2"}
     assert results["exact"]["is_done"]
     capsys.readouterr()
@@ -128,10 +132,10 @@ def test_what_ended_the_process_comes_last(
         begun.append("exact")
         yield {"texts_equal": True}
 
-    monkeypatch.setattr(card, "parts_of", lambda bench, names: {"machine": die, "exact": live})
+    monkeypatch.setattr(parts, "parts_of", lambda bench, names: {"machine": die, "exact": live})
     for _ in range(2):
         with pytest.raises(SystemExit):
-            card.run(Bench(tmp_path, CPU), ["tiny"], minutes=600)
+            parts.run(Bench(tmp_path, CPU), ["tiny"], minutes=600)
     assert begun == ["machine", "exact", "machine"]
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert "the process ended in it" in {line["part"]: line for line in lines}["machine"]["error"]
@@ -150,7 +154,7 @@ def test_no_card_is_one_line() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(SystemExit, match="Error: --device cuda:0: this machine has 0 CUDA devices"):
-        card.main(["unused"])
+        main(["unused"])
 
 
 def test_layers_that_say_nothing_share_a_file(folder: Path) -> None:
@@ -170,9 +174,9 @@ def test_packing_without_bitsandbytes() -> None:
     for suffix in (".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"):
         assert torch.equal(ours[suffix], theirs[suffix])
     layout, found = Layout4bit((96, 128), "nf4", 64), list[torch.Tensor]()
-    for parts in (ours, theirs):
+    for packing in (ours, theirs):
         out = torch.empty(96 * 128)
-        packed = Matrix4bit(layout, parts[""][:, 0], parts[".absmax"])
+        packed = Matrix4bit(layout, packing[""][:, 0], packing[".absmax"])
         dequantize_reference(packed.codes, packed.absmax, layout, out)
         found.append((out - matrix.view(-1)).abs())
     assert (found[0] <= found[1] + 1e-6).all()  # never further from the matrix than bitsandbytes' own

@@ -1,0 +1,1 @@
+"""What a CUDA card makes of offspec: `python -m benchmarks.card --help`."""

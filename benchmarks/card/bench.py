@@ -1,0 +1,87 @@
+"""What the parts of a run share: the device, grown models, measured rates; and the part that says what machine this is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offspec import builtin
+from offspec.loaders.cuda import pin, release_memory, unpin
+from offspec.loaders.formats.process_state import has_bitsandbytes
+from offspec.loaders.hardware import Rates, read_gpu, read_memory
+from offspec.loaders.measure import measure_dequantise, measure_matmul, measure_memory
+from offspec.loaders.readers import HostBuffer
+
+from .jobs import JOBS, Figures
+from .link import link_bytes_per_s
+from .models import Grown
+
+CPU = torch.device("cpu")
+
+
+class Bench:
+    """One run: what it makes once, for all its parts."""
+
+    def __init__(self, folder: Path, device: torch.device, ram: int | None = None) -> None:
+        self.folder, self.device, self.ram = folder, device, ram
+        self._grown: dict[str, Grown] = {}
+        self._rates: Rates | None = None
+
+    def grown(self, name: str) -> tuple[Grown, Grown]:
+        """Target and draft of a job; those of one shape are made once."""
+        job, made = JOBS[name], list[Grown]()
+        for role, shape in (("target", job.target), ("draft", job.draft)):
+            key = f"{role}-{shape.hidden_size}x{shape.num_layers}-{shape.format}"
+            if key not in self._grown:
+                self._grown[key] = Grown.make(builtin.path(role), self.folder / key, shape, self.device)
+            made.append(self._grown[key])
+        return made[0], made[1]
+
+    def rates(self) -> Rates:
+        if self._rates is None:
+            device, dtype = self.device, torch.bfloat16
+            widths = (1, 64, 256, 1024) if device.type == "cuda" else (1, 16)
+            shape = (8192, 8192) if device.type == "cuda" else (512, 512)
+            dequantised = None
+            with suppress(Exception):
+                dequantised = measure_dequantise(device, dtype, shape=shape, seconds=0.3)
+            self._rates = Rates(
+                disk_bytes_per_s=link_bytes_per_s(CPU, 2**24, 0.1),
+                host_to_device_bytes_per_s=link_bytes_per_s(device, 2**28 if device.type == "cuda" else 2**24, 1.0),
+                memory_bytes_per_s=measure_memory(device, seconds=0.2),
+                matmul_flops=measure_matmul(device, dtype, widths, shape=shape, seconds=0.5),
+                dequantise_elements_per_s=dequantised,
+            )
+            release_memory(device)
+        return self._rates
+
+
+def machine(bench: Bench) -> Iterator[Figures]:
+    """The card, its link and its rates."""
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+    }
+    if has_bitsandbytes():
+        found["bitsandbytes"] = sys.modules["bitsandbytes"].__version__
+    if bench.device.type == "cuda":
+        gpu = read_gpu(bench.device)
+        found |= {"card": gpu.name, "total_bytes": gpu.total_bytes, "capability": gpu.capability}
+        buffer = HostBuffer(2**28)
+        if can_pin := pin(buffer, bench.device):
+            unpin(buffer, bench.device)
+        found["can_pin"] = can_pin
+    rates = bench.rates()
+    yield found | {
+        "ram_bytes": read_memory().available_bytes,
+        "link_bytes_per_s": rates.host_to_device_bytes_per_s,
+        "memory_bytes_per_s": rates.memory_bytes_per_s,
+        "matmul_flops": dict(rates.matmul_flops),
+        "dequantise_elements_per_s": rates.dequantise_elements_per_s,
+    }

@@ -1,0 +1,58 @@
+"""Plans for the memory that a card of some size leaves, and without any layer that stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import psutil
+import torch
+
+from offspec.checkpoints.opening import ModelFiles
+from offspec.loaders.gpus import CONTEXT_BYTES, USABLE_SHARE
+from offspec.loaders.hardware import read_memory
+from offspec.loaders.placement import Limits
+from offspec.loaders.units import GIB
+from offspec.planning.plan import MemoryOptions, Plan, make_plan, with_more
+
+from .jobs import CONTEXT, Job
+
+ENDLESS = 2**45  # bytes
+
+
+def plan_within(
+    job: Job, cap: int | None, target: ModelFiles, draft: ModelFiles, device: torch.device, ram: int | None = None
+) -> Plan:
+    """In what a card of `cap` GiB leaves to torch, and in `ram` bytes or what is free; None: with half of the layers staying,
+    wherever they are computed.
+    """
+    if cap is not None:
+        ram = (
+            ram or read_memory().available_bytes + psutil.Process().memory_info().rss
+        )  # what is held is planned for, too
+        usable = int(cap * GIB * USABLE_SHARE) - CONTEXT_BYTES - job.vocabulary_bytes(target, draft)
+        return plan_for(target, draft, Limits(usable, ram))
+    plan = plan_for(target, draft, Limits(None if device.type == "cpu" else ENDLESS, ENDLESS))
+    p, step = plan.placement, max(layer.slot_bytes for layer in plan.layers)
+    if p.limits.device is None:
+        tighten = partial(with_more, target=target, draft=draft, ram=-step)
+        plan = with_more(plan, target, draft, ram=p.ram_bytes - ENDLESS)
+    else:
+        tighten = partial(with_more, target=target, draft=draft, vram=-step)
+        plan = with_more(plan, target, draft, vram=p.device_bytes - ENDLESS)
+    while 2 * len(plan.placement.resident) > job.target.num_layers:
+        plan = tighten(plan)
+    return plan
+
+
+def plan_for(target: ModelFiles, draft: ModelFiles | None, limits: Limits) -> Plan:
+    return make_plan(target, draft, limits, MemoryOptions(context=CONTEXT), psutil.Process().memory_info().rss)
+
+
+def without_residents(plan: Plan) -> Plan:
+    """Every layer is streamed in every pass."""
+    p = plan.placement
+    everything = tuple(range(len(plan.layers)))
+    in_ram, on_disk = ((), everything) if p.limits.device is None else (everything, ())
+    placement = replace(p, resident=(), in_ram=in_ram, on_disk=on_disk, num_slots=max(2, p.num_slots))
+    return replace(plan, placement=placement, stream_bytes=sum(layer.read_bytes for layer in plan.layers))

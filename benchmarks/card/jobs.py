@@ -1,0 +1,52 @@
+"""What is run: shapes of targets and drafts, the memory they get, and how much of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.grow import SHAPES, Shape
+from offspec.checkpoints.opening import ModelFiles
+
+CONTEXT = 1024
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A target's shape and its draft's, memory to run it in (GiB of a card; None: half of the layers stay), and how much is run.
+
+    widths: tokens of a timed pass, the last one of text included. vocabulary: tokens of the pair that it stands for: what its
+    matrices would take beyond the grown ones' is left free.
+    """
+
+    target: Shape
+    draft: Shape
+    caps: tuple[int | None, ...]
+    widths: tuple[int, ...] = (1, 64, 256, 512, 1024)
+    repeats: int = 5
+    num_prompts: int = 4
+    num_tokens: int = 64
+    num_plain_tokens: int = 8
+    vocabulary: int = 0
+
+    def vocabulary_bytes(self, target: ModelFiles, draft: ModelFiles) -> int:
+        """Of the target's head, and of the draft's, which is its embedding too."""
+        widths = target.config.hidden_size + draft.config.hidden_size
+        return 2 * widths * max(0, self.vocabulary - target.config.vocab_size)
+
+
+JOBS = {
+    "70b": Job(SHAPES["70b"], SHAPES["1b"], (24, 16, 12), vocabulary=128_256),  # Llama 3's
+    "7b": Job(SHAPES["7b"], SHAPES["1b"], (12, 16, 24)),  # whose shape has a layer for a larger vocabulary
+    "tiny": Job(
+        Shape(512, 800, 10, 16, 4, 128, format="nf4"),
+        Shape(128, 352, 3, 4, 2, 32),
+        (None,),
+        widths=(1, 16),
+        repeats=2,
+        num_prompts=1,
+        num_tokens=12,
+        num_plain_tokens=6,
+    ),
+}

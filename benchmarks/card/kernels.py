@@ -1,0 +1,134 @@
+"""Kernels of one round or pass: the draft's as CUDA graphs, a large vocabulary's, a tree's attention by two ways."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.grow import Shape
+from benchmarks.streaming import star
+from offspec import SpeculationParams, builtin
+from offspec.checkpoints.opening import ModelFiles
+from offspec.engine import load_decoder
+from offspec.loaders.checkpoint import read_config_json
+from offspec.loaders.tiers import TieredWeights
+from offspec.model.attention import attend
+from offspec.model.config import read_config
+from offspec.model.cuda_graphs import WIDTHS, TreeGraphs
+from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.planning.plan import all_resident
+from offspec.scheduler.draft import log_normalisers
+from offspec.scheduler.sampling import gumbel
+
+from .bench import Bench
+from .jobs import CONTEXT, JOBS, Figures
+from .timing import median_s, synchronize
+
+
+def draft_rounds(bench: Bench, name: str) -> Iterator[Figures]:
+    """A round of the draft: launched kernel by kernel, and as a CUDA graph; the built-in one, and as it was grown."""
+    _, grown = bench.grown(name)
+    files = ModelFiles.open(builtin.path("draft"), "bf16", bench.device.type, [])
+    small = load_decoder(files, all_resident(files), bench.device)
+    weights = TieredWeights(
+        grown.files.stored, all_resident(grown.files), dtype=torch.bfloat16, device=bench.device, reader=grown.reader
+    )
+    big = Decoder(grown.files.config, weights, dtype=torch.bfloat16, device=bench.device)
+    found: dict[str, Any] = {}
+    for kind, decoder in (("builtin", small), ("grown", big)):
+        graphs, found[kind] = TreeGraphs(decoder, CONTEXT), {}
+        for way, text in (("eager", CachedDecoder(decoder, CONTEXT)), ("graph", graphs.text(CONTEXT))):
+            text.score(list(range(5, 133)), *star(0))
+            found[kind][way] = {width: round_s(text, width) for width in WIDTHS}
+        found[kind]["graph_over_eager"] = {
+            width: found[kind]["graph"][width] / found[kind]["eager"][width] for width in WIDTHS
+        }
+        graphs.close()
+        decoder.weights.close()
+    yield found
+
+
+def round_s(text: CachedDecoder, width: int) -> float:
+    """Median seconds of a draft's round over `width` nodes, its logits waited for."""
+    return median_s(partial(text.score, [], *star(width)), text.synchronize, after=partial(text.keep, []))
+
+
+def vocabulary(bench: Bench, name: str) -> Iterator[Figures]:
+    """What a large vocabulary costs a round of WIDTHS[-1] rows at temperature 1, which the grown pair's small one does not show."""
+    job, rows = JOBS[name], WIDTHS[-1]
+    size = job.vocabulary or builtin_vocabulary()
+    wait = partial(synchronize, bench.device)
+    logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(0)).to(bench.device)
+    states, head = (
+        torch.ones(n, job.target.hidden_size, dtype=torch.bfloat16, device=bench.device) for n in (rows, size)
+    )
+    positions = count()
+    yield {
+        "vocabulary": size,
+        "rows": rows,
+        "noise_s_per_position": median_s(lambda: gumbel(0, next(positions), size, bench.device), wait),
+        "normalisers_s": median_s(lambda: log_normalisers(logits), wait),
+        "best_s": median_s(lambda: logits.topk(SpeculationParams.children), wait),
+        "target_head_s": median_s(lambda: F.linear(states, head), wait),
+    }
+
+
+def builtin_vocabulary() -> int:
+    return read_config(read_config_json(builtin.path("target"))).vocab_size
+
+
+def attention(bench: Bench, name: str) -> Iterator[Figures]:
+    """One layer's attention of a tree, as it is computed and as FlexAttention, whose mask is made anew as in each pass."""
+    found, sizes = Figures(), ((CONTEXT, 64), (CONTEXT, 512), (4 * CONTEXT, 512))
+    for num_keys, num_nodes in sizes if bench.device.type == "cuda" else ((64, 8),):
+        found[f"{num_nodes} nodes, {num_keys} keys"] = _attention_of(bench, JOBS[name].target, num_nodes, num_keys)
+        yield found
+
+
+def _attention_of(bench: Bench, shape: Shape, num_nodes: int, num_keys: int) -> dict[str, Any]:
+    generator, kv = torch.Generator().manual_seed(0), (shape.num_kv_heads, num_keys + num_nodes)
+    queries, keys, values = (
+        torch.randn(*rows, shape.head_dim, generator=generator).to(bench.device, torch.bfloat16)
+        for rows in ((num_nodes, shape.num_heads), kv, kv)
+    )
+    mask = torch.ones(num_nodes, num_keys + num_nodes, dtype=torch.bool, device=bench.device)
+    mask[:, num_keys:] = torch.eye(num_nodes, dtype=torch.bool, device=bench.device)
+    sdpa, wait = partial(attend, queries, keys, values, mask), partial(synchronize, bench.device)
+    found: dict[str, Any] = {"sdpa_s": median_s(sdpa, wait)}
+    began = time.perf_counter()
+    try:
+        flex = flex_attention_over(queries, keys, values, mask)
+        apart = (flex().float() - sdpa().float()).abs().max().item()
+    except Exception as exc:  # noqa: BLE001 - it needs a compiler, which few machines have
+        return found | {"flex_error": (str(exc).splitlines() or [type(exc).__name__])[0]}
+    found["flex_first_s"] = time.perf_counter() - began
+    return found | {"flex_s": median_s(flex, wait), "largest_difference": apart}
+
+
+def flex_attention_over(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Callable[[], Tensor]:
+    """`attend` by FlexAttention (2412.05496): compiled on a GPU, and everywhere with a block mask made of `mask` at each call."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compute = torch.compile(flex_attention, dynamic=False) if queries.device.type == "cuda" else flex_attention
+    q, k, v = queries.transpose(0, 1)[None], keys[None], values[None]
+
+    def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return mask[row, key]
+
+    def run() -> Tensor:
+        blocks = create_block_mask(sees, None, None, *mask.shape, device=mask.device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on a CPU that it is not compiled
+            out = compute(q, k, v, block_mask=blocks, enable_gqa=True)
+        assert isinstance(out, Tensor)
+        return out[0].transpose(0, 1)
+
+    return run

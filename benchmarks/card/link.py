@@ -1,0 +1,77 @@
+"""The link to the card: what copies reach on it, and how soon 64 KB arrive beside them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from offspec.loaders.cuda import pin, unpin
+from offspec.loaders.readers import HostBuffer
+from offspec.loaders.small_transfers import to_device
+
+from .jobs import Figures
+from .timing import median_s, synchronize, synchronize_stream
+
+if TYPE_CHECKING:
+    from .bench import Bench
+
+
+def link_bytes_per_s(device: torch.device, nbytes: int, seconds: float = 1.0) -> float:
+    """The ceiling: copies of `nbytes`, a layer's, from memory registered as a target's is, one after the other."""
+    sources = [HostBuffer(nbytes) for _ in range(2)]
+    for source in sources:
+        source.tensor.fill_(1)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    pinned = [source for source in sources if device.type == "cuda" and pin(source, device)]
+
+    def copied(count: int) -> float:
+        synchronize(device)
+        began = time.perf_counter()
+        for i in range(count):
+            target.copy_(sources[i % 2].tensor, non_blocking=True)
+        synchronize(device)
+        return time.perf_counter() - began
+
+    count = max(4, min(1000, int(seconds / max(copied(4) / 4, 1e-6) / 3)))
+    rate = count * nbytes / statistics.median(copied(count) for _ in range(3))
+    for source in pinned:
+        unpin(source, device)
+    return rate
+
+
+def small_copies(bench: Bench) -> Iterator[Figures]:
+    """How long 64 KB take to the device, alone and while layers are copied, by the small_transfers and by a copy."""
+    values = torch.zeros(2**16, dtype=torch.uint8, pin_memory=bench.device.type == "cuda")
+    out, wait = torch.empty_like(values, device=bench.device), partial(synchronize_stream, bench.device)
+    ways = {
+        "small_transfers": lambda: to_device(values, bench.device),
+        "copy": lambda: out.copy_(values, non_blocking=True),
+    }
+    found = {f"{way}_s": median_s(send, wait) for way, send in ways.items()}
+    for way, send in ways.items():
+        with copying(bench.device):
+            found[f"{way}_beside_layers_s"] = median_s(send, wait, 1, warm_ups=0)
+    yield found
+
+
+@contextmanager
+def copying(device: torch.device, num_copies: int = 40) -> Iterator[None]:
+    """While layers are on their way to the device: copies of 256 MiB, all of them queued, and waited for at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    source = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
+    out, stream = torch.empty_like(source, device=device), torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        for _ in range(num_copies):
+            out.copy_(source, non_blocking=True)
+    try:
+        yield
+    finally:
+        stream.synchronize()

@@ -1,0 +1,141 @@
+"""Seconds of passes against the link and the arithmetic within one card's memory, and what texts come to there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.streaming import OneLayer, star
+from offspec import SpeculationParams
+from offspec.checkpoints.opening import ModelFiles
+from offspec.errors import UsageError
+from offspec.loaders.formats.process_state import FUSED_ROWS
+from offspec.loaders.gpus import find_gpu
+from offspec.loaders.hardware import Rates
+from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.planning.plan import Plan
+from offspec.scheduler.params import MAX_NODES
+
+from .bench import Bench
+from .grants import plan_within, without_residents
+from .jobs import CONTEXT, JOBS, Figures, Job
+from .link import link_bytes_per_s
+from .running import loaded
+from .texts import said, texts_of
+from .timing import median_s
+
+TRANSLATED_TO = "rtx4090"  # the card of the figures that are published
+TOKENS_PER_PASS = 12  # what is assumed for them
+
+
+def passes(bench: Bench, name: str, cap: int | None) -> Iterator[Figures]:
+    """Seconds of passes against link and arithmetic, then texts, within the memory of one card."""
+    job, (target, draft) = JOBS[name], bench.grown(name)
+    plan = plan_within(job, cap, target.files, draft.files, bench.device, bench.ram)
+    rates, found = bench.rates(), Figures()
+    link = link_bytes_per_s(bench.device, max(layer.slot_bytes for layer in plan.layers), 0.5)
+    with loaded(target, draft, plan, rates, bench.device, max(job.widths)) as running:
+        engine, plan = running.engine, running.plan
+        found |= _described(plan) | {"load_s": running.load_s, "notes": [note.text for note in running.notes]}
+        found["fused_rows"] = fused_widths(target.files, bench.device)
+        found["passes"] = _seconds_by_width(engine.target, plan, job, link)
+        found["peak_device_bytes"] = running.peak_bytes()
+        yield found
+        found["texts"] = texts_of(engine, job, is_brief=cap != job.caps[0])
+        found["peak_device_bytes"] = running.peak_bytes()
+        found["alloc_retries"] = alloc_retries(bench.device)
+    found["translation"] = translate(plan, found["texts"]["greedy"], rates)
+    yield found
+
+
+def baseline(bench: Bench, name: str, cap: int | None) -> Iterator[Figures]:
+    """As SpecExec does it, with our own code: nothing stays, nothing overlaps, its scores, a budget that is given."""
+    job, (target, draft) = JOBS[name], bench.grown(name)
+    ours = plan_within(job, cap, target.files, draft.files, bench.device, bench.ram)
+    p, plan = ours.placement, without_residents(ours)
+    if p.limits.device is not None and p.ram_bytes + len(p.resident) * p.slot_bytes > p.limits.ram:
+        raise UsageError("its layers do not all fit in RAM; give --ram more")
+    specexec = SpeculationParams(budget=256, scoring="specexec", lookup=False, recall=False, reuse=False, overlap=False)
+    with loaded(target, draft, plan, bench.rates(), bench.device, max(job.widths)) as running:
+        found = {
+            kind: said(running.engine, job, temperature, specexec, job.num_tokens // 2, max(1, job.num_prompts // 2))
+            for kind, temperature in (("greedy", 0.0), ("sampled", 1.0))
+        }
+    for figures in found.values():
+        del figures["token_ids"]
+    yield _described(plan) | {"texts": found}
+
+
+def _described(plan: Plan) -> dict[str, Any]:
+    p = plan.placement
+    return {
+        "granted_bytes": p.limits.ram if p.limits.device is None else p.limits.device,
+        "planned_bytes": p.ram_bytes if p.limits.device is None else p.device_bytes,
+        "num_resident": len(p.resident),
+        "num_on_disk": len(p.on_disk) if p.limits.device is not None else 0,
+        "num_layers": len(plan.layers),
+        "stream_bytes": plan.stream_bytes,
+    }
+
+
+def _seconds_by_width(decoder: Decoder, plan: Plan, job: Job, link: float) -> dict[int, Any]:
+    """Of each width: seconds, of the link alone, of the arithmetic alone, and how far the link was used."""
+    link_s = plan.stream_bytes / link
+    streamed, taken = plan.placement.streamed, {width: pass_s(decoder, width, job.repeats) for width in job.widths}
+    with decoder.weights.layer(streamed[0] if streamed else 0) as layer:  # one layer, over and over, nothing moved
+        alone = Decoder(decoder.config, OneLayer(decoder.weights, layer), dtype=decoder.dtype, device=decoder.device)
+        compute = {width: pass_s(alone, width, job.repeats) for width in job.widths}
+    return {
+        width: {
+            "seconds": seconds,
+            "link_s": link_s,
+            "compute_s": compute[width],
+            "over_bound": seconds / max(link_s, compute[width]),
+            "link_share": link_s / seconds,
+        }
+        for width, seconds in taken.items()
+    }
+
+
+def pass_s(decoder: Decoder, width: int, repeats: int) -> float:
+    """Median seconds of passes over one token of text and width - 1 nodes, one after the other; the first does not count."""
+    text = CachedDecoder(decoder, CONTEXT + MAX_NODES)  # what was planned for, whatever the width
+    text.score_rows(list(range(5, 21)), *star(0))[0]
+    one = partial(text.score_rows, [7], *star(width - 1))
+    return median_s(lambda: one()[0], text.synchronize, repeats, warm_ups=1, after=partial(text.keep, []))
+
+
+def alloc_retries(device: torch.device) -> int:
+    """How often torch had to give back its cache, and wait for the device, before it found room."""
+    return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0
+
+
+def fused_widths(files: ModelFiles, device: torch.device) -> dict[str, int]:
+    """Of each shape of 4-bit matrices: up to how many rows it is multiplied without being dequantised."""
+    packed = {w.shape for w in files.stored.layers[0].weights.values() if w.fused_kind is not None}
+    return {f"{n}x{k}": FUSED_ROWS.get((n, k), files.dtype, device) for n, k in sorted(packed)}
+
+
+def translate(plan: Plan, greedy: Mapping[str, Any], rates: Rates) -> dict[str, Any]:
+    """What this plan would come to on another card: its data sheet's link and arithmetic, drafts as slow as its memory.
+
+    Not a measurement. Drafting that a pass hides here is taken to be hidden there too, where a pass lasts longer.
+    """
+    card = find_gpu(TRANSLATED_TO)
+    there = card.rates()
+    assert there.memory_bytes_per_s is not None
+    slower = max(1.0, (rates.memory_bytes_per_s or there.memory_bytes_per_s) / there.memory_bytes_per_s)
+    pass_s = {width: plan.predict_pass_s(there, width) for width in (1, 64, 256, 512)}
+    iteration_s = pass_s[256] + slower * greedy["draft_s_per_pass"]
+    return {
+        "card": card.name,
+        "link_bytes_per_s": there.host_to_device_bytes_per_s,
+        "pass_s": pass_s,
+        "draft_s": slower * greedy["draft_s_per_pass"],
+        "tokens_per_s": greedy["tokens_per_pass"] / iteration_s,
+        f"tokens_per_s_at_{TOKENS_PER_PASS}": TOKENS_PER_PASS / iteration_s,
+        "plain_tokens_per_s": 1 / pass_s[1],
+    }

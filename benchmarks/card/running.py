@@ -1,0 +1,94 @@
+"""An engine of grown models, held to its plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.streaming import star
+from offspec import Engine
+from offspec.checkpoints.opening import Note
+from offspec.loaders.cuda import device_bytes, limit_memory, release_memory
+from offspec.loaders.hardware import Rates
+from offspec.loaders.tiers import TieredWeights
+from offspec.model.decoder import EMBEDDING, CachedDecoder, Decoder
+from offspec.planning.out_of_memory import Loading, with_fewer_residents
+from offspec.planning.plan import Plan, all_resident, settle_fused
+from offspec.scheduler.params import MAX_NODES
+from offspec.text.tokenizer import Tokenizer
+
+from .jobs import CONTEXT
+from .models import Grown
+
+
+@dataclass(frozen=True)
+class Running:
+    """An engine, the plan it was loaded for in the end, what was said about it, and the seconds that loading took."""
+
+    engine: Engine
+    plan: Plan
+    notes: list[Note]
+    load_s: float
+    held_bytes: int  # of the device before; what is granted is beyond that
+
+    def peak_bytes(self) -> int:
+        """The most of the device that torch held for it so far."""
+        return device_bytes(self.engine.target.device)[1] - self.held_bytes
+
+
+@contextmanager
+def loaded(
+    target: Grown, draft: Grown, plan: Plan, rates: Rates, device: torch.device, width: int
+) -> Iterator[Running]:
+    """An engine for `plan`, held to it by torch's allocator; for a leaner one where a pass of `width` finds it too little."""
+    release_memory(device)
+    held = device_bytes(device)[0]
+    if device.type == "cuda":
+        limit_memory(plan.placement.limits.device, device)
+    began, files, notes = time.perf_counter(), target.files, list[Note]()
+    settle_fused([files], device)
+
+    def load(plan: Plan) -> tuple[Decoder, Decoder]:
+        """Both models, and the largest pass there will be: if anything is scarce, it shows here."""
+        pair = (draft, all_resident(draft.files), None), (target, plan.placement, EMBEDDING)
+        guesser, decoder = (
+            Decoder(
+                grown.files.config,
+                TieredWeights(
+                    grown.files.stored,
+                    placement,
+                    dtype=files.dtype,
+                    device=device,
+                    embedding=embedding,
+                    reader=grown.reader,
+                ),
+                dtype=files.dtype,
+                device=device,
+            )
+            for grown, placement, embedding in pair
+        )
+        try:
+            CachedDecoder(decoder, CONTEXT + MAX_NODES).score_rows(list(range(5, 21)), *star(width - 1))[0]
+        except BaseException:
+            decoder.weights.close()
+            raise
+        return decoder, guesser
+
+    leaner = partial(with_fewer_residents, target=files, draft=draft.files)
+    plan, (decoder, guesser) = Loading(load, leaner, device).within_memory(plan, notes)
+    tokenizer = Tokenizer.load(files.checkpoint.path)
+    engine = Engine(decoder, tokenizer, guesser, name="grown", draft_name="grown", max_context=plan.context)
+    engine.follow(plan, rates, rates.host_to_device_bytes_per_s)
+    try:
+        yield Running(engine, plan, notes, time.perf_counter() - began, held)
+    finally:
+        engine.close()
+        del engine, decoder, guesser
+        release_memory(device)
+        if device.type == "cuda":
+            limit_memory(None, device)

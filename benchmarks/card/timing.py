@@ -1,0 +1,40 @@
+"""Seconds of work on a device, waited for."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def median_s(
+    work: Callable[[], object],
+    wait: Callable[[], object],
+    repeats: int = 20,
+    *,
+    warm_ups: int = 3,
+    after: Callable[[], object] = lambda: None,
+) -> float:
+    """Median seconds of `work` up to the end of `wait`; what is done `after` it is not timed, the first ones do not count."""
+    seconds = []
+    for _ in range(warm_ups + repeats):
+        wait()
+        began = time.perf_counter()
+        work()
+        wait()
+        seconds.append(time.perf_counter() - began)
+        after()
+    return statistics.median(seconds[warm_ups:])
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def synchronize_stream(device: torch.device) -> None:
+    """Waits for the current stream alone."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
