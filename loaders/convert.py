@@ -95,6 +95,7 @@ def convert(
     _check_folders(folder, target)
     checkpoint = Checkpoint.open(folder)
     work = _Work(checkpoint, target, params)
+    work.companions()  # refused before hours of work
     with _claimed(target, _job(checkpoint, params)):
         finished = [shard for shard in work.shards if work.is_finished(shard)]
         rest = [shard for shard in work.shards if shard not in finished]
@@ -279,7 +280,7 @@ class _Work:
         tensors = {name: info for infos in headers.values() for name, info in infos.items()}
         if self._quantised:
             stored_weights(tensors)  # refused by our own reader, it would be worth nothing
-        for path in self._companions():
+        for path in self.companions():
             self._put(path.relative_to(self._checkpoint.path), _read_file(path))
         self._put("config.json", self._config())
         weight_map = {name: shard for shard, infos in headers.items() for name in infos}
@@ -293,9 +294,18 @@ class _Work:
             raise cannot_write(self._target, exc) from exc
         return nbytes
 
-    def _companions(self) -> list[Path]:
-        found = {path for pattern in COMPANIONS for path in self._checkpoint.path.glob(pattern)}
-        return sorted(path for path in found if path.is_file() and not path.name.endswith(PART_SUFFIX))
+    def companions(self) -> list[Path]:
+        """The files beside weights and config.json that belong to the source.
+
+        Raises CheckpointError for a link that leads out of it: a stranger's checkpoint could have any file copied so.
+        """
+        folder = self._checkpoint.path
+        found = sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()})
+        for path in (folder / "config.json", *found):
+            if not _belongs(path.resolve(), folder.resolve()):
+                what = f"is a link to {show(str(path.resolve()))}, outside of the checkpoint, and is not followed"
+                raise fault(path, f"{what}; put a copy in its place, or remove it")
+        return [path for path in found if not path.name.endswith(PART_SUFFIX)]
 
     def _put(self, name: str | Path, content: bytes) -> None:
         path = self._target / name
@@ -311,6 +321,12 @@ class _Work:
         dtypes = {self._checkpoint.tensors[name].dtype for name in self._quantised}
         config = self._checkpoint.config | {"quantization_config": self._packer.quantization_config(min(dtypes))}
         return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _belongs(file: Path, folder: Path) -> bool:
+    """Whether a file, all links followed, lies in a checkpoint's folder or among the blobs of the hub cache's model."""
+    blobs = folder.parent.parent / "blobs"  # cache/models--org--name/snapshots/revision
+    return file.is_relative_to(folder) or (folder.parent.name == "snapshots" and file.is_relative_to(blobs))
 
 
 def _refuse_quantised(checkpoint: Checkpoint) -> None:

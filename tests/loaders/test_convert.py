@@ -554,6 +554,38 @@ def test_a_target_that_is_taken(source: Path, tmp_path: Path, monkeypatch: pytes
     assert "elsewhere" in refusal(UsageError, Path("."), Path("target"))
 
 
+@pytest.mark.parametrize("name", ["LICENSE", "config.json", "additional_chat_templates/tools.jinja"])
+def test_a_link_out_of_the_source_is_not_followed(name: str, source: Path, tmp_path: Path, target: Path) -> None:
+    (secret := tmp_path / "secret").write_text('{"model_type": "toy", "key": "mine alone"}')
+    (source / name).unlink()
+    (source / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match=r"is a link to .*secret.*, outside of the checkpoint") as caught:
+        convert(source, target, KEEP)
+    assert str(source / name) in str(caught.value)
+    assert not target.exists()
+
+
+def test_a_folder_of_links_out_of_the_source_is_not_followed(source: Path, tmp_path: Path, target: Path) -> None:
+    shutil.move(source / "additional_chat_templates", tmp_path / "elsewhere")
+    (source / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="outside of the checkpoint"):
+        convert(source, target, KEEP)
+
+
+def test_links_within_the_source_and_into_the_hubs_blobs_are_followed(source: Path, tmp_path: Path) -> None:
+    (source / "NOTICE").symlink_to("LICENSE")
+    convert(source, tmp_path / "of folder", KEEP)
+    assert (tmp_path / "of folder" / "NOTICE").read_text() == "terms"
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "123"
+    shutil.copytree(source, snapshot)
+    blobs.mkdir()
+    for name in ("LICENSE", "config.json", "tokenizer.json"):
+        shutil.move(snapshot / name, blobs / name)
+        (snapshot / name).symlink_to(Path("..", "..", "blobs", name))
+    convert(snapshot, tmp_path / "of hub", KEEP)
+    assert (tmp_path / "of hub" / "LICENSE").read_text() == "terms"
+
+
 def test_a_target_that_cannot_be_written(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*args: object, **more: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
