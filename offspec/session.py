@@ -290,6 +290,8 @@ class Saved:
 
 def read_saved(path: Path) -> Saved:
     """Read what `Session.save` wrote. Raises UsageError for anything else."""
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe or a device may never end
+        raise UsageError(f"{path} cannot be read: it is no regular file; give a file that /save wrote")
     try:
         content = parse_json(read_small_file(path))
     except OSError as exc:

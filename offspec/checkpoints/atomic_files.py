@@ -6,6 +6,7 @@ Knows nothing of what is in them.
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,15 +19,22 @@ from ..errors import StorageError, UsageError
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put `content` where `path` is, all of it or nothing: a file beside it is written and renamed. Raises StorageError."""
+    """Put `content` where `path` is, all of it or nothing: a file beside it is written and renamed. Raises StorageError.
+
+    A link stays, and the file that it leads to is written. A file that is there keeps its mode, a new one is the user's alone.
+    """
+    _check_kind(path)
+    target = Path(os.path.realpath(path))
     try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with open(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(name, path)
+            if target.exists():
+                os.chmod(name, stat.S_IMODE(target.stat().st_mode))
+            os.replace(name, target)
         except BaseException:
             with suppress(OSError):
                 os.unlink(name)
@@ -37,12 +45,20 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def check_writable(path: Path) -> None:
     """Raises StorageError where `write_atomically` could not put a file at `path`; leaves nothing behind."""
-    if path.is_dir():
-        raise StorageError(f"{path} cannot be written: it is a folder; name a file in it")
+    _check_kind(path)
+    target = Path(os.path.realpath(path))
     try:
-        tempfile.TemporaryFile(dir=path.parent, prefix=f".{path.name}.").close()
+        tempfile.TemporaryFile(dir=target.parent, prefix=f".{target.name}.").close()
     except OSError as exc:
         raise StorageError(f"{path} cannot be written: {exc.strerror}; choose another file") from exc
+
+
+def _check_kind(path: Path) -> None:
+    """Renaming would put a file in the place of a device or a pipe."""
+    if os.path.isdir(path):
+        raise StorageError(f"{path} cannot be written: it is a folder; name a file in it")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise StorageError(f"{path} cannot be written: it is no regular file; choose another file")
 
 
 def lock(file: IO[Any], refusal: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.checkpoints.atomic_files import write_atomically
+from offspec.checkpoints.atomic_files import check_writable, write_atomically
 from offspec.errors import ContextLengthError, NumericalError, OffspecError, StorageError, TokenizerError, UsageError
 from offspec.session import Session, Turn, lasting_caches
 from offspec.text.tokenizer import Tokenizer
@@ -425,6 +426,36 @@ def test_writing_is_all_or_nothing(engine: Engine, tmp_path: Path, monkeypatch: 
     assert json.loads(file.read_text())["format"] == "offspec chat"
     if sys.platform != "win32":
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links and modes as POSIX has them")
+def test_a_link_stays_and_what_it_leads_to_keeps_its_mode(engine: Engine, tmp_path: Path) -> None:
+    session, link, file = Session(engine), tmp_path / "link.json", tmp_path / "notes" / "talk.json"
+    file.parent.mkdir()
+    link.symlink_to(Path("notes", "talk.json"))
+    session.save(link, {})  # what it leads to is not there yet
+    file.chmod(0o640)
+    session.save(link, {"stop": []})
+    assert link.is_symlink()
+    assert json.loads(file.read_text())["settings"] == {"stop": []}
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert sorted(tmp_path.rglob("*")) == [link, file.parent, file]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_pipes_and_devices_are_neither_read_nor_replaced(engine: Engine, tmp_path: Path) -> None:
+    session, pipe = Session(engine), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(UsageError, match="no regular file"):
+            session.load(path)
+        with pytest.raises(StorageError):
+            session.save(path, {})
+        with pytest.raises(StorageError, match="no regular file"):
+            write_atomically(path, b"x")
+        with pytest.raises(StorageError, match="no regular file"):
+            check_writable(path)
+    assert pipe.is_fifo()
 
 
 def test_only_our_own_files_are_overwritten(engine: Engine, tmp_path: Path) -> None:
