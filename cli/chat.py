@@ -16,13 +16,13 @@ from click.core import ParameterSource
 from offspec import SamplingParams, SpeculationParams
 from offspec.errors import OffspecError, UsageError
 
+from .learning import learning_kept
 from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquoted
 from .options import (
     MODEL,
     MODEL_HELP,
     OffspecCommand,
     check_draft,
-    learning_kept,
     learning_options,
     load_engine,
     loading_options,

@@ -1,16 +1,18 @@
 """The `offspec` program: finds the command, and turns every error into one line and an exit code.
 
-0 done; 1 a failure while running; 2 wrong usage; 130 Ctrl-C. Commands are imported only when they are called, so that
+0 done; 1 a failure while running; 2 wrong usage; 130 Ctrl-C; 143 and 129 SIGTERM and SIGHUP. Commands are imported only when they are called, so that
 `offspec --help` needs neither torch nor numpy.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
+from types import FrameType
 from typing import NoReturn
 
 import click
@@ -32,6 +34,7 @@ COMMANDS = {
     "config": "Show every setting and where it comes from.",
 }
 COMPLETION = "_OFFSPEC_COMPLETE"  # set by the shell's completion script (click)
+ENDING_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # besides Ctrl-C
 DONE, FAILURE, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -85,7 +88,17 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> NoReturn:
     """Entry point of the script and of `python -m offspec`."""
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:  # under nohup, SIGHUP is ignored
+            signal.signal(number, _leave)
     sys.exit(run(sys.argv[1:]))
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End as an exception does, so that what was learnt is written; what comes meanwhile changes nothing."""
+    for other in ENDING_SIGNALS:
+        signal.signal(other, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def run(args: list[str]) -> int:

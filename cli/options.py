@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +16,7 @@ from offspec import SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
 from offspec.checkpoints.small_files import MOST_TEXT_BYTES, read_small_file
 from offspec.errors import UsageError
 
+from .learning import learning_alone
 from .terminal import LoadingBar, is_watched
 
 if TYPE_CHECKING:
@@ -454,6 +454,8 @@ def _filter_options(function: F) -> F:
 
 def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> Engine:
     """`Engine.load` with `loading_options`, telling on stderr what was chosen and why (-v), or only what to act on."""
+    if loading.get("learn") and (file := loading.get("learn_file")) is not None:
+        click.get_current_context().with_resource(learning_alone(file))
     from offspec import Engine
 
     if quiet or not is_watched():
@@ -467,19 +469,6 @@ def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> En
         if verbose or (note.advice and not quiet):
             click.echo(f"offspec: {note.text}", err=True)
     return engine
-
-
-@contextmanager
-def learning_kept(engine: Engine, file: Path | None, *, quiet: bool) -> Generator[None, None, None]:
-    """Write what the draft learnt in the body to `file`, where it is to learn at all; also when the body is left by Ctrl-C."""
-    try:
-        yield
-    finally:
-        aligner = engine.aligner
-        if file is not None and aligner is not None and aligner.num_steps:
-            aligner.adapter.save(file)
-            if not quiet and is_watched():
-                click.echo(f"offspec: what the draft learnt in {aligner.num_steps} steps is in {file}", err=True)
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:

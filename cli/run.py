@@ -19,12 +19,12 @@ from click.core import ParameterSource
 from offspec import SamplingParams, SpeculationParams
 
 from .batch import EMPTY_PROMPT, Batch, Turns
+from .learning import learning_kept
 from .options import (
     MODEL,
     MODEL_HELP,
     OffspecCommand,
     check_draft,
-    learning_kept,
     learning_options,
     load_engine,
     loading_options,

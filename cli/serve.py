@@ -14,13 +14,13 @@ import click
 
 from offspec.errors import TokenizerError, UsageError
 
+from .learning import learning_kept
 from .options import (
     MODEL,
     MODEL_HELP,
     OffspecCommand,
     WholeNumber,
     check_draft,
-    learning_kept,
     learning_options,
     load_engine,
     loading_options,

@@ -75,10 +75,9 @@ def locked_name(path: Path, refusal: str) -> Iterator[None]:
     """
     name = path.with_name(f".{path.name}.lock")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         file = _opened_and_locked(name, refusal)
     except OSError as exc:
-        raise StorageError(f"{path} cannot be written: {exc.strerror}; choose another place") from exc
+        raise StorageError(f"{path} cannot be written: {exc.strerror}; choose another file") from exc
     with file:
         try:
             yield

@@ -14,6 +14,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def distill(
     out = out or default_file(files, exit_layer)
     work = out.with_name(f"{out.name}.work")
     shards = Shards(work, target, tokenizer, exit_layer, params, texts)  # texts are refused before a folder is made
-    with locked_name(work, f"another process is making {out}: wait until that one is done, or give another --out"):
+    with _locked(work, out):
         _open_work(work, files, exit_layer, params, texts, resume=resume)
         num_shards = shards.make(progress)
         module = ExitModule(target, exit_layer, exit_layer if params.init == "next" else target.config.num_layers - 1)
@@ -101,6 +102,21 @@ def distill(
         _remove_work(work)
     num_tokens = num_shards * SHARD_TEXTS * params.text_tokens
     return Distilled(out, exit_layer, num_tokens, params.steps, before, agreement)
+
+
+@contextmanager
+def _locked(work: Path, out: Path) -> Iterator[None]:
+    """Raises UsageError where another process works there."""
+    try:
+        work.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise _cannot_write(work, exc) from exc
+    with locked_name(work, f"another process is making {out}: wait until that one is done, or give another --out"):
+        yield
+
+
+def _cannot_write(work: Path, exc: OSError) -> StorageError:
+    return StorageError(f"{work} cannot be written: {exc.strerror}; choose another place with --out")
 
 
 def _open_work(
@@ -123,7 +139,7 @@ def _open_work(
         if found is None and any(part.name.startswith(("shard-", "step-")) for part in work.iterdir()):
             raise UsageError(f"{work} holds parts of a run, but not its settings: delete it")
     except OSError as exc:
-        raise StorageError(f"{work} cannot be written: {exc.strerror}; choose another place with --out") from exc
+        raise _cannot_write(work, exc) from exc
     if found is None:
         write_atomically(settings, said.encode())
 

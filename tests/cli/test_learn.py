@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offspec import Engine, Stats
+from offspec.checkpoints.atomic_files import write_atomically
+from offspec.errors import StorageError
 
 from ..pair import Pair, scale_weights, variant
-from .conftest import Offspec
+from .conftest import Offspec, finish, start
+
+needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP, and SIGTERM ends at once")
 
 pytestmark = pytest.mark.usefixtures("learning_takes_no_time")
 
@@ -78,6 +87,116 @@ def test_ctrl_c_keeps_what_was_learnt_before(
     assert offspec(*batch_args, "--learn", "--learn-file", file).code == 130
     monkeypatch.undo()
     assert answers(offspec, *batch_args, "--learn-file", file)
+
+
+@needs_signals
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_keeps_what_was_learnt_before(
+    name: str, batch_args: Sequence[object], prompts: Path, tmp_path: Path, offspec: Offspec
+) -> None:
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS * 500))
+    file, output, number = tmp_path / "learnt", tmp_path / "answers.jsonl", signal.Signals[name]
+    process = start(*batch_args, "--output", output, "--learn", "--learn-file", file)
+    while not output.exists() or not any(answer["stats"]["learn_steps"] for answer in whole_lines(output)):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    result = finish(process)
+    assert (result.code, result.out, result.err) == (128 + number, "", "")
+    (tmp_path / "one.jsonl").write_text('{"prompt": "hi"}')
+    assert answers(offspec, *batch_args, "--prompt-file", tmp_path / "one.jsonl", "--learn-file", file)
+    assert not file.with_name(".learnt.lock").exists()
+
+
+def whole_lines(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+@needs_signals
+def test_an_ignored_signal_stays_ignored(run_args: Sequence[object]) -> None:
+    """As nohup has it."""
+    main = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.argv = ['offspec', '--version']; "
+    main += (
+        "import offspec.cli.main as m\ntry: m.main()\nexcept SystemExit: print(signal.getsignal(signal.SIGHUP).name)"
+    )
+    shown = subprocess.run([sys.executable, "-c", main], capture_output=True, text=True, timeout=300, check=True)
+    assert shown.stdout.splitlines()[-1] == "SIG_IGN"
+
+
+def full(*wanted: Path) -> Callable[[Path, bytes], None]:
+    """`write_atomically` where the disk of some folders is full."""
+
+    def write(path: Path, content: bytes) -> None:
+        if any(path.is_relative_to(folder) for folder in wanted):
+            raise StorageError("no room") from OSError(28, "No space left on device")
+        write_atomically(path, content)
+
+    return write
+
+
+def test_a_full_disk_does_not_lose_what_was_learnt(
+    batch_args: Sequence[object], tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, home = tmp_path / "temporary", tmp_path / "home"
+    other.mkdir()
+    home.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(other))
+    monkeypatch.setattr(Path, "home", lambda: home)
+    file = tmp_path / "disk" / "learnt"
+    file.parent.mkdir()
+    for disks, place in (((file.parent,), other), ((file.parent, other), home)):
+        with monkeypatch.context() as patch:
+            patch.setattr("offspec.training.lora.write_atomically", full(*disks))
+            result = offspec(*batch_args, "--learn", "--learn-file", file)
+        (kept,) = place.glob("offspec-*/learnt")
+        assert result.code == 1
+        assert len(result.out.splitlines()) == len(PROMPTS)
+        (line,) = result.err.splitlines()
+        assert line.startswith(
+            f"Error: {file} cannot be written: No space left on device; what the draft learnt is in {kept}"
+        )
+        assert answers(offspec, *batch_args, "--learn-file", kept)
+    assert list(file.parent.iterdir()) == []
+    assert [folder for folder in other.iterdir() if not any(folder.iterdir())] == []
+
+
+def test_ctrl_c_while_it_is_written_does_not_lose_it(
+    batch_args: Sequence[object], tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, calls = tmp_path / "learnt", list[Path]()
+
+    def write(path: Path, content: bytes) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        write_atomically(path, content)
+
+    monkeypatch.setattr("offspec.training.lora.write_atomically", write)
+    assert offspec(*batch_args, "--learn", "--learn-file", file).code == 130
+    assert answers(offspec, *batch_args, "--learn-file", file)
+
+
+def test_two_do_not_learn_into_one_file(
+    batch_args: Sequence[object],
+    run_args: Sequence[object],
+    tmp_path: Path,
+    offspec: Offspec,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second is refused before a model is loaded; who only reads the file is not."""
+    file, link, load, refusals = tmp_path / "learnt", tmp_path / "link", Engine.load, list[str]()
+    answers(offspec, *batch_args, "--learn", "--learn-file", file)
+    link.symlink_to(file)
+
+    def loading(*args: Any, **more: Any) -> Engine:
+        refusals.append(finish(start(*run_args, "hi", "--learn", "--learn-file", link)).refusal(2))
+        assert finish(start(*run_args, "hi", "--learn-file", file)).code == 0
+        return load(*args, **more)
+
+    monkeypatch.setattr(Engine, "load", loading)
+    assert offspec(*batch_args, "--learn", "--learn-file", file).code == 0
+    assert "another process learns into" in refusals[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["learnt", "link", "prompts.jsonl"]
 
 
 def test_a_chat_learns_from_its_replies(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
