@@ -265,7 +265,7 @@ class Engine:
             self.tokenizer.check_length(prompt, self.max_context)
             ids = self.tokenizer.encode(prompt)
         elif _is_chat(prompt):
-            ids = self.tokenizer.encode_chat(prompt)
+            ids = self.tokenizer.encode_chat(prompt, self.max_context)
         elif _is_ids(prompt):
             ids = [index(token) for token in prompt]
         else:

@@ -1,7 +1,6 @@
 """Text to token ids and back, as the checkpoint's own files say: prompts, chat templates, streamed text, stop strings.
 
-The encoding itself is the `tokenizers` library's, the templates' language is jinja2's (sandboxed: a template is a
-stranger's program). Knows nothing of models, sampling or the terminal, nor how the folder came to this machine.
+The encoding itself is the `tokenizers` library's; chat templates are rendered by `chat_template`. Knows nothing of models, sampling or the terminal, nor how the folder came to this machine.
 """
 
 from __future__ import annotations
@@ -14,22 +13,17 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from offspec.loaders.checkpoint import show
 from offspec.loaders.small_files import MOST_JSON_BYTES, MOST_TOKENIZER_BYTES, parse_json, read_small_file
 
 from ..errors import ContextLengthError, OffspecError, TokenizerError, UsageError, VocabularyMismatchError
+from . import chat_template
 
 REPLACEMENT = "\ufffd"
 
@@ -165,23 +159,30 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The conversation as the checkpoint's template writes it; TokenizerError if there is none or it refuses."""
         self.check_chat_template()
+        variables = {
+            **self._settings.special_tokens,
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
         try:
-            return self._template.render(
-                self._settings.special_tokens,
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-            )
-        except Exception as exc:  # a template is a program: it can raise anything
+            return chat_template.render(str(self._settings.chat_template), variables)
+        except (TokenizerError, TypeError, ValueError) as exc:  # the latter from messages that are no JSON
             raise TokenizerError(
                 f"the chat template refuses the conversation: {_one_line(exc)} "
                 f"({self._settings.chat_template_file}): change the messages, or give plain text instead"
             ) from exc
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of the conversation up to where the answer begins; the template writes the special tokens itself."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], most_tokens: int | None = None) -> list[int]:
+        """Ids of the conversation up to where the answer begins; the template writes the special tokens itself.
+
+        Raises ContextLengthError for one that is far longer than `most_tokens`, before it is encoded.
+        """
+        text = self.render_chat(messages)
+        if most_tokens is not None:
+            self.check_length(text, most_tokens)
+        return self.encode(text, add_special_tokens=False)
 
     def stream(self, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> TextStream:
         """A fresh stream for one answer; UsageError if a stop string is empty."""
@@ -220,10 +221,6 @@ class Tokenizer:
         if decoder is None or decoder.decode(["<0x41>"]) != "A":
             return None
         return self._backend.token_to_id("<0x41>")
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        return _chat_environment().from_string(str(self._settings.chat_template))
 
 
 class TextStream:
@@ -564,46 +561,3 @@ def _first_open_stop(text: str, stops: tuple[str, ...]) -> int:
         if any(stop.startswith(text[at:]) for stop in stops):
             return at
     return len(text)
-
-
-# ---- chat templates --------------------------------------------------------------------------------------------------
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks answers for training; for rendering it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _chat_environment() -> ImmutableSandboxedEnvironment:
-    """What the templates on the Hub are written for: transformers' `utils/chat_template_utils.py`."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter writes <, >, & and ' as escapes for HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

@@ -247,6 +247,11 @@ def test_max_new_tokens_is_exact(limit: int, draft: str, engines: dict[str, Engi
     assert [step.finish_reason for step in found] == [None] * (len(found) - 1) + ["length"]
 
 
+def test_most_of_a_chat_far_too_long_is_not_encoded(engine: Engine) -> None:
+    with pytest.raises(ContextLengthError, match=f"characters has more than {CONTEXT} tokens"):
+        engine.encode([{"role": "user", "content": "the cat " * 100_000}])
+
+
 @pytest.mark.parametrize("num_free", [1, 2, 5])
 def test_the_context_fills_to_its_last_place(num_free: int, engines: dict[str, Engine]) -> None:
     prompt = [40] * (CONTEXT - num_free)

@@ -545,13 +545,6 @@ def test_a_template_that_fails_is_one_line_with_its_file(template: str, reason: 
     assert "give plain text instead" in str(caught.value)
 
 
-def test_the_template_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = chat_tokenizer(tmp_path, CHATML)
-    first = tokenizer.render_chat(CHAT)
-    monkeypatch.setattr("offspec.text.tokenizer._chat_environment", lambda: pytest.fail("compiled again"))
-    assert tokenizer.render_chat(CHAT) == first
-
-
 # ---- decoding and streaming ------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,132 @@
+"""Renders chat templates, in a process of its own: a template is a stranger's program, and not all of them end.
+
+jinja2's sandbox keeps a template from files and attributes, not from loops without end or texts of terabytes, and what it
+does in C code cannot be interrupted. So the system ends this process where a rendering takes too long or too much memory.
+Run by `chat_template.py`, as a script that knows nothing of offspec: requests come on standard input, answers leave on
+standard output, each as four bytes of length and that many of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import struct
+import sys
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, BinaryIO
+
+LENGTH = struct.Struct("<I")
+
+
+def main() -> None:
+    """Answer requests until there are no more. argv: where modules are found, as JSON, and the limits."""
+    path, deadline_s, most_bytes, most_characters = json.loads(sys.argv[1])
+    sys.path[:] = path
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    limit_memory(most_bytes)
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    while (request := receive(requests)) is not None:
+        limit_time(deadline_s)
+        answer = rendered(request, most_characters)
+        limit_time(0)
+        send(answers, answer)
+
+
+def limit_memory(most_bytes: int) -> None:
+    """Of this process's address space; what asks for more gets a MemoryError."""
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+
+
+def limit_time(seconds: float) -> None:
+    """From now on, after which the system ends this process (SIGALRM); 0 takes the limit back."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def receive(source: BinaryIO) -> Any:
+    """The next message, None at the end."""
+    head = source.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(head)
+    body = source.read(length)
+    return json.loads(body) if len(body) == length else None
+
+
+def send(sink: BinaryIO, message: Any) -> None:
+    body = json.dumps(message).encode("ascii")
+    sink.write(LENGTH.pack(len(body)) + body)
+    sink.flush()
+
+
+def rendered(request: dict[str, Any], most_characters: int) -> dict[str, str]:
+    """{"text": …}, or {"error": …} of one line. request: the template's source, and the variables that it is given."""
+    try:
+        text = template(request["source"]).render(request["variables"])
+        if len(text) > most_characters:
+            return {"error": f"it writes {len(text)} characters, and {most_characters} are allowed"}
+        return {"text": text}
+    except MemoryError:
+        return {"error": "it takes too much memory"}
+    except Exception as exc:  # noqa: BLE001 (a template is a program: it can raise anything)
+        return {"error": " ".join(str(exc)[:2000].split()) or type(exc).__name__}
+
+
+@lru_cache(maxsize=4)
+def template(source: str) -> Any:  # jinja2.Template; jinja2 is imported once sys.path is right
+    return environment().from_string(source)
+
+
+@lru_cache(maxsize=1)
+def environment() -> Any:  # jinja2.Environment
+    """What the templates on the Hub are written for: transformers' `utils/chat_template_utils.py`."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(Extension):
+        """`{% generation %}…{% endgeneration %}` marks answers for training; for rendering it is its content."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
+    )
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = _strftime_now
+    return made
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter writes <, >, & and ' as escapes for HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+if __name__ == "__main__":
+    main()
