@@ -44,6 +44,7 @@ from offspec.loaders.formats.four_bit import pack_4bit, quantization_config
 from offspec.loaders.params import ConvertParams
 from offspec.loaders.shards import Piece, write_shard
 from offspec.loaders.weights import LAYER_PREFIX
+from offspec.model.block import layer_shapes
 from offspec.model.config import ModelConfig, read_config
 
 SPREAD = 0.02  # standard deviation of weights that mean nothing, as models are initialised
@@ -97,7 +98,7 @@ def grow(
     _claim(target, {"config": config, "source_checksum": _checksum(small)})
     groups = [
         big.shared_shapes(),
-        *({f"{LAYER_PREFIX}{i}.{n}": s for n, s in big.layer_shapes().items()} for i in range(big.num_layers)),
+        *({f"{LAYER_PREFIX}{i}.{n}": s for n, s in layer_shapes(big).items()} for i in range(big.num_layers)),
     ]
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     wanted = range(len(groups)) if layers is None else [0, *(1 + layer for layer in layers)]

@@ -42,8 +42,10 @@ from offspec.loaders.records import Extent
 from offspec.loaders.tiers import TieredWeights
 from offspec.loaders.units import format_size, parse_size
 from offspec.loaders.weights import WeightSource
+from offspec.model.block import layer_shapes
 from offspec.model.config import read_config
-from offspec.model.decoder import EMBEDDING, CachedDecoder, Decoder
+from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.names import EMBEDDING
 from offspec.planning.plan import MemoryOptions, plan_here
 
 SHAPE = {
@@ -77,7 +79,7 @@ def make(folder: Path, num_layers: int) -> None:
     rng = np.random.default_rng(0)
     pool = torch.from_numpy(rng.standard_normal(2**26, dtype=np.float32) * 0.02).to(torch.bfloat16).view(torch.uint8)
     layers = [
-        {f"model.layers.{i}.{name}": shape for name, shape in config.layer_shapes().items()} for i in range(num_layers)
+        {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes(config).items()} for i in range(num_layers)
     ]
     index = {}
     for number, shapes in enumerate([config.shared_shapes(), *layers]):

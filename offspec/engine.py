@@ -46,7 +46,9 @@ from .drafts.early_exit import EarlyExit, shared_text
 from .drafts.recall import Recall, RecallingText
 from .errors import ContextLengthError, MemoryLimitError, UsageError
 from .model.cuda_graphs import TreeGraphs, is_static
-from .model.decoder import EMBEDDING, CachedDecoder, Decoder, RowLogits
+from .model.decoder import CachedDecoder, Decoder
+from .model.names import EMBEDDING
+from .model.row_logits import RowLogits
 from .model.text_caches import TextCaches
 from .planning.out_of_memory import Loading, first_line, with_fewer_residents
 from .planning.out_of_memory import explain as explain_shortage
@@ -62,6 +64,7 @@ from .planning.plan import (
     quick_rates,
     settle_fused,
 )
+from .process import disable_cudnn_attention, set_num_threads
 from .stats import Stats, peak_host_bytes
 from .text.lookup_files import open_index
 from .text.tokenizer import TextStream, Tokenizer
@@ -166,7 +169,7 @@ class Engine:
         if threads is not None:
             if threads < 1:
                 raise UsageError(f"threads must be at least 1, not {threads}")
-            torch.set_num_threads(threads)
+            set_num_threads(threads)
         notes: list[Note] = []
         place = choose_device(device, notes)
         # Headers and tokenizers of both first, so that what cannot work is refused before gigabytes are read.
@@ -629,6 +632,8 @@ def load_decoder(
 
     is_written: its weights will be written to (`--learn`), and have to lie as they are.
     """
+    if device.type == "cuda":
+        disable_cudnn_attention()
     weights = TieredWeights(
         model.stored,
         placement,

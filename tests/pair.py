@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from offspec.model.block import layer_shapes
 from offspec.model.config import read_config
-from offspec.model.decoder import LAYER_PREFIX
+from offspec.model.names import LAYER_PREFIX
 
 CONTEXT = 128
 VOCAB_SIZE = 320  # more than the tokenizer has: padding
@@ -125,7 +126,7 @@ def _random_weights(printable: list[int], raw: dict[str, Any]) -> dict[str, torc
     config = read_config(raw)
     shapes = dict(config.shared_shapes())
     for index in range(config.num_layers):
-        shapes |= {f"{LAYER_PREFIX}{index}.{name}": shape for name, shape in config.layer_shapes().items()}
+        shapes |= {f"{LAYER_PREFIX}{index}.{name}": shape for name, shape in layer_shapes(config).items()}
     weights = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)

@@ -16,7 +16,8 @@ from offspec.checkpoints.opening import Note
 from offspec.loaders.cuda import device_bytes, limit_memory, release_memory
 from offspec.loaders.hardware import Rates
 from offspec.loaders.tiers import TieredWeights
-from offspec.model.decoder import EMBEDDING, CachedDecoder, Decoder
+from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.names import EMBEDDING
 from offspec.planning.out_of_memory import Loading, with_fewer_residents
 from offspec.planning.plan import Plan, all_resident, settle_fused
 from offspec.scheduler.params import MAX_NODES

@@ -25,7 +25,8 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import RecallingText
-from offspec.model.decoder import CachedDecoder, RowLogits
+from offspec.model.decoder import CachedDecoder
+from offspec.model.row_logits import RowLogits
 from offspec.scheduler.draft import ModelDrafter
 
 

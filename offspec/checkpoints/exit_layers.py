@@ -21,6 +21,7 @@ from torch import Tensor
 from offspec.loaders.checkpoint import read_header, show
 
 from ..errors import CheckpointError, StorageError, UsageError
+from ..model.block import layer_shapes
 from ..model.config import ModelConfig
 from .opening import ModelFiles
 
@@ -95,7 +96,7 @@ class ExitFile:
                 "make one for it with offspec distill"
             )
         number = said.get("exit_layer", "")
-        if shapes != target.config.layer_shapes() or not (number.isdecimal() and len(number) < 10):
+        if shapes != layer_shapes(target.config) or not (number.isdecimal() and len(number) < 10):
             raise CheckpointError(f"exit layer {path} is damaged: its tensors are not those of a layer; make it anew")
         check_exit_layer(int(number), target.config)
         return cls(path, int(number), sum(torch.Size(shape).numel() for shape in shapes.values()))

@@ -13,13 +13,14 @@ from offspec.loaders.checkpoint import DTYPE_BYTES, TensorInfo
 from offspec.loaders.formats import StoredWeight, format_named
 from offspec.loaders.tiers import StoredLayer, StoredModel
 
+from ..model.block import layer_shapes
 from ..model.config import ModelConfig
-from ..model.decoder import LAYER_PREFIX
+from ..model.names import in_layer
 
 
 def stored_from_config(config: ModelConfig, form: str) -> StoredModel:
     """The weights of a model of this shape in the format `form` (of PLAN_FORMATS)."""
-    layers = [_Layer(form, config.layer_shapes()).weights(f"{LAYER_PREFIX}{i}.") for i in range(config.num_layers)]
+    layers = [_Layer(form, layer_shapes(config)).weights(in_layer(i, "")) for i in range(config.num_layers)]
     shared = _Layer(format_named(form).outside_layers or form, config.shared_shapes()).weights("")
     return StoredModel([StoredLayer(layer) for layer in layers], shared)
 

@@ -24,7 +24,8 @@ from ..errors import (
     VocabularyMismatchError,
 )
 from ..model.config import ModelConfig, read_config
-from ..model.decoder import EMBEDDING, LAYER_PREFIX, check_tensors, is_ignored, wanted_shapes
+from ..model.decoder import check_tensors, is_ignored, wanted_shapes
+from ..model.names import EMBEDDING, HEAD, LAYER_PREFIX
 from ..text.tokenizer import Tokenizer, check_vocabularies
 from .from_config import stored_from_config
 
@@ -113,7 +114,7 @@ def _config(path: Path, raw: dict[str, Any]) -> ModelConfig:
 
 def _has_another_head(checkpoint: Checkpoint) -> bool:
     """Whether there is a head that is not the embedding's copy; transformers (from 5 on) does not tie these, either."""
-    head, embedding = (checkpoint.tensors.get(name) for name in ("lm_head.weight", EMBEDDING))
+    head, embedding = (checkpoint.tensors.get(name) for name in (HEAD, EMBEDDING))
     if head is None or embedding is None:
         return False
     if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):

@@ -17,14 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import linear
 from offspec.loaders.small_transfers import to_device
 from offspec.loaders.weights import RamWeights
 from offspec.scheduler.params import MAX_NODES
 from offspec.scheduler.tree import ROOT
 
-from ..model.decoder import EMBEDDING, BoolArray, CachedDecoder, Decoder, IntArray, Rows, placed
+from ..model.block import PassRows
+from ..model.decoder import AfterLayer, BoolArray, CachedDecoder, Decoder, IntArray, placed
 from ..model.kv_cache import KVCache
+from ..model.names import FINAL_NORM
 
 ABSENT = -2  # in place of a row: the node is not in the trunk
 
@@ -38,16 +39,20 @@ class EarlyExit(Decoder):
         """layer: the exit layer's weights by their short names. dtype: of its arithmetic; None is the target's."""
         assert 1 <= num_first < target.config.num_layers
         config = replace(target.config, num_layers=1, windows=(target.config.windows[num_first],))
-        names = ("model.norm.weight", EMBEDDING if config.tied_head else "lm_head.weight")
+        names = (FINAL_NORM, config.head_name)
         weights = RamWeights([dict(layer)], {name: target.weights.shared(name) for name in names})
-        super().__init__(config, weights, dtype=dtype or target.dtype, device=target.device)
+        caches = target.make_layer_caches
+        super().__init__(config, weights, dtype=dtype or target.dtype, device=target.device, make_layer_caches=caches)
         self.num_first, self._head_dtype = num_first, target.dtype
 
-    def taught(self, layer: Mapping[str, Tensor], hidden: Tensor, rows: Rows) -> Tensor:
+    def head(self, states: Tensor) -> Tensor:
+        """As `Decoder.head`, in the target's dtype, whatever the layer is computed in."""
+        return super().head(states.to(self._head_dtype))
+
+    def taught(self, layer: Mapping[str, Tensor], hidden: Tensor, rows: PassRows) -> Tensor:
         """fp32 logits [T, vocab] of hidden states [T, hidden] with these weights for the layer, with gradients."""
-        hidden = self._layer(0, layer, hidden, rows, 0, len(hidden))
-        normed = self._rms_norm(hidden, self._norm.to(self.dtype))
-        return linear(normed.to(self._head_dtype), self._head).float()
+        hidden = self.blocks[0].forward(hidden, self.layer_weights(layer), rows, 0, len(hidden))
+        return self.head(self.normed(hidden))
 
 
 def shared_text(target: Decoder, exit_layer: EarlyExit, capacity: int = 0) -> tuple[SharedTarget, SharedDraft]:
@@ -69,7 +74,7 @@ class Trunk:
 
     def __init__(self, decoder: Decoder, num_layers: int) -> None:
         self.decoder, self.layers = decoder, range(num_layers)
-        self.cache = decoder.new_cache(num_layers)
+        self.cache = decoder.new_cache(self.layers)
         self.readers: list[KVCache] = []
         self.num_rows = 0
         self._hidden: list[Tensor] = []  # parts of [slots from _first on, hidden]
@@ -155,11 +160,24 @@ class SharedTarget(CachedDecoder):
     def __init__(self, trunk: Trunk) -> None:
         self.decoder, self._trunk = trunk.decoder, trunk
         self._layers = range(len(trunk.layers), trunk.decoder.config.num_layers)
-        self.cache = trunk.decoder.new_cache(len(self._layers))
+        self.cache = trunk.decoder.new_cache(self._layers)
         self._rows = np.empty(0, dtype=np.int64)  # of the tree that waits for its verdict, in the trunk
         trunk.readers.append(self.cache)
 
-    def _pass(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    @property
+    def observable_layers(self) -> range:
+        """From the trunk's last layer on: of those before it nothing is kept between the draft's pass and this one."""
+        return range(self._layers.start - 1, self._layers.stop)
+
+    @torch.inference_mode()
+    def _pass(
+        self,
+        chain: Sequence[int],
+        tokens: IntArray,
+        depths: IntArray,
+        mask: BoolArray,
+        after: AfterLayer | None = None,
+    ) -> Tensor:
         trunk = self._trunk
         rows = trunk.find(tokens, parents_of(mask))
         absent = np.flatnonzero(rows == ABSENT)
@@ -173,7 +191,9 @@ class SharedTarget(CachedDecoder):
         hidden = trunk.hidden([*range(self.length, base), *(base + rows).tolist()])  # the chain is never empty
         positions, tree_mask = placed(self.cache, len(chain), depths, mask)
         rest = self.decoder.rows(positions, self.cache, tree_mask, first_layer=self._layers.start)
-        hidden = self.decoder.through(hidden, rest, self._layers)
+        if after is not None:
+            after(self._layers.start - 1, hidden)
+        hidden = self.decoder.through(hidden, rest, self._layers, after)
         self.cache.append(len(chain), len(tokens))
         self._rows = rows
         return hidden
@@ -201,7 +221,15 @@ class SharedDraft(CachedDecoder):
         super().reserve(capacity)
         self._trunk.cache.reserve(capacity + MAX_NODES)
 
-    def _pass(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    @torch.inference_mode()
+    def _pass(
+        self,
+        chain: Sequence[int],
+        tokens: IntArray,
+        depths: IntArray,
+        mask: BoolArray,
+        after: AfterLayer | None = None,
+    ) -> Tensor:
         trunk, start = self._trunk, self.cache.size
         known = (
             trunk.cache.length - self.length
@@ -209,7 +237,7 @@ class SharedDraft(CachedDecoder):
         trunk.advance(chain[known:], tokens, depths, mask)
         hidden = trunk.hidden(range(start, trunk.cache.size))
         positions, tree_mask = placed(self.cache, len(chain), depths, mask)
-        hidden = self.decoder.through(hidden, self.decoder.rows(positions, self.cache, tree_mask))
+        hidden = self.decoder.through(hidden, self.decoder.rows(positions, self.cache, tree_mask), after=after)
         self.cache.append(len(chain), len(tokens))
         return hidden
 

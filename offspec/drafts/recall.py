@@ -27,7 +27,8 @@ from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.verify import Logits
 
 from ..model.config import ModelConfig
-from ..model.decoder import BoolArray, CachedDecoder, Decoder, IntArray, RowLogits
+from ..model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
+from ..model.row_logits import RowLogits
 
 SIZE = 1024  # places that are kept
 MOST_NODES = 256  # of one tree, so that a large one leaves something of those before it

@@ -17,7 +17,8 @@ from torch import Tensor
 class Visibility:
     """Who sees whom in one pass.
 
-    start: slot of the pass's first row. positions [T]: absolute positions of the rows. key_positions [>= start + T]: those of all slots.
+    start: slot of the pass's first row. positions [T]: absolute positions of the rows.
+    key_positions [>= start + T]: those of all slots.
     tree_mask: bool [R, P + R] over the pending region (P entries before the pass, then its R tree rows); the last R
     rows of the pass are its nodes. None where there is no tree.
     """
@@ -44,16 +45,6 @@ class Visibility:
         if window is not None:
             mask &= self.positions[first:last, None] - self.key_positions[:end] < window
         return mask
-
-
-def avoid_plans(device: torch.device) -> None:
-    """On a GPU, take cuDNN out of what torch may compute attention with, in this whole process.
-
-    The newest cards prefer it, and it makes a plan for each shape, which takes tenths of a second; the number of keys is
-    another one in each pass. (https://github.com/modelscope/FunASR/issues/3704 measured it with torch 2.11.)
-    """
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

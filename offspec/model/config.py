@@ -15,6 +15,7 @@ from offspec.loaders.checkpoint import show
 from offspec.loaders.params import QUANT_METHODS
 
 from ..errors import CheckpointError, UnsupportedModelError
+from .names import EMBEDDING, FINAL_NORM, HEAD
 
 Json = Mapping[str, Any]
 
@@ -50,38 +51,16 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
 
-    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Short name → shape of every tensor that a layer has, no more and no less."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-        }
-        for name, rows, columns, bias in (
-            ("self_attn.q_proj", q, hidden, self.qkv_bias),
-            ("self_attn.k_proj", kv, hidden, self.qkv_bias),
-            ("self_attn.v_proj", kv, hidden, self.qkv_bias),
-            ("self_attn.o_proj", hidden, q, self.o_bias),
-            ("mlp.gate_proj", inner, hidden, self.mlp_bias),
-            ("mlp.up_proj", inner, hidden, self.mlp_bias),
-            ("mlp.down_proj", hidden, inner, self.mlp_bias),
-        ):
-            shapes[f"{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{name}.bias"] = (rows,)
-        if self.qk_norm:
-            shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (self.head_dim,)
-        return shapes
+    @property
+    def head_name(self) -> str:
+        """The full name of the matrix that makes logits."""
+        return EMBEDDING if self.tied_head else HEAD
 
     def shared_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every tensor outside the layers."""
         table = (self.vocab_size, self.hidden_size)
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": table,
-            "model.norm.weight": (self.hidden_size,),
-        }
-        return shapes if self.tied_head else {**shapes, "lm_head.weight": table}
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: table, FINAL_NORM: (self.hidden_size,)}
+        return shapes if self.tied_head else {**shapes, HEAD: table}
 
 
 # ------------------------------------------------------------------------------------------------ families
@@ -229,8 +208,8 @@ def _family(config: Json) -> Callable[[Json, int], dict[str, Any]]:
         method = _quant_method(quantization)
         if method not in QUANT_METHODS:
             raise UnsupportedModelError(
-                f"checkpoints quantised by {method} are not read; use one in 4 bit by {', '.join(QUANT_METHODS)}, or the "
-                "16-bit one and `offspec quantize`"
+                f"checkpoints quantised by {method} are not read; use one in 4 bit by {', '.join(QUANT_METHODS)}, "
+                "or the 16-bit one and `offspec quantize`"
             )
     return FAMILIES[model_type]
 

@@ -1,10 +1,11 @@
-"""A resident model's tree rounds with static shapes: buffers laid out once, and on a GPU one captured CUDA graph a shape.
+"""A resident model's tree rounds with static shapes: buffers laid out once, on a GPU a captured CUDA graph a shape.
 
 A round of the draft is some dozens of rows through a small model; what takes its time is the launching of some hundred
-kernels. Here a round is one transfer of its tokens, positions and mask, and one replay. Rows are padded to a width, keys to
-a power of two, so that few shapes are captured; the mask over the whole row of keys is made on the device from whom each
-row sees in the pending region. What does not fit (a long chain, more rows or keys than there is room for, weights that are
-streamed or have to be dequantised) goes `CachedDecoder`'s way, with the same results. Knows nothing of trees' growth.
+kernels. Here a round is one transfer of its tokens, positions and mask, and one replay. Rows are padded to a width,
+keys to a power of two, so that few shapes are captured; the mask over the whole row of keys is made on the device from
+whom each row sees in the pending region. What does not fit (a long chain, more rows or keys than there is room for, weights
+that are streamed or have to be dequantised) goes `CachedDecoder`'s way, with the same results. Knows nothing of trees'
+growth.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from offspec.loaders.formats import Weight
 from offspec.loaders.small_transfers import page_locked, read_words, seen_by
 from offspec.scheduler.params import MAX_ROWS
 
-from .decoder import EMBEDDING, BoolArray, CachedDecoder, Decoder, IntArray
+from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
 from .kv_cache import KVCache
+from .rope import Rotations
 
 WIDTHS = (4, 8, 16, 32, 64)  # rows that a round is padded to
 MIN_KEYS = 512  # keys that attention looks at, at least; doubled until all that is in use is among them
 Work = Callable[[], None]
-Record = Callable[[Work], Work | None]
+Recorder = Callable[[Work], Work | None]
 Shape = tuple[int, int]  # rows and keys of a round
 
 
@@ -98,7 +99,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class StaticRows:
-    """Rows of a static round (`model.Rows`): their slots, and whom they see, are known to the device only.
+    """`PassRows` of a static round: their slots, and whom they see, are known to the device only.
 
     slots, positions [W]. seen [W, S]: over all keys that attention looks at.
     """
@@ -107,8 +108,7 @@ class StaticRows:
     slots: Tensor
     positions: Tensor
     seen: Tensor
-    cos: Tensor
-    sin: Tensor
+    rotations: Rotations
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -136,9 +136,8 @@ class CudaRecorder:
         self._device = device
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._first: torch.cuda.CUDAGraph | None = (
-            None  # keeps the pool alive: one without graphs may not be asked for again
-        )
+        # Keeps the pool alive: one without graphs may not be asked for again.
+        self._first: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, work: Work) -> Work | None:
         """None where the work runs beside another stream's, which recording would make wait."""
@@ -162,7 +161,7 @@ class CudaRecorder:
 
 
 def as_it_is(work: Work) -> Work:
-    """A `Record` where nothing can be recorded: the plain twin."""
+    """A `Recorder` where nothing can be recorded: the plain twin."""
     return work
 
 
@@ -172,7 +171,7 @@ class TreeGraphs:
     `text` lends the cache to one text after the other.
     """
 
-    def __init__(self, decoder: Decoder, capacity: int, record: Record | None = None) -> None:
+    def __init__(self, decoder: Decoder, capacity: int, record: Recorder | None = None) -> None:
         """decoder: one that `is_static`. capacity: entries to make room for, when the first text comes."""
         self.decoder, self.cache = decoder, decoder.new_cache()
         self._capacity = capacity
@@ -219,7 +218,10 @@ class TreeGraphs:
         return self._states[: len(tokens)]
 
     def _catch_up(self) -> None:
-        """Record every shape that was missed, if that can be now. What it leaves in free slots the next rounds write over."""
+        """Record every shape that was missed, if that can be now.
+
+        What it leaves in free slots the next rounds write over.
+        """
         for shape in list(self._missed):
             if self.cache.size + shape[0] > self.cache.capacity:
                 continue
@@ -247,10 +249,8 @@ class TreeGraphs:
         cache.positions.index_copy_(0, slots, positions)
         columns = torch.arange(1, num_keys + 1, device=ids.device) - length
         seen = inputs.region[:width].index_select(1, columns.clamp(0, inputs.region.shape[1] - 1))
-        table = decoder.weights.shared(EMBEDDING)
-        assert isinstance(table, Tensor)
-        rows = StaticRows(cache, slots, positions, seen, *decoder.rotation(positions))
-        hidden = decoder.through(F.embedding(ids, table), rows)
+        rows = StaticRows(cache, slots, positions, seen, Rotations(positions))
+        hidden = decoder.through(decoder.embed(ids), rows)
         self._states[:width].copy_(decoder.normed(hidden))
 
 

@@ -1,43 +1,41 @@
-"""The decoder: one layout for every family of `config.FAMILIES`, computed layer by layer with borrowed weights.
+"""The decoder: a list of blocks between an embedding and a head, computed layer by layer with borrowed weights.
 
 `Decoder` owns no weights: a `WeightSource` lends one layer at a time, so that the same code runs a model that lies in
-memory and one that is streamed. A pass is *layer-major*: all rows go through a layer, in chunks, before the next layer is
-asked for, so that a prompt of any length costs one walk over the weights. `CachedDecoder` adds the KV cache of one text;
-it is what the scheduler drives. Knows nothing of sampling, budgets or where weights come from.
+memory and one that is streamed. A pass is *layer-major*: all rows go through a layer, in chunks, before the next layer
+is asked for, so that a prompt of any length costs one walk over the weights. `CachedDecoder` adds the KV cache of one
+text; it is what the scheduler drives. Knows nothing of sampling, budgets or where weights come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from offspec.loaders.cuda import span
-from offspec.loaders.formats import StoredWeight, Weight, linear
+from offspec.loaders.formats import StoredWeight, Weight
 from offspec.loaders.small_transfers import to_device
 from offspec.loaders.weights import RamWeights, WeightSource
 
 from ..errors import CheckpointError, UnsupportedModelError
-from .attention import Visibility, attend, avoid_plans
+from .attention import Visibility
+from .block import LayerWeights, PassRows, as_vector, build_blocks, layer_shapes, rms_norm
 from .config import ModelConfig
-from .kv_cache import KVCache
-from .rope import rotate, rotation
+from .kv_cache import KVCache, MakeLayerCaches, plain_layers
+from .names import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX, in_layer
+from .rope import Rotations
+from .row_logits import HEAD_ROWS, RowLogits
 
-LAYER_PREFIX = "model.layers."
-EMBEDDING = "model.embed_tokens.weight"
 CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; bounds activations
 MASK_ELEMENTS = 2**25  # heads of a group * rows * keys in one attention; bounds its mask where the text is long
-HEAD_ROWS = 64  # rows whose logits are computed together
-Weights = Mapping[str, Weight]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+AfterLayer = Callable[[int, Tensor], None]  # a layer's number, and the hidden states [T, hidden] after it
 
 
 def check_tensors(weights: Mapping[str, StoredWeight], config: ModelConfig, path: Path) -> None:
@@ -55,52 +53,30 @@ def check_tensors(weights: Mapping[str, StoredWeight], config: ModelConfig, path
     for name in weights:
         if name not in wanted:
             raise UnsupportedModelError(
-                f"{path}: tensor {name} has no place in a {config.model_type} decoder; the model has parts that are not supported"
+                f"{path}: tensor {name} has no place in a {config.model_type} decoder; "
+                "the model has parts that are not supported"
             )
 
 
 def wanted_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Full name → shape of every tensor that `config` calls for."""
     layers = range(config.num_layers)
-    inner = {f"{LAYER_PREFIX}{i}.{name}": shape for i in layers for name, shape in config.layer_shapes().items()}
+    inner = {in_layer(i, name): shape for i in layers for name, shape in layer_shapes(config).items()}
     return config.shared_shapes() | inner
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
     """Tensors that checkpoints carry and a decoder does not need: a tied head's copy, precomputed frequencies."""
-    return (config.tied_head and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
-
-
-class Rows(Protocol):
-    """The rows of one pass: their positions' rotation, which of them go together, and whom they see.
-
-    cos, sin: [T, 1, head_dim]. chunks: (first, last) row ranges.
-    """
-
-    @property
-    def cos(self) -> Tensor: ...
-
-    @property
-    def sin(self) -> Tensor: ...
-
-    @property
-    def chunks(self) -> list[tuple[int, int]]: ...
-
-    def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
-        """Bool [last - first, S]: which keys rows first .. last see; None when they see all of them."""
-
-    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Store what rows first .. last have ([T, kv_heads, head_dim]); all that they may look at [kv_heads, S, head_dim]."""
+    return (config.tied_head and name == HEAD) or name.endswith("rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
-class FreshRows:
-    """Rows whose entries go behind those that the cache has. first_layer: the one that the cache's first layer is."""
+class AppendedRows:
+    """`PassRows` whose entries go behind those that the cache has. first_layer: what the cache's first layer is."""
 
     cache: KVCache
     visibility: Visibility
-    cos: Tensor
-    sin: Tensor
+    rotations: Rotations
     chunks: list[tuple[int, int]]
     first_layer: int = 0
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
@@ -122,44 +98,39 @@ class FreshRows:
 class Decoder:
     """A decoder of the shape `config` over the weights that `weights` lends."""
 
-    def __init__(self, config: ModelConfig, weights: WeightSource, *, dtype: torch.dtype, device: torch.device) -> None:
-        avoid_plans(device)
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        make_layer_caches: MakeLayerCaches = plain_layers,
+    ) -> None:
+        """make_layer_caches: in which format, and where, the KV entries of its texts lie."""
         self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
-        frequencies, self._magnitude = rotation(config.rope, config.head_dim)
-        self._frequencies = frequencies.to(device)
+        self.blocks = build_blocks(config, dtype=dtype, device=device)
         self.current_layer = 0  # where a pass is, for whoever watches from another thread
+        self.make_layer_caches = make_layer_caches
 
-    # Both are asked for at each use: whoever holds a decoder whose weights were closed must not hold its memory.
+    def new_cache(self, layers: range | None = None) -> KVCache:
+        """An empty one for all layers, or for these."""
+        layouts = [self.blocks[index].kv for index in layers or range(len(self.blocks))]
+        return KVCache(self.make_layer_caches(layouts, self.dtype, self.device), self.device)
 
-    @property
-    def _norm(self) -> Tensor:
-        return _vector(self.weights.shared("model.norm.weight"))
-
-    @property
-    def _head(self) -> Weight:
-        return self.weights.shared(EMBEDDING if self.config.tied_head else "lm_head.weight")
-
-    def new_cache(self, num_layers: int | None = None) -> KVCache:
-        """For all layers, or for `num_layers` of them."""
-        c = self.config
-        return KVCache(num_layers or c.num_layers, c.num_kv_heads, c.head_dim, dtype=self.dtype, device=self.device)
+    # ---------------------------------------------------------------------------------------- a pass
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache, tree_mask: Tensor | None = None) -> Tensor:
-        """Hidden states [T, hidden] of tokens [T] at positions [T], whose keys and values go behind the cache's entries.
+        """Hidden states [T, hidden] of tokens [T] at positions [T].
 
-        tokens are on the CPU, positions on the device.
+        Their keys and values go behind the cache's entries. tokens are on the CPU, positions on the device.
         With tree_mask (bool [R, P + R], see `Visibility`) the last R rows are tree nodes, the rows before them a chain.
         The cache's counts are the caller's to advance (`KVCache.append`).
         """
         return self.through(self.embed(tokens), self.rows(positions, cache, tree_mask))
 
-    @torch.inference_mode()
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Hidden states [T, hidden] of tokens [T] (on the CPU) before the first layer."""
-        return self.weights.rows(EMBEDDING, tokens)
-
-    def rows(self, positions: Tensor, cache: KVCache, tree_mask: Tensor | None, first_layer: int = 0) -> FreshRows:
+    def rows(self, positions: Tensor, cache: KVCache, tree_mask: Tensor | None, first_layer: int = 0) -> AppendedRows:
         """Rows at positions [T] behind what `cache` has, with room made for them there; arguments as `forward`'s."""
         start, num_rows = cache.size, positions.shape[0]
         cache.extend(num_rows)
@@ -167,19 +138,27 @@ class Decoder:
         visibility = Visibility(start, positions, cache.positions, tree_mask)
         step = chunk_rows(self.config, start + num_rows)
         chunks = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
-        return FreshRows(cache, visibility, *self.rotation(positions), chunks, first_layer)
+        return AppendedRows(cache, visibility, Rotations(positions), chunks, first_layer)
 
     @torch.inference_mode()
-    def through(self, hidden: Tensor, rows: Rows, layers: range | None = None) -> Tensor:
-        """Hidden states [T, hidden], which may be overwritten, after all layers or after these."""
-        for index in layers or range(self.config.num_layers):
-            self.current_layer = index
-            with span("layer"), self.weights.layer(index) as weights:
+    def through(
+        self, hidden: Tensor, rows: PassRows, layers: range | None = None, after: AfterLayer | None = None
+    ) -> Tensor:
+        """Hidden states [T, hidden], which may be overwritten, after all layers or after these.
+
+        after: is told what each layer made, which the next one may overwrite.
+        """
+        for index in layers or range(len(self.blocks)):
+            self.current_layer, block = index, self.blocks[index]
+            with span("layer"), self.weights.layer(index) as tensors:
+                weights = self.layer_weights(tensors)
                 if len(rows.chunks) == 1:
-                    hidden = self._layer(index, weights, hidden, rows, 0, len(hidden))
-                    continue
-                for first, last in rows.chunks:
-                    hidden[first:last] = self._layer(index, weights, hidden[first:last], rows, first, last)
+                    hidden = block.forward(hidden, weights, rows, 0, len(hidden))
+                else:
+                    for first, last in rows.chunks:
+                        hidden[first:last] = block.forward(hidden[first:last], weights, rows, first, last)
+            if after is not None:
+                after(index, hidden)
         self.current_layer = 0
         return hidden
 
@@ -188,54 +167,38 @@ class Decoder:
         """fp32 logits [R, vocab] of hidden states [R, hidden] as `forward` returns them."""
         return self.head(self.normed(hidden))
 
-    @torch.inference_mode()
+    # ---------------------------------------------------------------------------------------- its parts
+
+    # They keep gradients. Weights are asked for at each use: whoever holds a decoder whose weights were closed must not
+    # hold their memory.
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Hidden states [T, hidden] of tokens [T] (on the CPU or the device) before the first layer.
+
+        Every pass begins here: streamed or resident, recorded as a CUDA graph, in training.
+        """
+        return self.embedding_rows(tokens)
+
+    def embedding_rows(self, tokens: Tensor) -> Tensor:
+        """The rows [T, hidden] of the embedding's table for tokens [T], as they stand there."""
+        return self.weights.rows(EMBEDDING, tokens)
+
+    def layer_weights(self, tensors: Mapping[str, Weight]) -> LayerWeights:
+        """What blocks are given of a layer's weights as `weights` lends them."""
+        return LayerWeights(tensors, self.weights.scratch)
+
     def normed(self, hidden: Tensor) -> Tensor:
         """What the head is given of hidden states [R, hidden] as `forward` returns them."""
-        return self._rms_norm(hidden, self._norm)
+        weight = as_vector(self.weights.shared(FINAL_NORM))
+        return rms_norm(hidden, weight.to(hidden.dtype), self.config.rms_norm_eps)
 
-    @torch.inference_mode()
     def head(self, states: Tensor) -> Tensor:
         """fp32 logits [R, vocab] of `normed` states [R, hidden], in which they are linear."""
-        return linear(states, self._head).float()
+        return self.head_weights().linear("head", states).float()
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, head_dim] of positions [T]."""
-        angles = positions[:, None].float() * self._frequencies
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return (angles.cos() * self._magnitude).to(self.dtype), (angles.sin() * self._magnitude).to(self.dtype)
-
-    def _layer(self, index: int, w: Weights, x: Tensor, rows: Rows, first: int, last: int) -> Tensor:
-        """One layer over rows first .. last: x [T, hidden] → [T, hidden]."""
-        normed = self._rms_norm(x, _vector(w["input_layernorm.weight"]))
-        x = x + self._attention(index, w, normed, rows, first, last)
-        normed = self._rms_norm(x, _vector(w["post_attention_layernorm.weight"]))
-        inner = F.silu(self._linear(w, "mlp.gate_proj", normed)) * self._linear(w, "mlp.up_proj", normed)
-        return x + self._linear(w, "mlp.down_proj", inner)
-
-    def _attention(self, index: int, w: Weights, x: Tensor, rows: Rows, first: int, last: int) -> Tensor:
-        c, cos, sin = self.config, rows.cos[first:last], rows.sin[first:last]
-        queries = self._linear(w, "self_attn.q_proj", x).view(-1, c.num_heads, c.head_dim)
-        keys = self._linear(w, "self_attn.k_proj", x).view(-1, c.num_kv_heads, c.head_dim)
-        values = self._linear(w, "self_attn.v_proj", x).view(-1, c.num_kv_heads, c.head_dim)
-        if c.qk_norm:
-            queries = self._rms_norm(queries, _vector(w["self_attn.q_norm.weight"]))
-            keys = self._rms_norm(keys, _vector(w["self_attn.k_norm.weight"]))
-        keys, values = rows.exchange(index, rotate(keys, cos, sin), values, first, last)
-        out = attend(rotate(queries, cos, sin), keys, values, rows.mask(first, last, c.windows[index]))
-        return self._linear(w, "self_attn.o_proj", out.flatten(1))
-
-    def _linear(self, weights: Weights, name: str, x: Tensor) -> Tensor:
-        bias = weights.get(f"{name}.bias")
-        scratch = self.weights.scratch
-        return linear(x, weights[f"{name}.weight"], None if bias is None else _vector(bias), scratch)
-
-    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
-
-
-def _vector(weight: Weight) -> Tensor:
-    assert isinstance(weight, Tensor)
-    return weight
+    def head_weights(self) -> LayerWeights:
+        """The matrix of the head as "head.weight"."""
+        return LayerWeights({"head.weight": self.weights.shared(self.config.head_name)})
 
 
 def chunk_rows(config: ModelConfig, num_keys: int) -> int:
@@ -253,42 +216,6 @@ def activation_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize
     mask = (c.num_heads // c.num_kv_heads) * rows * num_keys * copies
     head = HEAD_ROWS * c.vocab_size * (itemsize + 4)
     return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + mask, head)
-
-
-class RowLogits:
-    """fp32 logits [R, vocab] of hidden states, computed in slices of HEAD_ROWS when one of their rows is asked for.
-
-    A verdict looks at few rows of a large tree, most of them among the first; all of a large vocabulary's logits would
-    take a gigabyte.
-    """
-
-    def __init__(self, decoder: Decoder, hidden: Tensor, num_before: int = 0) -> None:
-        """hidden [num_before + R, hidden]: the first ones are rows of the same pass before these, see `before`."""
-        self._decoder, self._hidden = decoder, hidden[num_before:]
-        self._before, self.num_before = hidden[:num_before], num_before
-        self._slices: dict[int, Tensor] = {}
-
-    def before(self, first: int, last: int) -> Tensor:
-        """[last - first, vocab]: of rows first .. last of the num_before, the pass's chain without its last token. Not kept."""
-        return self._decoder.logits(self._before[first:last])
-
-    def states(self, rows: Sequence[int]) -> Tensor:
-        """`Decoder.normed` states [len(rows), hidden] of these rows."""
-        return self._decoder.normed(self._hidden[to_device(torch.tensor(rows, dtype=torch.long), self._hidden.device)])
-
-    def states_before(self, count: int) -> Tensor:
-        """The same [count, hidden] of the last `count` of the num_before."""
-        return self._decoder.normed(self._before[self.num_before - count :])
-
-    def __len__(self) -> int:
-        return self._hidden.shape[0]
-
-    def __getitem__(self, row: int) -> Tensor:
-        index = row // HEAD_ROWS
-        if index not in self._slices:
-            first = index * HEAD_ROWS
-            self._slices[index] = self._decoder.logits(self._hidden[first : first + HEAD_ROWS])
-        return self._slices[index][row % HEAD_ROWS]
 
 
 class CachedDecoder:
@@ -322,6 +249,7 @@ class CachedDecoder:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
+    @torch.inference_mode()
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
         """Logits fp32 [(1 if chain else 0) + R, vocab]: after the chain's last token, then after each tree node.
 
@@ -331,28 +259,62 @@ class CachedDecoder:
         """
         return self.decoder.head(self.states(chain, tokens, depths, mask))
 
+    @torch.inference_mode()
     def states(
         self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
     ) -> Tensor:
-        """As `score`, with what the logits follow from (`Decoder.normed`), [(1 if chain else 0) + R, hidden], in their place.
+        """As `score`, but what the logits follow from: `Decoder.normed` states [(1 if chain else 0) + R, hidden].
 
         before: so many of the chain's rows before its last one are wanted as well, if there are as many.
         """
         return self.decoder.normed(self._pass(chain, tokens, depths, mask)[max(len(chain) - 1 - before, 0) :])
 
-    def score_rows(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> RowLogits:
-        """As `score`, with each row's logits computed when it is asked for."""
-        return RowLogits(self.decoder, self._pass(chain, tokens, depths, mask), max(len(chain) - 1, 0))
+    def score_rows(
+        self,
+        chain: Sequence[int],
+        tokens: IntArray,
+        depths: IntArray,
+        mask: BoolArray,
+        layers: Collection[int] = (),
+    ) -> RowLogits:
+        """As `score`, with each row's logits computed when it is asked for.
+
+        layers: after which of them, the first being 0, hidden states are wanted (`RowLogits.layer_states`); those of
+        the whole chain are kept with them. Raises ValueError for one that this text's passes do not go through.
+        """
+        if unknown := set(layers) - set(self.observable_layers):
+            raise ValueError(f"no hidden states after layer {min(unknown)}: only after {self.observable_layers}")
+        found: dict[int, Tensor] = {}
+
+        def after(layer: int, hidden: Tensor) -> None:
+            if layer in layers:
+                found[layer] = hidden.clone()
+
+        hidden = self._pass(chain, tokens, depths, mask, after if layers else None)
+        return RowLogits(self.decoder, hidden, max(len(chain) - 1, 0), found)
+
+    @property
+    def observable_layers(self) -> range:
+        """The layers after which `score_rows` can hand out hidden states."""
+        return range(self.decoder.config.num_layers)
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` entries, committed and pending."""
         self.cache.reserve(capacity)
 
-    def _pass(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
-        """Hidden states [len(chain) + R, hidden] of what `score` describes."""
-        ids = torch.tensor([*chain, *tokens.tolist()])
+    @torch.inference_mode()
+    def _pass(
+        self,
+        chain: Sequence[int],
+        tokens: IntArray,
+        depths: IntArray,
+        mask: BoolArray,
+        after: AfterLayer | None = None,
+    ) -> Tensor:
+        """Hidden states [len(chain) + R, hidden] of what `score` describes. after: as `Decoder.through` has it."""
+        hidden = self.decoder.embed(torch.tensor([*chain, *tokens.tolist()]))
         positions, tree_mask = placed(self.cache, len(chain), depths, mask)
-        hidden = self.decoder.forward(ids, positions, self.cache, tree_mask)
+        hidden = self.decoder.through(hidden, self.decoder.rows(positions, self.cache, tree_mask), after=after)
         self.cache.append(len(chain), len(tokens))
         return hidden
 
@@ -373,12 +335,10 @@ def placed(cache: KVCache, num_chain: int, depths: IntArray, mask: BoolArray) ->
 
 
 def random_decoder(config: ModelConfig, seed: int, *, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder of the shape `config` with random weights: guesses that are worth nothing, to show that text is unmoved."""
+    """A decoder of the shape `config` with random weights: its guesses are worth nothing, and must not move a text."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = config.shared_shapes()
-    for index in range(config.num_layers):
-        shapes |= {f"{LAYER_PREFIX}{index}.{name}": shape for name, shape in config.layer_shapes().items()}
     tensors = {
-        name: (0.1 * torch.randn(shape, generator=generator)).to(device, dtype) for name, shape in shapes.items()
+        name: (0.1 * torch.randn(shape, generator=generator)).to(device, dtype)
+        for name, shape in wanted_shapes(config).items()
     }
     return Decoder(config, RamWeights.from_tensors(tensors, layer_prefix=LAYER_PREFIX), dtype=dtype, device=device)

@@ -71,7 +71,37 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
 
 
+class RotaryEmbedding:
+    """The rotation of one kind of layer. cos and sin come in `dtype`; angles are computed in fp32."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises CheckpointError, see `rotation`."""
+        frequencies, self._magnitude = rotation(rope, head_dim)
+        self._frequencies, self._dtype = frequencies.to(device), dtype
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, head_dim] of positions [T] on the device."""
+        angles = positions[:, None].float() * self._frequencies
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._magnitude).to(self._dtype)
+
+
+class Rotations:
+    """cos and sin of one pass's positions, computed once for all layers that share an embedding."""
+
+    def __init__(self, positions: Tensor) -> None:
+        """positions [T], on the device."""
+        self._positions = positions
+        self._found: dict[RotaryEmbedding, tuple[Tensor, Tensor]] = {}
+
+    def of(self, rotary: RotaryEmbedding) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, head_dim]."""
+        if rotary not in self._found:
+            self._found[rotary] = rotary.at(self._positions)
+        return self._found[rotary]
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x [T, heads, head_dim] by cos, sin [T, 1, head_dim]; halves are pairs, as Hugging Face lays them out."""
+    """Rotate heads x [T, heads, head_dim] by cos, sin [T, 1, head_dim]; halves are pairs, as in Hugging Face."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

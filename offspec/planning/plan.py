@@ -34,8 +34,11 @@ from ..checkpoints.exit_layers import ExitFile
 from ..checkpoints.opening import ModelFiles, Note
 from ..drafts.recall import recall_bytes
 from ..errors import MemoryLimitError, OffspecError, UsageError
+from ..model.block import kv_cache_bytes
 from ..model.config import ModelConfig
-from ..model.decoder import EMBEDDING, HEAD_ROWS, activation_bytes
+from ..model.decoder import activation_bytes
+from ..model.names import EMBEDDING
+from ..model.row_logits import HEAD_ROWS
 from ..training.online import AlignmentParams, learning_bytes
 
 DEFAULT_CONTEXT = 4096
@@ -394,7 +397,7 @@ def resident_bytes(model: ModelFiles) -> int:
 
 
 def kv_bytes(config: ModelConfig, num_entries: int, itemsize: int) -> int:
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * num_entries * itemsize
+    return kv_cache_bytes(config, num_entries, itemsize)
 
 
 def _activations(target: ModelFiles, draft: ModelFiles | None, num_rows: int) -> int:

@@ -32,7 +32,10 @@ from ..checkpoints.exit_layers import check_exit_layer, default_file, save
 from ..checkpoints.opening import ModelFiles
 from ..drafts.early_exit import EarlyExit
 from ..errors import CheckpointError, StorageError, UsageError
-from ..model.decoder import HEAD_ROWS, Decoder, IntArray, Rows, placed
+from ..model.block import PassRows
+from ..model.decoder import Decoder, IntArray, placed
+from ..model.rope import Rotations
+from ..model.row_logits import HEAD_ROWS
 from ..planning.out_of_memory import first_line
 from ..text.tokenizer import Tokenizer
 from .distill_params import DistillParams
@@ -295,11 +298,11 @@ class _Forest:
 
 
 class _Batch:
-    """Rows of one text by itself (`model.Rows`): a plain causal pass without a cache."""
+    """`PassRows` of one text by itself: a plain causal pass without a cache."""
 
     def __init__(self, decoder: Decoder, length: int) -> None:
         self._positions = torch.arange(length, device=decoder.device)
-        self.cos, self.sin = decoder.rotation(self._positions)
+        self.rotations = Rotations(self._positions)
         self.chunks = [(0, length)]
 
     def mask(self, first: int, last: int, window: int | None) -> Tensor:
@@ -330,7 +333,7 @@ class ExitModule(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """fp32 logits [B, T, vocab] of hidden states [B, T, hidden] after the first layers."""
-        rows: Rows = _Batch(self.exit, hidden.shape[1])
+        rows: PassRows = _Batch(self.exit, hidden.shape[1])
         weights = self.weights()
         return torch.stack([self.exit.taught(weights, text, rows) for text in hidden])
 

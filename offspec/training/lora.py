@@ -1,8 +1,8 @@
 """Low-rank additions to a draft's matrices (LoRA, 2106.09685): W + B A, with A [r, K] and B [N, r], and their file.
 
-They are trained beside the weights as those came from the checkpoint, and merged into the tensors that drafting uses: drafting
-costs what it did, and because the originals are kept, merging often does not drift. Merging is in place, so CUDA graphs that
-were captured before hold (`graphs`). Knows nothing of what is learnt.
+They are trained beside the weights as those came from the checkpoint, and merged into the tensors that drafting uses:
+drafting costs what it did, and because the originals are kept, merging often does not drift. Merging is in place, so
+CUDA graphs that were captured before hold (`cuda_graphs`). Knows nothing of what is learnt.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from offspec.loaders.formats import Weight
 from offspec.loaders.small_files import open_regular
 from offspec.loaders.weights import RamWeights
 from offspec.scheduler.tree import ROOT
 
 from ..checkpoints.atomic_files import write_atomically
 from ..errors import UsageError
+from ..model.block import LayerWeights, layer_shapes
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import is_static
-from ..model.decoder import EMBEDDING, LAYER_PREFIX, Decoder, Weights
+from ..model.decoder import Decoder
+from ..model.names import LAYER_PREFIX, in_layer
+from ..model.rope import Rotations
 
 FILE_FORMAT, FILE_VERSION = "offspec draft adapter", "1"
 MERGED_ELEMENTS = 2**24  # of a matrix at a time, whose copies in fp32 are what merging takes
@@ -38,22 +42,19 @@ PROJECTIONS = (
     *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
 )
 A, B = "lora_a", "lora_b"
+PARTS = ("weight", A, B)
 
 
 def adapted_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Full name → [N, K] of the matrices that get an addition: all projections, and the head (its embedding if tied)."""
-    shapes = config.layer_shapes()
+    """Full name → [N, K] of the matrices that get an addition: all projections, and the head (a tied one's embedding)."""
+    shapes = layer_shapes(config)
     found = {
-        f"{LAYER_PREFIX}{index}.{name}.weight": shapes[f"{name}.weight"]
+        in_layer(index, f"{name}.weight"): shapes[f"{name}.weight"]
         for index in range(config.num_layers)
         for name in PROJECTIONS
     }
-    found[head_name(config)] = (config.vocab_size, config.hidden_size)
+    found[config.head_name] = (config.vocab_size, config.hidden_size)
     return {name: (shape[0], shape[1]) for name, shape in found.items()}
-
-
-def head_name(config: ModelConfig) -> str:
-    return EMBEDDING if config.tied_head else "lm_head.weight"
 
 
 def adapter_bytes(config: ModelConfig, rank: int, itemsize: int) -> int:
@@ -69,7 +70,8 @@ class Adapter:
         """Changes nothing yet: every B is 0. Raises UsageError for a draft whose weights cannot be changed."""
         if not is_static(draft):
             raise UsageError(
-                "the draft's weights are quantised or streamed, and only plain ones can learn; give one in bf16, fp16 or fp32"
+                "the draft's weights are quantised or streamed, and only plain ones can learn; "
+                "give one in bf16, fp16 or fp32"
             )
         self.draft, self.share = draft, 1.0
         tensors = _tensors(draft)
@@ -103,10 +105,7 @@ class Adapter:
         for name, (a, b) in self.pairs.items():
             stem = name.removesuffix("weight")
             tensors |= {f"{stem}{A}": a, f"{stem}{B}": b}
-        draft = self.draft
-        trainee = Trainee(draft.config, RamWeights.from_tensors(tensors), dtype=draft.dtype, device=draft.device)
-        trainee.share = share
-        return trainee
+        return Trainee(self.draft, tensors, share)
 
     def _put(self, name: str, a: Tensor, b: Tensor) -> None:
         device = self.draft.device
@@ -175,9 +174,11 @@ class SavedAdapter:
                     raise UsageError(f"{path} holds nothing that --learn wrote; give another file")
                 if about.get("version") != FILE_VERSION:
                     raise UsageError(
-                        f"{path} has version {about.get('version')} of the format, and {FILE_VERSION} is read: update offspec"
+                        f"{path} has version {about.get('version')} of the format, "
+                        f"and {FILE_VERSION} is read: update offspec"
                     )
-                return cls(about.get("draft", ""), {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+                names = file.keys()
+                return cls(about.get("draft", ""), {name: file.get_tensor(name) for name in names})
         except OSError as exc:
             raise UsageError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         except SafetensorError as exc:
@@ -189,7 +190,7 @@ def _tensors(decoder: Decoder) -> dict[str, Tensor]:
     weights, found = decoder.weights, dict[str, Tensor]()
     for index in range(decoder.config.num_layers):
         with weights.layer(index) as layer:
-            found |= {f"{LAYER_PREFIX}{index}.{name}": w for name, w in layer.items() if isinstance(w, Tensor)}
+            found |= {in_layer(index, name): w for name, w in layer.items() if isinstance(w, Tensor)}
     shared = {name: weights.shared(name) for name in decoder.config.shared_shapes()}
     return found | {name: w for name, w in shared.items() if isinstance(w, Tensor)}
 
@@ -198,7 +199,7 @@ def _tensors(decoder: Decoder) -> dict[str, Tensor]:
 
 
 class TreeRows:
-    """A tree of T tokens, each seeing itself and its ancestors alone (`model.Rows`); nothing is kept of them.
+    """`PassRows` of a tree of T tokens, each seeing itself and its ancestors alone; nothing is kept of them.
 
     parents [T]: the row of the token before, lower than its own; ROOT where a text begins.
     """
@@ -209,7 +210,7 @@ class TreeRows:
             if parent != ROOT:
                 sees[row] |= sees[parent]
         positions = torch.from_numpy(sees.sum(1) - 1).to(decoder.device)
-        self.cos, self.sin = decoder.rotation(positions)
+        self.rotations = Rotations(positions)
         self.chunks = [(0, len(parents))]
         self._distance = positions[:, None] - positions
         self._sees = torch.from_numpy(sees).to(decoder.device)
@@ -222,44 +223,55 @@ class TreeRows:
         return keys.transpose(0, 1), values.transpose(0, 1)
 
 
-class Trainee(Decoder):
-    """A decoder whose layers' mappings hold additions, too: `x.lora_a` and `x.lora_b` beside `x.weight`. Keeps gradients.
+class AdaptedWeights(LayerWeights):
+    """Weights that have additions: x.lora_a and x.lora_b beside x.weight. `share` of them counts."""
 
-    share: of the additions that counts.
-    """
+    def __init__(self, tensors: Mapping[str, Weight], share: float) -> None:
+        super().__init__(tensors)
+        self._share = share
 
-    share = 1.0
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        a, b = self._pair(name)
+        return super().linear(name, x) + self._share * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
 
-    def hidden(self, tokens: Tensor, rows: TreeRows) -> Tensor:
-        """Hidden states [T, hidden] of tokens [T], on the device."""
-        x = self.weights.rows(EMBEDDING, tokens)
-        if self.config.tied_head:
-            a, b = self._pair(EMBEDDING)
-            x = x + self.share * (F.embedding(tokens, b).to(x.dtype) @ a.to(x.dtype))
-        for index in range(self.config.num_layers):
-            with self.weights.layer(index) as weights:
-                x = self._layer(index, weights, x, rows, *rows.chunks[0])
-        return x
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [R, vocab] of hidden states [R, hidden]; as `logits`, with the additions."""
-        normed = self._rms_norm(hidden, self._norm)
-        assert isinstance(self._head, Tensor)
-        out = F.linear(normed, self._head) + self._added(normed, *self._pair(head_name(self.config)))
-        return out.float()
+    def added_rows(self, name: str, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the additions make of rows [T] of `name.weight`: [T, K]."""
+        a, b = self._pair(name)
+        return self._share * (F.embedding(indices, b).to(dtype) @ a.to(dtype))
 
     def _pair(self, name: str) -> tuple[Tensor, Tensor]:
-        stem = name.removesuffix("weight")
-        a, b = self.weights.shared(f"{stem}{A}"), self.weights.shared(f"{stem}{B}")
+        a, b = self.tensors[f"{name}.{A}"], self.tensors[f"{name}.{B}"]
         assert isinstance(a, Tensor)
         assert isinstance(b, Tensor)
         return a, b
 
-    def _linear(self, weights: Weights, name: str, x: Tensor) -> Tensor:
-        a, b = weights[f"{name}.{A}"], weights[f"{name}.{B}"]
-        assert isinstance(a, Tensor)
-        assert isinstance(b, Tensor)
-        return super()._linear(weights, name, x) + self._added(x, a, b)
 
-    def _added(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return self.share * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
+class Trainee(Decoder):
+    """The draft with additions to its matrices, of which `share` counts. Keeps gradients."""
+
+    def __init__(self, draft: Decoder, tensors: Mapping[str, Tensor], share: float) -> None:
+        """tensors: weights and additions by their full names."""
+        weights = RamWeights.from_tensors(tensors, layer_prefix=LAYER_PREFIX)
+        super().__init__(draft.config, weights, dtype=draft.dtype, device=draft.device)
+        self.share = share
+
+    def hidden(self, tokens: Tensor, rows: TreeRows) -> Tensor:
+        """Hidden states [T, hidden] of tokens [T], on the device, after the last layer."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            with self.weights.layer(block.index) as tensors:
+                x = block.forward(x, self.layer_weights(tensors), rows, *rows.chunks[0])
+        return x
+
+    def layer_weights(self, tensors: Mapping[str, Weight]) -> LayerWeights:
+        return AdaptedWeights(tensors, self.share)
+
+    def head_weights(self) -> AdaptedWeights:
+        stem = self.config.head_name.removesuffix("weight")
+        return AdaptedWeights({f"head.{part}": self.weights.shared(stem + part) for part in PARTS}, self.share)
+
+    def embedding_rows(self, tokens: Tensor) -> Tensor:
+        rows = super().embedding_rows(tokens)
+        if not self.config.tied_head:
+            return rows
+        return rows + self.head_weights().added_rows("head", tokens, rows.dtype)

@@ -27,7 +27,8 @@ from offspec.scheduler.verify import Logits, Verdict
 from ..checkpoints.atomic_files import check_writable
 from ..errors import UsageError
 from ..model.config import ModelConfig
-from ..model.decoder import HEAD_ROWS, Decoder, RowLogits
+from ..model.decoder import Decoder
+from ..model.row_logits import HEAD_ROWS, RowLogits
 from .lora import Adapter, SavedAdapter, TreeRows, adapter_bytes
 
 SHARES = (1.0, 0.5, 0.0)  # of the additions, one of which is drafted with
@@ -394,7 +395,9 @@ class Aligner:
             for first in range(0, len(leaf), HEAD_ROWS):
                 part = slice(first, first + HEAD_ROWS)
                 apart = divergence(
-                    trainee.head(leaf[part]), put(choices[part], torch.long), put(logs[part], torch.float32)
+                    trainee.head(trainee.normed(leaf[part])),
+                    put(choices[part], torch.long),
+                    put(logs[part], torch.float32),
                 )
                 loss = (apart * put(weights[part], torch.float32)).sum() / whole
                 if learns:

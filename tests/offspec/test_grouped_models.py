@@ -22,7 +22,8 @@ from offspec.cli.main import run
 from offspec.engine import load_decoder
 from offspec.errors import UnsupportedModelError
 from offspec.loaders.hardware import Rates
-from offspec.model.decoder import EMBEDDING, CachedDecoder
+from offspec.model.decoder import CachedDecoder
+from offspec.model.names import EMBEDDING
 from offspec.planning.plan import Plan, all_resident, plan_here
 
 from ..loaders.test_grouped import Quantised, said_by

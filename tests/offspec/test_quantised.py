@@ -14,7 +14,8 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.engine import load_decoder
 from offspec.loaders.formats.process_state import bitsandbytes_functional
 from offspec.loaders.placement import Limits, Placement
-from offspec.model.decoder import EMBEDDING, CachedDecoder, Decoder
+from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.names import EMBEDDING
 from offspec.planning.plan import all_resident
 
 from ..fakes import FAMILIES, VOCAB_SIZE, build

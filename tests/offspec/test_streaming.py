@@ -20,7 +20,9 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.engine import load_decoder
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
 from offspec.loaders.placement import Limits, Placement
-from offspec.model.decoder import EMBEDDING, CachedDecoder, Decoder, Rows
+from offspec.model.block import Block, PassRows
+from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.names import EMBEDDING
 
 from ..pair import CONFIG, CONTEXT, Pair, build_pair, variant
 
@@ -93,17 +95,17 @@ def test_a_request_that_was_left_does_not_disturb_the_next(engine: Engine, pair:
 def test_an_interrupted_pass_does_not_disturb_the_next(
     engine: Engine, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, real = stream(pair.target), Decoder._layer
+    target, real = stream(pair.target), Block.forward
     calls: list[int] = []
 
-    def interrupted(self: Decoder, index: int, *rest: object) -> torch.Tensor:
-        calls.append(index)
-        if self is target and len(calls) > 3:
+    def interrupted(self: Block, *rest: object) -> torch.Tensor:
+        calls.append(self.index)
+        if self in target.blocks and len(calls) > 3:
             raise KeyboardInterrupt
-        return real(self, index, *rest)  # type: ignore[arg-type]
+        return real(self, *rest)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "_layer", interrupted)
+        patch.setattr(Block, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             says(behind(engine, target), REQUESTS[0])
     assert says(behind(engine, target), REQUESTS[0]) == says(engine, REQUESTS[0])
@@ -178,7 +180,7 @@ def test_nothing_waits_for_the_device_within_a_pass(pair: Pair) -> None:
     decoder = load_decoder(files, placement, device, EMBEDDING)
     through = decoder.through
 
-    def watched(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def watched(hidden: torch.Tensor, rows: PassRows) -> torch.Tensor:
         torch.cuda.set_sync_debug_mode("error")
         try:
             return through(hidden, rows)

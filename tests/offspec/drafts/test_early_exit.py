@@ -22,7 +22,9 @@ from offspec.drafts.recall import RecallingText
 from offspec.engine import load_decoder
 from offspec.errors import MemoryLimitError
 from offspec.loaders.placement import Limits, Placement
-from offspec.model.decoder import EMBEDDING, BoolArray, CachedDecoder, Decoder, IntArray
+from offspec.model.block import Block
+from offspec.model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
+from offspec.model.names import EMBEDDING
 from offspec.planning.plan import Beside, MemoryOptions, make_plan
 from offspec.text.tokenizer import Tokenizer
 
@@ -127,7 +129,7 @@ def test_every_row_goes_through_the_first_layers_once(
     text = engine.encode(PROMPT) + says(engine, params)
     came: list[tuple[int, ...]] = []
     through = Counter[int]()
-    advance, compute = Trunk.advance, Decoder._layer
+    advance, compute = Trunk.advance, Block.forward
 
     def watched(self: Trunk, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> None:
         length = self.cache.length
@@ -136,13 +138,13 @@ def test_every_row_goes_through_the_first_layers_once(
         came.extend((*text[: length + len(chain)], *pending[row].tolist()) for row in mask)
         advance(self, chain, tokens, depths, mask)
 
-    def counted(self: Decoder, index: int, weights: object, x: torch.Tensor, *rest: object) -> torch.Tensor:
-        if self is engine.target:
-            through[index] += len(x)
-        return compute(self, index, weights, x, *rest)  # type: ignore[arg-type]
+    def counted(self: Block, x: torch.Tensor, *rest: object) -> torch.Tensor:
+        if self in engine.target.blocks:
+            through[self.index] += len(x)
+        return compute(self, x, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Trunk, "advance", watched)
-    monkeypatch.setattr(Decoder, "_layer", counted)
+    monkeypatch.setattr(Block, "forward", counted)
     steps = list(engine.generate(PROMPT, params, SpeculationParams(16, lookup=lookup)))
     assert [count for _, count in Counter(came).most_common(1)] == [1]
     assert {through[layer] for layer in range(num_first)} == {len(came)}
@@ -212,21 +214,19 @@ def test_a_text_that_was_left_and_changed_goes_on_as_a_fresh_one(get_engine: Get
 
 
 def test_an_interrupted_pass_does_not_disturb_the_next(get_engine: GetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, real = get_engine(2, False, True), Decoder._layer
+    engine, real = get_engine(2, False, True), Block.forward
     caches = engine.new_caches()
     for stop_at in range(1, 40, 3):
         calls: list[int] = []
 
-        def interrupted(
-            self: Decoder, index: int, *rest: object, calls: list[int] = calls, stop_at: int = stop_at
-        ) -> torch.Tensor:
-            calls.append(index)
+        def interrupted(self: Block, *rest: object, calls: list[int] = calls, stop_at: int = stop_at) -> torch.Tensor:
+            calls.append(self.index)
             if len(calls) > stop_at:
                 raise KeyboardInterrupt
-            return real(self, index, *rest)  # type: ignore[arg-type]
+            return real(self, *rest)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
-            patch.setattr(Decoder, "_layer", interrupted)
+            patch.setattr(Block, "forward", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 list(engine.generate(PROMPT, SAMPLED, SpeculationParams(16), caches=caches))
         found = [t for s in engine.generate(PROMPT, SAMPLED, caches=caches) for t in s.token_ids]

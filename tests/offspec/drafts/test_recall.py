@@ -9,7 +9,8 @@ from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import DOUBT, MOST_NODES, MOST_PROMPT, NEARNESS, SIZE, Recall, RecallingText, recall_bytes
-from offspec.model.decoder import CachedDecoder, Decoder, IntArray, RowLogits
+from offspec.model.decoder import CachedDecoder, Decoder, IntArray
+from offspec.model.row_logits import RowLogits
 from offspec.scheduler.costs import WIDTHS
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.tree import ROOT, TokenTree

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.model.attention import Visibility, attend, avoid_plans
+from offspec.model.attention import Visibility, attend
+from offspec.process import disable_cudnn_attention
 
 
 @dataclass(frozen=True)
@@ -110,22 +111,13 @@ def test_attention_is_its_formula(heads: int, kv_heads: int, num_rows: int, mask
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
 
-def test_a_gpus_attention_needs_no_plan_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
-    avoid_plans(torch.device("cpu"))
-    assert asked == []
-    avoid_plans(torch.device("cuda:0"))
-    assert asked == [False]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_rows", "num_keys"), [(1, 33), (7, 65), (64, 1025), (256, 700)])
 def test_cuda_attends_as_the_cpu_does(num_rows: int, num_keys: int, dtype: torch.dtype) -> None:
     """Also where rows and keys are no multiples of what kernels like, and a text grows by one."""
     device, generator = torch.device("cuda:0"), torch.Generator().manual_seed(0)
-    avoid_plans(device)
+    disable_cudnn_attention()
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     queries = torch.randn(num_rows, 16, 128, generator=generator)
     cached = torch.randn(2, 4, 2048, 128, generator=generator)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError
+from offspec.model.block import layer_shapes
 from offspec.model.config import ModelConfig, read_config
 
 from ...fakes import FAMILIES, config_json, in_old_layout
@@ -57,14 +58,14 @@ def test_shape_of_a_llama() -> None:
     assert (config.rms_norm_eps, config.rope.theta, config.rope.kind) == (1e-6, 10000.0, "default")
     assert config.windows == (None, None, None)
     assert not any((config.tied_head, config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm))
-    assert config.layer_shapes()["self_attn.k_proj.weight"] == (32, 64)
-    assert config.layer_shapes()["mlp.down_proj.weight"] == (64, 96)
-    assert len(config.layer_shapes()) == 9
+    assert layer_shapes(config)["self_attn.k_proj.weight"] == (32, 64)
+    assert layer_shapes(config)["mlp.down_proj.weight"] == (64, 96)
+    assert len(layer_shapes(config)) == 9
     assert config.shared_shapes()["lm_head.weight"] == (160, 64)
 
 
 def biases(config: ModelConfig) -> set[str]:
-    return {name.split(".")[1][0] for name in config.layer_shapes() if name.endswith(".bias")}
+    return {name.split(".")[1][0] for name in layer_shapes(config) if name.endswith(".bias")}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def biases(config: ModelConfig) -> set[str]:
 def test_what_families_differ_in(family: str, biased: str, normed: bool, head_dim: int) -> None:
     config = read_config(config_json(FAMILIES[family]))
     assert (biases(config), config.qk_norm, config.head_dim) == (set(biased), normed, head_dim)
-    assert ("self_attn.q_norm.weight" in config.layer_shapes()) == normed
+    assert ("self_attn.q_norm.weight" in layer_shapes(config)) == normed
     assert ("lm_head.weight" in config.shared_shapes()) != config.tied_head
 
 

@@ -22,6 +22,7 @@ from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.checkpoint import TensorInfo
 from offspec.loaders.formats import StoredWeight
 from offspec.loaders.formats.plain import PlainWeight
+from offspec.model.block import layer_shapes
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, check_tensors, is_ignored
 from offspec.model.rope import rotation
@@ -343,7 +344,7 @@ def complete(config: ModelConfig) -> dict[str, StoredWeight]:
     """Headers of a checkpoint that fits `config`."""
     shapes = dict(config.shared_shapes())
     for layer in range(config.num_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in config.layer_shapes().items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(config).items()}
     return {name: stored(name, shape) for name, shape in shapes.items()}
 
 

@@ -7,14 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offspec.model.kv_cache import KVCache
+from offspec.model.kv_cache import KVCache, KVLayout, plain_layers
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 3, 4
 Entry = tuple[float, int]  # the number that fills its keys (its values: the negative), and its position
 
 
 def new_cache() -> KVCache:
-    return KVCache(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float32, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    return KVCache(plain_layers([KVLayout(KV_HEADS, HEAD_DIM)] * LAYERS, torch.float32, cpu), cpu)
 
 
 def add(cache: KVCache, entries: list[Entry], *, pending: bool) -> None:

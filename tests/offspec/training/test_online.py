@@ -16,7 +16,8 @@ from torch import Tensor
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import StorageError, UsageError
 from offspec.model.cuda_graphs import TreeGraphs
-from offspec.model.decoder import HEAD_ROWS, CachedDecoder, Decoder
+from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.row_logits import HEAD_ROWS
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.tree import ROOT, TokenTree
 from offspec.scheduler.verify import Verdict
@@ -130,7 +131,7 @@ def test_a_tree_at_once_is_each_of_its_paths_alone(
     parents = np.concatenate((parents, np.where(parents == ROOT, ROOT, parents + 30)))
     tokens = draws.integers(3, 60, size=60)
     trainee = adapter.trainee()
-    found = trainee.head(trainee.hidden(torch.from_numpy(tokens), TreeRows(trainee, parents)))
+    found = trainee.head(trainee.normed(trainee.hidden(torch.from_numpy(tokens), TreeRows(trainee, parents))))
     found.sum().backward()  # type: ignore[no-untyped-call]
 
     def alone(row: int) -> Tensor:
@@ -167,7 +168,7 @@ def test_the_loss_is_the_weighted_divergence_and_its_gradient_points_down(engine
         for place, (path, weight) in enumerate(zip(paths, weights, strict=True)):
             tokens = torch.tensor([*context, *TREE.tokens[path]])
             rows = TreeRows(trainee, np.arange(len(tokens)) - 1)
-            said = trainee.head(trainee.hidden(tokens, rows))[-1:]
+            said = trainee.head(trainee.normed(trainee.hidden(tokens, rows)))[-1:]
             known = torch.from_numpy(choices[place : place + 1]).long(), torch.from_numpy(logs[place : place + 1])
             weighted.append(weight * divergence(said, known[0], known[1].float()).sum())
             whole += weight

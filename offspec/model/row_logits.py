@@ -1,0 +1,70 @@
+"""What a pass says of its rows: logits, computed when they are asked for, and the hidden states that they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offspec.loaders.small_transfers import to_device
+
+HEAD_ROWS = 64  # rows whose logits are computed together
+
+
+class Head(Protocol):
+    """What makes logits of hidden states; `Decoder` does."""
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the head is given of hidden states [R, hidden]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits [R, vocab] of hidden states [R, hidden]."""
+
+
+class RowLogits:
+    """fp32 logits [R, vocab] of hidden states, computed in slices of HEAD_ROWS when one of their rows is asked for.
+
+    A verdict looks at few rows of a large tree, most of them among the first; all of a large vocabulary's logits would
+    take a gigabyte.
+
+    layer_states: hidden states [num_before + R, hidden] after the layers that the pass was asked for, by their numbers,
+    layer 0 being the first. What follows the last layer is not normed.
+    """
+
+    def __init__(
+        self, head: Head, hidden: Tensor, num_before: int = 0, layer_states: Mapping[int, Tensor] | None = None
+    ) -> None:
+        """hidden [num_before + R, hidden]: the first ones are rows of the same pass before these, see `before`."""
+        self._head, self._hidden = head, hidden[num_before:]
+        self._before, self.num_before = hidden[:num_before], num_before
+        self.layer_states: Mapping[int, Tensor] = layer_states or {}
+        self._slices: dict[int, Tensor] = {}
+
+    def before(self, first: int, last: int) -> Tensor:
+        """[last - first, vocab]: of rows first .. last of the num_before, the pass's chain without its last token.
+
+        They are not kept.
+        """
+        return self._head.logits(self._before[first:last])
+
+    @torch.inference_mode()
+    def states(self, rows: Sequence[int]) -> Tensor:
+        """`Decoder.normed` states [len(rows), hidden] of these rows."""
+        return self._head.normed(self._hidden[to_device(torch.tensor(rows, dtype=torch.long), self._hidden.device)])
+
+    @torch.inference_mode()
+    def states_before(self, count: int) -> Tensor:
+        """The same [count, hidden] of the last `count` of the num_before."""
+        return self._head.normed(self._before[self.num_before - count :])
+
+    def __len__(self) -> int:
+        return self._hidden.shape[0]
+
+    def __getitem__(self, row: int) -> Tensor:
+        index = row // HEAD_ROWS
+        if index not in self._slices:
+            first = index * HEAD_ROWS
+            self._slices[index] = self._head.logits(self._hidden[first : first + HEAD_ROWS])
+        return self._slices[index][row % HEAD_ROWS]

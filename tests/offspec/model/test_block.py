@@ -1,0 +1,149 @@
+"""A decoder's parts: every pass begins with one embedding, and says what each layer made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from offspec.drafts.early_exit import EarlyExit, shared_text
+from offspec.model.block import build_blocks, layer_shapes
+from offspec.model.config import read_config
+from offspec.model.cuda_graphs import TreeGraphs
+from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, wanted_shapes
+from offspec.model.names import EMBEDDING, LAYER_PREFIX
+from offspec.training.lora import Adapter, TreeRows
+
+from ...fakes import FAMILIES, TinyModel, config_json
+from .test_decoder import NO_NODES, Tree, assert_close, random_tokens
+
+GetModel = Callable[[str], TinyModel]
+CPU = torch.device("cpu")
+TREE = Tree(random_tokens(5, 7), [-1, -1, 0, 2, 2])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_says_what_the_config_calls_for(family: str) -> None:
+    config = read_config(config_json(FAMILIES[family]))
+    blocks = build_blocks(config, dtype=torch.float32, device=CPU)
+    assert [block.index for block in blocks] == list(range(config.num_layers))
+    assert tuple(block.window for block in blocks) == config.windows
+    whole = {f"{LAYER_PREFIX}{block.index}.{name}": s for block in blocks for name, s in block.shapes.items()}
+    assert whole | config.shared_shapes() == wanted_shapes(config)
+    keys = layer_shapes(config)["self_attn.k_proj.weight"]
+    assert all(block.kv.num_heads * block.kv.head_dim == keys[0] for block in blocks)
+
+
+# ------------------------------------------------------------------------------------------------ one embedding
+
+
+def plain_pass(decoder: Decoder) -> Tensor:
+    return CachedDecoder(decoder).score([5, 6, 7], *TREE.round(0, 5))
+
+
+def static_pass(decoder: Decoder) -> Tensor:
+    text = TreeGraphs(decoder, 64).text(64)
+    text.score([5, 6, 7], *NO_NODES)
+    return text.score([], *TREE.round(0, 5))
+
+
+def trained_pass(decoder: Decoder) -> Tensor:
+    trainee = Adapter(decoder, 4).trainee()
+    hidden = trainee.hidden(torch.tensor([5, 6, 7, 8]), TreeRows(trainee, np.arange(4) - 1))
+    return trainee.head(trainee.normed(hidden)).detach()
+
+
+def shared_pass(decoder: Decoder) -> Tensor:
+    with decoder.weights.layer(1) as layer:
+        exit_layer = EarlyExit(decoder, 1, dict(layer))  # type: ignore[arg-type]
+    target, draft = shared_text(decoder, exit_layer)
+    return torch.cat([text.score([5, 6, 7], *TREE.round(0, 5)) for text in (draft, target)])
+
+
+@pytest.mark.parametrize("run", [plain_pass, static_pass, trained_pass, shared_pass])
+def test_what_is_done_to_the_embedding_is_done_in_every_pass(
+    run: Callable[[Decoder], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scaled in `Decoder.embed`, a model with an untied head is one whose table is scaled."""
+    config = read_config(config_json(FAMILIES["llama-gqa"]))
+    assert not config.tied_head
+    decoder = random_decoder(config, 0, dtype=torch.float32, device=CPU)
+    before = run(decoder)
+    with monkeypatch.context() as patch:
+        embed = Decoder.embed
+        patch.setattr(Decoder, "embed", lambda self, tokens: 4 * embed(self, tokens))
+        found = run(decoder)
+    table = decoder.weights.shared(EMBEDDING)
+    assert isinstance(table, Tensor)
+    table *= 4
+    assert torch.equal(found, run(decoder))
+    assert not torch.equal(found, before)
+
+
+# ------------------------------------------------------------------------------------------------ states of layers
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen2-layer-types", "qwen3-biased-window"])
+def test_hidden_states_after_layers_equal_transformers(tiny_model: GetModel, family: str) -> None:
+    """But the last, which transformers norms."""
+    model, tokens = tiny_model(family), random_tokens(14)
+    with torch.no_grad():
+        expected = model.reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    decoder = model.decoder()
+    last = decoder.config.num_layers - 1
+    nodes = np.array(tokens[10:]), np.arange(1, 5), np.tri(4, dtype=np.bool_)  # a tree of one branch
+    found = CachedDecoder(decoder).score_rows(tokens[:10], *nodes, layers=[0, last - 1, last])
+    assert found.layer_states.keys() == {0, last - 1, last}
+    assert found.num_before == 9
+    for layer in (0, last - 1):
+        assert_close(found.layer_states[layer], expected[layer + 1][0])
+    assert_close(decoder.normed(found.layer_states[last]), expected[-1][0])
+
+
+def test_states_are_those_of_a_pass_in_chunks(tiny_model: GetModel) -> None:
+    """Where a layer writes over what the one before it made."""
+    decoder, tokens = tiny_model("llama-gqa").decoder(), random_tokens(700)
+    whole = CachedDecoder(decoder).score_rows(tokens, *NO_NODES, layers=[0, 1])
+    assert whole.layer_states[0].shape == (700, decoder.config.hidden_size)
+    text = CachedDecoder(decoder)
+    for first in range(0, 700, 100):
+        part = text.score_rows(tokens[first : first + 100], *NO_NODES, layers=[0, 1])
+        for layer in (0, 1):
+            assert_close(part.layer_states[layer], whole.layer_states[layer][first : first + 100])
+
+
+def test_nobody_who_asks_for_no_layer_pays(tiny_model: GetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    through = Decoder.through
+
+    def watched(*args: object, **kwargs: object) -> Tensor:
+        told.append(kwargs["after"])
+        return through(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Decoder, "through", watched)
+    assert CachedDecoder(tiny_model("llama-gqa").decoder()).score_rows([5, 6], *NO_NODES).layer_states == {}
+    assert told == [None]
+
+
+@pytest.mark.parametrize("layer", [-1, 3])
+def test_a_layer_that_is_not_there_is_refused(tiny_model: GetModel, layer: int) -> None:
+    with pytest.raises(ValueError, match=f"^no hidden states after layer {layer}: only after range"):
+        CachedDecoder(tiny_model("llama-gqa").decoder()).score_rows([5], *NO_NODES, layers=[layer])
+
+
+def test_a_shared_target_hands_out_what_it_goes_through(tiny_model: GetModel) -> None:
+    """From the trunk's last layer on; what is before it is refused."""
+    decoder = tiny_model("llama-gqa").decoder()
+    with decoder.weights.layer(2) as layer:
+        exit_layer = EarlyExit(decoder, 2, dict(layer))  # type: ignore[arg-type]
+    target, draft = shared_text(decoder, exit_layer)
+    draft.score([5, 6, 7], *TREE.round(0, 3))
+    found = target.score_rows([5, 6, 7], *TREE.round(0, 5), layers=[1, 2]).layer_states
+    expected = CachedDecoder(decoder).score_rows([5, 6, 7], *TREE.round(0, 5), layers=[1, 2]).layer_states
+    for index in (1, 2):
+        assert_close(found[index], expected[index])
+    with pytest.raises(ValueError, match="layer 0: only after"):
+        target.score_rows([8], *NO_NODES, layers=[0])

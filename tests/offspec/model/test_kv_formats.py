@@ -1,0 +1,121 @@
+"""KV entries in another format or split otherwise over caches: a pass runs on them, and nothing else knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from offspec.drafts.early_exit import EarlyExit, shared_text
+from offspec.model.block import build_blocks, kv_cache_bytes
+from offspec.model.config import read_config
+from offspec.model.cuda_graphs import TreeGraphs
+from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.kv_cache import KVCache, KVLayout, LayerCache, MakeLayerCaches, PlainLayers, plain_layers
+
+from ...fakes import FAMILIES, TinyModel, config_json
+from .kv_formats import fp32_layers, int8_layers
+from .test_decoder import NO_NODES, TREE_FAMILIES, Tree, random_tokens
+
+GetModel = Callable[[str], TinyModel]
+CPU = torch.device("cpu")
+
+
+def one_by_one(layouts: Sequence[KVLayout], dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
+    return [PlainLayers(1, layout, dtype=dtype, device=device) for layout in layouts]
+
+
+def with_caches(decoder: Decoder, make: MakeLayerCaches) -> Decoder:
+    return Decoder(decoder.config, decoder.weights, dtype=decoder.dtype, device=decoder.device, make_layer_caches=make)
+
+
+TREE = Tree(random_tokens(9, 7), [-1, -1, 0, 0, 1, 2, 2, 5, 6])
+
+
+def life(text: CachedDecoder) -> Iterator[Tensor]:
+    """Logits of a text that grows, keeps scattered nodes with some of them waiting on, and is taken back."""
+    yield text.score(random_tokens(20), *TREE.round(0, 9))
+    text.keep([0, 2], [5, 7])
+    yield text.score([], np.array([5]), np.array([3]), np.array([[True, True, True]]))
+    text.keep([0])
+    text.truncate(text.length - 9)
+    yield text.score(random_tokens(30, 3), *TREE.round(0, 4))
+    text.keep([1])
+    yield text.score([7], *NO_NODES)
+
+
+@pytest.mark.parametrize("make", [fp32_layers, one_by_one])
+@pytest.mark.parametrize("family", TREE_FAMILIES)
+def test_a_format_that_loses_nothing_gives_the_same_bits(
+    tiny_model: GetModel, family: str, make: MakeLayerCaches
+) -> None:
+    decoder = tiny_model(family).decoder(torch.bfloat16)
+    texts = CachedDecoder(decoder), CachedDecoder(with_caches(decoder, make))
+    for expected, found in zip(*map(life, texts), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_static_rounds_run_on_another_format(tiny_model: GetModel) -> None:
+    decoder = tiny_model("mistral-window").decoder(torch.bfloat16)
+    texts = [TreeGraphs(with_caches(decoder, make), 128).text(128) for make in (plain_layers, fp32_layers)]
+    for expected, found in zip(*map(life, texts), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_an_early_exit_runs_on_the_targets_format(tiny_model: GetModel) -> None:
+    decoder, found = tiny_model("llama-gqa").decoder(torch.bfloat16), []
+    for make in (plain_layers, fp32_layers):
+        target = with_caches(decoder, make)
+        with target.weights.layer(1) as layer:
+            exit_layer = EarlyExit(target, 1, dict(layer))  # type: ignore[arg-type]
+        text, draft = shared_text(target, exit_layer)
+        drafted = draft.score(random_tokens(12), *TREE.round(0, 9))
+        logits = text.score(random_tokens(12), *TREE.round(0, 9))
+        text.keep([0, 3])
+        draft.keep([0, 3])
+        found.append(torch.cat((drafted, logits, text.score([9], *NO_NODES))))
+    assert torch.equal(*found)
+
+
+def test_eight_bits_change_little(tiny_model: GetModel) -> None:
+    decoder = tiny_model("llama-gqa").decoder()
+    texts = CachedDecoder(decoder), CachedDecoder(with_caches(decoder, int8_layers))
+    for expected, found in zip(*map(life, texts), strict=True):
+        assert not torch.equal(found, expected)
+        assert (found - expected).abs().mean() < 0.1 * expected.std()
+
+
+# ------------------------------------------------------------------------------------------------ bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_are_counted_as_they_are_allocated(family: str) -> None:
+    """By layer, sliding windows included."""
+    config = read_config(config_json(FAMILIES[family]))
+    layouts = [block.kv for block in build_blocks(config, dtype=torch.bfloat16, device=CPU)]
+    for layers in (range(config.num_layers), range(1), range(1, config.num_layers)):
+        cache = KVCache(plain_layers([layouts[i] for i in layers], torch.bfloat16, CPU), CPU)
+        for capacity in (1, 77):
+            cache.reserve(capacity)
+            assert cache.nbytes == kv_cache_bytes(config, capacity, 2, layers) > 0
+    assert kv_cache_bytes(config, 77, 2) == kv_cache_bytes(config, 77, 2, range(config.num_layers))
+
+
+def test_neighbours_of_one_layout_lie_together() -> None:
+    wide, narrow = KVLayout(4, 16), KVLayout(1, 8)
+    parts = plain_layers([wide, wide, narrow, wide], torch.float32, CPU)
+    assert [part.num_layers for part in parts] == [2, 1, 1]
+    cache = KVCache(parts, CPU)
+    cache.reserve(3)
+    for layer, layout in enumerate((wide, wide, narrow, wide)):
+        entry = torch.full((1, layout.num_heads, layout.head_dim), float(layer))
+        cache.write(layer, entry, -entry, 2)
+    for layer, layout in enumerate((wide, wide, narrow, wide)):
+        keys, values = cache.read(layer, 3)
+        assert keys.shape == (layout.num_heads, 3, layout.head_dim)
+        assert (keys[:, 2] == layer).all()
+        assert (values[:, 2] == -layer).all()
+    assert cache.nbytes == sum(layout.nbytes(3, 4) for layout in (wide, wide, narrow, wide))
