@@ -91,7 +91,8 @@ def main() -> None:
                 rows.append(row)
                 spread = f"({row.worst_prompt:.2f}, {row.best_prompt:.2f})"
                 print(
-                    f"{row.temperature:>11g}  {row.scoring:<8}  {row.budget:>6}  {row.tokens_per_pass:>15.2f} {spread:<21}"
+                    f"{row.temperature:>11g}  {row.scoring:<8}  {row.budget:>6}  {row.tokens_per_pass:>15.2f} "
+                    f"{spread:<21}"
                     f"  {row.sharpness:>9.2f}",
                     flush=True,
                 )

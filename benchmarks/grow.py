@@ -1,21 +1,24 @@
-"""Grows a small trained checkpoint to a big model's shape: the same function, with the bytes and arithmetic of the big one.
+"""Grows a small trained checkpoint to a big model's shape: the same function, with the bytes
+and arithmetic of the big one.
 
     python -m benchmarks.grow /data/grown-7b --shape 7b [--source builtin]
 
 So guesses are accepted as often as with the small model, and everything else costs what the big one costs. How:
 
-- The hidden state is padded with dimensions that stay zero. Its mean square falls by h·c/H (h, H: hidden sizes, c: copies),
-  so RMSNorm's eps is multiplied by that, and its weights by the root of it. Where H/h is not a power of four but twice one
-  (70B: 8192/256), the state lies there twice (c = 2), each reader takes half of both, and the root is a power of two again.
+- The hidden state is padded with dimensions that stay zero. Its mean square falls by h·c/H (h, H: hidden sizes, c:
+  copies), so RMSNorm's eps is multiplied by that, and its weights by the root of it. Where H/h is not a power of four
+  but twice one (70B: 8192/256), the state lies there twice (c = 2), each reader takes half of both, and the root is a
+  power of two again.
 - A head of d dimensions becomes one of D. Rotary frequency i of d is frequency i·D/d of D, in the same halves; what the
   attention divides by grows by the root of D/d, so the queries are multiplied by it.
 - Heads, neurons and layers that the small model does not have read nothing but zeros, or are read by nothing but zeros.
-- Every weight that meets only zeros is random. Zero are only those by which a number other than zero would enter a dimension
-  that has to stay zero (2 to 7 % of a matrix at 7B), and the padding of the embedding, of which a pass reads a row a token.
+- Every weight that meets only zeros is random. Zero are only those by which a number other than zero would enter a
+  dimension that has to stay zero (2 to 7 % of a matrix at 7B), and the padding of the embedding, of which a pass reads
+  a row a token.
 
-All factors are powers of two, so bf16 weights stay exact; in NF4 the grown model is as near to the small one as any NF4 model.
-The vocabulary stays the small one's: rows that can never win cannot be had without a bias. Written layer by layer, one at a
-time in memory; an interrupted run goes on with the first file that is missing.
+All factors are powers of two, so bf16 weights stay exact; in NF4 the grown model is as near to the small one as any NF4
+model. The vocabulary stays the small one's: rows that can never win cannot be had without a bias. Written layer by
+layer, one at a time in memory; an interrupted run goes on with the first file that is missing.
 """
 
 from __future__ import annotations
@@ -86,10 +89,10 @@ def grow(
 ) -> Path:
     """Write the checkpoint `target`: `source` in `shape`. Returns `target`; `say` gets a line for each file.
 
-    layers: only these, and no index, which makes it a part of a checkpoint. pack: what makes 4-bit tensors. num_threads:
-    files that are made at the same time, of whose layers each takes its bytes in bf16 several times over.
-    Raises UsageError where the shape cannot hold the model or `target` holds something else, CheckpointError for a source
-    that cannot be read, StorageError where the disk is full (repeat the call to go on).
+    layers: only these, and no index, which makes it a part of a checkpoint. pack: what makes 4-bit tensors.
+    num_threads: files that are made at the same time, of whose layers each takes its bytes in bf16 several times over.
+    Raises UsageError where the shape cannot hold the model or `target` holds something else, CheckpointError for a
+    source that cannot be read, StorageError where the disk is full (repeat the call to go on).
     """
     checkpoint = Checkpoint.open(source)
     layout = Layout(read_config(checkpoint.config), shape)
@@ -197,10 +200,10 @@ def _once(tensor: Tensor) -> Iterator[memoryview]:
 class Layout:
     """Where the small model's numbers lie in the big one's tensors, and by what they are multiplied there.
 
-    hidden: [c·h], the places of the hidden state's c copies. dims: [d], a head's dimensions within D. q, kv: rows of the
-    queries and of the keys and values. attended: what comes out of attention and is not zero: also of heads that the small
-    model lacks, where they share the values of one that it has. neurons: [m]. layers: big layer → small layer.
-    Raises UsageError.
+    hidden: [c·h], the places of the hidden state's c copies. dims: [d], a head's dimensions within D. q, kv: rows of
+    the queries and of the keys and values. attended: what comes out of attention and is not zero: also of heads that
+    the small model lacks, where they share the values of one that it has. neurons: [m]. layers: big layer → small
+    layer. Raises UsageError.
     """
 
     def __init__(self, small: ModelConfig, shape: Shape) -> None:

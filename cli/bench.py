@@ -59,9 +59,9 @@ def _plot_file(ctx: click.Context, param: click.Parameter, value: Path | None) -
     name="bench",
     help=f"""Measure speculative against plain decoding on the same prompts, in the same run.
 
-{MODEL_HELP} Tokens/s count the first pass, which takes the prompt; figures are medians over repeats, with the range. The
-built-in prompts ask for code, chat, prose and something repetitive. With --accept joint there is a row for that too, marked
-lossy, and every text's likelihood under the target.
+{MODEL_HELP} Tokens/s count the first pass, which takes the prompt; figures are medians over repeats, with the range.
+The built-in prompts ask for code, chat, prose and something repetitive. With --accept joint there is a row for that
+too, marked lossy, and every text's likelihood under the target.
 
 \b
 Examples:
@@ -228,7 +228,8 @@ def _remarks(report: Report) -> list[str]:
         )
     )
     remarks = [
-        "tokens/s: of everything, the first pass with the prompt too, +- half the range over the repeats; first: seconds "
+        "tokens/s: of everything, the first pass with the prompt too, +- half the range over the repeats; first: "
+        "seconds "
         "of that pass; later: tokens/s without it; a pass: tokens; draft, target, rest: ms of a later pass",
         same if guessed else "there is no draft",
     ]
@@ -239,7 +240,8 @@ def _remarks(report: Report) -> list[str]:
         )
     if lossy:
         remarks.append(
-            f"joint, lossy: {report.num_different('joint')} of {len(lossy)} texts differ from plain decoding, as they may; "
+            f"joint, lossy: {report.num_different('joint')} of {len(lossy)} texts differ from plain decoding, as they "
+            "may; "
             "nats/token: log-likelihood under the target, nearer to 0 is likelier"
         )
     return remarks

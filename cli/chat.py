@@ -46,9 +46,9 @@ WARN_SHARE = 0.75  # of the context in use, where it is time to say so
     name="chat",
     help=f"""Talk to a model that has a chat template.
 
-{MODEL_HELP} What was said stays in the KV caches, so each turn scores only what is new. Type /help for the commands, three
-quotes around a message of several lines, Ctrl-C to stop a reply, Ctrl-D to leave. Where standard input is a pipe, each
-line is a message or command.
+{MODEL_HELP} What was said stays in the KV caches, so each turn scores only what is new. Type /help for the commands,
+three quotes around a message of several lines, Ctrl-C to stop a reply, Ctrl-D to leave. Where standard input is a pipe,
+each line is a message or command.
 
 \b
 Examples:

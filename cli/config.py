@@ -31,8 +31,9 @@ class Row:
     help="""Show every setting, its value, and where that comes from.
 
 A flag wins over the environment, which wins over the file, which wins over the default. Keys of the file are flags
-without their dashes; a table like [chat] belongs to one command. In the environment the same key is OFFSPEC_TEMPERATURE,
-or OFFSPEC_CHAT_TEMPERATURE for one command. OFFSPEC_CONFIG names another file, or none where it is empty.
+without their dashes; a table like [chat] belongs to one command. In the environment the same key is
+OFFSPEC_TEMPERATURE, or OFFSPEC_CHAT_TEMPERATURE for one command. OFFSPEC_CONFIG names another file, or none where it is
+empty.
 
 \b
 Example:

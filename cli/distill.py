@@ -24,9 +24,10 @@ P = DistillParams
     name="distill",
     help=f"""Train an exit layer, so that the first layers of MODEL draft for it: --draft self.
 
-{MODEL_HELP} The target writes texts, or reads given ones, and one transformer layer behind its layer N learns to say what
-the whole target says; of MODEL nothing is changed. For the built-in model this takes some minutes. Disk, while it runs:
-the hidden state of every token, beside the result. Memory for training: 16 bytes for each weight of one layer, and the head.
+{MODEL_HELP} The target writes texts, or reads given ones, and one transformer layer behind its layer N learns to say
+what the whole target says; of MODEL nothing is changed. For the built-in model this takes some minutes. Disk, while it
+runs: the hidden state of every token, beside the result. Memory for training: 16 bytes for each weight of one layer,
+and the head.
 
 An interrupted run (Ctrl-C) goes on with --resume, and gives the same result as one that was not interrupted.
 

@@ -183,9 +183,9 @@ def loading_options(function: F) -> F:
             type=ModelName("auto", "self", "lookup", "none", "builtin"),
             default="auto",
             metavar="PATH|auto|self|lookup|none",
-            help="What guesses: a small model; self, the model's own first layers (offspec distill makes what that takes); "
-            "lookup, which needs none: what stood in the text before; auto: the built-in pair's own, lookup for other "
-            "models. [default: auto]",
+            help="What guesses: a small model; self, the model's own first layers (offspec distill makes what that "
+            "takes); lookup, which needs none: what stood in the text before; auto: the built-in pair's own, lookup "
+            "for other models. [default: auto]",
         ),
         model_flags,
         memory_flags,
@@ -200,7 +200,8 @@ def loading_options(function: F) -> F:
             multiple=True,
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="A text file whose wording is likely to come again (your code, your notes); may be given several times.",
+            help="A text file whose wording is likely to come again (your code, your notes); may be given several "
+            "times.",
         ),
         click.option(
             "--exit-file",
@@ -212,7 +213,8 @@ def loading_options(function: F) -> F:
             "--no-read-ahead",
             "synchronous",
             is_flag=True,
-            help="Read each streamed layer only when it is needed, as a plain check of the ring; slower, the same text.",
+            help="Read each streamed layer only when it is needed, as a plain check of the ring; slower, the same "
+            "text.",
         ),
     )(function)
 
@@ -224,7 +226,8 @@ def memory_flags(function: F) -> F:
             "--vram",
             callback=size,
             metavar="SIZE",
-            help="Memory of the card that may be used, e.g. 20GiB; what does not fit is streamed. [default: what is free]",
+            help="Memory of the card that may be used, e.g. 20GiB; what does not fit is streamed. [default: what is "
+            "free]",
         ),
         click.option(
             "--ram",
@@ -236,7 +239,8 @@ def memory_flags(function: F) -> F:
             "--context",
             type=WholeNumber(1),
             metavar="N",
-            help="Tokens of prompt and answer to make room for. [default: 4096, or what the model or the memory allows]",
+            help="Tokens of prompt and answer to make room for. [default: 4096, or what the model or the memory "
+            "allows]",
         ),
     )(function)
 
@@ -247,7 +251,8 @@ def learning_options(function: F) -> F:
         click.option(
             "--learn",
             is_flag=True,
-            help="Let the draft learn from the target between requests: more is guessed right, the text stays the same.",
+            help="Let the draft learn from the target between requests: more is guessed right, the text stays the "
+            "same.",
         ),
         click.option(
             "--learn-file",
@@ -266,8 +271,8 @@ def speculation_options(function: F) -> F:
             callback=budget,
             default="auto",
             metavar="auto|N",
-            help="Guessed tokens sent to the target in each pass; auto finds what pays here, 0 is plain decoding. The text "
-            "does not depend on it. [default: auto]",
+            help="Guessed tokens sent to the target in each pass; auto finds what pays here, 0 is plain decoding. "
+            "The text does not depend on it. [default: auto]",
         ),
         _tree_options,
         _guess_options,
@@ -315,7 +320,8 @@ def _guess_options(function: F) -> F:
         research_option(
             "--recycling/--no-recycling",
             default=SpeculationParams.recycling,
-            help="Guess what the target thought likely after the same token before; with --draft lookup it is always done.",
+            help="Guess what the target thought likely after the same token before; with --draft lookup it is always "
+            "done.",
         ),
         research_option(
             "--recall/--no-recall",
@@ -341,7 +347,8 @@ def _joint_options(function: F) -> F:
             type=click.Choice(["exact", "joint"]),
             default=SpeculationParams.accept,
             show_default=True,
-            help="exact: the text of plain decoding. joint: LOSSY; several guesses at once by their joint likelihood (MJSD).",
+            help="exact: the text of plain decoding. joint: LOSSY; several guesses at once by their joint likelihood "
+            "(MJSD).",
         ),
         research_option(
             "--tau",
@@ -349,7 +356,8 @@ def _joint_options(function: F) -> F:
             default=SpeculationParams.tau,
             show_default=True,
             metavar="T",
-            help="With --accept joint: the least share of the draft's joint probability that the target must give a guess.",
+            help="With --accept joint: the least share of the draft's joint probability that the target must give a "
+            "guess.",
         ),
         research_option(
             "--beam",

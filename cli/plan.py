@@ -23,7 +23,8 @@ WIDTHS = (1, 16, 64, 256, 512)
 @click.command(
     cls=OffspecCommand,
     name="plan",
-    help=f"""Show what of a model would stay on the device, wait in RAM or come from disk, and how long a pass would take.
+    help=f"""Show what of a model would stay on the device, wait in RAM or come from disk, and how long a pass would
+take.
 
 {MODEL_HELP} Its weights need not be there: headers, or config.json alone, are enough, and of a hub id nothing else is
 downloaded.
@@ -40,7 +41,8 @@ Examples:
     type=ModelName("auto", "lookup", "none", "builtin"),
     default="auto",
     metavar="PATH|auto|lookup|none",
-    help="The small model that guesses; lookup and none take no memory; auto: the built-in pair's own, lookup for other models. [default: auto]",
+    help="The small model that guesses; lookup and none take no memory; auto: the built-in pair's own, lookup for "
+    "other models. [default: auto]",
 )
 @model_flags
 @memory_flags
@@ -119,7 +121,8 @@ def _gains(forecast: Forecast) -> list[str]:
 
     now = format_seconds(forecast.plan.predict_pass_s(forecast.rates, GAIN_WIDTH))
     lines = [
-        f"  {format_size(gain.more_bytes):>6} more {gain.memory:<4}  {format_seconds(gain.pass_s):>7}  {gain.plan.tiers}"
+        f"  {format_size(gain.more_bytes):>6} more {gain.memory:<4}  {format_seconds(gain.pass_s):>7}  "
+        f"{gain.plan.tiers}"
         for gain in forecast.gains
     ]
     return ["", f"A pass of {GAIN_WIDTH} tokens takes {now}; it would take with", *lines]

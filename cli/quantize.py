@@ -21,11 +21,11 @@ from .terminal import is_watched, show_line
     help="""Make the checkpoint DST of SRC, a folder or a Hugging Face hub id.
 
 nf4 and fp4 take a bf16, fp16 or fp32 checkpoint: the matrices inside the layers become bitsandbytes' 4-bit format, as
-transformers would save them; embeddings, norms and lm_head stay as they are. keep changes no tensor and only lays them out
-anew. Either way every layer gets a file of its own and is read in one piece.
+transformers would save them; embeddings, norms and lm_head stay as they are. keep changes no tensor and only lays them
+out anew. Either way every layer gets a file of its own and is read in one piece.
 
-Memory: one layer. An interrupted run goes on where it stopped when the same command is given again; until it is done DST
-has no index and cannot be loaded.
+Memory: one layer. An interrupted run goes on where it stopped when the same command is given again; until it is done
+DST has no index and cannot be loaded.
 
 \b
 Examples:

@@ -111,8 +111,8 @@ Examples:
   git diff | offspec run builtin --raw --temperature 0.6 --stats
   offspec run builtin --prompt-file prompts.jsonl --output answers.jsonl
 
-A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}; whatever else is
-in it stands in the answer, too.
+A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}; whatever else
+is in it stands in the answer, too.
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)
@@ -379,17 +379,20 @@ def describe(last: Step) -> str:
     passes, rate = max(stats.num_passes, 1), stats.decode_tokens_per_s
     lines = [
         f"prompt    {stats.num_prompt_tokens} tokens, first text after {stats.ttft_s:.2f} s, seed {stats.seed}",
-        f"decoding  {stats.num_tokens} tokens ({last.finish_reason}), {f'{rate:.1f}' if rate else '-'} tokens/s after the "
+        f"decoding  {stats.num_tokens} tokens ({last.finish_reason}), {f'{rate:.1f}' if rate else '-'} tokens/s after "
+        "the "
         "first pass",
         f"passes    {stats.num_passes}, {stats.tokens_per_pass:.2f} tokens each; "
         f"draft {1e3 * stats.draft_s / passes:.1f} ms + target {1e3 * stats.target_s / passes:.1f} ms a pass",
-        f"memory    {stats.peak_host_bytes / 2**30:.2f} GiB host, {stats.peak_device_bytes / 2**30:.2f} GiB device at the peak",
+        f"memory    {stats.peak_host_bytes / 2**30:.2f} GiB host, {stats.peak_device_bytes / 2**30:.2f} GiB device at "
+        "the peak",
     ]
     if stats.is_lossy:
         lines.append("lossy     accepted by joint likelihood (--accept joint): plain decoding may say something else")
     if stats.learnt_loss is not None:
         lines.append(
-            f"learning  {stats.learn_steps} steps in {stats.learn_s:.2f} s; the draft was {stats.learnt_loss:.3f} nats from the "
+            f"learning  {stats.learn_steps} steps in {stats.learn_s:.2f} s; the draft was {stats.learnt_loss:.3f} "
+            "nats from the "
             f"target, as it came {stats.unlearnt_loss:.3f}"
         )
     return "\n".join(lines)

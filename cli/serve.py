@@ -41,14 +41,15 @@ GRACE_S = 1  # for answers under way when the server is stopped
     name="serve",
     help=f"""Answer requests over HTTP, as OpenAI's API has them.
 
-{MODEL_HELP} /v1/chat/completions, /v1/completions and /v1/models, whole or as a stream. One request is answered at a time, the
-others wait; what a request shares with the one before it stays in the KV caches. Sampling flags hold for requests that do
-not say otherwise. Answers carry tokens/s and the other figures under "offspec".
+{MODEL_HELP} /v1/chat/completions, /v1/completions and /v1/models, whole or as a stream. One request is answered at a
+time, the others wait; what a request shares with the one before it stays in the KV caches. Sampling flags hold for
+requests that do not say otherwise. Answers carry tokens/s and the other figures under "offspec".
 
 \b
 Examples:
   offspec serve ./Llama-3.1-70B-nf4 --draft ./Llama-3.2-1B-Instruct
-  curl http://127.0.0.1:8080/v1/chat/completions -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
+  curl http://127.0.0.1:8080/v1/chat/completions \\
+      -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)

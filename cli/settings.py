@@ -53,7 +53,10 @@ class Settings:
         environment: Mapping[str, str] = os.environ,
         on_fault: Callable[[click.UsageError], object] = _refuse,
     ) -> None:
-        """commands: every command of the program by its name. on_fault: told once of what cannot be meant and so is not set."""
+        """commands: every command of the program by its name.
+
+        on_fault: told once of what cannot be meant and so is not set.
+        """
         self._commands, self._environment, self._on_fault = commands, environment, on_fault
         self._told: set[tuple[str, str]] = set()  # sources and keys of values that several commands refuse
 

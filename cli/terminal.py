@@ -153,7 +153,9 @@ def shows_colors() -> bool:
 
 
 def marked(step: Step) -> str:
-    """A step's text, the draft's guesses apart from the target's corrections: by colour, or underlined with NO_COLOR."""
+    """A step's text, the draft's guesses apart from the target's corrections: by colour, or underlined
+    with NO_COLOR.
+    """
     accepted, correction = ("", UNDERLINED) if os.environ.get("NO_COLOR") else (ACCEPTED, CORRECTION)
     cut = step.num_accepted
     guessed, chosen = "".join(step.texts[:cut]), "".join(step.texts[cut:])

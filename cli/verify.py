@@ -61,8 +61,8 @@ Example:
     "--prompts",
     "prompt_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help='A text file, one prompt a line, or .jsonl with "prompt" or "messages", whose contents are taken as bare text. '
-    "[default: the built-in pair's held-out prompts]",
+    help='A text file, one prompt a line, or .jsonl with "prompt" or "messages", whose contents are taken as bare '
+    "text. [default: the built-in pair's held-out prompts]",
 )
 @click.option(
     "--max-prompts",
@@ -204,7 +204,8 @@ def table(report: Report) -> str:
     lines = [f"{'temperature':>11}  {'top-p':>5}  {'draft':<6}  {'scoring':<8}  {'budget':>6}  tokens per pass"]
     for s, tokens_per_pass in zip(report.settings, report.tokens_per_pass, strict=True):
         lines.append(
-            f"{s.temperature:>11g}  {s.top_p:>5g}  {s.draft:<6}  {s.scoring:<8}  {s.budget_name:>6}  {tokens_per_pass:.2f}"
+            f"{s.temperature:>11g}  {s.top_p:>5g}  {s.draft:<6}  {s.scoring:<8}  {s.budget_name:>6}  "
+            f"{tokens_per_pass:.2f}"
         )
     near_ties = len(report.differences) - len(report.errors)
     verdict = "identical to plain decoding" if report.is_exact else f"{len(report.errors)} texts DIFFER"

@@ -2,10 +2,13 @@
 
     python scripts/train_builtin.py data      # corpus, tokenizer, token files      (~2 minutes)
     python scripts/train_builtin.py target    # 7.3M parameters, next-token loss     (about 3 hours on 2 shared cores)
-    python scripts/train_builtin.py chat      # the target learns to take a function's name from the request   (~10 minutes)
+    python scripts/train_builtin.py chat      # the target learns to take a function's name from the request   (~10
+        minutes)
     python scripts/train_builtin.py samples   # text that the target writes, for the draft to learn from   (~20 minutes)
-    python scripts/train_builtin.py labels    # what the target thinks at every place of that and of the text   (~15 minutes)
-    python scripts/train_builtin.py draft     # 0.9M parameters, text first, then distilled (2310.08461)   (~100 minutes)
+    python scripts/train_builtin.py labels    # what the target thinks at every place of that and of the text   (~15
+        minutes)
+    python scripts/train_builtin.py draft     # 0.9M parameters, text first, then distilled (2310.08461)   (~100
+        minutes)
     python scripts/train_builtin.py export    # bf16 checkpoints and held-out prompts into offspec/builtin/
 
 Everything is drawn from the standard library of the interpreter that runs this script (the committed pair: CPython
@@ -100,7 +103,8 @@ def sources() -> Iterator[Source]:
     """The standard library's modules, without tables (charmaps, topics), grammars' test data and site-packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = re.compile(
-        r"site-packages|/pydoc_data/|/encodings/(?!__init__|aliases|utf_|idna|punycode)|lib2to3/tests/data|/_sysconfigdata"
+        r"site-packages|/pydoc_data/|/encodings/(?!__init__|aliases|utf_|idna|punycode)|lib2to3/tests/data|"
+        r"/_sysconfigdata"
     )
     for path in sorted(root.rglob("*.py")):
         if skipped.search(path.as_posix()) or not 400 < path.stat().st_size < 250_000:
@@ -217,7 +221,8 @@ def prepare(work: Path) -> None:
         ids = [token for e in tokenizer.encode_batch(documents) for token in (*e.ids, 0)]
         np.array(ids, dtype=np.uint16).tofile(work / f"{name}.bin")
         print(
-            f"{name}: {len(documents)} documents, {sum(map(len, documents)) / 1e6:.1f} M characters, {len(ids) / 1e6:.2f} M tokens"
+            f"{name}: {len(documents)} documents, {sum(map(len, documents)) / 1e6:.1f} M characters, "
+            f"{len(ids) / 1e6:.2f} M tokens"
         )
     (work / "files.json").write_text(json.dumps({"python": sys.version.split()[0], **names}, indent=1))
 
@@ -412,7 +417,8 @@ def tuned(work: Path, state: dict[str, torch.Tensor], steps: int, batch_tokens: 
 
 @torch.no_grad()
 def sample(work: Path, num_rows: int, batch_rows: int = 96) -> None:
-    """Write samples.bin: rows of SAMPLE_TOKENS tokens, PROMPT_TOKENS of training text and what the target makes of them.
+    """Write samples.bin: rows of SAMPLE_TOKENS tokens, PROMPT_TOKENS of training text
+    and what the target makes of them.
 
     A draft meets the target's text, not the library's: on-policy data (DistillSpec, 2310.08461, section 4). Half of it
     at temperature 1, a quarter each at 0.6 and 0.
@@ -530,7 +536,8 @@ def export(work: Path, out: Path) -> None:
         (folder / "tokenizer.json").write_bytes((work / "tokenizer.json").read_bytes())
         loss = held_out_loss(model.float(), held_out)
         print(
-            f"{kind}: {sum(t.numel() for t in tensors.values()) / 1e6:.2f} M parameters, held-out loss {loss:.4f} nats a token (in bf16)"
+            f"{kind}: {sum(t.numel() for t in tensors.values()) / 1e6:.2f} M parameters, held-out loss {loss:.4f} "
+            "nats a token (in bf16)"
         )
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     with (out / "prompts.jsonl").open("w") as file:
@@ -575,7 +582,9 @@ def settings_of(config: LlamaConfig) -> dict[str, dict[str, object]]:
 
 
 def held_out_prompts(tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
-    """Spread over the held-out modules: some source, then a function's signature and docstring, its body left to say."""
+    """Spread over the held-out modules: some source, then a function's signature and docstring,
+    its body left to say.
+    """
     rng = random.Random(1)
     choices: dict[str, list[str]] = {}
     for source in sources():

@@ -11,7 +11,8 @@ import pytest
 if TYPE_CHECKING:
     from .fakes import TinyModel
 
-# Before torch is imported: on matrices this small, threads only wait for each other, 30 times as long on a busy machine.
+# Before torch is imported: on matrices this small, threads only wait for each other, 30 times as long on a busy
+# machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What the person who runs the tests has set for himself is none of their business.
 for _name in [name for name in os.environ if name.startswith("OFFSPEC_")]:
@@ -29,7 +30,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def learning_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft learns all that it has heard, and not for as long as the text before took: a busy machine learns the same."""
+    """A draft learns all that it has heard, and not for as long as the text before took:
+    a busy machine learns the same.
+    """
     from offspec.training.online import Aligner
 
     monkeypatch.setitem(Aligner.__init__.__kwdefaults__, "clock", lambda: 0.0)

@@ -1,7 +1,8 @@
 """A CUDA device that is only pretended, so that what would fail on a real one fails here: tensors that say they lie on
 `cuda:0`, lie in host memory, and refuse whatever CUDA refuses, above all tensors of the host among them.
 
-What it does not show: order. Everything is done at once, whatever stream it was asked for on; and kernels are the CPU's.
+What it does not show: order. Everything is done at once, whatever stream it was asked for on; and kernels are the
+CPU's.
 """
 
 from __future__ import annotations
@@ -154,7 +155,10 @@ namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceTy
 
 
 def build_guard(folder: Path) -> Path:
-    """What switches between devices, and a build of torch for CPUs lacks; it does nothing. Raises OSError without a compiler."""
+    """What switches between devices, and a build of torch for CPUs lacks; it does nothing.
+
+    Raises OSError without a compiler.
+    """
     source, library, torch_folder = folder / "guard.cpp", folder / "guard.so", Path(torch.__file__).parent
     source.write_text(GUARD, encoding="utf-8")
     command = [

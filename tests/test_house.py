@@ -59,7 +59,9 @@ def imports_of(file: Path) -> Iterator[Import]:
 
 
 def _joined(module: str | None, name: str) -> str:
-    """`from offspec import errors` and `from offspec.errors import X` both name offspec.errors; a class is no module."""
+    """`from offspec import errors` and `from offspec.errors import X` both name offspec.errors;
+    a class is no module.
+    """
     parts = [*(module.split(".") if module else []), name]
     return ".".join(part for i, part in enumerate(parts) if i == 0 or re.fullmatch(r"_*[a-z][a-z0-9_]*", part))
 

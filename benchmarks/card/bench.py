@@ -1,4 +1,6 @@
-"""What the parts of a run share: the device, grown models, measured rates; and the part that says what machine this is."""
+"""What the parts of a run share: the device, grown models, measured rates;
+and the part that says what machine this is.
+"""
 
 from __future__ import annotations
 

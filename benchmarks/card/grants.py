@@ -23,8 +23,8 @@ ENDLESS = 2**45  # bytes
 def plan_within(
     job: Job, cap: int | None, target: ModelFiles, draft: ModelFiles, device: torch.device, ram: int | None = None
 ) -> Plan:
-    """In what a card of `cap` GiB leaves to torch, and in `ram` bytes or what is free; None: with half of the layers staying,
-    wherever they are computed.
+    """In what a card of `cap` GiB leaves to torch, and in `ram` bytes or what is free; None:
+    with half of the layers staying, wherever they are computed.
     """
     if cap is not None:
         ram = (

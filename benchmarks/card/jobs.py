@@ -14,10 +14,11 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """A target's shape and its draft's, memory to run it in (GiB of a card; None: half of the layers stay), and how much is run.
+    """A target's shape and its draft's, memory to run it in (GiB of a card; None: half of the layers stay),
+    and how much is run.
 
-    widths: tokens of a timed pass, the last one of text included. vocabulary: tokens of the pair that it stands for: what its
-    matrices would take beyond the grown ones' is left free.
+    widths: tokens of a timed pass, the last one of text included. vocabulary: tokens of the pair that it stands for:
+    what its matrices would take beyond the grown ones' is left free.
     """
 
     target: Shape

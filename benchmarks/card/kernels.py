@@ -62,7 +62,9 @@ def round_s(text: CachedDecoder, width: int) -> float:
 
 
 def vocabulary(bench: Bench, name: str) -> Iterator[Figures]:
-    """What a large vocabulary costs a round of WIDTHS[-1] rows at temperature 1, which the grown pair's small one does not show."""
+    """What a large vocabulary costs a round of WIDTHS[-1] rows at temperature 1,
+    which the grown pair's small one does not show.
+    """
     job, rows = JOBS[name], WIDTHS[-1]
     size = job.vocabulary or builtin_vocabulary()
     wait = partial(synchronize, bench.device)
@@ -86,7 +88,9 @@ def builtin_vocabulary() -> int:
 
 
 def attention(bench: Bench, name: str) -> Iterator[Figures]:
-    """One layer's attention of a tree, as it is computed and as FlexAttention, whose mask is made anew as in each pass."""
+    """One layer's attention of a tree, as it is computed and as FlexAttention,
+    whose mask is made anew as in each pass.
+    """
     found, sizes = Figures(), ((CONTEXT, 64), (CONTEXT, 512), (4 * CONTEXT, 512))
     for num_keys, num_nodes in sizes if bench.device.type == "cuda" else ((64, 8),):
         found[f"{num_nodes} nodes, {num_keys} keys"] = _attention_of(bench, JOBS[name].target, num_nodes, num_keys)
@@ -114,7 +118,9 @@ def _attention_of(bench: Bench, shape: Shape, num_nodes: int, num_keys: int) -> 
 
 
 def flex_attention_over(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Callable[[], Tensor]:
-    """`attend` by FlexAttention (2412.05496): compiled on a GPU, and everywhere with a block mask made of `mask` at each call."""
+    """`attend` by FlexAttention (2412.05496): compiled on a GPU, and everywhere
+    with a block mask made of `mask` at each call.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compute = torch.compile(flex_attention, dynamic=False) if queries.device.type == "cuda" else flex_attention

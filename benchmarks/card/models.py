@@ -28,7 +28,9 @@ from offspec.model.config import read_config
 
 
 class Remembered:
-    """A `Reader` over files that are read once and then lie in memory: what is measured is the link, not this machine's disk."""
+    """A `Reader` over files that are read once and then lie in memory: what is measured is the link,
+    not this machine's disk.
+    """
 
     def __init__(self) -> None:
         self._files: dict[Path, np.ndarray[Any, np.dtype[np.uint8]]] = {}
@@ -90,7 +92,9 @@ def pack(matrix: Tensor, quant_type: str, device: torch.device) -> Mapping[str, 
 
 
 def pack_plainly(matrix: Tensor, quant_type: str, blocksize: int = 64) -> dict[str, Tensor]:
-    """As `pack_4bit(nested=False)`, but for NF4's nearest value where two are equally near; K has to be whole blocks."""
+    """As `pack_4bit(nested=False)`, but for NF4's nearest value where two are equally near;
+    K has to be whole blocks.
+    """
     values, order = torch.tensor(CODES[quant_type], device=matrix.device).sort()
     middles, codes, absmax = (values[1:] + values[:-1]) / 2, list[Tensor](), list[Tensor]()
     for rows in matrix.split(max(1, 2**26 // matrix.shape[1])):

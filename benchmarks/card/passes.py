@@ -101,7 +101,9 @@ def _seconds_by_width(decoder: Decoder, plan: Plan, job: Job, link: float) -> di
 
 
 def pass_s(decoder: Decoder, width: int, repeats: int) -> float:
-    """Median seconds of passes over one token of text and width - 1 nodes, one after the other; the first does not count."""
+    """Median seconds of passes over one token of text and width - 1 nodes, one after the other;
+    the first does not count.
+    """
     text = CachedDecoder(decoder, CONTEXT + MAX_NODES)  # what was planned for, whatever the width
     text.score_rows(list(range(5, 21)), *star(0))[0]
     one = partial(text.score_rows, [7], *star(width - 1))

@@ -35,7 +35,8 @@ def _tell_plain(figures: Mapping[str, Any]) -> list[str]:
 
 def _tell_passes(figures: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"  {figures['num_resident']} of {figures['num_layers']} layers stay, {format_size(figures['stream_bytes'])} a pass; "
+        f"  {figures['num_resident']} of {figures['num_layers']} layers stay, {format_size(figures['stream_bytes'])} "
+        "a pass; "
         f"granted {format_size(figures['granted_bytes'])}, peak {format_size(figures['peak_device_bytes'])}; loaded in "
         f"{figures['load_s']:.0f} s",
         "  tokens   pass s   link s   compute s   / max(link, compute)   link used",
@@ -51,7 +52,8 @@ def _tell_passes(figures: Mapping[str, Any]) -> list[str]:
     return [
         *lines,
         *_tell_texts(figures),
-        f"  translated to an {there['card']} (not measured: its data sheet, {there['link_bytes_per_s'] / 1e9:.0f} GB/s): "
+        f"  translated to an {there['card']} (not measured: its data sheet, {there['link_bytes_per_s'] / 1e9:.0f} "
+        "GB/s): "
         f"{there['pass_s']['256']:.2f} s a pass, {there['tokens_per_s']:.1f} tokens/s at this text's tokens per pass, "
         f"{there[assumed]:.1f} at {TOKENS_PER_PASS}, {there['plain_tokens_per_s']:.1f} plain",
     ]

@@ -46,7 +46,9 @@ class Running:
 def loaded(
     target: Grown, draft: Grown, plan: Plan, rates: Rates, device: torch.device, width: int
 ) -> Iterator[Running]:
-    """An engine for `plan`, held to it by torch's allocator; for a leaner one where a pass of `width` finds it too little."""
+    """An engine for `plan`, held to it by torch's allocator; for a leaner one
+    where a pass of `width` finds it too little.
+    """
     release_memory(device)
     held = device_bytes(device)[0]
     if device.type == "cuda":

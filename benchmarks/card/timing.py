@@ -17,7 +17,9 @@ def median_s(
     warm_ups: int = 3,
     after: Callable[[], object] = lambda: None,
 ) -> float:
-    """Median seconds of `work` up to the end of `wait`; what is done `after` it is not timed, the first ones do not count."""
+    """Median seconds of `work` up to the end of `wait`; what is done `after` it is not timed,
+    the first ones do not count.
+    """
     seconds = []
     for _ in range(warm_ups + repeats):
         wait()

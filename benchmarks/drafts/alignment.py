@@ -1,13 +1,15 @@
-"""Tokens per pass on a domain while the draft learns it from the target (`--learn`), on texts that it does not learn from.
+"""Tokens per pass on a domain while the draft learns it from the target (`--learn`),
+on texts that it does not learn from.
 
     python -m benchmarks.drafts.alignment [--draft FOLDER] [--folder FOLDER --pattern '*.h'] [--temperature 0.6]
 
-Prompts are pieces of a folder's text files, by default the C headers of this Python; every fourth file is held out, and what
-is measured is what follows its pieces: by the draft alone, which only `--learn` changes; corrected by what is recalled of the
-target within these texts (`offspec.drafts.recall`); and with lookup besides. With --recurring it is the same prompts that are
-learnt from, with other seeds, as where requests come again. Their texts must be the same whatever was learnt. Times are those of
-this machine, and how much is learnt in them (`AlignmentParams.most_share`) depends on it a little. The last line is JSON.
-`benchmarks/drafts/specialise.py` makes a --model that knows a domain, which the built-in draft does not.
+Prompts are pieces of a folder's text files, by default the C headers of this Python; every fourth file is held out, and
+what is measured is what follows its pieces: by the draft alone, which only `--learn` changes; corrected by what is
+recalled of the target within these texts (`offspec.drafts.recall`); and with lookup besides. With --recurring it is the
+same prompts that are learnt from, with other seeds, as where requests come again. Their texts must be the same whatever
+was learnt. Times are those of this machine, and how much is learnt in them (`AlignmentParams.most_share`) depends on it
+a little. The last line is JSON. `benchmarks/drafts/specialise.py` makes a --model that knows a domain, which the
+built-in draft does not.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ FIRST_SEED = 1000  # of the requests that are learnt from; those that are measur
 
 @dataclass(frozen=True)
 class Row:
-    """What held-out prompts took after so many generated tokens. with_recall: the draft corrected by what the target said in
-    them. with_lookup: what stood in the text is guessed, too.
+    """What held-out prompts took after so many generated tokens.
 
-    loss, unlearnt_loss: KL(target ‖ draft) a token in nats on the requests since the row before, as they came: as the draft
-    was then, and as it came. share: of the additions that is drafted with. generate_s, learn_s: seconds so far.
+    with_recall: the draft corrected by what the target said in them. with_lookup: what stood in the text is guessed,
+    too.
+
+    loss, unlearnt_loss: KL(target ‖ draft) a token in nats on the requests since the row before, as they came: as the
+    draft was then, and as it came. share: of the additions that is drafted with. generate_s, learn_s: seconds so far.
     """
 
     num_tokens: int
@@ -136,7 +140,8 @@ def main() -> None:
 
     print(f"{len(exam)} held-out prompts x {args.max_new_tokens} tokens, {len(files)} files")
     print(
-        f"{'tokens':>6}  {'steps':>5}  {'generated s':>11}  {'learnt s':>8}  {'loss':>5}  {'as came':>7}  {'share':>5}  tokens per pass (with recall, and lookup)"
+        f"{'tokens':>6}  {'steps':>5}  {'generated s':>11}  {'learnt s':>8}  {'loss':>5}  {'as came':>7}  "
+        f"{'share':>5}  tokens per pass (with recall, and lookup)"
     )
     rows: list[Row] = []
     wanted: list[list[int]] = []
@@ -157,7 +162,8 @@ def main() -> None:
             losses = []
             rows.append(row)
             print(
-                f"{num_tokens:>6}  {row.num_steps:>5}  {generate_s:>11.1f}  {learn_s:>8.1f}  {_cell(loss):>5}  {_cell(unlearnt):>7}  "
+                f"{num_tokens:>6}  {row.num_steps:>5}  {generate_s:>11.1f}  {learn_s:>8.1f}  {_cell(loss):>5}  "
+                f"{_cell(unlearnt):>7}  "
                 f"{share:>5.1f}  {tokens_per_pass:.2f} ({with_recall:.2f}, {with_lookup:.2f})",
                 flush=True,
             )

@@ -3,11 +3,11 @@
     offspec distill builtin --exit-layer 2 --out build/exit2.safetensors
     python -m benchmarks.drafts.early_exit build/exit2.safetensors [--prompts 12] [--tokens 64] [--temperatures 0,1]
 
-The target's texts on the held-out prompts are recorded once (plain decoding), and the target's first layers with an exit
-layer are walked along them. First table: tokens per pass with the trained exit layer and with an untrained one, the copy
-of a layer that training began with. Second table: tokens/s, by two cost models, of drafting to a fixed depth and of
-Thompson sampling (EESD, 2406.03853, section 3.3; as published, and calibrated by costs and the draft's confidence); all expand
-16 nodes a round and send the same number of nodes.
+The target's texts on the held-out prompts are recorded once (plain decoding), and the target's first layers with an
+exit layer are walked along them. First table: tokens per pass with the trained exit layer and with an untrained one,
+the copy of a layer that training began with. Second table: tokens/s, by two cost models, of drafting to a fixed depth
+and of Thompson sampling (EESD, 2406.03853, section 3.3; as published, and calibrated by costs and the draft's
+confidence); all expand 16 nodes a round and send the same number of nodes.
 
     resident   every layer takes the same: a round costs the first layers and the exit, a pass all layers
     streamed   a layer that is streamed takes 40 times as long as one that stays: 70B in NF4 on a card
@@ -203,7 +203,8 @@ def stops(bench: Bench, trained: EarlyExit, budget: int, depths: Sequence[int]) 
         for row in (*fixed, *drawn):
             share = row.tokens_per_s[cost] / best.tokens_per_s[cost]
             print(
-                f"    {cost:<9} {row.stopping:<20} {row.tokens_per_pass:5.2f} tokens and {row.rounds_per_pass:5.2f} rounds "
+                f"    {cost:<9} {row.stopping:<20} {row.tokens_per_pass:5.2f} tokens and {row.rounds_per_pass:5.2f} "
+                "rounds "
                 f"a pass, {share:6.1%} of the best depth",
                 flush=True,
             )

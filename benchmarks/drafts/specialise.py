@@ -1,11 +1,12 @@
-"""A target that knows a domain: a copy of a model, trained further on a folder's texts, for `benchmarks/drafts/alignment.py`.
+"""A target that knows a domain: a copy of a model, trained further on a folder's texts,
+for `benchmarks/drafts/alignment.py`.
 
     python -m benchmarks.drafts.specialise OUT --folder /usr/include/linux --pattern '*.h' [--minutes 20 | --steps N]
 
-What `--learn` is for is a draft that was made for other texts than its target. The built-in pair was trained on the same ones and
-neither knows any other, so this makes the case: the target alone goes on with next-token loss (AdamW, windows of 512 tokens), on the files
-that `alignment.py` does not hold out. OUT is a checkpoint; give it as --model and the built-in draft as --draft. Needs the extra
-`train` (transformers).
+What `--learn` is for is a draft that was made for other texts than its target. The built-in pair was trained on the
+same ones and neither knows any other, so this makes the case: the target alone goes on with next-token loss (AdamW,
+windows of 512 tokens), on the files that `alignment.py` does not hold out. OUT is a checkpoint; give it as --model and
+the built-in draft as --draft. Needs the extra `train` (transformers).
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def loss_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 def train(
     model: LlamaForCausalLM, text: IntArray, learning_rate: float, minutes: float, num_steps: int | None = None
 ) -> None:
-    """For so many steps, or else until the minutes are over; the rate rises for a moment, then falls to zero at the end."""
+    """For so many steps, or else until the minutes are over; the rate rises for a moment,
+    then falls to zero at the end.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     draws, began, steps = np.random.default_rng(0), time.perf_counter(), 0
 

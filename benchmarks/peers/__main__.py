@@ -2,11 +2,12 @@
 
     python -m benchmarks.peers --work /data/peers --shape 7b --ram 6GiB
 
-Every row (a peer with settings) runs every prompt greedily, each in a fresh process in a memory control group of --ram, with
-the page cache dropped before (both as root on Linux only; it says so where not). All rows run a prompt before the next prompt
-comes, so that what the machine does meanwhile meets all of them. A run can be stopped at any time: the same command goes on
-with the cells that are missing, --report only shows what there is. Rows whose tokens cost the same whatever the text write
---steady-tokens to --steady-prompts only. The work folder takes four times the checkpoint's bytes; see docs/benchmarks.md.
+Every row (a peer with settings) runs every prompt greedily, each in a fresh process in a memory control group of --ram,
+with the page cache dropped before (both as root on Linux only; it says so where not). All rows run a prompt before the
+next prompt comes, so that what the machine does meanwhile meets all of them. A run can be stopped at any time: the same
+command goes on with the cells that are missing, --report only shows what there is. Rows whose tokens cost the same
+whatever the text write --steady-tokens to --steady-prompts only. The work folder takes four times the checkpoint's
+bytes; see docs/benchmarks.md.
 """
 
 from __future__ import annotations

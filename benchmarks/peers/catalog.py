@@ -1,7 +1,7 @@
 """Who is compared, with which settings, and why with these; and who cannot be compared here, and why not.
 
-A *peer* is a program in an environment of its own; a *row* is a peer with settings, a line of the table. Knows nothing of
-how a cell is run.
+A *peer* is a program in an environment of its own; a *row* is a peer with settings, a line of the table. Knows nothing
+of how a cell is run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class Peer:
 
 @dataclass(frozen=True)
 class Row:
-    """A peer with settings. is_steady: a token costs the same whatever the text, so that a few tell what all would cost."""
+    """A peer with settings. is_steady: a token costs the same whatever the text,
+    so that a few tell what all would cost.
+    """
 
     name: str
     peer: str
@@ -58,7 +60,10 @@ def _drafted(number: int) -> Row:
     return Row(f"llama.cpp, draft, {number}", "llama.cpp", says, {"draft_max": number, "draft_p_min": 0.0})
 
 
-_OPENVINO = "LLMPipeline of openvino-genai on the CPU, from GGUF in fp16 (its reader takes no bf16), its own precision (bf16 here)"
+_OPENVINO = (
+    "LLMPipeline of openvino-genai on the CPU, from GGUF in fp16 (its reader takes no bf16), "
+    "its own precision (bf16 here)"
+)
 
 OURS = "offspec"
 ROWS = (

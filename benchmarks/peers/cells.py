@@ -1,7 +1,7 @@
 """Runs one cell: one row on one prompt, in a process and a memory control group of its own, against a time limit.
 
-The page cache is dropped before. What a cell gave is one line of a JSON file that is only appended to, so that a run can be
-stopped at any time and goes on where it was. Knows nothing of tables.
+The page cache is dropped before. What a cell gave is one line of a JSON file that is only appended to, so that a run
+can be stopped at any time and goes on where it was. Knows nothing of tables.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class Terms:
 class Cell:
     """What came of a cell. status: ok, time (limit reached), memory (killed for it), or failed; `error` says more.
 
-    arrivals: see workers/common.py. peak_bytes: the group's, page cache included; peak_anonymous_bytes: without it, sampled.
-    Both are the process's own resident memory, and `is_limited` false, where no group could be made. raw_disk_bytes_per_s:
-    O_DIRECT reads of the checkpoint, measured before the cells of this prompt. load_average: of the minute before.
+    arrivals: see workers/common.py. peak_bytes: the group's, page cache included; peak_anonymous_bytes: without it,
+    sampled. Both are the process's own resident memory, and `is_limited` false, where no group could be made.
+    raw_disk_bytes_per_s: O_DIRECT reads of the checkpoint, measured before the cells of this prompt. load_average: of
+    the minute before.
     """
 
     row: str

@@ -2,9 +2,9 @@
 
     PYTHON gguf_file.py CHECKPOINT FILE.gguf bf16|f16
 
-Runs in the peer's environment (packages gguf and numpy). The rows of q and k are reordered: Hugging Face turns dimension i
-with i + D/2, llama.cpp 2i with 2i + 1. Weights stay bf16, or become fp16 for OpenVINO, whose reader takes no bf16; norms become
-fp32, as llama.cpp wants them.
+Runs in the peer's environment (packages gguf and numpy). The rows of q and k are reordered: Hugging Face turns
+dimension i with i + D/2, llama.cpp 2i with 2i + 1. Weights stay bf16, or become fp16 for OpenVINO, whose reader takes
+no bf16; norms become fp32, as llama.cpp wants them.
 """
 
 from __future__ import annotations

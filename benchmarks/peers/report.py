@@ -22,8 +22,11 @@ from .cells import Cell
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table over its prompts. tokens_per_s: all decoded tokens over all seconds of decoding; worst and best
-    are single prompts. first_token_s: the median. read_bytes: a token's share of what came from disk while generating."""
+    """A row of the table over its prompts.
+
+    tokens_per_s: all decoded tokens over all seconds of decoding; worst and best are single prompts. first_token_s: the
+    median. read_bytes: a token's share of what came from disk while generating.
+    """
 
     row: str
     says: str
@@ -181,7 +184,8 @@ def conditions(said: dict[str, Any]) -> str:
 
 def markdown(all_lines: Sequence[Line], said: dict[str, Any]) -> str:
     head = (
-        "| | prompts x tokens | tokens/s (worst, best prompt) | times slower than offspec | tokens a pass | first token s (worst) "
+        "| | prompts x tokens | tokens/s (worst, best prompt) | times slower than offspec | tokens a pass | first "
+        "token s (worst) "
         "| peak memory (without page cache) | read a token | text |\n|---|---|---|---|---|---|---|---|---|\n"
     )
     body = "".join(_markdown(one) for one in all_lines if one.num_prompts)

@@ -1,9 +1,9 @@
 """Whether a peer's text is the target's own greedy text, judged with the small model in fp32.
 
-The grown model computes the small model's function, so the small one in fp32 says in a second what the big one would say
-without rounding: our plain decoding of each prompt, and for any text how far each of its tokens lay behind the one that plain
-decoding would have chosen there. In bf16 near-ties fall either way, and what follows is another text; so two texts are
-compared up to the first difference, and every token after it by its gap, given the text before it.
+The grown model computes the small model's function, so the small one in fp32 says in a second what the big one would
+say without rounding: our plain decoding of each prompt, and for any text how far each of its tokens lay behind the one
+that plain decoding would have chosen there. In bf16 near-ties fall either way, and what follows is another text; so two
+texts are compared up to the first difference, and every token after it by its gap, given the text before it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ GAP = NEAR_TIE[torch.bfloat16]  # in logits
 
 @dataclass(frozen=True)
 class Judgement:
-    """num_equal: tokens up to the first that differs from plain decoding's. num_ties: tokens that were not the likeliest,
-    by `worst_gap` of a logit at most. is_exact: no token lay further behind than rounding to bf16 explains."""
+    """num_equal: tokens up to the first that differs from plain decoding's.
+
+    num_ties: tokens that were not the likeliest, by `worst_gap` of a logit at most. is_exact: no token lay further
+    behind than rounding to bf16 explains.
+    """
 
     num_tokens: int
     num_equal: int

@@ -1,13 +1,16 @@
-"""Joint acceptance (MJSD) beside exact greedy verification: likelihood of the text under the target, and tokens per pass.
+"""Joint acceptance (MJSD) beside exact greedy verification: likelihood of the text under the target,
+and tokens per pass.
 
-    python -m benchmarks.scheduling.joint [--model builtin] [--taus 0.01,0.05,0.1,0.2,0.4,0.7,1] [--beam 8] [--gamma 16] [--plot joint.svg]
+    python -m benchmarks.scheduling.joint [--model builtin] [--taus 0.01,0.05,0.1,0.2,0.4,0.7,1] [--beam 8] [--gamma 16]
+        [--plot joint.svg]
 
-Held-out prompts, all texts equally long. Exact verification has the same draft and a tree of as many nodes. `searched` is
-joint decoding with the target as its own draft: what a beam search of the target itself would say, block by block, which is
-what the draft stands in for. Log-likelihoods are the target's, over the final text, in nats a token; neither they nor tokens
-per pass depend on the machine's speed, so one run is enough. Likely text is often text that repeats itself, so the share of
-4-grams that were there before (`repeated`) stands beside it, and the gain over greedy on prompts where that has not grown;
-`odd` is the share of tokens to which the target gives less than 1 %. The last line is JSON.
+Held-out prompts, all texts equally long. Exact verification has the same draft and a tree of as many nodes. `searched`
+is joint decoding with the target as its own draft: what a beam search of the target itself would say, block by block,
+which is what the draft stands in for. Log-likelihoods are the target's, over the final text, in nats a token; neither
+they nor tokens per pass depend on the machine's speed, so one run is enough. Likely text is often text that repeats
+itself, so the share of 4-grams that were there before (`repeated`) stands beside it, and the gain over greedy on
+prompts where that has not grown; `odd` is the share of tokens to which the target gives less than 1 %. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ ODD = 0.01
 
 @dataclass(frozen=True)
 class Text:
-    """What one way said to one prompt. log_likelihood: nats a token. repeated: the share of 4-grams seen before in the text.
-    odd: the share of tokens to which the target gives less than 1 %.
+    """What one way said to one prompt. log_likelihood: nats a token.
+
+    repeated: the share of 4-grams seen before in the text. odd: the share of tokens to which the target gives less than
+    1 %.
     """
 
     log_likelihood: float
@@ -107,7 +112,8 @@ def described(row: Row, greedy: Row) -> str:
     better = f"{sum(gain > 0 for gain in gains)} of {len(gains)}" if row is not greedy else ""
     among = f"{statistics.mean(fresh):+.3f} ({len(fresh)})" if fresh and row is not greedy else ""
     return (
-        f"{row.name:<18}  {row.log_likelihood:>10.3f}  {row.tokens_per_pass:>8.2f}  {row.repeated:>8.2f}  {row.odd:>5.3f}"
+        f"{row.name:<18}  {row.log_likelihood:>10.3f}  {row.tokens_per_pass:>8.2f}  {row.repeated:>8.2f}  "
+        f"{row.odd:>5.3f}"
         f"  {better:>8}  {among:>18}"
     )
 

@@ -1,12 +1,14 @@
-"""How much of an iteration the scheduler itself takes: everything that is neither the draft's forwards nor the target's.
+"""How much of an iteration the scheduler itself takes:
+everything that is neither the draft's forwards nor the target's.
 
     python -m benchmarks.scheduling.overhead [--model builtin] [--budgets 64,512] [--temperatures 0,1]
 
-What runs inside `CachedDecoder` and `RecallingText` (scoring, logits, corrected, keeping entries) counts as the models', all the rest of an iteration as the
-scheduler's: choosing what to expand, trees and masks, the walk, calibration, text. Of this, `vocabulary` is what is computed
-over whole rows of the draft's logits: noise, normalisers, the best candidates. On a CPU seconds are
-processor time of the one thread that runs, so that other work on the machine does not matter; on a GPU they are wall time, and
-each call of a model is waited for. Nothing is drafted beside the pass, so that times add up. The last line is JSON.
+What runs inside `CachedDecoder` and `RecallingText` (scoring, logits, corrected, keeping entries) counts as the
+models', all the rest of an iteration as the scheduler's: choosing what to expand, trees and masks, the walk,
+calibration, text. Of this, `vocabulary` is what is computed over whole rows of the draft's logits: noise, normalisers,
+the best candidates. On a CPU seconds are processor time of the one thread that runs, so that other work on the machine
+does not matter; on a GPU they are wall time, and each call of a model is waited for. Nothing is drafted beside the
+pass, so that times add up. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -142,7 +144,8 @@ def main() -> None:
     rows: list[Row] = []
     print("milliseconds of an iteration")
     print(
-        f"{'temperature':>11}  {'budget':>6}  {'nodes':>6}  {'all':>8}  {'draft':>8}  {'target':>8}  {'scheduler':>9}  share  (of it vocabulary)"
+        f"{'temperature':>11}  {'budget':>6}  {'nodes':>6}  {'all':>8}  {'draft':>8}  {'target':>8}  {'scheduler':>9} "
+        " share  (of it vocabulary)"
     )
     for temperature in map(float, args.temperatures.split(",")):
         for budget in args.budgets.split(","):
@@ -151,7 +154,8 @@ def main() -> None:
             row = measure(engine, prompts, params, speculation)
             rows.append(row)
             print(
-                f"{row.temperature:>11g}  {budget:>6}  {row.nodes_per_pass:>6.0f}  {row.iteration_ms:>8.1f}  {row.draft_ms:>8.1f}"
+                f"{row.temperature:>11g}  {budget:>6}  {row.nodes_per_pass:>6.0f}  {row.iteration_ms:>8.1f}  "
+                f"{row.draft_ms:>8.1f}"
                 f"  {row.target_ms:>8.1f}  {row.scheduler_ms:>9.1f}  {row.share:>5.1%}  ({row.vocabulary_ms:.1f})",
                 flush=True,
             )

@@ -1,7 +1,8 @@
 """Judges drafters without running the target: a text is recorded once, and every drafter is walked along it.
 
 The text of (target, prompt, parameters, seed) is the same whatever was guessed, so what a pass accepts of a tree is how
-far the tree follows the recorded text. What that would take on a machine that is not here is counted on a virtual clock.
+far the tree follows the recorded text. What that would take on a machine that is not here is counted on a virtual
+clock.
 """
 
 from __future__ import annotations
@@ -125,9 +126,9 @@ class VirtualClock:
 class Costs:
     """What the passes of a target and the rounds of its draft take, in seconds.
 
-    A pass lasts as long as its weights take to arrive (stream_s) or its rows to be computed, whichever is more. A row is a
-    tree node or a token of the text that is new to the target. The defaults: 70B in NF4 streamed to an RTX 4090, flat to
-    500 rows, and a draft that takes 12 ms a round.
+    A pass lasts as long as its weights take to arrive (stream_s) or its rows to be computed, whichever is more. A row
+    is a tree node or a token of the text that is new to the target. The defaults: 70B in NF4 streamed to an RTX 4090,
+    flat to 500 rows, and a draft that takes 12 ms a round.
     """
 
     stream_s: float = 0.9

@@ -1,8 +1,8 @@
 """Acceptance rules of the literature, to compare the exact walk with: the ratio test and block verification, on chains.
 
-The draft samples gamma tokens from its own distributions q; the target's p are known after each of them. A rule says how
-many are accepted and how the next token is drawn, so that what is emitted is distributed exactly as the target's own
-text. Both need randomness of their own: the text depends on the draft, where offspec's does not.
+The draft samples gamma tokens from its own distributions q; the target's p are known after each of them. A rule says
+how many are accepted and how the next token is drawn, so that what is emitted is distributed exactly as the target's
+own text. Both need randomness of their own: the text depends on the draft, where offspec's does not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Outcome:
         return float(self.stop @ np.arange(len(self.stop)))
 
 
-# p [gamma + 1, V]: the target after the text and after each drafted token. q [gamma, V]: what each of them was drawn from.
+# p [gamma + 1, V]: the target after the text and after each drafted token. q [gamma, V]: what each of them was drawn
+# from.
 Rule = Callable[[FloatArray, FloatArray, Sequence[int]], Outcome]
 
 

@@ -1,16 +1,18 @@
 """Schedulers side by side on the held-out prompts: tokens per pass, and tokens/s by a cost model.
 
-    python -m benchmarks.scheduling.schedulers [--prompts 12] [--tokens 96] [--temperatures 0,0.6,1] [--budgets 16,64,256,1024]
+    python -m benchmarks.scheduling.schedulers [--prompts 12] [--tokens 96] [--temperatures 0,0.6,1]
+        [--budgets 16,64,256,1024]
     python -m benchmarks.scheduling.schedulers --texts edit --temperatures 0 --only 'ours, lookup'
 
 The target's texts are recorded once (plain decoding) and every drafter is judged along them, so the same tokens are
 guessed by all. Time is counted on a virtual clock, by one of two cost models:
 
     card   a streamed pass takes 0.9 s up to 500 rows and then rises, a draft round 12 ms: 70B in NF4 on an RTX 4090
-    cpu    a pass takes 3.6 s up to 64 rows and then rises, a draft round 30 ms and 1 ms a row: 7B in bf16 from this disk
+    cpu    a pass takes 3.6 s up to 64 rows and then rises, a draft round 30 ms and 1 ms a row: 7B in bf16 from this
+        disk
 
-Chains are decoded with the target itself, since their rules draw from it. The other texts, that repeat their prompts, are
-written by rule (`repetition`); the random draft and chains are left out there. The last line is JSON.
+Chains are decoded with the target itself, since their rules draw from it. The other texts, that repeat their prompts,
+are written by rule (`repetition`); the random draft and chains are left out there. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ MISPREDICTED = 1.15  # what an engine predicts of a pass before the first is lik
 
 @dataclass(frozen=True)
 class Row:
-    """One method over all prompts. tokens_per_s: by the cost model `costs`; draft_share: of all time, spent drafting."""
+    """One method over all prompts.
+
+    tokens_per_s: by the cost model `costs`; draft_share: of all time, spent drafting.
+    """
 
     method: str
     temperature: float
@@ -62,7 +67,8 @@ class Row:
         budget = "auto" if self.budget is None else str(self.budget)
         return (
             f"{self.temperature:>11g}  {self.method:<22}  {budget:>6}  {self.costs:<5}  {self.tokens_per_pass:>10.2f}"
-            f"  {self.tokens_per_s:>8.3f}  {self.nodes_per_pass:>7.0f}  {self.rounds_per_pass:>7.1f}  {self.draft_share:>7.1%}"
+            f"  {self.tokens_per_s:>8.3f}  {self.nodes_per_pass:>7.0f}  {self.rounds_per_pass:>7.1f}  "
+            f"{self.draft_share:>7.1%}"
         )
 
 

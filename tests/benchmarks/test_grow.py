@@ -18,7 +18,8 @@ from offspec.loaders.formats import dense, stored_weights
 from offspec.model.config import read_config
 
 SOURCE = builtin.path("target")
-# As 7B: a quarter of the state, KV heads twice. As 70B: the state twice over, several query heads to a KV head, idle heads.
+# As 7B: a quarter of the state, KV heads twice. As 70B: the state twice over, several query heads to a KV head, idle
+# heads.
 SHAPES_HERE = {
     "one copy": Shape(1024, 896, 11, 9, 9, 128),
     "two copies": Shape(512, 800, 9, 16, 4, 128),
@@ -110,7 +111,9 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
 
 
 def test_nf4_is_the_function_of_its_own_numbers(tmp_path: Path) -> None:
-    """The small model of what NF4 has left of the weights writes the same text: the padding adds nothing in NF4 either."""
+    """The small model of what NF4 has left of the weights writes the same text:
+    the padding adds nothing in NF4 either.
+    """
     shape = replace(SHAPES_HERE["two copies"], format="nf4")
     folder = grow(SOURCE, tmp_path / "nf4", shape)
     shrunk = shrink(folder, Layout(read_config(Checkpoint.open(SOURCE).config), shape), tmp_path / "small")
@@ -119,7 +122,9 @@ def test_nf4_is_the_function_of_its_own_numbers(tmp_path: Path) -> None:
 
 
 def shrink(folder: Path, layout: Layout, target: Path) -> Path:
-    """The small model that a grown checkpoint holds (the copies of the state need not be equal any more: their mean)."""
+    """The small model that a grown checkpoint holds (the copies of the state need not be equal any more:
+    their mean).
+    """
     small, source = layout.small, Checkpoint.open(SOURCE)
     big, copies = tensors(folder), layout.copies
 

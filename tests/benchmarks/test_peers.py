@@ -1,4 +1,6 @@
-"""The harness: cells end as they should whatever a worker does, are kept and found again, and are judged and counted right."""
+"""The harness: cells end as they should whatever a worker does, are kept and found again, and are judged
+and counted right.
+"""
 
 from __future__ import annotations
 

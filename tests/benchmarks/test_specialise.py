@@ -1,4 +1,6 @@
-"""Making a target that knows a domain: it learns from the files that are not held out, and what comes out is a checkpoint."""
+"""Making a target that knows a domain: it learns from the files that are not held out,
+and what comes out is a checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`offspec bench`: a table that fits, one JSON line, a CSV, plots; and what cannot be measured is refused beforehand."""
+"""`offspec bench`: a table that fits, one JSON line, a CSV, plots;
+and what cannot be measured is refused beforehand.
+"""
 
 from __future__ import annotations
 

@@ -241,8 +241,8 @@ def test_help_holds_for_its_command(command: str, words: Sequence[str], offspec:
 
 
 EVERYDAY = ("--draft ", "--vram ", "--context ", "--budget ", "--temperature ", "--json ")
-RESEARCH = ("--tree ", "--stopping ", "--draft-scoring ", "--lookup ", "--recycling ", "--recall ", "--reuse ", "--overlap ",
-            "--accept ", "--tau ", "--beam ", "--gamma ", "--no-read-ahead ")  # fmt: skip
+RESEARCH = ("--tree ", "--stopping ", "--draft-scoring ", "--lookup ", "--recycling ", "--recall ", "--reuse ",
+            "--overlap ", "--accept ", "--tau ", "--beam ", "--gamma ", "--no-read-ahead ")  # fmt: skip
 
 
 def test_research_flags_are_left_out_until_all_are_asked_for(offspec: Offspec) -> None:

@@ -1,4 +1,6 @@
-"""`offspec verify`: a small matrix is exact, and a text that differs is told in the exit code, on stderr and in the JSON."""
+"""`offspec verify`: a small matrix is exact, and a text that differs is told in the exit code, on stderr
+and in the JSON.
+"""
 
 from __future__ import annotations
 

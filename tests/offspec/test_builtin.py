@@ -1,4 +1,7 @@
-"""The built-in pair keeps what it promises: sizes, one vocabulary, held-out prompts. What it writes is not judged here."""
+"""The built-in pair keeps what it promises: sizes, one vocabulary, held-out prompts.
+
+What it writes is not judged here.
+"""
 
 from __future__ import annotations
 

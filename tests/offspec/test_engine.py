@@ -1,4 +1,6 @@
-"""The engine on a tiny pair: its text is plain decoding's whatever is guessed, and what it counts, refuses and survives."""
+"""The engine on a tiny pair: its text is plain decoding's whatever is guessed, and what it counts, refuses
+and survives.
+"""
 
 from __future__ import annotations
 
@@ -371,7 +373,9 @@ def test_an_interrupted_pass_leaves_the_engine_usable(engine: Engine, monkeypatc
 
 
 def drafts_beside(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor], torch.Tensor]) -> threading.Event:
-    """Every pass of the target waits until the draft has scored beside it (else it may be too late); `spoil` its logits."""
+    """Every pass of the target waits until the draft has scored beside it (else it may be too late);
+    `spoil` its logits.
+    """
     scored, score, score_rows = threading.Event(), RecallingText.score, CachedDecoder.score_rows
 
     def spied(self: RecallingText, *args: Any) -> torch.Tensor:

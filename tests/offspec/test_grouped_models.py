@@ -1,4 +1,6 @@
-"""An AWQ or GPTQ checkpoint says what the same numbers in plain matrices say, resident and streamed, and commands take it."""
+"""An AWQ or GPTQ checkpoint says what the same numbers in plain matrices say, resident and streamed,
+and commands take it.
+"""
 
 from __future__ import annotations
 

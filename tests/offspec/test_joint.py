@@ -75,7 +75,9 @@ def test_the_context_fills_to_its_last_place(num_free: int, engine: Engine) -> N
 
 
 def test_a_text_ends_at_its_final_token(pair: Pair, engine: Engine, tmp_path: Path) -> None:
-    """Any token that joint decoding says may be made the final one: then it is the last, and nothing is said behind it."""
+    """Any token that joint decoding says may be made the final one: then it is the last,
+    and nothing is said behind it.
+    """
     unbounded = ids(steps(engine, params=SamplingParams(30), speculation=EAGER))
     ended = 0
     for number, token in enumerate(dict.fromkeys(unbounded[3:12])):

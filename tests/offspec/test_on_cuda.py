@@ -1,4 +1,6 @@
-"""The engine on a CUDA device: what it says is what the CPU says, whatever lies where, in whatever form, whoever guesses."""
+"""The engine on a CUDA device: what it says is what the CPU says, whatever lies where, in whatever form,
+whoever guesses.
+"""
 
 from __future__ import annotations
 

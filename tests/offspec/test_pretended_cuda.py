@@ -1,4 +1,5 @@
-"""The engine on a CUDA device that is only pretended (`tests/pretend_cuda.py`): what CUDA would refuse is refused, and texts are the CPU's.
+"""The engine on a CUDA device that is only pretended (`tests/pretend_cuda.py`): what CUDA would refuse is refused,
+and texts are the CPU's.
 
 In a process of its own, whose torch is told that there is a device.
 """

@@ -57,7 +57,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def get_models(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> GetModels:
-    """The target, with a sliding window if asked, and a draft: its own, itself, or one of fewer tokens and a short context."""
+    """The target, with a sliding window if asked, and a draft: its own, itself, or one of fewer tokens
+    and a short context.
+    """
 
     @cache
     def load(has_window: bool, is_narrow: bool) -> Engine:
@@ -84,14 +86,18 @@ def prompt(pair: Pair) -> list[int]:
 
 
 class Target(CachedDecoder):
-    """Scores as the engine has it: each row's logits when they are asked for, which is what recall takes its states from."""
+    """Scores as the engine has it: each row's logits when they are asked for,
+    which is what recall takes its states from.
+    """
 
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Any:
         return self.score_rows(chain, tokens, depths, mask)
 
 
 class Clock(VirtualClock):
-    """A little later whenever it is looked at, so that all rounds and passes take some time, and the same every time."""
+    """A little later whenever it is looked at, so that all rounds and passes take some time,
+    and the same every time.
+    """
 
     def __call__(self) -> float:
         self.now += 0.001
@@ -99,7 +105,9 @@ class Clock(VirtualClock):
 
 
 class Anything:
-    """A guesser that names arbitrary tokens, some that a narrow draft does not know or that end the text; and the truth."""
+    """A guesser that names arbitrary tokens, some that a narrow draft does not know or that end the text;
+    and the truth.
+    """
 
     TOKENS = (38, 40, 304, 305, PADDING)
 
@@ -144,8 +152,9 @@ def assert_same_caches(found: CachedDecoder, fresh: CachedDecoder) -> None:
 
 
 class CheckedDrafter(ModelDrafter):
-    """Checks every tree, and compares both caches with fresh ones after every verdict. `num_pending`: draft entries that
-    lived on, each time."""
+    """Checks every tree, and compares both caches with fresh ones after every verdict.
+
+    `num_pending`: draft entries that lived on, each time."""
 
     def __init__(
         self,
@@ -301,7 +310,9 @@ def test_caches_are_those_of_a_fresh_prefill(
 def test_caches_are_those_of_a_fresh_prefill_whatever_the_verdict(
     make: Callable[..., CheckedDrafter], prompt: list[int], seed: int, **drawn: Any
 ) -> None:
-    """The walk ends at any node, and any token comes after it: often one that is known there, so that something lives on."""
+    """The walk ends at any node, and any token comes after it: often one that is known there,
+    so that something lives on.
+    """
     drafter, text, random = make(**drawn), list(prompt), np.random.default_rng(seed)
     target = drafter.target
     drafter.sampler.extend(text)

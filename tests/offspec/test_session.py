@@ -1,4 +1,6 @@
-"""A conversation: each turn scores only what is new, says what a fresh run says, and survives files and interruptions."""
+"""A conversation: each turn scores only what is new, says what a fresh run says, and survives files
+and interruptions.
+"""
 
 from __future__ import annotations
 
@@ -97,15 +99,20 @@ def test_the_tokens_of_a_reply_are_those_that_were_said(engine: Engine) -> None:
     start = len(session.encode([turn]))
     assert ids[start : start + len(turn.token_ids)] == turn.token_ids
     text = engine.tokenizer.render_chat(
-        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": turn.reply}, {"role": "user", "content": "next"}]
-    )  # fmt: skip
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": turn.reply},
+            {"role": "user", "content": "next"},
+        ]
+    )
     assert engine.tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 @pytest.mark.parametrize(
     "reply",
     [
-        "{{ '<|assistant|>' + m['content'].strip() + '<|end|>' if m['role'] == 'assistant' else '<|user|>' + m['content'] }}",
+        "{{ '<|assistant|>' + m['content'].strip() + '<|end|>' if m['role'] == 'assistant' else '<|user|>' + "
+        "m['content'] }}",
         "{{ '<|user|>' + m['content'] if m['role'] == 'user' else '<|end|>' }}",
         "{{ '<|' + m['role'] + '|>' + m['content'].replace('a', 'b') }}",
     ],
@@ -315,7 +322,10 @@ def test_a_model_that_cannot_chat(pair: Pair, tmp_path: Path) -> None:
 
 def test_a_template_that_refuses_a_system_message(pair: Pair, tmp_path: Path) -> None:
     folder = variant(pair.target, tmp_path / "model")
-    template = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}"
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     session = Session(Engine.load(str(folder), draft="none", device="cpu"))
     with pytest.raises(TokenizerError, match="no system"):

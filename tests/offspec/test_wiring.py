@@ -1,4 +1,6 @@
-"""What the engine hands on: to every setting its drafter, to every drafter what was learnt before and what passes cost."""
+"""What the engine hands on: to every setting its drafter, to every drafter what was learnt before
+and what passes cost.
+"""
 
 from __future__ import annotations
 

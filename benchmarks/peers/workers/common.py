@@ -2,8 +2,8 @@
 
     PYTHON WORKER.py JOB.json RESULT.json
 
-Runs in the peer's own environment, so it needs the standard library only and knows nothing of offspec. The clock runs from
-the call that is given the prompt; opening the model before is `load_s`.
+Runs in the peer's own environment, so it needs the standard library only and knows nothing of offspec. The clock runs
+from the call that is given the prompt; opening the model before is `load_s`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Generate = Callable[[list[int], int, Emit], int | None]
 
 @dataclass(frozen=True)
 class Job:
-    """One cell. model, draft: what the peer opens (its own format). ram: bytes granted. fits: the model is to be in RAM."""
+    """One cell. model, draft: what the peer opens (its own format). ram: bytes granted.
+
+    fits: the model is to be in RAM.
+    """
 
     model: str
     draft: str
@@ -75,6 +78,8 @@ def run(load: Callable[[Job], tuple[Generate, str]]) -> None:
 
 
 def disk_bytes() -> int:
-    """Bytes that this process has had read from disks (proc_pid_io(5)): page cache hits do not count, page faults do."""
+    """Bytes that this process has had read from disks (proc_pid_io(5)): page cache hits do not count,
+    page faults do.
+    """
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))

@@ -1,4 +1,5 @@
-"""openvino-genai's LLMPipeline on the CPU, which reads GGUF. Settings: `draft_tokens` N drafts N tokens with the draft model.
+"""openvino-genai's LLMPipeline on the CPU, which reads GGUF. Settings: `draft_tokens` N drafts N tokens
+with the draft model.
 
 PYTHON openvino_worker.py JOB.json RESULT.json   as every worker; the job's "draft" is a folder in OpenVINO's format
 PYTHON openvino_worker.py --convert FILE.gguf    write that format beside the file

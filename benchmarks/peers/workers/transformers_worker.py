@@ -1,8 +1,9 @@
-"""transformers, with accelerate's disk offload where the model does not fit: plain, with an assistant, with prompt lookup.
+"""transformers, with accelerate's disk offload where the model does not fit: plain, with an assistant,
+with prompt lookup.
 
-Settings: `assistant_tokens` N drafts N tokens a pass with the draft model ("constant" and no confidence threshold, without
-which N is only a beginning); `lookup_tokens` N guesses by prompt lookup; `resident_share` of the grant goes to layers that
-accelerate keeps out of the offload (max_memory).
+Settings: `assistant_tokens` N drafts N tokens a pass with the draft model ("constant" and no confidence threshold,
+without which N is only a beginning); `lookup_tokens` N guesses by prompt lookup; `resident_share` of the grant goes to
+layers that accelerate keeps out of the offload (max_memory).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The target's first layers as its draft: the text is plain decoding's, each row is computed once, drafting streams nothing."""
+"""The target's first layers as its draft: the text is plain decoding's, each row is computed once,
+drafting streams nothing.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def copied(target: Decoder, index: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def get_engine(folder: Path) -> Iterator[GetEngine]:
-    """A target and an exit after so many layers: the last layer, which guesses well the later it comes, or a bad one."""
+    """A target and an exit after so many layers: the last layer, which guesses well the later it comes,
+    or a bad one.
+    """
     targets = {False: load(folder), True: None}
     opened: list[Decoder] = []
 

@@ -1,4 +1,6 @@
-"""What is recalled: the draft's error at the places of the trees, in the draft's logits at places like them; the text is unmoved."""
+"""What is recalled: the draft's error at the places of the trees, in the draft's logits at places like them;
+the text is unmoved.
+"""
 
 from __future__ import annotations
 

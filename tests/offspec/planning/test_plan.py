@@ -231,7 +231,9 @@ def test_an_outlook_for_a_card_that_is_not_here(large: Path) -> None:
     together = told["memory"][-1]
     assert together["device_bytes"] == forecast.plan.placement.device_bytes
     assert together["ram_bytes"] == forecast.plan.placement.ram_bytes
-    slower = replace(forecast.rates, host_to_device_bytes_per_s=forecast.rates.host_to_device_bytes_per_s / 2)  # type: ignore[operator]
+    link = forecast.rates.host_to_device_bytes_per_s
+    assert link is not None
+    slower = replace(forecast.rates, host_to_device_bytes_per_s=link / 2)
     assert forecast.plan.predict_pass_s(slower, 1) > 1.5 * told["pass_s"][1]
 
 

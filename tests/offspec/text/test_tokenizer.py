@@ -456,7 +456,8 @@ TEMPLATES = {
     "chatml": CHATML,
     "bos": "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}\n",
     "json": "{% for m in messages %}\n    {{ m | tojson }}{{ [m] | tojson(indent=2) }}\n{% endfor %}",
-    "loops": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor %}",
+    "loops": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor "
+    "%}",
     "generation": "{% for m in messages %}{% generation %}\n{{ m.content }}{% endgeneration %}\n{% endfor %}",
     "absent": "{{ tools is none }}{{ documents is none }}{{ cls_token is defined }}{{ nothing }}{{ unk_token }}",
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",

@@ -15,7 +15,8 @@ from offspec.tools.benchmark import WORKLOADS, Acceptance, Report, Run, Workload
 
 from ...pair import Pair, build_pair
 
-# Two repeats of one prompt. Plain: a first pass of 1 s, then 3 passes of 1 s. Guessed: 1.5 s, then one pass of 1 s or 0.5 s.
+# Two repeats of one prompt. Plain: a first pass of 1 s, then 3 passes of 1 s. Guessed: 1.5 s, then one pass of 1 s or
+# 0.5 s.
 PLAIN = Stats(
     num_tokens=4, num_passes=4, num_first_pass_tokens=1, ttft_s=1.0, prefill_s=1.0, decode_s=3.0, target_s=4.0
 )

@@ -65,20 +65,38 @@ def test_a_small_machine_is_told_of_a_small_model() -> None:
     ("found", "words"),
     [
         (replace(DESKTOP, load_average=30.0), "This machine is busy: 30.0 processes share 16 cores"),
-        (with_ram(DESKTOP, total_bytes=6 * GIB, limit="cgroup v2 memory.max of /"), "may use 6 GiB of the machine's 64 GiB of RAM (cgroup v2 memory.max of /)"),
+        (
+            with_ram(DESKTOP, total_bytes=6 * GIB, limit="cgroup v2 memory.max of /"),
+            "may use 6 GiB of the machine's 64 GiB of RAM (cgroup v2 memory.max of /)",
+        ),
         (replace(DESKTOP, bitsandbytes_version=None), "pip install bitsandbytes"),
         (replace(CPU_ONLY, torch_has_gpus=False), "This torch (2.9.0+cu130) is built for CPUs only"),
         (CPU_ONLY, "torch finds no graphics card"),
-        (with_rates(DESKTOP, sources={"disk_bytes_per_s": "1 reader, through the page cache, refused"}), "(ext4) refuses direct reads"),
-        (replace(with_rates(DESKTOP, sources={"disk_bytes_per_s": "through the page cache"}), disk=None), "This file system refuses direct reads"),
+        (
+            with_rates(DESKTOP, sources={"disk_bytes_per_s": "1 reader, through the page cache, refused"}),
+            "(ext4) refuses direct reads",
+        ),
+        (
+            replace(with_rates(DESKTOP, sources={"disk_bytes_per_s": "through the page cache"}), disk=None),
+            "This file system refuses direct reads",
+        ),
         (with_rates(DESKTOP, disk_bytes_per_s=5e8), "500 MB/s is slow: an NVMe SSD reads 3 to 7 GB/s"),
         (with_rates(DESKTOP, host_to_device_bytes_per_s=3e9), "The link to the card delivers 3 GB/s"),
-        (replace(DESKTOP, hardware=replace(DESKTOP.hardware, gpu=replace(CARD, free_bytes=10 * GIB))), "Other programs hold 14 GiB of the card's 24 GiB"),
+        (
+            replace(DESKTOP, hardware=replace(DESKTOP.hardware, gpu=replace(CARD, free_bytes=10 * GIB))),
+            "Other programs hold 14 GiB of the card's 24 GiB",
+        ),
         (with_ram(DESKTOP, available_bytes=8 * GIB), "Only 8 GiB of 64 GiB of RAM are free"),
-        (replace(DESKTOP, disk=Disk(Path("/models"), "ext4", "/dev/sda", 9 * 10**9)), "/models has 9 GB left: too little for a 70B model in NF4 (40 GB)"),
-        (with_rates(DESKTOP, matmul_flops={64: 1e11}), "on this card, more than the reading: a smaller model, or a faster card"),
+        (
+            replace(DESKTOP, disk=Disk(Path("/models"), "ext4", "/dev/sda", 9 * 10**9)),
+            "/models has 9 GB left: too little for a 70B model in NF4 (40 GB)",
+        ),
+        (
+            with_rates(DESKTOP, matmul_flops={64: 1e11}),
+            "on this card, more than the reading: a smaller model, or a faster card",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_told(found: Diagnosis, words: str) -> None:
     assert any(words in text for text in found.advice), found.advice
 

@@ -1,4 +1,6 @@
-"""The draft learns from the target: the text stays, the guesses get better, and what is learnt is kept or refused whole."""
+"""The draft learns from the target: the text stays, the guesses get better, and what is learnt is kept
+or refused whole.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +53,8 @@ def engine(pair: Pair) -> Engine:
 
 
 def load(pair: Pair, **options: object) -> Engine:
-    return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="fp32", **options)  # type: ignore[arg-type]
+    models: dict[str, Any] = {"draft": str(pair.draft), "device": "cpu", "dtype": "fp32", **options}
+    return Engine.load(str(pair.target), **models)
 
 
 def say(engine: Engine, prompt: str, params: SamplingParams) -> tuple[list[int], int]:
@@ -124,7 +128,9 @@ def test_a_learnt_draft_guesses_more(pair: Pair) -> None:
 def test_a_tree_at_once_is_each_of_its_paths_alone(
     family: str, seed: int, tiny_model: Callable[[str], TinyModel]
 ) -> None:
-    """With additions beside the weights, over random trees below two texts, as with merged ones over each path by itself."""
+    """With additions beside the weights, over random trees below two texts, as
+    with merged ones over each path by itself.
+    """
     decoder, draws = tiny_model(family).decoder(), np.random.default_rng(seed)
     adapter = randomised(Adapter(decoder, 4))
     parents = np.array([ROOT, *range(11), *(draws.integers(0, row) for row in range(12, 30))])
@@ -161,7 +167,8 @@ def test_the_loss_is_the_weighted_divergence_and_its_gradient_points_down(engine
     for seed, context in enumerate(contexts):
         logs, choices = aligner.likeliest(list(sayings(seed)))
         p = np.exp(np.take_along_axis(logs.astype(np.float32), choices.argsort(-1), -1))
-        # The target says 8 and 10: there its guesses count 1, the others what it gives them from where they leave these.
+        # The target says 8 and 10: there its guesses count 1, the others what it gives them from where they leave
+        # these.
         nine = float(p[1, 9])
         weights = [1, 1, nine, 1, nine * float(p[2, 11]), nine * float(p[2, 12]), float(p[3, 14])]
         weights.append(weights[4] * float(p[4, 13]))
@@ -180,7 +187,9 @@ def test_the_loss_is_the_weighted_divergence_and_its_gradient_points_down(engine
 
 
 def test_a_step_learns_from_its_batch_alone(engine: Engine) -> None:
-    """A loss that somebody looks at, as a benchmark does on what is held out, must not find its way into the next step."""
+    """A loss that somebody looks at, as a benchmark does on what is held out,
+    must not find its way into the next step.
+    """
     after = []
     for looks in (False, True):
         aligner = Aligner(engine.draft, FAST)  # type: ignore[arg-type]
@@ -207,8 +216,11 @@ def test_divergence_is_kl_with_the_others_as_one() -> None:
 
 @pytest.mark.parametrize("size", [24, 512])
 def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine, size: int) -> None:
-    """Across windows: each place, of the text and of a guess, holds the distribution that a plain pass gives after its path."""
-    engine.aligner = aligner = Aligner(engine.draft, AlignmentParams(window_tokens=size, top_k=4))  # type: ignore[arg-type]
+    """Across windows: each place, of the text and of a guess,
+    holds the distribution that a plain pass gives after its path.
+    """
+    assert engine.draft is not None
+    engine.aligner = aligner = Aligner(engine.draft, AlignmentParams(window_tokens=size, top_k=4))
     prompt, target = engine.encode("def area(width"), engine.target
     params = SamplingParams(40, temperature=0.7, seed=1, ignore_eos=True)
     steps = list(engine.generate(prompt, params, SpeculationParams(16)))  # a budget, so that no clock decides
@@ -366,7 +378,8 @@ def test_learning_takes_its_share_of_the_time_and_no_more(engine: Engine) -> Non
     aligner = Aligner(engine.draft, params, clock=lambda: next(now))  # type: ignore[arg-type]
     engine.aligner = aligner
     list(engine.generate(PROMPTS[0], SamplingParams(20, seed=0)))
-    # A step takes a second of this clock, and so does judging what is new, first of all. Four are granted, then none, then two.
+    # A step takes a second of this clock, and so does judging what is new, first of all. Four are granted, then none,
+    # then two.
     assert aligner.learn(8.0).num_steps == 3
     assert aligner.learn(0.0).num_steps == 0
     assert aligner.learn(4.0).num_steps == 1
@@ -397,7 +410,9 @@ def test_merging_never_drifts(engine: Engine) -> None:
 
 
 def test_rounds_that_were_recorded_see_what_was_merged(engine: Engine) -> None:
-    """CUDA graphs hold addresses of weights: merging must change what lies there, not put something else in its place."""
+    """CUDA graphs hold addresses of weights: merging must change what lies there,
+    not put something else in its place.
+    """
     draft = engine.draft
     assert draft is not None
     graphs = TreeGraphs(draft, 64 + MAX_ROWS)
