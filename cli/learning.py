@@ -23,15 +23,17 @@ if TYPE_CHECKING:
 
 
 def learning_alone(file: Path) -> AbstractContextManager[None]:
-    """The file is this process's to write: of two that had read it, the last to end would undo what the other learnt."""
+    """The file is this process's to write: of two that had read it,
+    the last to end would undo what the other learnt.
+    """
     refusal = f"another process learns into {file}: wait until that one ends, or give another --learn-file"
     return locked_name(Path(os.path.realpath(file)), refusal)
 
 
 @contextmanager
 def learning_kept(engine: Engine, file: Path | None, *, quiet: bool) -> Generator[None, None, None]:
-    """Write what the draft learnt in the body to `file`, where it is to learn at all; also when an exception or a signal
-    ends the body.
+    """Write what the draft learnt in the body to `file`, where it is to learn at all; also when an exception
+    or a signal ends the body.
 
     Raises StorageError where `file` cannot be written, with the place where it was written instead.
     """
@@ -60,7 +62,8 @@ def _save(adapter: Adapter, file: Path) -> None:
                 f"{file} cannot be written: {why}; nor can a temporary folder, so what the draft learnt is lost"
             ) from exc
         raise StorageError(
-            f"{file} cannot be written: {why}; what the draft learnt is in {place}: move it, or give --learn-file {place}"
+            f"{file} cannot be written: {why}; what the draft learnt is in {place}: move it, or give --learn-file "
+            f"{place}"
         ) from exc
 
 

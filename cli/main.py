@@ -1,7 +1,7 @@
 """The `offspec` program: finds the command, and turns every error into one line and an exit code.
 
-0 done; 1 a failure while running; 2 wrong usage; 130 Ctrl-C; 143 and 129 SIGTERM and SIGHUP. Commands are imported only when they are called, so that
-`offspec --help` needs neither torch nor numpy.
+0 done; 1 a failure while running; 2 wrong usage; 130 Ctrl-C; 143 and 129 SIGTERM and SIGHUP. Commands are imported only
+when they are called, so that `offspec --help` needs neither torch nor numpy.
 """
 
 from __future__ import annotations
