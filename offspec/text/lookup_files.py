@@ -1,31 +1,55 @@
 """A user's text files as an index for retrieval (`--lookup-files`): tokenised and sorted once, then mapped from a cache.
 
 The cache holds one file for the same paths and tokenizer; its name tells the content, so that it is made anew when a file
-changes. Knows nothing of how guesses are made of it.
+changes, and a checksum in it, so that it is made anew when it is damaged. Knows nothing of how guesses are made of it.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
+import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from offspec.loaders.tiers import Progress
 from offspec.scheduler.lookup import NOTHING
-from offspec.scheduler.retrieval import SuffixIndex, build_index
+from offspec.scheduler.retrieval import SHARD_TOKENS, SuffixIndex, sorted_places
 
 from ..errors import StorageError, UsageError
 from .tokenizer import Tokenizer
 
-PIECE_CHARACTERS = 1 << 20  # tokenised together
+PIECE_CHARACTERS = 1 << 17  # tokenised together
 _MAX_TOKENS = 1 << 31  # places are int32
-_LAYOUT = b"offspec lookup 1"  # of the cached file: int32 [2, N], tokens and order
+_BLOCK_BYTES = 1 << 20  # read together
+_TOKEN_BYTES = 4
+# The cached file: magic, number of tokens N, CRC-32 of what follows; then int32 [2, N], tokens and order.
+_MAGIC = b"offspec lookup 2"
+_HEADER = struct.Struct("<16sqI36x")
+_SORTING_BYTES = 41 + _TOKEN_BYTES  # that `sorted_places` takes for a token, and the token
+_ENCODING_BYTES = 256 * PIECE_CHARACTERS  # which the allocator keeps while shards are sorted
+
+
+def lookup_memory_bytes(files: Sequence[str | Path]) -> tuple[int, int]:
+    """Memory that looking up in these files takes, in bytes: the mapped index, and what building it takes beside that.
+
+    Two bytes of text count as a token, of which most texts have fewer. The pages of the index can be given back at need.
+    Files that are not there count as nothing: `open_index` refuses them.
+    """
+    num_bytes = 0
+    for file in files:
+        with suppress(OSError):
+            num_bytes += os.path.getsize(file)
+    num_tokens = num_bytes // 2 + len(files)
+    return 2 * _TOKEN_BYTES * num_tokens, _ENCODING_BYTES + _SORTING_BYTES * min(num_tokens, SHARD_TOKENS)
 
 
 def default_folder() -> Path:
@@ -38,7 +62,7 @@ def open_index(
 ) -> SuffixIndex:
     """The index of these text files, mapped from `folder`; built first where they or the tokenizer are new or changed.
 
-    Building holds the token ids (4 bytes each) and some 200 MB. progress(bytes_done, bytes_total) follows it.
+    What building takes says `lookup_memory_bytes`. progress(bytes_done, bytes_total) follows it.
     Raises UsageError for a file that is missing, unreadable, empty or not UTF-8 text, StorageError where the index
     cannot be written.
     """
@@ -46,14 +70,13 @@ def open_index(
         raise UsageError("no files to look up in; give at least one text file")
     folder, paths = folder or default_folder(), [Path(file) for file in files]
     owner, content = _fingerprints(paths, tokenizer)
-    file = folder / f"{owner}-{content}.npy"
+    file = folder / f"{owner}-{content}.index"
     if (index := _opened(file)) is not None:
         return index
-    tokens = _tokens(paths, tokenizer, progress)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(file, tokens)
-        for former in folder.glob(f"{owner}-*.npy"):
+        _build(file, _tokens(paths, tokenizer, progress))
+        for former in folder.glob(f"{owner}-*.index"):
             if former != file:
                 with suppress(OSError):  # another process on Windows may have it mapped
                     former.unlink()
@@ -69,19 +92,37 @@ def open_index(
 
 
 def _fingerprints(files: Sequence[Path], tokenizer: Tokenizer) -> tuple[str, str]:
-    """Two short hashes: of the paths and the tokenizer, and of the content."""
-    owner = hashlib.blake2b(_LAYOUT + tokenizer.fingerprint, digest_size=8)
+    """Two short hashes: of the paths and the tokenizer, and of the content. Raises UsageError for files that are no text."""
+    owner = hashlib.blake2b(_MAGIC + tokenizer.fingerprint, digest_size=8)
     content = hashlib.blake2b(digest_size=16)
     for file in files:
         owner.update(os.fsencode(file.resolve()) + b"\0")
-        try:
-            with file.open("rb") as opened:
-                while block := opened.read(PIECE_CHARACTERS):
-                    content.update(block)
-        except OSError as exc:
-            raise _unreadable(file, exc) from exc
+        for block in _text_blocks(file):
+            content.update(block)
         content.update(b"\0end")  # so that where one file ends counts
     return owner.hexdigest(), content.hexdigest()
+
+
+def _text_blocks(file: Path) -> Iterator[bytes]:
+    """The bytes of a text file. Raises UsageError for anything else."""
+    decoder, is_empty = codecs.getincrementaldecoder("utf-8")(), True
+    try:
+        if file.exists() and not (file.is_file() or file.is_dir()):  # reading a pipe or a device may never end
+            raise UsageError(f"lookup file {file} is no regular file; give text files")
+        with file.open("rb") as opened:
+            while block := opened.read(_BLOCK_BYTES):
+                if b"\0" in block:
+                    raise UsageError(f"lookup file {file} is binary, not text; give text files")
+                decoder.decode(block)
+                is_empty = False
+                yield block
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as exc:
+        raise UsageError(f"lookup file {file} is not UTF-8 text; convert it, or leave it out") from exc
+    except OSError as exc:
+        raise _unreadable(file, exc) from exc
+    if is_empty:
+        raise UsageError(f"lookup file {file} is empty; leave it out")
 
 
 def _unreadable(file: Path, exc: OSError) -> UsageError:
@@ -95,59 +136,89 @@ def _unreadable(file: Path, exc: OSError) -> UsageError:
 def _opened(file: Path) -> SuffixIndex | None:
     """The index in a cached file; None where there is none, or a damaged one."""
     try:
-        arrays = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    if arrays.dtype != np.int32 or arrays.ndim != 2 or len(arrays) != 2:
+        with file.open("rb") as opened:
+            magic, num_tokens, checksum = _HEADER.unpack(opened.read(_HEADER.size))
+            size = _HEADER.size + 2 * _TOKEN_BYTES * num_tokens
+            if magic != _MAGIC or num_tokens < 1 or os.fstat(opened.fileno()).st_size != size:
+                return None
+            if _checksum(opened) != checksum:
+                return None
+        arrays = np.memmap(file, np.int32, "r", offset=_HEADER.size, shape=(2, num_tokens))
+    except (OSError, ValueError, struct.error):
         return None
     return SuffixIndex(arrays[0], arrays[1])
 
 
-def _tokens(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress | None) -> npt.NDArray[np.int32]:
-    """Token ids of all files, NOTHING behind each."""
+def _checksum(file: BinaryIO) -> int:
+    """Of the rest of a file."""
+    checksum = 0
+    while block := file.read(_BLOCK_BYTES):
+        checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+Tokens = npt.NDArray[np.int32]
+
+
+def _tokens(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress | None) -> Iterator[Tokens]:
+    """Token ids of all files, piece by piece, NOTHING behind each file."""
     total, done = sum(file.stat().st_size for file in files), 0
-    parts: list[npt.NDArray[np.int32]] = []
     for file in files:
         for piece in _pieces(file):
-            parts.append(np.array(tokenizer.encode(piece, add_special_tokens=False), dtype=np.int32))
+            yield np.array(tokenizer.encode(piece, add_special_tokens=False), dtype=np.int32)
             done += len(piece.encode())
             if progress is not None:
                 progress(done, total)
-        parts.append(np.array([NOTHING], dtype=np.int32))
-    if (num_tokens := sum(map(len, parts))) >= _MAX_TOKENS:
-        raise UsageError(f"the lookup files have {num_tokens} tokens, and an index takes 2**31 - 1; give fewer files")
-    return np.concatenate(parts)
+        yield np.array([NOTHING], dtype=np.int32)
 
 
 def _pieces(file: Path) -> Iterator[str]:
     """A text file in pieces of some PIECE_CHARACTERS, cut behind a line's end where there is one."""
-    is_empty = True
     try:
         with file.open(encoding="utf-8", newline="") as opened:
             while piece := opened.read(PIECE_CHARACTERS) + opened.readline(PIECE_CHARACTERS):
-                if "\0" in piece:
-                    raise UsageError(f"lookup file {file} is binary, not text; give text files")
-                is_empty = False
                 yield piece
-    except UnicodeDecodeError as exc:
-        raise UsageError(f"lookup file {file} is not UTF-8 text; convert it, or leave it out") from exc
-    except OSError as exc:
-        raise _unreadable(file, exc) from exc
-    if is_empty:
-        raise UsageError(f"lookup file {file} is empty; leave it out")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise UsageError(f"lookup file {file} changed while it was read ({exc}); try again") from exc
 
 
-def _write(file: Path, tokens: npt.NDArray[np.int32]) -> None:
-    """Build the index in a file of its own, which takes its name when it is complete."""
+def _build(file: Path, tokens: Iterator[Tokens]) -> None:
+    """Build the index in a file of its own, which takes its name when it is complete.
+
+    It is written, not mapped, so that a full disk is an OSError: a mapped file without room kills the process.
+    """
     with NamedTemporaryFile(dir=file.parent, prefix=".building-", delete=False) as made:
         building = Path(made.name)
     try:
-        shape = (2, len(tokens))
-        arrays = np.lib.format.open_memmap(building, mode="w+", dtype=np.int32, shape=shape)
-        arrays[0] = tokens
-        build_index(arrays[0], arrays[1])
-        arrays.flush()
-        del arrays
+        with building.open("r+b") as opened:
+            opened.write(bytes(_HEADER.size))
+            num_tokens = _write_tokens(opened, tokens)
+            opened.flush()
+            for first in range(0, num_tokens, SHARD_TOKENS):
+                opened.write(_sorted(building, first, min(first + SHARD_TOKENS, num_tokens)))
+            opened.seek(_HEADER.size)
+            checksum = _checksum(opened)
+            opened.seek(0)
+            opened.write(_HEADER.pack(_MAGIC, num_tokens, checksum))
+            opened.flush()
+            os.fsync(opened.fileno())
         building.replace(file)
     finally:
         building.unlink(missing_ok=True)
+
+
+def _write_tokens(file: BinaryIO, tokens: Iterator[Tokens]) -> int:
+    """Returns how many there were."""
+    num_tokens = 0
+    for part in tokens:
+        num_tokens += len(part)
+        if num_tokens >= _MAX_TOKENS:
+            raise UsageError("the lookup files have more tokens than an index takes, 2**31 - 1; give fewer files")
+        file.write(part.data)
+    return num_tokens
+
+
+def _sorted(building: Path, first: int, last: int) -> memoryview:
+    """The places of one shard of an unfinished index, in their order."""
+    tokens = np.fromfile(building, np.int32, last - first, offset=_HEADER.size + _TOKEN_BYTES * first)
+    return (sorted_places(tokens, 0, last - first) + np.int32(first)).data

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +13,13 @@ import pytest
 
 from offspec import builtin
 from offspec.errors import StorageError, UsageError
+from offspec.scheduler import retrieval
 from offspec.scheduler.lookup import NOTHING
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.retrieval import Retrieval
 from offspec.scheduler.sampling import Sampler
 from offspec.text import lookup_files as corpus
-from offspec.text.lookup_files import default_folder, open_index
+from offspec.text.lookup_files import default_folder, lookup_memory_bytes, open_index
 from offspec.text.tokenizer import Tokenizer
 
 TEXT = "def area(width, height):\n    return width * height\n\n\ndef volume(area, depth):\n    return area * depth\n"
@@ -71,7 +75,7 @@ def test_the_index_is_mapped_and_found_again(
     folder = tmp_path / "cache"
     built = open_index([file], tokenizer, folder)
     (kept,) = cached(folder)
-    monkeypatch.setattr(corpus, "build_index", None)  # whoever builds again fails
+    monkeypatch.setattr(corpus, "sorted_places", None)  # whoever builds again fails
     found = open_index([file], tokenizer, folder)
     for array in (found.tokens, found.order):
         base = array
@@ -112,6 +116,87 @@ def test_a_damaged_index_is_built_again(file: Path, tmp_path: Path, tokenizer: T
     for content in (b"", kept.read_bytes()[:100], b"no array"):
         kept.write_bytes(content)
         np.testing.assert_array_equal(open_index([file], tokenizer, folder).order, expected)
+
+
+def test_an_index_with_a_wrong_byte_is_built_again(file: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Wherever it is: a place that is none would be an IndexError in the middle of a text."""
+    folder = tmp_path / "cache"
+    expected = np.array(open_index([file], tokenizer, folder).order)
+    (kept,) = cached(folder)
+    sound = kept.read_bytes()
+    for at in (0, 16, 24, 64, len(sound) // 2, len(sound) - 1):
+        kept.write_bytes(sound[:at] + bytes([sound[at] ^ 0x40]) + sound[at + 1 :])
+        np.testing.assert_array_equal(open_index([file], tokenizer, folder).order, expected)
+        assert kept.read_bytes() == sound
+    assert cached(folder) == [kept]
+
+
+def test_shards_are_sorted_as_in_memory(
+    file: Path, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (corpus, retrieval):
+        monkeypatch.setattr(module, "SHARD_TOKENS", 13)
+    index = open_index([file], tokenizer, tmp_path / "cache")
+    assert len(index.tokens) > 26
+    np.testing.assert_array_equal(index.order, retrieval.build_index(np.array(index.tokens)).order)
+
+
+def test_a_disk_that_is_full(tmp_path: Path, small_disk: Path, tokenizer: Tokenizer) -> None:
+    """In the process of a user, as a mapped file without room would kill it."""
+    (file := tmp_path / "long.txt").write_text(TEXT * 8000)
+    open_it = "import sys; from offspec import builtin; from offspec.text.lookup_files import open_index; "
+    open_it += "from offspec.text.tokenizer import Tokenizer; from offspec.errors import StorageError\n"
+    open_it += "try: open_index([sys.argv[1]], Tokenizer.load(builtin.path('target')))\n"
+    open_it += "except StorageError as exc: print(exc)"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(small_disk)}
+    command = [sys.executable, "-c", open_it, str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    assert "No space left on device" in done.stdout
+    assert "XDG_CACHE_HOME" in done.stdout
+    assert list((small_disk / "offspec" / "lookup").iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_building_takes_no_more_memory_than_is_said(tmp_path: Path) -> None:
+    (file := tmp_path / "long.txt").write_text(random_words(1_500_000))
+    build = "import resource, sys; from pathlib import Path; from offspec import builtin; "
+    build += "from offspec.text.lookup_files import lookup_memory_bytes, open_index; "
+    build += "from offspec.text.tokenizer import Tokenizer; tokenizer = Tokenizer.load(builtin.path('target')); "
+    build += "import torch; tokenizer.encode('x'); Path('/proc/self/clear_refs').write_text('5'); "
+    build += "peak = lambda key: int(Path('/proc/self/status').read_text().split(key)[1].split()[0]) * 1024; "
+    build += "before = peak('VmRSS:'); index = open_index([sys.argv[1]], tokenizer, Path(sys.argv[2])); "
+    build += "print(peak('VmHWM:') - before, sum(lookup_memory_bytes([sys.argv[1]])))"
+    command = [sys.executable, "-c", build, str(file), str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    taken, said = map(int, done.stdout.split())
+    assert 0.2 * said < taken < said
+
+
+def random_words(num_bytes: int) -> str:
+    draws = np.random.default_rng(0)
+    words = ["".join(map(chr, draws.integers(97, 123, length))) for length in draws.integers(2, 9, 500)]
+    return "\n".join(" ".join(draws.choice(words, 12)) for _ in range(num_bytes // 70))
+
+
+def test_memory_follows_the_texts_up_to_a_shard(tmp_path: Path) -> None:
+    small, large, huge = tmp_path / "small", tmp_path / "large", tmp_path / "huge"
+    for file, num_bytes in ((small, 1000), (large, 15 * 10**6), (huge, 10**9)):
+        with file.open("wb") as opened:
+            opened.truncate(num_bytes)
+    kept, building = zip(*(lookup_memory_bytes([file]) for file in (small, large, huge)), strict=True)
+    assert 15 * 10**6 < kept[1] < 10**8 < kept[2]
+    assert building[0] <= building[1] <= building[2] < 250 * 10**6
+    assert lookup_memory_bytes([small, large])[0] >= kept[0] + kept[1]
+    assert lookup_memory_bytes([tmp_path / "missing"])[0] < 100
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_pipes_and_devices_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for file in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(UsageError, match="is no regular file"):
+            open_index([file], tokenizer, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
 
 
 def test_pieces_are_cut_at_lines_and_lose_nothing(
