@@ -25,17 +25,18 @@ from offspec.loaders.hardware import Rates, read_hardware
 from offspec.loaders.placement import Placement
 from offspec.loaders.tiers import Progress, TieredWeights
 from offspec.loaders.units import format_size
-from offspec.scheduler.budget import Switch
-from offspec.scheduler.calibration import Calibration
+from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
+from offspec.scheduler.baselines.sequoia import SequoiaDrafter
+from offspec.scheduler.controllers import controller_for
 from offspec.scheduler.costs import Costs, Predict
-from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
+from offspec.scheduler.drafter import Drafter, DraftRequest, NoDrafter
 from offspec.scheduler.joint import BeamDrafter, joint_walk
-from offspec.scheduler.lookup import Guesser, PromptLookup, match_reliability
+from offspec.scheduler.learnt import Learnt
+from offspec.scheduler.lookup import Guesser, PromptLookup
+from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import MAX_ROWS, SamplingParams, SpeculationParams, max_nodes
-from offspec.scheduler.recycling import TokenRecycling
 from offspec.scheduler.retrieval import Retrieval, SuffixIndex
 from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
 from offspec.scheduler.tree import TokenTree
 from offspec.scheduler.verify import Logits, Verdict, exact_walk
 
@@ -116,10 +117,7 @@ class Engine:
         self.plan: Plan | None = None
         self.link_bytes_per_s: float | None = None
         self._predict: Predict | None = None
-        self._calibration, self._costs = Calibration(), Costs()
-        self._switch = Switch(shares_cores=target.device.type == "cpu")
-        self._acceptance, self._recycling = MeasuredAcceptance(), TokenRecycling(target.config.vocab_size)
-        self._lookups, self._retrievals = match_reliability(), match_reliability()
+        self.learnt = Learnt.nothing(target.config.vocab_size, shares_cores=target.device.type == "cpu")
         self.lookup_index: SuffixIndex | None = None
         self._recall = None if draft is None else Recall(draft, target)
         self.aligner: Aligner | None = None
@@ -228,7 +226,7 @@ class Engine:
         """Take over what was planned and measured: what passes will take is predicted from it."""
         self.plan, self.link_bytes_per_s = plan, link_bytes_per_s
         self._predict = partial(plan.predict_pass_s, rates)
-        self._costs = Costs(self._predict)
+        self.learnt.costs = Costs(self._predict)
 
     def close(self) -> None:
         """Lets go of the memory, and joins what reads ahead; the engine cannot be used afterwards."""
@@ -257,7 +255,7 @@ class Engine:
         fresh = Engine(
             self.target, self.tokenizer, draft, name=self.name, draft_name=name, max_context=self.max_context
         )
-        fresh._predict, fresh._costs = self._predict, Costs(self._predict)
+        fresh._predict, fresh.learnt.costs = self._predict, Costs(self._predict)
         fresh.lookup_index = self.lookup_index
         fresh.turn = self.turn  # it is the same target
         return fresh
@@ -390,7 +388,7 @@ class Engine:
             speculation = replace(speculation, overlap=False)
         is_coupled = speculation.scoring == "coupled"
         if model is not None and speculation.tree == "sequoia":
-            return SequoiaDrafter(model, sampler, speculation, self._acceptance, final, coupled=is_coupled)
+            return SequoiaDrafter(model, sampler, speculation, self.learnt.acceptance, final, coupled=is_coupled)
         if model is not None and speculation.tree == "opt-tree":
             return OptTreeDrafter(model, sampler, speculation, final, coupled=is_coupled)
         recalling = None
@@ -398,16 +396,12 @@ class Engine:
             recalling = RecallingText(model, self.target, self._recall)
         return ModelDrafter(
             recalling or model,
-            sampler,
+            DraftRequest(sampler, final, num_unscored),
             speculation,
-            self._calibration,
-            final,
+            self.learnt,
             guessers=guessers,
-            max_nodes=max_nodes(self.target.device.type),
-            costs=self._costs,
-            switch=self._switch,
-            hindsight=recalling,
-            num_unscored=num_unscored,
+            corrector=recalling,
+            controller=controller_for(speculation, self.learnt.costs, max_nodes(self.target.device.type)),
         )
 
     def _guessers(self, speculation: SpeculationParams) -> list[Guesser]:
@@ -416,11 +410,11 @@ class Engine:
         has_draft = is_alone or self.draft is not None
         found: list[Guesser] = []
         if has_draft and speculation.lookup:
-            found.append(PromptLookup(self._lookups))
+            found.append(PromptLookup(self.learnt.lookups))
         if self.lookup_index is not None:
-            found.append(Retrieval(self.lookup_index, self._retrievals))
+            found.append(Retrieval(self.lookup_index, self.learnt.retrievals))
         if is_alone or (has_draft and speculation.recycling):
-            found.append(self._recycling)
+            found.append(self.learnt.recycling)
         return found
 
     @property
@@ -429,8 +423,8 @@ class Engine:
         return self.draft is not None or self.draft_name is not None or self.lookup_index is not None
 
     def sharpness(self, *, greedy: bool) -> float:
-        """The sharpness fitted so far (see `scheduler.draft`)."""
-        return self._calibration.sharpness(greedy=greedy).value
+        """The sharpness fitted so far (see `scheduler.calibration`)."""
+        return self.learnt.calibration.sharpness(greedy=greedy).value
 
 
 def _tree_room(speculation: SpeculationParams, device_type: str) -> int:
@@ -526,7 +520,7 @@ class _Request:
         with span("draft"):
             tree = drafter.propose(text, max_depth=self.limit - self.stats.num_tokens - 1)
         drafted = time.perf_counter()
-        with span("pass"), in_background(drafter.extend, target.device) if drafter.is_eager else nullcontext():
+        with span("pass"), in_background(drafter.extend, target.device) if drafter.wants_overlap else nullcontext():
             logits = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
             target.synchronize()
         with span("walk"):

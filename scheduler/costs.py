@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .averages import MovingAverage
 from .tree import FloatArray, IntArray
 
 Predict = Callable[[int], float]
@@ -90,7 +91,12 @@ class Costs:
 
     def __init__(self, target: Predict | None = None, draft: Predict | None = None) -> None:
         self.target, self.draft = CostCurve(target), CostCurve(draft)
-        self.overhead_s = 0.0  # of a pass with a tree, beside drafting and scoring it
+        self._overhead = MovingAverage(0.1, initial=0.0)
+
+    @property
+    def overhead_s(self) -> float:
+        """Of a pass with a tree, beside drafting and scoring it."""
+        return self._overhead.value
 
     def observe_overhead(self, seconds: float) -> None:
-        self.overhead_s += 0.1 * (max(0.0, seconds) - self.overhead_s)
+        self._overhead.observe(max(0.0, seconds))

@@ -16,10 +16,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
-from .draft import Patient, TreeModel
+from .drafter import SequentialDrafter, TreeModel
+from .layered_draft import UNEXPANDED, LayeredDraft
 from .params import SpeculationParams
 from .sampling import Sampler, not_finite
-from .static import UNEXPANDED, LayeredDraft
 from .tree import ROOT, FloatArray, IntArray, TokenTree
 from .verify import Logits, Verdict
 
@@ -28,7 +28,7 @@ SLICE_ROWS = 32  # whose double-precision logits are in memory at a time
 # ------------------------------------------------------------------------------------------------ the draft
 
 
-class BeamDrafter(Patient):
+class BeamDrafter(SequentialDrafter):
     """Beam search for the `gamma` tokens that the draft holds likeliest together, one per request.
 
     Every hypothesis that was in the beam at some length is sent, beam x gamma nodes at most: those that fell out later

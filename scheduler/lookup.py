@@ -13,12 +13,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .reliability import Candidates, Reliability, waits_of
+from .reliability import ConsideredGuesses, Reliability, waits_of
 from .sampling import Sampler
 from .tree import ROOT, IntArray, TokenTree, trimmed
 from .verify import Logits, Verdict
 
-NOTHING = -1  # in place of a token: no token
+NO_TOKEN = -1  # in place of a token: no token
 
 
 class Guesser(Protocol):
@@ -50,19 +50,19 @@ class Matches:
 
     def __init__(self, reliability: Reliability) -> None:
         self._reliability = reliability
-        self._last: Candidates | None = None
+        self._last: ConsideredGuesses | None = None
 
     def tree(self, rows: IntArray, lengths: IntArray, sampler: Sampler, position: int, max_nodes: int) -> TokenTree:
         """The best nodes of the trie of M continuations.
 
-        rows [M, D]: tokens that followed a match, padded with NOTHING; the preferred ones first. lengths [M]: tokens
+        rows [M, D]: tokens that followed a match, padded with NO_TOKEN; the preferred ones first. lengths [M]: tokens
         matched. position: that of the first token guessed.
         """
         trie = Trie(rows, lengths)
         waits = waits_of(trie.tokens, trie.depths, sampler, position)
         gains = self._reliability.log_probabilities(trie.kinds, waits)
         tree = TokenTree(trie.tokens, trie.parents, trie.depths, trie.path_sums(gains))
-        self._last = Candidates(tree, trie.kinds, waits)
+        self._last = ConsideredGuesses(tree, trie.kinds, waits)
         return trimmed(tree, max_nodes)
 
     def observe(self, verdict: Verdict) -> None:
@@ -76,11 +76,11 @@ class Trie:
     """The paths of M rows as N nodes, in order of depth: tokens, parents, depths and kinds [N]."""
 
     def __init__(self, rows: IntArray, lengths: IntArray) -> None:
-        """rows [M, D]: token ids, padded with NOTHING. lengths [M]: how many tokens matched before the row."""
+        """rows [M, D]: token ids, padded with NO_TOKEN. lengths [M]: how many tokens matched before the row."""
         num_rows, max_depth = rows.shape
         order = np.lexsort(rows.T[::-1]) if max_depth else np.arange(num_rows)
         rows, lengths = rows[order], lengths[order]
-        is_token = np.logical_and.accumulate(rows != NOTHING, axis=1)
+        is_token = np.logical_and.accumulate(rows != NO_TOKEN, axis=1)
         differs = np.ones_like(is_token)
         differs[1:] = rows[1:] != rows[:-1]
         # A node is a stretch of one column where the rows, which are sorted, begin alike. It starts in the first of them.
@@ -195,7 +195,8 @@ class PromptLookup:
     MAX_MATCHES = 32
 
     def __init__(self, reliability: Reliability | None = None) -> None:
-        self._matches = Matches(reliability or match_reliability())
+        self.reliability = reliability or match_reliability()
+        self._matches = Matches(self.reliability)
         self._index = NGramIndex()
 
     def guess(self, text: Sequence[int], sampler: Sampler, max_nodes: int, max_depth: int) -> TokenTree:

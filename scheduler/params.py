@@ -14,6 +14,7 @@ from offspec.errors import UsageError
 
 SEED_LIMIT = 1 << 64
 MAX_NODES = 1024  # of a tree where the budget is found
+DEFAULT_NODES = 64  # of a tree of the baselines that do not find their own budget, where none is given
 # The same where a CPU computes: arithmetic for so many rows takes longer there than any disk takes for 16-bit weights (512
 # operations for each weight, a TFLOP/s for 4 GB/s), and KV entries for more are memory that layers could stay in.
 CPU_MAX_NODES = 256
@@ -85,7 +86,7 @@ class SpeculationParams:
 
     budget: nodes of a tree, 0 for plain decoding, None for what pays here (`scheduler.budget`). scoring: coupled (shared
     noise, fitted sharpness) or specexec (cumulative draft probability). tree: how its shape is
-    found; the others are there to be compared with (`scheduler.static`). width: nodes expanded by one draft forward; None
+    found; the others are there to be compared with (`scheduler.baselines`). width: nodes expanded by one draft forward; None
     is what pays, or an eighth of a given budget, from 16 to 64. children: candidates kept of an expanded node. max_depth: longest path. stopping:
     when drafting ends: where nothing is left to gain, or by Thompson sampling (EESD), as published or knowing costs and the draft's
     confidence. lookup: merge in what followed the same tokens earlier in the text. recycling: merge in what the target thought likely after

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .reliability import Candidates, Reliability, waits_of
+from .reliability import ConsideredGuesses, Reliability, waits_of
 from .sampling import Sampler
 from .tree import ROOT, FloatArray, IntArray, TokenTree, trimmed
 from .verify import Logits, Verdict
@@ -83,7 +83,7 @@ class TokenRecycling:
         self.table = SuccessorTable(vocab_size)
         self._num_spare_rows = num_spare_rows
         self._reliability = reliability or self.new_reliability()
-        self._last: Candidates | None = None
+        self._last: ConsideredGuesses | None = None
 
     @classmethod
     def new_reliability(cls) -> Reliability:
@@ -105,7 +105,7 @@ class TokenRecycling:
             tokens = tree.tokens[open_nodes]
             if not len(open_nodes):
                 break
-        self._last = Candidates(tree, kinds, None if sampler.is_greedy else waits)
+        self._last = ConsideredGuesses(tree, kinds, None if sampler.is_greedy else waits)
         return trimmed(tree, max_nodes)
 
     def _level(

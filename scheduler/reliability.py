@@ -26,7 +26,7 @@ _TINY = np.finfo(np.float64).tiny
 
 
 @dataclass(frozen=True)
-class Candidates:
+class ConsideredGuesses:
     """Everything a guesser considered, before the best are taken. kinds [N]. waits [N]: E = exp(-G); None if greedy."""
 
     tree: TokenTree
@@ -74,7 +74,7 @@ class Reliability:
         log_probabilities: FloatArray = np.log(np.maximum(wins, _TINY))
         return log_probabilities
 
-    def observe(self, candidates: Candidates, verdict: Verdict) -> None:
+    def observe(self, candidates: ConsideredGuesses, verdict: Verdict) -> None:
         """Learn from every guess whose parent the target's text came to, whether it came true or not."""
         judged, came_true = _judged(candidates.tree, verdict)
         kinds = candidates.kinds[judged]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .lookup import NOTHING, Matches, match_reliability
+from .lookup import NO_TOKEN, Matches, match_reliability
 from .reliability import Reliability
 from .sampling import Sampler
 from .tree import IntArray, TokenTree
@@ -22,21 +22,21 @@ Int32Array = npt.NDArray[np.int32]
 
 MAX_MATCH = 16  # tokens that the index is sorted by, backwards
 SHARD_TOKENS = 1 << 22  # sorted apart, so that sorting takes some 200 MB however long the texts are
-_BEFORE = NOTHING - 1  # stands before the first token of a shard
+_BEFORE = NO_TOKEN - 1  # stands before the first token of a shard
 
 
 class SuffixIndex:
     """Finds where a sequence of tokens stands in `tokens` [N], in some 20 steps for each token that matches.
 
     order [N]: places in `tokens`, in each shard sorted by the tokens that end there, read backwards. So all places
-    where the same n tokens end lie together, and n + 1 tokens narrow that stretch. tokens: NOTHING between texts.
+    where the same n tokens end lie together, and n + 1 tokens narrow that stretch. tokens: NO_TOKEN between texts.
     """
 
     def __init__(self, tokens: Int32Array, order: Int32Array) -> None:
         self.tokens, self.order = np.asarray(tokens), np.asarray(order)  # a memmap's own indexing is slow
 
     def continuations(self, context: Sequence[int], max_matches: int, depth: int) -> tuple[IntArray, IntArray]:
-        """rows [M, depth]: what follows the context's end, the longest matches first, padded with NOTHING; lengths [M].
+        """rows [M, depth]: what follows the context's end, the longest matches first, padded with NO_TOKEN; lengths [M].
 
         Of more than `max_matches` equally long ones, some spread evenly over what stands before them.
         """
@@ -47,7 +47,7 @@ class SuffixIndex:
         longest = np.argsort(-lengths, kind="stable")[:max_matches]
         ahead = places[longest, None] + 1 + np.arange(depth)
         inside = ahead < len(self.tokens)
-        rows = np.where(inside, self.tokens[np.where(inside, ahead, 0)], NOTHING)
+        rows = np.where(inside, self.tokens[np.where(inside, ahead, 0)], NO_TOKEN)
         return rows.astype(np.int64), lengths[longest]
 
     def _matches(self, context: Sequence[int], first: int, max_matches: int) -> Iterator[tuple[IntArray, int]]:
@@ -117,11 +117,12 @@ class Retrieval:
 
     def __init__(self, index: SuffixIndex, reliability: Reliability | None = None) -> None:
         self._index = index
-        self._matches = Matches(reliability or match_reliability())
+        self.reliability = reliability or match_reliability()
+        self._matches = Matches(self.reliability)
 
     def guess(self, text: Sequence[int], sampler: Sampler, max_nodes: int, max_depth: int) -> TokenTree:
         rows, lengths = self._index.continuations(text[-MAX_MATCH:], self.MAX_MATCHES, max_depth)
-        rows = np.where(rows < sampler.vocab_size, rows, NOTHING)  # the tokenizer may have more tokens than the model
+        rows = np.where(rows < sampler.vocab_size, rows, NO_TOKEN)  # the tokenizer may have more tokens than the model
         return self._matches.tree(rows, lengths, sampler, len(text), max_nodes)
 
     def observe(self, text: Sequence[int], tree: TokenTree, verdict: Verdict, logits: Logits) -> None:

@@ -33,10 +33,12 @@ from offspec.drafts.early_exit import EarlyExit, SharedDraft, Trunk
 from offspec.engine import Prompt
 from offspec.loaders.formats import dense
 from offspec.model.decoder import Decoder
-from offspec.scheduler.budget import THOMPSON_WIDTH, Controller, FixedBudget, Prospect, ThompsonSampling
-from offspec.scheduler.calibration import Calibration
+from offspec.scheduler.baselines.thompson import THOMPSON_WIDTH, ThompsonSampling
+from offspec.scheduler.budget import Controller, DraftingState, FixedBudget
 from offspec.scheduler.costs import Costs as LearntCosts
-from offspec.scheduler.draft import ModelDrafter
+from offspec.scheduler.drafter import DraftRequest
+from offspec.scheduler.learnt import Learnt
+from offspec.scheduler.model_drafter import ModelDrafter
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12)
 THOMPSON = (("thompson", False), ("thompson-calibrated", True))  # name, whether it knows costs
@@ -52,15 +54,15 @@ class FixedDepth(FixedBudget):
         super().__init__(budget)
         self._num_rounds, self._done = num_rounds, 0
 
-    def width(self, prospect: Prospect) -> int:
-        if len(prospect.best) == 0 and len(prospect.open) == 1:  # the root
+    def width(self, state: DraftingState) -> int:
+        if len(state.best) == 0 and len(state.open) == 1:  # the root
             return 1
         self._done += 1
-        return min(THOMPSON_WIDTH, len(prospect.open)) if self._done < self._num_rounds else 0
+        return min(THOMPSON_WIDTH, len(state.open)) if self._done < self._num_rounds else 0
 
-    def size(self, prospect: Prospect) -> int:
+    def size(self, state: DraftingState) -> int:
         self._done = 0
-        return super().size(prospect)
+        return super().size(state)
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,15 @@ class Bench:
 
         cost: what the clock goes by; only who looks at it drafts otherwise by another one.
         """
-        calibration, learnt, parts = Calibration(), LearntCosts(), list[Replayed]()
-        rule, num_first = controller(learnt), exit_layer.num_first
+        learnt, parts = Learnt.nothing(self.target.config.vocab_size), list[Replayed]()
+        rule, num_first = controller(learnt.costs), exit_layer.num_first
         for recording in self.recordings:
             clock = VirtualClock()
             draft = SharedDraft(Trunk(self.target, exit_layer.num_first), exit_layer)
             model = ClockedModel(draft, clock, lambda rows: num_first + 1.0)
             sampler = recording.sampler(self.target.config.vocab_size)
             params = SpeculationParams(budget, overlap=False, reuse=False, lookup=False, recall=False)
-            drafter = ModelDrafter(model, sampler, params, calibration, controller=rule, costs=learnt, clock=clock.now)
+            drafter = ModelDrafter(model, DraftRequest(sampler), params, learnt, controller=rule, clock=clock.now)
             parts.append(
                 replay(recording, drafter, sampler, clock, Costs(self.pass_s(num_first, cost), 0.0, 0.0), model)
             )

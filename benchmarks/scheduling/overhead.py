@@ -29,7 +29,7 @@ from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import RecallingText
 from offspec.model.decoder import CachedDecoder
 from offspec.model.row_logits import RowLogits
-from offspec.scheduler.draft import ModelDrafter
+from offspec.scheduler.child_scores import ChildScorer
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Stopwatch:
         (CachedDecoder, "score_rows"),
         (CachedDecoder, "keep"),
         (RowLogits, "__getitem__"),
-        (ModelDrafter, "_guess"),
+        (ChildScorer, "score"),
     )
 
     def __init__(self, engine: Engine) -> None:

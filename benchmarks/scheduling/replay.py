@@ -21,10 +21,11 @@ from torch import Tensor
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.engine import Prompt
 from offspec.model.decoder import CachedDecoder
-from offspec.scheduler.draft import Drafter, Hindsight, TreeModel
+from offspec.scheduler.drafter import Drafter, LogitCorrector, TreeModel
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, BoolArray, IntArray, TokenTree
 from offspec.scheduler.verify import Logits, Verdict, exact_walk
+from offspec.scheduler.vocabulary import Vocabulary
 
 # ------------------------------------------------------------------------------------------------ recording
 
@@ -154,8 +155,8 @@ class ClockedModel:
         self.num_calls = 0
 
     @property
-    def vocab_size(self) -> int:
-        return self._model.vocab_size
+    def vocabulary(self) -> Vocabulary:
+        return self._model.vocabulary
 
     @property
     def max_context(self) -> int:
@@ -174,18 +175,18 @@ class ClockedModel:
         self._model.keep(path, pending)
 
 
-class ClockedHindsight:
-    """A Hindsight whose every `revised` takes `seconds(rows)` on a clock."""
+class ClockedCorrector:
+    """A LogitCorrector whose every `corrected` takes `seconds(rows)` on a clock."""
 
-    def __init__(self, hindsight: Hindsight, clock: VirtualClock, seconds: Callable[[int], float]) -> None:
-        self._hindsight, self._clock, self._seconds = hindsight, clock, seconds
+    def __init__(self, corrector: LogitCorrector, clock: VirtualClock, seconds: Callable[[int], float]) -> None:
+        self._corrector, self._clock, self._seconds = corrector, clock, seconds
 
     def observe(self, rows: IntArray, nodes: IntArray, logits: Logits) -> None:
-        self._hindsight.observe(rows, nodes, logits)
+        self._corrector.observe(rows, nodes, logits)
 
-    def revised(self, rows: IntArray) -> Tensor:
+    def corrected(self, rows: IntArray) -> Tensor:
         self._clock.advance(self._seconds(len(rows)))
-        return self._hindsight.revised(rows)
+        return self._corrector.corrected(rows)
 
 
 # ------------------------------------------------------------------------------------------------ replaying
@@ -240,7 +241,7 @@ def replay(
         tree = drafter.propose(text, max_depth=recording.limit - num_tokens - 1)
         draft_s += clock.now() - started
         ends = clock.now() + costs.pass_s(num_new + len(tree))
-        if drafter.is_eager:
+        if drafter.wants_overlap:
             drafter.extend(lambda ends=ends: clock.now() >= ends)
         clock.advance(max(0.0, ends - clock.now()))  # a round that was under way is waited for
         verdict, logits = walk(tree, said[num_tokens:]), NO_LOGITS

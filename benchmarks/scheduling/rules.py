@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from offspec.scheduler.draft import TreeModel
+from offspec.scheduler.drafter import TreeModel
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import BoolArray, FloatArray, IntArray
 
@@ -144,10 +144,10 @@ def _drafted(
     drafted: list[int] = []
     q = np.zeros((num_drafted, sampler.vocab_size))
     for depth in range(num_drafted):
-        chain = [min(token, draft.vocab_size - 1) for token in text[draft.length :]] if depth == 0 else []
+        chain = draft.vocabulary.text(text[draft.length :]) if depth == 0 else []
         depths, mask = _chain(depth - 1, depth) if depth else _chain(0, 0)
-        logits = draft.score(chain, np.array(drafted[-1:], dtype=np.int64), depths, mask)
-        row = _distributions(logits[:, : sampler.vocab_size], sampler, drafted, first=depth)[0]
+        logits = draft.score(chain, draft.vocabulary.inputs(np.array(drafted[-1:], dtype=np.int64)), depths, mask)
+        row = _distributions(draft.vocabulary.over_target(logits, sampler.vocab_size), sampler, drafted, first=depth)[0]
         q[depth, : len(row)] = row
         drafted.append(_draw(row, generator))
     return drafted, q

@@ -28,15 +28,15 @@ import numpy as np
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import Recall, RecallingText
 from offspec.model.decoder import CachedDecoder, random_decoder
-from offspec.scheduler.calibration import Calibration
-from offspec.scheduler.costs import Costs as LearntCosts
-from offspec.scheduler.draft import Drafter, ModelDrafter
-from offspec.scheduler.lookup import Guesser, PromptLookup, match_reliability
-from offspec.scheduler.recycling import TokenRecycling
-from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
+from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
+from offspec.scheduler.baselines.sequoia import SequoiaDrafter
+from offspec.scheduler.drafter import Drafter, DraftRequest
+from offspec.scheduler.learnt import Learnt
+from offspec.scheduler.lookup import Guesser, PromptLookup
+from offspec.scheduler.model_drafter import ModelDrafter
 
 from . import repetition, rules
-from .replay import ClockedHindsight, ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
+from .replay import ClockedCorrector, ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
 
 COSTS = {
     "card": Costs(),
@@ -85,9 +85,11 @@ class Bench:
         draft = self.draft
         if random_draft:
             draft = random_decoder(draft.config, seed=0, dtype=draft.dtype, device=draft.device)
-        calibration, acceptance, reliability = Calibration(), MeasuredAcceptance(), match_reliability()
-        learnt = LearntCosts(lambda rows: MISPREDICTED * COSTS[costs].pass_s(rows))
-        recall, recycling = Recall(draft, self.engine.target), TokenRecycling(self.engine.target.config.vocab_size)
+        learnt = Learnt.nothing(
+            self.engine.target.config.vocab_size, lambda rows: MISPREDICTED * COSTS[costs].pass_s(rows)
+        )
+        learnt.overlap_switch = None  # the clock says what overlap brings
+        recall = Recall(draft, self.engine.target)
         parts: list[Replayed] = []
         for recording in self.recordings:
             clock = VirtualClock()
@@ -96,20 +98,19 @@ class Bench:
             sampler = recording.sampler(self.engine.target.config.vocab_size)
             drafter: Drafter
             if speculation.tree == "sequoia":
-                drafter = SequoiaDrafter(model, sampler, speculation, acceptance)
+                drafter = SequoiaDrafter(model, sampler, speculation, learnt.acceptance)
             elif speculation.tree == "opt-tree":
                 drafter = OptTreeDrafter(model, sampler, speculation)
             else:
-                guessers: list[Guesser] = [PromptLookup(reliability)] if speculation.lookup else []
-                guessers += [recycling] if speculation.recycling else []
+                guessers: list[Guesser] = [PromptLookup(learnt.lookups)] if speculation.lookup else []
+                guessers += [learnt.recycling] if speculation.recycling else []
                 drafter = ModelDrafter(
                     model,
-                    sampler,
+                    DraftRequest(sampler),
                     speculation,
-                    calibration,
+                    learnt,
                     guessers=guessers,
-                    costs=learnt,
-                    hindsight=recalling and ClockedHindsight(recalling, clock, COSTS[costs].round_s),
+                    corrector=recalling and ClockedCorrector(recalling, clock, COSTS[costs].round_s),
                     clock=clock.now,
                 )
             target = CachedDecoder(self.engine.target) if recalling or speculation.recycling else None

@@ -25,6 +25,7 @@ from offspec.loaders.small_transfers import to_device
 from offspec.scheduler.costs import WIDTHS
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.verify import Logits
+from offspec.scheduler.vocabulary import Vocabulary
 
 from ..model.config import ModelConfig
 from ..model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
@@ -88,19 +89,18 @@ def recall_bytes(draft: ModelConfig, target: ModelConfig, itemsize: int) -> int:
 
 
 class RecallingText:
-    """The draft's text, with logits corrected by what is recalled (a `scheduler.draft.TreeModel`)."""
+    """The draft's text, with logits corrected by what is recalled (a `scheduler.drafter.TreeModel`)."""
 
     def __init__(self, text: CachedDecoder, target: Decoder, recall: Recall) -> None:
         """text: one in which nothing is pending."""
         self._text, self._target, self._recall = text, target, recall
-        self._columns = min(text.vocab_size, target.config.vocab_size)
         self._root: Tensor | None = None  # the final state after the text's last token, [1, hidden]
         self._before: Tensor | None = None  # those after the tokens before it that were scored with it, [B, hidden]
         self._pending: list[Tensor] = []  # parts of [P, hidden], those after the pending nodes
 
     @property
-    def vocab_size(self) -> int:
-        return self._text.vocab_size
+    def vocabulary(self) -> Vocabulary:
+        return self._text.vocabulary
 
     @property
     def max_context(self) -> int:
@@ -123,8 +123,8 @@ class RecallingText:
         return self._logits(states)
 
     @torch.inference_mode()
-    def revised(self, rows: IntArray) -> Tensor:
-        """Logits [K, vocab] after places that were scored here, by what is recalled by now; see `Hindsight`."""
+    def corrected(self, rows: IntArray) -> Tensor:
+        """Logits [K, vocab] after places that were scored here, by what is recalled by now; see `LogitCorrector`."""
         return self._logits(self._places(rows))
 
     def _logits(self, states: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class RecallingText:
             return head(states)
         correction = self._recall.correct(states)
         logits = head(correction.draft)
-        logits[:, : self._columns] += self._target.head(correction.target)[:, : self._columns]
+        self.vocabulary.add_target(logits, self._target.head(correction.target))
         return logits
 
     def _places(self, rows: IntArray) -> Tensor:
@@ -142,7 +142,7 @@ class RecallingText:
         return torch.cat((self._root, *self._pending))[to_device(torch.from_numpy(rows + 1), self._root.device)]
 
     def observe(self, rows: IntArray, nodes: IntArray, logits: Logits) -> None:
-        """What the target made of places that were scored here; see `Hindsight`."""
+        """What the target made of places that were scored here; see `LogitCorrector`."""
         assert isinstance(logits, RowLogits)
         rows, nodes = rows[: 1 + MOST_NODES], nodes[: 1 + MOST_NODES]
         places = self._places(rows)

@@ -21,6 +21,7 @@ from offspec.loaders.cuda import span
 from offspec.loaders.formats import StoredWeight, Weight
 from offspec.loaders.small_transfers import to_device
 from offspec.loaders.weights import RamWeights, WeightSource
+from offspec.scheduler.vocabulary import Vocabulary
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .attention import Visibility
@@ -228,8 +229,9 @@ class CachedDecoder:
         self.cache.reserve(capacity)
 
     @property
-    def vocab_size(self) -> int:
-        return self.decoder.config.vocab_size
+    def vocabulary(self) -> Vocabulary:
+        """The target's token ids, as many as this model has."""
+        return Vocabulary(self.decoder.config.vocab_size)
 
     @property
     def max_context(self) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offspec.loaders.tiers import Progress
-from offspec.scheduler.lookup import NOTHING
+from offspec.scheduler.lookup import NO_TOKEN
 from offspec.scheduler.retrieval import SHARD_TOKENS, SuffixIndex, sorted_places
 
 from ..errors import StorageError, UsageError
@@ -161,7 +161,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 def _tokens(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress | None) -> Iterator[Tokens]:
-    """Token ids of all files, piece by piece, NOTHING behind each file."""
+    """Token ids of all files, piece by piece, NO_TOKEN behind each file."""
     total, done = sum(file.stat().st_size for file in files), 0
     for file in files:
         for piece in _pieces(file):
@@ -169,7 +169,7 @@ def _tokens(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress | No
             done += len(piece.encode())
             if progress is not None:
                 progress(done, total)
-        yield np.array([NOTHING], dtype=np.int32)
+        yield np.array([NO_TOKEN], dtype=np.int32)
 
 
 def _pieces(file: Path) -> Iterator[str]:

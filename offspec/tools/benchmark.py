@@ -367,7 +367,7 @@ def token_log_likelihoods(engine: Engine, prompt: Sequence[int], tokens: Sequenc
     """
     tree, target = TokenTree.chain(tokens), CachedDecoder(engine.target)
     logits = target.score_rows(prompt, tree.tokens, tree.depths, tree.mask())
-    sampler = Sampler(SamplingParams(), 0, target.vocab_size, target.device)
+    sampler = Sampler(SamplingParams(), 0, engine.target.config.vocab_size, target.device)
     return np.diff(log_likelihoods(tree, logits, sampler, len(prompt)), prepend=0.0)
 
 

@@ -27,14 +27,26 @@ from benchmarks.scheduling.replay import (
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import Recall, RecallingText
 from offspec.model.decoder import CachedDecoder
-from offspec.scheduler.calibration import Calibration
-from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
+from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
+from offspec.scheduler.baselines.sequoia import MeasuredAcceptance, SequoiaDrafter
+from offspec.scheduler.drafter import Drafter, DraftRequest, NoDrafter
+from offspec.scheduler.learnt import Learnt
+from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
 from offspec.scheduler.tree import TokenTree
 from offspec.scheduler.verify import Logits, Verdict, exact_walk
 
-from ..scheduler.fakes import RuleModel, build_tree, few, generate, plain_text, random_rule, resembling, sampling_params
+from ..scheduler.fakes import (
+    RuleModel,
+    build_tree,
+    few,
+    generate,
+    learnt_of,
+    plain_text,
+    random_rule,
+    resembling,
+    sampling_params,
+)
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(NUM_TOKENS, temperature=0.0, seed=3, ignore_eos=True)
@@ -53,18 +65,18 @@ def replayed(
     engine: Engine,
     recording: Recording,
     speculation: SpeculationParams,
-    calibration: Calibration,
+    learnt: Learnt,
     recall: Recall | None = None,
 ) -> Replayed:
     assert engine.draft is not None
     clock, sampler = VirtualClock(), recording.sampler(engine.target.config.vocab_size)
     if recall is None:
         model = ClockedModel(CachedDecoder(engine.draft), clock, COSTS.round_s)
-        drafter = ModelDrafter(model, sampler, speculation, calibration)
+        drafter = ModelDrafter(model, DraftRequest(sampler), speculation, learnt)
         return replay(recording, drafter, sampler, clock, COSTS, model)
     text = RecallingText(CachedDecoder(engine.draft), engine.target, recall)
     model = ClockedModel(text, clock, COSTS.round_s)
-    drafter = ModelDrafter(model, sampler, speculation, calibration, hindsight=text)
+    drafter = ModelDrafter(model, DraftRequest(sampler), speculation, learnt, corrector=text)
     return replay(recording, drafter, sampler, clock, COSTS, model, CachedDecoder(engine.target))
 
 
@@ -72,19 +84,19 @@ def replayed(
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_replayed_passes_are_the_engines(engine: Engine, params: SamplingParams, recalls: bool, tmp_path: Path) -> None:
     prompts, speculation = builtin.prompts()[:2], SpeculationParams(16, lookup=False, recall=recalls, overlap=False)
-    fresh, calibration = engine.with_draft(engine.draft, engine.draft_name), Calibration()
+    fresh, learnt = engine.with_draft(engine.draft, engine.draft_name), learnt_of()
     assert engine.draft is not None
     recall = Recall(engine.draft, engine.target) if recalls else None
     for index, recording in enumerate(record(engine, prompts, params, tmp_path)):
         assert recording.params == replace(params, seed=3 + index)
         *_, last = fresh.generate(prompts[index], recording.params, speculation)
-        found = replayed(engine, recording, speculation, calibration, recall)
+        found = replayed(engine, recording, speculation, learnt, recall)
         assert found.num_tokens == last.stats.num_tokens == NUM_TOKENS
         assert found.num_passes == last.stats.num_passes < NUM_TOKENS
         assert found.num_drafted_tokens == last.stats.num_drafted_tokens
         assert found.tokens_per_pass == last.stats.tokens_per_pass
     greedy = params.temperature == 0
-    assert calibration.sharpness(greedy=greedy).value == fresh.sharpness(greedy=greedy)
+    assert learnt.calibration.sharpness(greedy=greedy).value == fresh.sharpness(greedy=greedy)
 
 
 def test_a_text_is_recorded_once(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +148,8 @@ class Witness:
         return self.drafter.propose(text, max_depth)
 
     @property
-    def is_eager(self) -> bool:
-        return self.drafter.is_eager
+    def wants_overlap(self) -> bool:
+        return self.drafter.wants_overlap
 
     def extend(self, is_over: Callable[[], bool]) -> None:
         self.drafter.extend(is_over)
@@ -150,7 +162,7 @@ class Witness:
 def drafter_of(kind: str, model: Any, sampler: Sampler) -> Drafter:
     speculation = SpeculationParams(budget=7, max_depth=5, overlap=False)
     if kind == "model":
-        return ModelDrafter(model, sampler, speculation, Calibration())
+        return ModelDrafter(model, DraftRequest(sampler), speculation, learnt_of())
     if kind == "sequoia":
         return SequoiaDrafter(model, sampler, speculation, MeasuredAcceptance(), coupled=True)
     return OptTreeDrafter(model, sampler, speculation, threshold=0.05) if kind == "opt-tree" else NoDrafter()

@@ -33,8 +33,8 @@ from offspec.errors import (
 from offspec.loaders.tiers import TieredWeights
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, random_decoder
-from offspec.scheduler.budget import Switch
-from offspec.scheduler.draft import ModelDrafter
+from offspec.scheduler.model_drafter import ModelDrafter
+from offspec.scheduler.overlap import OverlapSwitch
 from offspec.scheduler.params import MAX_ROWS, Scoring, Stopping
 
 from ..pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, scale_weights, variant
@@ -389,7 +389,7 @@ def drafts_beside(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor
         assert scored.wait(300)
         return score_rows(self, *args)
 
-    monkeypatch.setattr(Switch, "is_on", lambda _: True)
+    monkeypatch.setattr(OverlapSwitch, "is_on", lambda _: True)
     monkeypatch.setattr(RecallingText, "score", spied)
     monkeypatch.setattr(CachedDecoder, "score_rows", late)
     return scored
@@ -448,7 +448,7 @@ def test_a_draft_that_fails_beside_the_pass_is_one_line(engine: Engine, monkeypa
 def test_nothing_is_drafted_beside_the_pass_where_it_has_no_use(
     reuse: bool, overlap: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Switch, "is_on", lambda _: True)
+    monkeypatch.setattr(OverlapSwitch, "is_on", lambda _: True)
     monkeypatch.setattr(ModelDrafter, "extend", lambda *_: pytest.fail("drafted beside the pass"))
     steps(fresh(engine), speculation=SpeculationParams(reuse=reuse, overlap=overlap), max_new_tokens=12)
 

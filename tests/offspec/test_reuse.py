@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,9 +20,11 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts.recall import Recall, RecallingText
 from offspec.model.cuda_graphs import TreeGraphs, as_it_is
 from offspec.model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
-from offspec.scheduler.calibration import Calibration
-from offspec.scheduler.draft import ModelDrafter, NoDrafter
+from offspec.scheduler.child_scores import ChildScorer
+from offspec.scheduler.controllers import controller_for
+from offspec.scheduler.drafter import DraftRequest, NoDrafter
 from offspec.scheduler.lookup import Guesser, PromptLookup
+from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, TokenTree, trimmed
@@ -38,6 +39,7 @@ from ..scheduler.fakes import (
     build_tree,
     count_down,
     generate,
+    learnt_of,
     paths,
     sampling_params,
 )
@@ -169,18 +171,19 @@ class CheckedDrafter(ModelDrafter):
         clock: Clock | None = None,
     ) -> None:
         recalling = RecallingText(draft, target.decoder, Recall(draft.decoder, target.decoder)) if recalls else None
+        learnt = learnt_of()
         super().__init__(
             recalling or draft,
-            sampler,
+            DraftRequest(sampler, final),
             params,
-            Calibration(),
-            final,
+            learnt,
             guessers=guessers,
-            max_nodes=MOST_NODES,
-            hindsight=recalling,
+            corrector=recalling,
+            controller=controller_for(params, learnt.costs, MOST_NODES),
             clock=clock or Clock(),
         )
         self.target, self.draft, self.sampler, self.recalling = target, draft, sampler, recalling
+        self.params, self.final = params, final
         self.text = list[int]()
         self.num_pending: list[int] = []
 
@@ -188,9 +191,9 @@ class CheckedDrafter(ModelDrafter):
         self.text = list(text)
         tree = super().propose(text, max_depth)
         assert_well_formed(tree)
-        assert len(tree) <= (self._params.budget or MOST_NODES)
+        assert len(tree) <= (self.params.budget or MOST_NODES)
         assert tree.depths.max(initial=0) <= max_depth
-        assert not set(tree.tokens[tree.parents[tree.parents != ROOT]].tolist()) & set(self._final)
+        assert not set(tree.tokens[tree.parents[tree.parents != ROOT]].tolist()) & set(self.final)
         seen = [[below[: len(above)] == above for above in paths(tree)] for below in paths(tree)]
         np.testing.assert_array_equal(tree.mask(), np.array(seen, dtype=np.bool_).reshape(len(tree), len(tree)))
         return tree
@@ -206,25 +209,24 @@ class CheckedDrafter(ModelDrafter):
 
     def candidates_below(self, path: Sequence[int]) -> list[int]:
         """The tokens that are known there, of the tree that was sent last, whether they were sent or not."""
-        node = int(self._sent[path[-1]]) if path else ROOT
-        found: list[int] = self._growth.nodes["token"][self._growth.nodes["parent"] == node].tolist()
+        node = int(self.sent[path[-1]]) if path else ROOT
+        found: list[int] = self.candidates.nodes["token"][self.candidates.nodes["parent"] == node].tolist()
         return found
 
     def _check_draft(self, text: list[int]) -> None:
-        growth, length, most = self._growth, self.draft.length, self.draft.vocab_size - 1
-        waiting = np.flatnonzero(growth.nodes["row"] >= 0) if growth.is_rooted else np.empty(0, dtype=np.int64)
-        waiting = waiting[np.argsort(growth.nodes["row"][waiting])]
-        tree = build_tree(growth.path_tokens(waiting))
+        candidates, length, known = self.candidates, self.draft.length, self.draft.vocabulary
+        waiting = np.flatnonzero(candidates.nodes["row"] >= 0) if candidates.is_rooted else np.empty(0, dtype=np.int64)
+        waiting = waiting[np.argsort(candidates.nodes["row"][waiting])]
+        tree = build_tree(candidates.path_tokens(waiting))
         assert len(tree) == len(waiting), "an ancestor of what waits has no entry"
         fresh = CachedDecoder(self.draft.decoder)
-        known = [min(token, most) for token in text[:length]]
-        states = fresh.states(known, np.minimum(tree.tokens, most), tree.depths, tree.mask())
+        states = fresh.states(known.text(text[:length]), known.inputs(tree.tokens), tree.depths, tree.mask())
         assert_same_caches(self.draft, fresh)
         assert int(fresh.cache.positions.max()) < self.draft.max_context
         self.num_pending.append(len(waiting))
-        if growth.is_rooted:
+        if candidates.is_rooted:
             assert length == len(text)
-            self._check_guesses(text, growth.path_tokens(waiting), states)
+            self._check_guesses(text, candidates.path_tokens(waiting), states)
 
     def _check_guesses(self, text: list[int], paths: list[list[int]], states: torch.Tensor) -> None:
         """What is remembered of the root and of every entry that waits is what the fresh states [1 + R, hidden] say."""
@@ -234,13 +236,14 @@ class CheckedDrafter(ModelDrafter):
             return
         sampler = Sampler(self.sampler.params, SEED, self.sampler.vocab_size)
         sampler.extend(text)
-        drafter = ModelDrafter(self.draft, sampler, replace(self._params, children=VOCAB_SIZE), Calibration())
+        scorer = ChildScorer(self.draft.vocabulary, sampler, VOCAB_SIZE, coupled=self.params.scoring == "coupled")
         positions = np.array([len(text) + len(path) for path in [[], *paths]])
-        found, expected = self._growth.guesses, drafter._guess(self.draft.decoder.head(states), [[], *paths], positions)
+        found = self.candidates.child_scores
+        expected = scorer.score(self.draft.decoder.head(states), [[], *paths], positions)
         of_tokens = np.empty_like(expected.values)  # two that are as good may come in any order
         np.put_along_axis(of_tokens, expected.tokens, expected.values, axis=1)
         for values in (
-            expected.values[:, : self._params.children],
+            expected.values[:, : self.params.children],
             np.take_along_axis(of_tokens, found.tokens, axis=1),
         ):
             np.testing.assert_allclose(found.values, values, atol=TOLERANCE * 20)
@@ -318,12 +321,12 @@ def test_caches_are_those_of_a_fresh_prefill_whatever_the_verdict(
     drafter.sampler.extend(text)
     for _ in range(7):
         tree = drafter.propose(text, max_depth=6)
-        if drafter.is_eager:
+        if drafter.wants_overlap:
             drafter.extend(count_down(int(random.integers(4))))
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
         path = tree.path(int(random.integers(ROOT, len(tree))))
         known = drafter.candidates_below(path)
-        bonus = random.choice(known) if known and random.random() < 0.8 else random.integers(target.vocab_size)
+        bonus = random.choice(known) if known and random.random() < 0.8 else random.integers(drafter.sampler.vocab_size)
         verdict = Verdict(path, [*tree.tokens[path].tolist(), int(bonus)])
         target.keep(path)
         drafter.observe(tree, verdict, logits)

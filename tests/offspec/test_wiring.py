@@ -16,14 +16,16 @@ import pytest
 from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.drafts.recall import RecallingText
 from offspec.loaders.hardware import Rates
-from offspec.scheduler.draft import Drafter, ModelDrafter, NoDrafter
+from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
+from offspec.scheduler.baselines.sequoia import MeasuredAcceptance, SequoiaDrafter
+from offspec.scheduler.drafter import Drafter, NoDrafter
 from offspec.scheduler.joint import BeamDrafter
 from offspec.scheduler.lookup import PromptLookup
+from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import Scoring, Tree
 from offspec.scheduler.recycling import TokenRecycling
 from offspec.scheduler.retrieval import Retrieval, SuffixIndex, build_index
 from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.static import MeasuredAcceptance, OptTreeDrafter, SequoiaDrafter
 from offspec.scheduler.tree import TokenTree
 
 from ..pair import Pair, build_pair
@@ -94,7 +96,7 @@ def test_before_the_first_pass_its_cost_is_what_the_plan_predicts(pair: Pair, mo
     predicted = [engine.plan.predict_pass_s(RATES, n) for n in rows.tolist()]
     assert predicted[-1] > 2 * predicted[0] > 0
     for one in (engine, engine.with_draft(None, None)):
-        np.testing.assert_allclose(one._costs.target.seconds(rows), predicted)
+        np.testing.assert_allclose(one.learnt.costs.target.seconds(rows), predicted)
 
 
 # ------------------------------------------------------------------------------------------------ who drafts
@@ -126,7 +128,7 @@ class Noted(ModelDrafter):
 
     def __init__(self, model: Any, *others: Any, **named: Any) -> None:
         super().__init__(model, *others, **named)
-        self.model, self.named = model, named
+        self.model, self.learnt, self.named = model, others[-1], named
 
 
 @pytest.fixture
@@ -171,13 +173,11 @@ def test_what_one_request_learns_the_next_one_knows(draft: str, engines: dict[st
     for _ in range(2):
         drafter = drafter_of(engine)
         assert isinstance(drafter, Noted)
-        assert drafter.named["costs"] is engine._costs
-        assert drafter.named["switch"] is engine._switch
-        assert drafter._belief is engine._calibration.belief(greedy=True)
+        assert drafter.learnt is engine.learnt
         prompt_lookup, retrieval, *recycling = drafter.named["guessers"]
-        assert prompt_lookup._matches._reliability is engine._lookups
-        assert retrieval._matches._reliability is engine._retrievals
-        assert recycling == ([engine._recycling] if draft == "lookup" else [])
+        assert prompt_lookup.reliability is engine.learnt.lookups
+        assert retrieval.reliability is engine.learnt.retrievals
+        assert recycling == ([engine.learnt.recycling] if draft == "lookup" else [])
 
 
 @pytest.mark.parametrize("recall", [True, False])
@@ -185,7 +185,7 @@ def test_what_one_request_learns_the_next_one_knows(draft: str, engines: dict[st
 def test_the_model_recalls_where_it_is_told_to(recall: bool, engines: dict[str, Engine]) -> None:
     drafter = drafter_of(engines["own"], recall=recall)
     assert isinstance(drafter, Noted)
-    assert drafter.named["hindsight"] is (drafter.model if recall else None)
+    assert drafter.named["corrector"] is (drafter.model if recall else None)
     assert isinstance(drafter.model, RecallingText) == recall
 
 
@@ -194,17 +194,17 @@ def test_the_switch_decides_about_drafting_beside_the_pass(
     is_on: bool, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines["own"]
-    monkeypatch.setattr(engine._switch, "is_on", lambda: is_on)
+    monkeypatch.setattr(engine.learnt.overlap_switch, "is_on", lambda: is_on)
     drafter = drafter_of(engine, budget=4)
     drafter.propose(engine.encode(PROMPT), 8)
-    assert drafter.is_eager == is_on
+    assert drafter.wants_overlap == is_on
 
 
 def test_costs_are_learnt_from_the_first_request_on(engines: dict[str, Engine]) -> None:
     engine = engines["own"]
     steps(engine, GREEDY, SpeculationParams(budget=8))
-    assert engine._costs.target.weight(9) > 0.1
-    assert engine._costs.draft.weight(1) > 0.1
+    assert engine.learnt.costs.target.weight(9) > 0.1
+    assert engine.learnt.costs.draft.weight(1) > 0.1
 
 
 def test_the_first_pass_counts_the_rows_that_the_target_scores(engines: dict[str, Engine]) -> None:
@@ -214,7 +214,7 @@ def test_the_first_pass_counts_the_rows_that_the_target_scores(engines: dict[str
     assert len(list(engine.generate(text, replace(GREEDY, max_new_tokens=1), PLAIN, caches=caches))) == 1
     step = next(engine.generate(text, GREEDY, SpeculationParams(budget=4), caches=caches))
     assert (step.stats.num_prefilled_tokens, step.stats.num_drafted_tokens) == (1, 4)
-    here, elsewhere = (engine._costs.target.weight(rows) for rows in (1 + 4, len(text) + 4))
+    here, elsewhere = (engine.learnt.costs.target.weight(rows) for rows in (1 + 4, len(text) + 4))
     assert here > 0.05 > elsewhere == 0
 
 
@@ -258,9 +258,9 @@ def test_sequoia_goes_on_measuring_from_request_to_request(scoring: Scoring, eng
     engine, counts = engines["own"], list[int]()
     for _ in range(2):
         steps(engine, SAMPLED, SpeculationParams(20, tree="sequoia", scoring=scoring))
-        counts.append(engine._acceptance.ranks(greedy=False, coupled=scoring == "coupled").num_nodes)
+        counts.append(engine.learnt.acceptance.ranks(greedy=False, coupled=scoring == "coupled").num_nodes)
     assert counts[1] > counts[0] > 0
-    assert engine._acceptance.ranks(greedy=False, coupled=scoring != "coupled").num_nodes == 0
+    assert engine.learnt.acceptance.ranks(greedy=False, coupled=scoring != "coupled").num_nodes == 0
 
 
 # ------------------------------------------------------------------------------------------------ looking up

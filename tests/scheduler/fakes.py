@@ -16,13 +16,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.scheduler.calibration import GRID
-from offspec.scheduler.draft import Drafter, TreeModel
-from offspec.scheduler.growth import Guesses
+from offspec.scheduler.calibration import GRID, Calibration
+from offspec.scheduler.candidate_tree import ChildScores
+from offspec.scheduler.costs import Costs
+from offspec.scheduler.drafter import Drafter, TreeModel
+from offspec.scheduler.learnt import Learnt
+from offspec.scheduler.overlap import OverlapSwitch
 from offspec.scheduler.params import SamplingParams
+from offspec.scheduler.recycling import TokenRecycling
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
 from offspec.scheduler.verify import Logits, exact_walk
+from offspec.scheduler.vocabulary import Vocabulary
 
 TokenPath = tuple[int, ...]
 Rule = Callable[[TokenPath], FloatArray]
@@ -66,6 +71,7 @@ class RuleModel:
 
     def __init__(self, rule: Rule, vocab_size: int, max_context: int = 1 << 20) -> None:
         self.rule, self.vocab_size, self.max_context = rule, vocab_size, max_context
+        self.vocabulary = Vocabulary(vocab_size)
         self.text: list[int] = []
         self.chains: list[list[int]] = []
         self.batches: list[int] = []
@@ -138,7 +144,7 @@ class TimedModel(RuleModel):
 
 
 class LearningModel(RuleModel):
-    """A RuleModel whose rule is another one after each verdict, and its hindsight."""
+    """A RuleModel whose rule is another one after each verdict, and corrects what it said before."""
 
     def __init__(self, rules: Callable[[int], Rule], vocab_size: int) -> None:
         super().__init__(rules(0), vocab_size)
@@ -148,9 +154,16 @@ class LearningModel(RuleModel):
         self._num_verdicts += 1
         self.rule = self._rules(self._num_verdicts)
 
-    def revised(self, rows: IntArray) -> Tensor:
+    def corrected(self, rows: IntArray) -> Tensor:
         paths = [self._path(row) if row >= 0 else () for row in rows.tolist()]
         return torch.tensor(np.array([self.rule((*self.text, *path)) for path in paths]), dtype=torch.float32)
+
+
+def learnt_of(
+    calibration: Calibration | None = None, costs: Costs | None = None, switch: OverlapSwitch | None = None
+) -> Learnt:
+    """What was learnt before, where it matters. Without a switch drafting beside the pass always pays."""
+    return Learnt(TokenRecycling(1), calibration or Calibration(), costs or Costs(), switch)
 
 
 def generate(
@@ -166,7 +179,7 @@ def generate(
     sampler.extend(text)
     while len(text) < end:
         tree = drafter.propose(text, max_depth=end - len(text) - 1)
-        if drafter.is_eager:
+        if drafter.wants_overlap:
             drafter.extend(count_down(rounds_ahead))
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
         verdict = exact_walk(tree, logits, sampler, position=len(text))
@@ -251,15 +264,15 @@ def plain_text(rule: Rule, params: SamplingParams, seed: int, prompt: Sequence[i
     return text[len(prompt) :]
 
 
-def guesses_of(values: FloatArray, num_candidates: int) -> Guesses:
+def guesses_of(values: FloatArray, num_candidates: int) -> ChildScores:
     """One row: the best candidates of values [V]."""
     order = np.argsort(-values, kind="stable")[:num_candidates]
     normalisers = np.array([np.log(np.exp(values / s).sum()) for s in GRID])
-    return Guesses(order[None], values[order][None], normalisers[None])
+    return ChildScores(order[None], values[order][None], normalisers[None])
 
 
-class PlainGrowth:
-    """What a `Growth` should hold: which paths were expanded, what others guessed; all else is worked out when asked for.
+class PlainCandidates:
+    """What a `CandidateTree` should hold: which paths were expanded, what others guessed; all else is worked out when asked for.
 
     Paths count from `root`, which is a path itself. expanded: in the order of their rows.
     """
@@ -269,7 +282,7 @@ class PlainGrowth:
         self.root: TokenPath = ()
         self.is_rooted = False
         self.expanded: list[TokenPath] = []
-        self.floors: dict[TokenPath, float] = {}
+        self.claims: dict[TokenPath, float] = {}
 
     def row(self, path: TokenPath) -> int:
         return self.expanded.index(path) if path in self.expanded else -1
@@ -282,7 +295,7 @@ class PlainGrowth:
 
     def scores(self, sharpness: float) -> dict[TokenPath, float]:
         """Of every candidate."""
-        found: dict[TokenPath, float] = dict.fromkeys(self.floors, -math.inf)
+        found: dict[TokenPath, float] = dict.fromkeys(self.claims, -math.inf)
         for parent in [(), *self.expanded] if self.is_rooted else []:
             values = self.rule((*self.root, *parent))
             gains = log_softmax(values / sharpness)
@@ -290,26 +303,25 @@ class PlainGrowth:
                 if gains[token] > -math.inf:
                     found[(*parent, token)] = gains[token]
         for path in sorted(found, key=len):
-            above = (
-                found.get(path[:-1], -math.inf) if path[:-1] else 0.0
-            )  # what was guessed once may be no candidate any more
-            found[path] = max(found[path] + above, self.floors.get(path, -math.inf))
+            # What was guessed once may be no candidate any more.
+            above = found.get(path[:-1], -math.inf) if path[:-1] else 0.0
+            found[path] = max(found[path] + above, self.claims.get(path, -math.inf))
         return {path: score for path, score in found.items() if score > -math.inf}
 
-    def add_guests(self, tree: TokenTree) -> None:
+    def add_guesses(self, tree: TokenTree) -> None:
         for path, score in zip(paths(tree), tree.scores.tolist(), strict=True):
             if not set(path[:-1]) & set(self.final):
-                self.floors[path] = max(self.floors.get(path, -math.inf), score)
+                self.claims[path] = max(self.claims.get(path, -math.inf), score)
 
-    def contested(self, sharpness: float) -> dict[TokenPath, float]:
+    def disputed(self, sharpness: float) -> dict[TokenPath, float]:
         """What others give, where their parents are, to guesses that the model was asked about and thinks less of."""
         scores, found = self.scores(sharpness), dict[TokenPath, float]()
-        for path, floor in self.floors.items() if self.is_rooted else ():
+        for path, claimed in self.claims.items() if self.is_rooted else ():
             if not path[:-1] or path[:-1] in self.expanded:
                 values = self.rule((*self.root, *path[:-1]))
                 gain = log_softmax(values / sharpness)[path[-1]]
                 is_guessed = path[-1] in np.argsort(-values, kind="stable")[: self.num_children]
-                claim = floor - (scores.get(path[:-1], -math.inf) if path[:-1] else 0.0)
+                claim = claimed - (scores.get(path[:-1], -math.inf) if path[:-1] else 0.0)
                 if claim > (gain if is_guessed else -math.inf):
                     found[path] = claim
         return found
@@ -319,7 +331,7 @@ class PlainGrowth:
         score, depth = self.scores(sharpness)[node], len(node)
         below = [path for path in self.expanded if path[:depth] == node and path != node]
         rows = [self.row(path) for path in below]
-        self.floors = {p[depth:]: f - score for p, f in self.floors.items() if p[:depth] == node and p != node}
+        self.claims = {p[depth:]: f - score for p, f in self.claims.items() if p[:depth] == node and p != node}
         self.root, self.expanded = (*self.root, *node), [path[depth:] for path in below]
         return rows
 

@@ -9,30 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offspec.scheduler.budget import (
-    FixedBudget,
-    MarginalRate,
-    Prospect,
-    Switch,
-    ThompsonSampling,
-    controller_for,
-)
-from offspec.scheduler.calibration import Calibration
+from offspec.scheduler.baselines.thompson import ThompsonSampling
+from offspec.scheduler.budget import DraftingState, FixedBudget, MarginalRate
+from offspec.scheduler.controllers import controller_for
 from offspec.scheduler.costs import Costs
-from offspec.scheduler.draft import ModelDrafter
+from offspec.scheduler.drafter import DraftRequest
+from offspec.scheduler.model_drafter import ModelDrafter
+from offspec.scheduler.overlap import OverlapSwitch
 from offspec.scheduler.params import MAX_NODES, SamplingParams, SpeculationParams, Stopping
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import FloatArray
 
-from .fakes import Rule, TimedModel, VirtualClock, generate, many, plain_text, random_rule, resembling
+from .fakes import Rule, TimedModel, VirtualClock, generate, learnt_of, many, plain_text, random_rule, resembling
 
 Seconds = Callable[[int], float]
 PROFILE = np.power(0.5, np.arange(1, 17))
 NONE = np.empty(0)
 
 
-def prospect_of(best: FloatArray, open_nodes: FloatArray = NONE, spent_s: float = 0.0) -> Prospect:
-    return Prospect(best, open_nodes, PROFILE, 1, spent_s)
+def state_of(best: FloatArray, open_nodes: FloatArray = NONE, spent_s: float = 0.0) -> DraftingState:
+    return DraftingState(best, open_nodes, PROFILE, 1, spent_s)
 
 
 def flat_until(rows: int, slope: float) -> Seconds:
@@ -59,8 +55,8 @@ def rated(controller: MarginalRate, tokens_per_s: float) -> MarginalRate:
 
 def test_a_fixed_budget_drafts_to_the_end() -> None:
     controller = FixedBudget(7, width=3)
-    assert (controller.limit, controller.size(prospect_of(NONE))) == (7, 7)
-    assert [controller.width(prospect_of(NONE, np.full(n, 1e-9))) for n in (0, 2, 3, 9)] == [0, 2, 3, 3]
+    assert (controller.limit, controller.size(state_of(NONE))) == (7, 7)
+    assert [controller.width(state_of(NONE, np.full(n, 1e-9))) for n in (0, 2, 3, 9)] == [0, 2, 3, 3]
 
 
 @pytest.mark.parametrize("budget", [None, 5])
@@ -87,16 +83,16 @@ def test_size_becomes_the_best_one_there_is(
 ) -> None:
     """Dinkelbach's iteration by itself: the rate comes from the sizes chosen, and they from the rate."""
     costs, best = Costs(flat_until(flat, slope)), np.sort(probabilities)[::-1]
-    controller, prospect = MarginalRate(costs, MAX_NODES), prospect_of(best, spent_s=spent_s)
+    controller, state = MarginalRate(costs, MAX_NODES), state_of(best, spent_s=spent_s)
     tokens = [1 + sum(best[:k]) for k in range(len(best) + 1)]
     seconds = [spent_s + float(costs.target.seconds(np.array(k + 1))) for k in range(len(best) + 1)]
     rates = [t / s for t, s in zip(tokens, seconds, strict=True)]
-    assert rates[controller.size(prospect)] == pytest.approx(max(rates)), "before there is a rate"
+    assert rates[controller.size(state)] == pytest.approx(max(rates)), "before there is a rate"
     controller.observe(1, 1 / rates[0])  # from the rate of plain decoding
     for _ in range(300):
-        size = controller.size(prospect)
+        size = controller.size(state)
         controller.observe(tokens[size], seconds[size])
-    assert rates[controller.size(prospect)] == pytest.approx(max(rates), rel=1e-3)
+    assert rates[controller.size(state)] == pytest.approx(max(rates), rel=1e-3)
 
 
 def test_size_follows_a_change_of_costs() -> None:
@@ -104,7 +100,7 @@ def test_size_follows_a_change_of_costs() -> None:
     controller, sizes = MarginalRate(costs, MAX_NODES), []
     for cost in (flat_until(1, 0.0), flat_until(1, 1.0), flat_until(1, 0.0)):
         for _ in range(300):
-            size = controller.size(prospect_of(best))
+            size = controller.size(state_of(best))
             costs.target.observe(1 + size, cost(1 + size))
             costs.target.observe(2, cost(2))  # now and then a small one, as at the end of a text
             controller.observe(1 + 0.1 * size, cost(1 + size))
@@ -124,8 +120,8 @@ def test_a_round_is_drafted_where_its_gain_exceeds_its_cost(
 ) -> None:
     """Where the next rows of the pass are free, the gain of a node is the sum of its children's probabilities."""
     probabilities, costs = np.sort(open_nodes)[::-1], Costs(flat_until(flat, 1e6), lambda n: round_s * n)
-    prospect = prospect_of(probabilities[:5], probabilities)
-    width = rated(MarginalRate(costs, MAX_NODES), rate).width(prospect)
+    state = state_of(probabilities[:5], probabilities)
+    width = rated(MarginalRate(costs, MAX_NODES), rate).width(state)
     num_open = min(len(probabilities), 64)
     worth = {w: probabilities[:w].sum() * PROFILE.sum() for w in (4, 8, 16, 32) if w < num_open} | {
         num_open: probabilities[:64].sum() * PROFILE.sum()
@@ -140,11 +136,11 @@ def test_a_round_is_drafted_where_its_gain_exceeds_its_cost(
 @pytest.mark.parametrize(("round_s", "widths"), [(0.0, {64}), (0.05, {32, 64, 4, 8, 16}), (50.0, {0})])
 def test_rounds_are_drafted_while_they_pay(round_s: float, widths: set[int]) -> None:
     controller = rated(MarginalRate(Costs(lambda _: 1.0, lambda _: round_s), MAX_NODES), 3.0)
-    assert controller.width(prospect_of(np.full(100, 0.5), np.full(100, 0.5))) in widths
+    assert controller.width(state_of(np.full(100, 0.5), np.full(100, 0.5))) in widths
 
 
 def test_nothing_open_ends_the_drafting() -> None:
-    assert MarginalRate(Costs(), MAX_NODES).width(prospect_of(np.full(3, 0.5))) == 0
+    assert MarginalRate(Costs(), MAX_NODES).width(state_of(np.full(3, 0.5))) == 0
 
 
 def test_a_full_tree_is_drafted_on_only_for_better_nodes() -> None:
@@ -152,7 +148,7 @@ def test_a_full_tree_is_drafted_on_only_for_better_nodes() -> None:
     free = Costs(lambda _: 1.0, lambda _: 0.0)
     for worst, is_worth_it in ((0.3, False), (0.2, True)):
         controller = rated(MarginalRate(free, limit=4), 2.0)
-        width = controller.width(prospect_of(np.array([0.9, 0.8, 0.7, worst]), np.array([0.5])))  # best child: 0.25
+        width = controller.width(state_of(np.array([0.9, 0.8, 0.7, worst]), np.array([0.5])))  # best child: 0.25
         assert (width > 0) == is_worth_it
 
 
@@ -160,13 +156,13 @@ def test_a_draft_that_is_not_trusted_leaves_plain_decoding() -> None:
     """Every row and every round cost a little; what is believed at a hundredth is not worth them."""
     for trust, is_used in ((1.0, True), (0.01, False)):
         controller = rated(MarginalRate(well_known(Costs(flat_until(1, 0.05), lambda _: 0.05)), MAX_NODES), 1.0)
-        assert (controller.width(prospect_of(NONE, np.array([trust]))) > 0) == is_used
-        assert (controller.size(prospect_of(trust * PROFILE)) > 0) == is_used
+        assert (controller.width(state_of(NONE, np.array([trust]))) > 0) == is_used
+        assert (controller.size(state_of(trust * PROFILE)) > 0) == is_used
 
 
 def test_a_plain_pass_is_tried_where_it_might_be_best_and_nobody_has_seen_one() -> None:
     """A prior may be wrong; where it promises far less than the going rate, nothing is lost by believing it."""
-    root = prospect_of(NONE, np.array([1.0]))
+    root = state_of(NONE, np.array([1.0]))
     for rate, is_tried in ((1.0, True), (1.9, True), (3.0, False)):
         costs = Costs(flat_until(1, 0.05), lambda _: 0.01)
         assert (rated(MarginalRate(costs, MAX_NODES), rate).width(root) == 0) == is_tried
@@ -191,7 +187,7 @@ class Text:
         self.draft = TimedModel(draft, VOCAB_SIZE, clock, lambda _: round_s)
         sampler, costs = Sampler(SamplingParams(), 1, VOCAB_SIZE), Costs(target_s)
         speculation = SpeculationParams(budget=budget)
-        drafter = ModelDrafter(self.draft, sampler, speculation, Calibration(), costs=costs, clock=clock)
+        drafter = ModelDrafter(self.draft, DraftRequest(sampler), speculation, learnt_of(costs=costs), clock=clock)
         self.tokens = generate(self.target, drafter, sampler, PROMPT, num_tokens)
         self.rate = num_tokens / clock.now
 
@@ -242,7 +238,7 @@ def thompson(*, calibrated: bool = False, seed: int = 0) -> ThompsonSampling:
 def rounds_of(controller: ThompsonSampling, depth: int, likely: float = 0.5, most: int = 40) -> int:
     """Rounds until it stops, the first at the root; then the verdict: `depth` tokens accepted."""
     rounds, best = 0, NONE
-    while rounds < most and controller.width(prospect_of(best, np.array([likely]))):
+    while rounds < most and controller.width(state_of(best, np.array([likely]))):
         rounds, best = rounds + 1, np.array([likely])
     controller.observe(1 + depth, 1.0)
     return rounds
@@ -250,7 +246,7 @@ def rounds_of(controller: ThompsonSampling, depth: int, likely: float = 0.5, mos
 
 def test_the_root_is_always_asked() -> None:
     assert all(rounds_of(thompson(seed=seed), 0) >= 1 for seed in range(50))
-    assert thompson().width(prospect_of(NONE)) == 0, "but not where nothing can be"
+    assert thompson().width(state_of(NONE)) == 0, "but not where nothing can be"
 
 
 def test_a_good_draft_is_drafted_long_and_a_bad_one_short() -> None:
@@ -295,7 +291,7 @@ def test_where_costs_are_known_it_comes_near_the_best_fixed_depth(holds: float, 
     tokens = seconds = 0.0
     for iteration in range(1500):
         rounds, known = 0, NONE
-        while rounds < most and controller.width(prospect_of(known, np.array([holds**rounds]))):
+        while rounds < most and controller.width(state_of(known, np.array([holds**rounds]))):
             rounds, known = rounds + 1, np.array([holds**rounds])
         accepted = min(int(random.geometric(1 - holds)) - 1, rounds)
         controller.observe(1 + accepted, 1 + rounds * round_s)
@@ -309,7 +305,7 @@ def test_the_published_coin_never_asks_what_a_round_costs() -> None:
         controller, found = thompson(seed=3), list[int]()
         for _ in range(50):
             count, best = 0, NONE
-            while controller.width(prospect_of(best, np.array([0.5]))):
+            while controller.width(state_of(best, np.array([0.5]))):
                 count, best = count + 1, np.array([0.5])
             controller.observe(3, second)
             found.append(count)
@@ -333,13 +329,13 @@ def test_only_the_calibrated_one_listens_to_the_draft() -> None:
 def test_the_tree_is_another_controllers() -> None:
     controller = ThompsonSampling(rated(MarginalRate(Costs(flat_until(1, 10.0)), 9), 1.0))
     assert controller.limit == 9
-    assert controller.size(prospect_of(PROFILE)) == 0
+    assert controller.size(state_of(PROFILE)) == 0
 
 
 # ------------------------------------------------------------------------------------------------ the switch
 
 
-def cycles(switch: Switch, seconds: dict[bool, float], count: int) -> list[bool]:
+def cycles(switch: OverlapSwitch, seconds: dict[bool, float], count: int) -> list[bool]:
     """Which way each cycle went, at these costs of two tokens."""
     ways = []
     for _ in range(count):
@@ -350,31 +346,31 @@ def cycles(switch: Switch, seconds: dict[bool, float], count: int) -> list[bool]
 
 @pytest.mark.parametrize("better", [True, False])
 def test_the_switch_finds_the_better_way_and_tries_the_other_now_and_then(better: bool) -> None:
-    ways = cycles(Switch(), {better: 1.0, not better: 1.5}, 400)
+    ways = cycles(OverlapSwitch(), {better: 1.0, not better: 1.5}, 400)
     assert set(ways[:4]) == {True, False}
     others = [cycle for cycle, way in enumerate(ways) if way != better and cycle >= 4]
-    assert 400 / Switch.AGAIN - 2 <= len(others) <= 400 / Switch.AGAIN + 2
-    assert max(np.diff(others)) <= 2 * Switch.AGAIN
+    assert 400 / OverlapSwitch.AGAIN - 2 <= len(others) <= 400 / OverlapSwitch.AGAIN + 2
+    assert max(np.diff(others)) <= 2 * OverlapSwitch.AGAIN
 
 
 @pytest.mark.parametrize("better", [True, False])
 def test_where_cores_are_shared_the_switch_starts_without_and_finds_out_later(better: bool) -> None:
-    ways = cycles(Switch(shares_cores=True), {better: 1.0, not better: 1.5}, 400)
-    assert not any(ways[: Switch.AGAIN])
+    ways = cycles(OverlapSwitch(shares_cores=True), {better: 1.0, not better: 1.5}, 400)
+    assert not any(ways[: OverlapSwitch.AGAIN])
     assert True in ways
-    assert np.mean([way == better for way in ways[2 * Switch.AGAIN :]]) > 0.9
+    assert np.mean([way == better for way in ways[2 * OverlapSwitch.AGAIN :]]) > 0.9
 
 
 def test_the_switch_follows_a_change() -> None:
-    switch = Switch()
+    switch = OverlapSwitch()
     for better in (True, False, True):
-        ways = cycles(switch, {better: 1.0, not better: 3.0}, 40 * Switch.AGAIN)
-        assert np.mean([way == better for way in ways[-4 * Switch.AGAIN :]]) > 0.9
+        ways = cycles(switch, {better: 1.0, not better: 3.0}, 40 * OverlapSwitch.AGAIN)
+        assert np.mean([way == better for way in ways[-4 * OverlapSwitch.AGAIN :]]) > 0.9
         assert np.mean(ways) not in (0.0, 1.0)
 
 
 def test_more_tokens_may_be_worth_more_time() -> None:
-    switch = Switch()
+    switch = OverlapSwitch()
     for _ in range(10):
         switch.observe(True, 6.0, 2.0)
         switch.observe(False, 2.0, 1.0)

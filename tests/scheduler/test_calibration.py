@@ -97,15 +97,15 @@ def test_profile_takes_more_children_than_it_knew() -> None:
     np.testing.assert_allclose(profile.values, 0.02, rtol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------ beliefs
+# ------------------------------------------------------------------------------------------------ learnt
 
 
-def test_each_mode_has_a_belief_of_its_own() -> None:
+def test_each_mode_is_learnt_by_itself() -> None:
     calibration = Calibration()
     modes = list(product((True, False), repeat=2))
-    beliefs = [calibration.belief(greedy=greedy, coupled=coupled) for greedy, coupled in modes]
-    assert len({id(belief) for belief in beliefs}) == 4
-    assert [belief.sharpness.value for belief in beliefs] == [0.5, 0.5, 0.6, 0.6]
-    for (greedy, coupled), belief in zip(modes, beliefs, strict=True):
-        assert calibration.belief(greedy=greedy, coupled=coupled) is belief
-        assert (calibration.sharpness(greedy=greedy) is belief.sharpness) == coupled
+    learnt = [calibration.of(greedy=greedy, coupled=coupled) for greedy, coupled in modes]
+    assert len({id(mode) for mode in learnt}) == 4
+    assert [mode.sharpness.value for mode in learnt] == [0.5, 0.5, 0.6, 0.6]
+    for (greedy, coupled), mode in zip(modes, learnt, strict=True):
+        assert calibration.of(greedy=greedy, coupled=coupled) is mode
+        assert (calibration.sharpness(greedy=greedy) is mode.sharpness) == coupled

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from offspec.scheduler import sampling
-from offspec.scheduler.draft import Calibration, ModelDrafter
+from offspec.scheduler.drafter import DraftRequest
+from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import FloatArray, TokenTree
 from offspec.scheduler.verify import exact_walk
 
-from .fakes import Rule, RuleModel, build_tree, generate, paths, processed, softmax
+from .fakes import Rule, RuleModel, build_tree, generate, learnt_of, paths, processed, softmax
 
 VOCAB_SIZE, LENGTH = 8, 3
 NUM_TEXTS, TOKENS_PER_TEXT = 200, 300  # 20,000 continuations of three tokens, a seed for every hundred
@@ -139,10 +140,10 @@ def test_frequencies_are_those_of_the_target(params: SamplingParams) -> None:
 @each_way
 def test_a_drafter_that_sees_the_noise_changes_no_token(params: SamplingParams) -> None:
     """So the frequencies above are those of trees that a model drafts, too."""
-    speculation, calibration = SpeculationParams(budget=12, width=6, children=4, max_depth=4), Calibration()
+    speculation, learnt = SpeculationParams(budget=12, width=6, children=4, max_depth=4), learnt_of()
     for seed in range(2):
         sampler = Sampler(params, seed, VOCAB_SIZE)
-        drafter = ModelDrafter(RuleModel(DRAFT, VOCAB_SIZE), sampler, speculation, calibration)
+        drafter = ModelDrafter(RuleModel(DRAFT, VOCAB_SIZE), DraftRequest(sampler), speculation, learnt)
         text = generate(RuleModel(TARGET, VOCAB_SIZE), drafter, sampler, PROMPT, TOKENS_PER_TEXT)
         assert text == sampled_text(params, seed)
 

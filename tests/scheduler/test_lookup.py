@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offspec.scheduler.calibration import Calibration
-from offspec.scheduler.draft import ModelDrafter
+from offspec.scheduler.drafter import DraftRequest
 from offspec.scheduler.lookup import (
     AGREED,
     FIRST,
     MATCH_LENGTHS,
-    NOTHING,
+    NO_TOKEN,
     NUM_SUPPORTS,
     ONCE,
     OTHER,
@@ -24,6 +23,7 @@ from offspec.scheduler.lookup import (
     PromptLookup,
     Trie,
 )
+from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.recycling import TokenRecycling
 from offspec.scheduler.retrieval import Retrieval, build_index
@@ -31,7 +31,18 @@ from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, TokenTree
 from offspec.scheduler.verify import exact_walk
 
-from .fakes import Rule, RuleModel, assert_well_formed, few, many, paths, plain_text, random_rule, sampling_params
+from .fakes import (
+    Rule,
+    RuleModel,
+    assert_well_formed,
+    few,
+    learnt_of,
+    many,
+    paths,
+    plain_text,
+    random_rule,
+    sampling_params,
+)
 
 VOCAB_SIZE = 12
 GREEDY = SamplingParams()
@@ -45,7 +56,8 @@ def sole_drafter(
     guessers: Sequence[Guesser], sampler: Sampler, params: SpeculationParams, final: Sequence[int] = ()
 ) -> ModelDrafter:
     """A drafter without a model."""
-    return ModelDrafter(None, sampler, params, Calibration(), final, guessers=guessers, clock=lambda: 0.0)
+    request = DraftRequest(sampler, final)
+    return ModelDrafter(None, request, params, learnt_of(), guessers=guessers, clock=lambda: 0.0)
 
 
 def assert_bounded(tree: TokenTree, max_nodes: int, max_depth: int) -> None:
@@ -80,7 +92,7 @@ def decode(
     return text[len(prompt) :], proposed
 
 
-CORPUS = np.array([0, 1, 2, 3, NOTHING, 5, 1, 2, 4, 1, 2, 3, 9], dtype=np.int32)
+CORPUS = np.array([0, 1, 2, 3, NO_TOKEN, 5, 1, 2, 4, 1, 2, 3, 9], dtype=np.int32)
 MAKERS: dict[str, Callable[[], Guesser]] = {
     "prompt": PromptLookup,
     "recycling": lambda: TokenRecycling(VOCAB_SIZE),
@@ -255,7 +267,7 @@ def test_a_run_goes_on() -> None:
     lengths=st.lists(st.integers(1, 30), min_size=8, max_size=8),
 )
 def test_trie_holds_every_beginning_once(rows: list[list[int]], lengths: list[int]) -> None:
-    padded = np.array([row + [NOTHING] * (4 - len(row)) for row in rows], dtype=np.int64).reshape(-1, 4)
+    padded = np.array([row + [NO_TOKEN] * (4 - len(row)) for row in rows], dtype=np.int64).reshape(-1, 4)
     trie = Trie(padded, np.array(lengths[: len(rows)], dtype=np.int64))
     tree = TokenTree(trie.tokens, trie.parents, trie.depths, np.zeros(len(trie.tokens)))
     beginnings = {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from offspec.scheduler.params import SamplingParams
-from offspec.scheduler.reliability import Candidates, Reliability, log_win, waits_of
+from offspec.scheduler.reliability import ConsideredGuesses, Reliability, log_win, waits_of
 from offspec.scheduler.sampling import Sampler, gumbel
 from offspec.scheduler.tree import ROOT, BoolArray, FloatArray, TokenTree
 from offspec.scheduler.verify import Verdict
@@ -14,10 +14,10 @@ from offspec.scheduler.verify import Verdict
 from .fakes import noise
 
 
-def children(tokens: list[int], kinds: list[int], waits: list[float] | None) -> Candidates:
+def children(tokens: list[int], kinds: list[int], waits: list[float] | None) -> ConsideredGuesses:
     count = len(tokens)
     tree = TokenTree(np.array(tokens), np.full(count, ROOT), np.ones(count, dtype=np.int64), np.zeros(count))
-    return Candidates(tree, np.array(kinds), None if waits is None else np.array(waits))
+    return ConsideredGuesses(tree, np.array(kinds), None if waits is None else np.array(waits))
 
 
 # ------------------------------------------------------------------------------------------------ the race
@@ -121,7 +121,7 @@ def test_only_guesses_that_the_text_came_to_are_judged() -> None:
     tree = TokenTree(np.array([1, 4, 2, 3, 2]), np.array([ROOT, ROOT, 0, 0, 1]), np.array([1, 1, 2, 2, 2]), np.zeros(5))
     reliability = Reliability(np.full(5, 0.5))
     before = reliability.weights(greedy=True) @ reliability.GRID
-    reliability.observe(Candidates(tree, np.arange(5), None), Verdict([0, 2], [1, 2, 9]))
+    reliability.observe(ConsideredGuesses(tree, np.arange(5), None), Verdict([0, 2], [1, 2, 9]))
     after = reliability.weights(greedy=True) @ reliability.GRID
     assert np.sign(after - before).tolist() == [1, -1, 1, -1, 0]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.scheduler import retrieval
-from offspec.scheduler.lookup import NOTHING
+from offspec.scheduler.lookup import NO_TOKEN
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.retrieval import MAX_MATCH, Retrieval, build_index
 from offspec.scheduler.sampling import Sampler
@@ -27,14 +27,14 @@ def by_comparing(tokens: Sequence[int], context: Sequence[int], shard: int) -> l
         room = min(place % shard + 1, len(context), MAX_MATCH)
         length = next((n for n in range(room) if tokens[place - n] != context[-1 - n]), room)
         if length:
-            ahead = [*tokens[place + 1 : place + 1 + DEPTH], *[NOTHING] * DEPTH]
+            ahead = [*tokens[place + 1 : place + 1 + DEPTH], *[NO_TOKEN] * DEPTH]
             found.append((ahead[:DEPTH], length))
     return found
 
 
 @many
 @given(
-    tokens=st.lists(st.integers(NOTHING, 2), min_size=1, max_size=70),
+    tokens=st.lists(st.integers(NO_TOKEN, 2), min_size=1, max_size=70),
     context=st.lists(st.integers(0, 2), min_size=1, max_size=25),
     shard=st.sampled_from([1 << 22, 7, 16]),
 )
@@ -61,7 +61,7 @@ def test_of_many_matches_some_are_taken_evenly() -> None:
 
 
 def test_guesses_go_the_way_of_the_longest_match() -> None:
-    tokens = np.array([1, 2, 3, 4, 5, NOTHING, 9, 3, 7, 7, NOTHING, 8, 3, 7, 6], dtype=np.int32)
+    tokens = np.array([1, 2, 3, 4, 5, NO_TOKEN, 9, 3, 7, 7, NO_TOKEN, 8, 3, 7, 6], dtype=np.int32)
     guesser = Retrieval(build_index(tokens))
     tree = guesser.guess([1, 2, 3], Sampler(SamplingParams(), 0, 10), 10, 4)
     assert paths(tree)[0] == (4,)

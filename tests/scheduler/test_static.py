@@ -15,18 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.errors import NumericalError
-from offspec.scheduler.draft import Drafter
-from offspec.scheduler.params import SamplingParams, SpeculationParams
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.static import (
+from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
+from offspec.scheduler.baselines.sequoia import (
     MeasuredAcceptance,
-    OptTreeDrafter,
     RankAcceptance,
     SequoiaDrafter,
     Topology,
     best_size,
     best_topology,
 )
+from offspec.scheduler.drafter import Drafter
+from offspec.scheduler.params import SamplingParams, SpeculationParams
+from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
 from offspec.scheduler.verify import Verdict, exact_walk
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.scheduler.calibration import UNIT
-from offspec.scheduler.growth import Growth
+from offspec.scheduler.candidate_tree import CandidateTree
 from offspec.scheduler.tree import ROOT, TokenTree, trimmed
 
 from .fakes import build_tree, many, paths, trees
@@ -79,12 +79,12 @@ def test_trimmed_keeps_the_best_and_keeps_a_tree(tree: TokenTree, budget: int) -
 
 @many
 @given(guesses=st.lists(scored_trees(), max_size=3), budget=st.integers(0, 20))
-def test_guests_are_merged_with_the_highest_scores(guesses: list[TokenTree], budget: int) -> None:
+def test_guesses_are_merged_with_the_highest_scores(guesses: list[TokenTree], budget: int) -> None:
     union: dict[tuple[int, ...], float] = {}
     for tree in guesses:
         for path, score in scores_of(tree).items():
             union[path] = max(union.get(path, score), score)
-    growth = Growth()
+    candidates = CandidateTree()
     for tree in guesses:
-        growth.add_guests(tree, UNIT)
-    assert_best_of(growth.tree(growth.best(budget, max_depth=9)), union, budget)
+        candidates.add_guesses(tree, UNIT)
+    assert_best_of(candidates.tree(candidates.best(budget, max_depth=9)), union, budget)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.errors import NumericalError
-from offspec.scheduler.budget import Switch
-from offspec.scheduler.draft import Calibration, ModelDrafter, NoDrafter
+from offspec.scheduler.drafter import DraftRequest, NoDrafter
+from offspec.scheduler.model_drafter import ModelDrafter
+from offspec.scheduler.overlap import OverlapSwitch
 from offspec.scheduler.params import MAX_NODES, SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, TokenTree
@@ -28,6 +29,7 @@ from .fakes import (
     build_tree,
     few,
     generate,
+    learnt_of,
     many,
     paths,
     plain_text,
@@ -132,7 +134,8 @@ def test_text_is_independent_of_the_drafting(
     clock, sampler = VirtualClock(), Sampler(params, seed, VOCAB_SIZE)
     target = TimedModel(TARGET, VOCAB_SIZE, clock, lambda rows: 1 + 0.05 * rows)
     draft = TimedModel(draft_of(TARGET, seed=1, error=error), VOCAB_SIZE, clock, lambda _: drafting_s)
-    drafter = StrictDrafter(draft, sampler, speculation, Calibration(), final, switch=Switch(), clock=clock)
+    learnt = learnt_of(switch=OverlapSwitch())
+    drafter = StrictDrafter(draft, DraftRequest(sampler, final), speculation, learnt, clock=clock)
     text = generate(target, drafter, sampler, PROMPT, 20, rounds_ahead)
     assert text == plain_text(TARGET, params, seed, PROMPT, 20)
 
@@ -142,7 +145,7 @@ def test_text_is_independent_of_the_drafting(
 def test_text_is_independent_of_the_drafts_shape(params: SamplingParams, vocab_size: int, max_context: int) -> None:
     """Another vocabulary, or a context that ends before the text does."""
     sampler, draft = Sampler(params, 7, VOCAB_SIZE), RuleModel(random_rule(vocab_size, 1), vocab_size, max_context)
-    drafter = ModelDrafter(draft, sampler, SpeculationParams(budget=9, width=4), Calibration())
+    drafter = ModelDrafter(draft, DraftRequest(sampler), SpeculationParams(budget=9, width=4), learnt_of())
     text = generate(RuleModel(TARGET, VOCAB_SIZE), drafter, sampler, PROMPT, 20)
     assert text == plain_text(TARGET, params, 7, PROMPT, 20)
 

@@ -181,7 +181,7 @@ def test_what_is_pending_is_corrected_by_all_that_is_recalled_by_now(models: tup
     after = torch.cat((again.score([5, 6], *NO_NODES), again.score([], *nodes)))
     assert (after - before).abs().max() > 0.1
     rows = np.array([ROOT, 2, 0])
-    torch.testing.assert_close(text.revised(rows), after[rows + 1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(text.corrected(rows), after[rows + 1], rtol=0, atol=1e-4)
 
 
 def said(engine: Engine, params: SamplingParams, speculation: SpeculationParams) -> tuple[list[int], int]:

@@ -14,7 +14,7 @@ import pytest
 from offspec import builtin
 from offspec.errors import StorageError, UsageError
 from offspec.scheduler import retrieval
-from offspec.scheduler.lookup import NOTHING
+from offspec.scheduler.lookup import NO_TOKEN
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.retrieval import Retrieval
 from offspec.scheduler.sampling import Sampler
@@ -63,9 +63,9 @@ def test_files_are_kept_apart(file: Path, tmp_path: Path, tokenizer: Tokenizer) 
     other = tmp_path / "other.txt"
     other.write_text("Ünïcode, 你好\r\n")
     index = open_index([file, other], tokenizer, tmp_path / "cache")
-    ends = np.flatnonzero(index.tokens == NOTHING)
+    ends = np.flatnonzero(index.tokens == NO_TOKEN)
     assert ends[-1] == len(index.tokens) - 1
-    texts = [tokenizer.decode(part[part != NOTHING].tolist()) for part in np.split(index.tokens, ends[:-1] + 1)]
+    texts = [tokenizer.decode(part[part != NO_TOKEN].tolist()) for part in np.split(index.tokens, ends[:-1] + 1)]
     assert texts == [TEXT, "Ünïcode, 你好\r\n"]
 
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.scheduler.calibration import GRID, UNIT
-from offspec.scheduler.growth import Growth, Guesses
+from offspec.scheduler.candidate_tree import CandidateTree, ChildScores
 from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
 
-from .fakes import PlainGrowth, TokenPath, build_tree, few, guesses_of, many, paths, random_rule, trees
+from .fakes import PlainCandidates, TokenPath, build_tree, few, guesses_of, many, paths, random_rule, trees
 
 VOCAB_SIZE, FAR = 4, 999
 
@@ -28,75 +28,75 @@ def values_after(path: TokenPath, version: int = 0) -> FloatArray:
 
 
 class Pair:
-    """A growth and its twin, driven alike and compared after every step."""
+    """A candidate tree and its twin, driven alike and compared after every step."""
 
     def __init__(self, num_children: int, final: Collection[int]) -> None:
         self.versions: Counter[TokenPath] = Counter()  # how often the guesses after a path have been revised
-        self.growth, self.twin = Growth(final), PlainGrowth(self.values, num_children, final)
+        self.candidates, self.twin = CandidateTree(final), PlainCandidates(self.values, num_children, final)
         self.num_children, self.index = num_children, 0
 
     def values(self, path: TokenPath) -> FloatArray:
         return values_after(path, self.versions[path])
 
-    def guesses(self, relative: list[list[int]]) -> Guesses:
+    def scores_of(self, relative: list[list[int]]) -> ChildScores:
         """As a drafter makes them of the logits after these nodes."""
-        return Guesses.joined(
+        return ChildScores.joined(
             [guesses_of(self.values((*self.twin.root, *path)), self.num_children) for path in relative]
         )
 
     def add_root(self) -> None:
-        self.growth.add(np.array([ROOT]), self.guesses([[]]), self.index)
+        self.candidates.add(np.array([ROOT]), self.scores_of([[]]), self.index)
         self.twin.is_rooted = True
         self.check()
 
     def expand(self, nodes: list[int]) -> None:
-        found = self.growth.path_tokens(np.array(nodes))
+        found = self.candidates.path_tokens(np.array(nodes))
         first = len(self.twin.expanded)
         self.twin.expanded += [tuple(path) for path in found]
-        mask = self.growth.expand(np.array(nodes))
+        mask = self.candidates.expand(np.array(nodes))
         assert mask.dtype == np.bool_
         np.testing.assert_array_equal(mask, self.twin.mask()[first:])
-        self.growth.add(np.array(nodes), self.guesses(found), self.index)
+        self.candidates.add(np.array(nodes), self.scores_of(found), self.index)
         self.check()
 
-    def add_guests(self, tree: TokenTree) -> None:
-        self.growth.add_guests(tree, self.index)
-        self.twin.add_guests(tree)
+    def add_guesses(self, tree: TokenTree) -> None:
+        self.candidates.add_guesses(tree, self.index)
+        self.twin.add_guesses(tree)
         self.check()
 
     def revise(self, nodes: list[int], index: int) -> None:
         relative = [list(self.path(node)) if node != ROOT else [] for node in nodes]
         self.versions.update((*self.twin.root, *path) for path in relative)
         self.index = index
-        self.growth.revise(np.array(nodes), self.guesses(relative), index)
+        self.candidates.revise(np.array(nodes), self.scores_of(relative), index)
         self.check()
 
     def rescore(self, index: int) -> None:
         self.index = index
-        self.growth.rescore(index)
+        self.candidates.rescore(index)
         self.check()
 
     def reroot(self, node: int) -> None:
         path = self.path(node)
-        rows = self.growth.reroot(node)
+        rows = self.candidates.reroot(node)
         assert rows.tolist() == self.twin.reroot(path, GRID[self.index])
         self.check()
 
     def path(self, node: int) -> TokenPath:
-        return tuple(self.growth.path_tokens(np.array([node]))[0])
+        return tuple(self.candidates.path_tokens(np.array([node]))[0])
 
     def expandable(self) -> list[int]:
         """Open candidates whose parents have been expanded, in the order of `best`."""
-        growth = self.growth
+        candidates = self.candidates
         return [
             node
-            for node in growth.open_among(growth.best(len(growth.nodes), FAR), FAR).tolist()
-            if (parent := growth.nodes["parent"][node]) == ROOT or growth.nodes["row"][parent] >= 0
+            for node in candidates.open_among(candidates.best(len(candidates.nodes), FAR), FAR).tolist()
+            if (parent := candidates.nodes["parent"][node]) == ROOT or candidates.nodes["row"][parent] >= 0
         ]
 
     def check(self) -> None:
-        growth, twin = self.growth, self.twin
-        nodes, found = growth.nodes, growth.path_tokens(np.arange(len(growth.nodes)))
+        candidates, twin = self.candidates, self.twin
+        nodes, found = candidates.nodes, candidates.path_tokens(np.arange(len(candidates.nodes)))
         places = {tuple(path): node for node, path in enumerate(found)}
         scores = twin.scores(GRID[self.index])
         assert len(places) == len(nodes), "a node is there twice"
@@ -109,27 +109,27 @@ class Pair:
         inner = nodes["parent"] != ROOT
         assert (nodes["score"][inner] <= nodes["score"][nodes["parent"][inner]]).all()
         assert (nodes["score"] <= 0).all()
-        assert growth.num_expanded == len(twin.expanded)
+        assert candidates.num_expanded == len(twin.expanded)
         if twin.is_rooted:
-            wanted = self.guesses([[], *map(list, twin.expanded)])
-            np.testing.assert_array_equal(growth.guesses.tokens, wanted.tokens)
-            np.testing.assert_array_equal(growth.guesses.values, wanted.values)
-            np.testing.assert_array_equal(growth.guesses.normalisers, wanted.normalisers)
-            self.check_contested()
+            wanted = self.scores_of([[], *map(list, twin.expanded)])
+            np.testing.assert_array_equal(candidates.child_scores.tokens, wanted.tokens)
+            np.testing.assert_array_equal(candidates.child_scores.values, wanted.values)
+            np.testing.assert_array_equal(candidates.child_scores.normalisers, wanted.normalisers)
+            self.check_disputed()
 
-    def check_contested(self) -> None:
-        growth = self.growth
-        contested, claims = growth.contested(np.arange(-1, len(growth.nodes)), self.index)
-        found = dict(zip([self.path(node) for node in contested], claims, strict=True))
-        wanted = self.twin.contested(GRID[self.index])
+    def check_disputed(self) -> None:
+        candidates = self.candidates
+        disputed, claims = candidates.disputed(np.arange(-1, len(candidates.nodes)), self.index)
+        found = dict(zip([self.path(node) for node in disputed], claims, strict=True))
+        wanted = self.twin.disputed(GRID[self.index])
         near = [path for path in wanted if math.isfinite(wanted[path])]
         assert found.keys() == wanted.keys()
         np.testing.assert_allclose([found[path] for path in near], [wanted[path] for path in near], atol=1e-9)
 
     def check_best(self, count: int, max_depth: int) -> None:
-        growth, scores = self.growth, self.twin.scores(GRID[self.index])
-        nodes = growth.best(count, max_depth)
-        tree = growth.tree(nodes)
+        candidates, scores = self.candidates, self.twin.scores(GRID[self.index])
+        nodes = candidates.best(count, max_depth)
+        tree = candidates.tree(nodes)
         allowed = sorted((score for path, score in scores.items() if len(path) <= max_depth), reverse=True)
         np.testing.assert_allclose(tree.scores, allowed[:count], atol=1e-9)
         assert len(set(paths(tree))) == len(tree)
@@ -137,7 +137,7 @@ class Pair:
         assert tree.depths.tolist() == [len(path) for path in paths(tree)]
         assert (tree.parents < np.arange(len(tree))).all()
         is_open = [self.twin.is_open(path) and len(path) < max_depth for path in paths(tree)]
-        assert growth.open_among(nodes, max_depth).tolist() == nodes[is_open].tolist()
+        assert candidates.open_among(nodes, max_depth).tolist() == nodes[is_open].tolist()
 
 
 @many
@@ -145,37 +145,37 @@ class Pair:
     data=st.data(),
     num_children=st.integers(1, VOCAB_SIZE),
     final=st.sampled_from([(), (), (1,), (0, 3)]),
-    has_guests=st.booleans(),
+    has_guesses=st.booleans(),
 )
-def test_growth_is_that_of_its_twin(
-    data: st.DataObject, num_children: int, final: tuple[int, ...], has_guests: bool
+def test_a_candidate_tree_is_that_of_its_twin(
+    data: st.DataObject, num_children: int, final: tuple[int, ...], has_guesses: bool
 ) -> None:
     """Whatever is expanded, guessed by others, judged anew, and kept."""
     pair = Pair(num_children, final)
-    steps = ["expand", "expand", "expand", "reroot", "rescore", "revise", *(["guests"] if has_guests else [])]
-    if has_guests and data.draw(st.booleans(), label="guests first"):
-        pair.add_guests(data.draw(guests()))
+    steps = ["expand", "expand", "expand", "reroot", "rescore", "revise", *(["guesses"] if has_guesses else [])]
+    if has_guesses and data.draw(st.booleans(), label="guesses first"):
+        pair.add_guesses(data.draw(guesser_trees()))
     pair.add_root()
     for _ in range(data.draw(st.integers(1, 9), label="steps")):
-        growth = pair.growth
+        candidates = pair.candidates
         match data.draw(st.sampled_from(steps), label="step"):
             case "expand" if pair.expandable():
                 chosen = data.draw(st.sets(st.sampled_from(pair.expandable()), min_size=1, max_size=6), label="nodes")
                 pair.expand([node for node in pair.expandable() if node in chosen])
-            case "reroot" if len(expanded := growth.expanded(FAR)):
+            case "reroot" if len(expanded := candidates.expanded(FAR)):
                 pair.reroot(data.draw(st.sampled_from(expanded.tolist()), label="node"))
             case "rescore":
                 pair.rescore(data.draw(st.integers(0, len(GRID) - 1), label="index"))
             case "revise":
-                asked = [ROOT, *np.flatnonzero(growth.nodes["row"] >= 0).tolist()]
+                asked = [ROOT, *np.flatnonzero(candidates.nodes["row"] >= 0).tolist()]
                 chosen = data.draw(st.lists(st.sampled_from(asked), min_size=1, unique=True), label="nodes")
                 pair.revise(chosen, data.draw(st.integers(0, len(GRID) - 1), label="index"))
-            case "guests":
-                pair.add_guests(data.draw(guests()))
+            case "guesses":
+                pair.add_guesses(data.draw(guesser_trees()))
         pair.check_best(data.draw(st.integers(0, 30), label="count"), data.draw(st.integers(1, 4), label="depth"))
 
 
-def guests() -> st.SearchStrategy[TokenTree]:
+def guesser_trees() -> st.SearchStrategy[TokenTree]:
     """From far better than the model's guesses to far worse."""
     return st.builds(
         lambda tree, steepness: replace(tree, scores=tree.scores * steepness),
@@ -186,64 +186,64 @@ def guests() -> st.SearchStrategy[TokenTree]:
 
 @many
 @given(data=st.data(), num_children=st.integers(1, VOCAB_SIZE))
-def test_a_guest_and_its_parent_in_one_batch(data: st.DataObject, num_children: int) -> None:
-    """A guest may be better than all the model knows, before the model has seen its parent."""
+def test_a_guess_and_its_parent_in_one_batch(data: st.DataObject, num_children: int) -> None:
+    """A guess may be better than all the model knows, before the model has seen its parent."""
     pair = Pair(num_children, ())
     pair.add_root()
-    pair.add_guests(data.draw(guests(), label="guests"))
+    pair.add_guesses(data.draw(guesser_trees(), label="guesses"))
     for _ in range(3):
-        growth = pair.growth
-        batch = growth.open_among(growth.best(data.draw(st.integers(1, 12), label="count"), FAR), FAR)
+        candidates = pair.candidates
+        batch = candidates.open_among(candidates.best(data.draw(st.integers(1, 12), label="count"), FAR), FAR)
         if len(batch):
             pair.expand(batch.tolist())
 
 
 @pytest.mark.parametrize("score", [-0.01, -9.0])
-@pytest.mark.parametrize("guest_comes_first", [True, False])
-def test_a_guest_that_the_model_guesses_too_is_one_node(guest_comes_first: bool, score: float) -> None:
-    growth = Growth()
+@pytest.mark.parametrize("guess_comes_first", [True, False])
+def test_a_guess_that_the_model_guesses_too_is_one_node(guess_comes_first: bool, score: float) -> None:
+    candidates = CandidateTree()
     guesses = guesses_of(np.array([2.0, 1.0, 0.0]), 2)
-    guest = replace(build_tree([[1]]), scores=np.array([score]))
-    if guest_comes_first:
-        growth.add_guests(guest, UNIT)
-        growth.add(np.array([ROOT]), guesses, UNIT)
+    guess = replace(build_tree([[1]]), scores=np.array([score]))
+    if guess_comes_first:
+        candidates.add_guesses(guess, UNIT)
+        candidates.add(np.array([ROOT]), guesses, UNIT)
     else:
-        growth.add(np.array([ROOT]), guesses, UNIT)
-        growth.add_guests(guest, UNIT)
-    assert sorted(growth.nodes["token"].tolist()) == [0, 1]
+        candidates.add(np.array([ROOT]), guesses, UNIT)
+        candidates.add_guesses(guess, UNIT)
+    assert sorted(candidates.nodes["token"].tolist()) == [0, 1]
     model = guesses.log_probabilities(UNIT)[0, 1]
-    assert growth.nodes["score"][growth.child(ROOT, 1)] == pytest.approx(max(score, model))
+    assert candidates.nodes["score"][candidates.child(ROOT, 1)] == pytest.approx(max(score, model))
 
 
-def test_guests_do_not_grow_below_final_tokens() -> None:
+def test_guesses_do_not_grow_below_final_tokens() -> None:
     """Neither below their own nor further down."""
-    growth = Growth(final=[2])
-    growth.add(np.array([ROOT]), guesses_of(np.array([1.0, 0.0, 2.0]), 3), UNIT)
-    growth.add_guests(build_tree([[2, 0, 5], [1, 2, 0], [0, 1]]), UNIT)
-    assert {tuple(path) for path in growth.path_tokens(np.arange(len(growth.nodes)))} == {
+    candidates = CandidateTree(final=[2])
+    candidates.add(np.array([ROOT]), guesses_of(np.array([1.0, 0.0, 2.0]), 3), UNIT)
+    candidates.add_guesses(build_tree([[2, 0, 5], [1, 2, 0], [0, 1]]), UNIT)
+    assert {tuple(path) for path in candidates.path_tokens(np.arange(len(candidates.nodes)))} == {
         *((0,), (1,), (2,), (1, 2), (0, 1))
     }
 
 
-def test_a_growth_without_candidates() -> None:
-    growth = Growth()
-    assert not growth.is_rooted
-    assert len(growth.best(5, FAR)) == len(growth.tree(growth.best(5, FAR))) == 0
-    growth.rescore(UNIT)
-    assert growth.child(ROOT, 0) is None
+def test_without_candidates() -> None:
+    candidates = CandidateTree()
+    assert not candidates.is_rooted
+    assert len(candidates.best(5, FAR)) == len(candidates.tree(candidates.best(5, FAR))) == 0
+    candidates.rescore(UNIT)
+    assert candidates.child(ROOT, 0) is None
 
 
 def test_masks_beyond_what_was_set_aside() -> None:
     """A chain of 200: every row sees all before it, also behind a new root."""
-    growth, sure = Growth(), guesses_of(np.zeros(1), 1)
-    growth.add(np.array([ROOT]), sure, UNIT)
+    candidates, sure = CandidateTree(), guesses_of(np.zeros(1), 1)
+    candidates.add(np.array([ROOT]), sure, UNIT)
     for _ in range(200):
-        growth.expand(nodes := growth.open_among(growth.best(FAR, FAR), FAR))
-        growth.add(nodes, sure, UNIT)
-    node = int(np.flatnonzero(growth.nodes["row"] == 120)[0])
-    assert growth.reroot(node).tolist() == list(range(121, 200))
-    last = growth.open_among(growth.best(FAR, FAR), FAR)
-    np.testing.assert_array_equal(growth.expand(last), np.ones((1, 80), dtype=bool))
+        candidates.expand(nodes := candidates.open_among(candidates.best(FAR, FAR), FAR))
+        candidates.add(nodes, sure, UNIT)
+    node = int(np.flatnonzero(candidates.nodes["row"] == 120)[0])
+    assert candidates.reroot(node).tolist() == list(range(121, 200))
+    last = candidates.open_among(candidates.best(FAR, FAR), FAR)
+    np.testing.assert_array_equal(candidates.expand(last), np.ones((1, 80), dtype=bool))
 
 
 # ------------------------------------------------------------------------------------------------ guesses
@@ -269,7 +269,7 @@ def test_likelihood_of_a_token_that_was_not_guessed_is_that_of_the_last(token: i
 @given(values=st.lists(st.floats(-30, 30), min_size=1, max_size=8), rounding=st.floats(-1e-6, 1e-6))
 def test_log_probabilities_are_never_above_zero(values: list[float], rounding: float) -> None:
     exact = guesses_of(np.array(values), len(values))
-    guesses = Guesses(exact.tokens, exact.values, exact.normalisers + rounding)
+    guesses = ChildScores(exact.tokens, exact.values, exact.normalisers + rounding)
     for index in range(len(GRID)):
         assert (guesses.log_probabilities(index) <= 0).all()
         assert np.exp(guesses.log_probabilities(index)).sum() == pytest.approx(1, abs=1e-5)

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.errors import NumericalError
-from offspec.scheduler import draft as drafting
+from offspec.scheduler import child_scores
 from offspec.scheduler.calibration import GRID, Calibration
 from offspec.scheduler.costs import Costs
-from offspec.scheduler.draft import ModelDrafter
+from offspec.scheduler.drafter import DraftRequest
+from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import SamplingParams, Scoring, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
@@ -33,6 +34,7 @@ from .fakes import (
     count_down,
     few,
     generate,
+    learnt_of,
     log_softmax,
     many,
     noise,
@@ -62,7 +64,8 @@ def drafter_of(
     """A drafter whose sampler knows the prompt."""
     sampler = Sampler(params, SEED, vocab_size)
     sampler.extend(PROMPT)
-    return ModelDrafter(model, sampler, SpeculationParams(**speculation), calibration or Calibration(), final)
+    learnt = learnt_of(calibration)
+    return ModelDrafter(model, DraftRequest(sampler, final), SpeculationParams(**speculation), learnt)
 
 
 def proposed(room: int, **options: Any) -> TokenTree:
@@ -177,7 +180,8 @@ def test_what_lives_on_leaves_the_tree_the_best_there_is(
 
     sampler = Sampler(params, SEED, VOCAB_SIZE)
     draft = LearningModel(lambda count: resembling(DRAFT, seed=count) if learns else DRAFT, VOCAB_SIZE)
-    drafter = BestDrafter(draft, sampler, speculation, calibration, final, hindsight=draft if learns else None)
+    request, corrector = DraftRequest(sampler, final), draft if learns else None
+    drafter = BestDrafter(draft, request, speculation, learnt_of(calibration), corrector=corrector)
     target = RuleModel(resembling(DRAFT, seed=5, error=0.7), VOCAB_SIZE)
     generate(target, drafter, sampler, PROMPT, 12, rounds_ahead)
 
@@ -194,7 +198,7 @@ def test_width_changes_rounds_and_not_the_tree(params: SamplingParams, scoring: 
     assert num_rounds[0] > 2 * num_rounds[1] > 3 * num_rounds[2]
 
 
-def test_growth_beyond_twice_the_budget() -> None:
+def test_a_tree_beyond_twice_the_budget() -> None:
     """Sixteen nearly equal guesses, each with one sure continuation: the best sixteen nodes are a single chain.
 
     Before that is known, more than forty nodes have been expanded; their rows and masks outgrow what was set aside.
@@ -295,11 +299,12 @@ def test_draft_cache_follows_the_text(params: SamplingParams) -> None:
     assert text[len(PROMPT) :] == plain_text(target_rule, params, SEED, PROMPT, len(text) - len(PROMPT))
 
 
-def num_passes(rule: Rule, draft: Rule, params: SamplingParams, calibration: Calibration, **speculation: Any) -> int:
+def num_passes(rule: Rule, draft: Rule, sampling: SamplingParams, calibration: Calibration, **speculation: Any) -> int:
     """Passes of the target for 200 tokens."""
-    sampler, target = Sampler(params, SEED, VOCAB_SIZE), RuleModel(rule, VOCAB_SIZE)
+    sampler, target = Sampler(sampling, SEED, VOCAB_SIZE), RuleModel(rule, VOCAB_SIZE)
     model = RuleModel(draft, VOCAB_SIZE)
-    generate(target, ModelDrafter(model, sampler, SpeculationParams(**speculation), calibration), sampler, PROMPT, 200)
+    params, learnt = SpeculationParams(**speculation), learnt_of(calibration)
+    generate(target, ModelDrafter(model, DraftRequest(sampler), params, learnt), sampler, PROMPT, 200)
     return len(target.batches)
 
 
@@ -339,11 +344,11 @@ def test_the_profile_becomes_that_of_the_drafts_own_guesses(scoring: Scoring) ->
 
     calibration = Calibration()
     num_passes(DRAFT, rule, GREEDY, calibration, budget=8, scoring=scoring)
-    belief = calibration.belief(greedy=True, coupled=scoring == "coupled")
-    sharpness = belief.sharpness.value if scoring == "coupled" else 1.0
+    learnt = calibration.of(greedy=True, coupled=scoring == "coupled")
+    sharpness = learnt.sharpness.value if scoring == "coupled" else 1.0
     expected = np.exp(log_softmax(rule(()) / sharpness))
-    np.testing.assert_allclose(belief.profile.values[:4], expected, atol=0.05)
-    assert belief.profile.values[4:].max() < 0.01
+    np.testing.assert_allclose(learnt.profile.values[:4], expected, atol=0.05)
+    assert learnt.profile.values[4:].max() < 0.01
 
 
 def test_what_a_pass_takes_beside_drafting_and_scoring_is_learnt() -> None:
@@ -359,7 +364,9 @@ def test_what_a_pass_takes_beside_drafting_and_scoring_is_learnt() -> None:
         SlowToKeep(DRAFT, VOCAB_SIZE, clock, lambda _: 0.5),
         TimedModel(DRAFT, VOCAB_SIZE, clock, lambda _: 9),
     )
-    drafter = ModelDrafter(draft, sampler, SpeculationParams(budget=1), Calibration(), costs=costs, clock=clock)
+    drafter = ModelDrafter(
+        draft, DraftRequest(sampler), SpeculationParams(budget=1), learnt_of(costs=costs), clock=clock
+    )
     generate(target, drafter, sampler, PROMPT, 200)
     assert costs.overhead_s == pytest.approx(0.25, rel=1e-3)
 
@@ -380,16 +387,16 @@ class OneGuess:
 
 @pytest.mark.parametrize("budget", [1, 6])
 @pytest.mark.parametrize("reuse", [True, False])
-def test_guests_are_doubted_as_far_as_the_model_knows_better(budget: int, reuse: bool) -> None:
+def test_guessers_are_doubted_as_far_as_the_model_knows_better(budget: int, reuse: bool) -> None:
     """Whether they are sent or not: so that they are believed again when they are right again."""
     sampler, calibration = Sampler(GREEDY, SEED, VOCAB_SIZE), Calibration()
-    guests, text = calibration.belief(greedy=True).guests, list(PROMPT)
+    trust, text = calibration.of(greedy=True).guesser_trust, list(PROMPT)
 
     def run(draft: Rule, shift: int, num_passes: int) -> list[bool]:
         """Whether the guess was sent in each pass."""
         model, guesser = RuleModel(draft, VOCAB_SIZE), OneGuess(DRAFT, shift)
         params = SpeculationParams(budget, reuse=reuse, overlap=False)
-        drafter = ModelDrafter(model, sampler, params, calibration, guessers=[guesser])
+        drafter = ModelDrafter(model, DraftRequest(sampler), params, learnt_of(calibration), guessers=[guesser])
         were_sent = list[bool]()
         for _ in range(num_passes):
             named = int(guesser.guess(text, sampler, 1, 1).tokens[0])
@@ -408,19 +415,20 @@ def test_guests_are_doubted_as_far_as_the_model_knows_better(budget: int, reuse:
         return Verdict(path, tokens)
 
     run(DRAFT, 1, 40)
-    assert guests.value < 0.1, "the draft is the target, and each guess was wrong"
+    assert trust.value < 0.1, "the draft is the target, and each guess was wrong"
     run(lambda path: -DRAFT(path), 0, 20)
-    assert guests.value > 0.9, "the draft knows nothing, and each guess was right"
+    assert trust.value > 0.9, "the draft knows nothing, and each guess was right"
     assert all(run(lambda path: -DRAFT(path), 0, 10))
 
 
 def test_where_there_is_no_model_nobody_knows_better() -> None:
     sampler, calibration = Sampler(GREEDY, SEED, VOCAB_SIZE), Calibration()
-    drafter = ModelDrafter(None, sampler, SpeculationParams(4), calibration, guessers=[OneGuess(DRAFT, 1)])
+    guessers, learnt = [OneGuess(DRAFT, 1)], learnt_of(calibration)
+    drafter = ModelDrafter(None, DraftRequest(sampler), SpeculationParams(4), learnt, guessers=guessers)
     for _ in range(9):
         tree = drafter.propose(PROMPT, 4)
         drafter.observe(tree, Verdict([], [int(DRAFT(tuple(PROMPT)).argmax())]), NO_LOGITS)
-    assert len(tree) == calibration.belief(greedy=True).guests.value == 1
+    assert len(tree) == calibration.of(greedy=True).guesser_trust.value == 1
 
 
 @pytest.mark.parametrize("num_rounds", [0, 1, 2, 5])
@@ -462,9 +470,9 @@ def test_normalisers_are_what_they_are_called(
     logits[:, seed % 300] = -torch.inf
     expected = torch.stack([(logits.double() / s).logsumexp(-1) for s in GRID], dim=-1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(drafting._SLICE_ELEMENTS, "cpu", 1000)
-        patch.setitem(drafting._WIDTH, "cpu", width)
-        found = torch.from_numpy(drafting.log_normalisers(logits + shift) - shift / GRID)
+        patch.setitem(child_scores.SLICE_ELEMENTS, "cpu", 1000)
+        patch.setitem(child_scores.PRODUCT_WIDTH, "cpu", width)
+        found = torch.from_numpy(child_scores.log_normalisers(logits + shift) - shift / GRID)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 if shift == 0 else 2e-2)
 
 
@@ -473,7 +481,7 @@ def test_normalisers_are_what_they_are_called(
 def test_normalisers_on_cuda_are_those_of_the_cpu(vocab_size: int) -> None:
     logits = 4 * torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0))
     np.testing.assert_allclose(
-        drafting.log_normalisers(logits.cuda()), drafting.log_normalisers(logits), rtol=0, atol=1e-4
+        child_scores.log_normalisers(logits.cuda()), child_scores.log_normalisers(logits), rtol=0, atol=1e-4
     )
 
 
@@ -481,4 +489,4 @@ def test_normalisers_on_cuda_are_those_of_the_cpu(vocab_size: int) -> None:
 def test_normalisers_show_what_is_no_number(number: float) -> None:
     logits = torch.zeros(2, 50)
     logits[1, 7] = number
-    assert np.isfinite(drafting.log_normalisers(logits)).all(-1).tolist() == [True, False]
+    assert np.isfinite(child_scores.log_normalisers(logits)).all(-1).tolist() == [True, False]

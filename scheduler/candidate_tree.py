@@ -1,4 +1,4 @@
-"""A tree while it grows: every candidate that was seen, which of them have been expanded, and the best of them.
+"""A tree while it is drafted: every candidate that was seen, which of them have been expanded, and the best of them.
 
 Numpy throughout, no Python work per node. Knows nothing of models, budgets, or who guesses.
 """
@@ -15,7 +15,7 @@ from .tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
 
 
 @dataclass(frozen=True)
-class Guesses:
+class ChildScores:
     """What the draft thinks of the children of R expanded nodes, best first.
 
     tokens, values [R, C]: candidates and their v = log q + G. normalisers [R, S]: logsumexp(v / s) over the whole
@@ -27,21 +27,21 @@ class Guesses:
     normalisers: FloatArray
 
     @classmethod
-    def joined(cls, parts: Sequence[Guesses]) -> Guesses:
+    def joined(cls, parts: Sequence[ChildScores]) -> ChildScores:
         """The rows of several as one."""
-        return (
-            parts[0] if len(parts) == 1 else cls(*(np.concatenate(c) for c in zip(*map(_columns, parts), strict=True)))
-        )
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(np.concatenate(columns) for columns in zip(*map(_columns, parts), strict=True)))
 
-    def rows(self, indices: IntArray) -> Guesses:
-        return Guesses(*(column[indices] for column in _columns(self)))
+    def rows(self, indices: IntArray) -> ChildScores:
+        return ChildScores(*(column[indices] for column in _columns(self)))
 
-    def replaced(self, indices: IntArray, others: Guesses) -> Guesses:
+    def replaced(self, indices: IntArray, others: ChildScores) -> ChildScores:
         """With these rows in the place of those at `indices`."""
         columns = [column.copy() for column in _columns(self)]
         for column, other in zip(columns, _columns(others), strict=True):
             column[indices] = other
-        return Guesses(*columns)
+        return ChildScores(*columns)
 
     def log_probabilities(self, index: int) -> FloatArray:
         """[R, C]: log softmax(v / s) for s = GRID[index]; never above 0, so that scores fall along a path."""
@@ -57,12 +57,13 @@ class Guesses:
         return log_probabilities
 
 
-def _columns(guesses: Guesses) -> list[np.ndarray]:
-    return [getattr(guesses, field.name) for field in fields(guesses)]
+def _columns(scores: ChildScores) -> list[np.ndarray]:
+    return [getattr(scores, field.name) for field in fields(scores)]
 
 
 # A candidate. parent: its index, or ROOT. row: its place among the expanded nodes, which is the draft's pending region;
-# -1 where it has none. value: v at its parent, -inf where the model has not been asked. floor: a guest's score.
+# -1 where it has none. value: v at its parent, -inf where the model has not been asked. claim: the score that a guesser
+# gave it, -inf where none did. score: the better of the claim and what the model makes of it.
 NODE = np.dtype(
     [
         ("token", np.int64),
@@ -70,16 +71,16 @@ NODE = np.dtype(
         ("depth", np.int64),
         ("row", np.int64),
         ("value", np.float64),
-        ("floor", np.float64),
+        ("claim", np.float64),
         ("score", np.float64),
     ]
 )
 
-NO_BAR = (0, 0), -np.inf
-LOST = -2  # in place of a node's index: it is none, for it lies below a final token
+NO_THRESHOLD = (0, 0), -np.inf
+BELOW_FINAL = -2  # in place of a node's index: it is none, for it lies below a final token
 
 
-class Growth:
+class CandidateTree:
     """Candidates below a root. `nodes` is an array of NODE, parents before children; scores fall along every path.
 
     Indices into `nodes` stay valid until `reroot`. `final` tokens (end of text) are never expanded.
@@ -90,42 +91,42 @@ class Growth:
         self.nodes = self._room[:0]
         self.num_expanded = 0
         self._final = np.array(sorted(final), dtype=np.int64)
-        self._guesses: list[Guesses] = []  # the root's, then those of the expanded nodes, by row
+        self._child_scores: list[ChildScores] = []  # the root's, then those of the expanded nodes, by row
         self._ancestors = np.zeros((64, 64), dtype=np.bool_)  # [row, row]: who sees whom
-        self._guests = np.empty(0, dtype=np.int64)  # nodes that another guesser named
+        self._guessed = np.empty(0, dtype=np.int64)  # nodes that a guesser named
         # What `best` was asked last, and the least score that it found: nodes that are added can but raise it.
-        self._bar = NO_BAR
+        self._threshold = NO_THRESHOLD
 
     @property
     def is_rooted(self) -> bool:
         """Whether the root's children are there."""
-        return bool(self._guesses)
+        return bool(self._child_scores)
 
     @property
-    def guesses(self) -> Guesses:
+    def child_scores(self) -> ChildScores:
         """Row 0 is the root's; the node in row r of the pending region has row r + 1."""
-        self._guesses = [Guesses.joined(self._guesses)]
-        return self._guesses[0]
+        self._child_scores = [ChildScores.joined(self._child_scores)]
+        return self._child_scores[0]
 
     # ------------------------------------------------------------------------------------------------ growing
 
-    def add(self, parents: IntArray, guesses: Guesses, index: int) -> None:
+    def add(self, parents: IntArray, scores: ChildScores, index: int) -> None:
         """The children of the nodes `parents` [R] (or [ROOT]), in the order of their rows, judged with s = GRID[index]."""
-        self._guesses.append(guesses)
-        there = self._already_there(parents, guesses)
-        self._append(parents, guesses, index, ~there)
-        if there.any():  # such a guest may be among `parents` itself, and its children's scores count from its own
+        self._child_scores.append(scores)
+        there = self._already_there(parents, scores)
+        self._append(parents, scores, index, ~there)
+        if there.any():  # such a node may be one of `parents`, too: its children's scores count from its own
             self.rescore(index)
 
-    def _append(self, parents: IntArray, guesses: Guesses, index: int, wanted: BoolArray) -> None:
+    def _append(self, parents: IntArray, scores: ChildScores, index: int, wanted: BoolArray) -> None:
         """Those children of `parents` [R] that are `wanted` [R, C], as candidates."""
-        scores = guesses.log_probabilities(index) + self._of("score", parents, 0.0)[:, None]
+        sums = scores.log_probabilities(index) + self._of("score", parents, 0.0)[:, None]
         depths = self.depths(parents) + 1
-        row, column = np.nonzero(wanted & (scores > -np.inf))
+        row, column = np.nonzero(wanted & (sums > -np.inf))
         new = self._more(len(row))
-        new["token"], new["parent"], new["depth"] = guesses.tokens[row, column], parents[row], depths[row]
-        new["row"], new["floor"] = -1, -np.inf
-        new["value"], new["score"] = guesses.values[row, column], scores[row, column]
+        new["token"], new["parent"], new["depth"] = scores.tokens[row, column], parents[row], depths[row]
+        new["row"], new["claim"] = -1, -np.inf
+        new["value"], new["score"] = scores.values[row, column], sums[row, column]
 
     def _more(self, count: int) -> np.ndarray:
         """The last `count` of `nodes`, which are new and to be filled in."""
@@ -148,27 +149,30 @@ class Growth:
         """Of these nodes; ROOT's is 0."""
         return self._of("depth", nodes, 0)
 
-    def _already_there(self, parents: IntArray, guesses: Guesses) -> BoolArray:
-        """[R, C]: children that a guest had guessed before; these learn what the model thinks of them."""
-        there = np.zeros(guesses.tokens.shape, dtype=np.bool_)
-        guests = self._guests
-        for guest in guests[np.isin(self.nodes["parent"][guests], parents)] if len(guests) else ():
-            row = int(np.flatnonzero(parents == self.nodes["parent"][guest])[0])
-            for column in np.flatnonzero(guesses.tokens[row] == self.nodes["token"][guest]):
+    def _already_there(self, parents: IntArray, scores: ChildScores) -> BoolArray:
+        """[R, C]: children that a guesser named before; these nodes take the model's values."""
+        there = np.zeros(scores.tokens.shape, dtype=np.bool_)
+        guessed = self._guessed
+        for node in guessed[np.isin(self.nodes["parent"][guessed], parents)] if len(guessed) else ():
+            row = int(np.flatnonzero(parents == self.nodes["parent"][node])[0])
+            for column in np.flatnonzero(scores.tokens[row] == self.nodes["token"][node]):
                 there[row, column] = True
-                self.nodes["value"][guest] = guesses.values[row, column]
+                self.nodes["value"][node] = scores.values[row, column]
         return there
 
-    def add_guests(self, tree: TokenTree, index: int) -> None:
-        """Another guesser's tree below the same root; a node that is there already keeps the better score."""
+    def add_guesses(self, tree: TokenTree, index: int) -> None:
+        """A guesser's tree below the same root; a node that is there already keeps the better score."""
         alike = np.flatnonzero(np.isin(self.nodes["token"], tree.tokens))
         pairs = zip(self.nodes["parent"][alike].tolist(), self.nodes["token"][alike].tolist(), strict=True)
         known, size, new = dict(zip(pairs, alike.tolist(), strict=True)), len(self.nodes), list[tuple[float, ...]]()
-        places, final = [LOST] * len(tree) + [ROOT], set(self._final.tolist())  # the last entry serves parent ROOT
+        places, final = (
+            [BELOW_FINAL] * len(tree) + [ROOT],
+            set(self._final.tolist()),
+        )  # the last entry serves parent ROOT
         tokens = tree.tokens.tolist()
         for i, (token, parent) in enumerate(zip(tokens, tree.parents.tolist(), strict=True)):
             above = places[parent]
-            if above == LOST or (parent != ROOT and tokens[parent] in final):
+            if above == BELOW_FINAL or (parent != ROOT and tokens[parent] in final):
                 continue
             if (place := known.get((above, token))) is None:
                 place = known[above, token] = size + len(new)
@@ -176,67 +180,67 @@ class Growth:
             places[i] = place
         self._more(len(new))[:] = np.array(new, dtype=NODE)
         found = np.array(places[:-1], dtype=np.int64)
-        is_there = found != LOST
-        np.maximum.at(self.nodes["floor"], found[is_there], tree.scores[is_there])
-        self._find_guests()
+        is_there = found != BELOW_FINAL
+        np.maximum.at(self.nodes["claim"], found[is_there], tree.scores[is_there])
+        self._find_guessed()
         self.rescore(index)
 
-    def _find_guests(self) -> None:
-        self._guests = np.flatnonzero(np.isfinite(self.nodes["floor"]))
+    def _find_guessed(self) -> None:
+        self._guessed = np.flatnonzero(np.isfinite(self.nodes["claim"]))
 
-    def contested(self, places: IntArray, index: int) -> tuple[IntArray, FloatArray]:
-        """Guests right below `places` (nodes, or ROOT) that the model, asked there, thinks less of than who named them; and what
-        probability, there, these gave them, as a logarithm.
+    def disputed(self, places: IntArray, index: int) -> tuple[IntArray, FloatArray]:
+        """Children of `places` (nodes, or ROOT) to which the model, asked there, gives less than the guesser that named them.
+
+        Returns these nodes, and the log-probability that the guesser gave each of them after its parent.
         """
-        guests = self._guests[np.isin(self.nodes["parent"][self._guests], places)]
-        parents, values = self.nodes["parent"][guests], self.nodes["value"][guests]
+        guessed = self._guessed[np.isin(self.nodes["parent"][self._guessed], places)]
+        parents, values = self.nodes["parent"][guessed], self.nodes["value"][guessed]
         rows = np.where(parents == ROOT, 0, self._of("row", parents, ROOT) + 1)
         is_asked = (parents == ROOT) | (rows > 0)
-        gains = values / GRID[index] - self.guesses.normalisers[np.where(is_asked, rows, 0), index]
-        claims = self.nodes["floor"][guests] - self._of("score", parents, 0.0)
-        is_contested = is_asked & (claims > gains)
-        return guests[is_contested], claims[is_contested]
+        gains = values / GRID[index] - self.child_scores.normalisers[np.where(is_asked, rows, 0), index]
+        claims = self.nodes["claim"][guessed] - self._of("score", parents, 0.0)
+        is_disputed = is_asked & (claims > gains)
+        return guessed[is_disputed], claims[is_disputed]
 
-    def revise(self, parents: IntArray, guesses: Guesses, index: int) -> None:
-        """New guesses after `parents` [R], ROOT or expanded nodes; every candidate is judged anew, with s = GRID[index].
+    def revise(self, parents: IntArray, scores: ChildScores, index: int) -> None:
+        """New scores of the children of `parents` [R], ROOT or expanded nodes; every candidate is judged anew, with s = GRID[index].
 
-        Children that are not guessed any more are no candidates, unless another guesser named them.
+        Children that the model does not name any more are no candidates, unless a guesser named them.
         """
-        nodes, values = self.nodes, guesses.values
+        nodes, values = self.nodes, scores.values
         rows = self._of("row", parents, ROOT) + 1
-        self._guesses = [self.guesses.replaced(rows, guesses)]
-        place = np.full(
-            self.num_expanded + 2, -1
-        )  # of a row in `rows`; the last entry serves children of nobody who was asked
+        self._child_scores = [self.child_scores.replaced(rows, scores)]
+        # Of a row in `rows`; the last entry serves nodes whose parent the model was not asked about.
+        place = np.full(self.num_expanded + 2, -1)
         place[rows] = np.arange(len(rows))
-        place = place[self._judges()]
+        place = place[self._score_rows()]
         children = np.flatnonzero(place >= 0)
         place = place[children]
-        same = (guesses.tokens[place] == nodes["token"][children, None]) & np.isfinite(values[place])
-        is_guessed, column = same.any(-1), same.argmax(-1)
-        nodes["value"][children] = np.where(is_guessed, values[place, column], -np.inf)
+        same = (scores.tokens[place] == nodes["token"][children, None]) & np.isfinite(values[place])
+        is_named, column = same.any(-1), same.argmax(-1)
+        nodes["value"][children] = np.where(is_named, values[place, column], -np.inf)
         is_new = np.ones_like(values, dtype=np.bool_)
-        is_new[place[is_guessed], column[is_guessed]] = False
-        self._append(parents, guesses, index, is_new)
+        is_new[place[is_named], column[is_named]] = False
+        self._append(parents, scores, index, is_new)
         self.rescore(index)
 
     def rescore(self, index: int) -> None:
         """Judge every candidate anew with s = GRID[index], from the root downwards."""
-        nodes, self._bar = self.nodes, NO_BAR
+        nodes, self._threshold = self.nodes, NO_THRESHOLD
         if not len(nodes):
             return
         gains = np.full(len(nodes), -np.inf)
         judged = np.isfinite(nodes["value"])
         if judged.any():
-            normalisers = self.guesses.normalisers[self._judges()[judged], index]
+            normalisers = self.child_scores.normalisers[self._score_rows()[judged], index]
             gains[judged] = nodes["value"][judged] / GRID[index] - normalisers
         for depth in range(1, int(nodes["depth"].max()) + 1):
             level = np.flatnonzero(nodes["depth"] == depth)
             base = np.zeros(len(level)) if depth == 1 else nodes["score"][nodes["parent"][level]]
-            nodes["score"][level] = np.maximum(base + np.minimum(gains[level], 0.0), nodes["floor"][level])
+            nodes["score"][level] = np.maximum(base + np.minimum(gains[level], 0.0), nodes["claim"][level])
 
-    def _judges(self) -> IntArray:
-        """For every node the row of `guesses` in which it may stand, its parent's; -1 where the parent has none."""
+    def _score_rows(self) -> IntArray:
+        """For every node the row of `child_scores` in which it may stand, its parent's; -1 where the parent has none."""
         rows = self.nodes["row"][self.nodes["parent"]]
         return np.where(self.nodes["parent"] == ROOT, 0, np.where(rows >= 0, rows + 1, -1))
 
@@ -252,7 +256,7 @@ class Growth:
         above = self.nodes["row"][parents[inner]]
         self._ancestors[rows[inner]] = self._ancestors[above]
         self._ancestors[rows, rows] = True
-        if len(above) and above.max() >= first:  # guests may bring a parent and its child into one batch, in this order
+        if len(above) and above.max() >= first:  # a guesser's parent and child may come in one batch, in this order
             for row, parent in zip(rows[inner], above, strict=True):
                 self._ancestors[row] |= self._ancestors[parent]
         self.num_expanded = last
@@ -263,14 +267,28 @@ class Growth:
     def best(self, count: int, max_depth: int) -> IntArray:
         """The best `count` candidates at most `max_depth` deep, best first: a tree, parents before children."""
         asked = count, max_depth
-        least = self._bar[1] if self._bar[0] == asked else -np.inf
+        least = self._threshold[1] if self._threshold[0] == asked else -np.inf
         near = np.flatnonzero(self.nodes["score"] >= least)
         near = near[(self.nodes["depth"][near] <= max_depth) & (self.nodes["score"][near] > -np.inf)]
         scores = self.nodes["score"][near]
         if count < len(near):
             least = -np.partition(-scores, count - 1)[count - 1]
-            near, scores, self._bar = near[scores >= least], scores[scores >= least], (asked, least)
+            near, scores, self._threshold = near[scores >= least], scores[scores >= least], (asked, least)
         return near[np.argsort(-scores, kind="stable")][:count]
+
+    def probabilities(self, nodes: IntArray, trust: float) -> FloatArray:
+        """That these nodes are accepted: `trust` times what the model says, or what a guesser claims, as it stands."""
+        found: FloatArray = np.where(self.is_claimed(nodes), 1.0, trust) * np.exp(self.nodes["score"][nodes])
+        return found
+
+    def is_claimed(self, nodes: IntArray) -> BoolArray:
+        """Which of these nodes have their score from a guesser."""
+        found: BoolArray = self.nodes["score"][nodes] <= self.nodes["claim"][nodes]
+        return found
+
+    def rows(self, path: IntArray) -> list[int]:
+        """The rows of these nodes, as far as they have been expanded."""
+        return [int(row) for row in self.nodes["row"][path] if row >= 0]
 
     def expanded(self, count: int) -> IntArray:
         """The best `count` of the expanded candidates, best first."""
@@ -312,16 +330,18 @@ class Growth:
             np.ascontiguousarray(picked["score"]),
         )
 
-    # ------------------------------------------------------------------------------------------------ living on
+    # ------------------------------------------------------------------------------------------------ from pass to pass
 
     def reroot(self, node: int) -> IntArray:
-        """Make the expanded candidate `node` the root: what is not below it is forgotten. Returns the rows that stay, ascending.
+        """Make the expanded candidate `node` the root: what is not below it is forgotten.
+
+        Returns the rows that stay, ascending.
 
         Depths and scores count from the new root; the rows that stay are numbered from 0 in their order.
         """
         row = int(self.nodes["row"][node])
         kept = np.flatnonzero(self._ancestors[: self.num_expanded, row])[1:]  # the first is the node itself
-        self._guesses = [self.guesses.rows(np.array([row, *kept]) + 1)]
+        self._child_scores = [self.child_scores.rows(np.array([row, *kept]) + 1)]
         depth, score = int(self.nodes["depth"][node]), float(self.nodes["score"][node])
         inside = self.nodes["parent"] == node
         for below in range(depth + 2, int(self.nodes["depth"].max()) + 1):
@@ -333,13 +353,13 @@ class Growth:
         new_rows[kept] = np.arange(len(kept))
         below = self.nodes[inside]
         self.nodes = self._room[: len(below)]
-        self.nodes[:], self._bar = below, NO_BAR
+        self.nodes[:], self._threshold = below, NO_THRESHOLD
         self.nodes["parent"] = renumbered[self.nodes["parent"]]
         self.nodes["row"] = new_rows[self.nodes["row"]]
         self.nodes["depth"] -= depth
         self.nodes["score"] -= score
-        self.nodes["floor"] -= score
-        self._find_guests()
+        self.nodes["claim"] -= score
+        self._find_guessed()
         self.num_expanded = len(kept)
         self._ancestors[: len(kept), : len(kept)] = self._ancestors[np.ix_(kept, kept)]
         self._ancestors[: len(kept), len(kept) :] = False

@@ -1,0 +1,81 @@
+"""What is learnt from one observation after another, the older ones counting less; and when to try again what did not pay."""
+
+from __future__ import annotations
+
+from .tree import FloatArray
+
+
+class DecayingSum:
+    """A sum in which what was added earlier counts less: each addition first multiplies it by `forgetting`."""
+
+    def __init__(self, forgetting: float, initial: float | FloatArray = 0.0) -> None:
+        self.forgetting = forgetting
+        self.value = initial
+
+    def add(self, amount: float | FloatArray, forgetting: float | None = None) -> None:
+        """forgetting: in place of the usual one."""
+        self.value = (self.forgetting if forgetting is None else forgetting) * self.value + amount
+
+
+class DecayingRatio:
+    """The ratio of two decaying sums (tokens per second, accepted per predicted): a mean weighted by the denominators.
+
+    initial: both sums before the first observation. Without it the ratio is 0 until something was observed.
+    """
+
+    def __init__(self, forgetting: float, initial: float = 0.0) -> None:
+        self._numerator, self._denominator = DecayingSum(forgetting, initial), DecayingSum(forgetting, initial)
+
+    @property
+    def value(self) -> float:
+        numerator, denominator = self._numerator.value, self._denominator.value
+        return float(numerator / denominator) if denominator else 0.0
+
+    def observe(self, numerator: float, denominator: float, forgetting: float | None = None) -> None:
+        self._numerator.add(numerator, forgetting)
+        self._denominator.add(denominator, forgetting)
+
+
+class MovingAverage:
+    """An exponential moving average: each observation moves it by `rate` of the way.
+
+    initial None: the first observation is taken as it is, and until then the value is 0.
+    """
+
+    def __init__(self, rate: float, initial: float | None = None) -> None:
+        self.rate = rate
+        self.value = initial or 0.0
+        self._is_empty = initial is None
+
+    def observe(self, value: float) -> None:
+        self.value += (1.0 if self._is_empty else self.rate) * (value - self.value)
+        self._is_empty = False
+
+
+class Retry:
+    """When to try again what did not pay: after `first` occasions, then after twice as many each time, up to `longest`."""
+
+    def __init__(self, first: int = 8, longest: int = 128) -> None:
+        self._first, self._longest = first, longest
+        self._length, self._passed = first, 0
+
+    @property
+    def is_due(self) -> bool:
+        return self._passed >= self._length
+
+    def wait(self) -> None:
+        """An occasion passed; if it was one at which a try was due, the next wait is the longer one."""
+        if self.is_due:
+            self._length, self._passed = min(2 * self._length, self._longest), 0
+        self._passed += 1
+
+    def reset(self) -> None:
+        self._length, self._passed = self._first, 0
+
+    def is_worth_trying(self, *, pays: bool) -> bool:
+        """Whether to do it on this occasion: where it pays (by what is known), and where a try is due."""
+        if pays:
+            self.reset()
+            return True
+        self.wait()
+        return self.is_due

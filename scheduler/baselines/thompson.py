@@ -1,0 +1,79 @@
+"""To stop drafting by Thompson sampling (EESD, 2406.03853), as published and with costs in view.
+
+To be compared with `budget.MarginalRate`. Knows nothing of tokens or models.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..averages import DecayingRatio
+from ..budget import Controller, DraftingState
+from ..costs import Costs
+from ..tree import FloatArray
+
+THOMPSON_WIDTH = 16  # nodes that a round expands
+
+
+class ThompsonSampling:
+    """Another controller's trees, with the drafting stopped by Thompson sampling (EESD, 2406.03853, section 3.3).
+
+    After each round theta is drawn from Beta(alpha, beta) and a coin with that bias decides whether to draft on. A verdict
+    of r accepted tokens after n rounds, each of which made the tree a level deeper, adds r to alpha and n - r to beta.
+
+    That coin is blind to what a round costs, and to what the draft thinks of its guesses. The calibrated variant, which is
+    given `costs`, acts on what was drawn as if it were so: theta is the chance that a level holds if the one above it did
+    (beta counts the walks that ended within the tree, older ones less and less), another round adds theta ** (n + 1) tokens, and
+    is drafted while these exceed the recent rate * its seconds. `CONFIDENCE` further counts are shared out by the chance of a level
+    that the nodes still open imply. Until costs are known it tosses the coin with these counts.
+    """
+
+    CONFIDENCE = 4.0
+    FORGETTING = 0.98
+
+    def __init__(self, inner: Controller, costs: Costs | None = None, *, seed: int = 0) -> None:
+        self._inner, self._costs = inner, costs
+        self._random = np.random.default_rng(seed)
+        self._accepted = self._against = 1.0
+        self._num_rounds, self._recent_rate = 0, DecayingRatio(self.FORGETTING)
+
+    @property
+    def limit(self) -> int:
+        return self._inner.limit
+
+    def width(self, state: DraftingState) -> int:
+        if not len(state.open):
+            return 0
+        width = min(THOMPSON_WIDTH, len(state.open))
+        if len(state.best) and not self._goes_on(state.open, width):  # the root is always asked
+            return 0
+        self._num_rounds += 1
+        return width
+
+    def _goes_on(self, open_nodes: FloatArray, width: int) -> bool:
+        if self._costs is None:
+            return bool(self._random.random() < self._random.beta(self._accepted, self._against))
+        reached = min(1.0, float(open_nodes[:width].sum()))
+        likely = reached ** (1 / max(1, self._num_rounds))
+        theta = self._random.beta(
+            self._accepted + self.CONFIDENCE * likely, self._against + self.CONFIDENCE * (1 - likely)
+        )
+        if not self._costs.draft.is_known or not self._recent_rate.value:
+            return bool(self._random.random() < theta)
+        price = self._recent_rate.value * float(self._costs.draft.seconds(np.array([width]))[0])
+        return bool(theta ** (self._num_rounds + 1) > price)
+
+    def size(self, state: DraftingState) -> int:
+        return self._inner.size(state)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        accepted = min(num_tokens - 1, self._num_rounds)
+        rejected = self._num_rounds - accepted
+        if self._costs is None:
+            self._accepted, self._against = self._accepted + accepted, self._against + rejected
+        else:
+            self._accepted = max(1.0, self.FORGETTING * self._accepted) + accepted
+            self._against = max(1.0, self.FORGETTING * self._against) + (rejected > 0)
+        self._recent_rate.observe(num_tokens, seconds)
+        self._num_rounds = 0
+        self._inner.observe(num_tokens, seconds)

@@ -1,0 +1,147 @@
+"""Rounds of the draft: which nodes it has scored, what it thinks of their children, and its KV entries for them.
+
+Best-first growth in batches (SpecExec, 2406.02532, section 4). Knows nothing of seconds, or of how much is worth drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from .calibration import DraftCalibration
+from .candidate_tree import CandidateTree, ChildScores
+from .child_scores import ChildScorer
+from .costs import WIDTHS
+from .drafter import DraftRequest, LogitCorrector, TreeModel
+from .params import MAX_ROWS
+from .tree import ROOT, FloatArray, IntArray
+from .verify import Logits
+
+MAX_CORRECTED = int(WIDTHS[-1])  # nodes whose logits are corrected after a pass, the likeliest ones
+
+
+class DraftRounds:
+    """A candidate tree below the text's last token, and the draft that scores its nodes.
+
+    When the target's own next token is a node that has been expanded, what is below it stays, with its KV entries.
+    """
+
+    def __init__(
+        self,
+        model: TreeModel,
+        request: DraftRequest,
+        scorer: ChildScorer,
+        calibration: DraftCalibration,
+        corrector: LogitCorrector | None = None,
+    ) -> None:
+        """scorer, calibration, corrector: the model's; not every model has a corrector."""
+        self._model = model
+        self._sampler, self._final = request.sampler, request.final
+        self._scorer, self._calibration, self._corrector = scorer, calibration, corrector
+        self._text: Sequence[int] = ()
+        self._position = 0  # of the root's children
+        self.tree = CandidateTree(self._final)
+        self.max_depth = self.model_depth = 0
+
+    def begin(self, text: Sequence[int], max_depth: int) -> None:
+        """The tree is to be one for what follows `text`, at most max_depth deep."""
+        self._text, self._position, self.max_depth = text, len(text), max_depth
+        # Positions beyond the draft's context would be guessed badly or not at all.
+        self.model_depth = min(max_depth, self._model.max_context - len(text))
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the text that the draft has not scored yet."""
+        return len(self._text) - self._model.length
+
+    @property
+    def room(self) -> int:
+        """How many more nodes can be expanded."""
+        return MAX_ROWS - self.tree.num_expanded
+
+    def best(self, count: int) -> IntArray:
+        """The best `count` candidates, best first."""
+        return self.tree.best(count, self.max_depth)
+
+    def open_among(self, nodes: IntArray) -> IntArray:
+        """Those of `nodes` that the draft could expand, in the same order."""
+        return self.tree.open_among(nodes, self.model_depth)
+
+    def probabilities(self, nodes: IntArray) -> FloatArray:
+        """That these nodes are accepted."""
+        return self.tree.probabilities(nodes, self._calibration.trust.value)
+
+    # ------------------------------------------------------------------------------------------------ growing
+
+    def expand_root(self) -> int:
+        """Score the text's tokens that are new to the draft, and the root's children; how many tokens these were."""
+        chain = self._model.vocabulary.text(self._text[self._model.length :])
+        none = np.empty(0, dtype=np.int64)
+        logits = self._model.score(chain, none, none, np.empty((0, 0), dtype=np.bool_))
+        self._add_children(np.array([ROOT]), logits)
+        return len(chain)
+
+    def expand(self, nodes: IntArray) -> int:
+        """One round: score these nodes, and add their children; how many nodes these were."""
+        mask = self.tree.expand(nodes)
+        picked = self.tree.nodes[nodes]
+        tokens = self._model.vocabulary.inputs(picked["token"])  # guessers may know tokens that the draft does not
+        self._add_children(nodes, self._model.score([], tokens, picked["depth"], mask))
+        return len(nodes)
+
+    def extend(self, width: int, is_over: Callable[[], bool]) -> None:
+        """Rounds of `width` nodes until `is_over`: the best open candidates are likely to be the next root, or below it."""
+        tree = self.tree
+        while not is_over() and tree.is_rooted and width <= self.room:
+            nodes = self.open_among(tree.best(tree.num_expanded + 8 * width, self.model_depth))
+            if not len(nodes):
+                break
+            self.expand(nodes[:width])
+
+    def rejudge(self) -> None:
+        """Judge again what stayed from the last tree, by all that is known by now: it was drafted before the last verdict."""
+        tree = self.tree
+        if self._corrector is None:
+            tree.rescore(self._calibration.index)
+            return
+        expanded = tree.expanded(MAX_CORRECTED - 1)
+        nodes = np.append(ROOT, expanded)
+        logits = self._corrector.corrected(np.append(ROOT, tree.nodes["row"][expanded]))
+        tree.revise(nodes, self._children(nodes, logits), self._calibration.index)
+
+    def _add_children(self, nodes: IntArray, logits: Tensor) -> None:
+        """Of the nodes just expanded."""
+        self.tree.add(nodes, self._children(nodes, logits), self._calibration.index)
+
+    def _children(self, nodes: IntArray, logits: Tensor) -> ChildScores:
+        """Of `nodes` [R] (ROOT first, if it is one of them), by draft logits [R, C]."""
+        paths = self.tree.path_tokens(nodes) if self._sampler.needs_history else [[]] * len(nodes)
+        return self._scorer.score(logits, paths, self._position + self.tree.depths(nodes))
+
+    # ------------------------------------------------------------------------------------------------ a verdict
+
+    def correct(self, sent: IntArray, logits: Logits) -> None:
+        """Tell the corrector what the target said after the root and the nodes `sent` that the draft had scored as well.
+
+        logits: the target's, the root's row, then those of `sent`.
+        """
+        if self._corrector is None or not self.tree.is_rooted:
+            return
+        rows: IntArray = self.tree.nodes["row"][sent]
+        scored = np.flatnonzero(rows >= 0)
+        self._corrector.observe(np.append(np.array([ROOT]), rows[scored]), np.append(np.array([0]), scored + 1), logits)
+
+    def keep(self, path: IntArray, tokens: Sequence[int], *, reuse: bool) -> None:
+        """Commit the accepted nodes `path`; with `reuse`, what is below the new last token, the last of `tokens`, stays."""
+        tree = self.tree
+        rows = tree.rows(path)
+        if reuse and len(rows) == len(path):
+            last = tree.child(int(path[-1]) if len(path) else ROOT, tokens[-1])
+            if last is not None and (known := tree.nodes[last])["row"] >= 0 and known["score"] > -np.inf:
+                rows.append(int(known["row"]))
+                self._model.keep(rows, tree.reroot(last).tolist())
+                return
+        self._model.keep(rows)
+        self.tree = CandidateTree(self._final)

@@ -1,0 +1,157 @@
+"""Best-first drafting on a small model (SpecExec, 2406.02532, section 4), on guessers, or both.
+
+What is sent is the best of all candidates seen. Who does what: `draft_rounds` asks the model, `guesser_pool` the guessers,
+`pricing` says how long to draft and how much to send, `overlap` whether to go on beside the pass; after the verdict
+`verdict_learning` corrects what is believed of the draft.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from .budget import Controller
+from .candidate_tree import CandidateTree
+from .child_scores import ChildScorer
+from .controllers import controller_for
+from .draft_rounds import DraftRounds
+from .drafter import DraftRequest, LogitCorrector, NoModel, TreeModel
+from .guesser_pool import GuesserPool
+from .learnt import Learnt
+from .lookup import Guesser
+from .overlap import Overlap
+from .params import SpeculationParams
+from .pricing import Clock, PassPricing
+from .tree import ROOT, IntArray, TokenTree
+from .verdict_learning import learn_children, learn_trust, learn_trust_unsent
+from .verify import Logits, Verdict
+
+
+class ModelDrafter:
+    """Trees of the likeliest candidates, the draft's and the guessers', one drafter per request.
+
+    Each round expands the best open candidates with one forward of the draft. When the target's own next token is an
+    expanded candidate, what was drafted below it stays with its KV entries (`--no-reuse` forgets it).
+    """
+
+    def __init__(
+        self,
+        model: TreeModel | None,
+        request: DraftRequest,
+        params: SpeculationParams,
+        learnt: Learnt,
+        *,
+        guessers: Sequence[Guesser] = (),
+        corrector: LogitCorrector | None = None,
+        controller: Controller | None = None,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        """model: None leaves the guessing to the guessers, whose trees are merged with the model's own otherwise.
+
+        corrector: the model's, where it has one. controller: where there is none, what `params` call for.
+        """
+        self._params, self._request = params, request
+        is_coupled = params.scoring == "coupled"
+        self._calibration = learnt.calibration.of(greedy=request.sampler.is_greedy, coupled=is_coupled)
+        model = model or NoModel()
+        scorer = ChildScorer(model.vocabulary, request.sampler, params.children, coupled=is_coupled)
+        self._rounds = DraftRounds(model, request, scorer, self._calibration, corrector)
+        self._guessers = GuesserPool(guessers, request.sampler, self._calibration, clock)
+        controller = controller or controller_for(params, learnt.costs)
+        self._pricing = PassPricing(controller, learnt.costs, self._calibration, clock)
+        self._draft_costs = learnt.costs.draft
+        self._overlap = Overlap(allowed=params.overlap and params.reuse, switch=learnt.overlap_switch)
+        self._text: Sequence[int] = ()
+        self._sent: IntArray = np.empty(0, dtype=np.int64)
+
+    @property
+    def candidates(self) -> CandidateTree:
+        """All that was drafted or guessed below the text's last token, by now."""
+        return self._rounds.tree
+
+    @property
+    def sent(self) -> IntArray:
+        """The candidates that the tree proposed last was made of, in its nodes' order."""
+        return self._sent
+
+    # ------------------------------------------------------------------------------------------------ a tree
+
+    def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
+        rounds, pricing = self._rounds, self._pricing
+        self._text = text
+        rounds.begin(text, min(max_depth, self._params.max_depth))
+        pricing.begin(self._num_chain())
+        self._sent = np.empty(0, dtype=np.int64)
+        if rounds.max_depth > 0 and pricing.limit > 0:
+            self._draft()
+        tree = rounds.tree.tree(self._sent)
+        cycle_s = pricing.send()
+        if self._overlap.is_learning and not pricing.is_first:
+            self._overlap.observe(1 + float(rounds.probabilities(self._sent).sum()), cycle_s)
+        self._overlap.begin(is_on=self.wants_overlap)
+        return tree
+
+    def _num_chain(self) -> int:
+        """Rows of the target's pass beside the nodes: the last token, or in the first pass all of the text that is new."""
+        if not self._pricing.is_first:
+            return 1
+        unscored = self._request.num_unscored
+        return self._rounds.num_unscored if unscored is None else unscored
+
+    def _draft(self) -> None:
+        """Ask the guessers, then the draft, and choose what to send."""
+        rounds, pricing = self._rounds, self._pricing
+        # With a budget that is given trees depend on nothing that is measured.
+        is_priced = self._params.budget is None
+        rate = pricing.tokens_per_s if is_priced else None
+        self._guessers.ask(rounds.tree, self._text, pricing.limit, rounds.max_depth, rate)
+        if rounds.model_depth > 0 and (rounds.tree.is_rooted or pricing.is_worth_a_round()):
+            self._grow()
+        best = rounds.best(pricing.limit)
+        self._sent = best[: pricing.size(rounds.probabilities(best))]
+        if is_priced and self._guessers.was_asked and not pricing.is_first:  # when they take in the whole text
+            guessed = self._sent[rounds.tree.is_claimed(self._sent)]
+            num_tokens = float(rounds.probabilities(guessed).sum())
+            self._guessers.learn_worth(pricing.worth(num_tokens, len(guessed), len(self._sent)))
+
+    def _grow(self) -> None:
+        """Rounds of the draft, for as long as they are worth it."""
+        rounds, pricing = self._rounds, self._pricing
+        if rounds.tree.is_rooted:
+            rounds.rejudge()
+        else:
+            pricing.round(rounds.expand_root)
+        while rounds.room > 0:
+            best = rounds.best(pricing.limit)
+            nodes = rounds.open_among(best)
+            width = min(pricing.width(rounds.probabilities(best), rounds.probabilities(nodes)), rounds.room)
+            if width < 1:
+                break
+            pricing.round(partial(rounds.expand, nodes[:width]))
+
+    @property
+    def wants_overlap(self) -> bool:
+        return self._rounds.tree.is_rooted and self._overlap.is_on
+
+    def extend(self, is_over: Callable[[], bool]) -> None:
+        """Go on where `propose` stopped."""
+        self._rounds.extend(self._draft_costs.best_width(), is_over)
+
+    # ------------------------------------------------------------------------------------------------ a verdict
+
+    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+        rounds, path = self._rounds, self._sent[verdict.path]
+        self._pricing.judged(len(tree))
+        self._guessers.observe(self._text, tree, verdict, logits)
+        if len(tree):
+            learn_trust(self._calibration.trust, rounds.tree, self._sent, tree, verdict)
+        elif rounds.tree.is_rooted:
+            learn_trust_unsent(self._calibration.trust, rounds.tree, rounds.best(1), verdict)
+        self._guessers.learn_trust(rounds.tree, np.append(ROOT, path), verdict.tokens)
+        rounds.correct(self._sent, logits)
+        learn_children(self._calibration, rounds.tree, path, verdict.tokens)
+        rounds.keep(path, verdict.tokens, reuse=self._params.reuse)
+        self._pricing.end(len(verdict.tokens))

@@ -1,0 +1,100 @@
+"""Seconds and tokens of one request's passes: measures them, and asks the controller what drafting is worth.
+
+Knows nothing of tokens' ids, of trees' shapes or of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .averages import DecayingRatio, Retry
+from .budget import RATE_FORGETTING, Controller, DraftingState
+from .calibration import DraftCalibration
+from .costs import MOST_ROWS, Costs
+from .tree import FloatArray
+
+Clock = Callable[[], float]  # seconds
+
+NONE = np.empty(0)
+
+
+class PassPricing:
+    """The clock of a request: a pass begins, rounds are drafted, the tree is sent, the verdict comes."""
+
+    def __init__(self, controller: Controller, costs: Costs, calibration: DraftCalibration, clock: Clock) -> None:
+        self._controller, self._costs, self._calibration, self._clock = controller, costs, calibration, clock
+        self._recent_rate, self._retry = DecayingRatio(RATE_FORGETTING), Retry()
+        self._began = self._sent = self._judged = self._rounds_s = 0.0
+        self._num_chain = 0
+        self.is_first = True  # it has the prompt in it, and says nothing of the rate
+
+    def begin(self, num_chain: int) -> None:
+        """A pass, with so many rows beside the nodes."""
+        self._began, self._rounds_s, self._num_chain = self._clock(), 0.0, num_chain
+
+    @property
+    def limit(self) -> int:
+        """The most nodes that would be sent."""
+        return self._controller.limit
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the last passes; 0 before the first."""
+        return self._recent_rate.value
+
+    def width(self, best: FloatArray, open_nodes: FloatArray) -> int:
+        """Nodes of the next round, by the probabilities of the best candidates and of the open ones among them."""
+        return self._controller.width(self._state(best, open_nodes))
+
+    def size(self, best: FloatArray) -> int:
+        """How many of the best candidates to send."""
+        return self._controller.size(self._state(best, NONE))
+
+    def _state(self, best: FloatArray, open_nodes: FloatArray) -> DraftingState:
+        profile = self._calibration.profile.values
+        return DraftingState(best, open_nodes, profile, self._num_chain, self._clock() - self._began)
+
+    def is_worth_a_round(self) -> bool:
+        """Whether asking the draft at all promises anything; where it does not, it is asked again now and then."""
+        root = np.array([self._calibration.trust.value])
+        profile, overhead_s = self._calibration.profile.values, self._costs.overhead_s
+        state = DraftingState(NONE, root, profile, self._num_chain, 0.0, overhead_s)
+        return self._retry.is_worth_trying(pays=self._controller.width(state) > 0)
+
+    def round(self, draft: Callable[[], int]) -> None:
+        """Do one round of the draft, which returns its rows, and learn what it took."""
+        began = self._clock()
+        rows = draft()
+        seconds = self._clock() - began
+        self._rounds_s += seconds
+        if rows <= MOST_ROWS:
+            self._costs.draft.observe(rows, seconds)
+
+    def worth(self, num_tokens: float, num_nodes: int, num_sent: int) -> float:
+        """num_tokens, expected of num_nodes of the num_sent nodes, less what their rows cost at the recent rate."""
+        rows = self._num_chain + num_sent
+        without, all_of_them = self._costs.target.seconds(np.array([rows - num_nodes, rows]))
+        return float(num_tokens - self.tokens_per_s * (all_of_them - without))
+
+    def send(self) -> float:
+        """The tree is sent. Returns the seconds since the last one was."""
+        last, self._sent = self._sent, self._clock()
+        return self._sent - last
+
+    def judged(self, num_nodes: int) -> None:
+        """The target's pass is over: learn what its rows took."""
+        self._judged = self._clock()
+        if (rows := self._num_chain + num_nodes) <= MOST_ROWS:
+            self._costs.target.observe(rows, self._judged - self._sent)
+
+    def end(self, num_tokens: int) -> None:
+        """All that follows from the verdict is done: learn what the whole pass brought."""
+        if not self.is_first:
+            seconds = self._clock() - self._began
+            self._controller.observe(num_tokens, seconds)
+            self._recent_rate.observe(num_tokens, seconds)
+            if self._rounds_s:
+                self._costs.observe_overhead(seconds - self._rounds_s - (self._judged - self._sent))
+        self.is_first = False

@@ -1,0 +1,37 @@
+"""What a verdict says of the draft: how far to trust it, how sharp its probabilities are, what its children are like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .calibration import DraftCalibration, Trust
+from .candidate_tree import CandidateTree
+from .tree import IntArray, TokenTree
+from .verify import Verdict
+
+
+def learn_trust(trust: Trust, candidates: CandidateTree, sent: IntArray, tree: TokenTree, verdict: Verdict) -> None:
+    """From the draft's own nodes of what was sent: `tree`, made of the candidates `sent`."""
+    own = ~candidates.is_claimed(sent)
+    if own.any():
+        trust.observe(float(np.exp(tree.scores[own]).sum()), int(own[verdict.path].sum()))
+
+
+def learn_trust_unsent(trust: Trust, candidates: CandidateTree, best: IntArray, verdict: Verdict) -> None:
+    """Where nothing was sent: from the best candidate, if any. Else a draft once out of favour would stay so."""
+    for guess in candidates.nodes[best[:1]]:
+        trust.observe(float(np.exp(guess["score"])), int(guess["token"] == verdict.tokens[0]))
+
+
+def learn_children(
+    calibration: DraftCalibration, candidates: CandidateTree, path: IntArray, tokens: Sequence[int]
+) -> None:
+    """Sharpness: from the tokens that the target chose at the root and after the accepted nodes `path`. Profile: from all rows."""
+    if not candidates.is_rooted:
+        return
+    scores = candidates.child_scores
+    for row, token in zip([-1, *candidates.rows(path)], tokens, strict=False):
+        calibration.observe_choice(scores.likelihood(row + 1, token))
+    calibration.profile.observe(np.exp(scores.log_probabilities(calibration.index)))
