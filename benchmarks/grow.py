@@ -42,9 +42,11 @@ from torch import Tensor
 
 from offspec import builtin
 from offspec.errors import OffspecError, UsageError
-from offspec.loaders.checkpoint import INDEX_FILE, Checkpoint, read_header
+from offspec.loaders.checkpoint import Checkpoint
+from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.formats.four_bit import pack_4bit, quantization_config
 from offspec.loaders.params import ConvertParams
+from offspec.loaders.safetensors_folder import INDEX_FILE, read_header
 from offspec.loaders.shards import Piece, write_shard
 from offspec.loaders.weights import LAYER_PREFIX
 from offspec.model.block import layer_shapes
@@ -94,7 +96,7 @@ def grow(
     Raises UsageError where the shape cannot hold the model or `target` holds something else, CheckpointError for a
     source that cannot be read, StorageError where the disk is full (repeat the call to go on).
     """
-    checkpoint = Checkpoint.open(source)
+    checkpoint = open_checkpoint(source)
     layout = Layout(read_config(checkpoint.config), shape)
     config = _config(checkpoint.config, layout)
     big, small = read_config(config), _load(checkpoint)

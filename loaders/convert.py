@@ -26,13 +26,16 @@ from torch import Tensor
 
 from offspec.errors import CheckpointError, StorageError, UsageError
 
-from .checkpoint import COMPANIONS, INDEX_FILE, Checkpoint, TensorInfo, fault, read_header, resolve, show
-from .checkpoint import UNFINISHED_MARKER as MARKER
+from .checkpoint import Checkpoint, TensorInfo, fault, num_bytes, reading, show
+from .containers import open_checkpoint
 from .file_locks import try_lock
 from .formats import packer_for, stored_weights
 from .formats.core import Packer
+from .hub import resolve
 from .params import ConvertParams
 from .records import FLOAT_DTYPES
+from .safetensors_folder import CONFIG_FILE, INDEX_FILE, read_header
+from .safetensors_folder import UNFINISHED_MARKER as MARKER
 from .shards import (
     CHUNK_BYTES,
     PART_SUFFIX,
@@ -93,19 +96,18 @@ def convert(
     params = params or ConvertParams()
     folder = resolve(str(source), revision)
     _check_folders(folder, target)
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = open_checkpoint(folder)
     work = _Work(checkpoint, target, params)
-    work.companions()  # refused before hours of work
     with _claimed(target, _job(checkpoint, params)):
         finished = [shard for shard in work.shards if work.is_finished(shard)]
         rest = [shard for shard in work.shards if shard not in finished]
         _check_space(target, work.result_bytes(rest))
-        counter = _Counter(checkpoint.nbytes, progress)
+        counter = _Counter(num_bytes(checkpoint), progress)
         counter.add(sum(shard.source_bytes for shard in finished))
         for shard in rest:
             write_shard(target / shard.name, list(work.pieces(shard, counter)))
         nbytes = work.publish()
-    return Conversion(target, params.format, checkpoint.nbytes, nbytes, len(work.shards), len(finished))
+    return Conversion(target, params.format, num_bytes(checkpoint), nbytes, len(work.shards), len(finished))
 
 
 @dataclass
@@ -147,7 +149,7 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
     tensors = sorted((i.name, i.dtype, i.shape, i.path.name, i.offset) for i in checkpoint.tensors.values())
     paths = sorted({info.path for info in checkpoint.tensors.values()})
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return hashlib.sha256(json.dumps([tensors, stats, checkpoint.config]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([tensors, stats, dict(checkpoint.config)]).encode()).hexdigest()
 
 
 @contextmanager
@@ -231,6 +233,8 @@ class _Work:
 
     def __init__(self, checkpoint: Checkpoint, target: Path, params: ConvertParams) -> None:
         self._checkpoint, self._target, self._packer = checkpoint, target, packer_for(params)
+        found = checkpoint.companions()  # what is refused is refused before hours of work
+        self._companions = {name: path for name, path in found.items() if not name.endswith(PART_SUFFIX)}
         layers, shared = split_names(checkpoint.tensors, LAYER_PREFIX)
         self._quantised = frozenset[str]()
         if self._packer is not None:
@@ -280,9 +284,9 @@ class _Work:
         tensors = {name: info for infos in headers.values() for name, info in infos.items()}
         if self._quantised:
             stored_weights(tensors)  # refused by our own reader, it would be worth nothing
-        for path in self.companions():
-            self._put(path.relative_to(self._checkpoint.path), _read_file(path))
-        self._put("config.json", self._config())
+        for name, path in self._companions.items():
+            self._put(name, _read_file(path))
+        self._put(CONFIG_FILE, self._config())
         weight_map = {name: shard for shard, infos in headers.items() for name in infos}
         nbytes = sum(info.nbytes for info in tensors.values())
         index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(weight_map.items()))}
@@ -294,20 +298,7 @@ class _Work:
             raise cannot_write(self._target, exc) from exc
         return nbytes
 
-    def companions(self) -> list[Path]:
-        """The files beside weights and config.json that belong to the source.
-
-        Raises CheckpointError for a link that leads out of it: a stranger's checkpoint could have any file copied so.
-        """
-        folder = self._checkpoint.path
-        found = sorted({path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()})
-        for path in (folder / "config.json", *found):
-            if not _belongs(path.resolve(), folder.resolve()):
-                what = f"is a link to {show(str(path.resolve()))}, outside of the checkpoint, and is not followed"
-                raise fault(path, f"{what}; put a copy in its place, or remove it")
-        return [path for path in found if not path.name.endswith(PART_SUFFIX)]
-
-    def _put(self, name: str | Path, content: bytes) -> None:
+    def _put(self, name: str, content: bytes) -> None:
         path = self._target / name
         try:
             path.parent.mkdir(exist_ok=True)
@@ -317,16 +308,10 @@ class _Work:
 
     def _config(self) -> bytes:
         if self._packer is None or not self._quantised:
-            return _read_file(self._checkpoint.path / "config.json")
+            return self._checkpoint.config_json()
         dtypes = {self._checkpoint.tensors[name].dtype for name in self._quantised}
-        config = self._checkpoint.config | {"quantization_config": self._packer.quantization_config(min(dtypes))}
+        config = {**self._checkpoint.config} | {"quantization_config": self._packer.quantization_config(min(dtypes))}
         return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _belongs(file: Path, folder: Path) -> bool:
-    """Whether a file, all links followed, lies in a checkpoint's folder or among the blobs of the hub cache's model."""
-    blobs = folder.parent.parent / "blobs"  # cache/models--org--name/snapshots/revision
-    return file.is_relative_to(folder) or (folder.parent.name == "snapshots" and file.is_relative_to(blobs))
 
 
 def _refuse_quantised(checkpoint: Checkpoint) -> None:
@@ -406,7 +391,5 @@ def _fill(info: TensorInfo, first: int, buffer: memoryview) -> None:
 
 
 def _read_file(path: Path) -> bytes:
-    try:
+    with reading(path):
         return path.read_bytes()
-    except OSError as exc:
-        raise fault(path, f"cannot be read ({exc.strerror or type(exc).__name__})") from exc

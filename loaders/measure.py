@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from offspec.errors import HardwareError, OffspecError
 
 from .checkpoint import DTYPE_BYTES, TensorInfo
+from .containers import largest_weight_file
 from .formats import StoredWeight, WeightFormat, format_named, linear
 from .formats.core import PackedWeight
 from .formats.process_state import FUSED_ROWS
@@ -158,7 +159,7 @@ def measure_disk(
 ) -> DiskRate:
     """Sequential reads past the page cache, with each number of threads in turn on a part of the file of its own.
 
-    path: a file; or a folder, where the largest *.safetensors is read, or, if there is none, a temporary file of up to
+    path: a file; or a folder, where the largest file of weights is read, or, if there is none, a temporary file of up to
     `temporary_bytes` that is written first. Raises HardwareError where there is nothing to read and no room to write,
     CheckpointError where a read fails.
     """
@@ -184,10 +185,9 @@ def _file_to_read(path: Path, temporary_bytes: int) -> Iterator[tuple[Path, str]
     if path.is_file():
         yield path, path.name
         return
-    shards = [(file.stat().st_size, file) for file in path.glob("*.safetensors") if file.is_file()]
-    size, shard = max(shards, default=(0, path))
-    if size >= LEAST_BYTES:
-        yield shard, shard.name
+    largest = largest_weight_file(path)
+    if largest is not None and largest.stat().st_size >= LEAST_BYTES:
+        yield largest, largest.name
         return
     with _temporary_file(path, temporary_bytes) as file:
         yield file, f"a temporary file in {path}"

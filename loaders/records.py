@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import DTYPE_BYTES, TensorInfo
+from .checkpoint import TensorInfo
 from .readers import BLOCK_BYTES, READ_BYTES, align_down, align_up
 
 MAX_GAP_BYTES = 128 * 1024  # a hole this small is cheaper to read than to seek over
@@ -85,7 +85,7 @@ class Record:
     def of(cls, infos: Iterable[TensorInfo]) -> Record:
         """The record of some tensors, stretches that are close together merged, all of them aligned for O_DIRECT."""
         ordered = sorted(infos, key=lambda info: (info.path, info.offset))
-        loose = [info for info in ordered if info.offset % DTYPE_BYTES[info.dtype]]
+        loose = [info for info in ordered if info.offset % info.alignment]
         extents, places, end = list[Extent](), dict[str, tuple[int, int]](), 0
         for group in _stretches(info for info in ordered if info not in loose):
             first = align_down(group[0].offset)

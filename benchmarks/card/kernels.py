@@ -18,7 +18,7 @@ from benchmarks.streaming import star
 from offspec import SpeculationParams, builtin
 from offspec.checkpoints.opening import ModelFiles
 from offspec.engine import load_decoder
-from offspec.loaders.checkpoint import read_config_json
+from offspec.loaders.containers import open_config
 from offspec.loaders.tiers import TieredWeights
 from offspec.model.attention import attend
 from offspec.model.config import read_config
@@ -84,7 +84,7 @@ def vocabulary(bench: Bench, name: str) -> Iterator[Figures]:
 
 
 def builtin_vocabulary() -> int:
-    return read_config(read_config_json(builtin.path("target"))).vocab_size
+    return read_config(open_config(builtin.path("target")).config).vocab_size
 
 
 def attention(bench: Bench, name: str) -> Iterator[Figures]:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from benchmarks.grow import Layout, Shape, grow
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.checkpoint import Checkpoint, TensorInfo, read_config_json, read_header
+from offspec.loaders.checkpoint import TensorInfo
+from offspec.loaders.containers import open_config
+from offspec.loaders.safetensors_folder import SafetensorsFolder, read_header
 from offspec.loaders.formats.four_bit import CODES, pack_4bit
 from offspec.loaders.formats.process_state import has_bitsandbytes
 from offspec.loaders.hardware import read_memory
@@ -55,7 +57,7 @@ class Grown:
 
     @classmethod
     def make(cls, source: Path, folder: Path, shape: Shape, device: torch.device) -> Grown:
-        config = read_config_json(source)
+        config = open_config(source).config
         speaking = Layout(read_config(config), shape).layers
         idle = next((layer for layer in range(shape.num_layers) if layer not in speaking), None)
         written = sorted({*speaking, *([] if idle is None else [idle])})
@@ -69,7 +71,7 @@ class Grown:
         for layer in range(shape.num_layers):
             if layer not in written:
                 infos |= _alias(infos, f"{LAYER_PREFIX}{idle}.", f"{LAYER_PREFIX}{layer}.")
-        checkpoint = Checkpoint(folder, read_config_json(folder), {}, infos)
+        checkpoint = replace(SafetensorsFolder().open_config(folder), tensors=infos)
         stored = StoredModel.of(checkpoint, layer_prefix=LAYER_PREFIX)
         reader = Remembered()
         reader.remember(paths)

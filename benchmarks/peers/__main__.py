@@ -24,7 +24,7 @@ from benchmarks.grow import SHAPES
 from benchmarks.streaming import best_raw
 from offspec import builtin, parse_size
 from offspec.errors import OffspecError
-from offspec.loaders.checkpoint import Checkpoint
+from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.readers import READ_BYTES
 from offspec.loaders.records import Record
 
@@ -112,7 +112,7 @@ def measure(
 
 def raw_disk_bytes_per_s(checkpoint: Path) -> float:
     """O_DIRECT reads of a GB of the checkpoint: what the disk gives just now."""
-    infos = [info for info in Checkpoint.open(checkpoint).tensors.values() if info.name.startswith("model.layers.")]
+    infos = [info for info in open_checkpoint(checkpoint).tensors.values() if info.name.startswith("model.layers.")]
     return best_raw(Record.of(infos).reads[: RAW_BYTES // READ_BYTES])
 
 

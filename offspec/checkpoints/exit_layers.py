@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offspec.loaders.checkpoint import read_header, show
+from offspec.loaders.checkpoint import show
+from offspec.loaders.safetensors_folder import read_header
 
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.block import layer_shapes

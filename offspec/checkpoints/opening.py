@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 import torch
 
-from offspec.loaders.checkpoint import Checkpoint, read_config_json, resolve
+from offspec.loaders.checkpoint import Checkpoint
+from offspec.loaders.containers import open_checkpoint, open_config
 from offspec.loaders.formats import blank_tensors, plan_form
+from offspec.loaders.hub import resolve
 from offspec.loaders.tiers import StoredModel
 
 from .. import builtin
@@ -56,7 +59,8 @@ class ModelFiles:
         cls, path: Path, dtype: str, device_type: str, notes: list[Note], *, headers_only: bool = False
     ) -> ModelFiles:
         """Reads headers. `dtype`: auto, bf16, fp16 or fp32; what auto chose is noted. Raises OffspecError's children."""
-        checkpoint = Checkpoint.open(path, headers_only=headers_only)
+        checkpoint = open_checkpoint(path, headers_only=headers_only)
+        notes += [Note(told) for told in checkpoint.notes]
         config = _config(path, checkpoint.config)
         if config.tied_head and not headers_only and _has_another_head(checkpoint):
             config = replace(config, tied_head=False)
@@ -86,13 +90,11 @@ class ModelFiles:
                 return cls.open(path, dtype, device_type, notes, headers_only=True)
             except MissingWeightsError:
                 why = "its weights are not all there"
-        raw = read_config_json(path)
-        config, form = _config(path, raw), form or plan_form(raw)
+        checkpoint = open_config(path)
+        config, form = _config(path, checkpoint.config), form or plan_form(checkpoint.config)
         stored = stored_from_config(config, form)
         notes.append(Note(f"sizes of {path.name} as {form}, from config.json alone ({why})"))
-        return cls(
-            Checkpoint(path, raw, {}, {}), config, stored, choose_dtype(dtype, path.name, stored, device_type, notes)
-        )
+        return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, stored, device_type, notes))
 
     @cached_property
     def packed_form(self) -> str | None:
@@ -105,7 +107,7 @@ class ModelFiles:
         return count_parameters(self.stored)
 
 
-def _config(path: Path, raw: dict[str, Any]) -> ModelConfig:
+def _config(path: Path, raw: Mapping[str, Any]) -> ModelConfig:
     try:
         return read_config(raw)
     except (CheckpointError, UnsupportedModelError) as exc:  # target or draft? it cannot know which file it reads
@@ -192,7 +194,7 @@ class Pair:
 def open_pair(model: str, draft: str, *, revision: str | None, dtype: str, device_type: str, notes: list[Note]) -> Pair:
     """Find MODEL and `draft` (auto, none, lookup, self, or a model), and check that they fit together. Raises OffspecError's children."""
     target = ModelFiles.open(_locate(model, revision, "target"), dtype, device_type, notes)
-    tokenizer = Tokenizer.load(target.checkpoint.path)
+    tokenizer = Tokenizer.load(target.checkpoint.tokenizer_path or target.checkpoint.path)
     draft_name, guesser = _choose_draft(model, draft, notes), None
     if draft_name not in (None, LOOKUP, SELF):
         guesser = ModelFiles.open(_locate(draft_name, None, "draft"), dtype, device_type, notes)
@@ -239,9 +241,9 @@ def _choose_draft(model: str, wanted: str, notes: list[Note]) -> str | None:
 
 def _check_draft(tokenizer: Tokenizer, target: ModelFiles, draft: ModelFiles) -> None:
     """Refuse a draft with another vocabulary; a draft without a tokenizer must at least have as many tokens."""
-    path = draft.checkpoint.path
-    if (path / "tokenizer.json").is_file():
-        check_vocabularies(tokenizer, Tokenizer.load(path))
+    path, own = draft.checkpoint.path, draft.checkpoint.tokenizer_path
+    if own is not None:
+        check_vocabularies(tokenizer, Tokenizer.load(own))
     elif draft.config.vocab_size != target.config.vocab_size:
         raise VocabularyMismatchError(
             f"the draft {path} has no tokenizer.json and {draft.config.vocab_size} tokens, the target has "

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from offspec.loaders.containers import largest_weight_file
 from offspec.loaders.formats import plan_form
 from offspec.loaders.gpus import find_gpu
 from offspec.loaders.hardware import Rates, read_hardware
@@ -149,7 +150,7 @@ def make_forecast(
     grant = MemoryOptions(vram, ram, context)
     plan = plan_here(target, guesser, hardware, grant)
     folder = target.checkpoint.path
-    file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size, default=folder)
+    file = largest_weight_file(folder) or folder
     measured = measure_rates(
         place,
         target.dtype,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.grow import SHAPES, Layout, Shape, grow
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.errors import UsageError
-from offspec.loaders.checkpoint import Checkpoint
+from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.formats import dense, stored_weights
 from offspec.model.config import read_config
 
@@ -44,7 +44,7 @@ def texts(folder: Path, num_prompts: int = 2, num_tokens: int = 24) -> list[list
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every weight as a matrix in fp32."""
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = open_checkpoint(folder)
     raw = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
     return {
         name: dense(weight.bind([raw[i.name].reshape(-1).view(torch.uint8) for i in weight.streamed]), torch.float32)
@@ -70,7 +70,7 @@ def test_the_padding_of_the_state_stays_zero(grown: Path) -> None:
     target = Engine.load(str(grown), draft="none", dtype="bf16", device="cpu").target
     ids = torch.arange(50, 90)
     hidden = target.forward(ids, torch.arange(len(ids)), target.new_cache())
-    layout = Layout(read_config(Checkpoint.open(SOURCE).config), shape_of(grown))
+    layout = Layout(read_config(open_checkpoint(SOURCE).config), shape_of(grown))
     padding = torch.ones(hidden.shape[1], dtype=torch.bool)
     padding[layout.hidden] = False
     assert (hidden[:, padding] == 0).all()
@@ -78,13 +78,13 @@ def test_the_padding_of_the_state_stays_zero(grown: Path) -> None:
 
 
 def shape_of(folder: Path) -> Shape:
-    config = read_config(Checkpoint.open(folder).config)
+    config = read_config(open_checkpoint(folder).config)
     return next(s for s in SHAPES_HERE.values() if s.hidden_size == config.hidden_size)
 
 
 def test_what_meets_only_zeros_is_random(grown: Path) -> None:
     """Zeros stand only in columns that carry a number, and none of the random rows comes twice."""
-    layout = Layout(read_config(Checkpoint.open(SOURCE).config), shape_of(grown))
+    layout = Layout(read_config(open_checkpoint(SOURCE).config), shape_of(grown))
     carried = {"o_proj": layout.attended, "down_proj": layout.neurons}
     for name, matrix in tensors(grown).items():
         if matrix.dim() == 2 and "embed_tokens" not in name:
@@ -116,7 +116,7 @@ def test_nf4_is_the_function_of_its_own_numbers(tmp_path: Path) -> None:
     """
     shape = replace(SHAPES_HERE["two copies"], format="nf4")
     folder = grow(SOURCE, tmp_path / "nf4", shape)
-    shrunk = shrink(folder, Layout(read_config(Checkpoint.open(SOURCE).config), shape), tmp_path / "small")
+    shrunk = shrink(folder, Layout(read_config(open_checkpoint(SOURCE).config), shape), tmp_path / "small")
     assert texts(folder) == texts(shrunk)
     assert texts(folder) != texts(SOURCE)
 
@@ -125,7 +125,7 @@ def shrink(folder: Path, layout: Layout, target: Path) -> Path:
     """The small model that a grown checkpoint holds (the copies of the state need not be equal any more:
     their mean).
     """
-    small, source = layout.small, Checkpoint.open(SOURCE)
+    small, source = layout.small, open_checkpoint(SOURCE)
     big, copies = tensors(folder), layout.copies
 
     def state(matrix: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ def shrink(folder: Path, layout: Layout, target: Path) -> Path:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_big_shapes_hold_the_built_in_target(name: str) -> None:
-    layout = Layout(read_config(Checkpoint.open(SOURCE).config), SHAPES[name])
+    layout = Layout(read_config(open_checkpoint(SOURCE).config), SHAPES[name])
     assert len(layout.layers) == layout.small.num_layers
     for factor in (layout.norm_scale, layout.query_scale):
         mantissa, _ = torch.frexp(torch.tensor(factor))

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from offspec.errors import CheckpointError
 from offspec.loaders.checkpoint import Checkpoint
+from offspec.loaders.containers import open_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 
@@ -28,7 +29,7 @@ def open_with(folder: Path, tensors: Tensors) -> Checkpoint:
     """A checkpoint of one file."""
     (folder / "config.json").write_text("{}")
     save_file(tensors, folder / "model.safetensors")
-    return Checkpoint.open(folder)
+    return open_checkpoint(folder)
 
 
 class FakeReader:

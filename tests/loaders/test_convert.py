@@ -25,13 +25,15 @@ from torch import Tensor
 from offspec.errors import CheckpointError, OffspecError, StorageError, UsageError
 from offspec.loaders import convert as converting
 from offspec.loaders import shards
-from offspec.loaders.checkpoint import INDEX_FILE, Checkpoint, TensorInfo, read_header
-from offspec.loaders.checkpoint import UNFINISHED_MARKER as MARKER
+from offspec.loaders.checkpoint import TensorInfo, num_bytes
+from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.convert import convert
 from offspec.loaders.formats.four_bit import pack_4bit
 from offspec.loaders.formats.process_state import bitsandbytes_functional
 from offspec.loaders.params import ConvertParams
 from offspec.loaders.records import Record
+from offspec.loaders.safetensors_folder import INDEX_FILE, read_header
+from offspec.loaders.safetensors_folder import UNFINISHED_MARKER as MARKER
 from offspec.loaders.weights import LAYER_PREFIX, split_names
 
 Tensors = dict[str, Tensor]
@@ -93,7 +95,7 @@ def target(tmp_path: Path) -> Path:
 def loaded(folder: Path) -> Tensors:
     """Every tensor, as the safetensors library reads it."""
     tensors = {}
-    for path in {info.path for info in Checkpoint.open(folder).tensors.values()}:
+    for path in {info.path for info in open_checkpoint(folder).tensors.values()}:
         with safe_open(path, framework="pt") as file:
             assert file.metadata() == {"format": "pt"}
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
@@ -179,7 +181,7 @@ def test_the_matrices_of_layers_are_packed_and_all_else_is_kept(
 @pytest.mark.parametrize("params", [KEEP, ConvertParams(), ConvertParams(double_quant=False)], ids=str)
 def test_a_layer_is_one_aligned_read(params: ConvertParams, source: Path, target: Path) -> None:
     convert(source, target, params)
-    infos = Checkpoint.open(target).tensors
+    infos = open_checkpoint(target).tensors
     layers, _ = split_names(infos, LAYER_PREFIX)
     for layer in layers:
         tensors = [infos[name] for name in layer.values()]
@@ -239,7 +241,7 @@ def test_all_that_belongs_to_a_hub_id_comes_with_it(
 
 def test_progress_counts_the_bytes_of_the_source(source: Path, target: Path) -> None:
     told: list[tuple[int, int]] = []
-    total = Checkpoint.open(source).nbytes
+    total = num_bytes(open_checkpoint(source))
     convert(source, target, progress=lambda *counts: told.append(counts))
     assert told[0] == (0, total)
     assert told[-1] == (total, total)
@@ -303,7 +305,7 @@ def stops(
 
 def is_whole_or_refused(target: Path, expected: dict[str, bytes]) -> bool:
     try:
-        Checkpoint.open(target)
+        open_checkpoint(target)
     except CheckpointError as exc:
         return "unfinished" in str(exc) or not any(path.suffix == ".safetensors" for path in target.iterdir())
     return {name: content for name, content in contents(target).items() if name != MARKER} == expected
@@ -350,7 +352,7 @@ def test_killed_in_the_middle_of_a_file_it_goes_on(
     assert MARKER in left
     assert any(name.endswith(".part") for name in left)
     with pytest.raises(CheckpointError, match="unfinished"):
-        Checkpoint.open(target)
+        open_checkpoint(target)
     told: list[int] = []
     done = convert(source, target, progress=lambda bytes_done, _: told.append(bytes_done))
     assert done.num_resumed == write_number
@@ -418,7 +420,7 @@ def test_a_disk_that_fills_up_meanwhile(
     assert "same command again" in message
     assert not list(target.glob("*.part"))
     with pytest.raises(CheckpointError):
-        Checkpoint.open(target)
+        open_checkpoint(target)
     ballast.unlink()
     convert(source, target)
     convert(source, tmp_path / "whole")
@@ -437,7 +439,7 @@ def test_a_disk_that_is_full_as_the_system_tells_it(
         patch.setattr(shards.os, "fsync", full)
         assert "no space left" in refusal(StorageError, source, target)
     convert(source, target)
-    assert Checkpoint.open(target).tensors
+    assert open_checkpoint(target).tensors
 
 
 def test_a_marker_that_cannot_be_written_is_named(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,7 +466,7 @@ def test_a_disk_that_lies(source: Path, target: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(shards, "_read_back", lambda part: (part.stat().st_size, 0))
     assert "faulty" in refusal(StorageError, source, target)
     with pytest.raises(CheckpointError):
-        Checkpoint.open(target)
+        open_checkpoint(target)
 
 
 @pytest.mark.parametrize("harm", ["truncate", "delete"])
@@ -481,7 +483,7 @@ def test_a_source_that_changes_meanwhile(
     monkeypatch.setattr(converting, "_fill", fill)
     assert "part-1.safetensors" in refusal(CheckpointError, source, target)
     with pytest.raises(CheckpointError):
-        Checkpoint.open(target)
+        open_checkpoint(target)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -672,5 +674,5 @@ def test_a_run_that_is_told_to_stop_leaves_nothing_that_looks_whole(source: Path
     with pytest.raises(KeyboardInterrupt):
         convert(source, target, progress=interrupt)
     with pytest.raises(CheckpointError):
-        Checkpoint.open(target)
+        open_checkpoint(target)
     convert(source, target)

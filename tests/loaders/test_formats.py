@@ -18,11 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.errors import CheckpointError, OffspecError
-from offspec.loaders.checkpoint import TensorInfo, read_header
+from offspec.loaders.checkpoint import TensorInfo
 from offspec.loaders.formats import StoredWeight, Weight, core, dense, four_bit, linear, stored_weights
 from offspec.loaders.formats.four_bit import Matrix4bit, pack_4bit
 from offspec.loaders.formats.process_state import FusedRows, bitsandbytes_functional, has_bitsandbytes
 from offspec.loaders.formats.quant_state import BLOCKSIZES
+from offspec.loaders.safetensors_folder import read_header
 
 Tensors = dict[str, Tensor]
 KINDS = [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False)]  # quant_type, nested

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.errors import OffspecError
-from offspec.loaders.checkpoint import Checkpoint
+from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.formats import StoredWeight, blank_tensors, dense, formats_in, grouped, linear, stored_weights
 from offspec.loaders.formats.grouped import GroupedMatrix
 from offspec.loaders.measure import measure_dequantise
@@ -103,7 +103,7 @@ def part(name: str) -> str:
 def open_with(folder: Path, tensors: Tensors, said: object) -> dict[str, StoredWeight]:
     (folder / "config.json").write_text(json.dumps({"quantization_config": said}))
     save_file(tensors, folder / "model.safetensors")
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = open_checkpoint(folder)
     return stored_weights(checkpoint.tensors, formats_in(checkpoint))
 
 
@@ -446,4 +446,4 @@ def test_biases_that_hold_nothing(tmp_path: Path) -> None:
     beside = {f"{module}.qweight": torch.ones(8, 16, dtype=torch.int32) for module in "abc"}
     save_file(biases | beside, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    assert blank_tensors(Checkpoint.open(tmp_path).tensors, {"c.bias"}) == {"a.bias"}
+    assert blank_tensors(open_checkpoint(tmp_path).tensors, {"c.bias"}) == {"a.bias"}

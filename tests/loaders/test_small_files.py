@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from offspec.errors import CheckpointError
-from offspec.loaders.checkpoint import Checkpoint, read_header
+from offspec.loaders.containers import open_checkpoint
+from offspec.loaders.safetensors_folder import read_header
 from offspec.loaders.small_files import MOST_JSON_BYTES, MOST_JSON_VALUES, parse_json, read_small_file
 
 
@@ -44,7 +45,7 @@ def test_a_pipe_in_place_of_a_json_file_is_refused(tmp_path: Path, name: str) ->
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
     with pytest.raises(CheckpointError, match=f"{name}: .*it is a pipe"):
-        Checkpoint.open(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 def test_a_pipe_is_read_where_a_user_names_one(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from offspec.errors import CheckpointError
 from offspec.loaders.checkpoint import Checkpoint
+from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.placement import Limits, Placement
 from offspec.loaders.readers import FileReader, HostBuffer
 from offspec.loaders.records import Record
@@ -197,7 +198,7 @@ def test_a_layer_scattered_over_shards(tmp_path: Path, resident: tuple[int, ...]
         save_file({name: tensors[name] for name in tensors if index[name] == shard}, tmp_path / shard)
     quoted = ", ".join(f'"{name}": "{shard}"' for name, shard in index.items())
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{quoted}}}}}')
-    weights = tiered(Checkpoint.open(tmp_path), resident=resident)
+    weights = tiered(open_checkpoint(tmp_path), resident=resident)
     torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
     weights.close()
 
@@ -219,7 +220,7 @@ def test_what_is_streamed_is_counted(tmp_path: Path) -> None:
     weights = tiered(open_with(tmp_path, toy_tensors()), resident=SOME)
     for _ in range(2):
         by_full_name(weights, toy_tensors())
-    records = [layer.record for layer in StoredModel.of(Checkpoint.open(tmp_path)).layers]
+    records = [layer.record for layer in StoredModel.of(open_checkpoint(tmp_path)).layers]
     assert weights.bytes_streamed == 2 * (records[0].read_bytes + records[2].read_bytes) > 0
     weights.close()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from offspec import Engine, SamplingParams, builtin
-from offspec.loaders.checkpoint import Checkpoint
+from offspec.loaders.containers import open_checkpoint
 from offspec.text.tokenizer import Tokenizer, check_vocabularies
 from offspec.tools.verification import settings_of, verify
 
@@ -24,7 +24,7 @@ def engine() -> Engine:
 
 
 def num_parameters(role: str) -> int:
-    return sum(math.prod(info.shape) for info in Checkpoint.open(builtin.path(role)).tensors.values())
+    return sum(math.prod(info.shape) for info in open_checkpoint(builtin.path(role)).tensors.values())
 
 
 def test_sizes() -> None:
@@ -33,7 +33,7 @@ def test_sizes() -> None:
     assert 6e6 <= num_parameters("target") <= 8e6
     assert num_parameters("draft") <= num_parameters("target") / 8
     # A grown copy is exact in bf16 only if it is wider by a power of four: 4096 = 256 · 4².
-    assert Checkpoint.open(builtin.path("target")).config["hidden_size"] == 256
+    assert open_checkpoint(builtin.path("target")).config["hidden_size"] == 256
 
 
 def test_one_vocabulary() -> None:

@@ -21,7 +21,10 @@ from safetensors.torch import load as load_reference
 from safetensors.torch import save, save_file
 
 from offspec.errors import CheckpointError
-from offspec.loaders.checkpoint import DTYPE_BYTES, Checkpoint, read_header, resolve
+from offspec.loaders.checkpoint import DTYPE_BYTES, Checkpoint, num_bytes
+from offspec.loaders.containers import open_checkpoint
+from offspec.loaders.hub import resolve
+from offspec.loaders.safetensors_folder import read_header
 from offspec.loaders.tiers import StoredModel
 
 Json = dict[str, Any]
@@ -89,33 +92,33 @@ def assert_holds_tensors(checkpoint: Checkpoint) -> None:
 
 
 def test_single_file(folder: Path) -> None:
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = open_checkpoint(folder)
     assert_holds_tensors(checkpoint)
     assert checkpoint.path == folder
     assert checkpoint.config == {"model_type": "toy"}
     assert checkpoint.generation_config == {}
-    assert checkpoint.nbytes == 4 * (12 + 6 + 5 + 1)
+    assert num_bytes(checkpoint) == 4 * (12 + 6 + 5 + 1)
 
 
 def test_shards(sharded: Path) -> None:
-    checkpoint = Checkpoint.open(str(sharded))
+    checkpoint = open_checkpoint(str(sharded))
     assert_holds_tensors(checkpoint)
     assert checkpoint.tensors["scalar"].path == sharded / "b.safetensors"
 
 
 def test_single_file_goes_before_an_index(folder: Path) -> None:
     write_index(folder, {"embed": "gone.safetensors"})
-    assert_holds_tensors(Checkpoint.open(folder))
+    assert_holds_tensors(open_checkpoint(folder))
 
 
 def test_generation_config(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
-    assert Checkpoint.open(folder).generation_config == {"eos_token_id": 2}
+    assert open_checkpoint(folder).generation_config == {"eos_token_id": 2}
 
 
 def test_a_byte_order_mark_is_no_fault(folder: Path) -> None:
     (folder / "config.json").write_text('{"a": 1}', encoding="utf-8-sig")
-    assert Checkpoint.open(folder).config == {"a": 1}
+    assert open_checkpoint(folder).config == {"a": 1}
 
 
 def test_links_may_leave_the_folder_as_in_the_hub_cache(sharded: Path) -> None:
@@ -126,22 +129,22 @@ def test_links_may_leave_the_folder_as_in_the_hub_cache(sharded: Path) -> None:
     for file in [path for path in sharded.iterdir() if path.is_file()]:
         file.rename(blobs / file.name)
         (snapshot / file.name).symlink_to(blobs / file.name)
-    assert_holds_tensors(Checkpoint.open(snapshot))
+    assert_holds_tensors(open_checkpoint(snapshot))
 
 
 def test_tensors_that_the_index_does_not_name_are_left_out(sharded: Path) -> None:
     write_index(sharded, {"embed": "a.safetensors"})
-    assert list(Checkpoint.open(sharded).tensors) == ["embed"]
+    assert list(open_checkpoint(sharded).tensors) == ["embed"]
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    message = refusal(lambda: Checkpoint.open(tmp_path / "gone"))
+    message = refusal(lambda: open_checkpoint(tmp_path / "gone"))
     assert "gone: cannot be read (No such file or directory)" in message
 
 
 def test_no_config(folder: Path) -> None:
     (folder / "config.json").unlink()
-    assert "has no config.json" in refusal(lambda: Checkpoint.open(folder))
+    assert "has no config.json" in refusal(lambda: open_checkpoint(folder))
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
@@ -158,7 +161,7 @@ def test_no_config(folder: Path) -> None:
 )
 def test_bad_json(folder: Path, file: str, content: bytes, what: str) -> None:
     (folder / file).write_bytes(content)
-    message = refusal(lambda: Checkpoint.open(folder))
+    message = refusal(lambda: open_checkpoint(folder))
     assert f"{file}: is" in message
     assert what in message
 
@@ -168,7 +171,7 @@ def test_bad_json(folder: Path, file: str, content: bytes, what: str) -> None:
 )
 def test_pickles_are_refused(folder: Path, name: str) -> None:
     (folder / "model.safetensors").rename(folder / name)
-    message = refusal(lambda: Checkpoint.open(folder))
+    message = refusal(lambda: open_checkpoint(folder))
     assert "can run code" in message
     assert "save_pretrained" in message
     assert "machine you trust" in message
@@ -176,23 +179,23 @@ def test_pickles_are_refused(folder: Path, name: str) -> None:
 
 def test_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model-Q4_K_M.gguf").touch()
-    assert "GGUF is not read; use the safetensors" in refusal(lambda: Checkpoint.open(tmp_path))
+    assert "GGUF is not read; use the safetensors" in refusal(lambda: open_checkpoint(tmp_path))
 
 
 def test_pickles_beside_safetensors_are_no_matter(folder: Path) -> None:
     (folder / "pytorch_model.bin").touch()
     (folder / "model.gguf").touch()
-    assert_holds_tensors(Checkpoint.open(folder))
+    assert_holds_tensors(open_checkpoint(folder))
 
 
 def test_no_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert "holds neither model.safetensors nor" in refusal(lambda: Checkpoint.open(tmp_path))
+    assert "holds neither model.safetensors nor" in refusal(lambda: open_checkpoint(tmp_path))
 
 
 def test_shards_without_their_index(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    assert "has shards but no model.safetensors.index.json" in refusal(lambda: Checkpoint.open(folder))
+    assert "has shards but no model.safetensors.index.json" in refusal(lambda: open_checkpoint(folder))
 
 
 # ---------------------------------------------------------------------------------------------------------------- index
@@ -200,7 +203,7 @@ def test_shards_without_their_index(folder: Path) -> None:
 
 def test_missing_shard(sharded: Path) -> None:
     (sharded / "b.safetensors").unlink()
-    message = refusal(lambda: Checkpoint.open(sharded))
+    message = refusal(lambda: open_checkpoint(sharded))
     assert "lacks 'b.safetensors'" in message
     assert "1 of 2 shards missing" in message
     assert "download it again" in message
@@ -208,7 +211,7 @@ def test_missing_shard(sharded: Path) -> None:
 
 def test_tensor_that_the_shard_lacks(sharded: Path) -> None:
     write_index(sharded, {"embed": "a.safetensors", "ghost": "b.safetensors"})
-    message = refusal(lambda: Checkpoint.open(sharded))
+    message = refusal(lambda: open_checkpoint(sharded))
     assert "b.safetensors: lacks tensor 'ghost'" in message
 
 
@@ -217,30 +220,30 @@ def test_tensor_that_the_shard_lacks(sharded: Path) -> None:
 )
 def test_shard_outside_the_folder(sharded: Path, shard: str) -> None:
     write_index(sharded, {"embed": shard})
-    assert "lies outside the folder" in refusal(lambda: Checkpoint.open(sharded))
+    assert "lies outside the folder" in refusal(lambda: open_checkpoint(sharded))
 
 
 def test_shard_in_a_subfolder(sharded: Path) -> None:
     (sharded / "sub").mkdir()
     (sharded / "a.safetensors").rename(sharded / "sub" / "a.safetensors")
     write_index(sharded, {"embed": "sub/a.safetensors"})
-    assert list(Checkpoint.open(sharded).tensors) == ["embed"]
+    assert list(open_checkpoint(sharded).tensors) == ["embed"]
 
 
 @pytest.mark.parametrize("weight_map", [None, [], {}, "a.safetensors"])
 def test_index_without_weight_map(sharded: Path, weight_map: object) -> None:
     write_index(sharded, weight_map)
-    assert "has no weight_map" in refusal(lambda: Checkpoint.open(sharded))
+    assert "has no weight_map" in refusal(lambda: open_checkpoint(sharded))
 
 
 def test_index_with_a_shard_that_is_no_name(sharded: Path) -> None:
     write_index(sharded, {"embed": 3})
-    assert "tensor 'embed' lies in 3, not a file name" in refusal(lambda: Checkpoint.open(sharded))
+    assert "tensor 'embed' lies in 3, not a file name" in refusal(lambda: open_checkpoint(sharded))
 
 
 def test_index_that_is_not_json(sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").write_text("<html>")
-    assert "index.json: is not JSON" in refusal(lambda: Checkpoint.open(sharded))
+    assert "index.json: is not JSON" in refusal(lambda: open_checkpoint(sharded))
 
 
 # --------------------------------------------------------------------------------------------------------------- header
@@ -313,7 +316,7 @@ def test_a_dtype_that_is_not_known_is_no_damage(tmp_path: Path, dtype: str) -> N
 def test_fp8_scales_are_no_damage(folder: Path) -> None:
     scales = {"layers.0.scale": torch.zeros(4, dtype=torch.uint8).view(torch.float8_e8m0fnu)}
     save_file(TENSORS | scales, folder / "model.safetensors")
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = open_checkpoint(folder)
     assert checkpoint.tensors["layers.0.scale"].dtype == "F8_E8M0"
     message = refusal(lambda: StoredModel.of(checkpoint))
     assert "belongs to a checkpoint in fp8, which is not read" in message
@@ -350,7 +353,7 @@ def test_truncated_data(folder: Path) -> None:
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-10])
-    message = refusal(lambda: Checkpoint.open(folder))
+    message = refusal(lambda: open_checkpoint(folder))
     promise = f"truncated: header promises {len(whole)} bytes, file has {len(whole) - 10}; download it again"
     assert message == f"{path}: {promise}"
 
@@ -359,7 +362,7 @@ def test_too_long(folder: Path) -> None:
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole + b"\0")
-    message = refusal(lambda: Checkpoint.open(folder))
+    message = refusal(lambda: open_checkpoint(folder))
     assert f"too long: header promises {len(whole)} bytes, file has {len(whole) + 1}" in message
 
 
@@ -368,7 +371,7 @@ def test_every_truncation_is_refused(folder: Path) -> None:
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        assert "download it again" in refusal(lambda: Checkpoint.open(folder))
+        assert "download it again" in refusal(lambda: open_checkpoint(folder))
 
 
 @pytest.mark.parametrize(
@@ -424,7 +427,7 @@ def test_file_without_room_for_a_header(tmp_path: Path, content: bytes) -> None:
 def test_git_lfs_pointer(folder: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
     (folder / "model.safetensors").write_text(pointer)
-    message = refusal(lambda: Checkpoint.open(folder))
+    message = refusal(lambda: open_checkpoint(folder))
     assert "git-lfs pointer" in message
     assert "git lfs pull" in message
 
@@ -433,13 +436,13 @@ def test_vanished_file(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.unlink()
     path.symlink_to(folder / "gone")
-    assert "model.safetensors: cannot be read (No such file" in refusal(lambda: Checkpoint.open(folder))
+    assert "model.safetensors: cannot be read (No such file" in refusal(lambda: open_checkpoint(folder))
 
 
 def test_folder_in_place_of_a_file(folder: Path) -> None:
     (folder / "config.json").unlink()
     (folder / "config.json").mkdir()
-    assert "config.json: cannot be read (Is a directory)" in refusal(lambda: Checkpoint.open(folder))
+    assert "config.json: cannot be read (Is a directory)" in refusal(lambda: open_checkpoint(folder))
 
 
 def test_permission_denied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +450,7 @@ def test_permission_denied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.open", denied)
-    message = refusal(lambda: Checkpoint.open(folder))
+    message = refusal(lambda: open_checkpoint(folder))
     assert "model.safetensors: cannot be read (Permission denied); check that" in message
 
 
@@ -463,7 +466,7 @@ def assert_loads_like_the_reference_or_is_refused(content: bytes) -> None:
         (Path(scratch) / "config.json").write_text("{}")
         (Path(scratch) / "model.safetensors").write_bytes(content)
         try:
-            checkpoint = Checkpoint.open(scratch)
+            checkpoint = open_checkpoint(scratch)
             model = StoredModel.of(checkpoint, layer_prefix="layers.")
         except CheckpointError:
             return
@@ -699,7 +702,7 @@ def test_a_repository_of_pickles_is_refused(tmp_path: Path, hub: Hub) -> None:
     calls = hub(tmp_path)
     folder = resolve("org/name")
     assert downloaded(calls[0], "pytorch_model.bin", "pytorch_model-00001-of-00002.bin") == []
-    assert "choose a model that is published as safetensors" in refusal(lambda: Checkpoint.open(folder))
+    assert "choose a model that is published as safetensors" in refusal(lambda: open_checkpoint(folder))
 
 
 @pytest.mark.parametrize(

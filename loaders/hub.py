@@ -1,0 +1,87 @@
+"""Finds a model: a local folder or file, or a hub id, whose files are downloaded where they are not cached."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from glob import escape
+from pathlib import Path
+
+from offspec.errors import CheckpointError
+
+from .checkpoint import fault, reading, show
+from .containers import is_checkpoint
+from .safetensors_folder import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names, why_no_folder
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The path of a local checkpoint, or the folder of a hub id ("org/name"), downloaded where it is not cached.
+
+    From the hub come safetensors folders, and of weights only those that are read; what else a repository holds may be as
+    large again.
+    weights=False: only the JSON files, which are small, are downloaded.
+    `revision` (branch, tag or commit) is for hub ids; a folder has none. Raises CheckpointError.
+    """
+    local = _local(model)
+    if local is not None:
+        return local
+    if not _HUB_ID.fullmatch(model):
+        raise CheckpointError(f"{show(model)}: no such folder; give a local folder or a hub id of the form org/name")
+    if not weights:
+        return _download(model, revision, (CONFIG_FILE, INDEX_FILE))
+    files = (CONFIG_FILE, *COMPANIONS, SINGLE_FILE, INDEX_FILE)
+    folder = _download(model, revision, files)
+    shards = shard_names(folder)  # whatever they are called
+    return _download(model, revision, (*files, *map(escape, shards))) if shards else folder
+
+
+def _local(model: str) -> Path | None:
+    if not model:  # Path("") would be the current folder
+        return None
+    path = Path(os.path.expanduser(model))
+    with reading(path):
+        if path.is_dir() or (path.exists() and is_checkpoint(path)):
+            return path
+        if path.exists():
+            raise fault(path, why_no_folder(path))
+    return None
+
+
+def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(model, revision=revision, allow_patterns=list(patterns))
+    # Everything: the library's transport (requests, httpx, httpx2) and its errors' base class changed from one major
+    # version to the next, and a lost connection must not be a traceback.
+    except Exception as exc:
+        raise CheckpointError(_explain_hub_error(model, revision, exc)) from exc
+    return Path(folder)
+
+
+def _explain_hub_error(model: str, revision: str | None, exc: Exception) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(exc, errors.GatedRepoError):  # a RepositoryNotFoundError too, so it comes first
+        page = f"https://huggingface.co/{model}"
+        return f"{model}: gated on the hub; accept its terms at {page} and set HF_TOKEN to a token of that account"
+    if isinstance(exc, errors.RepositoryNotFoundError):
+        return f"{model}: neither a folder here nor a model on the hub; check the name, or set HF_TOKEN if private"
+    if isinstance(exc, errors.RevisionNotFoundError):
+        return f"{model}: no revision {show(revision or 'main')} on the hub; name a branch, tag or commit that it has"
+    if isinstance(exc, errors.HFValidationError):
+        return f"{model}: no such folder, and not a valid hub id ({_first_line(exc)}); check the name"
+    if isinstance(exc, errors.OfflineModeIsEnabled) or isinstance(exc.__cause__, errors.OfflineModeIsEnabled):
+        return f"{model}: not completely in the local hub cache, and HF_HUB_OFFLINE forbids to download; unset it once"
+    if isinstance(exc, errors.LocalEntryNotFoundError):
+        reason = _first_line(exc.__cause__ or exc)
+        return f"{model}: the hub cannot be reached ({reason}); check the network, or give a local folder"
+    return f"{model}: the download failed ({_first_line(exc)}); try again, files that are complete are kept"
+
+
+def _first_line(exc: BaseException) -> str:
+    lines = str(exc).strip().splitlines()
+    return f"{type(exc).__name__}: {lines[0]}" if lines else type(exc).__name__

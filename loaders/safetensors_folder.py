@@ -1,0 +1,331 @@
+"""Folders of *.safetensors with a config.json: which tensors lie where, headers only, each validated first.
+
+Nothing in a file is believed before it is checked: lengths, names, types and offsets all come from strangers. Only
+safetensors is read, because a pickle can run code. Knows nothing of what the tensors mean, and does not load them.
+Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, then the data without holes).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, NoReturn, TypeGuard
+
+from offspec.errors import MissingWeightsError
+
+from .checkpoint import DTYPE_BYTES, TensorInfo, fault, reading, show
+from .small_files import MOST_JSON_BYTES, open_regular, parse_json, read_small_file
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+UNFINISHED_MARKER = "offspec-quantize.json"  # in what `convert` has begun and not finished
+
+# What belongs to a checkpoint beside weights, index and config.json: tokenizer, chat templates, the terms it is under.
+COMPANIONS = (
+    *("generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template*", "additional_chat_templates/*", "quantize_config.json"),
+    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
+
+_LENGTH_BYTES = 8
+_MAX_RANK = 64  # torch's own limit
+_MAX_ELEMENTS = 2**60  # beyond any disk, and small enough that byte counts stay within 64 bits
+_LFS_POINTER = b"version https://git-lfs"
+
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
+_PICKLE_REFUSED = (
+    "holds pickled weights only, which can run code and are not read; on a machine you trust convert them with "
+    "transformers: AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)"
+)
+_GGUF_REFUSED = "GGUF is not read; use the safetensors checkpoint that it was made from"
+_NO_WEIGHTS = f"holds neither {SINGLE_FILE} nor {INDEX_FILE}; choose a model that is published as safetensors"
+
+
+@dataclass(frozen=True)
+class SafetensorsCheckpoint:
+    """A folder of weights whose headers have been read and found consistent (a `checkpoint.Checkpoint`)."""
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]  # {} where the folder has none
+    tensors: dict[str, TensorInfo]  # by full name
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        return self.path if (self.path / "tokenizer.json").is_file() else None
+
+    def companions(self) -> dict[str, Path]:
+        """Links that lead out of the folder are refused: a stranger's checkpoint could have any file copied so."""
+        found = sorted({path for pattern in COMPANIONS for path in self.path.glob(pattern) if path.is_file()})
+        for path in (self.path / CONFIG_FILE, *found):
+            if not _belongs(path.resolve(), self.path.resolve()):
+                what = f"is a link to {show(str(path.resolve()))}, outside of the checkpoint, and is not followed"
+                raise fault(path, f"{what}; put a copy in its place, or remove it")
+        return {str(path.relative_to(self.path)): path for path in found}
+
+    def config_json(self) -> bytes:
+        path = self.path / CONFIG_FILE
+        with reading(path):
+            return read_small_file(path)
+
+
+class SafetensorsFolder:
+    """The container that is asked last: a folder that is none is refused with what would have to be there."""
+
+    def recognises(self, path: Path) -> bool:
+        return path.is_dir()
+
+    def open(self, path: Path, *, headers_only: bool = False) -> SafetensorsCheckpoint:
+        names = _list_folder(path)
+        # Weights come first: a folder of pickles or GGUF often lacks config.json too, and that is not its trouble.
+        tensors = _find_tensors(path, names, headers_only=headers_only)
+        if CONFIG_FILE not in names:
+            raise fault(path, "has no config.json, which says how the model is built; download it again, completely")
+        config = _read_json_object(path / CONFIG_FILE)
+        has_generation_config = "generation_config.json" in names
+        generation_config = _read_json_object(path / "generation_config.json") if has_generation_config else {}
+        return SafetensorsCheckpoint(path, config, generation_config, tensors)
+
+    def open_config(self, path: Path) -> SafetensorsCheckpoint:
+        return SafetensorsCheckpoint(path, _read_json_object(path / CONFIG_FILE), {}, {})
+
+    def weight_files(self, path: Path) -> list[Path]:
+        return [file for file in path.glob("*.safetensors") if file.is_file()]
+
+
+def _belongs(file: Path, folder: Path) -> bool:
+    """Whether a file, all links followed, lies in a checkpoint's folder or among the blobs of the hub cache's model."""
+    blobs = folder.parent.parent / "blobs"  # cache/models--org--name/snapshots/revision
+    return file.is_relative_to(folder) or (folder.parent.name == "snapshots" and file.is_relative_to(blobs))
+
+
+def shard_names(folder: Path) -> list[str]:
+    """The files that the folder's index names, of which none leads out of it; [] where a single file holds all.
+
+    Raises CheckpointError.
+    """
+    names = _list_folder(folder)
+    if SINGLE_FILE in names or INDEX_FILE not in names:
+        return []
+    return list(_shard_paths(folder, _read_weight_map(folder / INDEX_FILE)))
+
+
+def why_no_folder(path: Path) -> str:
+    """What is wrong with a file where a folder belongs."""
+    if path.suffix == ".gguf":
+        return _GGUF_REFUSED
+    return "is a file; give the folder that holds config.json and the *.safetensors"
+
+
+# ------------------------------------------------------------------------------------------------------------- folder
+
+
+def _list_folder(folder: Path) -> frozenset[str]:
+    with reading(folder):
+        return frozenset(os.listdir(folder))
+
+
+def _find_tensors(folder: Path, names: frozenset[str], *, headers_only: bool) -> dict[str, TensorInfo]:
+    if SINGLE_FILE in names:
+        return read_header(folder / SINGLE_FILE, headers_only=headers_only)
+    if INDEX_FILE in names:
+        return _read_shards(folder, headers_only=headers_only)
+    raise fault(folder, _why_no_weights(names), MissingWeightsError)
+
+
+def _why_no_weights(names: frozenset[str]) -> str:
+    if UNFINISHED_MARKER in names:
+        return "is unfinished; give the same `offspec quantize` command again, it goes on where it stopped"
+    if any(fnmatch(name, "model-*-of-*.safetensors") for name in names):
+        return f"has shards but no {INDEX_FILE}; download that file as well"
+    if any(fnmatch(name, pattern) for name in names for pattern in _PICKLES):
+        return _PICKLE_REFUSED
+    if any(fnmatch(name, "*.gguf") for name in names):
+        return _GGUF_REFUSED
+    return _NO_WEIGHTS
+
+
+def _read_shards(folder: Path, *, headers_only: bool) -> dict[str, TensorInfo]:
+    weight_map = _read_weight_map(folder / INDEX_FILE)
+    shards = _shard_paths(folder, weight_map)
+    _refuse_missing(folder, shards)
+    headers = {shard: read_header(path, headers_only=headers_only) for shard, path in shards.items()}
+    for name, shard in weight_map.items():
+        if name not in headers[shard]:
+            raise fault(shards[shard], f"lacks tensor {show(name)}, which {INDEX_FILE} promises; download it again")
+    return {name: headers[shard][name] for name, shard in weight_map.items()}
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    weight_map = _read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise fault(path, "has no weight_map of tensors to files; download it again")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise fault(path, f"tensor {show(name)} lies in {show(shard)}, not a file name; download it again")
+    return weight_map
+
+
+def _shard_paths(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Path]:
+    """By their names, of which none leads out of the folder."""
+    return {shard: _shard_path(folder, shard) for shard in sorted(set(weight_map.values()))}
+
+
+def _shard_path(folder: Path, shard: str) -> Path:
+    # Judged by its text: in the hub's cache every file is a link that leaves the folder, and rightly so.
+    posix, windows = PurePosixPath(shard), PureWindowsPath(shard)
+    if posix.is_absolute() or windows.anchor or ".." in windows.parts or "\0" in shard:
+        raise fault(folder / INDEX_FILE, f"shard {show(shard)} lies outside the folder; do not trust this checkpoint")
+    return folder / posix
+
+
+def _refuse_missing(folder: Path, shards: dict[str, Path]) -> None:
+    missing = []
+    for shard, path in shards.items():
+        with reading(path):
+            if not path.is_file():
+                missing.append(shard)
+    if missing:
+        count = f"{len(missing)} of {len(shards)} shards missing"
+        what = f"lacks {show(missing[0])}, which {INDEX_FILE} names ({count}); download it again"
+        raise fault(folder, what, MissingWeightsError)
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    with reading(path):
+        content = read_small_file(path)
+    try:
+        value = parse_json(content)
+    except ValueError as exc:
+        raise fault(path, f"is not JSON ({exc}); download it again") from exc
+    if not isinstance(value, dict):
+        raise fault(path, f"is a JSON {type(value).__name__}, not an object; download it again")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------- safetensors header
+
+
+def read_header(path: Path, *, headers_only: bool = False) -> dict[str, TensorInfo]:
+    """Every tensor of one safetensors file, by name, after the whole header was checked. Raises CheckpointError.
+
+    headers_only: the file may end behind its header.
+    """
+    header, file_bytes = _read_header_bytes(path)
+    entries = _parse_header(path, header)
+    _check_metadata(path, entries.pop("__metadata__", {}))
+    data_start = _LENGTH_BYTES + len(header)
+    tensors = {name: _tensor_info(path, name, entry, data_start) for name, entry in entries.items()}
+    _check_layout(path, tensors.values(), data_start, None if headers_only else file_bytes)
+    return tensors
+
+
+def _read_header_bytes(path: Path) -> tuple[bytes, int]:
+    """The JSON header and the length of the whole file."""
+    with reading(path), open_regular(path) as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        start = file.read(len(_LFS_POINTER))
+        header_bytes = _header_length(path, start, file_bytes)
+        file.seek(_LENGTH_BYTES)
+        header = file.read(header_bytes)
+    if len(header) < header_bytes:  # it shrank after it was measured
+        _refuse_truncated(path, _LENGTH_BYTES + header_bytes, _LENGTH_BYTES + len(header))
+    return header, file_bytes
+
+
+def _header_length(path: Path, start: bytes, file_bytes: int) -> int:
+    if start == _LFS_POINTER:
+        what = "is a git-lfs pointer, not the weights; run `git lfs pull` in its folder"
+        raise fault(path, what, MissingWeightsError)
+    if len(start) < _LENGTH_BYTES:
+        raise fault(path, f"is no safetensors file: {file_bytes} bytes have no room for a header; download it again")
+    header_bytes: int = struct.unpack("<Q", start[:_LENGTH_BYTES])[0]
+    if header_bytes > MOST_JSON_BYTES:
+        raise fault(path, f"is no safetensors file: a header of {header_bytes} bytes is absurd; download it again")
+    if _LENGTH_BYTES + header_bytes > file_bytes:
+        _refuse_truncated(path, _LENGTH_BYTES + header_bytes, file_bytes)
+    return header_bytes
+
+
+def _refuse_truncated(path: Path, promised: int, present: int) -> NoReturn:
+    raise fault(path, f"truncated: header promises {promised} bytes, file has {present}; download it again")
+
+
+def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
+    if not header.startswith(b"{"):
+        raise fault(path, "header is not a JSON object; the file is damaged, download it again")
+    try:
+        entries: dict[str, Any] = parse_json(header, _refuse_duplicates)
+    except ValueError as exc:
+        raise fault(path, f"header is not valid JSON ({exc}); the file is damaged, download it again") from exc
+    return entries
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Readers differ in which of two equal keys they believe, so one of them would see other weights than we do.
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"key {show(counts.most_common(1)[0][0])} occurs twice")
+    return found
+
+
+def _check_metadata(path: Path, metadata: object) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise fault(path, "header's __metadata__ does not map strings to strings; the file is damaged, get it again")
+
+
+def _tensor_info(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
+    def refuse(what: str) -> NoReturn:
+        raise fault(path, f"tensor {show(name)} {what}; the file is damaged, download it again")
+
+    if not isinstance(entry, dict):
+        refuse(f"is described by {show(entry)}, not by an object")
+    dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str):
+        refuse(f"has dtype {show(dtype)}, not a name")
+    if dtype not in DTYPE_BYTES:
+        what = f"tensor {show(name)} has dtype {show(dtype)}, which this version does not read"
+        raise fault(path, f"{what}, only {', '.join(DTYPE_BYTES)}; use a 16- or 4-bit checkpoint of this model")
+    if not _is_shape(shape):
+        refuse(f"has shape {show(shape)}, not a list of sizes")
+    if not _is_naturals(span) or len(span) != 2 or span[0] > span[1]:
+        refuse(f"has data_offsets {show(span)}, not [begin, end]")
+    nbytes = DTYPE_BYTES[dtype] * math.prod(shape)
+    if span[1] - span[0] != nbytes:
+        refuse(f"is {dtype} {show(shape)} and needs {nbytes} bytes, but its data_offsets span {span[1] - span[0]}")
+    return TensorInfo(name, dtype, tuple(shape), path, data_start + span[0], nbytes)
+
+
+def _is_naturals(value: object) -> TypeGuard[list[int]]:
+    # `type`, not isinstance: True is an int to Python, and to nobody else.
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def _is_shape(value: object) -> TypeGuard[list[int]]:
+    # Zeros are left out of the product, else one of them would excuse any other size.
+    return _is_naturals(value) and len(value) <= _MAX_RANK and math.prod(size or 1 for size in value) <= _MAX_ELEMENTS
+
+
+def _check_layout(path: Path, tensors: Iterable[TensorInfo], data_start: int, file_bytes: int | None) -> None:
+    """The tensors fill the file to its last byte (where its length counts), without an overlap or a hole."""
+    end = data_start
+    for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
+        if info.offset != end:
+            what = "overlaps the one before it" if info.offset < end else "leaves a hole before it"
+            raise fault(path, f"tensor {show(info.name)} {what}; the file is damaged, download it again")
+        end += info.nbytes
+    if file_bytes is None:
+        return
+    if end > file_bytes:
+        _refuse_truncated(path, end, file_bytes)
+    if end < file_bytes:
+        raise fault(path, f"too long: header promises {end} bytes, file has {file_bytes}; download it again")
