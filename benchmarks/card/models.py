@@ -19,10 +19,10 @@ from benchmarks.grow import Layout, Shape, grow
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.checkpoint import TensorInfo
 from offspec.loaders.containers import open_config
-from offspec.loaders.safetensors_folder import SafetensorsFolder, read_header
 from offspec.loaders.formats.four_bit import CODES, pack_4bit
 from offspec.loaders.formats.process_state import has_bitsandbytes
 from offspec.loaders.hardware import read_memory
+from offspec.loaders.safetensors_folder import SafetensorsFolder, read_header
 from offspec.loaders.tiers import StoredModel
 from offspec.loaders.units import GIB
 from offspec.loaders.weights import LAYER_PREFIX

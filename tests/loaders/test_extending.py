@@ -47,11 +47,13 @@ class OneFile:
     tensors: dict[str, TensorInfo]
     notes: tuple[str, ...] = ("weights are read from one file",)
     generation_config: dict[str, Any] = field(default_factory=dict)
-    companions: dict[str, Path] = field(default_factory=dict)
 
     @property
     def tokenizer_path(self) -> Path:
         return self.path.parent
+
+    def companions(self) -> dict[str, Path]:
+        return {}
 
     def config_json(self) -> bytes:
         return json.dumps(self.config).encode()
