@@ -10,7 +10,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -113,10 +113,11 @@ class PassLine:
     The figures are read from the engine while it computes; it does not know of it.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._stop = engine, threading.Event()
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: in seconds."""
+        self._engine, self._stop, self._clock = engine, threading.Event(), clock
         self._thread: threading.Thread | None = None
-        self._began, self._bytes_before = time.monotonic(), engine.target.weights.bytes_streamed
+        self._began, self._bytes_before = clock(), engine.target.weights.bytes_streamed
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._watch, name="offspec-pass-line", daemon=True)
@@ -132,14 +133,14 @@ class PassLine:
     def _watch(self) -> None:
         shown, wait_s = False, FIRST_LOOK_S
         while not self._stop.wait(wait_s):
-            show_line(self.text(time.monotonic())[: columns() - 1])
+            show_line(self.text()[: columns() - 1])
             shown, wait_s = True, LOOK_EVERY_S
         if shown:
             show_line()
 
-    def text(self, now: float) -> str:
-        """The line as it is at the monotonic time `now`."""
-        target, seconds = self._engine.target, now - self._began
+    def text(self) -> str:
+        """The line as it is now."""
+        target, seconds = self._engine.target, self._clock() - self._began
         layer, layers = target.current_layer + 1, target.config.num_layers
         moved = target.weights.bytes_streamed - self._bytes_before
         rate = f", {format_quantity(moved / seconds, 'B/s')}" if moved else ""

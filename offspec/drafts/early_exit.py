@@ -140,6 +140,11 @@ class Trunk:
         self._first = min(self._first, length)
         self._tokens, self._parents, self._accepted = self._tokens[:0], self._parents[:0], []
 
+    @property
+    def num_hidden(self) -> int:
+        """Rows whose hidden states are kept."""
+        return sum(len(part) for part in self._hidden)
+
     def _forget(self, count: int) -> None:
         """The first `count` of the hidden states that are kept."""
         self._hidden, self._first = [self._joined()[count:].clone()], self._first + count
@@ -158,7 +163,7 @@ class SharedTarget(CachedDecoder):
     """The target over a trunk: `length` and `cache` are those of its other layers."""
 
     def __init__(self, trunk: Trunk) -> None:
-        self.decoder, self._trunk = trunk.decoder, trunk
+        self.decoder, self.trunk = trunk.decoder, trunk
         self._layers = range(len(trunk.layers), trunk.decoder.config.num_layers)
         self.cache = trunk.decoder.new_cache(self._layers)
         self._rows = np.empty(0, dtype=np.int64)  # of the tree that waits for its verdict, in the trunk
@@ -178,7 +183,7 @@ class SharedTarget(CachedDecoder):
         mask: BoolArray,
         after: AfterLayer | None = None,
     ) -> Tensor:
-        trunk = self._trunk
+        trunk = self.trunk
         rows = trunk.find(tokens, parents_of(mask))
         absent = np.flatnonzero(rows == ABSENT)
         size = trunk.cache.pending + len(absent)
@@ -202,11 +207,11 @@ class SharedTarget(CachedDecoder):
         """As `CachedDecoder.keep`, once a pass and before the draft's."""
         assert not pending, "a target's tree arrives in one pass"
         self.cache.keep(path)
-        self._trunk.accept(self._rows[list(path)].tolist())
+        self.trunk.accept(self._rows[list(path)].tolist())
 
     def truncate(self, length: int) -> None:
         super().truncate(length)
-        self._trunk.truncate()
+        self.trunk.truncate()
 
 
 class SharedDraft(CachedDecoder):
@@ -214,12 +219,12 @@ class SharedDraft(CachedDecoder):
 
     def __init__(self, trunk: Trunk, exit_layer: EarlyExit) -> None:
         super().__init__(exit_layer)
-        self._trunk = trunk
+        self.trunk = trunk
         trunk.readers.append(self.cache)
 
     def reserve(self, capacity: int) -> None:
         super().reserve(capacity)
-        self._trunk.cache.reserve(capacity + MAX_NODES)
+        self.trunk.cache.reserve(capacity + MAX_NODES)
 
     @torch.inference_mode()
     def _pass(
@@ -230,7 +235,7 @@ class SharedDraft(CachedDecoder):
         mask: BoolArray,
         after: AfterLayer | None = None,
     ) -> Tensor:
-        trunk, start = self._trunk, self.cache.size
+        trunk, start = self.trunk, self.cache.size
         known = (
             trunk.cache.length - self.length
         )  # of the chain; nodes that were sent and accepted without being expanded
@@ -244,11 +249,11 @@ class SharedDraft(CachedDecoder):
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         num_drafted = self.cache.pending
         super().keep(path, pending)
-        self._trunk.keep(path, pending, num_drafted)
+        self.trunk.keep(path, pending, num_drafted)
 
     def truncate(self, length: int) -> None:
         super().truncate(length)
-        self._trunk.truncate()
+        self.trunk.truncate()
 
 
 def parents_of(mask: BoolArray) -> IntArray:

@@ -81,10 +81,10 @@ def diagnose(
     """
     notes: list[Note] = []
     place = choose_device(device, notes)
-    where = _models_folder() if path is None else path
+    where = models_folder() if path is None else path
     hardware, load_average = read_hardware(place), psutil.getloadavg()[0]
     if not quick:
-        hardware = replace(hardware, rates=measure_rates(place, _dtype(hardware), where, progress=progress))
+        hardware = replace(hardware, rates=measure_rates(place, dtype_of(hardware), where, progress=progress))
     try:
         disk, disk_reason = read_disk(where), ""
     except HardwareError as exc:
@@ -103,7 +103,7 @@ def diagnose(
     )
 
 
-def _models_folder() -> Path:
+def models_folder() -> Path:
     """The hub's cache, or the folder in which it would be made."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -111,7 +111,7 @@ def _models_folder() -> Path:
     return next(folder for folder in (cache, *cache.parents) if folder.is_dir())
 
 
-def _dtype(hardware: Hardware) -> torch.dtype:
+def dtype_of(hardware: Hardware) -> torch.dtype:
     """What large models compute in: bf16, but for cards before Ampere, which do it in software."""
     too_old = hardware.gpu is not None and hardware.gpu.capability < (8, 0)
     return torch.float16 if too_old else torch.bfloat16

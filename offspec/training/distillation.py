@@ -218,13 +218,13 @@ class Shards:
     def _pass(self, texts: IntArray) -> Shard:
         """One pass over texts [B, T] side by side."""
         num_texts, length = texts.shape
-        forest = _Forest(self._target, self._first, self._rest, num_texts)
+        forest = Forest(self._target, self._first, self._rest, num_texts)
         parts = forest.add(texts, self._params.num_labels)
         return {name: part.view(num_texts, length, -1) for name, part in parts.items()}
 
     def _written(self, index: int) -> Shard:
         """Texts that the target writes, a token of each in a pass, beginning as its training texts did."""
-        params, forest = self._params, _Forest(self._target, self._first, self._rest, SHARD_TEXTS)
+        params, forest = self._params, Forest(self._target, self._first, self._rest, SHARD_TEXTS)
         generator = torch.Generator().manual_seed(params.seed * 1_000_003 + index)
         tokens = np.full((SHARD_TEXTS, 1), self._start, dtype=np.int64)
         parts: list[Shard] = []
@@ -259,7 +259,7 @@ def _start(tokenizer: Tokenizer) -> int:
     return min(tokenizer.eos_ids)
 
 
-class _Forest:
+class Forest:
     """Texts that grow side by side in one KV cache, each of them seeing itself alone."""
 
     def __init__(self, target: Decoder, first: range, rest: range, num_texts: int) -> None:

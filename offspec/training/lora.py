@@ -64,7 +64,10 @@ def adapter_bytes(config: ModelConfig, rank: int, itemsize: int) -> int:
 
 
 class Adapter:
-    """The additions to one draft. `pairs`: (A, B), fp32 parameters, by the full name of the matrix that they belong to."""
+    """The additions to one draft. `pairs`: (A, B), fp32 parameters, by the full name of the matrix that they belong to.
+
+    originals: these matrices as they came. merged: the draft's own tensors, to which the additions are merged in place.
+    """
 
     def __init__(self, draft: Decoder, rank: int, seed: int = 0) -> None:
         """Changes nothing yet: every B is 0. Raises UsageError for a draft whose weights cannot be changed."""
@@ -76,8 +79,8 @@ class Adapter:
         self.draft, self.share = draft, 1.0
         tensors = _tensors(draft)
         shapes = adapted_shapes(draft.config)
-        self._merged = {name: tensors[name] for name in shapes}
-        self._originals = {name: tensor.clone() for name, tensor in self._merged.items()}
+        self.merged = {name: tensors[name] for name in shapes}
+        self.originals = {name: tensor.clone() for name, tensor in self.merged.items()}
         self._others = {name: tensor for name, tensor in tensors.items() if name not in shapes}
         generator = torch.Generator().manual_seed(seed)
         self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
@@ -97,11 +100,11 @@ class Adapter:
             step = max(1, MERGED_ELEMENTS // a.shape[1])
             for first in range(0, len(b), step):
                 rows = slice(first, first + step)
-                self._merged[name][rows] = torch.addmm(self._originals[name][rows].float(), b[rows], a, alpha=share)
+                self.merged[name][rows] = torch.addmm(self.originals[name][rows].float(), b[rows], a, alpha=share)
 
     def trainee(self, share: float = 1.0) -> Trainee:
         """The draft as a function of the additions, of which `share` counts."""
-        tensors = {**self._others, **self._originals}
+        tensors = {**self._others, **self.originals}
         for name, (a, b) in self.pairs.items():
             stem = name.removesuffix("weight")
             tensors |= {f"{stem}{A}": a, f"{stem}{B}": b}
@@ -122,7 +125,7 @@ class Adapter:
         c = self.draft.config
         said = (c.model_type, c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps, c.rope, c.windows)
         digest = hashlib.sha256(repr(said).encode())
-        for name, tensor in sorted({**self._others, **self._originals}.items()):
+        for name, tensor in sorted({**self._others, **self.originals}.items()):
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             digest.update(tensor.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()

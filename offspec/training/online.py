@@ -237,7 +237,7 @@ def reached(
 
 
 class Aligner:
-    """What has been heard, and the draft that learns from it."""
+    """What has been heard, and the draft that learns from it. windows: what is learnt from, the oldest first."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class Aligner:
         self.params = p = replace(params, top_k=min(params.top_k, draft.config.vocab_size))
         self.adapter = Adapter(draft, p.rank, p.seed)
         self.num_steps, self.is_listening = 0, True
-        self._windows: deque[Window] = deque(maxlen=max(1, p.buffer_bytes // Window.nbytes(p)))
+        self.windows: deque[Window] = deque(maxlen=max(1, p.buffer_bytes // Window.nbytes(p)))
         self._draws = np.random.default_rng(p.seed)
         self._clock = clock
         self._owed = self._spare_s = self._step_s = 0.0
@@ -270,7 +270,7 @@ class Aligner:
     def open(self, context: Sequence[int]) -> Window:
         """A window that goes on from a text, among those that are learnt from."""
         window = Window([self.known(token) for token in context[-self.params.window_tokens :]], self.params)
-        self._windows.append(window)
+        self.windows.append(window)
         self._fresh.append(window)
         del self._fresh[: -self.params.batch_windows]
         return window
@@ -312,7 +312,7 @@ class Aligner:
                 self._spare_s -= self._clock() - began
             while (batch := self._batch()) and self._spare_s > 0 and self._spare_s >= self._step_s:
                 started = self._clock()
-                losses.append(self._step(batch))
+                losses.append(self.step(batch))
                 self._step_s = self._clock() - started
                 self._spare_s -= self._step_s
                 self._owed -= sum(window.num_places for window in batch)
@@ -351,7 +351,7 @@ class Aligner:
 
     def _batch(self) -> list[Window]:
         """Windows to learn from next; none where every place has had its share."""
-        ready = [window for window in self._windows if window.num_places]
+        ready = [window for window in self.windows if window.num_places]
         if not ready or self._owed < 1:
             return []
         count = min(self.params.batch_windows, len(ready))
@@ -359,7 +359,7 @@ class Aligner:
         drawn = self._draws.choice(len(ready) - len(newest), count - len(newest), replace=False)
         return [*newest, *(ready[index] for index in drawn)]
 
-    def _step(self, batch: Sequence[Window]) -> float:
+    def step(self, batch: Sequence[Window]) -> float:
         """One step of Adam; the mean loss before it, in nats a place."""
         if self._optimizer is None:
             rate = self.params.learning_rate / self.adapter.draft.config.hidden_size

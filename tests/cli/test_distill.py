@@ -54,11 +54,14 @@ def test_mistakes_are_one_line(pair: Pair, offspec: Offspec) -> None:
 
 
 def test_ctrl_c_says_how_to_go_on(pair: Pair, offspec: Offspec, exits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offspec.training.distillation import Trainer
+    from offspec.training.distillation import ExitModule
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
 
     asked = ("distill", pair.target, "--exit-layer", 1, *SMALL)
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_rate", lambda self, step: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(ExitModule, "forward", interrupted)
         left = offspec(*asked)
     assert left.code == 130
     assert "--resume goes on" in left.err

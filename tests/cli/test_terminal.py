@@ -73,10 +73,11 @@ def test_texts_of_tokens_are_the_text(run_args: Sequence[object], pair: Any) -> 
 
 def test_the_line_says_how_far_a_pass_is() -> None:
     watched = engine()
-    line = PassLine(watched)
-    assert line.text(line._began + 2) == "first pass: layer 1/80"
+    seconds = iter([100.0, 102.0, 104.0])
+    line = PassLine(watched, clock=lambda: next(seconds))
+    assert line.text() == "first pass: layer 1/80"
     watched.target.current_layer, watched.target.weights.bytes_streamed = 19, 6 * 10**9
-    assert line.text(line._began + 4) == "first pass: layer 20/80, 1.5 GB/s, 12 s left"
+    assert line.text() == "first pass: layer 20/80, 1.5 GB/s, 12 s left"
 
 
 @pytest.mark.parametrize("columns", [12, 80])
@@ -128,8 +129,6 @@ def test_the_bar_tells_what_is_loaded(
     with LoadingBar("./model") as bar:
         bar(10**9, 4 * 10**9)
         bar(2 * 10**9, 4 * 10**9)
-        assert bar._bar is not None
-        bar._bar.refresh()
     text = capsys.readouterr().err
     assert "2.0/4.0" in text
     assert ("./model" in text) == (columns >= 80)

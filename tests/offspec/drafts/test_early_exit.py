@@ -188,7 +188,7 @@ def test_all_caches_are_those_of_a_fresh_prefill(get_engine: GetEngine, reuse: b
         text = text + step.token_ids
         target, draft = caches.target, caches.draft
         assert isinstance(draft, SharedDraft)
-        trunk = draft._trunk
+        trunk = draft.trunk
         assert target.length == len(text) - 1
         nothing = build_tree([])
         fresh = CachedDecoder(engine.target)
@@ -199,8 +199,9 @@ def test_all_caches_are_those_of_a_fresh_prefill(get_engine: GetEngine, reuse: b
                 ours.read(index, ours.length), fresh.cache.read(layer, ours.length), strict=True
             ):
                 torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
-        kept = sum(len(part) for part in trunk._hidden)
-        assert kept <= trunk.cache.size - min(target.length, draft.length), "hidden states nobody has still to see"
+        assert trunk.num_hidden <= trunk.cache.size - min(target.length, draft.length), (
+            "hidden states nobody has still to see"
+        )
 
 
 def test_a_text_that_was_left_and_changed_goes_on_as_a_fresh_one(get_engine: GetEngine) -> None:
@@ -255,7 +256,7 @@ def test_room_is_made_at_once(get_engine: GetEngine) -> None:
     engine = get_engine(2, False, True)
     assert isinstance(engine.draft, EarlyExit)
     target, draft = shared_text(engine.target, engine.draft, 100)
-    assert min(target.cache.capacity, draft.cache.capacity, draft._trunk.cache.capacity) >= 100
+    assert min(target.cache.capacity, draft.cache.capacity, draft.trunk.cache.capacity) >= 100
 
 
 def test_the_first_layers_are_planned_to_stay(folder: Path) -> None:

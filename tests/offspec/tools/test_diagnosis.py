@@ -152,14 +152,14 @@ def test_measuring_is_told_and_done_on_the_folder(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "torch.float16"), ((8, 6), "torch.bfloat16")])
 def test_old_cards_multiply_in_fp16(capability: tuple[int, int], dtype: str) -> None:
     card = replace(CARD, capability=capability)
-    assert str(diagnosis._dtype(replace(DESKTOP.hardware, gpu=card))) == dtype
+    assert str(diagnosis.dtype_of(replace(DESKTOP.hardware, gpu=card))) == dtype
 
 
 def test_without_a_cache_the_disk_is_that_of_the_folder_it_would_be_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "not" / "there"))
-    assert diagnosis._models_folder() == tmp_path
+    assert diagnosis.models_folder() == tmp_path
 
 
 def test_a_disk_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

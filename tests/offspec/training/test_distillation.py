@@ -23,7 +23,7 @@ from offspec.errors import CheckpointError, StorageError, UsageError
 from offspec.model.block import layer_shapes
 from offspec.model.decoder import CachedDecoder
 from offspec.training.distill_params import DistillParams
-from offspec.training.distillation import SHARD_TEXTS, Distilled, ExitModule, Shards, Trainer, _Forest, distill
+from offspec.training.distillation import SHARD_TEXTS, Distilled, ExitModule, Forest, Shards, Trainer, distill
 
 from ...fakes import LendingWeights
 from ...pair import build_pair, scale_weights, variant
@@ -193,7 +193,7 @@ def test_a_layer_that_is_none_is_refused(engine: Engine, files: ModelFiles, tmp_
 def test_labels_are_what_the_target_says_of_each_text_alone(engine: Engine) -> None:
     """Of texts that grow side by side, in several passes, as of one that is read by itself."""
     texts = torch.randint(0, 300, (3, 5), generator=torch.Generator().manual_seed(0)).numpy()
-    forest = _Forest(engine.target, range(EXIT), range(EXIT, NUM_LAYERS), 3)
+    forest = Forest(engine.target, range(EXIT), range(EXIT, NUM_LAYERS), 3)
     parts = [forest.add(texts[:, :2], 8), forest.add(texts[:, 2:3], 8), forest.add(texts[:, 3:], 8)]
     sizes = [2, 1, 2]
     for number, text in enumerate(texts):
@@ -215,12 +215,13 @@ def test_labels_are_what_the_target_says_of_each_text_alone(engine: Engine) -> N
 
 def test_what_is_trained_is_what_is_run(engine: Engine, tmp_path: Path) -> None:
     """The layer's logits in training are those of drafting with it."""
-    trainer = Trainer(ExitModule(engine.target, EXIT, EXIT), SMALL, tmp_path)
+    module = ExitModule(engine.target, EXIT, EXIT)
+    trainer = Trainer(module, SMALL, tmp_path)
     hidden = torch.randn(1, 6, engine.target.config.hidden_size, generator=torch.Generator().manual_seed(0))
     exit_layer = EarlyExit(engine.target, EXIT, trainer.layer())
     cache = exit_layer.new_cache()
     out = exit_layer.through(hidden[0].clone(), exit_layer.rows(torch.arange(6), cache, None))
-    torch.testing.assert_close(exit_layer.logits(out), trainer._module(hidden)[0].detach(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(exit_layer.logits(out), module(hidden)[0].detach(), rtol=0, atol=1e-4)
 
 
 def test_a_streamed_target_is_walked_once_for_all_texts(engine: Engine, tmp_path: Path) -> None:

@@ -83,11 +83,11 @@ def heard(aligner: Aligner, context: list[int], seed: int = 0) -> Window:
     listener = aligner.listen(context)
     assert listener is not None
     listener.observe(TREE, VERDICT, sayings(seed))
-    return aligner._windows[-1]
+    return aligner.windows[-1]
 
 
 def weights_of(draft: Decoder) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in Adapter(draft, 1)._originals.items()}
+    return {name: tensor.clone() for name, tensor in Adapter(draft, 1).originals.items()}
 
 
 # ------------------------------------------------------------------------------------------------ the text stays
@@ -196,7 +196,7 @@ def test_a_step_learns_from_its_batch_alone(engine: Engine) -> None:
         windows = [heard(aligner, context, seed) for seed, context in enumerate(([5, 6], [60, 61]))]
         if looks:
             aligner.loss(windows[1:])
-        aligner._step(windows[:1])
+        aligner.step(windows[:1])
         after.append([parameter.detach().clone() for parameter in aligner.adapter.parameters])
     assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
 
@@ -226,7 +226,7 @@ def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine, size: int)
     steps = list(engine.generate(prompt, params, SpeculationParams(16)))  # a budget, so that no clock decides
     text = prompt + [token for step in steps for token in step.token_ids]
     places, num_guesses = set[int](), 0
-    for window in aligner._windows:
+    for window in aligner.windows:
         walk = window.text()
         context = window.tokens[walk].tolist()
         start = next(i for i in range(len(text)) if text[i : i + size // 4] == context[: min(size // 4, len(text) - i)])
@@ -246,7 +246,7 @@ def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine, size: int)
                 num_guesses += 1
                 assert 0 < window.weights[row] <= 1
     assert places >= set(range(len(prompt), len(text)))
-    assert len(aligner._windows) > 1 or size > 24
+    assert len(aligner.windows) > 1 or size > 24
     assert num_guesses >= 5
 
 
@@ -269,7 +269,7 @@ def test_what_the_target_thinks_along_the_prompt_is_taken_down(engine: Engine, m
     assert num_new == 61 - num_held
     logits = CachedDecoder(engine.target).score_rows(prompt, *NOTHING_DRAFTED).before(0, 60).log_softmax(-1)
     told = list[int]()
-    for window in aligner._windows:
+    for window in aligner.windows:
         text = window.tokens[window.text()].tolist()
         (at,) = (i for i in range(len(whole)) if whole[i : i + len(text)] == text)
         for row in np.flatnonzero(window.weights).tolist():
@@ -278,7 +278,7 @@ def test_what_the_target_thinks_along_the_prompt_is_taken_down(engine: Engine, m
                 said = torch.from_numpy(window.logs[row].astype(np.float32))
                 torch.testing.assert_close(said, logits[at + row][window.choices[row]], atol=2e-2, rtol=1e-2)
     assert told == list(range(60 - min(most_prompt, num_new - 1), 60))
-    *before, answer = aligner._windows
+    *before, answer = aligner.windows
     assert len(answer.said()) == 3  # and this alone is judged by
     assert not any(len(window.said()) for window in before)
 
@@ -295,7 +295,7 @@ def test_the_best_guesses_are_taken_down_and_no_more(engine: Engine) -> None:
     listener = aligner.listen([5, 6])
     assert listener is not None
     listener.observe(TREE, VERDICT, Rows())
-    window = aligner._windows[-1]
+    window = aligner.windows[-1]
     assert window.tokens[: window.num_tokens].tolist() == [5, 6, 8, 10, 20, 9, 11, 12]
     assert window.parents[: window.num_tokens].tolist() == [ROOT, 0, 1, 2, 3, 2, 5, 5]
     assert asked == {0, 1, 3, 2, 4, 5}
@@ -317,7 +317,7 @@ def test_where_the_target_hardly_goes_nothing_is_learnt(engine: Engine) -> None:
     listener = aligner.listen([5, 6])
     assert listener is not None
     listener.observe(TREE, VERDICT, logits)
-    window = aligner._windows[-1]
+    window = aligner.windows[-1]
     assert window.tokens[: window.num_tokens].tolist() == [5, 6, 8, 10, 20, 14]
     assert window.weights[5] == pytest.approx(0.5**0.5, rel=1e-2)
 
@@ -337,7 +337,7 @@ def test_a_walk_goes_on_in_the_next_window(engine: Engine) -> None:
     logits = torch.zeros(15, VOCAB_SIZE)
     logits[1, 30] = 9.0
     listener.observe(tree, Verdict([*range(13)], [*range(10, 24)]), logits)
-    windows = list(aligner._windows)
+    windows = list(aligner.windows)
     assert [window.tokens[: window.num_tokens].tolist() for window in windows] == [
         [6, 7, *range(10, 16)],
         [14, 15, *range(16, 22)],
@@ -365,9 +365,9 @@ def test_what_is_kept_is_bounded(engine: Engine) -> None:
     aligner = Aligner(engine.draft, params)  # type: ignore[arg-type]
     for number in range(10):
         aligner.open([number])
-    kept = [int(window.tokens[0]) for window in aligner._windows]
+    kept = [int(window.tokens[0]) for window in aligner.windows]
     assert kept == [7, 8, 9]
-    window = aligner._windows[0]
+    window = aligner.windows[0]
     arrays = (window.tokens, window.parents, window.weights, window.choices, window.logs)
     assert sum(array.nbytes for array in arrays) == Window.nbytes(params)
 
@@ -445,15 +445,13 @@ def test_left_in_the_middle_the_draft_is_as_it_was(
         calls += 1
         if calls == 2 or moment == "merge":
             with torch.no_grad():  # half of it is done when Ctrl-C comes
-                next(iter(aligner.adapter._merged.values())).add_(1)
+                next(iter(aligner.adapter.merged.values())).add_(1)
                 aligner.adapter.parameters[0].add_(1)
             monkeypatch.undo()
             raise KeyboardInterrupt
         return 0.0
 
-    monkeypatch.setattr(
-        aligner if moment == "step" else aligner.adapter, f"_{moment}" if moment == "step" else moment, interrupted
-    )
+    monkeypatch.setattr(aligner if moment == "step" else aligner.adapter, moment, interrupted)
     with pytest.raises(KeyboardInterrupt):
         aligner.learn(1.0)
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine.draft).items())
@@ -470,7 +468,7 @@ def test_what_is_not_finite_is_not_learnt(engine: Engine, monkeypatch: pytest.Mo
             aligner.adapter.parameters[0].fill_(torch.nan)
         return float("nan")
 
-    monkeypatch.setattr(aligner, "_step", overflow)
+    monkeypatch.setattr(aligner, "step", overflow)
     assert aligner.learn(1.0).num_steps == 0
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine.draft).items())
 
