@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -142,6 +142,31 @@ class FileReader:
                 flags = os.O_RDONLY | (os.O_DIRECT if direct else 0) | getattr(os, "O_BINARY", 0)
                 self._files[path, direct] = os.open(path, flags)
             return self._files[path, direct]
+
+
+class FileStates:
+    """Whether files are still what they were: device, inode, size and time of change. A file that is gone is not judged:
+    who has it open goes on reading what was in it.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._before = {path: state for path in paths if (state := _state(path)) is not None}
+
+    def check(self) -> None:
+        """Raises CheckpointError for a file that was rewritten or replaced. A call to the system a file."""
+        for path, before in self._before.items():
+            if _state(path) not in (before, None):
+                raise fault(
+                    path, "was changed while it was in use, so the model is not the one that was loaded; load it again"
+                )
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _is_aligned(offset: int, out: memoryview) -> bool:

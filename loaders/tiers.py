@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from .cuda import DeviceFiller, DeviceSlot, pin_whole, unpin
 from .formats import StoredWeight, Weight, formats_in, stored_weights
 from .formats.blocked import in_blocks
 from .placement import LayerCost, Placement
-from .readers import FileReader, HostBuffer, Reader, align_down, align_up
+from .readers import FileReader, FileStates, HostBuffer, Reader, align_down, align_up
 from .records import FLOAT_DTYPES, Record
 from .small_transfers import to_device
 from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, read_record
@@ -167,6 +168,7 @@ class TieredWeights:
         self._resident: dict[int, dict[str, Weight]] = {}
         self._stream: Stream | None = None
         self._rows = self._rows_of(embedding)
+        self._files = FileStates(self._streamed_paths())
         by_row = None if self._rows is None else self._rows.stored.name
         shared = {n: StoredLayer({n: stored}) for n, stored in self._model.shared.items() if n != by_row}
         read_once = placement.resident if synchronous else placement.resident + placement.in_ram
@@ -205,6 +207,8 @@ class TieredWeights:
         with self._stream.lend(index) as buffer:
             yield self._model.layers[index].bind(buffer, self._dtype, is_kept=False)
         self.bytes_streamed += self._model.layers[index].record.read_bytes
+        if (index,) == self._placement.on_disk[-1:]:  # a pass that read something else says nothing
+            self._files.check()
 
     def shared(self, name: str) -> Weight:
         if name not in self._shared:
@@ -237,6 +241,13 @@ class TieredWeights:
         if stored is None or not self._placement.on_disk or len(stored.streamed) != 1:
             return None
         return Rows(stored, self._reader)
+
+    def _streamed_paths(self) -> set[Path]:
+        """The files that every pass reads."""
+        layers = [self._model.layers[i] for i in self._placement.on_disk]
+        weights = [weight for layer in layers for weight in layer.weights.values()]
+        weights += [self._rows.stored] if self._rows is not None else []
+        return {info.path for weight in weights for info in weight.streamed}
 
     def _load(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
         """A layer in memory of its own on the device, in the dtype of the arithmetic."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -250,8 +251,42 @@ def test_a_file_cut_off_while_running_is_an_error_and_no_hang(tmp_path: Path) ->
     weights = tiered(open_with(tmp_path, toy_tensors()), resident=NONE)
     os.truncate(tmp_path / "model.safetensors", 500)
     # What was read before the file changed may still be served, so one pass may succeed; three cannot.
-    with pytest.raises(CheckpointError, match="within its data"):
+    with pytest.raises(CheckpointError, match=r"within its data|was changed"):
         [by_full_name(weights, toy_tensors()) for _ in range(3)]
+    weights.close()
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize("how", ["rewritten", "replaced"])
+def test_a_file_that_another_model_took_the_place_of_is_said(tmp_path: Path, synchronous: bool, how: str) -> None:
+    """In the very pass that would be of two models, before anything of it is used."""
+    tensors, path = toy_tensors(), tmp_path / "model.safetensors"
+    checkpoint = open_with(tmp_path, tensors)
+    os.utime(path, (0, 0))  # a clock that is coarser than this test is fast would tell no difference
+    weights = tiered(checkpoint, resident=SOME, synchronous=synchronous)
+    by_full_name(weights, tensors)
+    other = {name: tensor + 1 for name, tensor in tensors.items()}
+    if how == "rewritten":
+        (elsewhere := tmp_path / "elsewhere").mkdir()
+        open_with(elsewhere, other)
+        with path.open("r+b") as file:
+            file.write((elsewhere / path.name).read_bytes())
+    else:
+        path.unlink()
+        save_file(other, path)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: was changed while it was in use"):
+            by_full_name(weights, tensors)
+    weights.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be removed there")
+def test_a_file_that_was_removed_is_still_read(tmp_path: Path) -> None:
+    tensors = toy_tensors()
+    weights = tiered(open_with(tmp_path, tensors), resident=NONE)
+    by_full_name(weights, tensors)
+    (tmp_path / "model.safetensors").unlink()
+    torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
     weights.close()
 
 
