@@ -1,9 +1,9 @@
 """Which of the target's tokens a draft can read and guess. Knows nothing of trees, texts or models.
 
-A draft may have the target's token ids, a few fewer or a few more of them (models of one family padded differently), or a
-selection: drafts that were cut to the frequent tokens (FR-Spec, 2502.14856), and EAGLE-3 heads (2503.01840), whose logits
-have a column for each of some 32k tokens, with a table d2t from column to token.
-Text, trees and noise go by the target's ids; only what goes into the draft and what comes out of it is translated here.
+A draft may have the target's token ids, a few fewer or a few more of them (models of one family padded differently), or
+a selection: drafts that were cut to the frequent tokens (FR-Spec, 2502.14856), and EAGLE-3 heads (2503.01840), whose
+logits have a column for each of some 32k tokens, with a table d2t from column to token. Text, trees and noise go by the
+target's ids; only what goes into the draft and what comes out of it is translated here.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Vocabulary:
         if self._columns is None:
             return logits[:, :target_size]
         columns, tokens = self._table(target_size, logits.device)
-        found = logits.new_full((len(logits), target_size), -torch.inf)
+        width = int(self._columns[self._columns < target_size].max(initial=-1)) + 1
+        found = logits.new_full((len(logits), width), -torch.inf)
         return found.index_copy_(1, tokens, logits[:, columns])
 
     def add_target(self, logits: Tensor, target_logits: Tensor) -> None:

@@ -38,6 +38,11 @@ class ThompsonSampling:
         self._num_rounds, self._recent_rate = 0, DecayingRatio(self.FORGETTING)
 
     @property
+    def counts(self) -> tuple[float, float]:
+        """alpha and beta: for another round, and against it."""
+        return self._accepted, self._against
+
+    @property
     def limit(self) -> int:
         return self._inner.limit
 

@@ -98,7 +98,7 @@ class RuleModel:
         prefixes = [text] if chain else []
         prefixes += [text + self._path(node) for node in range(num_earlier, num_earlier + num_nodes)]
         rows = [self.rule(prefix) for prefix in prefixes]
-        return torch.tensor(np.array(rows).reshape(-1, self.vocab_size), dtype=torch.float32)
+        return torch.tensor(np.array(rows).reshape(len(rows), -1), dtype=torch.float32)
 
     def _path(self, node: int) -> tuple[int, ...]:
         sight = self._sights[node]

@@ -30,7 +30,7 @@ from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
 from offspec.scheduler.verify import Verdict, exact_walk
 
-from .fakes import (
+from ..fakes import (
     Rule,
     RuleModel,
     few,
