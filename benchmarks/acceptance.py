@@ -34,7 +34,7 @@ def measure(
     engine: Engine, prompts: list[str], temperature: float, speculation: SpeculationParams, max_new_tokens: int
 ) -> Row:
     """Run every prompt, seeded by its number."""
-    fresh = engine.with_draft(engine.draft, engine.draft_name)
+    fresh = engine.with_draft(engine.draft)
     ratios: list[float] = []
     num_tokens = num_passes = 0
     for index, prompt in enumerate(prompts):
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--recall", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     engine = Engine.load(args.model, draft=args.draft, dtype="fp32")
-    if engine.draft is None:
+    if engine.draft.decoder is None:
         sys.exit("Error: there is no draft to measure; give --draft PATH")
     prompts = builtin.prompts()[: args.max_prompts]
     rows: list[Row] = []

@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
-from offspec.engine import load_decoder
 from offspec.loaders.formats import Weight
 from offspec.loaders.hardware import read_hardware
 from offspec.loaders.measure import measure_rates
@@ -45,8 +45,8 @@ from offspec.loaders.weights import WeightSource
 from offspec.model.block import layer_shapes
 from offspec.model.config import read_config
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.model.names import EMBEDDING
-from offspec.planning.plan import MemoryOptions, plan_here
+from offspec.planning.memory import MemoryOptions
+from offspec.planning.probe import plan_here
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -147,12 +147,12 @@ def run_one(folder: Path, ram: int, widths: list[int], repeats: int) -> dict[str
     """Everything that is measured within one grant of RAM."""
     files = ModelFiles.open(folder, "bf16", "cpu", [])
     largest = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    plan = plan_here(files, None, read_hardware(CPU), MemoryOptions(ram=ram, context=CONTEXT))
+    plan = plan_here(files, [], read_hardware(CPU), MemoryOptions(ram=ram, context=CONTEXT))
     rates = measure_rates(
         CPU, files.dtype, largest, widths=widths, beside_reads=bool(plan.placement.on_disk), seconds=1.5
     )
     began = time.perf_counter()
-    decoder = load_decoder(files, plan.placement, CPU, EMBEDDING)
+    decoder = load_decoder(files, plan.placement, CPU, LoadSettings(has_far_embedding=True))
     load_s = time.perf_counter() - began
     assert isinstance(decoder.weights, TieredWeights)
     pieces = [piece for i in plan.placement.streamed for piece in files.stored.layers[i].record.reads]

@@ -15,7 +15,7 @@ from .options import MODEL, MODEL_HELP, ModelName, OffspecCommand, memory_flags,
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
-    from offspec.planning.forecast import Forecast
+    from offspec.tools.forecast import Forecast
 
 WIDTHS = (1, 16, 64, 256, 512)
 
@@ -69,13 +69,15 @@ def command(model: str, disk_rate: int | None, as_json: bool, quiet: bool, verbo
         raise click.UsageError(
             f"--gpu {options['gpu']} and --device {options['device']} both say what computes; leave one out."
         )
-    from offspec.planning.forecast import make_forecast
+    from offspec.loading import LoadOptions
+    from offspec.tools.forecast import Assumptions, make_forecast
 
     def progress(what: str) -> None:
         if is_watched() and not quiet:
             show_line(f"measuring {what}" if what else "")
 
-    forecast = make_forecast(model, disk_bytes_per_s=disk_rate, widths=WIDTHS, progress=progress, **options)
+    assumptions = Assumptions(options.pop("gpu"), options.pop("form"), disk_rate)
+    forecast = make_forecast(LoadOptions(model, **options), assumptions, widths=WIDTHS, progress=progress)
     progress("")
     for note in forecast.notes:
         if verbose or (note.advice and not quiet):
@@ -117,7 +119,7 @@ def _gains(forecast: Forecast) -> list[str]:
         return []
     if not forecast.gains:
         return ["", "8 GiB more of memory would bring nothing."]
-    from offspec.planning.forecast import GAIN_WIDTH
+    from offspec.tools.forecast import GAIN_WIDTH
 
     now = format_seconds(forecast.plan.predict_pass_s(forecast.rates, GAIN_WIDTH))
     lines = [

@@ -27,8 +27,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.engine import Message, Step
+from offspec.engine import Message
 from offspec.errors import ContextLengthError, MemoryLimitError, OffspecError, TokenizerError, UsageError
+from offspec.request import Step
 from offspec.session import Turn, encode_turns, lasting_caches, turns_of
 
 from .openai_api import Answer, Asked, Kind, failure, parse

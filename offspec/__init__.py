@@ -22,7 +22,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "loaders").is_dir():
 
 _HOMES = {
     "Engine": "offspec.engine",
-    "Step": "offspec.engine",
+    "Step": "offspec.request",
     "SpeculationParams": "offspec.scheduler.params",
     "SamplingParams": "offspec.scheduler.params",
     "Stats": "offspec.stats",
@@ -62,8 +62,9 @@ if TYPE_CHECKING:
     from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
     from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
 
-    from .engine import Engine, Step
+    from .engine import Engine
     from .errors import OffspecError
+    from .request import Step
     from .stats import Stats
 
 

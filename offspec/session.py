@@ -20,9 +20,10 @@ from offspec.loaders.small_files import parse_json, read_small_file
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 
 from .checkpoints.atomic_files import write_atomically
-from .engine import Engine, Message, Step
+from .engine import Engine, Message
 from .errors import ContextLengthError, OffspecError, StorageError, UsageError
 from .model.text_caches import TextCaches
+from .request import Step
 from .stats import Stats
 from .text.tokenizer import Tokenizer
 

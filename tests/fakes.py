@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
-from offspec.engine import load_decoder
 from offspec.loaders.formats import Weight
 from offspec.loaders.weights import WeightSource
 from offspec.model.decoder import Decoder

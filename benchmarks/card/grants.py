@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import psutil
 import torch
 
 from offspec.checkpoints.opening import ModelFiles
+from offspec.drafts.base import DraftOptions
+from offspec.drafts.model_draft import OpenedModel
 from offspec.loaders.gpus import CONTEXT_BYTES, USABLE_SHARE
 from offspec.loaders.hardware import read_memory
 from offspec.loaders.placement import Limits
 from offspec.loaders.units import GIB
-from offspec.planning.plan import MemoryOptions, Plan, make_plan, with_more
+from offspec.planning.memory import MemoryOptions
+from offspec.planning.plan import Plan, make_plan
 
 from .jobs import CONTEXT, Job
 
@@ -27,26 +29,24 @@ def plan_within(
     with half of the layers staying, wherever they are computed.
     """
     if cap is not None:
-        ram = (
-            ram or read_memory().available_bytes + psutil.Process().memory_info().rss
-        )  # what is held is planned for, too
+        # What is held is planned for, too.
+        ram = ram or read_memory().available_bytes + psutil.Process().memory_info().rss
         usable = int(cap * GIB * USABLE_SHARE) - CONTEXT_BYTES - job.vocabulary_bytes(target, draft)
         return plan_for(target, draft, Limits(usable, ram))
     plan = plan_for(target, draft, Limits(None if device.type == "cpu" else ENDLESS, ENDLESS))
     p, step = plan.placement, max(layer.slot_bytes for layer in plan.layers)
     if p.limits.device is None:
-        tighten = partial(with_more, target=target, draft=draft, ram=-step)
-        plan = with_more(plan, target, draft, ram=p.ram_bytes - ENDLESS)
+        memory, plan = "ram", plan.with_more(ram=p.ram_bytes - ENDLESS)
     else:
-        tighten = partial(with_more, target=target, draft=draft, vram=-step)
-        plan = with_more(plan, target, draft, vram=p.device_bytes - ENDLESS)
+        memory, plan = "vram", plan.with_more(vram=p.device_bytes - ENDLESS)
     while 2 * len(plan.placement.resident) > job.target.num_layers:
-        plan = tighten(plan)
+        plan = plan.with_more(**{memory: -step})
     return plan
 
 
 def plan_for(target: ModelFiles, draft: ModelFiles | None, limits: Limits) -> Plan:
-    return make_plan(target, draft, limits, MemoryOptions(context=CONTEXT), psutil.Process().memory_info().rss)
+    beside = [] if draft is None else [OpenedModel("grown", draft, DraftOptions())]
+    return make_plan(target, beside, limits, MemoryOptions(context=CONTEXT), psutil.Process().memory_info().rss)
 
 
 def without_residents(plan: Plan) -> Plan:
@@ -55,4 +55,4 @@ def without_residents(plan: Plan) -> Plan:
     everything = tuple(range(len(plan.layers)))
     in_ram, on_disk = ((), everything) if p.limits.device is None else (everything, ())
     placement = replace(p, resident=(), in_ram=in_ram, on_disk=on_disk, num_slots=max(2, p.num_slots))
-    return replace(plan, placement=placement, stream_bytes=sum(layer.read_bytes for layer in plan.layers))
+    return replace(plan, placement=placement)

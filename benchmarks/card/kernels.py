@@ -16,8 +16,8 @@ from torch import Tensor
 from benchmarks.grow import Shape
 from benchmarks.streaming import star
 from offspec import SpeculationParams, builtin
+from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
-from offspec.engine import load_decoder
 from offspec.loaders.containers import open_config
 from offspec.loaders.tiers import TieredWeights
 from offspec.model.attention import attend

@@ -6,20 +6,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from benchmarks.streaming import star
 from offspec import Engine
 from offspec.checkpoints.opening import Note
+from offspec.drafts.model_draft import ModelDraft
 from offspec.loaders.cuda import device_bytes, limit_memory, release_memory
 from offspec.loaders.hardware import Rates
+from offspec.loaders.placement import Placement
 from offspec.loaders.tiers import TieredWeights
+from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.names import EMBEDDING
-from offspec.planning.out_of_memory import Loading, with_fewer_residents
-from offspec.planning.plan import Plan, all_resident, settle_fused
+from offspec.planning.out_of_memory import retry_out_of_memory
+from offspec.planning.plan import Plan, all_resident
+from offspec.planning.probe import measure_fused_limits
 from offspec.scheduler.params import MAX_NODES
 from offspec.text.tokenizer import Tokenizer
 
@@ -54,27 +57,20 @@ def loaded(
     if device.type == "cuda":
         limit_memory(plan.placement.limits.device, device)
     began, files, notes = time.perf_counter(), target.files, list[Note]()
-    settle_fused([files], device)
+    measure_fused_limits([files], device)
 
-    def load(plan: Plan) -> tuple[Decoder, Decoder]:
-        """Both models, and the largest pass there will be: if anything is scarce, it shows here."""
-        pair = (draft, all_resident(draft.files), None), (target, plan.placement, EMBEDDING)
-        guesser, decoder = (
-            Decoder(
-                grown.files.config,
-                TieredWeights(
-                    grown.files.stored,
-                    placement,
-                    dtype=files.dtype,
-                    device=device,
-                    embedding=embedding,
-                    reader=grown.reader,
-                ),
-                dtype=files.dtype,
-                device=device,
-            )
-            for grown, placement, embedding in pair
+    def weights(grown: Grown, placement: Placement, embedding: str | None) -> TieredWeights:
+        return TieredWeights(
+            grown.files.stored, placement, dtype=files.dtype, device=device, embedding=embedding, reader=grown.reader
         )
+
+    memory = PlannedMemory(plan, device, notes, lambda plan: weights(target, plan.placement, EMBEDDING))
+
+    def load() -> tuple[Decoder, Decoder]:
+        """Both models, and the largest pass there will be: if anything is scarce, it shows here."""
+        small = weights(draft, all_resident(draft.files), None)
+        guesser = Decoder(draft.files.config, small, dtype=files.dtype, device=device)
+        decoder = memory.load_decoder()
         try:
             CachedDecoder(decoder, CONTEXT + MAX_NODES).score_rows(list(range(5, 21)), *star(width - 1))[0]
         except BaseException:
@@ -82,11 +78,11 @@ def loaded(
             raise
         return decoder, guesser
 
-    leaner = partial(with_fewer_residents, target=files, draft=draft.files)
-    plan, (decoder, guesser) = Loading(load, leaner, device).within_memory(plan, notes)
+    decoder, guesser = retry_out_of_memory(load, memory.give_up_residents)
+    plan, kept = memory.plan, LoadedTarget(decoder, memory, notes=notes)
+    kept.rates, kept.link_bytes_per_s = rates, rates.host_to_device_bytes_per_s
     tokenizer = Tokenizer.load(files.checkpoint.path)
-    engine = Engine(decoder, tokenizer, guesser, name="grown", draft_name="grown", max_context=plan.context)
-    engine.follow(plan, rates, rates.host_to_device_bytes_per_s)
+    engine = Engine(kept, tokenizer, ModelDraft(guesser, "grown"), name="grown")
     try:
         yield Running(engine, plan, notes, time.perf_counter() - began, held)
     finally:

@@ -79,7 +79,7 @@ def measure(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, speculation: SpeculationParams
 ) -> tuple[float, list[list[int]]]:
     """Tokens per pass, and the texts; nothing is learnt from them. Calibrated afresh, as every row is."""
-    fresh = engine.with_draft(engine.draft, engine.draft_name)
+    fresh = engine.with_draft(engine.draft)
     texts, num_passes = [], 0
     for seed, prompt in enumerate(prompts):
         steps = list(fresh.generate(prompt, seeded(params, seed), speculation))
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--reach-power", type=float, default=p.reach_power)
     args = parser.parse_args()
     engine = Engine.load(args.model, draft=args.draft, dtype="fp32")
-    if engine.draft is None:
+    if engine.draft.decoder is None:
         sys.exit("Error: there is no draft to teach; give --draft PATH")
     settings = AlignmentParams(
         rank=args.rank,
@@ -126,7 +126,7 @@ def main() -> None:
         most_prompt=args.most_prompt,
         reach_power=args.reach_power,
     )
-    engine.aligner = aligner = Aligner(engine.draft, settings)
+    engine.draft.aligner = aligner = Aligner(engine.draft.decoder, settings)
     files = sorted(file for file in args.folder.rglob(args.pattern) if file.is_file())
     learnt_from, held_out = split(files)
     marks = [int(mark) for mark in args.requests.split(",")]

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from benchmarks.scheduling.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.drafts.early_exit import EarlyExit, SharedDraft, Trunk
 from offspec.engine import Prompt
 from offspec.loaders.formats import dense
 from offspec.model.decoder import Decoder
+from offspec.model.early_exit import EarlyExit, SharedDraft, Trunk
 from offspec.scheduler.baselines.thompson import THOMPSON_WIDTH, ThompsonSampling
 from offspec.scheduler.budget import Controller, DraftingState, FixedBudget
 from offspec.scheduler.costs import Costs as LearntCosts
@@ -159,7 +159,7 @@ def main() -> None:
     rows: list[Row] = []
     for file in args.files:
         engine = Engine.load(args.model, draft="self", exit_file=file, dtype="fp32", device="cpu")
-        trained, prompts = engine.draft, builtin.prompts()[: args.prompts]
+        trained, prompts = engine.draft.decoder, builtin.prompts()[: args.prompts]
         assert isinstance(trained, EarlyExit)
         index = began_with(file, engine.target, trained.num_first)
         untrained = EarlyExit(engine.target, trained.num_first, copy_of(engine.target, index))

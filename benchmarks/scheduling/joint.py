@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.drafts.model_draft import ModelDraft
 from offspec.tools.benchmark import token_log_likelihoods
 
 ODD = 0.01
@@ -155,7 +156,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=None)
     args = parser.parse_args()
     engine = Engine.load(args.model, draft=args.draft, dtype="fp32")
-    if engine.draft is None:
+    if engine.draft.decoder is None:
         sys.exit("Error: there is no draft to measure; give --draft PATH")
     prompts = [engine.encode(prompt) for prompt in builtin.prompts()[: args.max_prompts]]
     nodes = args.beam * args.gamma
@@ -167,7 +168,7 @@ def main() -> None:
         speculation = SpeculationParams(accept="joint", tau=tau, beam=args.beam, gamma=args.gamma)
         ways.append((f"joint, tau {tau:g}", engine, speculation))
     own = SpeculationParams(accept="joint", tau=0.5, beam=args.beam, gamma=args.gamma)  # of a ratio that is 1
-    ways.append(("searched", engine.with_draft(engine.target, "the target"), own))
+    ways.append(("searched", engine.with_draft(ModelDraft(engine.target, "the target")), own))
 
     print(f"{len(prompts)} held-out prompts x {args.max_new_tokens} tokens; beam {args.beam}, gamma {args.gamma}")
     print(f"{'':<18}  nats/token  per pass  repeated    odd  likelier  where no more rep.")

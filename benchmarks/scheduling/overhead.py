@@ -90,7 +90,7 @@ class Stopwatch:
                 decoder = getattr(text, "decoder", None) or getattr(text, "_decoder", None)
                 if decoder is None:
                     self.vocabulary_s += seconds
-                elif decoder is self._engine.draft:
+                elif decoder is self._engine.draft.decoder:
                     self.draft_s += seconds
                 else:
                     self.target_s += seconds
@@ -99,7 +99,7 @@ class Stopwatch:
 
 
 def measure(engine: Engine, prompts: list[str], params: SamplingParams, speculation: SpeculationParams) -> Row:
-    fresh = engine.with_draft(engine.draft, engine.draft_name)
+    fresh = engine.with_draft(engine.draft)
     watch, total_s, num_passes, num_nodes = Stopwatch(fresh), 0.0, 0, 0
     for prompt in prompts:
         steps = fresh.generate(prompt, params, speculation)
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--max-prompts", type=int, default=3)
     args = parser.parse_args()
     engine = Engine.load(args.model, draft=args.draft, device=args.device, threads=1)
-    if engine.draft is None:
+    if engine.draft.decoder is None:
         sys.exit("Error: there is no draft to measure; give --draft PATH")
     prompts = builtin.prompts()[: args.max_prompts]
     rows: list[Row] = []

@@ -76,8 +76,8 @@ class Bench:
     """An engine's pair and the recorded texts of one temperature."""
 
     def __init__(self, engine: Engine, recordings: Sequence[Recording]) -> None:
-        assert engine.draft is not None
-        self.engine, self.draft, self.recordings = engine, engine.draft, recordings
+        assert engine.draft.decoder is not None
+        self.engine, self.draft, self.recordings = engine, engine.draft.decoder, recordings
         self.temperature = recordings[0].params.temperature
 
     def row(self, method: str, speculation: SpeculationParams, costs: str, *, random_draft: bool = False) -> Row:

@@ -24,12 +24,10 @@ from ..errors import (
     MissingWeightsError,
     UnsupportedModelError,
     UsageError,
-    VocabularyMismatchError,
 )
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import check_tensors, is_ignored, wanted_shapes
 from ..model.names import EMBEDDING, HEAD, LAYER_PREFIX
-from ..text.tokenizer import Tokenizer, check_vocabularies
 from .from_config import stored_from_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -171,81 +169,16 @@ def choose_dtype(wanted: str, name: str, stored: StoredModel, device_type: str, 
     return chosen
 
 
-# ------------------------------------------------------------------------------------------------ target and draft
-
-
-LOOKUP = "lookup"  # in place of a draft's name: the text itself, and what the target said before, are looked up
-SELF = "self"  # in place of a draft's name: the target's first layers and an exit layer
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A target, its tokenizer, and perhaps a draft that speaks the same tokens.
-
-    draft_name: what guesses: a model's name, LOOKUP, SELF, or None.
-    """
-
-    target: ModelFiles
-    tokenizer: Tokenizer
-    draft: ModelFiles | None
-    draft_name: str | None
-
-
-def open_pair(model: str, draft: str, *, revision: str | None, dtype: str, device_type: str, notes: list[Note]) -> Pair:
-    """Find MODEL and `draft` (auto, none, lookup, self, or a model), and check that they fit together. Raises OffspecError's children."""
-    target = ModelFiles.open(_locate(model, revision, "target"), dtype, device_type, notes)
-    tokenizer = Tokenizer.load(target.checkpoint.tokenizer_path or target.checkpoint.path)
-    draft_name, guesser = _choose_draft(model, draft, notes), None
-    if draft_name not in (None, LOOKUP, SELF):
-        guesser = ModelFiles.open(_locate(draft_name, None, "draft"), dtype, device_type, notes)
-        _check_draft(tokenizer, target, guesser)
-    return Pair(target, tokenizer, guesser, draft_name)
-
-
 def open_target(model: str, revision: str | None, dtype: str, device_type: str) -> ModelFiles:
-    """MODEL's files alone. Raises OffspecError's children."""
-    return ModelFiles.open(_locate(model, revision, "target"), dtype, device_type, [])
+    """MODEL's files, as a target. Raises OffspecError's children."""
+    return ModelFiles.open(locate(model, revision, "target"), dtype, device_type, [])
 
 
-def pair_from_config(
-    model: str, draft: str, form: str | None, *, revision: str | None, dtype: str, device_type: str, notes: list[Note]
-) -> tuple[ModelFiles, ModelFiles | None]:
-    """Target and draft to plan with (`ModelFiles.from_config`); of hub ids only config.json is downloaded."""
-    path = _locate(model, revision, "target", weights=False)
-    target = ModelFiles.from_config(path, form, dtype, device_type, notes)
-    name = _choose_draft(model, draft, notes)
-    if name == SELF:
-        raise UsageError("--draft self is not planned for: plan with --draft none, and add an exit layer to what stays")
-    if name in (None, LOOKUP):
-        return target, None
-    return target, ModelFiles.from_config(_locate(name, None, "draft", weights=False), None, dtype, device_type, notes)
+def locate(model: str, revision: str | None, role: str, *, weights: bool = True) -> Path:
+    """Where MODEL lies; a hub id is downloaded, its weights only if they are wanted. role: target or draft, of `builtin`.
 
-
-def _locate(model: str, revision: str | None, role: str, *, weights: bool = True) -> Path:
+    Raises OffspecError's children.
+    """
     if revision is not None and (model == "builtin" or Path(model).expanduser().is_dir()):
         raise UsageError(f"revision {revision!r} belongs to a hub id, and {model} is on this machine; leave it out")
     return builtin.path(role) if model == "builtin" else resolve(model, revision, weights=weights)
-
-
-def _choose_draft(model: str, wanted: str, notes: list[Note]) -> str | None:
-    if wanted == "none":
-        return None
-    if wanted != "auto":
-        return wanted
-    if model == "builtin":
-        return "builtin"
-    remedy = "a small model of its family makes it faster: --draft PATH"
-    notes.append(Note(f"no draft is known for {model}, so only repetitions are guessed; {remedy}", advice=True))
-    return LOOKUP
-
-
-def _check_draft(tokenizer: Tokenizer, target: ModelFiles, draft: ModelFiles) -> None:
-    """Refuse a draft with another vocabulary; a draft without a tokenizer must at least have as many tokens."""
-    path, own = draft.checkpoint.path, draft.checkpoint.tokenizer_path
-    if own is not None:
-        check_vocabularies(tokenizer, Tokenizer.load(own))
-    elif draft.config.vocab_size != target.config.vocab_size:
-        raise VocabularyMismatchError(
-            f"the draft {path} has no tokenizer.json and {draft.config.vocab_size} tokens, the target has "
-            f"{target.config.vocab_size}; use a draft of the target's family"
-        )

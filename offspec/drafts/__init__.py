@@ -1,1 +1,1 @@
-"""What guesses the target's tokens."""
+"""What guesses the target's tokens: kinds of draft (`base.Draft`), each one object in a file of its own."""

@@ -34,3 +34,7 @@ class TextCaches:
                 cached.truncate(min(cached.length, same))
         self.text = list(text)
         return len(text) - self.target.length
+
+    def drop_target(self) -> None:
+        """Give up the target's cache for its memory; `rewind` finds that all of the text is to be scored again."""
+        self.target.cache = self.target.decoder.new_cache()

@@ -1,7 +1,7 @@
-"""What has to be in memory for a pair of models, where each part goes, and what a pass will take.
+"""What has to be in memory for a target and the features beside it, where each part goes, and what a pass will take.
 
 The arithmetic of models meets the arithmetic of memory here: `loaders.placement` knows neither a KV cache nor a draft.
-Nothing is read or allocated. `Engine.load` does what `make_plan` says; `forecast` says what that would mean.
+Pure: nothing is read, measured or allocated (`planning.probe` measures). `loading` does what `make_plan` says.
 """
 
 from __future__ import annotations
@@ -9,71 +9,56 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import psutil
-import torch
-
-from offspec.loaders.cuda import release_memory
-from offspec.loaders.formats.blocked import is_supported as is_blocking_supported
 from offspec.loaders.hardware import Hardware, Rates
-from offspec.loaders.measure import (
-    measure_dequantise,
-    measure_disk,
-    measure_fused_rows,
-    measure_host_to_device,
-    measure_matmul,
-)
 from offspec.loaders.placement import Item, LayerCost, Limits, PassRates, Placement, place, predict_pass_s
 from offspec.loaders.tiers import StoredLayer
-from offspec.loaders.units import format_quantity, format_seconds, format_size
-from offspec.scheduler.costs import WIDTHS
-from offspec.scheduler.params import MAX_ROWS, SpeculationParams, max_nodes
+from offspec.scheduler.params import max_nodes
 
-from ..checkpoints.exit_layers import ExitFile
-from ..checkpoints.opening import ModelFiles, Note
-from ..drafts.recall import recall_bytes
-from ..errors import MemoryLimitError, OffspecError, UsageError
+from ..checkpoints.opening import ModelFiles
+from ..errors import MemoryLimitError, UsageError
 from ..model.block import kv_cache_bytes
 from ..model.config import ModelConfig
 from ..model.decoder import activation_bytes
 from ..model.names import EMBEDDING
 from ..model.row_logits import HEAD_ROWS
-from ..training.online import AlignmentParams, learning_bytes
+from .memory import MemoryOptions, MemoryUse, MemoryUser, Room, add_up
 
 DEFAULT_CONTEXT = 4096
 MIN_CONTEXT = 512  # below that a smaller default would not help anybody
 WORKSPACE_BYTES = 64 * 2**20  # what samplers, the tokenizer and the allocator's rounding take
 CUDA_WORKSPACE_BYTES = 300 * 2**20
-LEAST_BLOCKED_BYTES = 512 * 2**20  # of a model; below that a pass is short anyway
-WALKED_SLICES = 3  # of HEAD_ROWS rows each, beside the one that is being computed
 SPARE = 0.05  # of what is free now, left for whatever else runs, where no limit was given
+PROGRAM_ITEM, EMBEDDING_ITEM = "program", "embedding"
 
 
 @dataclass(frozen=True)
-class MemoryOptions:
-    """What the user allows: bytes of VRAM and RAM (None: what is free), and the context and the tree to make room for.
+class Demand:
+    """What a plan follows from. features: what takes memory beside the target. program_bytes: what the process holds."""
 
-    tree: nodes, beside the context; None, or less than that, is the largest that is sent where the budget is found.
-    """
-
-    vram: int | None = None
-    ram: int | None = None
-    context: int | None = None
-    tree: int | None = None
+    target: ModelFiles
+    features: tuple[MemoryUser, ...]
+    limits: Limits
+    options: MemoryOptions
+    program_bytes: int
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What is asked of memory beside the two models: a draft that learns while running, and an exit layer, before which
-    the target's layers have to stay.
-    """
+class Work:
+    """Elements that a pass multiplies: of one layer's matrices, of those that are unpacked for each use, of the head."""
 
-    learns: bool = False
-    exit_file: ExitFile | None = None
+    layer_elements: int
+    packed_elements: int
+    head_elements: int
 
-
-NOTHING = Beside()
+    @classmethod
+    def of(cls, target: ModelFiles) -> Work:
+        layers = target.stored.layers
+        matrices = [w for layer in layers for w in layer.weights.values() if len(w.shape) == 2]
+        packed = [w for w in matrices if w.is_packed]
+        each, unpacked = (sum(math.prod(w.shape) for w in found) // len(layers) for found in (matrices, packed))
+        return cls(each, unpacked, target.config.vocab_size * target.config.hidden_size)
 
 
 @dataclass(frozen=True)
@@ -82,16 +67,19 @@ class Plan:
     `tree` the most nodes of a tree beside it.
     """
 
+    demand: Demand
+    room: Room
     placement: Placement
     layers: tuple[LayerCost, ...]
-    context: int
-    tree: int
-    stream_bytes: int
-    num_parameters: int
-    layer_elements: int
-    packed_elements: int
-    head_elements: int
-    beside: Beside
+    work: Work
+
+    @property
+    def context(self) -> int:
+        return self.room.context
+
+    @property
+    def tree(self) -> int:
+        return self.room.tree
 
     @property
     def tiers(self) -> str:
@@ -100,10 +88,15 @@ class Plan:
         tiers = (("stay", p.resident), ("wait in RAM", p.in_ram), ("come from disk", p.on_disk))
         return ", ".join(f"{len(layers)} {name}" for name, layers in tiers if layers)
 
+    @property
+    def stream_bytes(self) -> int:
+        """What a pass moves."""
+        return sum(self.layers[i].read_bytes for i in self.placement.streamed)
+
     def predict_pass_s(self, rates: Rates, width: int) -> float:
         """Seconds of one pass over `width` tokens (chain and tree) in the steady state."""
-        head_s = self.head_elements * _seconds_per_element(rates.matmul_flops, min(width, HEAD_ROWS))
-        return self._pass_s(rates, _layer_s(self, rates, width), head_s)
+        head_s = self.work.head_elements * _seconds_per_element(rates.matmul_flops, min(width, HEAD_ROWS))
+        return self._pass_s(rates, _layer_s(self.work, rates, width), head_s)
 
     def link_s(self, rates: Rates) -> float:
         """Seconds of a pass in which nothing is computed: what moving the streamed layers takes."""
@@ -115,157 +108,52 @@ class Plan:
         compute_s = (*(layer_s for _ in self.layers[1:]), layer_s + head_s)
         return predict_pass_s(self.placement, self.layers, PassRates(compute_s, disk, link))
 
+    def with_more(self, *, vram: int = 0, ram: int = 0) -> Plan:
+        """What the plan would be where so many bytes more may be used. Raises MemoryLimitError."""
+        limits = self.demand.limits
+        device = None if limits.device is None else limits.device + vram
+        return _plan_for(self.room, replace(self.demand, limits=Limits(device, limits.ram + ram)))
+
 
 def make_plan(
     target: ModelFiles,
-    draft: ModelFiles | None,
+    features: Sequence[MemoryUser],
     limits: Limits,
-    grant: MemoryOptions,
+    options: MemoryOptions,
     program_bytes: int,
-    beside: Beside = NOTHING,
 ) -> Plan:
-    """Place the target's layers within `limits`, beside the draft, both KV caches and everything else.
+    """Place the target's layers within `limits`, beside its KV cache, what the features take, and everything else.
 
     program_bytes: what the process holds already. Without a context asked for, it is DEFAULT_CONTEXT or as much of it as
     fits. Raises MemoryLimitError.
     """
-    longest, tree = target.config.max_context, max(grant.tree or 0, _max_nodes(limits))
-    if grant.context is not None:
-        if grant.context > longest:
-            raise UsageError(f"--context {grant.context} is more than the model's own {longest}; ask for less")
-        return _plan_for(grant.context, tree, target, draft, limits, program_bytes, beside)
+    demand = Demand(target, tuple(features), limits, options, program_bytes)
+    longest, tree = target.config.max_context, max(options.tree or 0, _max_nodes(limits))
+    if options.context is not None:
+        if options.context > longest:
+            raise UsageError(f"--context {options.context} is more than the model's own {longest}; ask for less")
+        return _plan_for(Room(options.context, tree), demand)
     context = min(longest, DEFAULT_CONTEXT)
     while True:
         try:
-            return _plan_for(context, tree, target, draft, limits, program_bytes, beside)
+            return _plan_for(Room(context, tree), demand)
         except MemoryLimitError:
             if context // 2 < MIN_CONTEXT:
                 raise
             context //= 2
 
 
-def limits_of(hardware: Hardware, grant: MemoryOptions, own_bytes: int) -> Limits:
-    """What may be used: what is free, less a little to spare, or what was granted if that is less.
+def limits_of(hardware: Hardware, options: MemoryOptions, own_bytes: int) -> Limits:
+    """What may be used: what is free, less a little to spare, or what was allowed if that is less.
 
     own_bytes: what this process holds of its own, which is not free any more but part of what it may use.
     """
     free_ram = hardware.ram.available_bytes + own_bytes
-    ram = int(free_ram * (1 - SPARE)) if grant.ram is None else min(grant.ram, free_ram)
+    ram = int(free_ram * (1 - SPARE)) if options.ram is None else min(options.ram, free_ram)
     if hardware.gpu is None:
         return Limits(None, ram)
     free = int(hardware.gpu.free_bytes * (1 - SPARE))
-    return Limits(free if grant.vram is None else min(grant.vram, hardware.gpu.free_bytes), ram)
-
-
-def plan_here(
-    target: ModelFiles, draft: ModelFiles | None, hardware: Hardware, grant: MemoryOptions, beside: Beside = NOTHING
-) -> Plan:
-    """`make_plan` for this process on `hardware`."""
-    memory = psutil.Process().memory_info()
-    # Mapped libraries are held, but what is available counts them already: the kernel could read them again.
-    own: int = memory.rss - getattr(memory, "shared", 0)
-    return make_plan(target, draft, limits_of(hardware, grant, own), grant, memory.rss, beside)
-
-
-def with_more(plan: Plan, target: ModelFiles, draft: ModelFiles | None, *, vram: int = 0, ram: int = 0) -> Plan:
-    """What `plan` would be where so many bytes more may be used."""
-    limits = plan.placement.limits
-    device = None if limits.device is None else limits.device + vram
-    (program,) = (item for item in plan.placement.items if item.name == PROGRAM_ITEM)
-    limits = Limits(device, limits.ram + ram)
-    return _plan_for(plan.context, plan.tree, target, draft, limits, program.on_host - WORKSPACE_BYTES, plan.beside)
-
-
-def measure_link(plan: Plan, target: ModelFiles, device: torch.device) -> float | None:
-    """Bytes/s at which the streamed layers can come, by a measurement of half a second for each link they come through.
-
-    None where nothing is streamed.
-    """
-    disk = link = None
-    if plan.placement.on_disk:
-        file = target.stored.layers[plan.placement.on_disk[0]].record.extents[0].path
-        disk = measure_disk(file, seconds=0.5).bytes_per_s
-    if plan.placement.streamed:
-        link = measure_host_to_device(device, seconds=0.3)
-    seconds = plan.link_s(Rates(disk_bytes_per_s=disk, host_to_device_bytes_per_s=link))
-    return plan.stream_bytes / seconds if seconds else None
-
-
-def quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: float | None) -> Rates:
-    """What `Plan.predict_pass_s` needs, measured in a quarter of a second and 64 MiB: a first guess of a pass's seconds."""
-    form = target.packed_form
-    return Rates(
-        disk_bytes_per_s=link_bytes_per_s,
-        host_to_device_bytes_per_s=link_bytes_per_s,
-        matmul_flops=measure_matmul(device, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.2),
-        dequantise_elements_per_s=measure_dequantise(device, target.dtype, form, seconds=0.05) if form else None,
-    )
-
-
-def settle_fused(models: Sequence[ModelFiles], device: torch.device) -> Note | None:
-    """On a GPU, measure up to how many rows each shape of 4-bit matrices is multiplied as it lies there; a second at most."""
-    kinds = {
-        (weight.fused_kind, model.dtype): weight
-        for model in models
-        for weight in model.stored.layers[0].weights.values()
-        if weight.fused_kind is not None
-    }
-    if device.type != "cuda" or not kinds:
-        return None
-    try:
-        rows = [measure_fused_rows(kinds[kind], device, kind[1]) for kind in sorted(kinds, key=str)]
-    except (
-        OffspecError,
-        RuntimeError,
-        AttributeError,
-    ) as exc:  # no bitsandbytes, an older one, or no room: all are dequantised
-        return Note(f"4-bit matrices are dequantised for each use ({type(exc).__name__} when measuring without)")
-    finally:
-        release_memory(device)
-    return Note(
-        f"4-bit matrices are multiplied packed up to {min(rows)} to {max(rows)} rows, by their shape (measured)"
-    )
-
-
-def is_blocked(model: ModelFiles, device: torch.device) -> bool:
-    """Whether layers of the model that stay are kept in oneDNN's order: large ones of 16-bit floats, on a CPU.
-
-    Nothing but the model and the machine decides it, so that the same request is computed alike each time.
-    """
-    layers = model.stored.layers
-    is_large = sum(layer.record.nbytes for layer in layers) >= LEAST_BLOCKED_BYTES
-    is_plain = not any(weight.is_packed for layer in layers for weight in layer.weights.values())
-    return device.type == "cpu" and is_large and is_plain and is_blocking_supported(model.dtype)
-
-
-def explain(plan: Plan, grant: MemoryOptions, link_bytes_per_s: float | None = None) -> list[Note]:
-    """What was decided, in words; what was granted and is not there comes first."""
-    where = tell_tiers(plan)
-    if link_bytes_per_s is not None:
-        seconds = format_seconds(plan.stream_bytes / link_bytes_per_s)
-        where += f", which takes {seconds} at {format_quantity(link_bytes_per_s, 'B/s')} (measured)"
-    context = Note(f"context {plan.context} tokens (room for the KV cache was made for as many)")
-    return [*_missing(plan.placement.limits, grant), context, Note(where)]
-
-
-def _missing(limits: Limits, grant: MemoryOptions) -> list[Note]:
-    """What was granted, but cannot be used."""
-    notes: list[Note] = []
-    for flag, granted, limit in (("--vram", grant.vram, limits.device), ("--ram", grant.ram, limits.ram)):
-        if granted is not None and limit is None:
-            notes.append(Note(f"{flag} says nothing here: the CPU computes", advice=True))
-        elif granted is not None and limit is not None and limit < granted:
-            free = f"the {format_size(limit)} that are free"
-            notes.append(Note(f"{flag} {format_size(granted)} is more than {free}; no more is used", advice=True))
-    return notes
-
-
-def tell_tiers(plan: Plan) -> str:
-    """How many layers lie where, and what of them is moved."""
-    p, num_layers = plan.placement, len(plan.layers)
-    if not p.streamed:
-        return f"all {num_layers} layers stay in memory; nothing is moved in a pass"
-    return f"of {num_layers} layers {plan.tiers}; each pass moves {format_size(plan.stream_bytes)}"
+    return Limits(free if options.vram is None else min(options.vram, hardware.gpu.free_bytes), ram)
 
 
 def all_resident(model: ModelFiles) -> Placement:
@@ -278,42 +166,12 @@ def _max_nodes(limits: Limits) -> int:
     return max_nodes("cpu" if limits.device is None else "cuda")
 
 
-def _plan_for(
-    context: int,
-    tree: int,
-    target: ModelFiles,
-    draft: ModelFiles | None,
-    limits: Limits,
-    program_bytes: int,
-    beside: Beside,
-) -> Plan:
+def _plan_for(room: Room, demand: Demand) -> Plan:
+    target = demand.target
     costs = [layer.cost(target.dtype) for layer in target.stored.layers]
-    items, num_pinned = _items(context, tree, target, draft, limits, program_bytes), 0
-    if beside.learns and draft is not None:
-        params = AlignmentParams()
-        num_bytes = learning_bytes(draft.config, draft.dtype.itemsize, params)
-        items.append(Item("learning", on_device=num_bytes, on_host=params.buffer_bytes))
-    if beside.exit_file is not None:
-        items += _exit_items(context, tree, target, beside.exit_file)
-        num_pinned = beside.exit_file.exit_layer
-    placement = _place(costs, items, limits, num_pinned)
-    weights = [w for layer in target.stored.layers for w in layer.weights.values() if len(w.shape) == 2]
-    packed = [w for w in weights if w.is_packed]
-    return Plan(
-        placement,
-        tuple(costs),
-        context,
-        tree,
-        sum(costs[i].read_bytes for i in placement.streamed),
-        target.num_parameters,
-        sum(math.prod(w.shape) for w in weights) // len(costs),
-        sum(math.prod(w.shape) for w in packed) // len(costs),
-        target.config.vocab_size * target.config.hidden_size,
-        beside,
-    )
-
-
-PROGRAM_ITEM, EMBEDDING_ITEM = "program", "embedding"
+    uses = [feature.memory_use(target, room) for feature in demand.features]
+    placement = _place(costs, _items(room, demand, uses), demand.limits, sum(use.num_pinned_layers for use in uses))
+    return Plan(demand, room, placement, tuple(costs), Work.of(target))
 
 
 def _place(costs: list[LayerCost], items: list[Item], limits: Limits, num_pinned: int) -> Placement:
@@ -332,62 +190,29 @@ def _place(costs: list[LayerCost], items: list[Item], limits: Limits, num_pinned
     return placement
 
 
-def _items(
-    context: int, tree: int, target: ModelFiles, draft: ModelFiles | None, limits: Limits, program_bytes: int
-) -> list[Item]:
+def _items(room: Room, demand: Demand, uses: Sequence[MemoryUse]) -> list[Item]:
     """Everything but the target's layers."""
-    on_gpu = limits.device is not None
+    target, on_gpu = demand.target, demand.limits.device is not None
+    config, itemsize = target.config, target.dtype.itemsize
     shared = {n: StoredLayer({n: w}).cost(target.dtype).resident_bytes for n, w in target.stored.shared.items()}
+    workspace = max([pass_bytes(target, room), *(use.workspace_bytes for use in uses)])
+    cuda_bytes = CUDA_WORKSPACE_BYTES if on_gpu else 0
     items = [
-        Item(PROGRAM_ITEM, on_host=program_bytes + WORKSPACE_BYTES, on_device=CUDA_WORKSPACE_BYTES if on_gpu else 0),
-        Item("KV cache", on_device=kv_bytes(target.config, context + tree, target.dtype.itemsize)),
-        Item("activations", on_device=_activations(target, draft, context + tree)),
+        Item(PROGRAM_ITEM, on_host=demand.program_bytes + WORKSPACE_BYTES, on_device=cuda_bytes),
+        Item("KV cache", on_device=kv_bytes(config, room.context + room.tree, itemsize)),
+        Item("activations", on_device=workspace),
     ]
-    if not target.config.tied_head:
+    if not config.tied_head:
         items.append(Item(EMBEDDING_ITEM, on_host=shared.pop(EMBEDDING)))
     items.append(Item("head", on_device=sum(shared.values())))
-    models = [model for model in (target, draft) if model is not None]
-    if scratch := sum(map(_scratch_bytes, models)):  # each has its own: they run side by side
-        items.append(Item("unpacking", on_device=scratch))
-    if draft is not None:
-        items += [
-            Item("draft", on_device=resident_bytes(draft)),
-            Item("draft KV cache", on_device=kv_bytes(draft.config, context + MAX_ROWS, draft.dtype.itemsize)),
-            Item("recall", on_device=recall_bytes(draft.config, target.config, target.dtype.itemsize)),
-            Item("guessing", on_device=_guessing_bytes(draft.config.vocab_size, target.config.vocab_size)),
-        ]
-    return items
+    items += unpacking_items(target)
+    return add_up([*items, *(item for use in uses for item in use.items)])
 
 
-def _guessing_bytes(draft_vocabulary: int, target_vocabulary: int) -> int:
-    """What is as wide as a vocabulary, at temperature 1: a round's logits in fp32 with its noise, what comes of both and a copy;
-    the noise of the positions of a tree, in fp32 and fp64; logits of the parts of a tree that a walk leads through.
-    """
-    rounds = 4 * 4 * int(WIDTHS[-1]) * draft_vocabulary
-    noise = (4 + 8) * SpeculationParams.max_depth * max(draft_vocabulary, target_vocabulary)
-    return rounds + noise + 4 * WALKED_SLICES * HEAD_ROWS * target_vocabulary
-
-
-def _exit_items(context: int, tree: int, target: ModelFiles, exit_file: ExitFile) -> list[Item]:
-    """An exit layer, its KV cache, the drafted nodes' entries of the layers before it, and their hidden states."""
-    size, per_layer = (
-        target.dtype.itemsize,
-        kv_bytes(target.config, 1, target.dtype.itemsize) // target.config.num_layers,
-    )
-    entries = per_layer * (context + (1 + exit_file.exit_layer) * MAX_ROWS)
-    states = (context + MAX_ROWS + tree) * target.config.hidden_size * size
-    return [
-        Item("exit layer", on_device=exit_file.num_elements * size),
-        Item("exit KV cache", on_device=entries),
-        Item("hidden states", on_device=2 * states),  # what is kept, and a pass's copy of it
-        Item("recall", on_device=recall_bytes(target.config, target.config, size)),
-        Item("guessing", on_device=_guessing_bytes(target.config.vocab_size, target.config.vocab_size)),
-    ]
-
-
-def _scratch_bytes(model: ModelFiles) -> int:
-    """The largest matrix that is not multiplied as it is stored, wherever its layer will lie."""
-    return model.stored.scratch_elements(range(model.config.num_layers), model.dtype) * model.dtype.itemsize
+def unpacking_items(model: ModelFiles) -> list[Item]:
+    """Scratch for the largest matrix that is not multiplied as it is stored; each model has its own."""
+    scratch = model.stored.scratch_elements(range(model.config.num_layers), model.dtype) * model.dtype.itemsize
+    return [Item("unpacking", on_device=scratch)] if scratch else []
 
 
 def resident_bytes(model: ModelFiles) -> int:
@@ -400,22 +225,21 @@ def kv_bytes(config: ModelConfig, num_entries: int, itemsize: int) -> int:
     return kv_cache_bytes(config, num_entries, itemsize)
 
 
-def _activations(target: ModelFiles, draft: ModelFiles | None, num_rows: int) -> int:
-    """The larger model's pass over a whole context and a tree, `num_rows` together."""
-    models = [target] if draft is None else [target, draft]
-    passes = [activation_bytes(m.config, num_rows, num_rows, m.dtype.itemsize) for m in models]
-    return max(passes)
+def pass_bytes(model: ModelFiles, room: Room) -> int:
+    """What a pass over a whole context and a tree together allocates."""
+    num_rows = room.context + room.tree
+    return activation_bytes(model.config, num_rows, num_rows, model.dtype.itemsize)
 
 
 # ------------------------------------------------------------------------------------------------ prediction
 
 
-def _layer_s(plan: Plan, rates: Rates, width: int) -> float:
+def _layer_s(work: Work, rates: Rates, width: int) -> float:
     """Seconds of arithmetic in one layer."""
-    matmul_s = plan.layer_elements * _seconds_per_element(rates.matmul_flops, width)
-    if not plan.packed_elements or not rates.dequantise_elements_per_s:
+    matmul_s = work.layer_elements * _seconds_per_element(rates.matmul_flops, width)
+    if not work.packed_elements or not rates.dequantise_elements_per_s:
         return matmul_s
-    return matmul_s + plan.packed_elements / rates.dequantise_elements_per_s
+    return matmul_s + work.packed_elements / rates.dequantise_elements_per_s
 
 
 def _seconds_per_element(flops: Mapping[int, float], width: int) -> float:

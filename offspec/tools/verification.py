@@ -20,6 +20,7 @@ import torch
 from offspec.scheduler.params import SEED_LIMIT, SamplingParams, Scoring, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 
+from ..drafts.model_draft import ModelDraft
 from ..engine import Engine
 from ..errors import UsageError
 from ..model.decoder import Decoder, random_decoder
@@ -180,7 +181,7 @@ def verify(
 
 def _with_draft(engine: Engine, draft: str) -> Engine:
     if draft == "random":
-        return engine.with_draft(_random_draft(engine), "random")
+        return engine.with_draft(ModelDraft(_random_draft(engine), "random"))
     if not engine.guesses:
         raise UsageError("there is nothing of its own that guesses: give --draft, or use --drafts random")
     return engine

@@ -30,10 +30,10 @@ from offspec.loaders.formats import dense
 from ..checkpoints.atomic_files import locked_name, write_atomically
 from ..checkpoints.exit_layers import check_exit_layer, default_file, save
 from ..checkpoints.opening import ModelFiles
-from ..drafts.early_exit import EarlyExit
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.block import PassRows
 from ..model.decoder import Decoder, IntArray, placed
+from ..model.early_exit import EarlyExit
 from ..model.rope import Rotations
 from ..model.row_logits import HEAD_ROWS
 from ..planning.out_of_memory import first_line

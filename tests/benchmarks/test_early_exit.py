@@ -10,7 +10,7 @@ import torch
 from benchmarks.drafts.early_exit import Bench, FixedDepth, copy_of
 from benchmarks.scheduling.replay import record
 from offspec import Engine, SamplingParams
-from offspec.drafts.early_exit import EarlyExit
+from offspec.model.early_exit import EarlyExit
 
 from ..pair import build_pair
 

@@ -68,13 +68,13 @@ def replayed(
     learnt: Learnt,
     recall: Recall | None = None,
 ) -> Replayed:
-    assert engine.draft is not None
+    assert engine.draft.decoder is not None
     clock, sampler = VirtualClock(), recording.sampler(engine.target.config.vocab_size)
     if recall is None:
-        model = ClockedModel(CachedDecoder(engine.draft), clock, COSTS.round_s)
+        model = ClockedModel(CachedDecoder(engine.draft.decoder), clock, COSTS.round_s)
         drafter = ModelDrafter(model, DraftRequest(sampler), speculation, learnt)
         return replay(recording, drafter, sampler, clock, COSTS, model)
-    text = RecallingText(CachedDecoder(engine.draft), engine.target, recall)
+    text = RecallingText(CachedDecoder(engine.draft.decoder), engine.target, recall)
     model = ClockedModel(text, clock, COSTS.round_s)
     drafter = ModelDrafter(model, DraftRequest(sampler), speculation, learnt, corrector=text)
     return replay(recording, drafter, sampler, clock, COSTS, model, CachedDecoder(engine.target))
@@ -84,9 +84,9 @@ def replayed(
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_replayed_passes_are_the_engines(engine: Engine, params: SamplingParams, recalls: bool, tmp_path: Path) -> None:
     prompts, speculation = builtin.prompts()[:2], SpeculationParams(16, lookup=False, recall=recalls, overlap=False)
-    fresh, learnt = engine.with_draft(engine.draft, engine.draft_name), learnt_of()
-    assert engine.draft is not None
-    recall = Recall(engine.draft, engine.target) if recalls else None
+    fresh, learnt = engine.with_draft(engine.draft), learnt_of()
+    assert engine.draft.decoder is not None
+    recall = Recall(engine.draft.decoder, engine.target) if recalls else None
     for index, recording in enumerate(record(engine, prompts, params, tmp_path)):
         assert recording.params == replace(params, seed=3 + index)
         *_, last = fresh.generate(prompts[index], recording.params, speculation)

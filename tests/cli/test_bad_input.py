@@ -266,7 +266,7 @@ def test_even_our_own_mistakes_are_one_line(
     def fail(*args: object, **more: object) -> None:
         raise MemoryError("cannot allocate\n64 GiB")
 
-    monkeypatch.setattr("offspec.engine.exact_walk", fail)
+    monkeypatch.setattr("offspec.request.exact_walk", fail)
     assert "MemoryError: cannot allocate 64 GiB" in offspec(*run_args, "hi").refusal(1)
 
 

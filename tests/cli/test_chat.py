@@ -273,7 +273,7 @@ def test_what_cannot_chat_is_refused_before_it_is_loaded(
 ) -> None:
     folder = variant(pair.target, tmp_path / "model")
     (folder / "tokenizer_config.json").unlink()
-    monkeypatch.setattr("offspec.engine.load_decoder", None)
+    monkeypatch.setattr("offspec.loading.load_weights", None)
     assert "chat template" in offspec("chat", folder, "--draft", "none", stdin=b"hi\n").refusal(1)
     assert "chat template" in offspec("run", folder, "hi", "--draft", "none", "--system", "be brief").refusal(1)
     monkeypatch.setattr(chat_module, "load_engine", None)

@@ -15,7 +15,7 @@ from .conftest import Offspec
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = Rates(disk_bytes_per_s=2e9, matmul_flops={1: 1e10}, sources={"disk_bytes_per_s": "2 readers"})
-    monkeypatch.setattr("offspec.planning.forecast.measure_rates", lambda *_, **__: rates)
+    monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: rates)
 
 
 @pytest.fixture

@@ -203,7 +203,7 @@ def test_an_engine_that_lost_its_target_gives_up(engine: Engine, monkeypatch: py
     def fail(*args: object) -> None:
         raise MemoryLimitError("no room")
 
-    monkeypatch.setattr("offspec.engine.exact_walk", fail)
+    monkeypatch.setattr("offspec.request.exact_walk", fail)
     with served(engine) as (client, service):
         gave_up = Event()
         service.give_up = gave_up.set
@@ -273,10 +273,10 @@ def test_an_error_while_running_is_told_and_the_next_request_is_served(
 
     with served(engine) as (client, _):
         with monkeypatch.context() as patch:
-            patch.setattr("offspec.engine.exact_walk", fail)
+            patch.setattr("offspec.request.exact_walk", fail)
             reply = client.chat(USER)
             (event,) = client.stream("/v1/chat/completions", {"messages": [USER]})
-            patch.setattr("offspec.engine.exact_walk", None)
+            patch.setattr("offspec.request.exact_walk", None)
             broken = client.chat(USER)
         assert (reply.status, reply.body["error"]["message"]) == (500, "not a number")
         assert event["error"]["message"] == "not a number"

@@ -38,7 +38,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
             return verdict
         return Verdict([], [int(tree.tokens[-1])])
 
-    monkeypatch.setattr("offspec.engine.exact_walk", walk)
+    monkeypatch.setattr("offspec.request.exact_walk", walk)
 
 
 def test_a_small_matrix_is_exact(verify_args: Sequence[object], offspec: Offspec) -> None:

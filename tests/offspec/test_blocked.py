@@ -35,9 +35,9 @@ def load(pair: Pair, dtype: str = "bf16", **options: bool) -> Engine:
 
 def is_blocked(engine: Engine) -> tuple[bool, bool]:
     """Target and draft."""
-    assert engine.draft is not None
+    assert engine.draft.decoder is not None
     found = []
-    for decoder in (engine.target, engine.draft):
+    for decoder in (engine.target, engine.draft.decoder):
         with decoder.weights.layer(0) as layer:
             found.append(isinstance(layer["mlp.up_proj.weight"], BlockedMatrix))
     return found[0], found[1]

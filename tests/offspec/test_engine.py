@@ -18,9 +18,11 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.builtin import path as builtin_path
-from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.checkpoints.opening import ModelFiles, Note, choose_device
+from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.recall import RecallingText
-from offspec.engine import Prompt, choose_device
+from offspec.drafts.without_model import NoDraft
+from offspec.engine import Prompt
 from offspec.errors import (
     CheckpointError,
     ContextLengthError,
@@ -74,9 +76,9 @@ def engines(engine: Engine) -> dict[str, Engine]:
     noise = random_decoder(engine.target.config, 0, dtype=torch.float32, device=CPU)
     return {
         "own": engine,
-        "itself": engine.with_draft(engine.target, "itself"),
-        "random": engine.with_draft(noise, "random"),
-        "none": engine.with_draft(None, None),
+        "itself": engine.with_draft(ModelDraft(engine.target, "itself")),
+        "random": engine.with_draft(ModelDraft(noise, "random")),
+        "none": engine.with_draft(NoDraft()),
     }
 
 
@@ -93,7 +95,7 @@ def steps(
 
 def fresh(engine: Engine) -> Engine:
     """The same pair, knowing nothing of it yet, so that drafting beside the pass is tried at once."""
-    return engine.with_draft(engine.draft, engine.draft_name)
+    return engine.with_draft(engine.draft)
 
 
 def ids(found: Sequence[Step]) -> list[int]:
@@ -142,12 +144,12 @@ def test_text_does_not_depend_on_when_drafting_stops(stopping: Stopping, engines
 @pytest.mark.parametrize("name", ["greedy", "everything"])
 def test_static_rounds_guess_the_same(name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: one cache for all requests, two of which may be under way at a time."""
-    assert engine.draft is not None
+    assert engine.draft.decoder is not None
     requests = [(PROMPT, SAMPLING[name]), ("for item in", replace(SAMPLING[name], seed=7))]
     speculation = SpeculationParams(budget=40, overlap=False)
-    plain, static = (engine.with_draft(engine.draft, "own") for _ in range(2))
-    graphs = TreeGraphs(engine.draft, static.max_context + 1 + MAX_ROWS)
-    monkeypatch.setattr(static, "_draft_graphs", graphs)
+    plain, static = (engine.with_draft(ModelDraft(engine.draft.decoder, "own")) for _ in range(2))
+    graphs = TreeGraphs(engine.draft.decoder, static.max_context + 1 + MAX_ROWS)
+    monkeypatch.setattr(static.draft, "graphs", graphs)
     monkeypatch.setattr(graphs, "states", counted := Counted(graphs.states))
     for prompt, params in requests:
         found, expected = (steps(e, prompt, params, speculation) for e in (static, plain))
@@ -278,7 +280,7 @@ def test_end_of_text(pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> 
     token = unbounded[12]
     at = unbounded.index(token)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, token]}))
-    plain, guessed = load(folder), load(folder, pair.draft).with_draft(engines["itself"].draft, "itself")
+    plain, guessed = load(folder), load(folder, pair.draft).with_draft(engines["itself"].draft)
     for engine in (plain, guessed):
         found = steps(engine, max_new_tokens=40)
         assert ids(found) == unbounded[: at + 1]
@@ -365,7 +367,7 @@ def test_an_interrupted_pass_leaves_the_engine_usable(engine: Engine, monkeypatc
     def interrupted(*args: Any, **more: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("offspec.engine.exact_walk", interrupted)
+    monkeypatch.setattr("offspec.request.exact_walk", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(under_way)
     monkeypatch.undo()
@@ -533,7 +535,7 @@ def test_a_draft_with_another_vocabulary(
 def test_a_draft_without_a_tokenizer_of_the_same_size(pair: Pair, tmp_path: Path) -> None:
     draft = variant(pair.draft, tmp_path / "draft")
     (draft / "tokenizer.json").unlink()
-    assert load(pair.target, draft).draft is not None
+    assert load(pair.target, draft).draft.decoder is not None
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
@@ -565,8 +567,8 @@ def test_a_target_needs_a_tokenizer(pair: Pair, tmp_path: Path) -> None:
 )
 def test_dtypes(wanted: str, dtype: torch.dtype, pair: Pair) -> None:
     engine = load(pair.target, pair.draft, dtype=wanted)
-    assert engine.draft is not None
-    assert engine.target.dtype == engine.draft.dtype == dtype
+    assert engine.draft.decoder is not None
+    assert engine.target.dtype == engine.draft.decoder.dtype == dtype
     assert len(ids(steps(engine, max_new_tokens=8))) == 8
     assert [note.text for note in engine.notes if "dtype" in note.text] == (
         [f"dtype fp32 for {role} (small enough; text is exact to the token)" for role in ("target", "draft")]
@@ -625,7 +627,7 @@ def test_threads(pair: Pair) -> None:
 def test_a_model_without_a_known_draft_says_so(pair: Pair) -> None:
     engine = Engine.load(str(pair.target), device="cpu")
     (advice,) = [note.text for note in engine.notes if note.advice]
-    assert engine.draft is None
+    assert engine.draft.decoder is None
     assert "--draft" in advice
     assert steps(engine, max_new_tokens=4)[-1].stats.tokens_per_pass == 1
 

@@ -17,16 +17,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from offspec import Engine, SamplingParams, SpeculationParams
-from offspec import engine as engine_module
+from offspec import Engine, SamplingParams, SpeculationParams, loading
+from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.cli.main import run
-from offspec.engine import load_decoder
 from offspec.errors import UnsupportedModelError
 from offspec.loaders.hardware import Rates
 from offspec.model.decoder import CachedDecoder
-from offspec.model.names import EMBEDDING
-from offspec.planning.plan import Plan, all_resident, plan_here
+from offspec.planning.plan import Plan, all_resident
+from offspec.planning.probe import plan_here
 
 from ..loaders.test_grouped import Quantised, said_by
 from ..pair import Pair, build_pair, variant
@@ -138,7 +137,7 @@ def streamed(num_resident: int) -> Callable[..., Plan]:
         resident, on_disk = (tuple(r) for r in np.split(np.arange(len(plan.layers)), [num_resident]))
         slot = max(layer.slot_bytes for layer in plan.layers)
         where = replace(plan.placement, resident=resident, on_disk=on_disk, num_slots=2, slot_bytes=slot)
-        return replace(plan, placement=where, stream_bytes=sum(plan.layers[i].read_bytes for i in on_disk))
+        return replace(plan, placement=where)
 
     return place
 
@@ -152,7 +151,7 @@ def texts(engine: Engine, speculation: SpeculationParams) -> list[list[int]]:
 
 def logits(folder: Path) -> Tensor:
     files = ModelFiles.open(folder, "fp32", "cpu", [])
-    decoder = load_decoder(files, all_resident(files), CPU, EMBEDDING)
+    decoder = load_decoder(files, all_resident(files), CPU, LoadSettings(has_far_embedding=True))
     found = CachedDecoder(decoder).score([(7 * i) % 300 for i in range(40)], *NO_NODES)
     decoder.weights.close()
     return found
@@ -174,8 +173,8 @@ def test_texts_are_those_of_plain_matrices_and_of_plain_decoding(model: Model, m
     assert len({token for text in expected for token in text}) > 8
     for num_resident, ways in ((4, (PLAIN, TREES)), (1, (TREES,))):
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "plan_here", streamed(num_resident))
-            patch.setattr(engine_module, "quick_rates", lambda *_: RATES)
+            patch.setattr(loading, "plan_here", streamed(num_resident))
+            patch.setattr(loading, "measure_quick_rates", lambda *_: RATES)
             engine = Engine.load(str(model.packed), draft=str(model.draft), device="cpu")
         assert engine.target.weights.is_resident == (num_resident == 4)
         for speculation in ways:
@@ -210,7 +209,7 @@ def offspec(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str
 
 @pytest.fixture
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offspec.planning.forecast.measure_rates", lambda *_, **__: RATES)
+    monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: RATES)
 
 
 @pytest.mark.usefixtures("_measured")

@@ -48,11 +48,11 @@ def uncached(decoder: Decoder) -> Rule:
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
 @pytest.mark.parametrize("speculation", [JOINT, EAGER], ids=["tau 0.1", "tau 1e-6"])
 def test_text_is_that_of_models_without_caches(speculation: SpeculationParams, penalty: float, engine: Engine) -> None:
-    assert engine.draft is not None
+    assert engine.draft.decoder is not None
     params = SamplingParams(24, repetition_penalty=penalty, ignore_eos=True)
     found = steps(engine, params=params, speculation=speculation)
     size = engine.target.config.vocab_size
-    models = (RuleModel(uncached(decoder), size) for decoder in (engine.target, engine.draft))
+    models = (RuleModel(uncached(decoder), size) for decoder in (engine.target, engine.draft.decoder))
     assert ids(found) == generate(*models, speculation, 24, params=params, prompt=engine.encode(PROMPT))
     plain = steps(engine, params=params, speculation=SpeculationParams(budget=0))
     assert ids(found) != ids(plain)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.drafts.early_exit import EarlyExit
 from offspec.loaders.formats import dense
 from offspec.loaders.formats.four_bit import has_kernels
+from offspec.model.early_exit import EarlyExit
 from offspec.planning.plan import Plan
 from offspec.training.online import Aligner, AlignmentParams
 
@@ -60,8 +60,8 @@ def test_the_target_guesses_for_itself(folder: Path, move: Move) -> None:
 
 def test_a_draft_learns(folder: Path) -> None:
     engine, expected = load(folder, "plain", "cuda:0", learn=True), texts(load(folder, "plain", "cpu"))
-    assert engine.draft is not None
-    engine.aligner = Aligner(engine.draft, AlignmentParams(most_share=1e9))
+    assert engine.draft.decoder is not None
+    engine.draft.aligner = Aligner(engine.draft.decoder, AlignmentParams(most_share=1e9))
     for _ in range(2):
         *_, last = engine.generate("def area(", SamplingParams(48, ignore_eos=True), SpeculationParams(16))
         engine.learn(last.stats)

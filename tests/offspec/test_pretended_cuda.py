@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from offspec import Engine, SamplingParams, SpeculationParams
-from offspec import engine as engine_module
+from offspec import Engine, SamplingParams, SpeculationParams, loading
 from offspec.loaders.convert import convert
 from offspec.loaders.formats.process_state import has_bitsandbytes
-from offspec.planning.plan import Plan, plan_here
+from offspec.planning.plan import Plan
+from offspec.planning.probe import plan_here
 
 from ..pair import build_pair
 from ..pretend_cuda import build_guard, pretended_cuda
@@ -51,7 +51,7 @@ def on_disk(plan: Plan) -> Plan:
 
 def streamed(plan: Plan, **where: Any) -> Plan:
     placement = replace(plan.placement, **{"resident": (), "num_slots": 2, **where})
-    return replace(plan, placement=placement, stream_bytes=sum(layer.read_bytes for layer in plan.layers))
+    return replace(plan, placement=placement)
 
 
 FORMS = ("plain", "nf4") if has_bitsandbytes() else ("plain",)
@@ -69,7 +69,7 @@ def build(folder: Path) -> Path:
 def load(folder: Path, form: str, device: str, move: Move = resident, **options: Any) -> Engine:
     """An engine whose layers lie where `move` puts them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "plan_here", lambda *args: move(plan_here(*args)))
+        patch.setattr(loading, "plan_here", lambda *args: move(plan_here(*args)))
         options = {"draft": str(folder / "draft"), **options}
         engine = Engine.load(str(folder / form), device=device, dtype="fp32", **options)
     assert str(engine.target.device).startswith(device)

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
-from offspec.engine import load_decoder
 from offspec.loaders.formats.process_state import bitsandbytes_functional
 from offspec.loaders.placement import Limits, Placement
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.model.names import EMBEDDING
 from offspec.planning.plan import all_resident
 
 from ..fakes import FAMILIES, VOCAB_SIZE, build
@@ -76,6 +75,6 @@ def test_greedy_tokens_are_those_of_transformers(options: dict[str, Any], tmp_pa
     expected = greedy_of(model)
     assert len(set(expected)) > 8
     for placement in (all_resident(files), on_disk):
-        decoder = load_decoder(files, placement, CPU, EMBEDDING)
+        decoder = load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
         assert greedy(decoder) == expected
         decoder.weights.close()

@@ -75,8 +75,8 @@ def get_models(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> GetModel
 
     def get(has_window: bool, draft: str) -> tuple[Decoder, Decoder]:
         engine = load(has_window, draft == "narrow")
-        assert engine.draft is not None
-        return engine.target, engine.target if draft == "itself" else engine.draft
+        assert engine.draft.decoder is not None
+        return engine.target, engine.target if draft == "itself" else engine.draft.decoder
 
     return get
 

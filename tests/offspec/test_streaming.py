@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offspec import Engine, SamplingParams
+from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
-from offspec.engine import load_decoder
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
 from offspec.loaders.placement import Limits, Placement
+from offspec.loading import LoadedTarget
 from offspec.model.block import Block, PassRows
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.model.names import EMBEDDING
 
 from ..pair import CONFIG, CONTEXT, Pair, build_pair, variant
 
@@ -49,12 +49,12 @@ def stream(folder: Path, resident: tuple[int, ...] = (), *, synchronous: bool = 
     on_disk = tuple(i for i in range(len(costs)) if i not in resident)
     slot = max(cost.slot_bytes for cost in costs)
     placement = Placement(resident, (), on_disk, 2, 0, slot, (), Limits(None, 0), 0, 0)
-    return load_decoder(files, placement, CPU, EMBEDDING, synchronous=synchronous)
+    return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True, synchronous=synchronous))
 
 
 def behind(engine: Engine, target: Decoder) -> Engine:
     """The engine's draft and tokenizer before another target."""
-    return Engine(target, engine.tokenizer, engine.draft)
+    return Engine(LoadedTarget(target), engine.tokenizer, engine.draft)
 
 
 def says(engine: Engine, params: SamplingParams) -> list[int]:
@@ -177,7 +177,7 @@ def test_nothing_waits_for_the_device_within_a_pass(pair: Pair) -> None:
     files = ModelFiles.open(pair.target, "fp32", "cuda", [])
     slot, everything = max(layer.record.nbytes for layer in files.stored.layers), tuple(range(files.config.num_layers))
     placement = Placement((), everything, (), 2, 0, slot, (), Limits(2**30, 2**30), 0, 0)
-    decoder = load_decoder(files, placement, device, EMBEDDING)
+    decoder = load_decoder(files, placement, device, LoadSettings(has_far_embedding=True))
     through = decoder.through
 
     def watched(hidden: torch.Tensor, rows: PassRows) -> torch.Tensor:

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams, Step
+from offspec.drafts.base import DraftTask
 from offspec.drafts.recall import RecallingText
+from offspec.drafts.without_model import NoDraft
 from offspec.loaders.hardware import Rates
 from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
 from offspec.scheduler.baselines.sequoia import MeasuredAcceptance, SequoiaDrafter
-from offspec.scheduler.drafter import Drafter, NoDrafter
+from offspec.scheduler.drafter import Drafter, DraftRequest, NoDrafter
 from offspec.scheduler.joint import BeamDrafter
 from offspec.scheduler.lookup import PromptLookup
 from offspec.scheduler.model_drafter import ModelDrafter
@@ -56,7 +58,7 @@ def loaded(pair: Pair) -> dict[str, Engine]:
 @pytest.fixture
 def engines(loaded: dict[str, Engine]) -> dict[str, Engine]:
     """The same models, of which nothing is known yet."""
-    return {name: engine.with_draft(engine.draft, engine.draft_name) for name, engine in loaded.items()}
+    return {name: engine.with_draft(engine.draft) for name, engine in loaded.items()}
 
 
 def steps(engine: Engine, params: SamplingParams, speculation: SpeculationParams | None = None) -> list[Step]:
@@ -82,20 +84,23 @@ def drafter_of(
 ) -> Drafter:
     """As a new request would get it."""
     sampler = sampler_of(engine, params)
-    return engine.drafter(engine.new_caches().draft, sampler, SpeculationParams(**speculation), final)
+    text = engine.new_caches().draft
+    request = DraftRequest(sampler, final)
+    task = DraftTask(text, engine.target, request, SpeculationParams(**speculation), engine.lookup_index)
+    return engine.draft.drafter(task, engine.learnt)
 
 
 # ------------------------------------------------------------------------------------------------ what passes cost
 
 
 def test_before_the_first_pass_its_cost_is_what_the_plan_predicts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offspec.engine.quick_rates", lambda *_: RATES)
+    monkeypatch.setattr("offspec.loading.measure_quick_rates", lambda *_: RATES)
     engine = load(pair, "own")
     assert engine.plan is not None
     rows = np.array([1, 16, 128, 1024])
     predicted = [engine.plan.predict_pass_s(RATES, n) for n in rows.tolist()]
     assert predicted[-1] > 2 * predicted[0] > 0
-    for one in (engine, engine.with_draft(None, None)):
+    for one in (engine, engine.with_draft(NoDraft())):
         np.testing.assert_allclose(one.learnt.costs.target.seconds(rows), predicted)
 
 
@@ -133,7 +138,8 @@ class Noted(ModelDrafter):
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offspec.engine.ModelDrafter", Noted)
+    monkeypatch.setattr("offspec.drafts.model_draft.ModelDrafter", Noted)
+    monkeypatch.setattr("offspec.drafts.base.ModelDrafter", Noted)
 
 
 def index_of(text: Sequence[int]) -> SuffixIndex:

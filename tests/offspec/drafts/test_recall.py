@@ -37,8 +37,8 @@ def engine(pair: Pair) -> Engine:
 @pytest.fixture(scope="module")
 def models(engine: Engine) -> tuple[Decoder, Decoder]:
     """A draft and a target of other widths and vocabularies."""
-    assert engine.draft is not None
-    return engine.draft, engine.target
+    assert engine.draft.decoder is not None
+    return engine.draft.decoder, engine.target
 
 
 def places(count: int, model: Decoder, seed: int = 0) -> Tensor:
@@ -122,12 +122,14 @@ class Watch:
         monkeypatch.setattr(RecallingText, "observe", note_nodes)
 
     def __call__(self, tree: TokenTree, verdict: Verdict) -> None:
-        assert self.engine.draft is not None
+        assert self.engine.draft.decoder is not None
         paths = [[int(tree.tokens[above]) for above in tree.path(node - 1)] if node else [] for node in self.nodes]
         texts = [self.text + path for path in paths]
         if not self.num_places:  # the prompt's other places come first
             texts = [*(self.text[:end] for end in range(1, len(self.text))), *texts]
-        for model, parts in zip((self.engine.draft, self.engine.target), zip(*self.added, strict=True), strict=False):
+        for model, parts in zip(
+            (self.engine.draft.decoder, self.engine.target), zip(*self.added, strict=True), strict=False
+        ):
             for text, state in zip(texts, torch.cat(parts), strict=True):
                 fresh = CachedDecoder(model).states(text, *NO_NODES)
                 torch.testing.assert_close(state[None], fresh, rtol=0, atol=2e-5)
@@ -186,7 +188,7 @@ def test_what_is_pending_is_corrected_by_all_that_is_recalled_by_now(models: tup
 
 def said(engine: Engine, params: SamplingParams, speculation: SpeculationParams) -> tuple[list[int], int]:
     """Tokens of a text, and in how many passes."""
-    *steps, last = engine.with_draft(engine.draft, engine.draft_name).generate("def area(", params, speculation)
+    *steps, last = engine.with_draft(engine.draft).generate("def area(", params, speculation)
     return [token for step in (*steps, last) for token in step.token_ids], last.stats.num_passes
 
 
@@ -211,7 +213,7 @@ def test_fewer_passes_with_the_builtin_pair() -> None:
     """Trees of 64 nodes on three held-out prompts; the arithmetic is the same on every run."""
     engine, passes = Engine.load("builtin", dtype="fp32"), dict.fromkeys((True, False), 0)
     for recall in passes:
-        fresh = engine.with_draft(engine.draft, engine.draft_name)
+        fresh = engine.with_draft(engine.draft)
         for index, prompt in enumerate(builtin.prompts()[:3]):
             params = SamplingParams(96, temperature=1.0, seed=index, ignore_eos=True)
             *_, last = fresh.generate(prompt, params, SpeculationParams(64, recall=recall, overlap=False))

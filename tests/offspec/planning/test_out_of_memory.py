@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams
-from offspec import engine as engines
+from offspec import Engine, SamplingParams, loading
+from offspec.checkpoints.load import load_weights
+from offspec.drafts import model_draft
+from offspec.drafts.without_model import NoDraft
 from offspec.errors import MemoryLimitError
 from offspec.loaders.cuda import limit_memory, release_memory
 from offspec.loaders.placement import Placement
-from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.loaders.tiers import TieredWeights
+from offspec.loading import LoadedTarget
+from offspec.model.decoder import CachedDecoder
 from offspec.model.kv_cache import KVCache
 
 TOLD = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.65 GiB\nSee documentation"
@@ -58,19 +63,18 @@ def scarce(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scarce]:
     return lambda owner, name, failing: Scarce(monkeypatch, owner, name, failing)
 
 
-@pytest.mark.parametrize("failing", [1, 2], ids=["draft", "target"])
+@pytest.mark.parametrize("owner", [loading, model_draft], ids=["target", "draft"])
 def test_loading_is_tried_again_with_fewer_residents(
-    scarce: Callable[..., Scarce], failing: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    scarce: Callable[..., Scarce], owner: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed: list[Placement] = []
-    loading = engines.load_decoder
 
-    def watched(model: Any, placement: Placement, *args: Any, **kwargs: Any) -> Decoder:
+    def watched(model: Any, placement: Placement, *args: Any) -> TieredWeights:
         placed.append(placement)
-        return loading(model, placement, *args, **kwargs)
+        return load_weights(model, placement, *args)
 
-    monkeypatch.setattr(engines, "load_decoder", watched)
-    scarce(engines, "load_decoder", {failing})
+    monkeypatch.setattr(loading, "load_weights", watched)
+    scarce(owner, "load_weights" if owner is loading else "load_decoder", {1})
     engine = load()
     assert num_resident(engine) < 8
     assert engine.plan is not None
@@ -122,7 +126,7 @@ def test_caches_that_do_not_fit_are_made_with_fewer_residents(
 
 def test_a_shortage_in_what_is_kept_from_request_to_request(scarce: Callable[..., Scarce], expected: list[int]) -> None:
     engine = load()
-    scarce(engines, "CachedDecoder", {2})
+    scarce(model_draft, "CachedDecoder", {2})
     caches = engine.new_caches(100, 64)
     assert num_resident(engine) < 8
     steps = engine.generate("def area(", PARAMS, caches=caches)
@@ -164,16 +168,34 @@ def test_the_second_shortage_is_explained(scarce: Callable[..., Scarce]) -> None
 
 
 def test_loading_that_fails_twice_is_explained(scarce: Callable[..., Scarce]) -> None:
-    scarce(engines, "load_decoder", {2, 4})
+    scarce(loading, "load_weights", {1, 2})
     with pytest.raises(MemoryLimitError, match="so it did with fewer layers that stay"):
         load()
 
 
 def test_an_engine_of_given_decoders_cannot_load_again(scarce: Callable[..., Scarce]) -> None:
     engine = load()
+    given = Engine(LoadedTarget(engine.target), engine.tokenizer)
     scarce(CachedDecoder, "score_rows", {1})
     with pytest.raises(MemoryLimitError, match=r"cpu ran out of memory \(CUDA out of memory\)"):
-        says(engine.with_draft(None, None))
+        says(given)
+    engine.close()
+
+
+def test_engines_that_share_a_target_follow_it_when_it_is_loaded_again(
+    scarce: Callable[..., Scarce], expected: list[int]
+) -> None:
+    """Also a request that is under way, and whichever of them runs out of memory."""
+    engine = load()
+    twin = engine.with_draft(NoDraft())
+    steps = engine.generate("def area(", PARAMS)
+    found = next(steps).token_ids
+    scarce(CachedDecoder, "score_rows", {2})
+    assert says(twin) == expected
+    assert num_resident(engine) == num_resident(twin) < 8
+    assert found + [token for step in steps for token in step.token_ids] == expected
+    assert says(engine) == says(twin) == expected
+    assert twin.learnt.costs.target.seconds(np.array([1])) > 0
     engine.close()
 
 

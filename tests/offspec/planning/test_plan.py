@@ -17,17 +17,18 @@ from offspec.errors import CheckpointError, MemoryLimitError, UsageError
 from offspec.loaders.hardware import Rates
 from offspec.loaders.params import PLAN_FORMATS
 from offspec.loaders.placement import Limits
-from offspec.planning.forecast import make_forecast
+from offspec.loading import LoadOptions
+from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import (
     DEFAULT_CONTEXT,
     MIN_CONTEXT,
-    MemoryOptions,
     Plan,
-    explain,
     kv_bytes,
     make_plan,
-    measure_link,
 )
+from offspec.planning.probe import measure_link
+from offspec.planning.report import explain_plan
+from offspec.tools.forecast import Assumptions, make_forecast
 
 GIB = 2**30
 LLAMA_70B = {
@@ -56,7 +57,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan(folder: Path, form: str, limits: Limits, grant: MemoryOptions | None = None) -> Plan:
     return make_plan(
-        ModelFiles.from_config(folder, form, "auto", "cuda", []), None, limits, grant or MemoryOptions(), GIB // 2
+        ModelFiles.from_config(folder, form, "auto", "cuda", []), [], limits, grant or MemoryOptions(), GIB // 2
     )
 
 
@@ -101,7 +102,7 @@ def test_an_embedding_that_fits_nowhere_keeps_layers_streaming(tmp_path: Path) -
     seen = set()
     for ram in range(80 * 2**20, 140 * 2**20, 2**17):
         try:
-            p = make_plan(files, None, Limits(None, ram), MemoryOptions(context=64), 0).placement
+            p = make_plan(files, [], Limits(None, ram), MemoryOptions(context=64), 0).placement
         except MemoryLimitError:
             continue
         assert p.on_disk or "embedding" in {item.name for item in p.items}
@@ -146,11 +147,11 @@ def test_what_a_pass_is_made_of(large: Path) -> None:
 
 
 def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offspec.planning.plan.measure_host_to_device", lambda device, seconds: 25e9)
-    files, device = ModelFiles.from_config(large, "nf4", "auto", "cuda", []), torch.device("cuda")
+    monkeypatch.setattr("offspec.planning.probe.measure_host_to_device", lambda device, seconds: 25e9)
+    device = torch.device("cuda")
     streamed, resident = (plan(large, "nf4", Limits(vram, 64 * GIB)) for vram in (24 * GIB, 80 * GIB))
-    assert measure_link(streamed, files, device) == pytest.approx(25e9, rel=0.01)
-    assert measure_link(resident, files, device) is None  # and no infinity, which JSON does not have
+    assert measure_link(streamed, device) == pytest.approx(25e9, rel=0.01)
+    assert measure_link(resident, device) is None  # and no infinity, which JSON does not have
 
 
 @pytest.mark.parametrize(
@@ -167,11 +168,11 @@ def test_what_was_granted_and_is_not_there_is_said(
     large: Path, device: int | None, grant: MemoryOptions, expected: list[str]
 ) -> None:
     limits = Limits(None if device is None else device * GIB, 64 * GIB)
-    assert [note.text for note in explain(plan(large, "nf4", limits), grant) if note.advice] == expected
+    assert [note.text for note in explain_plan(plan(large, "nf4", limits, grant)) if note.advice] == expected
 
 
 def test_what_was_decided_is_said(large: Path) -> None:
-    said = [note.text for note in explain(plan(large, "nf4", Limits(24 * GIB, 64 * GIB)), MemoryOptions(), 25e9)]
+    said = [note.text for note in explain_plan(plan(large, "nf4", Limits(24 * GIB, 64 * GIB)), 25e9)]
     assert any("context 4096" in text for text in said)
     assert any("of 80 layers" in text and "wait in RAM" in text and "25 GB/s (measured)" in text for text in said)
 
@@ -222,7 +223,7 @@ def test_weights_that_are_not_all_there_are_imagined_and_damaged_ones_are_refuse
 
 def test_an_outlook_for_a_card_that_is_not_here(large: Path) -> None:
     forecast = make_forecast(
-        str(large), draft="none", form="nf4", gpu="RTX 4090", ram=64 * GIB, disk_bytes_per_s=7e9, widths=(1, 256)
+        LoadOptions(str(large), draft="none", ram=64 * GIB), Assumptions("RTX 4090", "nf4", 7e9), widths=(1, 256)
     )
     told = forecast.as_dict()
     assert 0.5 < told["pass_s"][1] < 1.0  # DESIGN's simulated 4090 takes 0.9 s

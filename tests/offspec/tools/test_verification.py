@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offspec import Engine
-from offspec.checkpoints.opening import LOOKUP
+from offspec.drafts.without_model import LookupDraft, NoDraft
 from offspec.errors import UsageError
 from offspec.scheduler import verify as scheduler_verify
 from offspec.scheduler.params import Scoring, SpeculationParams
@@ -46,7 +46,7 @@ def replace_at(monkeypatch: pytest.MonkeyPatch, place: int, token: int) -> None:
             return verdict
         return Verdict(verdict.path[:at], [*verdict.tokens[:at], token])
 
-    monkeypatch.setattr("offspec.engine.exact_walk", walk)
+    monkeypatch.setattr("offspec.request.exact_walk", walk)
 
 
 def plain_tokens(engine: Engine, prompt: str, one: Setting, seed: int, num_tokens: int = 8) -> list[int]:
@@ -183,7 +183,7 @@ def test_settings_that_cannot_be_meant(values: tuple[Any, Any, Any, Any]) -> Non
 
 
 def test_own_needs_something_that_guesses(engine: Engine) -> None:
-    alone = engine.with_draft(None, None)
+    alone = engine.with_draft(NoDraft())
     with pytest.raises(UsageError, match="--draft"):
         verify(alone, PROMPTS, [setting()])
     assert verify(alone, PROMPTS, [setting(draft="random")], max_new_tokens=4).is_exact
@@ -191,9 +191,9 @@ def test_own_needs_something_that_guesses(engine: Engine) -> None:
 
 def test_what_is_looked_up_is_verified(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = engine.encode(PROMPTS[0] * 2)
-    alone = engine.with_draft(None, None)
+    alone = engine.with_draft(NoDraft())
     alone.lookup_index = build_index(np.array(ids, dtype=np.int32))
-    for found in (engine.with_draft(None, LOOKUP), alone):
+    for found in (engine.with_draft(LookupDraft()), alone):
         assert verify(found, [PROMPTS[0] * 2], [setting(), setting(budget=None)], max_new_tokens=8).is_exact
         with monkeypatch.context() as patch:
             replace_at(patch, len(ids), 40)  # only where there is a tree

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.exit_layers import ExitFile, fingerprint
 from offspec.checkpoints.opening import ModelFiles
-from offspec.drafts.early_exit import EarlyExit
 from offspec.errors import CheckpointError, StorageError, UsageError
 from offspec.model.block import layer_shapes
 from offspec.model.decoder import CachedDecoder
+from offspec.model.early_exit import EarlyExit
 from offspec.training.distill_params import DistillParams
 from offspec.training.distillation import SHARD_TEXTS, Distilled, ExitModule, Forest, Shards, Trainer, distill
 

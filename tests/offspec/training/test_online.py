@@ -96,7 +96,7 @@ def weights_of(draft: Decoder) -> dict[str, Tensor]:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_text_is_the_same_while_the_draft_learns(pair: Pair, temperature: float) -> None:
     plain, learning = load(pair), load(pair, learn=True)
-    learning.aligner = Aligner(learning.draft, FAST)  # type: ignore[arg-type]
+    learning.draft.aligner = Aligner(learning.draft.decoder, FAST)  # type: ignore[arg-type]
     for seed, prompt in enumerate((*PROMPTS, *PROMPTS)):
         params = SamplingParams(30, temperature=temperature, seed=seed, ignore_eos=True)
         assert say(learning, prompt, params)[0] == say(plain, prompt, params)[0]
@@ -108,7 +108,7 @@ def test_a_learnt_draft_guesses_more(pair: Pair) -> None:
     engine = load(pair)
     params = SamplingParams(40, temperature=0.5, seed=1, ignore_eos=True)
     before = sum(say(engine, prompt, params)[1] for prompt in PROMPTS)
-    engine.aligner = Aligner(engine.draft, FAST)  # type: ignore[arg-type]
+    engine.draft.aligner = Aligner(engine.draft.decoder, FAST)  # type: ignore[arg-type]
     losses = []
     for _ in range(6):
         for prompt in PROMPTS:
@@ -158,7 +158,7 @@ def test_a_tree_at_once_is_each_of_its_paths_alone(
 def test_the_loss_is_the_weighted_divergence_and_its_gradient_points_down(engine: Engine) -> None:
     """Over two windows, each path of a tree by itself."""
     params = AlignmentParams(window_tokens=64, reach_power=1.0, top_k=VOCAB_SIZE)
-    aligner = Aligner(engine.draft, params)  # type: ignore[arg-type]
+    aligner = Aligner(engine.draft.decoder, params)  # type: ignore[arg-type]
     randomised(aligner.adapter)
     contexts, paths = ([5, 6, 7], [30, 31]), ([], *(TREE.path(node) for node in range(len(TREE))))
     loss = aligner.loss([heard(aligner, context, seed) for seed, context in enumerate(contexts)])
@@ -192,7 +192,7 @@ def test_a_step_learns_from_its_batch_alone(engine: Engine) -> None:
     """
     after = []
     for looks in (False, True):
-        aligner = Aligner(engine.draft, FAST)  # type: ignore[arg-type]
+        aligner = Aligner(engine.draft.decoder, FAST)  # type: ignore[arg-type]
         windows = [heard(aligner, context, seed) for seed, context in enumerate(([5, 6], [60, 61]))]
         if looks:
             aligner.loss(windows[1:])
@@ -219,8 +219,7 @@ def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine, size: int)
     """Across windows: each place, of the text and of a guess,
     holds the distribution that a plain pass gives after its path.
     """
-    assert engine.draft is not None
-    engine.aligner = aligner = Aligner(engine.draft, AlignmentParams(window_tokens=size, top_k=4))
+    engine.draft.aligner = aligner = Aligner(engine.draft.decoder, AlignmentParams(window_tokens=size, top_k=4))  # type: ignore[arg-type]
     prompt, target = engine.encode("def area(width"), engine.target
     params = SamplingParams(40, temperature=0.7, seed=1, ignore_eos=True)
     steps = list(engine.generate(prompt, params, SpeculationParams(16)))  # a budget, so that no clock decides
@@ -255,7 +254,7 @@ def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine, size: int)
 def test_what_the_target_thinks_along_the_prompt_is_taken_down(engine: Engine, most_prompt: int, num_held: int) -> None:
     """Of what was new to it, the end; each place once, in windows that begin with the text before."""
     params = AlignmentParams(window_tokens=16, most_prompt=most_prompt, most_guesses=0, top_k=VOCAB_SIZE)
-    engine.aligner = aligner = Aligner(engine.draft, params)  # type: ignore[arg-type]
+    engine.draft.aligner = aligner = Aligner(engine.draft.decoder, params)  # type: ignore[arg-type]
     prompt = torch.randint(0, VOCAB_SIZE, (61,), generator=torch.Generator().manual_seed(0)).tolist()
     caches = engine.new_caches()
     if num_held:
@@ -284,7 +283,7 @@ def test_what_the_target_thinks_along_the_prompt_is_taken_down(engine: Engine, m
 
 
 def test_the_best_guesses_are_taken_down_and_no_more(engine: Engine) -> None:
-    aligner = Aligner(engine.draft, AlignmentParams(most_guesses=5, top_k=VOCAB_SIZE))  # type: ignore[arg-type]
+    aligner = Aligner(engine.draft.decoder, AlignmentParams(most_guesses=5, top_k=VOCAB_SIZE))  # type: ignore[arg-type]
     asked: set[int] = set()
 
     class Rows:
@@ -310,7 +309,7 @@ def test_a_tree_in_best_first_order_costs_no_further_slice_of_logits() -> None:
 
 def test_where_the_target_hardly_goes_nothing_is_learnt(engine: Engine) -> None:
     """A guess beyond the likeliest tokens that are kept is left out, with what hangs on it."""
-    aligner = Aligner(engine.draft, AlignmentParams(top_k=2))  # type: ignore[arg-type]
+    aligner = Aligner(engine.draft.decoder, AlignmentParams(top_k=2))  # type: ignore[arg-type]
     logits = torch.zeros(1 + len(TREE), VOCAB_SIZE)
     logits[1, [10, 11]] = 9.0  # after 8, not 9
     logits[3, [14, 15]] = 9.0  # after 10
@@ -324,7 +323,7 @@ def test_where_the_target_hardly_goes_nothing_is_learnt(engine: Engine) -> None:
 
 def test_a_walk_goes_on_in_the_next_window(engine: Engine) -> None:
     """One that is longer than a window; a guess that hangs on what lies in a former one is left out."""
-    aligner = Aligner(engine.draft, AlignmentParams(window_tokens=8))  # type: ignore[arg-type]
+    aligner = Aligner(engine.draft.decoder, AlignmentParams(window_tokens=8))  # type: ignore[arg-type]
     chain = TokenTree.chain(range(10, 23))
     tree = TokenTree(
         np.append(chain.tokens, 30),
@@ -347,7 +346,7 @@ def test_a_walk_goes_on_in_the_next_window(engine: Engine) -> None:
 
 
 def test_judged_is_the_text_alone(engine: Engine) -> None:
-    aligner = Aligner(engine.draft, FAST)  # type: ignore[arg-type]
+    aligner = Aligner(engine.draft.decoder, FAST)  # type: ignore[arg-type]
     with_guesses = heard(aligner, [5, 6, 7])
     alone = Window([5, 6, 7], aligner.params)
     logs, choices = aligner.likeliest([sayings()[row] for row in (0, 1, 3)])
@@ -362,7 +361,7 @@ def test_judged_is_the_text_alone(engine: Engine) -> None:
 
 def test_what_is_kept_is_bounded(engine: Engine) -> None:
     params = AlignmentParams(window_tokens=32, buffer_bytes=3 * 32 * (12 + 32 * 6))
-    aligner = Aligner(engine.draft, params)  # type: ignore[arg-type]
+    aligner = Aligner(engine.draft.decoder, params)  # type: ignore[arg-type]
     for number in range(10):
         aligner.open([number])
     kept = [int(window.tokens[0]) for window in aligner.windows]
@@ -375,8 +374,8 @@ def test_what_is_kept_is_bounded(engine: Engine) -> None:
 def test_learning_takes_its_share_of_the_time_and_no_more(engine: Engine) -> None:
     now = iter(range(1000))
     params = AlignmentParams(most_share=0.5, replays=1000)
-    aligner = Aligner(engine.draft, params, clock=lambda: next(now))  # type: ignore[arg-type]
-    engine.aligner = aligner
+    aligner = Aligner(engine.draft.decoder, params, clock=lambda: next(now))  # type: ignore[arg-type]
+    engine.draft.aligner = aligner
     list(engine.generate(PROMPTS[0], SamplingParams(20, seed=0)))
     # A step takes a second of this clock, and so does judging what is new, first of all. Four are granted, then none,
     # then two.
@@ -386,7 +385,7 @@ def test_learning_takes_its_share_of_the_time_and_no_more(engine: Engine) -> Non
 
 
 def test_nothing_heard_nothing_learnt(engine: Engine) -> None:
-    aligner = Aligner(engine.draft, FAST)  # type: ignore[arg-type]
+    aligner = Aligner(engine.draft.decoder, FAST)  # type: ignore[arg-type]
     found = aligner.learn(10.0)
     assert (found.num_steps, found.loss) == (0, None)
 
@@ -395,7 +394,7 @@ def test_nothing_heard_nothing_learnt(engine: Engine) -> None:
 
 
 def test_merging_never_drifts(engine: Engine) -> None:
-    draft = engine.draft
+    draft = engine.draft.decoder
     assert draft is not None
     adapter, came = Adapter(draft, 4), weights_of(draft)
     for _ in range(3):
@@ -413,7 +412,7 @@ def test_rounds_that_were_recorded_see_what_was_merged(engine: Engine) -> None:
     """CUDA graphs hold addresses of weights: merging must change what lies there,
     not put something else in its place.
     """
-    draft = engine.draft
+    draft = engine.draft.decoder
     assert draft is not None
     graphs = TreeGraphs(draft, 64 + MAX_ROWS)
     tokens, depths, mask = np.array([7, 8]), np.array([1, 1]), np.eye(2, dtype=np.bool_)
@@ -433,10 +432,10 @@ def test_rounds_that_were_recorded_see_what_was_merged(engine: Engine) -> None:
 def test_left_in_the_middle_the_draft_is_as_it_was(
     engine: Engine, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.aligner = aligner = Aligner(engine.draft, FAST)  # type: ignore[arg-type]
-    assert engine.draft is not None
+    engine.draft.aligner = aligner = Aligner(engine.draft.decoder, FAST)  # type: ignore[arg-type]
+    assert engine.draft.decoder is not None
     say(engine, PROMPTS[0], SamplingParams(20, seed=0))
-    before = weights_of(engine.draft)
+    before = weights_of(engine.draft.decoder)
     list(engine.generate(PROMPTS[1], SamplingParams(60, seed=0, ignore_eos=True)))
     calls = 0
 
@@ -454,13 +453,13 @@ def test_left_in_the_middle_the_draft_is_as_it_was(
     monkeypatch.setattr(aligner if moment == "step" else aligner.adapter, moment, interrupted)
     with pytest.raises(KeyboardInterrupt):
         aligner.learn(1.0)
-    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine.draft).items())
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine.draft.decoder).items())
 
 
 def test_what_is_not_finite_is_not_learnt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.aligner = aligner = Aligner(engine.draft, FAST)  # type: ignore[arg-type]
-    assert engine.draft is not None
-    before = weights_of(engine.draft)
+    engine.draft.aligner = aligner = Aligner(engine.draft.decoder, FAST)  # type: ignore[arg-type]
+    assert engine.draft.decoder is not None
+    before = weights_of(engine.draft.decoder)
     list(engine.generate(PROMPTS[0], SamplingParams(20, seed=0)))
 
     def overflow(batch: object) -> float:
@@ -470,7 +469,7 @@ def test_what_is_not_finite_is_not_learnt(engine: Engine, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(aligner, "step", overflow)
     assert aligner.learn(1.0).num_steps == 0
-    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine.draft).items())
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine.draft.decoder).items())
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -480,13 +479,13 @@ def test_what_was_learnt_comes_back(pair: Pair, tmp_path: Path) -> None:
     file = tmp_path / "learnt.safetensors"
     engine = load(pair, learn=True, learn_file=file)
     assert engine.aligner is not None
-    assert engine.draft is not None
+    assert engine.draft.decoder is not None
     randomised(engine.aligner.adapter).merge()
     engine.aligner.adapter.save(file)
     again = load(pair, learn_file=file)
-    assert again.draft is not None
-    wanted = weights_of(engine.draft)
-    assert all(torch.equal(weight, wanted[name]) for name, weight in weights_of(again.draft).items())
+    assert again.draft.decoder is not None
+    wanted = weights_of(engine.draft.decoder)
+    assert all(torch.equal(weight, wanted[name]) for name, weight in weights_of(again.draft.decoder).items())
     assert [entry.name for entry in tmp_path.iterdir()] == [file.name]
     params = SamplingParams(20, seed=0)
     assert again.aligner is not None
@@ -496,7 +495,7 @@ def test_what_was_learnt_comes_back(pair: Pair, tmp_path: Path) -> None:
 
 def test_the_file_knows_the_draft_by_its_weights_and_shape(pair: Pair, tmp_path: Path) -> None:
     file = tmp_path / "learnt.safetensors"
-    Adapter(load(pair).draft, 4).save(file)  # type: ignore[arg-type]
+    Adapter(load(pair).draft.decoder, 4).save(file)  # type: ignore[arg-type]
     other = scale_weights(variant(pair.draft, tmp_path / "other"), {"model.layers.1.mlp.up_proj.weight": 1.01})
     slower = variant(pair.draft, tmp_path / "slower", rope_theta=20000.0)
     for folder in (other, slower):
@@ -510,7 +509,7 @@ def test_a_damaged_file_is_refused(pair: Pair, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     file = tmp_path / "learnt.safetensors"
-    Adapter(load(pair).draft, 4).save(file)  # type: ignore[arg-type]
+    Adapter(load(pair).draft.decoder, 4).save(file)  # type: ignore[arg-type]
     with safe_open(file, framework="pt") as opened:
         about, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     name = next(iter(tensors))
@@ -549,13 +548,13 @@ def test_without_a_draft_model_nothing_can_learn(pair: Pair, draft: str) -> None
 
 def test_planned_is_what_the_originals_and_the_additions_take(pair: Pair) -> None:
     plain, learning = load(pair), load(pair, learn=True)
-    assert learning.draft is not None
+    assert learning.draft.decoder is not None
     assert plain.plan is not None
     assert learning.plan is not None
     items = {item.name: item for item in learning.plan.placement.items}
     params = AlignmentParams()
-    originals = sum(4 * rows * columns for rows, columns in adapted_shapes(learning.draft.config).values())
-    assert items["learning"].on_device == learning_bytes(learning.draft.config, 4, params) > originals
+    originals = sum(4 * rows * columns for rows, columns in adapted_shapes(learning.draft.decoder.config).values())
+    assert items["learning"].on_device == learning_bytes(learning.draft.decoder.config, 4, params) > originals
     assert items["learning"].on_host == params.buffer_bytes
     assert "learning" not in {item.name for item in plain.plan.placement.items}
 
@@ -565,4 +564,4 @@ def test_a_copy_of_the_draft_elsewhere_is_the_same_draft(pair: Pair, tmp_path: P
     config = json.loads((tmp_path / "moved" / "config.json").read_text())
     (tmp_path / "moved" / "config.json").write_text(json.dumps(config, indent=4))
     moved = load(Pair(pair.target, tmp_path / "moved"))
-    assert Adapter(load(pair).draft, 1).fingerprint == Adapter(moved.draft, 1).fingerprint  # type: ignore[arg-type]
+    assert Adapter(load(pair).draft.decoder, 1).fingerprint == Adapter(moved.draft.decoder, 1).fingerprint  # type: ignore[arg-type]

@@ -22,10 +22,10 @@ from offspec.loaders.weights import RamWeights
 from offspec.scheduler.params import MAX_NODES
 from offspec.scheduler.tree import ROOT
 
-from ..model.block import PassRows
-from ..model.decoder import AfterLayer, BoolArray, CachedDecoder, Decoder, IntArray, placed
-from ..model.kv_cache import KVCache
-from ..model.names import FINAL_NORM
+from .block import PassRows
+from .decoder import AfterLayer, BoolArray, CachedDecoder, Decoder, IntArray, placed
+from .kv_cache import KVCache
+from .names import FINAL_NORM
 
 ABSENT = -2  # in place of a row: the node is not in the trunk
 

@@ -18,16 +18,19 @@ from hypothesis import strategies as st
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.exit_layers import ExitFile
+from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
-from offspec.drafts.early_exit import EarlyExit, SharedDraft, Trunk, parents_of, shared_text
 from offspec.drafts.recall import RecallingText
-from offspec.engine import load_decoder
+from offspec.drafts.self_draft import OpenedSelf, SelfDraft
+from offspec.drafts.without_model import NoDraft
 from offspec.errors import MemoryLimitError
 from offspec.loaders.placement import Limits, Placement
+from offspec.loading import LoadedTarget
 from offspec.model.block import Block
 from offspec.model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
-from offspec.model.names import EMBEDDING
-from offspec.planning.plan import Beside, MemoryOptions, make_plan
+from offspec.model.early_exit import EarlyExit, SharedDraft, Trunk, parents_of, shared_text
+from offspec.planning.memory import MemoryOptions
+from offspec.planning.plan import make_plan
 from offspec.text.tokenizer import Tokenizer
 
 from ...pair import build_pair
@@ -50,7 +53,7 @@ def load(folder: Path, num_resident: int = NUM_LAYERS) -> Decoder:
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
     slot, on_disk = max(cost.slot_bytes for cost in costs), tuple(range(num_resident, NUM_LAYERS))
     placement = Placement(tuple(range(num_resident)), (), on_disk, 2, 0, slot, (), Limits(None, 0), 0, 0)
-    return load_decoder(files, placement, CPU, EMBEDDING)
+    return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
 
 
 def copied(target: Decoder, index: int) -> dict[str, torch.Tensor]:
@@ -72,7 +75,7 @@ def get_engine(folder: Path) -> Iterator[GetEngine]:
         target = load(folder, num_first) if is_streamed else targets[False]
         assert target is not None
         opened.append(target)
-        return Engine(target, Tokenizer.load(folder), EarlyExit(target, num_first, layer))
+        return Engine(LoadedTarget(target), Tokenizer.load(folder), SelfDraft(EarlyExit(target, num_first, layer)))
 
     yield get
     for target in opened:
@@ -114,7 +117,7 @@ def test_the_text_is_that_of_plain_decoding(
     seed: int,
 ) -> None:
     params = replace(params, max_new_tokens=24, seed=seed, ignore_eos=True)
-    plain = Engine(get_engine(num_first, False, is_good).target, get_engine(num_first, False, is_good).tokenizer)
+    plain = get_engine(num_first, False, is_good).with_draft(NoDraft())
     assert says(get_engine(num_first, is_streamed, is_good), params, speculation) == says(plain, params)
 
 
@@ -254,8 +257,8 @@ def test_parents_are_seen_last() -> None:
 
 def test_room_is_made_at_once(get_engine: GetEngine) -> None:
     engine = get_engine(2, False, True)
-    assert isinstance(engine.draft, EarlyExit)
-    target, draft = shared_text(engine.target, engine.draft, 100)
+    assert isinstance(engine.draft.decoder, EarlyExit)
+    target, draft = shared_text(engine.target, engine.draft.decoder, 100)
     assert min(target.cache.capacity, draft.cache.capacity, draft.trunk.cache.capacity) >= 100
 
 
@@ -263,21 +266,24 @@ def test_the_first_layers_are_planned_to_stay(folder: Path) -> None:
     files = ModelFiles.open(folder, "fp32", "cpu", [])
     early, layer_bytes = ExitFile(Path("exit"), 1, 1), files.stored.layers[0].cost(files.dtype).resident_bytes
 
+    def features(exit_file: ExitFile | None) -> list[OpenedSelf]:
+        return [] if exit_file is None else [OpenedSelf(exit_file)]
+
     def least(exit_file: ExitFile | None) -> int:
         """The least RAM that is not refused."""
         low, high = 0, 2**30
         while high - low > 256:
             middle = (low + high) // 2
             try:
-                make_plan(files, None, Limits(None, middle), MemoryOptions(context=64), 0, Beside(exit_file=exit_file))
+                make_plan(files, features(exit_file), Limits(None, middle), MemoryOptions(context=64), 0)
                 high = middle
             except MemoryLimitError:
                 low = middle
         return high
 
-    plan = make_plan(files, None, Limits(None, least(early)), MemoryOptions(context=64), 0, Beside(exit_file=early))
+    plan = make_plan(files, features(early), Limits(None, least(early)), MemoryOptions(context=64), 0)
     assert plan.placement.resident[0] == 0
     assert plan.placement.streamed
     assert least(early) > least(None) + layer_bytes
     with pytest.raises(MemoryLimitError, match=r"1 before the exit, which draft, .* or take an exit layer after fewer"):
-        make_plan(files, None, Limits(None, least(early) - 512), MemoryOptions(context=64), 0, Beside(exit_file=early))
+        make_plan(files, features(early), Limits(None, least(early) - 512), MemoryOptions(context=64), 0)

@@ -10,14 +10,19 @@ import torch
 
 from offspec.loaders.containers import largest_weight_file
 from offspec.loaders.formats import plan_form
-from offspec.loaders.gpus import find_gpu
-from offspec.loaders.hardware import Rates, read_hardware
+from offspec.loaders.gpus import KnownGpu, find_gpu
+from offspec.loaders.hardware import Hardware, Rates, read_hardware
 from offspec.loaders.measure import measure_rates
 from offspec.loaders.units import format_quantity, format_size
 
-from ..checkpoints.opening import ModelFiles, Note, choose_device, pair_from_config
+from ..checkpoints.opening import ModelFiles, Note, choose_device, locate
+from ..drafts.base import OpenedDraft, OpenRequest
+from ..drafts.kinds import open_draft
 from ..errors import UsageError
-from .plan import MemoryOptions, Plan, explain, plan_here, tell_tiers, with_more
+from ..loading import LoadOptions
+from ..planning.plan import Plan
+from ..planning.probe import plan_here
+from ..planning.report import explain_plan, tell_tiers
 
 GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4
 GAIN_WIDTH = 64  # tokens of the pass that gains are told for
@@ -110,75 +115,101 @@ class Forecast:
         }
 
 
+@dataclass(frozen=True)
+class Assumptions:
+    """What is planned for where it is not this machine, or not this file.
+
+    gpu: a card that is not here, by name. form: the format to assume (`PLAN_FORMATS`). disk_bytes_per_s: what the disk
+    would deliver.
+    """
+
+    gpu: str | None = None
+    form: str | None = None
+    disk_bytes_per_s: float | None = None
+
+    def check(self) -> None:
+        """Raises UsageError."""
+        rate = self.disk_bytes_per_s
+        if rate is not None and not rate > 0:
+            raise UsageError(f"--disk {rate} would bring nothing; give what it delivers in a second, e.g. 7GB")
+
+
 def make_forecast(
-    model: str,
+    options: LoadOptions,
+    assumptions: Assumptions | None = None,
     *,
-    draft: str = "auto",
-    revision: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    gpu: str | None = None,
-    vram: int | None = None,
-    ram: int | None = None,
-    context: int | None = None,
-    form: str | None = None,
-    disk_bytes_per_s: float | None = None,
     widths: Sequence[int] = (1,),
     progress: Callable[[str], None] = lambda what: None,
 ) -> Forecast:
-    """Plan for a model that may not be here, on this machine or on one with the card `gpu`. Arguments as `Engine.load`.
+    """Plan for a model that may not be here, on this machine or on one with another card. options: as `Engine.load`'s.
 
-    form: the format to assume (`PLAN_FORMATS`). Links are measured, or taken from the card's data sheet; the disk
-    is the one the model lies on. Raises MemoryLimitError where it cannot work.
+    widths: tokens of a pass. Links are measured, or taken from the card's data sheet; the disk is the one the model lies
+    on. Raises MemoryLimitError where it cannot work.
     """
-    if disk_bytes_per_s is not None and not disk_bytes_per_s > 0:
-        raise UsageError(f"--disk {disk_bytes_per_s} would bring nothing; give what it delivers in a second, e.g. 7GB")
+    assumed = assumptions or Assumptions()
+    assumed.check()
     notes: list[Note] = []
-    known = find_gpu(gpu) if gpu is not None else None
-    place = torch.device("cpu") if known else choose_device(device, notes)
-    device_type = "cuda" if known else place.type
-    target, guesser = pair_from_config(
-        model, draft, form, revision=revision, dtype=dtype, device_type=device_type, notes=notes
-    )
-    hardware = read_hardware(place)
-    if known:
-        hardware = replace(hardware, gpu=known.gpu())
-        if ram is not None:  # of the machine that is planned for, not of this one
-            hardware = replace(
-                hardware, ram=replace(hardware.ram, available_bytes=max(ram, hardware.ram.available_bytes))
-            )
-    grant = MemoryOptions(vram, ram, context)
-    plan = plan_here(target, guesser, hardware, grant)
-    folder = target.checkpoint.path
-    file = largest_weight_file(folder) or folder
+    known = find_gpu(assumed.gpu) if assumed.gpu is not None else None
+    place = torch.device("cpu") if known else choose_device(options.device, notes)
+    target, draft = _open_to_plan(options, assumed.form, "cuda" if known else place.type, notes)
+    hardware = _hardware(place, known, options.ram)
+    plan = plan_here(target, [draft], hardware, options.memory)
     measured = measure_rates(
         place,
         target.dtype,
-        file,
+        largest_weight_file(target.checkpoint.path) or target.checkpoint.path,
         widths=widths,
         form=target.packed_form or "nf4",
         beside_reads=bool(plan.placement.on_disk) and place.type == "cpu",
         progress=progress,
     )
     rates = measured if known is None else replace(known.rates(), disk_bytes_per_s=measured.disk_bytes_per_s)
-    if disk_bytes_per_s is not None:
-        rates = replace(rates, disk_bytes_per_s=disk_bytes_per_s)
-    form_name = form or plan_form(target.checkpoint.config)
-    weights = format_size(sum(info.nbytes for w in target.stored.by_name.values() for info in w.streamed))
-    title = f"{folder.name}: {format_quantity(target.num_parameters, '')} parameters, {form_name}, {weights}; context {plan.context}"
+    if assumed.disk_bytes_per_s is not None:
+        rates = replace(rates, disk_bytes_per_s=assumed.disk_bytes_per_s)
     name = hardware.gpu.name if hardware.gpu else "RAM"
     pass_s = {w: plan.predict_pass_s(rates, w) for w in widths}
-    gains = _gains(plan, rates, target, guesser)
-    return Forecast(model, title, name, plan, rates, pass_s, [*notes, *explain(plan, grant)], gains)
+    notes += explain_plan(plan)
+    return Forecast(
+        options.model, _title(target, assumed.form, plan), name, plan, rates, pass_s, notes, _gains(plan, rates)
+    )
 
 
-def _gains(plan: Plan, rates: Rates, target: ModelFiles, draft: ModelFiles | None) -> list[Gain]:
+def _open_to_plan(
+    options: LoadOptions, form: str | None, device_type: str, notes: list[Note]
+) -> tuple[ModelFiles, OpenedDraft]:
+    """Target and draft; of hub ids only config.json is downloaded."""
+    path = locate(options.model, options.revision, "target", weights=False)
+    target = ModelFiles.from_config(path, form, options.dtype, device_type, notes)
+    request = OpenRequest(options.drafting, target, None, options.dtype, device_type, notes)
+    return target, open_draft(options.model, request)
+
+
+def _hardware(place: torch.device, known: KnownGpu | None, ram: int | None) -> Hardware:
+    """This machine's, with another card where one is assumed, and then with so much RAM at least."""
+    hardware = read_hardware(place)
+    if known is None:
+        return hardware
+    available = hardware.ram.available_bytes if ram is None else max(ram, hardware.ram.available_bytes)
+    return replace(hardware, gpu=known.gpu(), ram=replace(hardware.ram, available_bytes=available))
+
+
+def _title(target: ModelFiles, form: str | None, plan: Plan) -> str:
+    weights = format_size(sum(info.nbytes for w in target.stored.by_name.values() for info in w.streamed))
+    parts = (
+        f"{format_quantity(target.num_parameters, '')} parameters",
+        form or plan_form(target.checkpoint.config),
+        f"{weights}; context {plan.context}",
+    )
+    return f"{target.checkpoint.path.name}: {', '.join(parts)}"
+
+
+def _gains(plan: Plan, rates: Rates) -> list[Gain]:
     gains = list[Gain]()
     for memory in ("RAM",) if plan.placement.limits.device is None else ("VRAM", "RAM"):
         before = plan
         for step in range(1, MAX_GAIN_STEPS + 1):
             more = step * GAIN_STEP_BYTES
-            after = with_more(plan, target, draft, **{memory.lower(): more})
+            after = plan.with_more(**{memory.lower(): more})
             if (
                 after.placement.resident == before.placement.resident
                 and after.placement.in_ram == before.placement.in_ram

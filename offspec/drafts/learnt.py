@@ -1,0 +1,34 @@
+"""What was learnt of a draft beside a target, kept from request to request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offspec.scheduler.costs import Costs
+from offspec.scheduler.learnt import Learnt as SchedulersLearnt
+from offspec.scheduler.overlap import OverlapSwitch
+from offspec.scheduler.recycling import TokenRecycling
+
+from ..model.decoder import Decoder
+from .recall import Recall
+
+
+@dataclass
+class Learnt(SchedulersLearnt):
+    """Calibration, costs, reliabilities, and recall: what the target said where both models were asked.
+
+    recall: None where no model drafts.
+    """
+
+    recall: Recall | None = None
+
+    @classmethod
+    def of(cls, target: Decoder, draft: Decoder | None, predict_pass_s: Callable[[int], float] | None) -> Learnt:
+        """Nothing yet. predict_pass_s: a first guess of the seconds of a pass, by its rows."""
+        return cls(
+            TokenRecycling(target.config.vocab_size),
+            costs=Costs(predict_pass_s),
+            overlap_switch=OverlapSwitch(shares_cores=target.device.type == "cpu"),
+            recall=None if draft is None else Recall(draft, target),
+        )

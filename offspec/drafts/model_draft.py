@@ -1,0 +1,176 @@
+"""A small model as the draft: one of the target's vocabulary, resident beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from offspec.loaders.placement import Item
+from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
+from offspec.scheduler.baselines.sequoia import SequoiaDrafter
+from offspec.scheduler.costs import WIDTHS
+from offspec.scheduler.drafter import Drafter, NoDrafter
+from offspec.scheduler.joint import BeamDrafter
+from offspec.scheduler.lookup import Guesser, PromptLookup
+from offspec.scheduler.model_drafter import ModelDrafter
+from offspec.scheduler.params import MAX_ROWS, SpeculationParams
+
+from ..checkpoints.load import LoadSettings, load_decoder
+from ..checkpoints.opening import ModelFiles, locate
+from ..errors import VocabularyMismatchError
+from ..model.config import ModelConfig
+from ..model.cuda_graphs import TreeGraphs, is_static
+from ..model.decoder import CachedDecoder, Decoder
+from ..model.row_logits import HEAD_ROWS
+from ..model.text_caches import TextCaches
+from ..planning.memory import MemoryUse, Room
+from ..planning.plan import all_resident, kv_bytes, pass_bytes, resident_bytes, unpacking_items
+from ..text.tokenizer import Tokenizer, check_vocabularies
+from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
+from .base import Attach, Draft, DraftOptions, DraftTask, OpenRequest, controller_of
+from .learnt import Learnt
+from .recall import RecallingText, recall_bytes
+
+WALKED_SLICES = 3  # of HEAD_ROWS rows each, beside the one that is being computed
+
+
+class ModelDraft(Draft):
+    """A loaded draft model."""
+
+    decoder: Decoder
+
+    def __init__(self, decoder: Decoder, name: str | None, aligner: Aligner | None = None) -> None:
+        """aligner: it learns from the target, or has."""
+        super().__init__(name)
+        self.decoder, self.aligner = decoder, aligner
+        self.graphs: TreeGraphs | None = None  # its rounds, captured; on a GPU
+
+    def prepare(self, max_context: int) -> None:
+        if self.decoder.device.type == "cuda" and is_static(self.decoder) and self.graphs is None:
+            self.graphs = TreeGraphs(self.decoder, max_context + 1 + MAX_ROWS)
+
+    def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
+        drafted = num_tokens + MAX_ROWS if num_tokens else 0
+        text = CachedDecoder(self.decoder, drafted) if self.graphs is None else self.graphs.text(drafted)
+        return TextCaches(CachedDecoder(target, num_tokens + num_nodes), text)
+
+    def guessers(self, task: DraftTask, learnt: Learnt) -> list[Guesser]:
+        looked_up: list[Guesser] = [PromptLookup(learnt.lookups)] if task.speculation.lookup else []
+        recycled: list[Guesser] = [learnt.recycling] if task.speculation.recycling else []
+        return [*looked_up, *super().guessers(task, learnt), *recycled]
+
+    def drafter(self, task: DraftTask, learnt: Learnt) -> Drafter:
+        text, speculation, request = task.text, task.speculation, task.request
+        assert text is not None
+        if speculation.is_lossy:
+            return BeamDrafter(text, request.sampler, speculation, request.final)
+        if speculation.budget == 0:
+            return NoDrafter()
+        if not self.overlaps:
+            speculation = replace(speculation, overlap=False)
+        is_coupled = speculation.scoring == "coupled"
+        if speculation.tree == "sequoia":
+            return SequoiaDrafter(
+                text, request.sampler, speculation, learnt.acceptance, request.final, coupled=is_coupled
+            )
+        if speculation.tree == "opt-tree":
+            return OptTreeDrafter(text, request.sampler, speculation, request.final, coupled=is_coupled)
+        recalling = None
+        if learnt.recall is not None and speculation.recall:
+            recalling = RecallingText(text, task.target, learnt.recall)
+        return ModelDrafter(
+            recalling or text,
+            request,
+            speculation,
+            learnt,
+            guessers=self.guessers(task, learnt),
+            corrector=recalling,
+            controller=controller_of(task, learnt),
+        )
+
+    def close(self) -> None:
+        if self.graphs is not None:
+            self.graphs.close()
+        self.decoder.weights.close()
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A draft model's files, which fit the target."""
+
+    name: str
+    files: ModelFiles
+    options: DraftOptions
+
+    @classmethod
+    def open(cls, request: OpenRequest) -> OpenedModel:
+        """Raises VocabularyMismatchError for a model with other tokens, OffspecError's children for bad files."""
+        name, options = request.options.draft, request.options
+        options.refuse_exit_file()
+        path = locate(name, None, "draft", weights=request.tokenizer is not None)
+        asked = (request.dtype, request.device_type, request.notes)
+        if request.tokenizer is None:
+            files = ModelFiles.from_config(path, None, *asked)
+        else:
+            files = ModelFiles.open(path, *asked)
+            _check_vocabulary(request.tokenizer, request.target, files)
+            if options.learns:
+                check_learning(options.learn_file, has_draft=True, writes=options.learn)
+        return cls(name, files, options)
+
+    @property
+    def models(self) -> Sequence[ModelFiles]:
+        return (self.files,)
+
+    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+        files, itemsize = self.files, self.files.dtype.itemsize
+        items = [
+            *unpacking_items(files),
+            Item("draft", on_device=resident_bytes(files)),
+            Item("draft KV cache", on_device=kv_bytes(files.config, room.context + MAX_ROWS, itemsize)),
+            *guessing_items(files.config, target),
+        ]
+        if self.options.learns:
+            params = AlignmentParams()
+            learning = learning_bytes(files.config, itemsize, params)
+            items.append(Item("learning", on_device=learning, on_host=params.buffer_bytes))
+        return MemoryUse(tuple(items), pass_bytes(files, room))
+
+    def load(self, device: torch.device) -> Attach:
+        options = self.options
+        settings = LoadSettings(is_written=options.learns)
+        decoder = load_decoder(self.files, all_resident(self.files), device, settings)
+        aligner = open_aligner(decoder, options.learn_file, listens=options.learn) if options.learns else None
+        return lambda target: ModelDraft(decoder, self.name, aligner)
+
+
+def guessing_items(draft: ModelConfig, target: ModelFiles) -> list[Item]:
+    """What a drafting model needs beside its weights and its KV cache."""
+    itemsize = target.dtype.itemsize
+    return [
+        Item("recall", on_device=recall_bytes(draft, target.config, itemsize)),
+        Item("guessing", on_device=_guessing_bytes(draft.vocab_size, target.config.vocab_size)),
+    ]
+
+
+def _guessing_bytes(draft_vocabulary: int, target_vocabulary: int) -> int:
+    """What is as wide as a vocabulary, at temperature 1: a round's logits in fp32 with its noise, what comes of both and
+    a copy; the noise of the positions of a tree, in fp32 and fp64; logits of the parts of a tree that a walk leads through.
+    """
+    rounds = 4 * 4 * int(WIDTHS[-1]) * draft_vocabulary
+    noise = (4 + 8) * SpeculationParams.max_depth * max(draft_vocabulary, target_vocabulary)
+    return rounds + noise + 4 * WALKED_SLICES * HEAD_ROWS * target_vocabulary
+
+
+def _check_vocabulary(tokenizer: Tokenizer, target: ModelFiles, draft: ModelFiles) -> None:
+    """Refuse a draft with another vocabulary; a draft without a tokenizer must at least have as many tokens."""
+    path, own = draft.checkpoint.path, draft.checkpoint.tokenizer_path
+    if own is not None:
+        check_vocabularies(tokenizer, Tokenizer.load(own))
+    elif draft.config.vocab_size != target.config.vocab_size:
+        raise VocabularyMismatchError(
+            f"the draft {path} has no tokenizer.json and {draft.config.vocab_size} tokens, the target has "
+            f"{target.config.vocab_size}; use a draft of the target's family"
+        )

@@ -1,0 +1,81 @@
+"""What planning asks of this machine: memory that is held, rates of links and arithmetic, each in half a second at most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+import torch
+
+from offspec.loaders.cuda import release_memory
+from offspec.loaders.hardware import Hardware, Rates
+from offspec.loaders.measure import (
+    measure_dequantise,
+    measure_disk,
+    measure_fused_rows,
+    measure_host_to_device,
+    measure_matmul,
+)
+
+from ..checkpoints.opening import ModelFiles, Note
+from ..errors import OffspecError
+from .memory import MemoryOptions, MemoryUser
+from .plan import Plan, limits_of, make_plan
+
+
+def plan_here(target: ModelFiles, features: Sequence[MemoryUser], hardware: Hardware, options: MemoryOptions) -> Plan:
+    """`make_plan` for this process, with what it holds by now, on `hardware`."""
+    memory = psutil.Process().memory_info()
+    # Mapped libraries are held, but what is available counts them already: the kernel could read them again.
+    own: int = memory.rss - getattr(memory, "shared", 0)
+    return make_plan(target, features, limits_of(hardware, options, own), options, memory.rss)
+
+
+def measure_link(plan: Plan, device: torch.device) -> float | None:
+    """Bytes/s at which the streamed layers can come, by a measurement of half a second for each link they come through.
+
+    None where nothing is streamed.
+    """
+    disk = link = None
+    if plan.placement.on_disk:
+        layer = plan.demand.target.stored.layers[plan.placement.on_disk[0]]
+        disk = measure_disk(layer.record.extents[0].path, seconds=0.5).bytes_per_s
+    if plan.placement.streamed:
+        link = measure_host_to_device(device, seconds=0.3)
+    seconds = plan.link_s(Rates(disk_bytes_per_s=disk, host_to_device_bytes_per_s=link))
+    return plan.stream_bytes / seconds if seconds else None
+
+
+def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: float | None) -> Rates:
+    """What `Plan.predict_pass_s` needs, in a quarter of a second and 64 MiB: a first guess of a pass's seconds."""
+    form = target.packed_form
+    return Rates(
+        disk_bytes_per_s=link_bytes_per_s,
+        host_to_device_bytes_per_s=link_bytes_per_s,
+        matmul_flops=measure_matmul(device, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.2),
+        dequantise_elements_per_s=measure_dequantise(device, target.dtype, form, seconds=0.05) if form else None,
+    )
+
+
+def measure_fused_limits(models: Sequence[ModelFiles], device: torch.device) -> list[Note]:
+    """On a GPU, measure up to how many rows each shape of 4-bit matrices is multiplied packed; a second at most.
+
+    The limits hold for the process (`loaders.formats`). Returns what was found, in words.
+    """
+    kinds = {
+        (weight.fused_kind, model.dtype): weight
+        for model in models
+        for weight in model.stored.layers[0].weights.values()
+        if weight.fused_kind is not None
+    }
+    if device.type != "cuda" or not kinds:
+        return []
+    try:
+        rows = [measure_fused_rows(kinds[kind], device, kind[1]) for kind in sorted(kinds, key=str)]
+    except (OffspecError, RuntimeError, AttributeError) as exc:
+        # No bitsandbytes, an older one, or no room: all are dequantised.
+        return [Note(f"4-bit matrices are dequantised for each use ({type(exc).__name__} when measuring without)")]
+    finally:
+        release_memory(device)
+    limits = f"{min(rows)} to {max(rows)} rows"
+    return [Note(f"4-bit matrices are multiplied packed up to {limits}, by their shape (measured)")]

@@ -1,0 +1,201 @@
+"""One request under way: the loop that turns a prompt into text.
+
+propose (draft) → score (target) → verify (scheduler) → commit (both caches) → observe → yield.
+The first pass takes the prompt together with the first tree, so that a streamed target is walked once for both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from offspec.loaders.cuda import device_bytes, span
+from offspec.scheduler.drafter import DraftRequest
+from offspec.scheduler.joint import joint_walk
+from offspec.scheduler.params import MAX_ROWS, SamplingParams, SpeculationParams, max_nodes
+from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.tree import TokenTree
+from offspec.scheduler.verify import Logits, Verdict, exact_walk
+
+from .background import in_background
+from .drafts.base import DraftTask
+from .model.row_logits import RowLogits
+from .model.text_caches import TextCaches
+from .planning.out_of_memory import retry_out_of_memory
+from .stats import Stats, peak_host_bytes
+from .text.tokenizer import TextStream
+from .training.online import Listener
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+Observer = Callable[[TokenTree, Verdict], None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one pass brought: new token ids, the text that is certain by now, and the counters so far.
+
+    finish_reason is None until the last step: eos (the model ended), stop (a stop text), length (max_new_tokens, or the
+    context is full). num_accepted of the token ids were the draft's guesses; the last of a pass is the target's alone.
+    texts[i] is what token_ids[i] made certain, often its own text; together they are `text`.
+    """
+
+    token_ids: list[int]
+    text: str
+    stats: Stats
+    finish_reason: str | None = None
+    num_accepted: int = 0
+    texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestParams:
+    """What a request is asked for. seed: the sampling's, drawn by now. began: when it was asked, by `perf_counter`."""
+
+    sampling: SamplingParams
+    seed: int
+    speculation: SpeculationParams
+    observer: Observer | None
+    began: float
+
+
+class Request:
+    """One request under way. `text` is the prompt and every token emitted; the caches hold all of it but the last."""
+
+    def __init__(self, engine: Engine, text: list[int], asked: RequestParams, caches: TextCaches) -> None:
+        """The prompt and `max_new_tokens` fit the context together."""
+        self.engine, self.asked, self.limit = engine, asked, asked.sampling.max_new_tokens
+        self.final = frozenset() if asked.sampling.ignore_eos else engine.tokenizer.eos_ids
+        self._caches, self._longest = caches, len(text) + self.limit
+        self.sampler = Sampler(asked.sampling, asked.seed, engine.target.config.vocab_size, engine.target.device)
+        self.sampler.extend(text)
+        self._moved_before = engine.loaded.bytes_streamed
+        with engine.turn:
+            num_prefilled = retry_out_of_memory(lambda: self._begin(text), self._make_room)
+        self.listener: Listener | None = None
+        self.stats = Stats(
+            num_prompt_tokens=len(text),
+            num_prefilled_tokens=num_prefilled,
+            seed=asked.seed,
+            is_lossy=asked.speculation.is_lossy,
+        )
+
+    def _begin(self, text: list[int]) -> int:
+        """Caches and a drafter for what follows `text`; returns how many of its tokens the target has to score."""
+        caches, engine, speculation = self._caches, self.engine, self.asked.speculation
+        num_prefilled = caches.rewind(text)
+        self.text, self.target = caches.text, caches.target  # one list: the caches know what they hold
+        self.target.cache.reserve(self._longest + _tree_room(speculation, engine.target.device.type))
+        if caches.draft is not None:  # all that may be drafted: on a GPU it must not grow beside the target's pass
+            caches.draft.reserve(self._longest + MAX_ROWS)
+        asked = DraftRequest(self.sampler, self.final, num_prefilled)
+        task = DraftTask(caches.draft, engine.target, asked, speculation, engine.lookup_index)
+        self.drafter = engine.draft.drafter(task, engine.learnt)
+        return num_prefilled
+
+    def _make_room(self, told: str) -> None:
+        """Device memory ran out: give up the text's cache, and resident layers of the target. told: what torch said."""
+        self.engine.loaded.make_room(told, self._caches.drop_target)
+
+    def run(self) -> Generator[Step, None, None]:
+        """A step a pass, until the text ends."""
+        stream = self.engine.tokenizer.stream(self.asked.sampling.stop, skip_special_tokens=True)
+        while True:
+            with self.engine.turn:
+                verdict = retry_out_of_memory(self._iterate, self._begin_again)
+            step = self._step(verdict, stream)
+            yield step
+            if step.finish_reason:
+                return
+
+    def _begin_again(self, told: str) -> None:
+        """A pass ran out of device memory: do with less of it, from the same text."""
+        self._make_room(told)
+        retry_out_of_memory(lambda: self._begin(self.text), self._make_room)
+
+    def _iterate(self) -> Verdict:
+        """One iteration: propose, score, verify, commit, observe."""
+        started = time.perf_counter()
+        text, target, drafter = self.text, self.target, self.drafter
+        with span("draft"):
+            tree = drafter.propose(text, max_depth=self.limit - self.stats.num_tokens - 1)
+        drafted = time.perf_counter()
+        with span("pass"), in_background(drafter.extend, target.device) if drafter.wants_overlap else nullcontext():
+            logits = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
+            target.synchronize()
+        with span("walk"):
+            verdict = self._judge(tree, logits)
+        scored = time.perf_counter()
+        target.keep(verdict.path)
+        drafter.observe(tree, verdict, logits)
+        self._listen(tree, verdict, logits)
+        text += verdict.tokens
+        self.sampler.extend(verdict.tokens)
+        self._count(len(tree), drafted - started, scored - drafted, time.perf_counter() - started)
+        if self.asked.observer is not None:
+            self.asked.observer(tree, verdict)
+        return verdict
+
+    def _listen(self, tree: TokenTree, verdict: Verdict, logits: RowLogits) -> None:
+        """Take down what the target thought, where the draft is to learn from it: in the first pass along the prompt, too."""
+        if self.listener is None and self.engine.aligner is not None:
+            self.listener = self.engine.aligner.listen(self.text, logits)
+        if self.listener is not None:
+            self.listener.observe(tree, verdict, logits)
+
+    def _judge(self, tree: TokenTree, logits: Logits) -> Verdict:
+        position, speculation = len(self.text), self.asked.speculation
+        if speculation.is_lossy:
+            return joint_walk(tree, logits, self.sampler, position, tau=speculation.tau, final=self.final)
+        return exact_walk(tree, logits, self.sampler, position)
+
+    def _count(self, num_drafted: int, draft_s: float, target_s: float, total_s: float) -> None:
+        stats, link = self.stats, self.engine.loaded.link_bytes_per_s
+        stats.draft_s += draft_s
+        stats.target_s += target_s
+        stats.num_passes += 1
+        stats.num_drafted_tokens += num_drafted
+        if stats.num_passes == 1:
+            stats.prefill_s, stats.ttft_s = total_s, time.perf_counter() - self.asked.began
+        else:
+            stats.decode_s += total_s
+        if moved := self.engine.loaded.bytes_streamed - self._moved_before:
+            stats.stream_bytes_per_pass = moved // stats.num_passes
+            stats.stream_gb_per_s = moved / stats.target_s / 1e9
+            stats.link_gb_per_s = link and link / 1e9
+        stats.peak_host_bytes = peak_host_bytes()
+        stats.peak_device_bytes = device_bytes(self.engine.target.device)[1]
+
+    def _step(self, verdict: Verdict, stream: TextStream) -> Step:
+        """The tokens of a verdict up to where the text ends, as text."""
+        tokens, texts = list[int](), list[str]()
+        reason = None
+        for token in verdict.tokens:
+            tokens.append(token)
+            texts.append("" if token in self.final else stream.push(token))
+            if token in self.final:
+                reason = "eos"
+                break
+            if stream.stopped is not None:
+                reason = "stop"
+                break
+        self.stats.num_tokens += len(tokens)
+        if self.stats.num_passes == 1:
+            self.stats.num_first_pass_tokens = len(tokens)
+        if reason is None and self.stats.num_tokens >= self.limit:
+            reason = "length"
+        if reason:
+            texts[-1] += stream.flush()
+        num_accepted = min(len(verdict.path), len(tokens))
+        return Step(tokens, "".join(texts), replace(self.stats), reason, num_accepted, tuple(texts))
+
+
+def _tree_room(speculation: SpeculationParams, device_type: str) -> int:
+    """The most nodes that a tree of the target may have."""
+    if speculation.is_lossy:
+        return speculation.beam * speculation.gamma
+    return max_nodes(device_type) if speculation.budget is None else speculation.budget
