@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.drafts.early_exit import EarlyExit, shared_text
 from offspec.model.block import build_blocks, layer_shapes
 from offspec.model.config import read_config
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, wanted_shapes
+from offspec.model.early_exit import EarlyExit, shared_text
 from offspec.model.names import EMBEDDING, LAYER_PREFIX
 from offspec.training.lora import Adapter, TreeRows
 

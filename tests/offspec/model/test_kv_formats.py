@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.drafts.early_exit import EarlyExit, shared_text
 from offspec.model.block import build_blocks, kv_cache_bytes
 from offspec.model.config import read_config
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.early_exit import EarlyExit, shared_text
 from offspec.model.kv_cache import KVCache, KVLayout, LayerCache, MakeLayerCaches, PlainLayers, plain_layers
 
 from ...fakes import FAMILIES, TinyModel, config_json
