@@ -209,6 +209,11 @@ def loading_options(function: F) -> F:
             metavar="FILE",
             help="The exit layer for --draft self. [default: the one offspec distill made last for this model]",
         ),
+        click.option(
+            "--special-in-text",
+            is_flag=True,
+            help="Messages may hold special tokens, as `<|im_end|>`; otherwise what looks like one is plain text.",
+        ),
         research_option(
             "--no-read-ahead",
             "synchronous",
@@ -466,11 +471,13 @@ def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> En
         click.get_current_context().with_resource(learning_alone(file))
     from offspec import Engine
 
+    special_in_text = loading.pop("special_in_text", False)
     if quiet or not is_watched():
         engine = Engine.load(model, **loading)
     else:
         with LoadingBar(model) as bar:
             engine = Engine.load(model, progress=bar, **loading)
+    engine.tokenizer.special_in_text = special_in_text
     # Threads that read ahead end before the interpreter does, whatever ends the command.
     click.get_current_context().call_on_close(engine.close)
     for note in engine.notes:

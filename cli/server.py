@@ -95,25 +95,18 @@ class Service:
         return self._followed(steps)
 
     def _encode(self, asked: Asked) -> list[int]:
-        """Replies that were said here become the tokens that they were said as: these are in the caches."""
-        self._check_length(asked)
-        if asked.kind == "chat":
-            found = turns_of(cast(Sequence[Message], asked.prompt), self._said)
-            if found is not None:
-                return encode_turns(self.engine.tokenizer, *found)
-        return self.engine.encode(asked.prompt)
+        """Replies that were said here become the tokens that they were said as: these are in the caches.
 
-    def _check_length(self, asked: Asked) -> None:
-        """Refuses what is far too long before seconds are spent on it, in which nobody else is answered.
-
-        Of chats and token ids; a plain text the engine itself refuses so.
+        What is far too long is refused before seconds are spent on it, in which nobody else is answered.
         """
         prompt, most = asked.prompt, self.engine.max_context
         if asked.kind == "chat":
-            text = self.engine.tokenizer.render_chat(cast(Sequence[Message], prompt))
-            self.engine.tokenizer.check_length(text, most)
+            found = turns_of(cast(Sequence[Message], prompt), self._said)
+            if found is not None:
+                return encode_turns(self.engine.tokenizer, *found, most)
         elif not isinstance(prompt, str) and len(prompt) > most:
             raise ContextLengthError(f"the prompt has {len(prompt)} tokens, and {most} fit here; shorten it")
+        return self.engine.encode(prompt)
 
     def _followed(self, steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
         reply = Turn("")

@@ -254,27 +254,43 @@ def _messages(system: str | None, turns: Sequence[Turn], replies: Sequence[str])
     return messages
 
 
-def encode_turns(tokenizer: Tokenizer, system: str | None, turns: Sequence[Turn]) -> list[int]:
+def encode_turns(
+    tokenizer: Tokenizer, system: str | None, turns: Sequence[Turn], most_tokens: int | None = None
+) -> list[int]:
     """The template's text as ids, with the very tokens of each reply that stands in it as it was said.
 
     A second rendering with marks instead of replies shows where they stand. From a reply on that the template changes
-    (it may strip one, or leave out its reasoning) the text is encoded as it is.
+    (it may strip one, or leave out its reasoning) the text is encoded as it is. Raises ContextLengthError for a text that is far
+    longer than `most_tokens`.
     """
     said = turns[:-1]
-    text = tokenizer.render_chat(_messages(system, turns, [turn.reply for turn in said]))
-    marks = [f"\ue000{i}\ue001" for i in range(len(said))]
-    rest = tokenizer.render_chat(_messages(system, turns, marks))
+    chat = tokenizer.hide_special(_messages(system, turns, [turn.reply for turn in said]))
+    text, marks = tokenizer.render_chat(chat.messages), [f"\ue000{i}\ue001" for i in range(len(said))]
+    if most_tokens is not None:
+        tokenizer.check_length(text, most_tokens)
+    replies = [message["content"] for message in chat.messages if message["role"] == "assistant"]
+    standing_in = iter(marks)
+    rest = tokenizer.render_chat(
+        [m | {"content": next(standing_in)} if m["role"] == "assistant" else m for m in chat.messages]
+    )
     ids, context = list[int](), ""
     done = at = 0  # text[:done] is encoded, text[:at] is understood
-    for turn, mark in zip(said, marks, strict=True):
+    for turn, reply, mark in zip(said, replies, marks, strict=True):
         before, _, rest = rest.partition(mark)
-        if not text.startswith(before + turn.reply, at):
+        if not text.startswith(before + reply, at):
             break
-        start, at = at + len(before), at + len(before) + len(turn.reply)
-        if turn.token_ids and tokenizer.decode(turn.token_ids, skip_special_tokens=False) == turn.reply:
-            ids += [*tokenizer.encode_after(context, text[done:start]), *turn.token_ids]
-            done, context = at, turn.reply
-    return ids + tokenizer.encode_after(context, text[done:])
+        start, at = at + len(before), at + len(before) + len(reply)
+        if _is_said(turn, tokenizer):
+            ids += [*tokenizer.encode_after(context, text[done:start], chat.texts), *turn.token_ids]
+            done, context = at, reply
+    return ids + tokenizer.encode_after(context, text[done:], chat.texts)
+
+
+def _is_said(turn: Turn, tokenizer: Tokenizer) -> bool:
+    """Whether the reply's tokens are the reply. Special tokens in it come from a file that somebody else wrote."""
+    ids = turn.token_ids
+    is_plain = tokenizer.special_in_text or tokenizer.special_ids.isdisjoint(ids)
+    return bool(ids) and is_plain and tokenizer.decode(ids, skip_special_tokens=False) == turn.reply
 
 
 # ------------------------------------------------------------------------------------------------ files

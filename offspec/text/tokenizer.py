@@ -11,7 +11,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from offspec.loaders.small_files import MOST_JSON_BYTES, MOST_TOKENIZER_BYTES, p
 
 from ..errors import ContextLengthError, OffspecError, TokenizerError, UsageError, VocabularyMismatchError
 from . import chat_template
+from .special_text import EncodedText, HiddenChat, SpecialText
 
 REPLACEMENT = "\ufffd"
 
@@ -48,6 +49,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: _Settings, folder: Path) -> None:
         self.folder = folder
+        self.special_in_text = False  # whether text of messages that looks like a special token becomes one
         self._backend = backend
         self._settings = settings
         self._prefix = self._prefix_ids()
@@ -108,13 +110,24 @@ class Tokenizer:
         ids = self._encode(text).ids
         return [*self._prefix, *ids] if add_special_tokens else list(ids)
 
-    def encode_after(self, context: str, text: str) -> list[int]:
-        """Ids of `text` where it follows `context`; of `text` alone where a token would straddle the two."""
-        encoding = self._encode(context + text)
-        at = bisect_left([start for start, _ in encoding.offsets], len(context))
-        if at > 0 and encoding.offsets[at - 1][1] > len(context):
-            return self.encode(text, add_special_tokens=False)
-        return list(encoding.ids[at:])
+    def encode_after(self, context: str, text: str, hidden: Mapping[str, str] | None = None) -> list[int]:
+        """Ids of `text` where it follows `context`; of `text` alone where a token would straddle the two.
+
+        Neither BOS nor EOS is added. hidden: what private characters in both stand for (`hide_special`).
+        """
+        encoded = self._encode_hidden(context + text, hidden or {}, len(context))
+        if encoded.at is not None:
+            at = bisect_left([start for start, _ in encoded.offsets], encoded.at)
+            if at == 0 or encoded.offsets[at - 1][1] <= encoded.at:
+                return list(encoded.ids[at:])
+        return list(self._encode_hidden(text, hidden or {}, 0).ids)
+
+    def _encode_hidden(self, text: str, hidden: Mapping[str, str], at: int) -> EncodedText:
+        if hidden.keys().isdisjoint(text):
+            encoding = self._encode(text)
+            return EncodedText(encoding.ids, encoding.offsets, at)
+        with self._encoding():
+            return self._special_text.encode(text, hidden, at)
 
     def check_length(self, text: str, most: int) -> None:
         """Raises ContextLengthError for a text that is far too long for `most` tokens, without encoding all of it.
@@ -134,11 +147,18 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
 
     def _encode(self, text: str) -> tokenizers.Encoding:
-        what = f"the text cannot be encoded with {self.folder / 'tokenizer.json'}"
-        with _library_errors(what, "check that the text is valid Unicode, and that the vocabulary covers it"):
+        with self._encoding():
             text.encode()  # names a lone surrogate; the library says "must be str" (0.23) or takes it silently (0.20)
             # The library lets go of the interpreter's lock for a batch alone, and a long text takes seconds.
             return self._backend.encode_batch([text], add_special_tokens=False)[0]
+
+    def _encoding(self) -> AbstractContextManager[None]:
+        what = f"the text cannot be encoded with {self.folder / 'tokenizer.json'}"
+        return _library_errors(what, "check that the text is valid Unicode, and that the vocabulary covers it")
+
+    @cached_property
+    def _special_text(self) -> SpecialText:
+        return SpecialText(self._backend, str(self._settings.chat_template or ""))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids; ids without a token add nothing.
@@ -179,10 +199,20 @@ class Tokenizer:
 
         Raises ContextLengthError for one that is far longer than `most_tokens`, before it is encoded.
         """
-        text = self.render_chat(messages)
+        chat = self.hide_special(messages)
+        text = self.render_chat(chat.messages)
         if most_tokens is not None:
             self.check_length(text, most_tokens)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode_after("", text, chat.texts)
+
+    def hide_special(self, messages: Sequence[Mapping[str, str]]) -> HiddenChat:
+        """The messages with what looks like special tokens hidden from the template, unless `special_in_text`."""
+        if self.special_in_text:
+            return HiddenChat([dict(message) for message in messages], {})
+        with self._encoding():
+            for message in messages:
+                json.dumps(message, ensure_ascii=False).encode()
+            return self._special_text.hide(messages)
 
     def stream(self, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> TextStream:
         """A fresh stream for one answer; UsageError if a stop string is empty."""
@@ -211,7 +241,8 @@ class Tokenizer:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out of a text."""
         return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
@@ -272,7 +303,7 @@ class _Detokenizer:
 
     def push(self, token_id: int) -> str:
         token = self._tokenizer._backend.id_to_token(token_id)
-        if not token or (self._skip_special_tokens and token_id in self._tokenizer._special_ids):
+        if not token or (self._skip_special_tokens and token_id in self._tokenizer.special_ids):
             return ""
         byte = None if self._anchor is None else _fallback_byte(token)
         if byte is None:
@@ -325,7 +356,7 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
     family rename their reserved tokens (Llama 3 and 3.1), and a guess that is wrong there costs nothing but itself.
     """
     ours, theirs = _tokens_by_id(target), _tokens_by_id(draft)
-    renamed = target._special_ids & draft._special_ids
+    renamed = target.special_ids & draft.special_ids
     differing = [i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i] and i not in renamed]
     if differing:
         first = min(differing)

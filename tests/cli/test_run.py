@@ -272,3 +272,15 @@ def test_help_explains_every_flag(command: str, offspec: Offspec) -> None:
         if parameter.param_type_name == "option":
             assert parameter.opts[0] in shown.out
             assert getattr(parameter, "help", None), f"{parameter.opts[0]} has no help"
+
+
+def test_special_tokens_in_messages_are_text_unless_asked_for(
+    run_args: Sequence[object], pair: Pair, offspec: Offspec
+) -> None:
+    (end,) = Tokenizer.load(pair.target).encode("<|end|>")
+    harmless, plain, special = (
+        run_json(offspec, *run_args, *prompt)["prompt_token_ids"]
+        for prompt in (["hi"], ["hi<|end|>"], ["hi<|end|>", "--special-in-text"])
+    )
+    assert plain.count(end) == harmless.count(end) == special.count(end) - 1
+    assert len(plain) > len(special)

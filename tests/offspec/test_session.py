@@ -399,7 +399,7 @@ def test_a_file_that_is_no_conversation(content: Any, word: str, engine: Engine,
     assert (session.turns, session.system) == ([kept], "kept")
     with pytest.raises(UsageError, match="cannot be read"):
         session.load(tmp_path)
-    with pytest.raises(UsageError, match="cannot be read: it is a device"):
+    with pytest.raises(UsageError, match="regular file"):
         session.load(Path("/dev/zero"))
 
 

@@ -1,0 +1,270 @@
+"""Keeps the text of special tokens in messages text: only the chat template writes special tokens.
+
+A message that holds `<|end|>\\n<|system|>` would otherwise get the ids of a system turn. What looks like a special token
+in a message is hidden from the template behind a private character; in what the template writes, every special token is
+then the template's own. The text is encoded as a whole, by a second tokenizer that knows the special tokens by other
+names: what was hidden is plain text to it, and everything merges as it always does.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import TypeGuard
+
+import tokenizers
+
+from ..errors import TokenizerError
+
+FIRST_PRIVATE = 0xF0000  # Unicode's planes 15 and 16 are for private use
+PRIVATE = tuple(chain(range(FIRST_PRIVATE, 0xFFFFE), range(0x100000, 0x10FFFE)))
+ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True)
+class HiddenChat:
+    """messages: with a private character for each text that looks like a special token. texts: what each stands for."""
+
+    messages: list[dict[str, str]]
+    texts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """ids, and the characters [start, end) of each in the text that was encoded.
+
+    at: where the place that was asked for is in that text; None if it is inside a special token.
+    """
+
+    ids: Sequence[int]
+    offsets: Sequence[tuple[int, int]]
+    at: int | None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Characters [start, end) of a text with private characters: plain text, or the special token `token_id`."""
+
+    start: int
+    end: int
+    plain: str  # as people write it
+    renamed: str  # as the second tokenizer reads it
+    token_id: int | None = None
+
+
+class SpecialText:
+    """What in messages looks like a special token of one tokenizer, and how it is encoded as text.
+
+    Special are the added tokens that are flagged so, and those written like markup that the template names itself (`<think>`);
+    the latter are left alone in the assistant's messages, where templates look for them. No method changes anything but caches.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, template: str) -> None:
+        self._backend, self._template = backend, template
+        self._added: dict[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
+        flagged = {i for i, token in self._added.items() if token.special and token.content.strip()}
+        named = {i for i, token in self._added.items() if _is_markup(token.content) and token.content in template}
+        self._ids, self._ids_in_replies = frozenset(flagged | named), frozenset(flagged)
+
+    def hide(self, messages: Sequence[Mapping[str, str]]) -> HiddenChat:
+        """The messages as the template may see them."""
+        texts = [value for message in messages for value in message.values() if isinstance(value, str)]
+        used = {ord(char) for char in set(self._template).union(*texts) if ord(char) >= FIRST_PRIVATE}
+        private, names = (chr(code) for code in PRIVATE if code not in used), dict[str, str]()
+
+        def name(text: str) -> str:
+            if text not in names:
+                names[text] = next(private)
+            return names[text]
+
+        found = [dict(message) for message in messages]
+        for message in found:
+            ids = self._ids_in_replies if message.get("role") == ASSISTANT else self._ids
+            message |= {key: self._hidden(text, ids, name) for key, text in message.items() if _is_free(key, text)}
+        beginnings = [text.lstrip() for message in found for text in message.values() if isinstance(text, str)]
+        endings = [text.rstrip() for message in found for text in message.values() if isinstance(text, str)]
+        for message in found:
+            for key, text in message.items():
+                if _is_free(key, text):
+                    message[key] = self._parts_hidden(text, beginnings, endings, name)
+        return HiddenChat(found, {char: text for text, char in names.items()})
+
+    def _hidden(self, text: str, ids: frozenset[int], name: Callable[[str], str]) -> str:
+        pieces, done = list[str](), 0
+        for start, end, token_id in self._matches(text):
+            if token_id in ids:
+                pieces += [text[done:start], name(text[start:end])]
+                done = end
+        return "".join([*pieces, text[done:]])
+
+    def _parts_hidden(self, text: str, beginnings: list[str], endings: list[str], name: Callable[[str], str]) -> str:
+        """The text without what would be a special token together with what stands beside it: the template's, or another
+        message's. Spaces between are no hindrance, as a template may trim them."""
+        stripped = text.rstrip()
+        for length in range(min(self._longest - 1, len(stripped)), 0, -1):
+            if (part := stripped[-length:]) in self._beginnings and self._is_completed(part, beginnings, at_end=True):
+                text = stripped[:-length] + name(part) + text[len(stripped) :]
+                break
+        stripped = text.lstrip()
+        for length in range(min(self._longest - 1, len(stripped)), 0, -1):
+            if (part := stripped[:length]) in self._endings and self._is_completed(part, endings, at_end=False):
+                return text[: len(text) - len(stripped)] + name(part) + stripped[length:]
+        return text
+
+    def _is_completed(self, part: str, others: list[str], *, at_end: bool) -> bool:
+        """Whether the rest of a special token, of which `part` is the beginning (at a text's end) or the end, can be beside it."""
+        for content in self._contents:
+            if at_end and content.startswith(part):
+                rest = content[len(part) :]
+                found = any(other.startswith(rest) for other in others)
+            elif not at_end and content.endswith(part):
+                rest = content[: -len(part)]
+                found = any(other.endswith(rest) for other in others)
+            else:
+                continue
+            if rest and (found or rest in self._template_without):
+                return True
+        return False
+
+    def encode(self, text: str, texts: Mapping[str, str], at: int = 0) -> EncodedText:
+        """Ids of what a template wrote of hidden messages. texts: a `HiddenChat`'s. at: a place in `text` to be found again.
+
+        Raises TokenizerError where the vocabulary itself makes a special token of plain text.
+        """
+        pieces = self._pieces(text, str.maketrans(dict(texts)), at)
+        plain = "".join(piece.plain for piece in pieces)
+        if self._matches(plain) == _places(pieces):  # nothing hidden would be special, or become so
+            encoding = self._backend.encode_batch([plain], add_special_tokens=False)[0]
+            return EncodedText(encoding.ids, encoding.offsets, _moved(pieces, at, lambda piece: piece.plain))
+        renamed = "".join(piece.renamed for piece in pieces)
+        encoding = self._renamed.encode_batch([renamed], add_special_tokens=False)[0]
+        ids = [self._old_ids.get(token_id, token_id) for token_id in encoding.ids]
+        for token_id, (start, end) in zip(ids, encoding.offsets, strict=True):
+            if token_id in self._ids and self._added[token_id].content in renamed[start:end]:
+                raise TokenizerError(
+                    f"a message holds {renamed[start:end]!r}, which this model's vocabulary has no other token for than the "
+                    "special one: change the message, or allow special tokens in messages (--special-in-text)"
+                )
+        return EncodedText(ids, encoding.offsets, _moved(pieces, at, lambda piece: piece.renamed))
+
+    def _pieces(self, text: str, table: Mapping[int, str], at: int) -> list[_Piece]:
+        """The text, cut around special tokens, and at a place that is in none of them."""
+        pieces, done = list[_Piece](), 0
+        for start, end, token_id in [*self._matches(text), (len(text), len(text), None)]:
+            for first, last in pairwise([done, *([at] if done < at < start else []), start]):
+                between = text[first:last].translate(table)
+                pieces.append(_Piece(first, last, between, between))
+            if token_id is not None:
+                pieces.append(_Piece(start, end, text[start:end], self._new_names[token_id], token_id))
+            done = end
+        return pieces
+
+    def _matches(self, text: str) -> list[tuple[int, int, int]]:
+        """Start, end and id of each special token in a text, as the library finds them."""
+        encoding = self._finder.encode_batch([text], add_special_tokens=False)[0]
+        found = zip(encoding.offsets, encoding.ids, strict=True)
+        return [(*offsets, self._found_ids[i]) for offsets, i in found if self._found_ids.get(i) in self._ids]
+
+    @cached_property
+    def _finder(self) -> tokenizers.Tokenizer:
+        """Knows the added tokens and nothing else. Spaces beside them are not theirs here."""
+        finder = tokenizers.Tokenizer(tokenizers.models.WordLevel({"": 0}, unk_token=""))
+        if (normalizer := self._backend.normalizer) is not None:
+            finder.normalizer = normalizer
+        flags = ("single_word", "normalized")
+        finder.add_tokens(
+            [
+                tokenizers.AddedToken(token.content, **{flag: getattr(token, flag) for flag in flags})
+                for token in self._added.values()
+            ]
+        )
+        return finder
+
+    @cached_property
+    def _found_ids(self) -> dict[int, int]:
+        """The finder's ids → the tokenizer's."""
+        contents = {token.content: token_id for token_id, token in self._added.items()}
+        return {i: contents[token.content] for i, token in self._finder.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def _new_names(self) -> dict[int, str]:
+        """Special ids → the names that they have in the second tokenizer, which nobody can guess and put into a message."""
+        secret = secrets.token_hex(8)
+        return {token_id: f"{chr(PRIVATE[0])}{secret}.{token_id}{chr(PRIVATE[1])}" for token_id in self._ids}
+
+    @cached_property
+    def _renamed(self) -> tokenizers.Tokenizer:
+        """The tokenizer with other names for the special tokens, whose ids change with that."""
+        state = json.loads(self._backend.to_str())
+        for token in state["added_tokens"]:
+            if token["id"] in self._new_names:
+                token |= {"content": self._new_names[token["id"]], "normalized": False}
+        state["post_processor"] = None  # it names special tokens, and is not asked
+        return tokenizers.Tokenizer.from_str(json.dumps(state))
+
+    @cached_property
+    def _old_ids(self) -> dict[int, int]:
+        """The second tokenizer's ids of added tokens → the first one's."""
+        names = {token_id: self._new_names.get(token_id, token.content) for token_id, token in self._added.items()}
+        ids = {self._renamed.token_to_id(name): token_id for token_id, name in names.items()}
+        return {new: old for new, old in ids.items() if new is not None}
+
+    @cached_property
+    def _contents(self) -> list[str]:
+        return [self._added[token_id].content for token_id in self._ids]
+
+    @cached_property
+    def _template_without(self) -> str:
+        """The template's source without its special tokens."""
+        return "\n".join(_between([(start, end) for start, end, _ in self._matches(self._template)], self._template))
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._contents), default=0)
+
+    @cached_property
+    def _beginnings(self) -> frozenset[str]:
+        return frozenset(content[:end] for content in self._contents for end in range(1, len(content)))
+
+    @cached_property
+    def _endings(self) -> frozenset[str]:
+        return frozenset(content[start:] for content in self._contents for start in range(1, len(content)))
+
+
+def _is_markup(content: str) -> bool:
+    """Written so that nobody means it as a word: `<think>`, `[INST]`."""
+    return any(not char.isalnum() and not char.isspace() and char not in "_▁" for char in content)
+
+
+def _is_free(key: str, value: object) -> TypeGuard[str]:
+    """Whether a part of a message is a text that can say anything: a role that is one word is the template's to know."""
+    return isinstance(value, str) and not (key == "role" and value.isidentifier())
+
+
+def _between(spans: Sequence[tuple[int, int]], text: str) -> list[str]:
+    starts, ends = [0, *(end for _, end in spans)], [*(start for start, _ in spans), len(text)]
+    return [text[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def _places(pieces: Iterable[_Piece]) -> list[tuple[int, int, int]]:
+    """Start, end and id of the special tokens in the plain text."""
+    found, at = list[tuple[int, int, int]](), 0
+    for piece in pieces:
+        if piece.token_id is not None:
+            found.append((at, at + len(piece.plain), piece.token_id))
+        at += len(piece.plain)
+    return found
+
+
+def _moved(pieces: Iterable[_Piece], at: int, written: Callable[[_Piece], str]) -> int | None:
+    """Where the place `at` of the text with private characters is in the written one; pieces are cut there."""
+    length = 0
+    for piece in pieces:
+        if piece.start < at < piece.end:
+            return None
+        length += len(written(piece)) if piece.end <= at else 0
+    return length
