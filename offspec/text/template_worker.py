@@ -25,6 +25,7 @@ def main() -> None:
     sys.path[:] = path
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     limit_memory(most_bytes)
+    environment()  # outside of any deadline: on a busy machine importing jinja2 takes longer than most renderings
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while (request := receive(requests)) is not None:
         limit_time(deadline_s)

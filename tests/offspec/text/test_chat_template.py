@@ -31,16 +31,19 @@ ENDLESS = {
     "wordwrap": "{{ ('a ' * 10**8) | wordwrap(1) }}",
     "indent": "{{ ('a\n' * 10**8) | indent(10**8) }}",
     "format": "{{ '%2000000000d' % 1 }}",
-    "replace": "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x.replace('a', 'aa') %}{% endfor %}",
-    "doubling": "{% set ns = namespace(x='aa') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
-    "lists of lists": "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+    "replace": "{% set ns = namespace(x='aa') %}"
+    "{% for i in range(99) %}{% set ns.x = ns.x.replace('a', 'aa') %}{% endfor %}",
+    "doubling": "{% set ns = namespace(x='aa') %}"
+    "{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "lists of lists": "{% set ns = namespace(x=[1]) %}"
+    "{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
     "a macro": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(80) }}",
 }
 
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    made = Worker(deadline_s=0.5, most_bytes=2**28)
+    made = Worker(deadline_s=1.0, most_bytes=2**28)
     yield made
     made.close()
 
