@@ -48,9 +48,9 @@ from offspec.loaders.formats.four_bit import pack_4bit, quantization_config
 from offspec.loaders.params import ConvertParams
 from offspec.loaders.safetensors_folder import INDEX_FILE, read_header
 from offspec.loaders.shards import Piece, write_shard
-from offspec.loaders.weights import LAYER_PREFIX
 from offspec.model.block import layer_shapes
 from offspec.model.config import ModelConfig, read_config
+from offspec.model.names import EMBEDDING, HEAD, LAYER_PREFIX, in_layer
 
 SPREAD = 0.02  # standard deviation of weights that mean nothing, as models are initialised
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -103,7 +103,7 @@ def grow(
     _claim(target, {"config": config, "source_checksum": _checksum(small)})
     groups = [
         big.shared_shapes(),
-        *({f"{LAYER_PREFIX}{i}.{n}": s for n, s in layer_shapes(big).items()} for i in range(big.num_layers)),
+        *({in_layer(i, n): s for n, s in layer_shapes(big).items()} for i in range(big.num_layers)),
     ]
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     wanted = range(len(groups)) if layers is None else [0, *(1 + layer for layer in layers)]
@@ -164,7 +164,7 @@ def _load(checkpoint: Checkpoint) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in sorted({info.path for info in checkpoint.tensors.values()}):
         tensors |= load_file(path)
-    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+    tensors.setdefault(HEAD, tensors[EMBEDDING])
     return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
 
 
@@ -242,8 +242,8 @@ class Layout:
     def tensor(self, name: str, shape: tuple[int, ...], small: Mapping[str, Tensor]) -> Tensor:
         """The big model's tensor `name` (bf16, of `shape`), made of the small model's tensors."""
         layer, short = self._source(name)
-        weight = small.get(f"{LAYER_PREFIX}{layer}.{short}" if layer is not None else short)
-        if short == "model.embed_tokens.weight":
+        weight = small.get(in_layer(layer, short) if layer is not None else short)
+        if short == EMBEDDING:
             assert weight is not None
             return torch.zeros(shape, dtype=torch.bfloat16).index_copy_(1, self.hidden, weight.repeat(1, self.copies))
         result = _random(shape, name)

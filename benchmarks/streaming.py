@@ -45,6 +45,7 @@ from offspec.loaders.weights import WeightSource
 from offspec.model.block import layer_shapes
 from offspec.model.config import read_config
 from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.names import in_layer
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.probe import plan_here
 
@@ -78,9 +79,7 @@ def make(folder: Path, num_layers: int) -> None:
     config = read_config(shape)
     rng = np.random.default_rng(0)
     pool = torch.from_numpy(rng.standard_normal(2**26, dtype=np.float32) * 0.02).to(torch.bfloat16).view(torch.uint8)
-    layers = [
-        {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes(config).items()} for i in range(num_layers)
-    ]
+    layers = [{in_layer(i, name): shape for name, shape in layer_shapes(config).items()} for i in range(num_layers)]
     index = {}
     for number, shapes in enumerate([config.shared_shapes(), *layers]):
         file = f"model-{number:05}.safetensors"

@@ -42,6 +42,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from offspec.model.names import HEAD
+
 VOCAB_SIZE = 4096
 CONTEXT = 2048
 SPECIALS = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -526,7 +528,7 @@ def export(work: Path, out: Path) -> None:
         model = build(kind)
         model.load_state_dict(torch.load(work / f"{kind}.pt")["model"])
         model.to(torch.bfloat16)
-        tensors = {name: t for name, t in model.state_dict().items() if name != "lm_head.weight"}
+        tensors = {name: t for name, t in model.state_dict().items() if name != HEAD}
         folder = out / kind
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -25,8 +25,8 @@ from offspec.loaders.hardware import read_memory
 from offspec.loaders.safetensors_folder import SafetensorsFolder, read_header
 from offspec.loaders.tiers import StoredModel
 from offspec.loaders.units import GIB
-from offspec.loaders.weights import LAYER_PREFIX
 from offspec.model.config import read_config
+from offspec.model.names import LAYER_PREFIX
 
 
 class Remembered:

@@ -27,6 +27,7 @@ from offspec.errors import OffspecError
 from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.readers import READ_BYTES
 from offspec.loaders.records import Record
+from offspec.model.names import LAYER_PREFIX
 
 from . import cells, report
 from .catalog import PEERS, ROWS, Row
@@ -112,7 +113,7 @@ def measure(
 
 def raw_disk_bytes_per_s(checkpoint: Path) -> float:
     """O_DIRECT reads of a GB of the checkpoint: what the disk gives just now."""
-    infos = [info for info in open_checkpoint(checkpoint).tensors.values() if info.name.startswith("model.layers.")]
+    infos = [info for info in open_checkpoint(checkpoint).tensors.values() if info.name.startswith(LAYER_PREFIX)]
     return best_raw(Record.of(infos).reads[: RAW_BYTES // READ_BYTES])
 
 

@@ -1,14 +1,17 @@
 """A draft that recalls how far from the target it was at places like this one.
 
-A pass says what the target thinks after every node of the tree, hundreds of places of which the text takes a few, and the first
-one after every token of the prompt. None of it is waste: where the draft drafts next, it errs as it did there. So the last
-`SIZE` places are kept, each as the two final states that the models' heads made logits of, and a place's logits become
+A pass says what the target thinks after every node of the tree, hundreds of places of which the text takes a few, and
+the first one after every token of the prompt. None of it is waste: where the draft drafts next, it errs as it did
+there. So the last `SIZE` places are kept, each as the two final states that the models' heads made logits of, and a
+place's logits become
 
-    log q(x) + sum_i w_i (log p_i(x) - log q_i(x))        w_i = k_i / (DOUBT + sum_j k_j),  k_i = exp(NEARNESS (cos_i - 1))
+    log q(x) + sum_i w_i (log p_i(x) - log q_i(x))
+    w_i = k_i / (DOUBT + sum_j k_j),  k_i = exp(NEARNESS (cos_i - 1))
 
 with cos_i between the draft's state here and there: a kernel regression of the draft's error (Nadaraya-Watson; nearest
-neighbours on hidden states are kNN-LM's, 1911.00172). Since logits are linear in the states, the sum is taken over states: the
-target's head is multiplied once a round, and nothing is kept or computed of the size of the vocabulary for each place.
+neighbours on hidden states are kNN-LM's, 1911.00172). Since logits are linear in the states, the sum is taken over
+states: the target's head is multiplied once a round, and nothing is kept or computed of the size of the vocabulary for
+each place.
 What is guessed changes by it, never the text. Knows nothing of how trees grow.
 """
 
@@ -82,7 +85,10 @@ class Recall:
 
 
 def recall_bytes(draft: ModelConfig, target: ModelConfig, itemsize: int) -> int:
-    """What a `Recall` takes, the states that wait for a verdict with a copy of them, and a round of WIDTHS[-1] rows that it corrects."""
+    """Bytes of a `Recall`, of the states that wait for a verdict with a copy of them, and of a round that it corrects.
+
+    The round is of WIDTHS[-1] rows.
+    """
     rows, place = int(WIDTHS[-1]), draft.hidden_size + 1 + target.hidden_size
     waiting = 2 * (MAX_ROWS + MOST_PROMPT) * draft.hidden_size
     return itemsize * (SIZE * place + waiting) + 4 * rows * (3 * SIZE + target.vocab_size)

@@ -84,7 +84,8 @@ class Block:
     def attention(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         """Grouped-query attention of rows first .. last: normed states x [T, hidden] → [T, hidden]."""
         c = self.config
-        cos, sin = (part[first:last] for part in rows.rotations.of(self.rotary))
+        cos, sin = rows.rotations.of(self.rotary)
+        cos, sin = cos[first:last], sin[first:last]
         queries = weights.linear("self_attn.q_proj", x).view(-1, c.num_heads, c.head_dim)
         keys = weights.linear("self_attn.k_proj", x).view(-1, c.num_kv_heads, c.head_dim)
         values = weights.linear("self_attn.v_proj", x).view(-1, c.num_kv_heads, c.head_dim)

@@ -3,9 +3,9 @@
 A round of the draft is some dozens of rows through a small model; what takes its time is the launching of some hundred
 kernels. Here a round is one transfer of its tokens, positions and mask, and one replay. Rows are padded to a width,
 keys to a power of two, so that few shapes are captured; the mask over the whole row of keys is made on the device from
-whom each row sees in the pending region. What does not fit (a long chain, more rows or keys than there is room for, weights
-that are streamed or have to be dequantised) goes `CachedDecoder`'s way, with the same results. Knows nothing of trees'
-growth.
+whom each row sees in the pending region. What does not fit (a long chain, more rows or keys than there is room for,
+weights that are streamed or have to be dequantised) goes `CachedDecoder`'s way, with the same results. Knows nothing of
+trees' growth.
 """
 
 from __future__ import annotations

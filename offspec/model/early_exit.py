@@ -1,10 +1,10 @@
 """The target as its own draft (EESD, 2406.03853, section 3.1): its first N layers, a trained exit layer, its own head.
 
-The first N layers are computed once for drafting and verifying. A text has three caches: the *trunk* (layers 1 .. N, and
-the hidden states that they gave), the exit layer's, and the *rest* (layers N + 1 on). Drafting takes rows through the trunk
-and the exit layer; the verifying pass picks the hidden states of the nodes that were sent out of the trunk, takes through
-it those that the draft never expanded, and goes on with layer N + 1. What the two passes share is found by content: the
-trunk knows token and parent of what waits in it, so neither the drafter nor the engine has to tell.
+The first N layers are computed once for drafting and verifying. A text has three caches: the *trunk* (layers 1 .. N,
+and the hidden states that they gave), the exit layer's, and the *rest* (layers N + 1 on). Drafting takes rows through
+the trunk and the exit layer; the verifying pass picks the hidden states of the nodes that were sent out of the trunk,
+takes through it those that the draft never expanded, and goes on with layer N + 1. What the two passes share is found
+by content: the trunk knows token and parent of what waits in it, so neither the drafter nor the engine has to tell.
 Knows nothing of how trees grow, of files, or of where layers lie.
 """
 
@@ -31,7 +31,7 @@ ABSENT = -2  # in place of a row: the node is not in the trunk
 
 
 class EarlyExit(Decoder):
-    """A decoder of one layer that begins where the target's layer `num_first` ends; final norm and head are the target's."""
+    """A decoder of one layer that begins where the target's layer `num_first` ends, with the target's norm and head."""
 
     def __init__(
         self, target: Decoder, num_first: int, layer: Mapping[str, Tensor], dtype: torch.dtype | None = None
@@ -67,9 +67,9 @@ def shared_text(target: Decoder, exit_layer: EarlyExit, capacity: int = 0) -> tu
 class Trunk:
     """What the first layers made of one text. `num_rows`: tokens and nodes that went through them so far.
 
-    The committed prefix is the known text; the pending region holds the draft's nodes in its order, and behind them, between
-    a verifying pass and its verdict, the nodes that only this pass brought. Hidden states are kept for as long as one of
-    `readers`, the caches of exit and rest, has still to see them.
+    The committed prefix is the known text; the pending region holds the draft's nodes in its order, and behind them,
+    between a verifying pass and its verdict, the nodes that only this pass brought. Hidden states are kept for as long
+    as one of `readers`, the caches of exit and rest, has still to see them.
     """
 
     def __init__(self, decoder: Decoder, num_layers: int) -> None:

@@ -1,10 +1,10 @@
-"""Trains an exit layer by self-distillation (EESD, 2406.03853, section 3.2): it learns what the target itself would say.
+"""Trains an exit layer by self-distillation (EESD, 2406.03853, section 3.2): it learns what the target would say.
 
-First the target writes texts (or reads given ones), many at a time as the branches of one tree, so that a streamed target
-is walked once for all of them; of every place the hidden state after layer N and the likeliest next tokens are kept, in
-shards on disk. Then the exit layer alone is trained on these; of the target only the final norm and the head are needed.
-Memory is bounded by one shard and one batch. What is done is a function of the settings alone: an interrupted run that is
-resumed gives the result of one that was not. Knows nothing of the terminal.
+First the target writes texts (or reads given ones), many at a time as the branches of one tree, so that a streamed
+target is walked once for all of them; of every place the hidden state after layer N and the likeliest next tokens are
+kept, in shards on disk. Then the exit layer alone is trained on these; of the target only the final norm and the head
+are needed. Memory is bounded by one shard and one batch. What is done is a function of the settings alone: an
+interrupted run that is resumed gives the result of one that was not. Knows nothing of the terminal.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Distilled:
-    """What came out. agreement_before, agreement: how often the exit's likeliest token is the target's, on unseen text."""
+    """What came out.
+
+    agreement_before, agreement: how often the exit's likeliest token is the target's, on unseen text.
+    """
 
     path: Path
     exit_layer: int
@@ -125,7 +128,10 @@ def _cannot_write(work: Path, exc: OSError) -> StorageError:
 def _open_work(
     work: Path, files: ModelFiles, exit_layer: int, params: DistillParams, texts: Sequence[Path], *, resume: bool
 ) -> None:
-    """Make an unfinished run's folder. Raises UsageError where one is there and not asked for, or the other way round."""
+    """Make an unfinished run's folder.
+
+    Raises UsageError where one is there and not asked for, or the other way round.
+    """
     asked = {"exit_layer": exit_layer, "model": str(files.checkpoint.path), "texts": [str(file) for file in texts]}
     said = json.dumps(asked | asdict(params), indent=1, sort_keys=True)
     settings = work / "settings.json"
@@ -168,8 +174,8 @@ Shard = Mapping[str, Tensor]
 class Shards:
     """Texts of one length with what the target made of them, SHARD_TEXTS to a file.
 
-    A shard holds hidden [B, T, hidden] after the first layers, and labels, log_probabilities [B, T, K]: the likeliest tokens
-    at the next place and the logarithms of what the target gives them.
+    A shard holds hidden [B, T, hidden] after the first layers, and labels, log_probabilities [B, T, K]: the likeliest
+    tokens at the next place and the logarithms of what the target gives them.
     """
 
     def __init__(
@@ -181,7 +187,10 @@ class Shards:
         params: DistillParams,
         texts: Sequence[Path],
     ) -> None:
-        """Writes nothing yet. Raises UsageError for texts that cannot be learnt from, or where there is no way to begin one."""
+        """Writes nothing yet.
+
+        Raises UsageError for texts that cannot be learnt from, or where there is no way to begin one.
+        """
         self._folder, self._target, self._params = folder, target, params
         self._first, self._rest = range(exit_layer), range(exit_layer, target.config.num_layers)
         self._given = _pieces(texts, tokenizer, params.text_tokens) if texts else None

@@ -46,7 +46,7 @@ PARTS = ("weight", A, B)
 
 
 def adapted_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Full name → [N, K] of the matrices that get an addition: all projections, and the head (a tied one's embedding)."""
+    """Full name → [N, K] of the matrices that get an addition: all projections, and the head (tied: the embedding)."""
     shapes = layer_shapes(config)
     found = {
         in_layer(index, f"{name}.weight"): shapes[f"{name}.weight"]
@@ -64,7 +64,7 @@ def adapter_bytes(config: ModelConfig, rank: int, itemsize: int) -> int:
 
 
 class Adapter:
-    """The additions to one draft. `pairs`: (A, B), fp32 parameters, by the full name of the matrix that they belong to.
+    """The additions to one draft. `pairs`: (A, B), fp32 parameters, by the full name of their matrix.
 
     originals: these matrices as they came. merged: the draft's own tensors, to which the additions are merged in place.
     """
@@ -140,7 +140,10 @@ class Adapter:
         write_atomically(path, save(tensors, about))
 
     def load(self, path: Path) -> None:
-        """Take the additions of a file, and merge them. Raises UsageError for another draft's, or what is no such file."""
+        """Take the additions of a file, and merge them.
+
+        Raises UsageError for another draft's, or what is no such file.
+        """
         if (saved := SavedAdapter.read(path)).draft != self.fingerprint:
             raise UsageError(f"{path} was learnt for another draft; give the draft it belongs to, or another file")
         found = {}

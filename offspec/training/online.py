@@ -1,10 +1,13 @@
-"""Online alignment: the draft learns, between requests, from what the target said (Online Speculative Decoding, 2310.07177).
+"""Online alignment: between requests the draft learns from what the target said.
 
-Every pass computes what the target thinks after each token that it emits, and after each guess; it costs little more to keep the
-likeliest part of it. After a request the low-rank additions of the draft (`lora`) take some steps towards these: forward KL on
-texts of the models' own (DistillSpec, 2310.08461, section 3). The text cannot change, since it is the target's whatever is
-guessed. A guess that was not accepted counts by how likely the target was to say it: the walk is one draw of where the target
-goes, and the guesses beside it are the others. Knows nothing of how trees are drafted, files' bytes or the terminal.
+That is Online Speculative Decoding (2310.07177).
+
+Every pass computes what the target thinks after each token that it emits, and after each guess; it costs little more to
+keep the likeliest part of it. After a request the low-rank additions of the draft (`lora`) take some steps towards
+these: forward KL on texts of the models' own (DistillSpec, 2310.08461, section 3). The text cannot change, since it is
+the target's whatever is guessed. A guess that was not accepted counts by how likely the target was to say it: the walk
+is one draw of where the target goes, and the guesses beside it are the others. Knows nothing of how trees are drafted,
+files' bytes or the terminal.
 """
 
 from __future__ import annotations
@@ -41,14 +44,15 @@ IntArray = npt.NDArray[np.int64]
 class AlignmentParams:
     """How the draft learns.
 
-    rank: of the additions. learning_rate: times the hidden size (wide models need smaller steps), of Adam. top_k: tokens of a
-    distribution that are kept; the rest counts as one. buffer_bytes: what is kept to learn from, the oldest leaving first.
-    window_tokens: of a text and its guesses that are learnt from at once. most_guesses: the best-scored nodes of a tree that are
-    taken down beside the walk's; of a tree in that order they are, with the root, the slice of rows that a verdict begins with,
-    whose logits are there in any case. most_prompt: tokens of a prompt, its last ones, that are learnt from as well.
-    reach_power: a guess counts as much as its probability of being said, to this power (0: as much as the text).
-    batch_windows: in a step, the newest half of them, the others drawn from all that is kept. replays: how often a place is
-    learnt from, on average. most_share: seconds of learning for a second of generating, at most.
+    rank: of the additions. learning_rate: times the hidden size (wide models need smaller steps), of Adam. top_k:
+    tokens of a distribution that are kept; the rest counts as one. buffer_bytes: what is kept to learn from, the oldest
+    leaving first. window_tokens: of a text and its guesses that are learnt from at once. most_guesses: the best-scored
+    nodes of a tree that are taken down beside the walk's; of a tree in that order they are, with the root, the slice of
+    rows that a verdict begins with, whose logits are there in any case. most_prompt: tokens of a prompt, its last ones,
+    that are learnt from as well. reach_power: a guess counts as much as its probability of being said, to this power
+    (0: as much as the text). batch_windows: in a step, the newest half of them, the others drawn from all that is kept.
+    replays: how often a place is learnt from, on average. most_share: seconds of learning for a second of generating,
+    at most.
     """
 
     rank: int = 16
@@ -69,8 +73,9 @@ class AlignmentParams:
 class Learnt:
     """What one round of learning was.
 
-    loss: mean KL(target ‖ draft) in nats a token of the text that was new, before anything was learnt from it; loss_before: that of
-    the draft as it came. None where nothing was new, or no time was granted. share: of the additions, now drafted with.
+    loss: mean KL(target ‖ draft) in nats a token of the text that was new, before anything was learnt from it;
+    loss_before: that of the draft as it came. None where nothing was new, or no time was granted. share: of the
+    additions, now drafted with.
     """
 
     seconds: float
@@ -81,12 +86,14 @@ class Learnt:
 
 
 class Window:
-    """Up to W tokens, each hung on the one before it: a text, and the guesses beside it; and what the target thought after them.
+    """Up to W tokens, each hung on the one before it: a text and the guesses beside it.
 
-    tokens [W]. parents [W]: the row of the token before, lower than its own; ROOT for the first. choices, logs [W, K]: the
-    likeliest next tokens and their log-probabilities. weights [W]: what a row counts, 1 in the text; 0 where what the target
-    thought is not known. last: the row that the text has come to. said_from: the row of the prompt's last token; from there on the
-    text is the target's own. Memory is taken at once, so that a count of windows bounds it.
+    With them goes what the target thought after each.
+
+    tokens [W]. parents [W]: the row of the token before, lower than its own; ROOT for the first. choices, logs [W, K]:
+    the likeliest next tokens and their log-probabilities. weights [W]: what a row counts, 1 in the text; 0 where what
+    the target thought is not known. last: the row that the text has come to. said_from: the row of the prompt's last
+    token; from there on the text is the target's own. Memory is taken at once, so that a count of windows bounds it.
     """
 
     def __init__(self, context: Sequence[int], params: AlignmentParams) -> None:
@@ -145,7 +152,10 @@ class Listener:
     """Takes down what the target thinks in one request."""
 
     def __init__(self, aligner: Aligner, text: Sequence[int], logits: RowLogits | None) -> None:
-        """logits: of the pass that took in what is new of the text; its rows before the last say what was thought along it."""
+        """logits: of the pass that took in what is new of the text.
+
+        Its rows before the last say what was thought along it.
+        """
         self._aligner = aligner
         size, end = aligner.params.window_tokens, len(text) - 1  # what follows the last token is the verdict's to tell
         shared = size // 4  # of the text before, with which a window begins
@@ -163,7 +173,10 @@ class Listener:
         self._read(self._window, self._window.last - (end - answer), logits, end - answer, 0)
 
     def _read(self, window: Window, row: int, logits: RowLogits | None, count: int, num_after: int) -> None:
-        """Take down what was thought after `count` of the prompt's tokens, which stand from `row` on; num_after more follow."""
+        """Take down what was thought after `count` of the prompt's tokens.
+
+        They stand from `row` on; num_after more follow.
+        """
         for done in range(0, count, HEAD_ROWS):
             assert logits is not None
             first = logits.num_before - num_after - count + done
@@ -175,7 +188,8 @@ class Listener:
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
         """logits: the root's row, then the nodes'.
 
-        A guess that is not among the likeliest tokens kept is left out, with all that hangs on it: the target hardly goes there.
+        A guess that is not among the likeliest tokens kept is left out, with all that hangs on it: the target hardly
+        goes there.
         """
         aligner, path = self._aligner, verdict.path
         guesses = best_beside(tree, path, aligner.params.most_guesses)
@@ -222,8 +236,8 @@ def reached(
 ) -> dict[int, float]:
     """How likely the target is to say the guesses, from where each leaves the path; 1 for the path's nodes.
 
-    choices, logs [1 + P + G, K]: what the target thinks after the root, the path's nodes, the guesses (ascending). A token that is
-    not among the choices has no chance, nor has what hangs on a node that is not here.
+    choices, logs [1 + P + G, K]: what the target thinks after the root, the path's nodes, the guesses (ascending). A
+    token that is not among the choices has no chance, nor has what hangs on a node that is not here.
     """
     place_of = {node: place for place, node in enumerate((ROOT, *path, *guesses))}
     found = dict.fromkeys((ROOT, *path), 1.0)
@@ -260,7 +274,10 @@ class Aligner:
         self._worth = dict.fromkeys(SHARES, 0.0)  # loss with each share, summed over places, the older counting less
 
     def listen(self, text: Sequence[int], logits: RowLogits | None = None) -> Listener | None:
-        """For a request that begins with `text`, and whose first pass gave `logits`; None where nothing is to be taken down."""
+        """For a request that begins with `text`, and whose first pass gave `logits`.
+
+        None where nothing is to be taken down.
+        """
         return Listener(self, text, logits) if self.is_listening else None
 
     def known(self, token: int) -> int:
@@ -299,9 +316,9 @@ class Aligner:
     def learn(self, generated_s: float) -> Learnt:
         """Learn from what was heard in a request of so many seconds, and let the draft draft with it.
 
-        First what is new judges what was learnt before: the share of the additions that foretold it best is merged, none of
-        them where the draft was best as it came, so that learning from a few texts cannot spoil a good draft for long.
-        Left by an exception, Ctrl-C too, the draft is as it was before.
+        First what is new judges what was learnt before: the share of the additions that foretold it best is merged,
+        none of them where the draft was best as it came, so that learning from a few texts cannot spoil a good draft
+        for long. Left by an exception, Ctrl-C too, the draft is as it was before.
         """
         began, losses, judged = self._clock(), list[float](), dict[float, float]()
         self._spare_s += self.params.most_share * generated_s
@@ -371,10 +388,12 @@ class Aligner:
         return loss
 
     def loss(self, batch: Sequence[Window], share: float = 1.0, *, said_alone: bool = False) -> float:
-        """Weighted mean of KL(target ‖ draft) over the windows' places; where gradients are kept, its own is left with the additions.
+        """Weighted mean of KL(target ‖ draft) over the windows' places.
 
-        said_alone: without guesses and prompts. One window after the other goes forwards and back, and of its rows HEAD_ROWS through
-        the head at a time, so that activations and a large vocabulary's logits stay few.
+        Where gradients are kept, its own is left with the additions.
+
+        said_alone: without guesses and prompts. One window after the other goes forwards and back, and of its rows
+        HEAD_ROWS through the head at a time, so that activations and a large vocabulary's logits stay few.
         """
         device, trainee = self.adapter.draft.device, self.adapter.trainee(share)
         parts = [(w, w.said() if said_alone else np.flatnonzero(w.weights)) for w in batch]
@@ -410,8 +429,8 @@ class Aligner:
 
 
 class Adam:
-    """Adam (1412.6980), for parameters whose gradients are there. `torch.optim` would do, but its first step imports the
-    compiler, which takes seconds that a user would wait for.
+    """Adam (1412.6980), for parameters whose gradients are there. `torch.optim` would do, but its first step imports
+    the compiler, which takes seconds that a user would wait for.
     """
 
     BETAS, EPSILON = (0.9, 0.98), 1e-8
@@ -448,7 +467,10 @@ def check_learning(file: Path | None, *, has_draft: bool, writes: bool) -> None:
 
 
 def open_aligner(draft: Decoder, file: Path | None, *, listens: bool) -> Aligner:
-    """The draft's aligner, with what `file` says it has learnt. Raises UsageError for a file that is another draft's."""
+    """The draft's aligner, with what `file` says it has learnt.
+
+    Raises UsageError for a file that is another draft's.
+    """
     aligner = Aligner(draft)
     aligner.is_listening = listens
     if file is not None and file.exists():

@@ -16,7 +16,7 @@ from offspec.process import disable_cudnn_attention
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass behind `committed` tokens: earlier pending nodes, a chain, then new nodes. parents: -1 is the text's end."""
+    """A pass behind `committed` tokens: earlier pending nodes, a chain, new nodes. parents: -1 is the text's end."""
 
     committed: int
     earlier: int
@@ -86,7 +86,7 @@ def test_a_single_token_needs_no_mask_while_the_window_holds_the_text(window: in
 
 
 def naive_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q k / sqrt(d)) v, one head at a time, keys and values repeated as the paper on GQA draws it (2305.13245)."""
+    """softmax(q k / sqrt(d)) v, one head at a time, keys and values repeated as the GQA paper draws it (2305.13245)."""
     group = queries.shape[1] // keys.shape[0]
     keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
     heads = []

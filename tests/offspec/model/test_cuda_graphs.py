@@ -258,7 +258,7 @@ def test_only_weights_that_stay_as_they_are(tiny_model: GetModel) -> None:
 
 
 def test_shapes_that_were_missed_are_recorded_as_soon_as_they_can_be(tiny_model: GetModel) -> None:
-    """Beside a pass nothing is recorded; the next round of any shape that is not, makes up for it, and disturbs no text."""
+    """Beside a pass nothing is recorded; the next round of any other shape makes up for it, and disturbs no text."""
     decoder, recorded, may_record = cached(tiny_model, "llama-gqa"), list[tuple[int, ...]](), True
 
     def record(work: Any) -> Work | None:
