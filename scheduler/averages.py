@@ -1,4 +1,4 @@
-"""What is learnt from one observation after another, the older ones counting less; and when to try again what did not pay."""
+"""Averages in which older observations count less, and when to try again what did not pay."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class MovingAverage:
 
 
 class Retry:
-    """When to try again what did not pay: after `first` occasions, then after twice as many each time, up to `longest`."""
+    """When to try again what did not pay: after `first` occasions, then twice as many each time, up to `longest`."""
 
     def __init__(self, first: int = 8, longest: int = 128) -> None:
         self._first, self._longest = first, longest

@@ -22,9 +22,9 @@ class DraftingState:
     """What a drafter knows before its next round.
 
     best: probabilities of the best candidates, falling, at most the controller's limit. open: of those among them that
-    could be expanded, falling. profile [C]: typical probabilities of a node's children. num_chain: rows that the target's
-    pass has beside the nodes. spent_s: the drafting of this pass so far. overhead_s: what a pass with a tree takes
-    beside drafting and scoring it; 0 once something has been drafted.
+    could be expanded, falling. profile [C]: typical probabilities of a node's children. num_chain: rows that the
+    target's pass has beside the nodes. spent_s: the drafting of this pass so far. overhead_s: what a pass with a tree
+    takes beside drafting and scoring it; 0 once something has been drafted.
     """
 
     best: FloatArray
@@ -70,9 +70,9 @@ class FixedBudget:
 class MarginalRate:
     """Tokens for seconds: nodes are sent, and rounds drafted, while they earn more than the recent rate.
 
-    With R tokens/s over the last passes, a tree of k nodes is worth 1 + sum of the k best probabilities - R * seconds of
-    its pass (the ratio of sums is maximal where this difference is, with R the best ratio: Dinkelbach 1967). A round is
-    drafted when what it may add to that worth exceeds R * its own seconds. Before there is a rate, the tree at hand
+    With R tokens/s over the last passes, a tree of k nodes is worth 1 + sum of the k best probabilities - R * seconds
+    of its pass (the ratio of sums is maximal where this difference is, with R the best ratio: Dinkelbach 1967). A round
+    is drafted when what it may add to that worth exceeds R * its own seconds. Before there is a rate, the tree at hand
     gives one.
     """
 

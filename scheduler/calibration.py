@@ -19,8 +19,9 @@ UNIT = SIXTHS.index(6)  # where GRID is 1: the draft's own probabilities
 class Sharpness:
     """Online maximum likelihood of s over `GRID`, with exponential forgetting.
 
-    s says how far draft and target log-probabilities typically lie apart: a child's log-probability is taken to be
-    log softmax(v / s). The prior counts as `PRIOR_NODES` nodes that speak for `prior`, so that the first verified nodes already move it.
+    s says how far draft and target log-probabilities typically lie apart: a child's log-probability is taken to be log
+    softmax(v / s). The prior counts as `PRIOR_NODES` nodes that speak for `prior`, so that the first verified nodes
+    already move it.
     """
 
     FORGETTING = 0.99
@@ -91,7 +92,8 @@ class Profile:
 class DraftCalibration:
     """All that is learnt about a draft in one mode of choosing.
 
-    trust: in what the draft says. guesser_trust: in guessers, where the draft was asked about their guess and thinks less of it.
+    trust: in what the draft says. guesser_trust: in guessers, where the draft was asked about their guess and thinks
+    less of it.
     """
 
     def __init__(self, sharpness: float, *, coupled: bool) -> None:
@@ -111,7 +113,7 @@ class DraftCalibration:
 
 
 class Calibration:
-    """Of greedy requests and of sampled ones, each for coupled scoring and for SpecExec's, whose values lack the noise."""
+    """Of greedy and of sampled requests, each for coupled scoring and for SpecExec's, whose values lack the noise."""
 
     def __init__(self) -> None:
         self._modes = {

@@ -111,7 +111,7 @@ class CandidateTree:
     # ------------------------------------------------------------------------------------------------ growing
 
     def add(self, parents: IntArray, scores: ChildScores, index: int) -> None:
-        """The children of the nodes `parents` [R] (or [ROOT]), in the order of their rows, judged with s = GRID[index]."""
+        """The children of the nodes `parents` [R] (or [ROOT]), in the order of their rows, with s = GRID[index]."""
         self._child_scores.append(scores)
         there = self._already_there(parents, scores)
         self._append(parents, scores, index, ~there)
@@ -189,9 +189,10 @@ class CandidateTree:
         self._guessed = np.flatnonzero(np.isfinite(self.nodes["claim"]))
 
     def disputed(self, places: IntArray, index: int) -> tuple[IntArray, FloatArray]:
-        """Children of `places` (nodes, or ROOT) to which the model, asked there, gives less than the guesser that named them.
+        """Children of `places` (nodes, or ROOT) to which the model gives less than the guesser that named them.
 
-        Returns these nodes, and the log-probability that the guesser gave each of them after its parent.
+        Of places that the model was asked about. Returns these nodes, and the log-probability that the guesser gave each
+        of them after its parent.
         """
         guessed = self._guessed[np.isin(self.nodes["parent"][self._guessed], places)]
         parents, values = self.nodes["parent"][guessed], self.nodes["value"][guessed]
@@ -203,7 +204,7 @@ class CandidateTree:
         return guessed[is_disputed], claims[is_disputed]
 
     def revise(self, parents: IntArray, scores: ChildScores, index: int) -> None:
-        """New scores of the children of `parents` [R], ROOT or expanded nodes; every candidate is judged anew, with s = GRID[index].
+        """New scores of the children of `parents` [R], ROOT or expanded nodes; all is judged anew with s = GRID[index].
 
         Children that the model does not name any more are no candidates, unless a guesser named them.
         """
@@ -240,7 +241,7 @@ class CandidateTree:
             nodes["score"][level] = np.maximum(base + np.minimum(gains[level], 0.0), nodes["claim"][level])
 
     def _score_rows(self) -> IntArray:
-        """For every node the row of `child_scores` in which it may stand, its parent's; -1 where the parent has none."""
+        """For every node its parent's row of `child_scores`, in which it may stand; -1 where the parent has none."""
         rows = self.nodes["row"][self.nodes["parent"]]
         return np.where(self.nodes["parent"] == ROOT, 0, np.where(rows >= 0, rows + 1, -1))
 

@@ -1,8 +1,8 @@
 """A draft's logits as scores of the children of tree nodes.
 
 A child x of a node is scored by how likely the *target* is to choose it. The target will choose argmax(log p + G) with
-noise G that is known beforehand, so the draft looks at v(x) = log q(x) + G(seed, position, x), and takes log softmax(v / s)
-for the log-probability: s, the sharpness, is how far the two models' log-probabilities typically lie apart
+noise G that is known beforehand, so the draft looks at v(x) = log q(x) + G(seed, position, x), and takes log softmax(v
+/ s) for the log-probability: s, the sharpness, is how far the two models' log-probabilities typically lie apart
 (`calibration.Sharpness`). With no noise and s = 1 this is SpecExec's cumulative probability (2406.02532).
 """
 
@@ -59,8 +59,9 @@ def draft_not_finite() -> NumericalError:
 
 
 # ------------------------------------------------------------------------------------------------ normalisers
-# logsumexp(v / s) for every s of `calibration.GRID`. With e = exp((v - max v) / 6) each is the logarithm of a sum of some
-# e^k, and that an inner product of two small powers of e: one exponential for each value and one matrix product give all.
+# logsumexp(v / s) for every s of `calibration.GRID`. With e = exp((v - max v) / 6) each is the logarithm of a sum of
+# some e^k, and that an inner product of two small powers of e: one exponential for each value and one matrix product
+# give all.
 
 _POWERS = (1, 2, 4, 5, 10)  # every one of SIXTHS is the sum of two of them
 _PAIRS = np.array(

@@ -20,9 +20,9 @@ class CostCurve:
     """Seconds of one forward as a function of its rows, which never falls.
 
     Learnt at knots half an octave apart: each observation moves those near it. Where none came near, the prior's shape
-    holds, scaled to what was seen; without a prior the hopeful guess, so that what might be better is tried: as many rows
-    fewer as seconds fewer, and no seconds more for more rows. Where knots disagree, those farther from the last observation
-    give way, for they may be stale.
+    holds, scaled to what was seen; without a prior the hopeful guess, so that what might be better is tried: as many
+    rows fewer as seconds fewer, and no seconds more for more rows. Where knots disagree, those farther from the last
+    observation give way, for they may be stale.
     """
 
     KNOTS = np.arange(0, 2 * np.log2(MOST_ROWS) + 1) / 2  # log2 of rows

@@ -1,6 +1,7 @@
 """Rounds of the draft: which nodes it has scored, what it thinks of their children, and its KV entries for them.
 
-Best-first growth in batches (SpecExec, 2406.02532, section 4). Knows nothing of seconds, or of how much is worth drafting.
+Best-first growth in batches (SpecExec, 2406.02532, section 4). Knows nothing of seconds, or of how much is worth
+drafting.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class DraftRounds:
         return len(nodes)
 
     def extend(self, width: int, is_over: Callable[[], bool]) -> None:
-        """Rounds of `width` nodes until `is_over`: the best open candidates are likely to be the next root, or below it."""
+        """Rounds of `width` nodes until `is_over`, of the likeliest candidates to be the next root or below it."""
         tree = self.tree
         while not is_over() and tree.is_rooted and width <= self.room:
             nodes = self.open_among(tree.best(tree.num_expanded + 8 * width, self.model_depth))
@@ -101,7 +102,7 @@ class DraftRounds:
             self.expand(nodes[:width])
 
     def rejudge(self) -> None:
-        """Judge again what stayed from the last tree, by all that is known by now: it was drafted before the last verdict."""
+        """Judge again what stayed from the last tree, which was drafted before the last verdict."""
         tree = self.tree
         if self._corrector is None:
             tree.rescore(self._calibration.index)
@@ -123,7 +124,7 @@ class DraftRounds:
     # ------------------------------------------------------------------------------------------------ a verdict
 
     def correct(self, sent: IntArray, logits: Logits) -> None:
-        """Tell the corrector what the target said after the root and the nodes `sent` that the draft had scored as well.
+        """Tell the corrector what the target said after the root and those of the nodes `sent` that the draft scored.
 
         logits: the target's, the root's row, then those of `sent`.
         """
@@ -134,7 +135,7 @@ class DraftRounds:
         self._corrector.observe(np.append(np.array([ROOT]), rows[scored]), np.append(np.array([0]), scored + 1), logits)
 
     def keep(self, path: IntArray, tokens: Sequence[int], *, reuse: bool) -> None:
-        """Commit the accepted nodes `path`; with `reuse`, what is below the new last token, the last of `tokens`, stays."""
+        """Commit the accepted nodes `path`; with `reuse`, what is below the last of `tokens`, the new root, stays."""
         tree = self.tree
         rows = tree.rows(path)
         if reuse and len(rows) == len(path):

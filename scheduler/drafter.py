@@ -31,7 +31,8 @@ class TreeModel(Protocol):
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
         """Commit chain; add R tree nodes, pending. Logits [(1 if chain) + R, C], C columns of `vocabulary`.
 
-        chain, tokens: `vocabulary.inputs` of the target's. mask: bool [R, P + R], see `TokenTree.mask`; P nodes are pending.
+        chain, tokens: `vocabulary.inputs` of the target's. mask: bool [R, P + R], see `TokenTree.mask`; P nodes are
+        pending.
         """
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
@@ -47,7 +48,8 @@ class LogitCorrector(Protocol):
     def observe(self, rows: IntArray, nodes: IntArray, logits: Logits) -> None:
         """Told before these are kept or forgotten.
 
-        rows [K]: of the model's pending region, ROOT for the text's last token. nodes [K]: their rows of the target's logits.
+        rows [K]: of the model's pending region, ROOT for the text's last token. nodes [K]: their rows of the target's
+        logits.
         """
 
     def corrected(self, rows: IntArray) -> Tensor:
@@ -58,8 +60,8 @@ class LogitCorrector(Protocol):
 class DraftRequest:
     """What a drafter is told of one request.
 
-    sampler: the target's. final: tokens that end the text, after which nothing is guessed. num_unscored: tokens of the text
-    that the target's first pass has to score; None: as many as the draft has to.
+    sampler: the target's. final: tokens that end the text, after which nothing is guessed. num_unscored: tokens of the
+    text that the target's first pass has to score; None: as many as the draft has to.
     """
 
     sampler: Sampler
@@ -78,7 +80,7 @@ class Drafter(Protocol):
         """Whether `extend` is worth calling beside the pass that comes."""
 
     def extend(self, is_over: Callable[[], bool]) -> None:
-        """Between propose and observe, perhaps on another thread: draft while the target's pass runs, until `is_over`."""
+        """Between propose and observe, perhaps on another thread: draft beside the target's pass, until `is_over`."""
 
     def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
         """What the target made of the tree that was proposed last. logits: the root's row, then the nodes'."""

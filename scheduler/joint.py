@@ -1,11 +1,11 @@
 """Multi-token joint decoding with a draft (MJSD, Qin et al., 2407.09722; later MTAD, MMTAD): lossy, never the default.
 
 Greedy decoding takes the likeliest token each time; joint decoding (MJGD) looks for the gamma tokens that are likeliest
-*together*, which no model finds without trying them all. So the draft looks for them, by beam search on q(x1..xi), and the
-target judges all its beams in one pass. i tokens of a beam are accepted where min(1, p(x1..xi) / q(x1..xi)) >= tau; the
-most that are accepted anywhere is what the text gets, and one token by the target behind them. The condition is on the
-joint probability alone: a token that fails it may lie in the middle, where those behind it make up for it.
-Knows models only through the `TreeModel` protocol.
+*together*, which no model finds without trying them all. So the draft looks for them, by beam search on q(x1..xi), and
+the target judges all its beams in one pass. i tokens of a beam are accepted where min(1, p(x1..xi) / q(x1..xi)) >= tau;
+the most that are accepted anywhere is what the text gets, and one token by the target behind them. The condition is on
+the joint probability alone: a token that fails it may lie in the middle, where those behind it make up for it. Knows
+models only through the `TreeModel` protocol.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class BeamDrafter(SequentialDrafter):
     """Beam search for the `gamma` tokens that the draft holds likeliest together, one per request.
 
     Every hypothesis that was in the beam at some length is sent, beam x gamma nodes at most: those that fell out later
-    cost a row each, and may be what the target likes best where the longer ones fail. `final` tokens (end of text) end a
-    hypothesis, which keeps its place in the beam for as long as it is among the likeliest. `TokenTree.scores` are
-    log q(x1..xi), as the sampler's parameters make q of the draft's logits.
+    cost a row each, and may be what the target likes best where the longer ones fail. `final` tokens (end of text) end
+    a hypothesis, which keeps its place in the beam for as long as it is among the likeliest. `TokenTree.scores` are log
+    q(x1..xi), as the sampler's parameters make q of the draft's logits.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ def log_likelihoods(tree: TokenTree, logits: Logits, sampler: Sampler, position:
 def _end_of_accepted(tree: TokenTree, likelihoods: FloatArray, tau: float, final: Collection[int]) -> int:
     """The last node of the accepted path; ROOT where none is accepted.
 
-    Of paths that are equally long it is the one that the target holds likeliest. A text that has ended is as long as one
-    likes (what follows is certain under both models), so it is compared with the longest.
+    Of paths that are equally long it is the one that the target holds likeliest. A text that has ended is as long as
+    one likes (what follows is certain under both models), so it is compared with the longest.
     """
     passed = likelihoods - tree.scores >= math.log(tau)  # min(1, p / q) >= tau, as tau is at most 1
     if not passed.any():

@@ -30,8 +30,10 @@ class LayerCandidates:
 
 
 class LayeredDraft:
-    """The draft's side of one tree: a forward a layer. A node that has been expanded has a row, its place in the draft's
-    pending region; the root's is ROOT."""
+    """The draft's side of one tree: a forward a layer.
+
+    A node that has been expanded has a row, its place in the draft's pending region; the root's is ROOT.
+    """
 
     def __init__(self, model: TreeModel, sampler: Sampler, num_children: int, *, coupled: bool) -> None:
         self.model, self.sampler = model, sampler
@@ -40,7 +42,7 @@ class LayeredDraft:
         self.layers: list[LayerCandidates] = []
 
     def room(self, text: Sequence[int], max_depth: int) -> int:
-        """How deep a tree below `text` may be; positions beyond the draft's context would be guessed badly or not at all."""
+        """How deep a tree below `text` may be; beyond the draft's context it would guess badly or not at all."""
         return min(max_depth, self.model.max_context - len(text))
 
     def forget(self) -> None:
@@ -59,7 +61,7 @@ class LayeredDraft:
         return self._add(self.model.score(chain, none, none, np.empty((0, 0), dtype=np.bool_)), ROOT)
 
     def expand(self, parent_rows: IntArray, tokens: IntArray) -> tuple[IntArray, LayerCandidates]:
-        """The next layer's nodes [W], each below a row of the last layer: their rows, and candidates for their children."""
+        """The next layer's nodes [W], each below a row of the last layer: their rows, and what may follow them."""
         parents = parent_rows - self.layers[-1].first_row
         rows = np.arange(self._num_rows, self._num_rows + len(tokens))
         self._mask = np.hstack((self._mask[parents], np.eye(len(tokens), dtype=np.bool_)))

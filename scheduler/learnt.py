@@ -15,11 +15,12 @@ from .reliability import Reliability
 
 @dataclass
 class Learnt:
-    """Of one target with one draft, or with none. Drafters and guessers write to its parts; whoever owns it only passes it on.
+    """Of one target with one draft, or with none. Drafters and guessers write to its parts.
 
-    recycling: the guesser itself, whose table outlives a request. calibration: how far the draft is right. costs: seconds of
-    draft rounds and target passes. overlap_switch: whether drafting beside the pass pays; None takes it to. acceptance: by rank, for
-    Sequoia's shape. lookups, retrievals: how often guesses from the text itself, and from other texts, come true.
+    recycling: the guesser itself, whose table outlives a request. calibration: how far the draft is right. costs:
+    seconds of draft rounds and target passes. overlap_switch: whether drafting beside the pass pays; None: it does.
+    acceptance: by rank, for Sequoia's shape. lookups, retrievals: how often guesses from the text itself, and from
+    other texts, come true.
     """
 
     recycling: TokenRecycling
@@ -34,8 +35,8 @@ class Learnt:
     def nothing(cls, vocab_size: int, predict: Predict | None = None, *, shares_cores: bool = False) -> Learnt:
         """Before the first request.
 
-        vocab_size: the target's. predict: seconds of its passes by their rows. shares_cores: draft and target are computed by
-        the same cores.
+        vocab_size: the target's. predict: seconds of its passes by their rows. shares_cores: draft and target are
+        computed by the same cores.
         """
         switch = OverlapSwitch(shares_cores=shares_cores)
         return cls(TokenRecycling(vocab_size), costs=Costs(predict), overlap_switch=switch)

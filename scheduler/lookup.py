@@ -1,8 +1,8 @@
 """Guessers: trees without a model. What followed the last tokens where they stood before is likely to follow again.
 
-Prompt lookup finds the longest n-grams at the end of the text that it had earlier, in prompt or output (Saxena 2023; LLMA,
-2304.04487), and makes one tree of all that followed them. How likely a guess is follows from how long the match is and
-from whether the matches agree; `reliability` learns it while running. Knows nothing of models or files.
+Prompt lookup finds the longest n-grams at the end of the text that it had earlier, in prompt or output (Saxena 2023;
+LLMA, 2304.04487), and makes one tree of all that followed them. How likely a guess is follows from how long the match
+is and from whether the matches agree; `reliability` learns it while running. Knows nothing of models or files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Guesser(Protocol):
         """Guesses for what follows `text`, best first; scores: log P(the target's text comes down to the node)."""
 
     def observe(self, text: Sequence[int], tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
-        """What the target made of a pass: `text` before it, the tree that it scored (whoever guessed it), its logits."""
+        """What the target made of a pass: `text` before it, the tree that it scored, whoever guessed it; its logits."""
 
 
 # ------------------------------------------------------------------------------------------------ matches → tree
@@ -83,7 +83,7 @@ class Trie:
         is_token = np.logical_and.accumulate(rows != NO_TOKEN, axis=1)
         differs = np.ones_like(is_token)
         differs[1:] = rows[1:] != rows[:-1]
-        # A node is a stretch of one column where the rows, which are sorted, begin alike. It starts in the first of them.
+        # A node is a stretch of one column where the sorted rows begin alike. It starts in the first of them.
         starts = (np.logical_or.accumulate(differs, axis=1) & is_token).T
         self._is_token = is_token.T
         self._nodes = starts.cumsum().reshape(starts.shape) - 1  # [D, M]: the node of each cell that is a token
@@ -135,7 +135,7 @@ class NGramIndex:
         self._tokens = np.empty(1024, dtype=np.int64)
         self._length = 0
         # Keys are hashes of n-grams; matches are compared, so that a collision costs nothing.
-        self._places: dict[int, list[int]] = {}
+        self.places: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
         return self._length
@@ -154,7 +154,7 @@ class NGramIndex:
 
     def _file(self, before: list[int], place: int) -> None:
         for n in range(1, len(before) + 1):
-            places = self._places.setdefault(_key(before, n), [])
+            places = self.places.setdefault(_key(before, n), [])
             places.append(place)
             if len(places) == 1:
                 return
@@ -164,7 +164,7 @@ class NGramIndex:
         recent = self._tokens[max(self._length - self.MAX_ORDER, 0) : self._length].tolist()
         found: dict[int, None] = {}
         for n in range(1, len(recent) + 1):
-            if (places := self._places.get(_key(recent, n))) is None:
+            if (places := self.places.get(_key(recent, n))) is None:
                 break
             # The first place was filed under no longer key than this, so it may match for longer than the others.
             found.update(dict.fromkeys((places[0], *places[-max_matches:])))

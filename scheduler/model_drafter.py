@@ -1,8 +1,8 @@
 """Best-first drafting on a small model (SpecExec, 2406.02532, section 4), on guessers, or both.
 
-What is sent is the best of all candidates seen. Who does what: `draft_rounds` asks the model, `guesser_pool` the guessers,
-`pricing` says how long to draft and how much to send, `overlap` whether to go on beside the pass; after the verdict
-`verdict_learning` corrects what is believed of the draft.
+What is sent is the best of all candidates seen. Who does what: `draft_rounds` asks the model, `guesser_pool` the
+guessers, `pricing` says how long to draft and how much to send, `overlap` whether to go on beside the pass; after the
+verdict `verdict_learning` corrects what is believed of the draft.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ModelDrafter:
         return tree
 
     def _num_chain(self) -> int:
-        """Rows of the target's pass beside the nodes: the last token, or in the first pass all of the text that is new."""
+        """Rows of the target's pass beside the nodes: the last token; in the first pass all of the text that is new."""
         if not self._pricing.is_first:
             return 1
         unscored = self._request.num_unscored

@@ -15,8 +15,8 @@ from offspec.errors import UsageError
 SEED_LIMIT = 1 << 64
 MAX_NODES = 1024  # of a tree where the budget is found
 DEFAULT_NODES = 64  # of a tree of the baselines that do not find their own budget, where none is given
-# The same where a CPU computes: arithmetic for so many rows takes longer there than any disk takes for 16-bit weights (512
-# operations for each weight, a TFLOP/s for 4 GB/s), and KV entries for more are memory that layers could stay in.
+# The same where a CPU computes: arithmetic for so many rows takes longer there than any disk takes for 16-bit weights
+# (512 operations for each weight, a TFLOP/s for 4 GB/s), and KV entries for more are memory that layers could stay in.
 CPU_MAX_NODES = 256
 MAX_ROWS = 3072  # expanded candidates that wait in the draft's KV cache at a time
 MAX_JOINT_NODES = 256  # of a tree that is accepted jointly: the logits of all of it are in memory at a time
@@ -84,20 +84,21 @@ class SamplingParams:
 class SpeculationParams:
     """How the tree is drafted.
 
-    budget: nodes of a tree, 0 for plain decoding, None for what pays here (`scheduler.budget`). scoring: coupled (shared
-    noise, fitted sharpness) or specexec (cumulative draft probability). tree: how its shape is
-    found; the others are there to be compared with (`scheduler.baselines`). width: nodes expanded by one draft forward; None
-    is what pays, or an eighth of a given budget, from 16 to 64. children: candidates kept of an expanded node. max_depth: longest path. stopping:
-    when drafting ends: where nothing is left to gain, or by Thompson sampling (EESD), as published or knowing costs and the draft's
-    confidence. lookup: merge in what followed the same tokens earlier in the text. recycling: merge in what the target thought likely after
-    the same token, as where there is no draft model it is always done. recall: correct the draft by what the target said at places like this one. reuse: what
-    was drafted below the accepted token stays. overlap: draft on while the target's pass runs. The text is the same whatever
-    of this is set.
+    budget: nodes of a tree, 0 for plain decoding, None for what pays here (`scheduler.budget`). scoring: coupled
+    (shared noise, fitted sharpness) or specexec (cumulative draft probability). tree: how its shape is found; the
+    others are there to be compared with (`scheduler.baselines`). width: nodes expanded by one draft forward; None is
+    what pays, or an eighth of a given budget, from 16 to 64. children: candidates kept of an expanded node. max_depth:
+    longest path. stopping: when drafting ends: where nothing is left to gain, or by Thompson sampling (EESD), as
+    published or knowing costs and the draft's confidence. lookup: merge in what followed the same tokens earlier in the
+    text. recycling: merge in what the target thought likely after the same token, as where there is no draft model it
+    is always done. recall: correct the draft by what the target said at places like this one. reuse: what was drafted
+    below the accepted token stays. overlap: draft on while the target's pass runs. The text is the same whatever of
+    this is set.
 
-    accept: exact, or joint (`scheduler.joint`), which is lossy: it takes the longest guess whose joint likelihood is `tau`
-    of the draft's own or more, in (0, 1]. What is guessed is then a beam search of the draft, `beam` wide and `gamma`
-    tokens deep, and the settings above, which say how an exact tree is drafted, stay as they are. The three say nothing
-    where accept is exact.
+    accept: exact, or joint (`scheduler.joint`), which is lossy: it takes the longest guess whose joint likelihood is
+    `tau` of the draft's own or more, in (0, 1]. What is guessed is then a beam search of the draft, `beam` wide and
+    `gamma` tokens deep, and the settings above, which say how an exact tree is drafted, stay as they are. The three say
+    nothing where accept is exact.
 
     Raises UsageError for a value out of range, or for settings that do not go together.
     """
@@ -143,18 +144,19 @@ class SpeculationParams:
         """Raises UsageError where tokens that are chosen like this cannot be accepted like this."""
         if self.is_lossy and sampling.temperature > 0:
             raise UsageError(
-                f"joint acceptance looks for the likeliest text, so temperature must be 0, not {sampling.temperature:g}; "
-                "to sample, use accept exact"
+                "joint acceptance looks for the likeliest text, so temperature must be 0, "
+                f"not {sampling.temperature:g}; to sample, use accept exact"
             )
 
     def _check_joint(self) -> None:
         for name in ("budget", "scoring", "tree", "width", "stopping"):
             if (value := getattr(self, name)) != getattr(SpeculationParams, name):
                 raise UsageError(
-                    f"{name} {value} says how an exact tree is drafted, and joint acceptance drafts a beam (beam, gamma); "
-                    f"leave {name} out, or use accept exact"
+                    f"{name} {value} says how an exact tree is drafted, and joint acceptance drafts a beam "
+                    f"(beam, gamma); leave {name} out, or use accept exact"
                 )
         if self.beam * self.gamma > MAX_JOINT_NODES:
             raise UsageError(
-                f"beam x gamma is the size of the tree and must be at most {MAX_JOINT_NODES}, not {self.beam * self.gamma}"
+                f"beam x gamma is the size of the tree and must be at most {MAX_JOINT_NODES}, "
+                f"not {self.beam * self.gamma}"
             )

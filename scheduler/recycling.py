@@ -1,7 +1,7 @@
 """Token recycling (2408.08696): what the target thought likely after a token, it may choose after that token again.
 
-Every verified node leaves the target's likeliest successors of its token, which would otherwise be thrown away. Followed
-from the last token on they make a tree. Knows nothing of models.
+Every verified node leaves the target's likeliest successors of its token, which would otherwise be thrown away.
+Followed from the last token on they make a tree. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SuccessorTable:
         return int(self._row_of[token])
 
     def successors(self, tokens: IntArray) -> tuple[IntArray, FloatArray]:
-        """Likeliest successors [R, K] of each token [R], best first, and their probabilities; -1 where none is known."""
+        """Likeliest successors [R, K] of each token [R], best first, -1 where none is known; their probabilities."""
         rows = self._row_of[tokens]
         known = (rows >= 0)[:, None]
         successors = np.where(known, self._successors[rows], -1).astype(np.int64)
@@ -70,8 +70,9 @@ class TokenRecycling:
     """Follows the target's earlier successors, best first; may serve request after request of one target.
 
     A guess's kind is its rank among the successors, and how probable the target found it where it last saw them.
-    num_spare_rows: so many of a pass's first rows are kept whether the text went there or not. The engine computes logits
-    in blocks of 64 rows, and the root is in the first, so these are there anyway; without them, it guesses far worse.
+    num_spare_rows: so many of a pass's first rows are kept whether the text went there or not. The engine computes
+    logits in blocks of 64 rows, and the root is in the first, so these are there anyway; without them, it guesses far
+    worse.
     """
 
     PROBABILITIES = np.array(

@@ -36,7 +36,7 @@ class SuffixIndex:
         self.tokens, self.order = np.asarray(tokens), np.asarray(order)  # a memmap's own indexing is slow
 
     def continuations(self, context: Sequence[int], max_matches: int, depth: int) -> tuple[IntArray, IntArray]:
-        """rows [M, depth]: what follows the context's end, the longest matches first, padded with NO_TOKEN; lengths [M].
+        """rows [M, depth]: what follows the context's end, longest matches first, padded with NO_TOKEN; lengths [M].
 
         Of more than `max_matches` equally long ones, some spread evenly over what stands before them.
         """
@@ -67,7 +67,7 @@ class SuffixIndex:
             yield self.order[picks].astype(np.int64), length
 
     def _stretches(self, context: Sequence[int], first: int) -> list[tuple[int, int]]:
-        """For n = 1, 2, … as far as there are any: the stretch of `order` where the last n tokens of the context end."""
+        """For n = 1, 2, …, as far as there are any: the stretch of `order` where the context's last n tokens end."""
         tokens, stretches = self.tokens, list[tuple[int, int]]()
         start, end = first, min(first + SHARD_TOKENS, len(tokens))
         for back, token in enumerate(reversed(context[-MAX_MATCH:])):

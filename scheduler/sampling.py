@@ -48,7 +48,7 @@ def gumbel(seed: int, position: int, vocab_size: int, device: torch.device | str
 
 
 def gumbel_of(seed: int, position: int | Sequence[int], tokens: Tensor) -> Tensor:
-    """`gumbel` of these tokens alone, float64 [N], where they are; of each at a position of its own where there are N."""
+    """`gumbel` of these tokens [N] alone, float64 [N], on their device; position: one, or one for each of them."""
     if isinstance(position, int):
         return _gumbel(_key(seed, position), tokens)
     keys = {each: _key(seed, each) for each in set(position)}
@@ -168,10 +168,10 @@ HEAD = 1024  # likeliest tokens among which the nucleus is looked for, before th
 
 
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Keep the head: a token stays while the likelier ones before it hold less than top_p (Holtzman et al., 1904.09751).
+    """Keep the head: a token stays while those before it hold less than top_p (Holtzman et al., 1904.09751).
 
-    Of equal tokens those with smaller ids come first. Sorting a vocabulary takes longer than all the rest of a draft's round,
-    so rows whose nucleus ends among the HEAD likeliest are settled by these.
+    Of equal tokens those with smaller ids come first. Sorting a vocabulary takes longer than all the rest of a draft's
+    round, so rows whose nucleus ends among the HEAD likeliest are settled by these.
     """
     normaliser = logits.logsumexp(-1, keepdim=True)
     best, order = logits.topk(min(HEAD, logits.shape[-1]), dim=-1)

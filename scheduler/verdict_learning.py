@@ -1,4 +1,4 @@
-"""What a verdict says of the draft: how far to trust it, how sharp its probabilities are, what its children are like."""
+"""What a verdict says of the draft: how far to trust it, and how sharp its probabilities are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def learn_trust_unsent(trust: Trust, candidates: CandidateTree, best: IntArray, 
 def learn_children(
     calibration: DraftCalibration, candidates: CandidateTree, path: IntArray, tokens: Sequence[int]
 ) -> None:
-    """Sharpness: from the tokens that the target chose at the root and after the accepted nodes `path`. Profile: from all rows."""
+    """Sharpness: from the target's choices at the root and after the accepted `path`. Profile: from all rows."""
     if not candidates.is_rooted:
         return
     scores = candidates.child_scores

@@ -32,9 +32,9 @@ class Vocabulary:
     def mapped(cls, columns: Sequence[int] | IntArray, num_inputs: int | None = None) -> Vocabulary:
         """Column i of the draft's logits [.., C] is the target's token columns[i].
 
-        num_inputs: rows of its embedding, where that goes by the target's ids (EAGLE-3's is the target's own). None: it was
-        cut like the head, row i for token columns[i], and a token that has none is read as the last one.
-        Raises ValueError where the table is none: empty, a negative id, or an id twice.
+        num_inputs: rows of its embedding, where that goes by the target's ids (EAGLE-3's is the target's own). None: it
+        was cut like the head, row i for token columns[i], and a token that has none is read as the last one. Raises
+        ValueError where the table is none: empty, a negative id, or an id twice.
         """
         table = np.asarray(columns, dtype=np.int64)
         if table.ndim != 1 or not len(table) or table.min() < 0 or len(np.unique(table)) < len(table):

@@ -19,14 +19,15 @@ from ..verify import Logits, Verdict
 
 
 class OptTreeDrafter(SequentialDrafter):
-    """The nodes that the draft holds likeliest in this step, as many as the budget allows (OPT-Tree, 2406.17276, section
-    3), one per request.
+    """The nodes that the draft holds likeliest in this step, as many as the budget allows; one per request.
 
-    Each layer adds its best `budget` candidates to the pool; the tree is the best `budget` of the pool by path probability,
-    whose sum is the expected number of accepted tokens. Growth ends when a layer adds no more than `threshold` tokens to
-    that. A layer is worth its time while it adds more tokens than the loop yields meanwhile: the authors run 0.5 on a
-    resident 7B, beside a streamed target it is some hundredths. The paper gives every node `budget` candidates, here it is
-    `children` of them.
+    OPT-Tree, 2406.17276, section 3.
+
+    Each layer adds its best `budget` candidates to the pool; the tree is the best `budget` of the pool by path
+    probability, whose sum is the expected number of accepted tokens. Growth ends when a layer adds no more than
+    `threshold` tokens to that. A layer is worth its time while it adds more tokens than the loop yields meanwhile: the
+    authors run 0.5 on a resident 7B, beside a streamed target it is some hundredths. The paper gives every node
+    `budget` candidates, here it is `children` of them.
     """
 
     def __init__(

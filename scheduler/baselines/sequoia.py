@@ -1,7 +1,7 @@
 """Sequoia's trees (2402.12374): a shape that is fixed before a token is known, for the acceptance measured so far.
 
-The draft is asked once a layer. Judged by the draft's own probabilities as published; `coupled` lets it see the target's
-noise as well (see `child_scores`), a stronger baseline than the paper's.
+The draft is asked once a layer. Judged by the draft's own probabilities as published; `coupled` lets it see the
+target's noise as well (see `child_scores`), a stronger baseline than the paper's.
 """
 
 from __future__ import annotations
@@ -48,15 +48,14 @@ class Topology:
 def best_topology(acceptance: FloatArray, num_nodes: int, max_depth: int) -> Topology:
     """The tree of at most `num_nodes` nodes and depth `max_depth` with the most expected tokens (Sequoia, section 3.1).
 
-    acceptance [C], each in [0, 1]: how likely the child of a given rank is the one accepted, once its parent is. Sequoia
-    assumes that this depends on the rank alone, so a node's probability is the product along its path, and a tree is
-    expected to yield 1 + the sum over its nodes. The paper finds its maximum by a dynamic programme over size, depth and
-    branches, in which a node's children are its first k. The exact walk needs no such order, and a product of numbers up
-    to 1 never grows along a path: so the `num_nodes` likeliest of all paths are a tree, no tree sums to more, and a heap
-    finds them in O(N log N). Where acceptance falls with the rank, the two agree; the tests hold this against the
-    published recurrence, and both against every tree there is.
-    The first n nodes are the best tree of n nodes. Paths that are never accepted are left out. Among equals the shallower
-    comes first.
+    acceptance [C], each in [0, 1]: how likely the child of a given rank is the one accepted, once its parent is.
+    Sequoia assumes that this depends on the rank alone, so a node's probability is the product along its path, and a
+    tree is expected to yield 1 + the sum over its nodes. The paper finds its maximum by a dynamic programme over size,
+    depth and branches, in which a node's children are its first k. The exact walk needs no such order, and a product of
+    numbers up to 1 never grows along a path: so the `num_nodes` likeliest of all paths are a tree, no tree sums to
+    more, and a heap finds them in O(N log N). Where acceptance falls with the rank, the two agree; the tests hold this
+    against the published recurrence, and both against every tree there is. The first n nodes are the best tree of n
+    nodes. Paths that are never accepted are left out. Among equals the shallower comes first.
     """
     assert ((acceptance >= 0) & (acceptance <= 1)).all()
     order = np.argsort(-acceptance, kind="stable")
@@ -83,8 +82,8 @@ def best_topology(acceptance: FloatArray, num_nodes: int, max_depth: int) -> Top
 def best_size(acceptance: FloatArray, max_depth: int, pass_s: FloatArray, round_s: float) -> tuple[int, int]:
     """Nodes and depth that yield the most tokens per second, fewest first (Sequoia, section 3.3).
 
-    pass_s [1 + N]: seconds of a target pass over 0 to N nodes. round_s: seconds of one draft forward; each layer takes one.
-    (0, 0) where no tree is worth drafting.
+    pass_s [1 + N]: seconds of a target pass over 0 to N nodes. round_s: seconds of one draft forward; each layer takes
+    one. (0, 0) where no tree is worth drafting.
     """
     best = (1 / float(pass_s[0]), 0, 0)
     for limit in range(1, max_depth + 1):
@@ -100,8 +99,8 @@ def best_size(acceptance: FloatArray, max_depth: int, pass_s: FloatArray, round_
 class RankAcceptance:
     """How often the target's token was the draft's choice of each rank, over the verified nodes that were expanded.
 
-    The prior counts as `PRIOR_NODES` nodes of which the first choice met half, and those behind it less by the square of
-    their rank.
+    The prior counts as `PRIOR_NODES` nodes of which the first choice met half, and those behind it less by the square
+    of their rank.
     """
 
     PRIOR_NODES = 4.0
@@ -125,7 +124,7 @@ class RankAcceptance:
 
 
 class MeasuredAcceptance:
-    """What has been learnt about a draft's ranks, kept from request to request; modes with other ranks are kept apart."""
+    """How often a draft's ranks were right, kept from request to request; modes with other ranks are kept apart."""
 
     def __init__(self) -> None:
         self._modes = defaultdict[str, RankAcceptance](RankAcceptance)
@@ -142,11 +141,11 @@ class SequoiaDrafter(SequentialDrafter):
     """A tree of the shape that is best for the acceptance measured so far (Sequoia, section 3.1), one per request.
 
     A node of rank r holds the draft's (r+1)-th likeliest token: by logits when greedy, by processed probability when
-    sampling. Sequoia draws its children from the draft without replacement, for an acceptance test that wants draws; here
-    the target chooses by its own noise, whatever was guessed, so the children to have are the likeliest. With `coupled`
-    they are the first of log q + G, which is a draw without replacement (Gumbel top-k) under the target's own noise.
-    A node that cannot be (nothing is left at its rank, or its parent is a `final` token) leaves its place empty, for the
-    shape does not know the text.
+    sampling. Sequoia draws its children from the draft without replacement, for an acceptance test that wants draws;
+    here the target chooses by its own noise, whatever was guessed, so the children to have are the likeliest. With
+    `coupled` they are the first of log q + G, which is a draw without replacement (Gumbel top-k) under the target's own
+    noise. A node that cannot be (nothing is left at its rank, or its parent is a `final` token) leaves its place empty,
+    for the shape does not know the text.
     """
 
     def __init__(

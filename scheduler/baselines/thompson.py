@@ -18,14 +18,16 @@ THOMPSON_WIDTH = 16  # nodes that a round expands
 class ThompsonSampling:
     """Another controller's trees, with the drafting stopped by Thompson sampling (EESD, 2406.03853, section 3.3).
 
-    After each round theta is drawn from Beta(alpha, beta) and a coin with that bias decides whether to draft on. A verdict
-    of r accepted tokens after n rounds, each of which made the tree a level deeper, adds r to alpha and n - r to beta.
+    After each round theta is drawn from Beta(alpha, beta) and a coin with that bias decides whether to draft on. A
+    verdict of r accepted tokens after n rounds, each of which made the tree a level deeper, adds r to alpha and n - r
+    to beta.
 
-    That coin is blind to what a round costs, and to what the draft thinks of its guesses. The calibrated variant, which is
-    given `costs`, acts on what was drawn as if it were so: theta is the chance that a level holds if the one above it did
-    (beta counts the walks that ended within the tree, older ones less and less), another round adds theta ** (n + 1) tokens, and
-    is drafted while these exceed the recent rate * its seconds. `CONFIDENCE` further counts are shared out by the chance of a level
-    that the nodes still open imply. Until costs are known it tosses the coin with these counts.
+    That coin is blind to what a round costs, and to what the draft thinks of its guesses. The calibrated variant, which
+    is given `costs`, acts on what was drawn as if it were so: theta is the chance that a level holds if the one above
+    it did (beta counts the walks that ended within the tree, older ones less and less), another round adds theta ** (n
+    + 1) tokens, and is drafted while these exceed the recent rate * its seconds. `CONFIDENCE` further counts are shared
+    out by the chance of a level that the nodes still open imply. Until costs are known it tosses the coin with these
+    counts.
     """
 
     CONFIDENCE = 4.0

@@ -272,7 +272,7 @@ def guesses_of(values: FloatArray, num_candidates: int) -> ChildScores:
 
 
 class PlainCandidates:
-    """What a `CandidateTree` should hold: which paths were expanded, what others guessed; all else is worked out when asked for.
+    """What a `CandidateTree` should hold: the paths that were expanded and guessed; the rest is worked out when asked.
 
     Paths count from `root`, which is a path itself. expanded: in the order of their rows.
     """

@@ -1,4 +1,4 @@
-"""Joint decoding against brute force: what the beam holds, how its paths are judged, and which blocks of text come of it."""
+"""Joint decoding against brute force: what the beam holds, how its paths are judged, which text comes of it."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_draft_that_is_refused_leaves_plain_decoding() -> None:
 @few
 @given(max_context=st.integers(1, 12), vocab_size=st.sampled_from([1, 3, 9]))
 def test_drafts_of_another_shape(max_context: int, vocab_size: int) -> None:
-    """Where the draft's context ends, plain decoding goes on; other vocabularies never bring a token the target lacks."""
+    """Where the draft's context ends, plain decoding goes on; no vocabulary brings a token that the target lacks."""
     draft = RuleModel(random_rule(vocab_size, 1), vocab_size, max_context)
     text = generate(RuleModel(TARGET, VOCAB_SIZE), draft, settings(0.2, 3, 4), 14)
     assert len(text) == 14

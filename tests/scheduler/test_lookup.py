@@ -1,4 +1,4 @@
-"""The n-gram index knows what a search of the whole text would find; trees of matches are well formed and guess right."""
+"""The n-gram index finds what a search of the whole text would; trees of matches are well formed and guess right."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_lookup_does_not_touch_the_whole_text() -> None:
     """Of 100,000 tokens: few entries, and a lookup asks for at most MAX_ORDER keys."""
     generator, index = np.random.default_rng(0), NGramIndex()
     index.extend(generator.integers(0, 50, 100_000).tolist())
-    num_entries = sum(map(len, index._places.values()))
+    num_entries = sum(map(len, index.places.values()))
     assert num_entries < 5 * 100_000
     asked: list[int] = []
 
@@ -244,7 +244,7 @@ def test_a_lookup_does_not_touch_the_whole_text() -> None:
             asked.append(key)
             return super().get(key, default)
 
-    index._places = Counting(index._places)
+    index.places = Counting(index.places)
     rows, _ = index.continuations(32, 8)
     assert len(asked) <= NGramIndex.MAX_ORDER
     assert rows.shape == (32, 8)

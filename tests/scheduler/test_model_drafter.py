@@ -87,7 +87,7 @@ def every_node(
     known: Sequence[int] | None = None,
     calibration: Calibration | None = None,
 ) -> dict[tuple[int, ...], float]:
-    """The score of every path that a drafter may guess: the whole tree, by recursion. known: the text as the draft reads it."""
+    """The score of every path that may be guessed, by recursion. known: the text as the draft reads it."""
     is_greedy = params.temperature == 0
     sharpness = (calibration or Calibration()).sharpness(greedy=is_greedy).value if scoring == "coupled" else 1.0
     scores: dict[tuple[int, ...], float] = {(): 0.0}
@@ -166,8 +166,7 @@ def test_what_lives_on_leaves_the_tree_the_best_there_is(
     rounds_ahead: int,
     learns: bool,
 ) -> None:
-    """From pass to pass, while the sharpness moves, and a draft learns from every verdict: every tree is the one that would be
-    drafted from nothing."""
+    """From pass to pass, while the sharpness moves and a draft learns, every tree is the one drafted from nothing."""
     calibration, deepest = Calibration(), 3
     speculation = SpeculationParams(budget, scoring=scoring, width=width, children=children, max_depth=deepest)
 

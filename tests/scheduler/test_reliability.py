@@ -1,4 +1,4 @@
-"""What is believed of guesses is what comes of them: the race's formula by simulation, and learning towards the truth."""
+"""What is believed of guesses is what comes of them: the race's formula by simulation, learning towards the truth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mask is the ancestor relation; children and paths are those of a walk over the tokens; what is trimmed is a tree."""
+"""The mask is the ancestor relation; children and paths are those of a walk; what is trimmed is a tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft may know other tokens than the target; what is guessed with it is said in the target's, and the text is the target's."""
+"""A draft may know other tokens than the target: its guesses are the target's tokens, and so is the text."""
 
 from __future__ import annotations
 

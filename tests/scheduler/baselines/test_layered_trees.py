@@ -1,4 +1,4 @@
-"""Shapes and trees are the best of all, by brute force; drafting a layer at a time leaves text and caches as they must be."""
+"""Shapes and trees are the best of all, by brute force; drafting by layers leaves text and caches as they must be."""
 
 from __future__ import annotations
 
