@@ -1,6 +1,6 @@
 """What offspec changes in the process that it runs in, beyond its own objects: all of it, and why.
 
-- `set_num_threads`: torch's threads, where `--threads` asks for a number (`Engine.load`).
+- `set_num_threads`: torch's threads, where `--threads` asks for a number (`loading.py`).
 - `disable_cudnn_attention`: torch no longer computes attention with cuDNN, once a model is loaded on a GPU.
 - `loaders.cuda.limit_memory`: a limit for torch's allocator on a GPU, where `--vram` asks for one.
 - `loaders.formats.process_state`: what importing bitsandbytes changes for a moment, the rows up to which a 4-bit kernel

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offspec import engine as engine_module
+from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.placement import Limits, Placement
 from offspec.process import disable_cudnn_attention, set_num_threads
@@ -28,7 +28,7 @@ def test_a_model_that_is_loaded_on_the_cpu_changes_nothing(monkeypatch: pytest.M
     files = ModelFiles.open(build(FAMILIES["llama-gqa"], tmp_path).folder, "fp32", "cpu", [])
     everything = tuple(range(files.config.num_layers))
     placement = Placement(everything, (), (), 0, 0, 0, (), Limits(None, 0), 0, 0)
-    engine_module.load_decoder(files, placement, torch.device("cpu")).weights.close()
+    load_decoder(files, placement, torch.device("cpu")).weights.close()
     assert asked == []
 
 
