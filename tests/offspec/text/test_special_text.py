@@ -1,4 +1,4 @@
-"""Only the template writes special tokens; messages without their text get the very ids that transformers gives them."""
+"""Only the template writes special tokens; messages without their text get the ids that transformers gives them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from offspec.text.tokenizer import Tokenizer
 
 from .test_tokenizer import CHATML, llama2_backend, llama3_backend, reference, trained_byte_level, write_folder
 
-LLAMA3 = """{{- bos_token }}{%- for message in messages %}{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'
- + message['content'] | trim + '<|eot_id|>' }}{%- endfor %}{%- if add_generation_prompt %}
+LLAMA3 = """{{- bos_token }}{%- for message in messages %}{{- '<|start_header_id|>' + message['role']
+ + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}{%- endfor %}{%- if add_generation_prompt %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 MISTRAL = """{{- bos_token }}{%- for message in messages %}{%- if message.role == 'user' %}
 {{- '[INST] ' + message.content + ' [/INST]' }}{%- elif message.role == 'system' %}{{- message.content + '\\n\\n' }}
@@ -34,12 +34,15 @@ GEMMA = """{{ bos_token }}{%- for message in messages %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{%- endif %}"""
 THINKING = """{%- for message in messages %}
 {%- set content = message.content.split('</think>')[-1].lstrip() if message.role == 'assistant' else message.content %}
-{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}{%- endfor %}{{- '<|im_start|>assistant\\n<think>\\n' }}"""
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}{%- endfor %}
+{{- '<|im_start|>assistant\\n<think>\\n' }}"""
 UPPER = "{% for m in messages %}<s>{{ m.content | upper | replace('A', 'E') }}</s>{{ m.content[:3] }}{% endfor %}"
 
 
 def swallowing() -> tokenizers.Tokenizer:
-    """Special tokens that take the spaces beside them, one that counts as a word, one that is looked for in normalized text."""
+    """Special tokens that take the spaces beside them, one that counts as a word, one that is looked
+    for in normalized text.
+    """
     backend = llama2_backend()
     backend.add_special_tokens(
         [

@@ -219,7 +219,8 @@ def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine, size: int)
     """Across windows: each place, of the text and of a guess,
     holds the distribution that a plain pass gives after its path.
     """
-    engine.draft.aligner = aligner = Aligner(engine.draft.decoder, AlignmentParams(window_tokens=size, top_k=4))  # type: ignore[arg-type]
+    settings = AlignmentParams(window_tokens=size, top_k=4)
+    engine.draft.aligner = aligner = Aligner(engine.draft.decoder, settings)  # type: ignore[arg-type]
     prompt, target = engine.encode("def area(width"), engine.target
     params = SamplingParams(40, temperature=0.7, seed=1, ignore_eos=True)
     steps = list(engine.generate(prompt, params, SpeculationParams(16)))  # a budget, so that no clock decides
@@ -564,4 +565,5 @@ def test_a_copy_of_the_draft_elsewhere_is_the_same_draft(pair: Pair, tmp_path: P
     config = json.loads((tmp_path / "moved" / "config.json").read_text())
     (tmp_path / "moved" / "config.json").write_text(json.dumps(config, indent=4))
     moved = load(Pair(pair.target, tmp_path / "moved"))
-    assert Adapter(load(pair).draft.decoder, 1).fingerprint == Adapter(moved.draft.decoder, 1).fingerprint  # type: ignore[arg-type]
+    one, other = (Adapter(engine.draft.decoder, 1) for engine in (load(pair), moved))  # type: ignore[union-attr]
+    assert one.fingerprint == other.fingerprint
