@@ -39,6 +39,7 @@ from offspec.loaders.hardware import read_hardware
 from offspec.loaders.measure import measure_rates
 from offspec.loaders.readers import READ_BYTES, FileReader, HostBuffer
 from offspec.loaders.records import Extent
+from offspec.loaders.stream import Unit
 from offspec.loaders.tiers import TieredWeights
 from offspec.loaders.units import format_size, parse_size
 from offspec.loaders.weights import WeightSource
@@ -130,8 +131,11 @@ class OneLayer(WeightSource):
     def scratch(self) -> torch.Tensor | None:
         return self._source.scratch
 
-    def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
+    def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:
         return nullcontext(self._layer)
+
+    def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
+        return self.lend(index)
 
     def shared(self, name: str) -> Weight:
         return self._source.shared(name)

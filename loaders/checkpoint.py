@@ -80,7 +80,9 @@ class Checkpoint(Protocol):
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """Where its tokenizer is read from (`Tokenizer.load`): a folder with tokenizer.json; None where there is none."""
+        """Where its tokenizer is read from (`Tokenizer.load`): a folder with tokenizer.json; None where there is
+        none.
+        """
         ...
 
     @property

@@ -1,10 +1,11 @@
 """Makes another checkpoint of a checkpoint: bf16, fp16 or fp32 → NF4 or FP4, or the same tensors packed layer by layer.
 
-The result has one safetensors file for each layer, its data beginning on a page, so that a layer is one contiguous read;
-all else lies in the first file. It is a normal checkpoint for `transformers` and bitsandbytes. Memory: one layer of the
-result and one tensor of the source. A conversion that was interrupted goes on with the first file that is missing, and the
-result is the same to the last bit; until it is complete the folder has no index and a marker, and nobody reads it.
-Knows nothing of architectures: a matrix inside a layer is multiplied with, and quantised; everything else is kept.
+The result has one safetensors file for each layer, its data beginning on a page, so that a layer is one contiguous
+read; all else lies in the first file. It is a normal checkpoint for `transformers` and bitsandbytes. Memory: one layer
+of the result and one tensor of the source. A conversion that was interrupted goes on with the first file that is
+missing, and the result is the same to the last bit; until it is complete the folder has no index and a marker, and
+nobody reads it. Knows nothing of architectures: a matrix inside a layer is multiplied with, and quantised; everything
+else is kept.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from .shards import (
     cannot_write,
     forget_cached,
     sync_folder,
-    write_atomically,
     write_shard,
+    write_verified,
 )
 from .units import format_quantity
-from .weights import LAYER_PREFIX, split_names
+from .weights import split_names
 
 _SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.float32: "F32"}
 _SPARE_BYTES = 2**20  # headers, config.json, tokenizer
@@ -85,11 +86,13 @@ def convert(
     target: Path,
     params: ConvertParams | None = None,
     *,
+    layer_prefix: str,
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Makes the checkpoint `target` of the checkpoint `source` (a folder or a hub id), or goes on with it.
 
+    layer_prefix: what the names of tensors inside layers begin with, up to the layer's number.
     `progress(bytes_done, bytes_total)` counts bytes of the source; its first call tells what was there already.
     Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to go on).
     """
@@ -97,7 +100,7 @@ def convert(
     folder = resolve(str(source), revision)
     _check_folders(folder, target)
     checkpoint = open_checkpoint(folder)
-    work = _Work(checkpoint, target, params)
+    work = _Work(checkpoint, target, params, layer_prefix)
     with _claimed(target, _job(checkpoint, params)):
         finished = [shard for shard in work.shards if work.is_finished(shard)]
         rest = [shard for shard in work.shards if shard not in finished]
@@ -145,7 +148,9 @@ def _job(checkpoint: Checkpoint, params: ConvertParams) -> dict[str, Any]:
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
-    """Changes with the source: its headers, config.json, and its files' sizes and times; their contents are not read."""
+    """Changes with the source: its headers, config.json, and its files' sizes and times; their contents are not
+    read.
+    """
     tensors = sorted((i.name, i.dtype, i.shape, i.path.name, i.offset) for i in checkpoint.tensors.values())
     paths = sorted({info.path for info in checkpoint.tensors.values()})
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
@@ -231,11 +236,11 @@ def _check_space(target: Path, needed: int) -> None:
 class _Work:
     """Which files the result has, and how each is made."""
 
-    def __init__(self, checkpoint: Checkpoint, target: Path, params: ConvertParams) -> None:
+    def __init__(self, checkpoint: Checkpoint, target: Path, params: ConvertParams, layer_prefix: str) -> None:
         self._checkpoint, self._target, self._packer = checkpoint, target, packer_for(params)
         found = checkpoint.companions()  # what is refused is refused before hours of work
         self._companions = {name: path for name, path in found.items() if not name.endswith(PART_SUFFIX)}
-        layers, shared = split_names(checkpoint.tensors, LAYER_PREFIX)
+        layers, shared = split_names(checkpoint.tensors, layer_prefix)
         self._quantised = frozenset[str]()
         if self._packer is not None:
             _refuse_quantised(checkpoint)
@@ -248,7 +253,9 @@ class _Work:
         ]
 
     def is_finished(self, shard: _Shard) -> bool:
-        """A file under its final name was read back before it got it; what is checked here is that nobody replaced it."""
+        """A file under its final name was read back before it got it; what is checked here is that nobody replaced
+        it.
+        """
         try:
             return read_header(self._target / shard.name).keys() == self._names(shard)
         except CheckpointError:
@@ -304,7 +311,7 @@ class _Work:
             path.parent.mkdir(exist_ok=True)
         except OSError as exc:
             raise cannot_write(path, exc) from exc
-        write_atomically(path, [memoryview(content)])
+        write_verified(path, [memoryview(content)])
 
     def _config(self) -> bytes:
         if self._packer is None or not self._quantised:

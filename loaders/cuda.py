@@ -1,7 +1,7 @@
 """The link to a CUDA device: pinned host memory, device slots, and the thread that copies ahead on a stream of its own.
 
-The same `Ring` drives it as drives the disk. Nothing here waits for what the device computes: a slot's `ready` event makes
-the computing stream wait for the copy, its `free` event makes the copy wait for the computing.
+The same `Ring` drives it as drives the disk. Nothing here waits for what the device computes: a slot's `ready` event
+makes the computing stream wait for the copy, its `free` event makes the copy wait for the computing.
 Beside it what else is CUDA's own: the allocator's limit, memory given back, and ranges for a profiler.
 """
 
@@ -18,17 +18,18 @@ import torch
 
 from .readers import HostBuffer
 from .records import ALIGNMENT, Record
-from .stream import Fill, Stream
+from .stream import Fill, Stream, Unit
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only for the one that was current
 
 
 def pin(buffer: HostBuffer, device: torch.device) -> bool:
-    """Page-lock memory in place, for copies to `device` at the link's full speed; False where the system does not allow it.
+    """Page-lock memory in place, for copies to `device` at the link's full speed; False where the system does not allow
+    it.
 
-    Registered where it lies: torch's own pinned allocator would round the size up to a power of two. A refusal is no fault:
-    copies are slower then. But CUDA keeps it as this thread's last error, which the next kernel to be launched would be
-    blamed for (torch reads it after each launch), so one is launched here to take it.
+    Registered where it lies: torch's own pinned allocator would round the size up to a power of two. A refusal is no
+    fault: copies are slower then. But CUDA keeps it as this thread's last error, which the next kernel to be launched
+    would be blamed for (torch reads it after each launch), so one is launched here to take it.
     """
     if buffer.nbytes == 0:
         return True
@@ -42,7 +43,8 @@ def pin(buffer: HostBuffer, device: torch.device) -> bool:
 
 
 def pin_whole(whole: HostBuffer, parts: Sequence[HostBuffer], device: torch.device) -> list[HostBuffer]:
-    """`pin` memory in one piece; where the system does not allow so much, as many of its parts as it does (WSL, containers).
+    """`pin` memory in one piece; where the system does not allow so much, as many of its parts as it does (WSL,
+    containers).
 
     Returns what is to be unpinned.
     """
@@ -56,7 +58,8 @@ def unpin(buffer: HostBuffer, device: torch.device) -> None:
 
 
 def limit_memory(nbytes: int | None, device: torch.device) -> None:
-    """Let torch take at most `nbytes` of the device beyond what it holds now; None: all there is. Peaks count from here.
+    """Let torch take at most `nbytes` of the device beyond what it holds now; None: all there is. Peaks count from
+    here.
 
     What goes beyond raises torch.OutOfMemoryError, as if the device were that small. The CUDA context (some hundred MB)
     and the code of kernels are not torch's and stay outside.
@@ -113,8 +116,8 @@ class DeviceSlot:
     def leave(self) -> None:
         """Returns when the layer has arrived: the device goes on with it, and only then is more put into its queue.
 
-        A pass is some thousand kernels, a queue holds about a thousand, and who finds it full may hold up what other threads
-        launch: the draft's rounds.
+        A pass is some thousand kernels, a queue holds about a thousand, and who finds it full may hold up what other
+        threads launch: the draft's rounds.
         """
         self.free.record(torch.cuda.current_stream(self._device))
         self.ready.synchronize()
@@ -123,54 +126,56 @@ class DeviceSlot:
 class DeviceFiller:
     """Copies layers into device slots: from pinned RAM where they lie there, else from the host ring's slots.
 
-    in_ram: layer → its bytes. on_disk: the stream that reads the other layers (None where there are none). records: of all of them.
+    in_ram: unit → its bytes. on_disk: the stream that reads the other units (None where there are none).
+    records: of all of them.
     """
 
     def __init__(
         self,
-        in_ram: Mapping[int, torch.Tensor],
+        in_ram: Mapping[Unit, torch.Tensor],
         on_disk: Stream | None,
-        records: Mapping[int, Record],
+        records: Mapping[Unit, Record],
         device: torch.device,
     ) -> None:
         self._in_ram, self._on_disk, self._records, self._device = in_ram, on_disk, records, device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._work = queue.SimpleQueue[tuple[Fill, DeviceSlot, int] | None]()
+        self._work = queue.SimpleQueue[tuple[Fill, DeviceSlot, Unit] | None]()
         self._thread = threading.Thread(target=self._run, name="offspec-copy", daemon=True)
         self._thread.start()
 
-    def fill(self, slot: DeviceSlot, layer: int) -> Fill:
+    def fill(self, slot: DeviceSlot, unit: Unit) -> Fill:
         fill = Fill(1)
-        self._work.put((fill, slot, layer))
+        self._work.put((fill, slot, unit))
         return fill
 
     def close(self) -> None:
         self._work.put(None)
         self._thread.join()
-        # A fill is done when its copy is queued. Pinned memory may not go, nor a slot's be given to others, before it is through.
+        # A fill is done when its copy is queued. Pinned memory may not go, nor a slot's be given to others, before it
+        # is through.
         self._stream.synchronize()
         if self._on_disk is not None:
             self._on_disk.close()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            fill, slot, layer = work
+            fill, slot, unit = work
             error: BaseException | None = None
             if not fill.cancelled:
                 try:
-                    self._bring(slot, layer)
+                    self._bring(slot, unit)
                 except BaseException as exc:  # noqa: BLE001 (raised again in the thread that waits for the layer)
                     error = exc
             fill.part_done(error)
 
-    def _bring(self, slot: DeviceSlot, layer: int) -> None:
-        slot.shift = self._records[layer].shift
-        if layer in self._in_ram:
-            self._copy(slot, self._in_ram[layer])
+    def _bring(self, slot: DeviceSlot, unit: Unit) -> None:
+        slot.shift = self._records[unit].shift
+        if unit in self._in_ram:
+            self._copy(slot, self._in_ram[unit])
             return
         assert self._on_disk is not None
-        with self._on_disk.lend(layer) as buffer:
-            self._copy(slot, buffer[: self._records[layer].nbytes])
+        with self._on_disk.lend(unit) as buffer:
+            self._copy(slot, buffer[: self._records[unit].nbytes])
             slot.ready.synchronize()  # this thread waits, not the one that computes: the host slot is read into next
 
     def _copy(self, slot: DeviceSlot, source: torch.Tensor) -> None:

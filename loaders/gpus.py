@@ -1,11 +1,12 @@
 """Cards that one does not have: what their makers say of them, for plans. Knows nothing of the card in this machine.
 
-bf16 FLOP/s: dense (sheets' headlines assume 2:4 sparsity, which is twice that), products summed in fp32. GeForce cards do
-512 of these a clock and multiprocessor, half of what the same chip does on a professional card: NVIDIA's whitepapers
+bf16 FLOP/s: dense (sheets' headlines assume 2:4 sparsity, which is twice that), products summed in fp32. GeForce cards
+do 512 of these a clock and multiprocessor, half of what the same chip does on a professional card: NVIDIA's whitepapers
 "Ampere GA102" (RTX 3090: 71 TFLOPS), "Ada" (RTX 4090: 165.2, RTX 4080: 97.5) and "RTX Blackwell" (RTX 5090: 209.5,
-RTX 5080: 112.6), in their tables "Peak BF16 Tensor TFLOPS with FP32 Accumulate". Data sheets: A100, H100, H200, L40S, A6000.
-Links: what pinned copies reach, PCIe 4.0 x16: 24-26 GB/s on eight RTX 4090 (https://github.com/NVIDIA/nvbandwidth/issues/15);
-3.0 x16: 12.2 GB/s (P100, https://github.com/mpicbg-scicomp/gearshifft/pull/82); 5.0 x16 is taken as twice 4.0.
+RTX 5080: 112.6), in their tables "Peak BF16 Tensor TFLOPS with FP32 Accumulate". Data sheets: A100, H100, H200, L40S,
+A6000. Links: what pinned copies reach, PCIe 4.0 x16: 24-26 GB/s on eight RTX 4090
+(https://github.com/NVIDIA/nvbandwidth/issues/15); 3.0 x16: 12.2 GB/s (P100,
+https://github.com/mpicbg-scicomp/gearshifft/pull/82); 5.0 x16 is taken as twice 4.0.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class KnownGpu:
         return Rates(
             host_to_device_bytes_per_s=self.host_to_device_bytes_per_s,
             memory_bytes_per_s=memory,
-            # Each weight of 2 bytes is read once and used twice a row: `width` FLOP a byte, until arithmetic is the limit.
+            # Each weight of 2 bytes is read once and used twice a row: `width` FLOP a byte, until arithmetic is the
+            # limit.
             matmul_flops={width: min(width * memory, MATMUL_SHARE * self.bf16_flops) for width in _WIDTHS},
             dequantise_elements_per_s=DEQUANTISE_SHARE * self.memory_bytes_per_s / (_NF4_BYTES + _BF16_BYTES),
             sources=dict.fromkeys(fields, source),
@@ -81,7 +83,9 @@ KNOWN_GPUS = {
 
 
 def find_gpu(name: str) -> KnownGpu:
-    """A card by its key, in any spelling: "rtx4090", "GeForce RTX 4090". Raises UsageError for one that is not known."""
+    """A card by its key, in any spelling: "rtx4090", "GeForce RTX 4090". Raises UsageError for one that is not
+    known.
+    """
     wanted = _plain(name)
     for key, gpu in KNOWN_GPUS.items():
         if wanted == _plain(key):

@@ -1,7 +1,7 @@
 """What this machine has: RAM, cores, a GPU and a disk, each with the place its number comes from.
 
-Facts only, read in milliseconds; how fast it all is stands in `measure.py`. torch is imported only to ask for a GPU. Knows
-nothing of models or tokens, and does not decide what goes where.
+Facts only, read in milliseconds; how fast it all is stands in `measure.py`. torch is imported only to ask for a GPU.
+Knows nothing of models or tokens, and does not decide what goes where.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Memory:
     """RAM that this process may use. Swap does not count: what is swapped is slower than what is streamed.
 
-    total_bytes: the machine's, or what its container grants if that is less. available_bytes: what can be taken now, where
-    page cache counts as free. limit: what sets available_bytes, "MemAvailable" or the file of a control group.
+    total_bytes: the machine's, or what its container grants if that is less. available_bytes: what can be taken now,
+    where page cache counts as free. limit: what sets available_bytes, "MemAvailable" or the file of a control group.
     """
 
     total_bytes: int
@@ -88,7 +88,9 @@ class Disk:
 
 
 def read_hardware(device: torch.device) -> Hardware:
-    """What is there, for computing on `device`; nothing is measured. Raises HardwareError where the GPU does not answer."""
+    """What is there, for computing on `device`; nothing is measured. Raises HardwareError where the GPU does not
+    answer.
+    """
     num_cores, cores_limit = read_cores()
     gpu = read_gpu(device) if device.type == "cuda" else None
     return Hardware(read_memory(), read_cpu_name(), num_cores, cores_limit, gpu)

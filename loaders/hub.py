@@ -20,8 +20,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """The path of a local checkpoint, or the folder of a hub id ("org/name"), downloaded where it is not cached.
 
-    From the hub come safetensors folders, and of weights only those that are read; what else a repository holds may be as
-    large again.
+    From the hub come safetensors folders, and of weights only those that are read; what else a repository holds may be
+    as large again.
     weights=False: only the JSON files, which are small, are downloaded.
     `revision` (branch, tag or commit) is for hub ids; a folder has none. Raises CheckpointError.
     """

@@ -1,7 +1,8 @@
-"""How fast this machine is: disk, link to the GPU, memory, matrix products, NF4; measured, each in a fraction of a second.
+"""How fast this machine is: disk, link to the GPU, memory, matrix products, NF4; measured, each in a fraction of a
+second.
 
-Every function works on memory and files of its own and leaves nothing behind. Knows nothing of models, and does not decide
-what goes where. One figure is a short sample: other programs' work shows in it, as it would in a pass.
+Every function works on memory and files of its own and leaves nothing behind. Knows nothing of models, and does not
+decide what goes where. One figure is a short sample: other programs' work shows in it, as it would in a pass.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ def measure_rates(
 ) -> Rates:
     """Everything that can be measured here, each for about `seconds`; what fails is None, and `sources` says why.
 
-    path: a file to read, or a folder (see `measure_disk`). widths: rows of the matrix products. form: of the matrices that are
-    unpacked (`measure_dequantise`). beside_reads: measure products and unpacking while `path`, if it is a large file, is
-    read as in a pass whose layers come from disk: readers take their share of a CPU, and threads that share a matrix wait
-    for the one that was held up. progress is told what is being measured.
+    path: a file to read, or a folder (see `measure_disk`). widths: rows of the matrix products. form: of the matrices
+    that are unpacked (`measure_dequantise`). beside_reads: measure products and unpacking while `path`, if it is a
+    large file, is read as in a pass whose layers come from disk: readers take their share of a CPU, and threads that
+    share a matrix wait for the one that was held up. progress is told what is being measured.
     """
     if (free := read_memory().available_bytes) < ROOM_BYTES:
         why = f"not measured: only {format_size(free)} of RAM are free, and measuring takes some"
@@ -159,9 +160,9 @@ def measure_disk(
 ) -> DiskRate:
     """Sequential reads past the page cache, with each number of threads in turn on a part of the file of its own.
 
-    path: a file; or a folder, where the largest file of weights is read, or, if there is none, a temporary file of up to
-    `temporary_bytes` that is written first. Raises HardwareError where there is nothing to read and no room to write,
-    CheckpointError where a read fails.
+    path: a file; or a folder, where the largest file of weights is read, or, if there is none, a temporary file of up
+    to `temporary_bytes` that is written first. Raises HardwareError where there is nothing to read and no room to
+    write, CheckpointError where a read fails.
     """
     with _file_to_read(path, temporary_bytes) as (file, name), _reading() as reader:
         size = align_down(file.stat().st_size)
@@ -275,7 +276,9 @@ def _read_part(reader: FileReader, file: Path, part: range, buffers: Sequence[Ho
 
 @contextmanager
 def _reads_in_flight(file: Path) -> Iterator[None]:
-    """Reads a file over and over, as a ring does, while something else is measured. Raises CheckpointError where that fails."""
+    """Reads a file over and over, as a ring does, while something else is measured. Raises CheckpointError where that
+    fails.
+    """
     offsets = itertools.cycle(range(0, file.stat().st_size, READ_BYTES))
     is_over = threading.Event()
 

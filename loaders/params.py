@@ -1,4 +1,6 @@
-"""What a user can set when a checkpoint is converted or planned for, with the defaults that the CLI shows. Imports no torch."""
+"""What a user can set when a checkpoint is converted or planned for, with the defaults that the CLI shows. Imports no
+torch.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Decides what stays on the device, what waits in RAM, what stays on disk, and says what a pass will then take.
 
-Pure functions of numbers: nothing is read, measured or allocated here. Knows nothing of models: a layer is its bytes and
-its work; everything else that needs memory is an `Item` with a name that people understand.
+Pure functions of numbers: nothing is read, measured or allocated here. Knows nothing of models: a layer is its bytes
+and its work; everything else that needs memory is an `Item` with a name that people understand.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def spread(num_layers: int, num_chosen: int) -> tuple[int, ...]:
 def place(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, num_pinned: int = 0) -> Placement:
     """As many residents as fit, the rest in RAM where it all fits beside, else on disk.
 
-    num_pinned: so many of the first layers have to be resident, because they draft. Raises MemoryLimitError, with the numbers
-    and the remedy, where not even streaming every other layer fits.
+    num_pinned: so many of the first layers have to be resident, because they draft. Raises MemoryLimitError, with the
+    numbers and the remedy, where not even streaming every other layer fits.
     """
     if limits.device is None:
         return _place_on_cpu(layers, items, limits, num_pinned)
@@ -114,7 +114,9 @@ def _fill(
     slot_bytes: int,
     num_pinned: int = 0,
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-    """Fill one tier with layers of these sizes: which stay in it, which do not, how many slots these need, all bytes used."""
+    """Fill one tier with layers of these sizes: which stay in it, which do not, how many slots these need, all bytes
+    used.
+    """
     taken = sum(size for _, size in needs)
     kept, num_slots = _keep(sizes, limit - taken, slot_bytes, num_pinned)
     if kept is None:
@@ -167,7 +169,9 @@ class PassRates:
 
 
 def predict_pass_s(placement: Placement, layers: Sequence[LayerCost], rates: PassRates) -> float:
-    """Seconds of one pass in the steady state: the ring is played through, slot by slot, and the third pass is timed."""
+    """Seconds of one pass in the steady state: the ring is played through, slot by slot, and the third pass is
+    timed.
+    """
     on_disk, streamed = set(placement.on_disk), set(placement.streamed)
     now = disk_free = link_free = began = 0.0
     freed, host_freed = deque([0.0] * placement.num_slots), deque([0.0] * placement.num_host_slots)

@@ -1,7 +1,7 @@
 """A layer as one record: which stretches of which files have to be read to have all of its tensors side by side.
 
-Checkpoints keep a layer's tensors together as a rule, but not always: sorted by dtype, or cut by a shard's end, they lie
-in several stretches. Knows nothing of what a tensor means, and reads nothing.
+Checkpoints keep a layer's tensors together as a rule, but not always: sorted by dtype, or cut by a shard's end, they
+lie in several stretches. Knows nothing of what a tensor means, and reads nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Extent:
-    """`nbytes` of `path` from byte `offset`, to be put at `start` of the record; the file holds at least `least` of them."""
+    """`nbytes` of `path` from byte `offset`, to be put at `start` of the record; the file holds at least `least` of
+    them.
+    """
 
     path: Path
     offset: int
@@ -62,16 +64,20 @@ class Record:
 
     @cached_property
     def shift(self) -> int:
-        """By how many bytes a record has to begin later in memory for the most of its bytes to lie where ALIGNMENT wants them.
+        """By how many bytes a record has to begin later in memory for the most of its bytes to lie where ALIGNMENT
+        wants them.
 
-        Files align their tensors as a whole to 8 bytes only. A multiple of 4, so that numbers of up to 4 bytes still lie where they may.
+        Files align their tensors as a whole to 8 bytes only. A multiple of 4, so that numbers of up to 4 bytes still
+        lie where they may.
         """
         shifts = range(0, ALIGNMENT, 4)
         aligned = {s: sum(n for start, n in self.places.values() if (start + s) % ALIGNMENT == 0) for s in shifts}
         return max(shifts, key=lambda s: (aligned[s], -s))
 
     def on(self, device: torch.device, raw: torch.Tensor) -> torch.Tensor:
-        """The record's bytes `raw` on `device`: the same tensor where that is the host, else in memory of its own, shifted."""
+        """The record's bytes `raw` on `device`: the same tensor where that is the host, else in memory of its own,
+        shifted.
+        """
         if device.type == "cpu":
             return raw
         out = torch.empty(raw.numel() + ALIGNMENT, dtype=torch.uint8, device=device)[self.shift :][: raw.numel()]

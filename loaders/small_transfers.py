@@ -1,9 +1,9 @@
 """Small tensors on their way to a CUDA device, while layers are.
 
-A card has one engine that copies to it, and what it is given waits for what it was given before, whatever the stream or its
-priority (measured in NVIDIA/cudf#15620 and meta-pytorch/torchrec#4303): a mask of some kilobytes would wait for the layer under
-way, tens of milliseconds, and a round of the draft beside a pass needs one. Kernels read page-locked memory themselves, past
-that engine. Here everything small goes that way.
+A card has one engine that copies to it, and what it is given waits for what it was given before, whatever the stream or
+its priority (measured in NVIDIA/cudf#15620 and meta-pytorch/torchrec#4303): a mask of some kilobytes would wait for the
+layer under way, tens of milliseconds, and a round of the draft beside a pass needs one. Kernels read page-locked memory
+themselves, past that engine. Here everything small goes that way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def page_locked(nbytes: int, device: torch.device) -> Tensor:
 def seen_by(device: torch.device, host: Tensor) -> Tensor | None:
     """The same memory (`page_locked`, uint8 [N]) as a tensor of the device's; None where torch would make a copy of it.
 
-    With unified addressing a pointer to page-locked memory is valid in kernels as it is, and torch takes it for the device's.
+    With unified addressing a pointer to page-locked memory is valid in kernels as it is, and torch takes it for the
+    device's.
     """
     if device.type != "cuda":
         return host

@@ -11,10 +11,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from .readers import HostBuffer, Reader
 from .records import Extent, Record
 
 NUM_READERS = 4  # reads in flight
+Unit: TypeAlias = Hashable  # the key of what is lent and given back together: a layer's index
 
 
 class Slot(Protocol):
@@ -97,8 +98,8 @@ class Fill:
 class Filler(Protocol[S_in]):
     """Fills slots in the background."""
 
-    def fill(self, slot: S_in, layer: int) -> Fill:
-        """Begin to fill `slot` with `layer`; returns at once."""
+    def fill(self, slot: S_in, unit: Unit) -> Fill:
+        """Begin to fill `slot` with a unit; returns at once."""
         ...
 
     def close(self) -> None:
@@ -107,10 +108,10 @@ class Filler(Protocol[S_in]):
 
 
 class Stream(Protocol):
-    """Lends layers one at a time."""
+    """Lends units one at a time, in any order; which order is fast is the implementation's own."""
 
-    def lend(self, layer: int) -> AbstractContextManager[torch.Tensor]:
-        """Wait for a layer: a buffer (uint8) that begins with its record, valid inside the `with` block.
+    def lend(self, unit: Unit) -> AbstractContextManager[torch.Tensor]:
+        """Wait for a unit: a buffer (uint8) that begins with its record, valid inside the `with` block.
 
         Raises what reading it raised; the stream can be asked again.
         """
@@ -123,21 +124,21 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class Loan(Generic[S]):
-    """A slot with the layer that it holds, or will."""
+    """A slot with the unit that it holds, or will."""
 
-    layer: int
+    unit: Unit
     slot: S
     fill: Fill
 
 
 class Ring(Generic[S]):
-    """Slots that are filled ahead of their use, in the cyclic `order` in which passes ask for layers.
+    """Slots that are filled ahead of their use, in the cyclic `order` in which passes ask for units.
 
     One slot is lent at a time, the others are being filled. Whoever asks out of order (a new pass after an aborted one)
     makes the ring start over from there. Not for several callers at once.
     """
 
-    def __init__(self, order: Sequence[int], slots: Sequence[S], filler: Filler[S]) -> None:
+    def __init__(self, order: Sequence[Unit], slots: Sequence[S], filler: Filler[S]) -> None:
         assert order
         assert len(slots) >= 2, "one slot is lent while another is filled"
         self.slots = slots
@@ -148,8 +149,8 @@ class Ring(Generic[S]):
         self._schedule()
 
     @contextmanager
-    def lend(self, layer: int) -> Iterator[torch.Tensor]:
-        loan = self._acquire(layer)
+    def lend(self, unit: Unit) -> Iterator[torch.Tensor]:
+        loan = self._acquire(unit)
         try:
             yield loan.slot.tensor
         finally:
@@ -160,9 +161,9 @@ class Ring(Generic[S]):
         self._drop_ahead()
         self._filler.close()
 
-    def _acquire(self, layer: int) -> Loan[S]:
-        if not self._ahead or self._ahead[0].layer != layer:
-            self._start_over(layer)
+    def _acquire(self, unit: Unit) -> Loan[S]:
+        if not self._ahead or self._ahead[0].unit != unit:
+            self._start_over(unit)
         loan = self._ahead[0]
         try:
             loan.fill.wait()
@@ -179,13 +180,13 @@ class Ring(Generic[S]):
 
     def _schedule(self) -> None:
         while self._free:
-            layer, slot = self._order[self._next], self._free.popleft()
+            unit, slot = self._order[self._next], self._free.popleft()
             self._next = (self._next + 1) % len(self._order)
-            self._ahead.append(Loan(layer, slot, self._filler.fill(slot, layer)))
+            self._ahead.append(Loan(unit, slot, self._filler.fill(slot, unit)))
 
-    def _start_over(self, layer: int) -> None:
+    def _start_over(self, unit: Unit) -> None:
         self._drop_ahead()
-        self._next = self._order.index(layer)
+        self._next = self._order.index(unit)
         self._schedule()
 
     def _drop_ahead(self) -> None:
@@ -198,17 +199,19 @@ class Ring(Generic[S]):
 
 
 class PlainStream:
-    """The plain twin of every ring: reads a layer when it is asked for, in the caller's thread, and copies it to `device`."""
+    """The plain twin of every ring: reads a unit when it is asked for, in the caller's thread, and copies it to
+    `device`.
+    """
 
-    def __init__(self, records: Mapping[int, Record], reader: Reader, device: torch.device) -> None:
+    def __init__(self, records: Mapping[Unit, Record], reader: Reader, device: torch.device) -> None:
         self._records, self._reader, self._device = records, reader, device
         self._slot = HostSlot(HostBuffer(max(record.nbytes for record in records.values())))
 
     @contextmanager
-    def lend(self, layer: int) -> Iterator[torch.Tensor]:
-        for piece in self._records[layer].reads:
+    def lend(self, unit: Unit) -> Iterator[torch.Tensor]:
+        for piece in self._records[unit].reads:
             read_piece(self._reader, piece, self._slot.buffer)
-        record = self._records[layer]
+        record = self._records[unit]
         yield record.on(self._device, self._slot.tensor[: record.nbytes])
 
     def close(self) -> None: ...
@@ -217,7 +220,7 @@ class PlainStream:
 class DiskFiller:
     """Reads records into host slots, several reads in flight."""
 
-    def __init__(self, records: Mapping[int, Record], reader: Reader, num_threads: int = NUM_READERS) -> None:
+    def __init__(self, records: Mapping[Unit, Record], reader: Reader, num_threads: int = NUM_READERS) -> None:
         self._records, self._reader = records, reader
         self._work = queue.SimpleQueue[tuple[Fill, Extent, HostBuffer] | None]()
         self._threads = [
@@ -226,8 +229,8 @@ class DiskFiller:
         for thread in self._threads:
             thread.start()
 
-    def fill(self, slot: HostSlot, layer: int) -> Fill:
-        reads = self._records[layer].reads
+    def fill(self, slot: HostSlot, unit: Unit) -> Fill:
+        reads = self._records[unit].reads
         fill = Fill(len(reads))
         for piece in reads:
             self._work.put((fill, piece, slot.buffer))

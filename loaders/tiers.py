@@ -1,13 +1,13 @@
 """A model's weights in the tiers of a `Placement`: resident, waiting in RAM, or on disk; a `WeightSource` over them.
 
-Every byte comes through a `Reader` into memory of our own, so what is used is what was planned, and the page cache is no
-part of it. Knows nothing of what a layer computes, nor of how the placement was chosen.
+Every byte comes through a `Reader` into memory of our own, so what is used is what was planned, and the page cache is
+no part of it. Knows nothing of what a layer computes, nor of how the placement was chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -24,8 +24,8 @@ from .placement import LayerCost, Placement
 from .readers import FileReader, FileStates, HostBuffer, Reader, align_down, align_up
 from .records import FLOAT_DTYPES, Record
 from .small_transfers import to_device
-from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, read_record
-from .weights import LAYER_PREFIX, missing, split_names
+from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, Unit, read_record
+from .weights import missing, split_names
 
 Progress = Callable[[int, int], None]
 
@@ -68,9 +68,7 @@ class StoredModel:
     shared: Mapping[str, StoredWeight]
 
     @classmethod
-    def of(
-        cls, checkpoint: Checkpoint, *, layer_prefix: str = LAYER_PREFIX, ignore: Collection[str] = ()
-    ) -> StoredModel:
+    def of(cls, checkpoint: Checkpoint, *, layer_prefix: str, ignore: Collection[str] = ()) -> StoredModel:
         """Groups what the headers list into weights, and these into layers. Raises CheckpointError."""
         infos = {n: info for n, info in checkpoint.tensors.items() if n not in ignore}
         weights = stored_weights(infos, formats_in(checkpoint))
@@ -103,7 +101,7 @@ class StoredModel:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TableOnDisk:
     """A table in a file, read by rows: an embedding need not be in memory."""
 
     stored: StoredWeight
@@ -133,14 +131,26 @@ class Rows:
         return self.fetched.tensor[begin - first : least].clone()
 
 
+@dataclass(frozen=True)
+class TierOptions:
+    """How weights are read and kept; the numbers that come of it are the same.
+
+    blocked: on a CPU, the residents' matrices are brought into the order of `BlockedMatrix`, where they can be; while
+    loading a layer's bytes more are in use. synchronous: the plain twin, which reads a layer when it is asked for.
+    reader: what reads files; None is a `FileReader`.
+    """
+
+    blocked: bool = False
+    synchronous: bool = False
+    reader: Reader | None = None
+
+
 class TieredWeights:
     """Weights placed by a `Placement`: the residents loaded, the rest coming through a ring, on the CPU or a GPU.
 
     embedding: the full name of the table that is only ever asked for by row. It stays in RAM, or on disk where layers
-    do too, unless the head is tied to it. synchronous: the plain twin, which reads a layer when it is asked for.
-    progress(bytes_done, bytes_total) follows what is read before the first pass, and ends at the total.
-    blocked: on a CPU, the residents' matrices are brought into the order of `BlockedMatrix`, where they can be; while
-    loading a layer's bytes more are in use.
+    do too, unless the head is tied to it. progress(bytes_done, bytes_total) follows what is read before the first pass,
+    and ends at the total.
     """
 
     def __init__(
@@ -151,15 +161,14 @@ class TieredWeights:
         dtype: torch.dtype,
         device: torch.device,
         embedding: str | None = None,
-        reader: Reader | None = None,
-        synchronous: bool = False,
+        options: TierOptions | None = None,
         progress: Progress | None = None,
-        blocked: bool = False,
     ) -> None:
+        options = options or TierOptions()
         self._model, self._placement, self._dtype, self._device = model.to(device), placement, dtype, device
         num_elements = model.scratch_elements(placement.streamed, dtype)
         self.scratch = torch.empty(num_elements, dtype=dtype, device=device) if num_elements else None
-        self._reader = reader or FileReader()
+        self._reader = options.reader or FileReader()
         self.bytes_streamed = 0
         self.unpinned_bytes = 0  # of what lies in RAM for a GPU, where the system did not let it be pinned
         self._pinned: list[HostBuffer] = []
@@ -171,19 +180,19 @@ class TieredWeights:
         self._files = FileStates(self._streamed_paths())
         by_row = None if self._rows is None else self._rows.stored.name
         shared = {n: StoredLayer({n: stored}) for n, stored in self._model.shared.items() if n != by_row}
-        read_once = placement.resident if synchronous else placement.resident + placement.in_ram
+        read_once = placement.resident if options.synchronous else placement.resident + placement.in_ram
         layers = (*shared.values(), *(self._model.layers[i] for i in read_once))
         self._done, self._total = 0, sum(layer.record.read_bytes for layer in layers)
         self._progress = progress
         try:
             for name, layer in shared.items():
                 self._shared |= self._load(layer, torch.device("cpu") if name == embedding else device)
-            load = self._load_blocked if blocked and device.type == "cpu" else self._load
+            load = self._load_blocked if options.blocked and device.type == "cpu" else self._load
             for i in placement.resident:
                 self._resident[i] = load(self._model.layers[i], device)
             self._staged = None
             if placement.streamed:
-                self._stream = self._open_stream(synchronous)
+                self._stream = self._open_stream(options.synchronous)
             if not placement.on_disk:
                 self._reader.close()
         except BaseException:
@@ -199,16 +208,20 @@ class TieredWeights:
         return self._stream is None
 
     @contextmanager
-    def layer(self, index: int) -> Iterator[Mapping[str, Weight]]:
-        if index in self._resident:
-            yield self._resident[index]
+    def lend(self, unit: Unit) -> Iterator[Mapping[str, Weight]]:
+        assert isinstance(unit, int), "its units are layers"
+        if unit in self._resident:
+            yield self._resident[unit]
             return
         assert self._stream is not None
-        with self._stream.lend(index) as buffer:
-            yield self._model.layers[index].bind(buffer, self._dtype, is_kept=False)
-        self.bytes_streamed += self._model.layers[index].record.read_bytes
-        if (index,) == self._placement.on_disk[-1:]:  # a pass that read something else says nothing
+        with self._stream.lend(unit) as buffer:
+            yield self._model.layers[unit].bind(buffer, self._dtype, is_kept=False)
+        self.bytes_streamed += self._model.layers[unit].record.read_bytes
+        if (unit,) == self._placement.on_disk[-1:]:  # a pass that read something else says nothing
             self._files.check()
+
+    def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
+        return self.lend(index)
 
     def shared(self, name: str) -> Weight:
         if name not in self._shared:
@@ -235,12 +248,12 @@ class TieredWeights:
 
     # ---------------------------------------------------------------------------------------- loading
 
-    def _rows_of(self, embedding: str | None) -> Rows | None:
+    def _rows_of(self, embedding: str | None) -> TableOnDisk | None:
         """The embedding as a table on disk, where it may stay there."""
         stored = self._model.shared.get(embedding) if embedding is not None else None
         if stored is None or not self._placement.on_disk or len(stored.streamed) != 1:
             return None
-        return Rows(stored, self._reader)
+        return TableOnDisk(stored, self._reader)
 
     def _streamed_paths(self) -> set[Path]:
         """The files that every pass reads."""
@@ -254,7 +267,9 @@ class TieredWeights:
         return layer.bind(layer.record.on(device, self._read(layer).tensor), self._dtype, is_kept=True)
 
     def _load_blocked(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
-        """As `_load`, with the matrices in oneDNN's order, where all can be; what was read into serves the next layer, too."""
+        """As `_load`, with the matrices in oneDNN's order, where all can be; what was read into serves the next layer,
+        too.
+        """
         size = layer.record.nbytes
         buffer = self._staged if self._staged is not None and self._staged.nbytes >= size else HostBuffer(size)
         bound = layer.bind(self._read(layer, buffer).tensor, self._dtype, is_kept=True)
@@ -270,26 +285,30 @@ class TieredWeights:
         return buffer
 
     def _open_stream(self, synchronous: bool) -> Stream:
-        records = {i: self._model.layers[i].record for i in self._placement.on_disk}
+        records: dict[Unit, Record] = {i: self._model.layers[i].record for i in self._placement.on_disk}
         if synchronous:
-            everything = {i: self._model.layers[i].record for i in self._placement.streamed}
+            everything: dict[Unit, Record] = {i: self._model.layers[i].record for i in self._placement.streamed}
             return PlainStream(everything, self._reader, self._device)
         if self._device.type == "cuda":
             return self._open_link(records)
         buffers = [HostBuffer(self._placement.slot_bytes) for _ in range(self._placement.num_slots)]
         return self._open_disk(records, buffers)
 
-    def _open_disk(self, records: Mapping[int, Record], buffers: Sequence[HostBuffer]) -> Ring[HostSlot]:
+    def _open_disk(self, records: Mapping[Unit, Record], buffers: Sequence[HostBuffer]) -> Ring[HostSlot]:
         slots = [HostSlot(buffer) for buffer in buffers]
         return Ring(self._placement.on_disk, slots, DiskFiller(records, self._reader))
 
-    def _open_link(self, records: Mapping[int, Record]) -> Stream:
-        """What lies in RAM for a GPU, layers that wait and slots for those that come from disk, is one stretch, pinned once."""
+    def _open_link(self, records: Mapping[Unit, Record]) -> Stream:
+        """What lies in RAM for a GPU, layers that wait and slots for those that come from disk, is one stretch, pinned
+        once.
+        """
         p, layers = self._placement, self._model.layers
         slots = [DeviceSlot(p.slot_bytes, self._device) for _ in range(p.num_slots)]
         sizes = [*(layers[i].record.nbytes for i in p.in_ram), *[p.slot_bytes] * (p.num_host_slots if records else 0)]
         whole, parts = HostBuffer.side_by_side(sizes)
-        in_ram = {i: self._read(layers[i], part).tensor for i, part in zip(p.in_ram, parts, strict=False)}
+        in_ram: dict[Unit, torch.Tensor] = {
+            i: self._read(layers[i], part).tensor for i, part in zip(p.in_ram, parts, strict=False)
+        }
         with ExitStack() as opened:
             disk = None
             if records:

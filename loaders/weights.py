@@ -1,7 +1,7 @@
 """Where a model's weights come from: the `WeightSource` protocol, and `RamWeights`, over tensors in memory.
 
-A source hands out one layer at a time, as a model of any size consumes it. Knows which tensors belong to layer i, from
-their names, and nothing of what a layer is made of. Does not decide what fits where.
+A source lends *units*: weights that are needed together, and given back together. Today a unit is a layer. Knows which
+tensors belong to layer i, from their names, and nothing of what a layer is made of. Does not decide what fits where.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ from offspec.errors import CheckpointError
 from .checkpoint import show
 from .formats import Weight
 from .small_transfers import to_device
-
-LAYER_PREFIX = "model.layers."
+from .stream import Unit
 
 
 class WeightSource(Protocol):
-    """The weights of one model, layer by layer, on the compute device."""
+    """The weights of one model, unit by unit, on the compute device.
+
+    Units may be asked for in any order, each as often as it is needed, or not at all in a pass. An implementation may
+    be fast in one order only (`stream.Ring`: the one in which a pass asks for layers).
+    """
 
     @property
     def num_layers(self) -> int: ...
 
     @property
     def bytes_streamed(self) -> int:
-        """Bytes that came through a link for passes so far, counted as they were used."""
+        """Bytes that came through a link for passes so far, counted as they were used; passes may differ in them."""
         ...
 
     @property
     def is_resident(self) -> bool:
-        """Whether every layer is lent as the same tensors each time, until `close`."""
+        """Whether every unit is lent as the same tensors each time, until `close`."""
         ...
 
     @property
@@ -44,11 +47,15 @@ class WeightSource(Protocol):
         """Where `formats.linear` puts a matrix that it has to make first; None where all lie ready."""
         ...
 
-    def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
-        """Layer `index`'s weights by their short name ("model.layers.3.x.weight" is "x.weight").
+    def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:
+        """A unit's weights by their short names.
 
         They are valid inside the `with` block only: a streaming source reuses their memory afterwards.
         """
+        ...
+
+    def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
+        """`lend` for the unit that is layer `index`: "x.weight" is what the checkpoint calls "<prefix>3.x.weight"."""
         ...
 
     def shared(self, name: str) -> Weight:
@@ -56,7 +63,9 @@ class WeightSource(Protocol):
         ...
 
     def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
-        """Rows [T, columns] of the table `name` outside the layers, on the compute device; indices int64 [T], on the CPU."""
+        """Rows [T, columns] of the table `name` outside the layers, on the compute device; indices int64 [T], on the
+        CPU.
+        """
         ...
 
     def close(self) -> None:
@@ -76,7 +85,7 @@ class RamWeights:
         self.bytes_streamed = 0
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], *, layer_prefix: str = LAYER_PREFIX) -> RamWeights:
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], layer_prefix: str) -> RamWeights:
         """Takes the tensors as they are, under their full names; nothing is copied. Raises CheckpointError."""
         layers, shared = split_names(tensors, layer_prefix)
         return cls(
@@ -88,8 +97,12 @@ class RamWeights:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:
+        assert isinstance(unit, int), "its units are layers"
+        return nullcontext(self._layers[unit])
+
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
-        return nullcontext(self._layers[index])
+        return self.lend(index)
 
     def shared(self, name: str) -> Weight:
         if name not in self._shared:

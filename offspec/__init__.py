@@ -30,7 +30,7 @@ _HOMES = {
     "CONVERT_FORMATS": "offspec.loaders.params",
     "ConvertParams": "offspec.loaders.params",
     "PLAN_FORMATS": "offspec.loaders.params",
-    "convert": "offspec.loaders.convert",
+    "convert": "offspec.checkpoints.conversion",
     "SEED_LIMIT": "offspec.scheduler.params",
     "format_quantity": "offspec.loaders.units",
     "format_seconds": "offspec.loaders.units",
@@ -57,11 +57,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from offspec.loaders.convert import convert
     from offspec.loaders.params import CONVERT_FORMATS, PLAN_FORMATS, ConvertParams
     from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
     from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
 
+    from .checkpoints.conversion import convert
     from .engine import Engine
     from .errors import OffspecError
     from .request import Step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats import Weight
+from offspec.loaders.stream import Unit
 from offspec.loaders.weights import WeightSource
 from offspec.model.decoder import Decoder
 from offspec.planning.plan import all_resident
@@ -56,13 +57,17 @@ class LendingWeights:
         return self.source.scratch
 
     @contextmanager
-    def layer(self, index: int) -> Iterator[Mapping[str, Weight]]:
-        self.lent.append(index)
-        with self.source.layer(index) as weights:
+    def lend(self, unit: Unit) -> Iterator[Mapping[str, Weight]]:
+        assert isinstance(unit, int)
+        self.lent.append(unit)
+        with self.source.lend(unit) as weights:
             copies = {name: weight.clone() for name, weight in weights.items() if isinstance(weight, Tensor)}
         yield copies
         for tensor in copies.values():
             tensor.fill_(torch.nan)
+
+    def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
+        return self.lend(index)
 
     def shared(self, name: str) -> Weight:
         return self.source.shared(name)

@@ -19,7 +19,7 @@ from offspec import SpeculationParams, builtin
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.containers import open_config
-from offspec.loaders.tiers import TieredWeights
+from offspec.loaders.tiers import TieredWeights, TierOptions
 from offspec.model.attention import attend
 from offspec.model.config import read_config
 from offspec.model.cuda_graphs import WIDTHS, TreeGraphs
@@ -39,7 +39,11 @@ def draft_rounds(bench: Bench, name: str) -> Iterator[Figures]:
     files = ModelFiles.open(builtin.path("draft"), "bf16", bench.device.type, [])
     small = load_decoder(files, all_resident(files), bench.device)
     weights = TieredWeights(
-        grown.files.stored, all_resident(grown.files), dtype=torch.bfloat16, device=bench.device, reader=grown.reader
+        grown.files.stored,
+        all_resident(grown.files),
+        dtype=torch.bfloat16,
+        device=bench.device,
+        options=TierOptions(reader=grown.reader),
     )
     big = Decoder(grown.files.config, weights, dtype=torch.bfloat16, device=bench.device)
     found: dict[str, Any] = {}

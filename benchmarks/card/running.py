@@ -16,7 +16,7 @@ from offspec.drafts.model_draft import ModelDraft
 from offspec.loaders.cuda import device_bytes, limit_memory, release_memory
 from offspec.loaders.hardware import Rates
 from offspec.loaders.placement import Placement
-from offspec.loaders.tiers import TieredWeights
+from offspec.loaders.tiers import TieredWeights, TierOptions
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.names import EMBEDDING
@@ -61,7 +61,12 @@ def loaded(
 
     def weights(grown: Grown, placement: Placement, embedding: str | None) -> TieredWeights:
         return TieredWeights(
-            grown.files.stored, placement, dtype=files.dtype, device=device, embedding=embedding, reader=grown.reader
+            grown.files.stored,
+            placement,
+            dtype=files.dtype,
+            device=device,
+            embedding=embedding,
+            options=TierOptions(reader=grown.reader),
         )
 
     memory = PlannedMemory(plan, device, notes, lambda plan: weights(target, plan.placement, EMBEDDING))

@@ -1,8 +1,8 @@
 """16-bit matrices that stay on a CPU, in the order in which oneDNN multiplies them.
 
 As `F.linear` is given a matrix, oneDNN brings it into an order of its own for every product, which for few rows takes
-longer than the product. A matrix that stays can be brought into it once: up to a dozen rows are then multiplied about as
-fast as memory can be read (docs/LOG.md has figures). The values are the same, and so is the size. What torch has for
+longer than the product. A matrix that stays can be brought into it once: up to a dozen rows are then multiplied about
+as fast as memory can be read (docs/LOG.md has figures). The values are the same, and so is the size. What torch has for
 this it made for compiled models; `is_supported` says where this version or this processor has it not. No checkpoint
 stores weights so: it is what becomes of plain ones (`in_blocks`), and not registered.
 """

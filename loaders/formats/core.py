@@ -1,8 +1,8 @@
 """What a weight is, stored and resident, and what a format of weights has to say; no format is named here.
 
-A *stored* weight says which bytes are read for each use; `bind` puts these bytes under a *resident* weight, as views, and
-`linear` multiplies with it. Quantised matrices are dequantised for each use, unless their format knows a faster way.
-Knows nothing of layers, or of when a weight is needed.
+A *stored* weight says which bytes are read for each use; `bind` puts these bytes under a *resident* weight, as views,
+and `linear` multiplies with it. Quantised matrices are dequantised for each use, unless their format knows a faster
+way. Knows nothing of layers, or of when a weight is needed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class PackedWeight(Protocol):
 
     @property
     def fused_linear(self) -> Product | None:
-        """`linear` without dequantising, which is faster for few rows; None where format or device have no such kernel."""
+        """`linear` without dequantising, which is faster for few rows; None where format or device have no such
+        kernel.
+        """
         ...
 
 
@@ -247,7 +249,9 @@ class Packer(Protocol):
         ...
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        """weight [N, K] (bf16, fp16 or fp32, on the CPU) → suffix → tensor. Raises CheckpointError for what cannot be packed."""
+        """weight [N, K] (bf16, fp16 or fp32, on the CPU) → suffix → tensor. Raises CheckpointError for what cannot be
+        packed.
+        """
         ...
 
     def quantization_config(self, dtype: str) -> dict[str, Any]:
@@ -279,7 +283,9 @@ class WeightFormat(ABC):
         return self
 
     def companion(self, key: str) -> tuple[str, str] | None:
-        """(weight's name, part) of a tensor that, by its name, belongs to a weight of this format; None for all others."""
+        """(weight's name, part) of a tensor that, by its name, belongs to a weight of this format; None for all
+        others.
+        """
         return None
 
     @abstractmethod
@@ -299,7 +305,9 @@ class WeightFormat(ABC):
         return set()
 
     def plan_form(self, config: Mapping[str, Any]) -> str | None:
-        """The form of `params.PLAN_FORMATS` by which a checkpoint with this config.json is sized; None: not this format's."""
+        """The form of `params.PLAN_FORMATS` by which a checkpoint with this config.json is sized; None: not this
+        format's.
+        """
         return None
 
     def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> StoredWeight | None:

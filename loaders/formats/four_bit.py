@@ -1,7 +1,7 @@
 """bitsandbytes' 4-bit formats, NF4 and FP4: what lies in a checkpoint, the matrix, and the way back (`pack_4bit`).
 
-Dequantised for each use it is what bitsandbytes computes, bit for bit. On a GPU few rows are multiplied with the matrix as
-it lies there, by bitsandbytes' fused kernel, up to a number of rows that was measured (`process_state.FUSED_ROWS`).
+Dequantised for each use it is what bitsandbytes computes, bit for bit. On a GPU few rows are multiplied with the matrix
+as it lies there, by bitsandbytes' fused kernel, up to a number of rows that was measured (`process_state.FUSED_ROWS`).
 
 The layout, per weight [N, K] with blocks of `blocksize` (QLoRA, https://arxiv.org/abs/2305.14314):
     X                                two codes a byte, row-major, high nibble first, in any storage dtype
@@ -181,7 +181,9 @@ def dequantize_reference(codes: Tensor, scales: Tensor, layout: Layout4bit, out:
 
 
 def _dequantize(codes: Tensor, scales: Tensor, layout: Layout4bit, out: Tensor, *, native: bool) -> None:
-    """Tile by tile; what follows the last whole block is left to the reference, for kernels differ in what they take."""
+    """Tile by tile; what follows the last whole block is left to the reference, for kernels differ in what they
+    take.
+    """
     blocksize, blocks = layout.blocksize, out.shape[0] // layout.blocksize
     step = core.tile(out.device) // blocksize
     kernel = _bitsandbytes_blocks if native else _lookup_blocks
@@ -196,7 +198,9 @@ def _dequantize(codes: Tensor, scales: Tensor, layout: Layout4bit, out: Tensor, 
 
 
 def _lookup_blocks(codes: Tensor, scales: Tensor, layout: Layout4bit, dtype: torch.dtype) -> Tensor:
-    """codes [B · blocksize / 2], scales [B] → fp32 [B, blocksize]. One rounding, when it is stored: w = map[q] · scale."""
+    """codes [B · blocksize / 2], scales [B] → fp32 [B, blocksize]. One rounding, when it is stored: w = map[q] ·
+    scale.
+    """
     return _lookup(codes, layout.quant_type).view(-1, layout.blocksize).mul_(scales[:, None])
 
 
@@ -294,7 +298,9 @@ _MAX_STATE_BYTES, _MAX_CONSTANT_BYTES = 1 << 16, 1 << 26  # far more than any we
 
 
 class FourBitFormat(WeightFormat):
-    """Recognised by the companions' names. Plans and `offspec quantize` write it as transformers and bitsandbytes do."""
+    """Recognised by the companions' names. Plans and `offspec quantize` write it as transformers and bitsandbytes
+    do.
+    """
 
     names = QUANT_TYPES
     plan_forms = ("nf4",)

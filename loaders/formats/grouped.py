@@ -41,7 +41,8 @@ _LAYOUT_KEYS = {"awq": ("checkpoint_format", "version", "format"), "gptq": ("che
 _OLD_CONFIG = "quantize_config.json"  # AutoGPTQ's own
 _REMEDY = "use another 4-bit checkpoint of it, or the 16-bit one and `offspec quantize`"
 
-# Weights that are unpacked at a time, inputs by outputs: what a core's cache holds, and on a GPU so that launches are few.
+# Weights that are unpacked at a time, inputs by outputs: what a core's cache holds, and on a GPU so that launches are
+# few.
 _TILE = {"cpu": (128, 2048), "cuda": (512, 8192)}
 
 
@@ -70,11 +71,14 @@ class GroupedMatrix(PackedMatrix):
         return self.layout.shape
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """The matrix [N, K], as a rule a transposed view of [K, N]; that in the memory of `out` (contiguous) where given."""
+        """The matrix [N, K], as a rule a transposed view of [K, N]; that in the memory of `out` (contiguous) where
+        given.
+        """
         num_outputs, num_inputs = self.shape
         device = self.codes.device
         matrix = torch.empty(self.shape, dtype=dtype, device=device) if out is None else out
-        # As it is stored it is made soonest; but on a CPU torch takes 70 times as long to multiply with fp16 that lies so.
+        # As it is stored it is made soonest; but on a CPU torch takes 70 times as long to multiply with fp16 that lies
+        # so.
         is_turned = device.type == "cpu" and dtype is torch.float16
         upright = matrix.t() if is_turned else matrix.view(num_inputs, num_outputs)
         height, width = _TILE[device.type]
@@ -93,7 +97,9 @@ class GroupedMatrix(PackedMatrix):
         return upright.t()
 
     def _groups(self, height: int) -> tuple[Tensor, ...]:
-        """For every `height` inputs their groups: of each, or of as many side by side as are sure to have one in common."""
+        """For every `height` inputs their groups: of each, or of as many side by side as are sure to have one in
+        common.
+        """
         if self.layout.groups is not None:
             return torch.split(self.layout.groups, height)
         num_inputs, size = self.shape[1], self.layout.group_size
@@ -215,7 +221,9 @@ class GroupedSettings:
 
 
 def _overrides(dynamic: object) -> str:
-    """What GPTQModel's rules give to some modules, shown; "" where they only leave modules out ("-:"), which are plain."""
+    """What GPTQModel's rules give to some modules, shown; "" where they only leave modules out ("-:"), which are
+    plain.
+    """
     if isinstance(dynamic, Mapping):
         dynamic = [rule for rule in dynamic if not rule.startswith("-:")]
     return show(dynamic) if dynamic else ""

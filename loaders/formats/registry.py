@@ -1,7 +1,7 @@
 """Which formats there are, and what the tensors of a checkpoint are in them.
 
-`stored_weights` groups the tensors of a checkpoint into logical weights and disbelieves all of them first. Reads the few
-bytes of constants that formats ask for, and nothing else.
+`stored_weights` groups the tensors of a checkpoint into logical weights and disbelieves all of them first. Reads the
+few bytes of constants that formats ask for, and nothing else.
 """
 
 from __future__ import annotations

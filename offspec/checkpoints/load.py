@@ -8,7 +8,7 @@ import torch
 
 from offspec.loaders.formats.blocked import is_supported as is_blocking_supported
 from offspec.loaders.placement import Placement
-from offspec.loaders.tiers import Progress, TieredWeights
+from offspec.loaders.tiers import Progress, TieredWeights, TierOptions
 
 from ..model.decoder import Decoder
 from ..model.names import EMBEDDING
@@ -48,9 +48,8 @@ def load_weights(
         dtype=model.dtype,
         device=device,
         embedding=EMBEDDING if settings.has_far_embedding and not model.config.tied_head else None,
-        synchronous=settings.synchronous,
+        options=TierOptions(is_blocked(model, device) and not settings.is_written, settings.synchronous),
         progress=settings.progress,
-        blocked=is_blocked(model, device) and not settings.is_written,
     )
 
 

@@ -13,6 +13,7 @@ from offspec.loaders.checkpoint import Checkpoint
 from offspec.loaders.containers import open_checkpoint
 
 Tensors = dict[str, torch.Tensor]
+LAYER_PREFIX = "model.layers."
 
 
 def toy_tensors(num_layers: int = 3) -> Tensors:

@@ -1,4 +1,6 @@
-"""Matrices in oneDNN's order: the same products, the same values, and layers that hold nothing of what was read into."""
+"""Matrices in oneDNN's order: the same products, the same values, and layers that hold nothing of what was read
+into.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from offspec.loaders.formats import blocked as module
 from offspec.loaders.formats import dense, linear
 from offspec.loaders.formats.blocked import BlockedMatrix, can_be_blocked, is_supported
+from offspec.loaders.tiers import TierOptions
 
 from .fakes import open_with
 from .test_tiers import ALL, SOME, tiered
@@ -86,7 +89,7 @@ def layers() -> dict[str, Tensor]:
 @pytest.mark.parametrize("resident", [ALL, SOME])
 def test_layers_keep_what_they_hold(tmp_path: Path, resident: tuple[int, ...]) -> None:
     tensors = layers()
-    weights = tiered(open_with(tmp_path, tensors), BF16, resident, blocked=True)
+    weights = tiered(open_with(tmp_path, tensors), BF16, resident, options=TierOptions(blocked=True))
     for index in range(3):
         with weights.layer(index) as layer:
             assert isinstance(layer["mix.weight"], BlockedMatrix) == (index in resident)
@@ -104,7 +107,7 @@ def test_a_layer_of_which_a_matrix_cannot_be_stays_as_it_is(tmp_path: Path, monk
     monkeypatch.setattr(
         module, "can_be_blocked", lambda weight: bool((weight != tensors["model.layers.1.mix.weight"]).any())
     )
-    weights = tiered(open_with(tmp_path, tensors), BF16, blocked=True)
+    weights = tiered(open_with(tmp_path, tensors), BF16, options=TierOptions(blocked=True))
     for index in range(3):
         with weights.layer(index) as layer:
             assert isinstance(layer["mix.weight"], BlockedMatrix) == (index != 1)
@@ -116,7 +119,7 @@ def test_a_layer_of_which_a_matrix_cannot_be_stays_as_it_is(tmp_path: Path, monk
 
 def test_other_dtypes_stay_as_they_are(tmp_path: Path) -> None:
     tensors = layers()
-    weights = tiered(open_with(tmp_path, tensors), torch.float32, blocked=True)
+    weights = tiered(open_with(tmp_path, tensors), torch.float32, options=TierOptions(blocked=True))
     for index in range(3):
         with weights.layer(index) as layer:
             for short, weight in layer.items():

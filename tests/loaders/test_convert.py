@@ -1,4 +1,6 @@
-"""A converted checkpoint is what transformers would have saved, whatever interrupted the conversion; or it is not there."""
+"""A converted checkpoint is what transformers would have saved, whatever interrupted the conversion; or it is not
+there.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,21 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from offspec import convert
 from offspec.errors import CheckpointError, OffspecError, StorageError, UsageError
 from offspec.loaders import convert as converting
 from offspec.loaders import shards
 from offspec.loaders.checkpoint import TensorInfo, num_bytes
 from offspec.loaders.containers import open_checkpoint
-from offspec.loaders.convert import convert
 from offspec.loaders.formats.four_bit import pack_4bit
 from offspec.loaders.formats.process_state import bitsandbytes_functional
 from offspec.loaders.params import ConvertParams
 from offspec.loaders.records import Record
 from offspec.loaders.safetensors_folder import INDEX_FILE, read_header
 from offspec.loaders.safetensors_folder import UNFINISHED_MARKER as MARKER
-from offspec.loaders.weights import LAYER_PREFIX, split_names
+from offspec.loaders.weights import split_names
+
+from .fakes import LAYER_PREFIX
 
 Tensors = dict[str, Tensor]
 NUM_LAYERS = 3
@@ -234,7 +238,7 @@ def test_all_that_belongs_to_a_hub_id_comes_with_it(
         return str(tmp_path / "cache")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    converting.convert("org/name", target, KEEP)
+    convert("org/name", target, KEEP)
     assert {*beside, "tokenizer.json", "LICENSE", "additional_chat_templates/tools.jinja"} < contents(target).keys()
     assert same(loaded(target), toy_tensors())
 
@@ -315,7 +319,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from offspec.loaders import shards
-from offspec.loaders.convert import convert
+from offspec import convert
 
 real, writes = shards._write, iter(range(99))
 
@@ -648,7 +652,7 @@ def test_memory_is_a_layer_and_a_tensor(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from pathlib import Path
-from offspec.loaders.convert import convert
+from offspec import convert
 from offspec.loaders.formats.four_bit import pack_4bit
 from offspec.loaders.formats.process_state import bitsandbytes_functional
 import torch

@@ -29,9 +29,9 @@ from offspec.loaders.placement import Limits, Placement
 from offspec.loaders.readers import HostBuffer
 from offspec.loaders.records import Record
 from offspec.loaders.stream import Ring
-from offspec.loaders.tiers import StoredModel, TieredWeights
+from offspec.loaders.tiers import StoredModel, TieredWeights, TierOptions
 
-from .fakes import Tensors, open_with
+from .fakes import LAYER_PREFIX, Tensors, open_with
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 MIB = 2**20
@@ -200,7 +200,7 @@ def test_every_pass_computes_with_the_right_layers(
     synchronous: bool,
 ) -> None:
     made, device = tensors(), torch.device("cuda")
-    model = StoredModel.of(open_with(tmp_path, made))
+    model = StoredModel.of(open_with(tmp_path, made), layer_prefix=LAYER_PREFIX)
     in_ram = tuple(i for i in in_ram if i not in resident)
     on_disk = tuple(i for i in range(9) if i not in resident and i not in in_ram)
     slot_bytes = max(layer.record.nbytes for layer in model.layers)
@@ -208,7 +208,12 @@ def test_every_pass_computes_with_the_right_layers(
         tuple(resident), in_ram, on_disk, num_slots, num_slots, slot_bytes, (), Limits(2**30, 2**30), 0, 0
     )
     weights = TieredWeights(
-        model, placement, dtype=torch.float32, device=device, embedding=EMBEDDING, synchronous=synchronous
+        model,
+        placement,
+        dtype=torch.float32,
+        device=device,
+        embedding=EMBEDDING,
+        options=TierOptions(synchronous=synchronous),
     )
     x = torch.randn(64, 512, device=device)
     # Many passes without a synchronisation between: a slot that is overwritten too early shows in the sums.

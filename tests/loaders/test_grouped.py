@@ -1,4 +1,6 @@
-"""AWQ's and GPTQ's matrices are what their own definitions make of the same bytes, bit for bit; whatever lies is refused."""
+"""AWQ's and GPTQ's matrices are what their own definitions make of the same bytes, bit for bit; whatever lies is
+refused.
+"""
 
 from __future__ import annotations
 

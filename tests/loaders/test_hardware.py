@@ -1,4 +1,6 @@
-"""What the machine has is told with its source; a container's limit is the truth; rates are plausible. No clock is judged."""
+"""What the machine has is told with its source; a container's limit is the truth; rates are plausible. No clock is
+judged.
+"""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_the_next_pass_is_read_while_nobody_asks(setup: Setup) -> None:
         setup.take(layer)
     for loan in setup.ring._ahead:
         loan.fill.settle()
-    assert [loan.layer for loan in setup.ring._ahead] == [0, 1, 2]
+    assert [loan.unit for loan in setup.ring._ahead] == [0, 1, 2]
 
 
 def test_a_lent_slot_is_not_written_to() -> None:

@@ -20,10 +20,10 @@ from offspec.loaders.placement import Limits, Placement
 from offspec.loaders.readers import FileReader, HostBuffer
 from offspec.loaders.records import Record
 from offspec.loaders.stream import Fill, HostSlot, Ring
-from offspec.loaders.tiers import StoredModel, TieredWeights
+from offspec.loaders.tiers import StoredModel, TieredWeights, TierOptions
 from offspec.loaders.weights import WeightSource
 
-from .fakes import FakeReader, Tensors, open_with, toy_tensors
+from .fakes import LAYER_PREFIX, FakeReader, Tensors, open_with, toy_tensors
 
 CPU = torch.device("cpu")
 EMBEDDING = "model.embed.weight"
@@ -39,7 +39,7 @@ def placed(model: StoredModel, resident: tuple[int, ...], num_slots: int = 3) ->
 def tiered(
     checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, resident: tuple[int, ...] = ALL, **options: Any
 ) -> TieredWeights:
-    model = StoredModel.of(checkpoint, ignore=options.pop("ignore", ()))
+    model = StoredModel.of(checkpoint, ignore=options.pop("ignore", ()), layer_prefix=LAYER_PREFIX)
     return TieredWeights(model, placed(model, resident), dtype=dtype, device=CPU, **options)
 
 
@@ -56,7 +56,7 @@ def by_full_name(weights: WeightSource, names: Tensors, dtype: torch.dtype = tor
 @pytest.mark.parametrize("resident", [ALL, NONE, SOME])
 def test_every_pass_sees_what_was_saved(tmp_path: Path, resident: tuple[int, ...], synchronous: bool) -> None:
     tensors = toy_tensors()
-    weights = tiered(open_with(tmp_path, tensors), resident=resident, synchronous=synchronous)
+    weights = tiered(open_with(tmp_path, tensors), resident=resident, options=TierOptions(synchronous=synchronous))
     assert weights.num_layers == 3
     for _ in range(4):
         torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
@@ -119,7 +119,7 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
     tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link to a GPU without a GPU: the ring over the disk is open by the time that memory cannot be pinned."""
-    model = StoredModel.of(open_with(tmp_path, toy_tensors()))
+    model = StoredModel.of(open_with(tmp_path, toy_tensors()), layer_prefix=LAYER_PREFIX)
     path, opened = tmp_path / "model.safetensors", list[threading.Thread]()
     reader = FakeReader({path: path.read_bytes()})
     if fails == "reading":
@@ -134,7 +134,9 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
     placement = replace(placed(model, NONE), in_ram=(1,), on_disk=(0, 2), num_host_slots=2)
     cuda = torch.device("cuda")
     with pytest.raises(CheckpointError, match="told to fail"):
-        TieredWeights(model, placement, dtype=torch.float32, device=cuda, embedding=EMBEDDING, reader=reader)
+        TieredWeights(
+            model, placement, dtype=torch.float32, device=cuda, embedding=EMBEDDING, options=TierOptions(reader=reader)
+        )
     assert bool(opened) == (fails == "pinning")
     assert reader.closed
     assert not any(thread.name.startswith("offspec") for thread in threading.enumerate())
@@ -143,7 +145,7 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
 def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers in RAM and slots for those on disk, in memory that is neither doubled nor rounded up layer by layer."""
     tensors, pinned, filled = toy_tensors(), list[tuple[int, int]](), dict[int, torch.Tensor]()
-    model = StoredModel.of(open_with(tmp_path, tensors))
+    model = StoredModel.of(open_with(tmp_path, tensors), layer_prefix=LAYER_PREFIX)
 
     def pin(buffer: HostBuffer, device: torch.device) -> bool:
         pinned.append((buffer.address, buffer.nbytes))
@@ -221,7 +223,7 @@ def test_what_is_streamed_is_counted(tmp_path: Path) -> None:
     weights = tiered(open_with(tmp_path, toy_tensors()), resident=SOME)
     for _ in range(2):
         by_full_name(weights, toy_tensors())
-    records = [layer.record for layer in StoredModel.of(open_checkpoint(tmp_path)).layers]
+    records = [layer.record for layer in StoredModel.of(open_checkpoint(tmp_path), layer_prefix=LAYER_PREFIX).layers]
     assert weights.bytes_streamed == 2 * (records[0].read_bytes + records[2].read_bytes) > 0
     weights.close()
 
@@ -292,14 +294,14 @@ def test_a_file_that_was_removed_is_still_read(tmp_path: Path) -> None:
 
 def test_buffered_reads_give_the_same(tmp_path: Path) -> None:
     tensors = toy_tensors()
-    weights = tiered(open_with(tmp_path, tensors), resident=SOME, reader=FileReader(direct=False))
+    weights = tiered(open_with(tmp_path, tensors), resident=SOME, options=TierOptions(reader=FileReader(direct=False)))
     torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
     weights.close()
 
 
 def test_costs_tell_what_memory_will_be_taken(tmp_path: Path) -> None:
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in toy_tensors().items()}
-    layer = StoredModel.of(open_with(tmp_path, tensors)).layers[0]
+    layer = StoredModel.of(open_with(tmp_path, tensors), layer_prefix=LAYER_PREFIX).layers[0]
     same, wider = layer.cost(torch.bfloat16), layer.cost(torch.float32)
     assert same.resident_bytes == same.slot_bytes == layer.record.nbytes
     assert wider.resident_bytes == 4 * (16 + 4)

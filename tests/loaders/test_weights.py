@@ -8,12 +8,12 @@ import torch
 from offspec.errors import CheckpointError
 from offspec.loaders.weights import RamWeights, split_names
 
-from .fakes import toy_tensors
+from .fakes import LAYER_PREFIX, toy_tensors
 
 
 def test_more_than_ten_layers_are_in_the_order_of_numbers() -> None:
     tensors = {f"model.layers.{index}.w": torch.tensor(float(index)) for index in (11, 3, 10, 2, *range(4, 10), 0, 1)}
-    weights = RamWeights.from_tensors(tensors)
+    weights = RamWeights.from_tensors(tensors, LAYER_PREFIX)
     for index in range(12):
         with weights.layer(index) as layer:
             assert layer["w"] == index
@@ -28,19 +28,19 @@ def test_layer_prefix() -> None:
 
 @pytest.mark.parametrize("name", ["model.layers.norm", "model.layers.00.w", "model.layers.0", "modelxlayers.7.w"])
 def test_names_that_only_resemble_a_layer_are_shared(name: str) -> None:
-    weights = RamWeights.from_tensors(toy_tensors() | {name: torch.ones(1)})
+    weights = RamWeights.from_tensors(toy_tensors() | {name: torch.ones(1)}, LAYER_PREFIX)
     assert weights.num_layers == 3
     assert weights.shared(name) == 1
 
 
 def test_missing_shared_tensor() -> None:
     with pytest.raises(CheckpointError, match=r"tensor 'nowhere' is missing; the checkpoint is incomplete"):
-        RamWeights.from_tensors(toy_tensors()).shared("nowhere")
+        RamWeights.from_tensors(toy_tensors(), LAYER_PREFIX).shared("nowhere")
 
 
 def test_from_tensors_copies_nothing() -> None:
     tensors = toy_tensors()
-    weights = RamWeights.from_tensors(tensors | {"head": tensors["model.embed.weight"]})
+    weights = RamWeights.from_tensors(tensors | {"head": tensors["model.embed.weight"]}, LAYER_PREFIX)
     assert weights.shared("head") is tensors["model.embed.weight"]
 
 
@@ -58,6 +58,6 @@ def test_no_layers_are_refused() -> None:
 
 
 def test_close_lets_go() -> None:
-    weights = RamWeights.from_tensors(toy_tensors())
+    weights = RamWeights.from_tensors(toy_tensors(), LAYER_PREFIX)
     weights.close()
     assert weights.num_layers == 0

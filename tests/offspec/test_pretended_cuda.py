@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from offspec import Engine, SamplingParams, SpeculationParams, loading
-from offspec.loaders.convert import convert
+from offspec import Engine, SamplingParams, SpeculationParams, convert, loading
 from offspec.loaders.formats.process_state import has_bitsandbytes
 from offspec.planning.plan import Plan
 from offspec.planning.probe import plan_here
