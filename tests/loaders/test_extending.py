@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from offspec.checkpoints.opening import ModelFiles, Note, open_pair
-from offspec.engine import load_decoder
+from offspec import Engine, SamplingParams
+from offspec.checkpoints.load import load_decoder
+from offspec.checkpoints.opening import ModelFiles, Note, open_target
 from offspec.errors import CheckpointError
 from offspec.loaders.checkpoint import TensorInfo, fault
 from offspec.loaders.containers import CONTAINERS, largest_weight_file, open_checkpoint
@@ -28,7 +29,6 @@ from offspec.loaders.formats.core import PackedMatrix, PackedStored, TensorGroup
 from offspec.loaders.measure import measure_dequantise
 from offspec.loaders.placement import Placement
 from offspec.planning.plan import all_resident
-from offspec.text.tokenizer import Tokenizer
 
 from ..pair import Pair, build_pair
 
@@ -191,17 +191,26 @@ def test_a_pass_is_that_of_the_same_weights_in_safetensors(pair: Pair, is_stream
     assert torch.equal(states(files, where(files)), states(plain, all_resident(plain)))
 
 
+def text_of(model: Path, draft: Path) -> str:
+    engine = Engine.load(str(model), draft=str(draft), device="cpu", dtype="fp32")
+    try:
+        return "".join(step.text for step in engine.generate("def area(", SamplingParams(max_new_tokens=16)))
+    finally:
+        engine.close()
+
+
 @pytest.mark.usefixtures("_registered")
 def test_it_is_a_model_like_any_other(pair: Pair) -> None:
-    """Found by its name, with a tokenizer, a draft, and a plan before its weights are there."""
-    path, notes = pair.target / "model.one", list[Note]()
-    opened = open_pair(str(path), str(pair.draft), revision=None, dtype="fp32", device_type="cpu", notes=notes)
-    assert opened.tokenizer.fingerprint == Tokenizer.load(pair.target).fingerprint
-    assert opened.draft is not None
+    """Found by its path, with a tokenizer, beside a draft in another container, and planned for without its weights."""
+    path = pair.target / "model.one"
+    assert text_of(path, pair.draft) == text_of(pair.target, pair.draft) != ""
     assert largest_weight_file(path) == path
-    planned = ModelFiles.from_config(path, "bf16", "bf16", "cpu", notes)
-    assert planned.num_parameters == opened.target.num_parameters
-    assert planned.stored.layers[0].record.nbytes < opened.target.stored.layers[0].record.nbytes
+    files, planned = (
+        open_target(str(path), None, "fp32", "cpu"),
+        ModelFiles.from_config(path, "bf16", "bf16", "cpu", []),
+    )
+    assert planned.num_parameters == files.num_parameters
+    assert planned.stored.layers[0].record.nbytes < files.stored.layers[0].record.nbytes
 
 
 @pytest.mark.usefixtures("_registered")
@@ -221,6 +230,4 @@ def test_unregistered_it_is_refused(pair: Pair) -> None:
     with pytest.raises(CheckpointError):
         open_checkpoint(pair.target / "model.one")
     with pytest.raises(CheckpointError, match="is a file; give the folder"):
-        open_pair(
-            str(pair.target / "model.one"), "none", revision=None, dtype="fp32", device_type="cpu", notes=list[Note]()
-        )
+        open_target(str(pair.target / "model.one"), None, "fp32", "cpu")

@@ -265,7 +265,7 @@ def test_a_file_that_another_model_took_the_place_of_is_said(tmp_path: Path, syn
     tensors, path = toy_tensors(), tmp_path / "model.safetensors"
     checkpoint = open_with(tmp_path, tensors)
     os.utime(path, (0, 0))  # a clock that is coarser than this test is fast would tell no difference
-    weights = tiered(checkpoint, resident=SOME, synchronous=synchronous)
+    weights = tiered(checkpoint, resident=SOME, options=TierOptions(synchronous=synchronous))
     by_full_name(weights, tensors)
     other = {name: tensor + 1 for name, tensor in tensors.items()}
     if how == "rewritten":
