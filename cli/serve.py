@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import sys
@@ -94,6 +95,7 @@ def command(
         engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
         import uvicorn
 
+        from .connections import BACKLOG, Seldom, most_connections, protocol
         from .server import Service, application, is_loopback
 
         if not quiet:
@@ -103,8 +105,15 @@ def command(
         with learning_kept(engine, learn_file, quiet=quiet), closing(Service(engine, speculation)) as service:
             app = application(service, params, api_key, is_private=is_loopback(host))
             config = uvicorn.Config(
-                app, log_level="info" if verbose else "critical", timeout_graceful_shutdown=GRACE_S, lifespan="off"
+                app,
+                http=protocol(most_connections()),
+                ws="none",
+                backlog=BACKLOG,
+                log_level="info" if verbose else "critical",
+                timeout_graceful_shutdown=GRACE_S,
+                lifespan="off",
             )
+            logging.getLogger("asyncio").addFilter(Seldom())
             server = uvicorn.Server(config)
             service.give_up = lambda: setattr(server, "should_exit", True)
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops first, and then raises it again

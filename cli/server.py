@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import re
 import secrets
 import time
 from collections import OrderedDict
@@ -15,6 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequ
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, closing, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -27,15 +29,18 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.small_files import parse_json
 from offspec.engine import Message
 from offspec.errors import ContextLengthError, MemoryLimitError, OffspecError, TokenizerError, UsageError
 from offspec.request import Step
 from offspec.session import Turn, encode_turns, lasting_caches, turns_of
 
+from .connections import Bodies
 from .openai_api import Answer, Asked, Kind, failure, parse
 
 MOST_REMEMBERED = 256  # replies whose tokens are known
 MOST_BYTES = 32 * 2**20  # of a request
+MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests that are being received
 STOPPING = failure("the server is stopping; ask again when it runs", kind="server_error")
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -45,9 +50,7 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost" or host.endswith(
-            (".localhost", ".internal")
-        )  # the latter: containers, no public names
+        return host == "localhost" or host.endswith(".localhost")
 
 
 class Service:
@@ -146,29 +149,50 @@ def application(
 
     is_private: only this machine can reach them, so that a request by another name was pointed here.
     """
-    name = service.engine.name
-    described = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "offspec"}
+    api = Api(service, defaults)
+    guarded = Guard(api_key, is_private=is_private)
+    routes = [
+        Route("/health", api.health),
+        Route("/v1/models", guarded(api.models)),
+        Route("/v1/models/{id:path}", guarded(api.model)),
+        Route("/v1/chat/completions", guarded(partial(api.completion, kind="chat")), methods=["POST"]),
+        Route("/v1/completions", guarded(partial(api.completion, kind="text")), methods=["POST"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _not_found, Exception: _unexpected})
 
-    async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [described]})
 
-    async def model(request: Request) -> Response:
-        if (asked := request.path_params["id"]) != name:
-            return JSONResponse(failure(f"there is no model {asked!r}; this is {name}", code="model_not_found"), 404)
-        return JSONResponse(described)
+class Api:
+    """What answers requests."""
 
-    async def health(request: Request) -> Response:
+    def __init__(self, service: Service, defaults: SamplingParams) -> None:
+        self._service, self._defaults = service, defaults
+        self._bodies = Bodies(MOST_BODIES_BYTES)
+        self._name = public_name(service.engine.name)
+        self._described = {"id": self._name, "object": "model", "created": int(time.time()), "owned_by": "offspec"}
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described]})
+
+    async def model(self, request: Request) -> Response:
+        if (asked := request.path_params["id"]) != self._name:
+            message = f"there is no model {asked!r}; this is {self._name}"
+            return JSONResponse(failure(message, code="model_not_found"), 404)
+        return JSONResponse(self._described)
+
+    async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def completion(request: Request, kind: Kind) -> Response:
+    async def completion(self, request: Request, kind: Kind) -> Response:
         try:
-            asked = parse(kind, await _json(request), defaults)
-            steps = service.answer(asked, request.is_disconnected)
+            asked = parse(kind, await self._json(request), self._defaults)
+            steps = self._service.answer(asked, request.is_disconnected)
             await anext(steps)
-            answer = Answer(asked, name)
+            answer = Answer(asked, self._name)
             if asked.streams:
                 return EventResponse(_events(answer, steps))
             return await _whole(answer, steps, request)
+        except TooLargeError as exc:
+            return JSONResponse(failure(str(exc), kind=exc.kind), exc.status)
         except OffspecError as exc:
             return _refusal(exc)
         except (ClientDisconnect, StopAsyncIteration):
@@ -176,30 +200,69 @@ def application(
         except asyncio.CancelledError:
             return JSONResponse(STOPPING, 503)
 
-    def guarded(handler: Handler) -> Handler:
+    async def _json(self, request: Request) -> Any:
+        """Raises UsageError, TooLargeError for a body that is, or that finds no room beside others."""
+        stated, content = request.headers.get("content-length", ""), bytearray()
+        if stated.isdecimal() and len(stated) < 19 and int(stated) > MOST_BYTES:
+            raise TooLargeError(413)
+        try:
+            async for part in request.stream():
+                if len(content) + len(part) > MOST_BYTES:
+                    raise TooLargeError(413)
+                if not self._bodies.take(len(part)):
+                    raise TooLargeError(503)
+                content += part
+            return parse_json(bytes(content))
+        except ValueError as exc:
+            raise UsageError(f"the request is not JSON ({exc})") from exc
+        finally:
+            self._bodies.give_back(len(content))
+
+
+class TooLargeError(Exception):
+    """A request's body is too large, or it finds no room beside others."""
+
+    def __init__(self, status: int) -> None:
+        self.status, self.kind = status, "invalid_request_error" if status == 413 else "server_error"
+        too_large = f"the request is larger than {MOST_BYTES >> 20} MiB"
+        super().__init__(too_large if status == 413 else "other large requests are under way; try again later")
+
+
+class Guard:
+    """Lets a handler answer only who may ask."""
+
+    def __init__(self, api_key: str | None, *, is_private: bool) -> None:
+        self._api_key, self._is_private = api_key, is_private
+
+    def __call__(self, handler: Handler) -> Handler:
         async def checked(request: Request) -> Response:
-            named = request.headers.getlist("origin")
-            if is_private:
-                named.append(f"//{request.headers.get('host', '')}")
-            borne = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if api_key is not None:
-                if not secrets.compare_digest(borne.encode(), api_key.encode()):
-                    return JSONResponse(failure("the API key is missing or wrong", code="invalid_api_key"), 401)
-            elif not all(map(is_loopback, map(_host_of, named))):
-                who = "programs on its own machine" if is_private else "programs, no web pages"
-                return JSONResponse(failure(f"without --api-key this server answers {who} only"), 403)
-            return await handler(request)
+            return self._refusal(request) or await handler(request)
 
         return checked
 
-    routes = [
-        Route("/health", health),
-        Route("/v1/models", guarded(models)),
-        Route("/v1/models/{id:path}", guarded(model)),
-        Route("/v1/chat/completions", guarded(partial(completion, kind="chat")), methods=["POST"]),
-        Route("/v1/completions", guarded(partial(completion, kind="text")), methods=["POST"]),
-    ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _not_found, Exception: _unexpected})
+    def _refusal(self, request: Request) -> Response | None:
+        named = request.headers.getlist("origin")
+        if self._is_private:
+            named.append(f"//{request.headers.get('host', '')}")
+        borne = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._api_key is not None:
+            if not secrets.compare_digest(borne.encode(), self._api_key.encode()):
+                return JSONResponse(failure("the API key is missing or wrong", code="invalid_api_key"), 401)
+        elif not all(map(is_loopback, map(_host_of, named))):
+            who = "programs on its own machine" if self._is_private else "programs, no web pages"
+            return JSONResponse(failure(f"without --api-key this server answers {who} only"), 403)
+        return None
+
+
+def public_name(model: str) -> str:
+    """A model's name without the folders that it lies in here; a hub id as it is."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
+
+
+def without_paths(message: str) -> str:
+    """A message without the folders of this machine that it names; files keep their names."""
+    return re.sub(r"(?<![\w:/.<])/(?:[^\s/:;,'\"()]+/)+", "", message)
 
 
 def _host_of(url: str) -> str:
@@ -207,18 +270,6 @@ def _host_of(url: str) -> str:
         return urlsplit(url).hostname or ""
     except ValueError:
         return url
-
-
-async def _json(request: Request) -> Any:
-    content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > MOST_BYTES:
-            raise UsageError(f"the request is larger than {MOST_BYTES >> 20} MiB")
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as exc:
-        raise UsageError(f"the request is not JSON ({exc})") from exc
 
 
 class EventResponse(StreamingResponse):
@@ -253,7 +304,7 @@ async def _events(answer: Answer, steps: AsyncGenerator[Step | None, None]) -> A
                 yield _event(STOPPING)
                 break
             if isinstance(found, OffspecError):
-                yield _event(failure(str(found), kind="server_error"))
+                yield _event(failure(without_paths(str(found)), kind="server_error"))
                 break
             if isinstance(found, Exception):
                 raise found
@@ -291,7 +342,7 @@ def _refusal(error: OffspecError, status: int | None = None) -> Response:
     is_theirs = isinstance(error, (UsageError, TokenizerError, ContextLengthError))
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     kind = "invalid_request_error" if is_theirs else "server_error"
-    return JSONResponse(failure(str(error), kind=kind, code=code), status or (400 if is_theirs else 500))
+    return JSONResponse(failure(without_paths(str(error)), kind=kind, code=code), status or (400 if is_theirs else 500))
 
 
 async def _not_found(request: Request, exc: Exception) -> Response:
@@ -303,4 +354,4 @@ async def _not_found(request: Request, exc: Exception) -> Response:
 async def _unexpected(request: Request, exc: Exception) -> Response:
     message = f"{type(exc).__name__}: {exc} (unexpected; offspec serve -v shows where)"
     click.echo(f"offspec: {message}", err=True)
-    return JSONResponse(failure(message, kind="server_error"), 500)
+    return JSONResponse(failure(without_paths(message), kind="server_error"), 500)

@@ -6,6 +6,7 @@ Imports neither torch nor numpy, so that `--help` answers at once.
 from __future__ import annotations
 
 import math
+import reprlib
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
@@ -13,6 +14,8 @@ from typing import Any, Literal, get_args
 from offspec.errors import UsageError
 
 SEED_LIMIT = 1 << 64
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop texts, and characters of one: each token's text is looked through for all
+_STOP_LENGTH = f"texts of at most {MAX_STOP_LENGTH} characters"
 MAX_NODES = 1024  # of a tree where the budget is found
 DEFAULT_NODES = 64  # of a tree of the baselines that do not find their own budget, where none is given
 # The same where a CPU computes: arithmetic for so many rows takes longer there than any disk takes for 16-bit weights
@@ -74,10 +77,12 @@ class SamplingParams:
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0; 1 is off"),
             ("seed", self.seed is None or 0 <= self.seed < SEED_LIMIT, "between 0 and 2**64 - 1"),
             ("stop", are_texts and all(self.stop), "a tuple of texts that are not empty"),
+            ("stop", are_texts and len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} texts"),
+            ("stop", are_texts and max(map(len, self.stop), default=0) <= MAX_STOP_LENGTH, _STOP_LENGTH),
         ]
         for name, good, wanted in checks:
             if not good:
-                raise UsageError(f"{name} must be {wanted}, not {getattr(self, name)!r}")
+                raise UsageError(f"{name} must be {wanted}, not {reprlib.repr(getattr(self, name))}")
 
 
 @dataclass(frozen=True)

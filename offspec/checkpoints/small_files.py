@@ -1,5 +1,5 @@
-"""The small files that a user names, for the terminal: regular ones of a bounded size, or pipes (`loaders.small_files`)."""
+"""Small files that a user names, and JSON, for the terminal: bounded, as `loaders.small_files` has them."""
 
-from offspec.loaders.small_files import MOST_TEXT_BYTES, read_small_file
+from offspec.loaders.small_files import MOST_TEXT_BYTES, parse_json, read_small_file
 
-__all__ = ["MOST_TEXT_BYTES", "read_small_file"]
+__all__ = ["MOST_TEXT_BYTES", "parse_json", "read_small_file"]

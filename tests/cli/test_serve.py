@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.cli.connections import protocol
 from offspec.cli.serve import listening
-from offspec.cli.server import Service, application, is_loopback
+from offspec.cli.server import Service, application, is_loopback, without_paths
 from offspec.errors import MemoryLimitError, NumericalError
 from offspec.session import Turn, turns_of
 from offspec.text.tokenizer import Tokenizer
@@ -73,11 +75,14 @@ def engine(pair: Pair) -> Engine:
 
 
 @contextmanager
-def served(engine: Engine, **settings: Any) -> Generator[tuple[Client, Service], None, None]:
+def served(
+    engine: Engine, http: type[H11Protocol] | None = None, **settings: Any
+) -> Generator[tuple[Client, Service], None, None]:
     sock = listening("127.0.0.1", 0)
     with closing(Service(engine, SpeculationParams())) as service:
         app = application(service, SamplingParams(16), **settings)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, lifespan="off"))
+        limits = {"http": http or protocol(100), "timeout_graceful_shutdown": 1}
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", **limits))
         service.give_up = lambda: setattr(server, "should_exit", True)
         thread = Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
@@ -220,7 +225,9 @@ def test_an_engine_that_lost_its_target_gives_up(engine: Engine, monkeypatch: py
         ("completions", {"prompt": ""}, "empty"),
         ("completions", {"prompt": [10**6]}, "vocabulary"),
         ("completions", {"prompt": "x" * 500}, "context"),
-        ("completions", " " * (33 << 20), "larger"),
+        ("completions", "[" + "1," * 3_000_000 + "1]", "not JSON (it has more than 2000000 values)"),
+        ("completions", {"prompt": "x", "stop": ["a"] * 65}, "stop must be at most 64 texts"),
+        ("completions", {"prompt": "x", "stop": "a" * 2000}, "stop must be texts of at most 1024 characters"),
     ],
 )
 def test_a_bad_request_is_told_why(client: Client, path: str, body: Any, said: str) -> None:
@@ -228,6 +235,100 @@ def test_a_bad_request_is_told_why(client: Client, path: str, body: Any, said: s
     assert reply.status == 400
     assert said in reply.body["error"]["message"]
     assert reply.body["error"]["code"] == ("context_length_exceeded" if said == "context" else None)
+
+
+def test_a_request_that_is_too_large_is_told_so(client: Client) -> None:
+    reply = client.ask("POST", "/v1/completions", " " * (33 << 20))
+    assert (reply.status, reply.body["error"]["message"]) == (413, "the request is larger than 32 MiB")
+
+
+def test_no_answer_names_folders_of_this_machine(client: Client, engine: Engine) -> None:
+    folder = str(engine.tokenizer.folder)
+    reply = client.chat({"role": "user", "content": "a \ud800"})
+    assert reply.status == 400
+    assert "tokenizer.json" in reply.body["error"]["message"]
+    told = [
+        reply.body,
+        client.ask("GET", "/v1/models").body,
+        client.ask("GET", "/v1/models/none").body,
+        client.chat(USER).body,
+    ]
+    assert not [said for said in told if folder in json.dumps(said) or str(Path(folder).parent) in json.dumps(said)]
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("cannot read /home/me/model-1/a.json: gone", "cannot read a.json: gone"),
+        ("(/srv/a-b/c/tokenizer.json): x", "(tokenizer.json): x"),
+        ("see https://huggingface.co/org/name, and/or this", "see https://huggingface.co/org/name, and/or this"),
+    ],
+)
+def test_paths_lose_their_folders(message: str, told: str) -> None:
+    assert without_paths(message) == told
+
+
+def read_all(sock: socket.socket) -> str:
+    sock.settimeout(LONG_S)
+    parts = list[bytes]()
+    while part := sock.recv(65536):
+        parts.append(part)
+    return b"".join(parts).decode()
+
+
+def asked_until(where: tuple[str, int], status: int) -> str:
+    """The first answer to /health that has this status: the server learns of connections in its own time."""
+    while True:
+        with socket.create_connection(where) as sock, suppress(ConnectionResetError):
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            if (answer := read_all(sock)).startswith(f"HTTP/1.1 {status}"):
+                return answer
+
+
+def test_connections_beyond_the_limit_are_refused(engine: Engine) -> None:
+    with served(engine, protocol(3)) as (client, _):
+        where = ("127.0.0.1", client.port)
+        kept = [socket.create_connection(where) for _ in range(2)]
+        assert client.ask("GET", "/health").status == 200
+        kept.append(socket.create_connection(where))
+        answer = asked_until(where, 503)
+        assert "as many connections" in json.loads(answer.partition("\r\n\r\n")[2])["error"]["message"]
+        kept.pop().close()
+        assert '"ok"' in asked_until(where, 200)
+        for sock in kept:
+            sock.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /health HT",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
+    ],
+)
+def test_requests_that_do_not_come_are_not_waited_for(sent: bytes, engine: Engine) -> None:
+    with (
+        served(engine, protocol(10, headers_s=0.3, body_s=0.3)) as (client, _),
+        socket.create_connection(("127.0.0.1", client.port)) as sock,
+    ):
+        sock.sendall(sent)
+        *_, last = read_all(sock).rpartition("HTTP/1.1")
+        assert last.startswith(" 408")
+        assert "did not come in time" in last
+
+
+def test_bodies_that_do_not_come_take_bounded_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offspec.cli.server.MOST_BODIES_BYTES", 1000)
+    with served(engine) as (client, _), socket.create_connection(("127.0.0.1", client.port)) as stalled:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\n"
+        stalled.sendall(head + b" " * 800)
+        while client.ask("POST", "/v1/completions", " " * 300).status != 503:
+            pass  # until the server has read what is stalled
+        stalled.close()
+        while client.ask("POST", "/v1/completions", " " * 300).status == 503:
+            pass
+        assert client.ask("POST", "/v1/completions", {"prompt": "hi" + " " * 300, "max_tokens": 1}).status in (200, 400)
 
 
 @pytest.mark.parametrize("kind", ["chat/completions", "completions"])
@@ -258,8 +359,9 @@ def test_other_paths(client: Client) -> None:
 
 def test_models_are_described(client: Client, engine: Engine) -> None:
     (model,) = client.ask("GET", "/v1/models").body["data"]
-    assert (model["id"], model["object"], type(model["created"])) == (engine.name, "model", int)
-    assert client.ask("GET", f"/v1/models/{engine.name}") == Reply(200, model)
+    name = Path(engine.name).name
+    assert (model["id"], model["object"], type(model["created"])) == (name, "model", int)
+    assert client.ask("GET", f"/v1/models/{name}") == Reply(200, model)
     for other in ("other", "org/other", ""):
         unknown = client.ask("GET", f"/v1/models/{other}")
         assert (unknown.status, unknown.body["error"]["code"]) == (404, "model_not_found")
@@ -297,7 +399,7 @@ def test_web_pages_are_not_answered(engine: Engine) -> None:
         for headers, status in (
             ({}, 200),
             ({"Host": "localhost:8080"}, 200),
-            ({"Host": "host.docker.internal"}, 200),
+            ({"Host": "host.docker.internal"}, 403),
             ({"Host": "[::1]:8080"}, 200),
             ({"Origin": "http://localhost:3000"}, 200),
             ({"Host": "evil.example"}, 403),
@@ -322,7 +424,14 @@ def test_web_pages_are_answered_by_no_server_without_a_key(engine: Engine) -> No
 
 @pytest.mark.parametrize(
     ("host", "is_private"),
-    [("127.0.0.1", True), ("::1", True), ("127.0.0.2", True), ("0.0.0.0", False), ("a.b", False)],
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("127.0.0.2", True),
+        ("0.0.0.0", False),
+        ("a.b", False),
+        ("a.internal", False),
+    ],
 )
 def test_what_only_this_machine_can_mean(host: str, is_private: bool) -> None:
     assert is_loopback(host) == is_private

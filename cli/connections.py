@@ -1,0 +1,148 @@
+"""Connections of `offspec serve` that may cost only so much: their number, how slowly they send, how much they send.
+
+All of it holds before a request is authenticated. What is refused is told in JSON, as OpenAI's clients read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .openai_api import failure
+
+BACKLOG = 32  # connections that the system accepts for us meanwhile; asyncio takes as many at a time
+SPARE_FILES = 4 * BACKLOG  # descriptors that stay free for files, and for connections that are being refused
+MOST_CONNECTIONS = 512
+HEADERS_S = 10.0  # for a request's headers, once its connection is there
+BODY_S = 60.0  # for its body: 32 MiB at 0.5 MiB/s
+ACCEPT_FAILED = "socket.accept() out of system resource"
+
+
+def most_connections() -> int:
+    """As many as leave descriptors free, counted from what is open now; at least one."""
+    if sys.platform == "win32":
+        return MOST_CONNECTIONS
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    num_open = 64
+    with suppress(OSError):
+        num_open = len(os.listdir("/dev/fd"))
+    return MOST_CONNECTIONS if limit < 0 else max(1, min(MOST_CONNECTIONS, limit - num_open - SPARE_FILES))
+
+
+def protocol(most: int, headers_s: float = HEADERS_S, body_s: float = BODY_S) -> type[H11Protocol]:
+    """uvicorn's HTTP protocol with limits, for `uvicorn.Config(http=…)`. most: connections at a time."""
+
+    class Limited(LimitedProtocol):
+        most_connections, limits_s = most, {h11.IDLE: headers_s, h11.SEND_BODY: body_s}
+
+    return Limited
+
+
+class LimitedProtocol(H11Protocol):
+    """limits_s: how long the other side may be in a state of h11's."""
+
+    most_connections: int
+    limits_s: dict[Any, float]
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._timer: asyncio.TimerHandle | None = None
+        self._timed: object = None  # the state that the timer is for
+
+    def connection_made(self, transport: Any) -> None:  # asyncio.Transport, as uvicorn has it
+        super().connection_made(transport)
+        if len(self.connections) > self.most_connections:
+            self._refuse(503, "the server has as many connections as it can have; try again later")
+        else:
+            self._set_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clear_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            super().data_received(data)
+            self._set_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """One for the state that the other side is in now, unless it is running; uvicorn's own is for idle connections."""
+        state = self.conn.their_state
+        if state == self._timed:
+            return
+        self._clear_timer()
+        is_idle = state is h11.IDLE and self.timeout_keep_alive_task is not None
+        if state in self.limits_s and not is_idle and not self.transport.is_closing():
+            self._timed = state
+            self._timer = self.loop.call_later(self.limits_s[state], self._too_slow)
+
+    def _clear_timer(self) -> None:
+        self._timed = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            self._refuse(408, "the request did not come in time")
+        else:
+            self.transport.abort()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer past h11, which may be in the middle of a request, and close."""
+        body = json.dumps(failure(message, kind="server_error" if status >= 500 else "invalid_request_error")).encode()
+        reason = {408: "Request Timeout", 503: "Service Unavailable"}[status]
+        head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        if not self.transport.is_closing():
+            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            self.transport.close()
+
+
+class Seldom(logging.Filter):
+    """Lets what asyncio says of connections that cannot be accepted through once a minute, in a line."""
+
+    def __init__(self, every_s: float = 60.0) -> None:
+        super().__init__()
+        self._every_s, self._next_s = every_s, 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if ACCEPT_FAILED not in record.getMessage():
+            return True
+        now = time.monotonic()
+        if now < self._next_s:
+            return False
+        self._next_s = now + self._every_s
+        record.msg, record.args, record.exc_info = "offspec: too many open files: connections wait", (), None
+        return True
+
+
+class Bodies:
+    """How many bytes of requests are in memory, of all connections together."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._num_bytes = most_bytes, 0
+
+    def take(self, num_bytes: int) -> bool:
+        """Whether there was room for them."""
+        if self._num_bytes + num_bytes > self._most_bytes:
+            return False
+        self._num_bytes += num_bytes
+        return True
+
+    def give_back(self, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
