@@ -118,7 +118,8 @@ class ExitFile:
         """The layer's weights by their short names. Raises CheckpointError."""
         try:
             with safe_open(self.path, framework="pt") as file:
-                return {name: file.get_tensor(name).to(device, dtype) for name in file.keys()}  # noqa: SIM118
+                # Copies: what safe_open gives lies in the mapped file, which somebody may write over.
+                return {name: file.get_tensor(name).to(device, dtype, copy=True) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as exc:
             raise CheckpointError(f"exit layer {self.path} cannot be read: {exc}") from exc
 

@@ -96,7 +96,7 @@ def _fingerprints(files: Sequence[Path], tokenizer: Tokenizer) -> tuple[str, str
     owner = hashlib.blake2b(_MAGIC + tokenizer.fingerprint, digest_size=8)
     content = hashlib.blake2b(digest_size=16)
     for file in files:
-        owner.update(os.fsencode(file.resolve()) + b"\0")
+        owner.update(os.fsencode(os.path.realpath(file)) + b"\0")
         for block in _text_blocks(file):
             content.update(block)
         content.update(b"\0end")  # so that where one file ends counts

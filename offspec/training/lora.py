@@ -184,7 +184,8 @@ class SavedAdapter:
                         f"and {FILE_VERSION} is read: update offspec"
                     )
                 names = file.keys()
-                return cls(about.get("draft", ""), {name: file.get_tensor(name) for name in names})
+                # Copies: what safe_open gives lies in the mapped file, which somebody may write over.
+                return cls(about.get("draft", ""), {name: file.get_tensor(name).clone() for name in names})
         except OSError as exc:
             raise UsageError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         except SafetensorError as exc:
