@@ -189,7 +189,7 @@ class Engine:
         return self.draft_name is not None or self.draft.decoder is not None or self.lookup_index is not None
 
     def sharpness(self, *, greedy: bool) -> float:
-        """The sharpness fitted so far (see `scheduler.draft`)."""
+        """The sharpness fitted so far (see `scheduler.calibration`)."""
         return self.learnt.calibration.sharpness(greedy=greedy).value
 
     def _too_long(self, num_tokens: int) -> str:

@@ -191,8 +191,8 @@ class CandidateTree:
     def disputed(self, places: IntArray, index: int) -> tuple[IntArray, FloatArray]:
         """Children of `places` (nodes, or ROOT) to which the model gives less than the guesser that named them.
 
-        Of places that the model was asked about. Returns these nodes, and the log-probability that the guesser gave each
-        of them after its parent.
+        Of places that the model was asked about. Returns these nodes, and the log-probability that the guesser gave
+        each of them after its parent.
         """
         guessed = self._guessed[np.isin(self.nodes["parent"][self._guessed], places)]
         parents, values = self.nodes["parent"][guessed], self.nodes["value"][guessed]

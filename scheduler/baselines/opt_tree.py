@@ -24,7 +24,7 @@ class OptTreeDrafter(SequentialDrafter):
     OPT-Tree, 2406.17276, section 3.
 
     Each layer adds its best `budget` candidates to the pool; the tree is the best `budget` of the pool by path
-    probability, whose sum is the expected number of accepted tokens. Growth ends when a layer adds no more than
+    probability, whose sum is the expected number of accepted tokens. Drafting ends when a layer adds no more than
     `threshold` tokens to that. A layer is worth its time while it adds more tokens than the loop yields meanwhile: the
     authors run 0.5 on a resident 7B, beside a streamed target it is some hundredths. The paper gives every node
     `budget` candidates, here it is `children` of them.
