@@ -225,8 +225,8 @@ def _check_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target).free
     if needed > free:
         raise StorageError(
-            f"{target}: {format_quantity(needed, 'B')} are still to be written, its disk has {format_quantity(free, 'B')} "
-            "free; make room and run the same command again, or choose another disk"
+            f"{target}: {format_quantity(needed, 'B')} are still to be written, "
+            f"its disk has {format_quantity(free, 'B')} free; make room and run the same command again, or choose another disk"
         )
 
 

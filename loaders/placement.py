@@ -151,7 +151,8 @@ def _refusal(
     parts = ", ".join(f"{name} {format_size(size)}" for name, size in sorted(wanted, key=lambda need: -need[1]) if size)
     smaller = "an exit layer after fewer layers" if pinned else "a smaller draft"
     return (
-        f"{format_size(max(limit, 0))} of {tier} are too little: at least {format_size(sum(size for _, size in wanted))} are needed "
+        f"{format_size(max(limit, 0))} of {tier} are too little: "
+        f"at least {format_size(sum(size for _, size in wanted))} are needed "
         f"({parts}); grant more with --{tier.lower()}, ask for a smaller --context, or take {smaller}"
     )
 

@@ -173,7 +173,7 @@ class GroupedWeight(PackedStored):
         return replace(self, layout=replace(self.layout, groups=self.layout.groups.to(device)))
 
 
-# --------------------------------------------------------------------------------------------------- reading checkpoints
+# -------------------------------------------------------------------------------------------------- reading checkpoints
 
 
 @dataclass(frozen=True)
