@@ -141,6 +141,7 @@ class Engine:
         the draft; with `SpeculationParams(accept="joint")` it is another, and the statistics say so (`is_lossy`). Closing
         the iterator between steps leaves the engine ready for the next request.
         caches: kept from an earlier request (`new_caches`); what the prompt shares with its text is not scored again.
+        One request at a time may use them: UsageError until the other's iterator has ended, is closed, or is gone.
         observer: shown every tree with its verdict, as the pass ends.
         Raises ContextLengthError or UsageError at once, NumericalError while running.
         """
@@ -158,7 +159,10 @@ class Engine:
         seed = secrets.randbits(32) if params.seed is None else params.seed
         params = replace(params, seed=seed, max_new_tokens=min(params.max_new_tokens, room))
         asked = RequestParams(params, seed, speculation, observer, began)
-        return Request(self, text, asked, caches or self.new_caches()).run()
+        caches = caches or self.new_caches()
+        with self.turn:  # of two threads that come with the same caches, one is refused
+            caches.user.check_free()
+            return caches.user.begin(Request(self, text, asked, caches).run())
 
     def learn(self, stats: Stats) -> None:
         """Let the draft learn from what the target said in the requests so far, if it was loaded with `learn`.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from offspec.loaders.small_files import parse_json, read_small_file
@@ -22,7 +23,7 @@ from offspec.scheduler.params import SamplingParams, SpeculationParams
 from .checkpoints.atomic_files import write_atomically
 from .engine import Engine, Message
 from .errors import ContextLengthError, OffspecError, StorageError, UsageError
-from .model.text_caches import TextCaches
+from .model.text_caches import SoleUser, TextCaches
 from .request import Step
 from .stats import Stats
 from .text.tokenizer import Tokenizer
@@ -73,6 +74,10 @@ class Session:
         self._tell = tell
         self._system: str | None = None
         self._caches = lasting_caches(engine)
+        self._lock = RLock()  # held while the turns are looked at and changed
+        self._reply = SoleUser(
+            "a reply of this conversation is under way: end it or close its iterator first, or begin another Session"
+        )
         self._exported = set[Path]()
         self.system = system
 
@@ -116,9 +121,16 @@ class Session:
         """Answer a message, a step a pass. again: in place of the last turn, which stays if nothing comes.
 
         Closing the iterator, or an exception in it, ends the reply and keeps what was said; a turn in which nothing was
-        said is taken back. Raises ContextLengthError or UsageError at once, NumericalError while running.
+        said is taken back. Raises ContextLengthError or UsageError at once, NumericalError while running; UsageError also
+        where another reply is under way, in this thread or another.
         """
-        params = params or SamplingParams()
+        with self._lock:
+            self._reply.check_free()
+            return self._reply.begin(self._begin(message, params or SamplingParams(), speculation, again=again))
+
+    def _begin(
+        self, message: str, params: SamplingParams, speculation: SpeculationParams | None, *, again: bool
+    ) -> Generator[Step, None, None]:
         before, turn = self.turns[: len(self.turns) - again], Turn(message)
         ids = self._fit(before, turn, params)
         return self._run(before, turn, self.engine.generate(ids, params, speculation, caches=self._caches))
@@ -157,14 +169,18 @@ class Session:
         return ids
 
     def undo(self) -> Turn:
-        """Take back the last turn. Raises UsageError where there is none."""
-        if not self.turns:
-            raise UsageError("there is no turn to take back")
-        return self.turns.pop()
+        """Take back the last turn. Raises UsageError where there is none, or a reply is under way."""
+        with self._lock:
+            self._reply.check_free()
+            if not self.turns:
+                raise UsageError("there is no turn to take back")
+            return self.turns.pop()
 
     def clear(self) -> None:
-        """Begin anew, with the same system message."""
-        self.turns = []
+        """Begin anew, with the same system message. Raises UsageError while a reply is under way."""
+        with self._lock:
+            self._reply.check_free()
+            self.turns = []
 
     # ---------------------------------------------------------------------------------------- files
 
@@ -188,10 +204,16 @@ class Session:
     def load(self, path: Path) -> dict[str, Any]:
         """Take over a saved conversation, in place of this one; returns the settings that were saved with it.
 
-        Raises UsageError for a file that is not one, with this conversation as it was. Replies keep their tokens where
-        these mean the same text here, so another model can go on, too.
+        Raises UsageError for a file that is not one, or while a reply is under way, with this conversation as it was.
+        Replies keep their tokens where these mean the same text here, so another model can go on, too.
         """
         saved = read_saved(path)
+        with self._lock:
+            self._reply.check_free()
+            self._take_over(saved)
+        return saved.settings
+
+    def _take_over(self, saved: Saved) -> None:
         system, self.system = self.system, saved.system
         try:
             if saved.turns:
@@ -200,7 +222,6 @@ class Session:
             self._system = system
             raise
         self.turns = saved.turns
-        return saved.settings
 
     def export(self, path: Path) -> None:
         """Write the conversation as Markdown, for people.

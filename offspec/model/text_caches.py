@@ -5,23 +5,59 @@ A request that goes on from the text they hold scores only what is new. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Generator, Sequence
+from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import takewhile
+from typing import Any, TypeVar
+from weakref import ref
 
+from ..errors import UsageError
 from .decoder import CachedDecoder
+
+G = TypeVar("G", bound=Generator[Any, None, None])
+
+
+class SoleUser:
+    """The one generator that may use something: until it has ended, is closed, or nobody has it any more."""
+
+    def __init__(self, refusal: str) -> None:
+        """refusal: what is said to whoever comes meanwhile."""
+        self._refusal = refusal
+        self._user: ref[Generator[Any, None, None]] | None = None
+
+    def check_free(self) -> None:
+        """Raises UsageError while the generator is under way."""
+        if self._is_used():
+            gc.collect()  # it may be out of everybody's reach, in a cycle of references
+            if self._is_used():
+                raise UsageError(self._refusal)
+
+    def begin(self, user: G) -> G:
+        """From now on it is this generator, which is given back."""
+        self._user = ref(user)
+        return user
+
+    def _is_used(self) -> bool:
+        user = None if self._user is None else self._user()
+        return user is not None and getgeneratorstate(user) != GEN_CLOSED
 
 
 class TextCaches:
     """`text` is what has been scored or emitted so far; either cache holds a beginning of it, and maybe pending nodes.
 
     A request appends to `text`. It may be left anywhere (Ctrl-C): what the caches hold beyond `text` is forgotten by
-    the next `rewind`.
+    the next `rewind`. `user` is the steps of the request that is under way: one at a time, or their texts would mix.
     """
 
     def __init__(self, target: CachedDecoder, draft: CachedDecoder | None) -> None:
         """Both of them empty."""
         self.text: list[int] = []
         self.target, self.draft = target, draft
+        self.user = SoleUser(
+            "these caches are in use by another request: end it or close its iterator first, or make caches of their own "
+            "for this one (Engine.new_caches)"
+        )
 
     def rewind(self, text: Sequence[int]) -> int:
         """Keep only what `text` begins with, and take it as the text; returns how many of its tokens are to be scored.

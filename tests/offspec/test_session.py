@@ -8,8 +8,11 @@ import json
 import os
 import stat
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -466,6 +469,103 @@ def test_pipes_and_devices_are_neither_read_nor_replaced(engine: Engine, tmp_pat
         with pytest.raises(StorageError, match="no regular file"):
             check_writable(path)
     assert pipe.is_fifo()
+
+
+# ------------------------------------------------------------------------------------------------ one at a time
+
+
+def test_caches_serve_one_request_at_a_time(engine: Engine) -> None:
+    """Two would rewind each other's text, and both say what neither was asked for."""
+    caches = engine.new_caches()
+    alone = [[token for step in engine.generate(text, WARM) for token in step.token_ids] for text in MESSAGES[:2]]
+    first = engine.generate(MESSAGES[0], WARM, caches=caches)
+    found = list(next(first).token_ids)
+    with pytest.raises(UsageError, match="these caches are in use by another request"):
+        engine.generate(MESSAGES[1], WARM, caches=caches)
+    assert found + [token for step in first for token in step.token_ids] == alone[0]
+    assert [t for step in engine.generate(MESSAGES[1], WARM, caches=caches) for t in step.token_ids] == alone[1]
+
+
+class Holder:
+    """Refers to itself, as a traceback and its frame may."""
+
+    def __init__(self, held: object) -> None:
+        self.held, self.me = held, self
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+@pytest.mark.parametrize("way", ["closed", "dropped", "in a cycle", "Ctrl-C"])
+def test_a_request_that_was_left_lets_go_of_its_caches(engine: Engine, way: str, num_steps: int) -> None:
+    caches = engine.new_caches()
+    steps = engine.generate(MESSAGES[0], WARM, caches=caches)
+    for _ in range(num_steps):
+        next(steps)
+    if way == "closed":
+        steps.close()
+    elif way == "in a cycle":
+        Holder(steps)
+        del steps
+    elif way == "Ctrl-C":
+        with pytest.raises(KeyboardInterrupt):
+            steps.throw(KeyboardInterrupt)
+    else:
+        del steps
+    expected = [token for step in engine.generate(MESSAGES[1], WARM) for token in step.token_ids]
+    assert [t for step in engine.generate(MESSAGES[1], WARM, caches=caches) for t in step.token_ids] == expected
+
+
+def test_a_request_that_cannot_begin_leaves_the_caches_free(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = engine.new_caches()
+
+    def fail(*args: object) -> None:
+        raise NumericalError("the first pass is none")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(caches), "rewind", fail)
+        with pytest.raises(NumericalError):
+            engine.generate(MESSAGES[0], WARM, caches=caches)
+    assert list(engine.generate(MESSAGES[0], WARM, caches=caches))
+
+
+def test_a_conversation_has_one_reply_at_a_time(engine: Engine, tmp_path: Path) -> None:
+    session, other = Session(engine), Session(engine)
+    say(other, "hi")
+    other.save(tmp_path / "talk.json", {})
+    say(session, "hi")
+    steps = session.reply("def area(", GREEDY)
+    next(steps)
+    changes = (
+        lambda: session.reply("hi", GREEDY),
+        session.undo,
+        session.clear,
+        lambda: session.load(tmp_path / "talk.json"),
+    )
+    for change in changes:
+        with pytest.raises(UsageError, match="a reply of this conversation is under way"):
+            change()
+    for _ in steps:
+        pass
+    assert [turn.message for turn in session.turns] == ["hi", "def area("]
+    assert session.turns[-1].token_ids == fresh(session, GREEDY)
+    assert session.undo().message == "def area("
+
+
+def test_threads_lose_no_turn_of_a_conversation(engine: Engine) -> None:
+    """Each message is answered as it would be alone, or refused."""
+    session, barrier = Session(engine), Barrier(4)
+
+    def talk(number: int) -> int:
+        answered = 0
+        barrier.wait()
+        for _ in range(5):
+            with suppress(UsageError):
+                say(session, f"message {number}", replace(GREEDY, max_new_tokens=3))
+                answered += 1
+        return answered
+
+    with ThreadPoolExecutor(4) as threads:
+        num_answered = sum(threads.map(talk, range(4)))
+    assert len(session.turns) == num_answered > 0
 
 
 def test_only_our_own_files_are_overwritten(engine: Engine, tmp_path: Path) -> None:
