@@ -26,7 +26,7 @@ MOST_CHARACTERS = 2**26  # of a rendered chat: twice what a server takes as a re
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
     """The text that a template makes of its variables, which must be JSON. Raises TokenizerError, which says what is wrong."""
-    answer = _worker.ask({"source": source, "variables": dict(variables)})
+    answer = WORKER.ask({"source": source, "variables": dict(variables)})
     if "text" not in answer:
         raise TokenizerError(answer["error"])
     return answer["text"]
@@ -87,5 +87,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.communicate()  # which closes the pipes, too
 
 
-_worker = Worker()
-atexit.register(_worker.close)
+WORKER = Worker()
+atexit.register(WORKER.close)
