@@ -27,35 +27,86 @@ ALLOWED = {
     "offspec": r"offspec\.(loaders|scheduler)(\..+)?",
     "cli": r"offspec(\.(?!loaders\b|scheduler\b).+)?",  # what a user can set comes through the front door
 }
+# The rooms of offspec/ (a folder or a module each), from the ground up: a room imports from lower floors alone.
+FLOORS = (
+    ("errors", "stats", "background", "process", "builtin"),
+    ("text", "model"),
+    ("checkpoints",),
+    ("planning",),
+    ("training",),
+    ("drafts",),
+    ("loading",),
+    ("request",),
+    ("engine",),
+    ("session", "tools"),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# What weight formats may know of loading, and who may know the methods that are kept for comparison.
+UNDER_FORMATS = {"checkpoint", "params", "records", "registry"}
+ABOVE_BASELINES = {"offspec.scheduler.controllers", "offspec.scheduler.learnt", "offspec.drafts.model_draft"}
 # These two stand for the package as it is installed, all four folders, not for the folder they lie in.
 FRONT_DOORS = (ROOT / "offspec" / "__init__.py", ROOT / "offspec" / "__main__.py")
 
 
 @dataclass(frozen=True)
 class Import:
-    """One `import name`, or one name of `from module import name`; level counts the dots."""
+    """One `import name`, or one name of `from module import name`; level counts the dots.
+
+    for_types: below `if TYPE_CHECKING`, so that it never runs.
+    """
 
     file: Path
     line: int
     name: str
     level: int
+    for_types: bool
 
     @property
     def folder(self) -> str:
         return self.file.relative_to(ROOT).parts[0]
 
+    @property
+    def target(self) -> str | None:
+        """The module of ours that is imported, by its full name; None where it is somebody else's."""
+        package = name_of(self.file).split(".")
+        if self.file.name != "__init__.py":
+            package.pop()
+        above = package[: len(package) - self.level + 1] if self.level else []
+        parts = [*above, *self.name.split(".")]
+        found = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        return next((name for name in found if name in NAMES), None)
+
     def __str__(self) -> str:
         return f"{self.file.relative_to(ROOT)}:{self.line} imports {'.' * self.level}{self.name}"
 
 
+def name_of(file: Path) -> str:
+    """A module's full name: loaders/formats/core.py is offspec.loaders.formats.core."""
+    parts = list(file.relative_to(ROOT).with_suffix("").parts)
+    if parts[-1] == "__init__":
+        parts.pop()
+    return ".".join(parts if parts[0] == "offspec" else ["offspec", *parts])
+
+
+NAMES = {name_of(file) for file in MODULES}
+
+
 def imports_of(file: Path) -> Iterator[Import]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for outer in node.body
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(file, node.lineno, alias.name, 0)
+                yield Import(file, node.lineno, alias.name, 0, node in for_types)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                yield Import(file, node.lineno, _joined(node.module, alias.name), node.level)
+                yield Import(file, node.lineno, _joined(node.module, alias.name), node.level, node in for_types)
 
 
 def _joined(module: str | None, name: str) -> str:
@@ -85,6 +136,52 @@ def test_imports_across_folders_point_one_way() -> None:
         and not re.fullmatch(ALLOWED[found.folder], found.name)
     ]
     assert wrong == []
+
+
+def room_of(module: str) -> str | None:
+    """The room of offspec/ that a module is in; None for the other folders' modules and the two front doors."""
+    name = module.partition(".")[2].partition(".")[0]
+    return None if name in ("loaders", "scheduler", "cli", "__main__", "") else name
+
+
+def arrows() -> Iterator[tuple[Import, str, str]]:
+    """Imports of offspec/ that lead from one room to another, with the two."""
+    for found in IMPORTS:
+        if found.folder == "offspec" and found.target is not None:
+            here, there = room_of(name_of(found.file)), room_of(found.target)
+            if here is not None and there is not None and here != there:
+                yield found, here, there
+
+
+def test_every_room_has_its_floor() -> None:
+    assert {room for name in NAMES if (room := room_of(name)) is not None} == set(FLOOR_OF)
+    assert {("request", "drafts"), ("drafts", "planning"), ("model", "errors")} <= {arrow[1:] for arrow in arrows()}
+
+
+def test_between_rooms_imports_point_down() -> None:
+    """So that there is no circle: a room that imports a second one is not imported by it, by whatever way round."""
+    up = [(found, here, there) for found, here, there in arrows() if FLOOR_OF[here] <= FLOOR_OF[there]]
+    assert [str(found) for found, _, _ in up if not found.for_types] == []
+    assert {(here, there) for _, here, there in up} == {("request", "engine")}, "for types: a request has an engine"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    known: dict[str, set[str]] = {name: set() for name in NAMES}
+    for found in IMPORTS:
+        if found.target is not None and not found.for_types:
+            known[name_of(found.file)].add(found.target)
+    while leaves := {name for name, targets in known.items() if not targets}:
+        known = {name: targets - leaves for name, targets in known.items() if name not in leaves}
+    assert known == {}, "what is left imports each other in a circle"
+
+
+def test_formats_and_baselines_are_rooms_of_their_folders() -> None:
+    pairs = {(name_of(found.file), found.target) for found in IMPORTS if found.target is not None}
+    under = {there for here, there in pairs if here.startswith("offspec.loaders.formats")}
+    under = {name.removeprefix("offspec.loaders.") for name in under if name.startswith("offspec.loaders.")}
+    assert {name for name in under if not name.startswith("formats")} == UNDER_FORMATS
+    above = {here for here, there in pairs if there.startswith("offspec.scheduler.baselines")}
+    assert {name for name in above if not name.startswith("offspec.scheduler.baselines")} == ABOVE_BASELINES
 
 
 def test_no_folder_is_imported_as_a_package_of_its_own() -> None:
