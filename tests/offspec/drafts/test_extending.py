@@ -1,0 +1,154 @@
+"""A kind of draft of one's own is registered, and nothing else is touched (docs/extending.md).
+
+It guesses by a table: after each token the one that followed it in a text that is known. What it guesses comes true
+where the text goes on as that one did, and whatever it guesses, the text is the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.opening import ModelFiles
+from offspec.drafts.base import Attach, Draft, DraftTask, OpenRequest
+from offspec.drafts.kinds import KINDS
+from offspec.drafts.learnt import Learnt
+from offspec.loaders.placement import Item
+from offspec.loading import LoadOptions
+from offspec.model.decoder import Decoder
+from offspec.planning.memory import MemoryUse, Room
+from offspec.scheduler.drafter import Drafter, NoDrafter
+from offspec.scheduler.tree import TokenTree
+from offspec.tools.forecast import make_forecast
+
+from ...pair import Pair, build_pair
+
+PROMPT = "def area("
+GREEDY, SAMPLED = SamplingParams(24, seed=5), SamplingParams(24, temperature=1.0, seed=5)
+CONTEXT = 128
+
+
+# ---------------------------------------------------------------------------------------------------- the kind of draft
+
+
+class TableDrafter(NoDrafter):
+    """Guesses a chain of at most MAX_NODES tokens; learns nothing."""
+
+    MAX_NODES = 8
+
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+
+    def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
+        tokens = [text[-1]]
+        for _ in range(min(max_depth, self.MAX_NODES)):
+            tokens.append(int(self._table[tokens[-1]]))
+        return TokenTree.chain(tokens[1:])
+
+
+class TableDraft(Draft):
+    """The table in memory. It has no model: the text's caches are the target's alone, as `Draft.new_caches` makes them."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__("table")
+        self._table = table
+
+    def drafter(self, task: DraftTask, learnt: Learnt) -> Drafter:
+        return NoDrafter() if task.speculation.budget == 0 else TableDrafter(self._table)
+
+
+@dataclass(frozen=True)
+class OpenedTable:
+    """The table before it is loaded. followers: token → the token after it."""
+
+    followers: Mapping[int, int]
+    models: Sequence[ModelFiles] = ()
+
+    @classmethod
+    def open(cls, followers: Mapping[int, int], request: OpenRequest) -> OpenedTable:
+        request.options.refuse_learning()
+        request.options.refuse_exit_file()
+        return cls(followers)
+
+    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+        return MemoryUse((Item("successor table", on_device=8 * target.config.vocab_size),))
+
+    def load(self, device: torch.device) -> Attach:
+        def attach(target: Decoder) -> Draft:
+            table = torch.zeros(target.config.vocab_size, dtype=torch.long, device=device)
+            table[list(self.followers)] = torch.tensor([*self.followers.values()], device=device)
+            return TableDraft(table)
+
+        return attach
+
+
+# --------------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> dict[SamplingParams, list[int]]:
+    """What the target says without any draft: the prompt's tokens, and then its own."""
+    engine = load(pair, "none")
+    texts = {params: engine.encode(PROMPT) + ids_of(engine, params)[0] for params in (GREEDY, SAMPLED)}
+    engine.close()
+    return texts
+
+
+@pytest.fixture
+def _registered(plain: dict[SamplingParams, list[int]]) -> Iterator[None]:
+    """`--draft table`, made of the greedy text."""
+    KINDS["table"] = partial(OpenedTable.open, dict(pairwise(plain[GREEDY])))
+    yield
+    del KINDS["table"]
+
+
+def load(pair: Pair, draft: str) -> Engine:
+    return Engine.load(str(pair.target), draft=draft, device="cpu", dtype="fp32", context=CONTEXT)
+
+
+def ids_of(
+    engine: Engine, params: SamplingParams, speculation: SpeculationParams | None = None
+) -> tuple[list[int], int]:
+    """The tokens that follow the prompt, and in how many passes."""
+    steps = list(engine.generate(PROMPT, params, speculation))
+    return [token for step in steps for token in step.token_ids], steps[-1].stats.num_passes
+
+
+@pytest.mark.usefixtures("_registered")
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "temperature 1"])
+def test_the_text_is_plain_decodings(
+    pair: Pair, plain: dict[SamplingParams, list[int]], params: SamplingParams
+) -> None:
+    engine = load(pair, "table")
+    ids, num_passes = ids_of(engine, params)
+    ids_without, num_without = ids_of(engine, params, SpeculationParams(budget=0))
+    assert engine.draft_name == "table"
+    assert ids == ids_without == plain[params][-len(ids) :]
+    assert num_without == len(ids)
+    if params is GREEDY:  # what the table was made of
+        assert num_passes < len(ids)
+    engine.close()
+
+
+@pytest.mark.usefixtures("_registered")
+def test_its_memory_is_planned() -> None:
+    """By the engine, and by `offspec plan`, which loads nothing."""
+    engine = Engine.load("builtin", draft="table", device="cpu", context=CONTEXT)
+    assert engine.plan is not None
+    table_bytes = 8 * engine.target.config.vocab_size
+    assert Item("successor table", on_device=table_bytes) in engine.plan.placement.items
+    engine.close()
+    forecast = make_forecast(LoadOptions("builtin", draft="table", device="cpu", context=CONTEXT))
+    assert ("successor table", 0, table_bytes) in forecast.rows()
