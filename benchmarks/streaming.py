@@ -2,12 +2,12 @@
 
     python benchmarks/streaming.py make DIR                      # 13 GB: random weights in the shape of Llama 2 7B
     offspec quantize DIR DIR-nf4                                 # the same in 4 bit, to compare
-    python benchmarks/streaming.py measure DIR --grants 4GiB,6GiB,10GiB --widths 1,8,64,128
+    python benchmarks/streaming.py measure DIR --limits 4GiB,6GiB,10GiB --widths 1,8,64,128
 
 Every figure is a ratio inside one process: raw O_DIRECT reads of just the bytes that a pass streams (the best of 1 to 4
 threads, before and between the passes: the median), passes, and the same passes over one layer that stays in memory
-(computing alone). Each grant runs in a process of its own; as root on Linux also in a memory
-control group of the grant + 300 MiB, with the page cache dropped before, so that nothing can hide in it. A pass is one
+(computing alone). Each limit runs in a process of its own; as root on Linux also in a memory
+control group of the limit + 300 MiB, with the page cache dropped before, so that nothing can hide in it. A pass is one
 token of text and width - 1 tree nodes, and the head for the first rows, as the engine does it. The last line is JSON.
 """
 
@@ -106,7 +106,7 @@ def write(file: Path, shapes: Mapping[str, tuple[int, ...]], pool: np.ndarray, r
                 left -= out.write(pool[start : start + left])
 
 
-# ------------------------------------------------------------------------------------------------ one grant
+# ------------------------------------------------------------------------------------------------ one limit
 
 
 class OneLayer(WeightSource):
@@ -147,7 +147,7 @@ class OneLayer(WeightSource):
 
 
 def run_one(folder: Path, ram: int, widths: list[int], repeats: int) -> dict[str, Any]:
-    """Everything that is measured within one grant of RAM."""
+    """Everything that is measured within one limit of RAM."""
     files = ModelFiles.open(folder, "bf16", "cpu", [])
     largest = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     plan = plan_here(files, [], read_hardware(CPU), MemoryOptions(ram=ram, context=CONTEXT))
@@ -237,7 +237,7 @@ def peak_rss_bytes() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
-# ------------------------------------------------------------------------------------------------ all grants
+# ------------------------------------------------------------------------------------------------ all limits
 
 
 @contextmanager
@@ -307,7 +307,7 @@ def main() -> None:
     parser.add_argument("stage", choices=["make", "measure", "one"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--grants", default="4GiB,6GiB,10GiB")
+    parser.add_argument("--limits", default="4GiB,6GiB,10GiB")
     parser.add_argument("--ram", type=parse_size, default=6 * 2**30)
     parser.add_argument("--widths", default="1,8,64,128")
     parser.add_argument("--repeats", type=int, default=3)
@@ -318,7 +318,7 @@ def main() -> None:
     elif args.stage == "one":
         print(json.dumps(run_one(args.folder, args.ram, widths, args.repeats)))
     else:
-        results = [in_a_group(args.folder, parse_size(g), args.widths, args.repeats) for g in args.grants.split(",")]
+        results = [in_a_group(args.folder, parse_size(g), args.widths, args.repeats) for g in args.limits.split(",")]
         for result in results:
             show(result)
         print(json.dumps(results))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Memory:
     """RAM that this process may use. Swap does not count: what is swapped is slower than what is streamed.
 
-    total_bytes: the machine's, or what its container grants if that is less. available_bytes: what can be taken now,
+    total_bytes: the machine's, or what its container allows if that is less. available_bytes: what can be taken now,
     where page cache counts as free. limit: what sets available_bytes, "MemAvailable" or the file of a control group.
     """
 

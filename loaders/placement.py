@@ -153,7 +153,7 @@ def _refusal(
     return (
         f"{format_size(max(limit, 0))} of {tier} are too little: "
         f"at least {format_size(sum(size for _, size in wanted))} are needed "
-        f"({parts}); grant more with --{tier.lower()}, ask for a smaller --context, or take {smaller}"
+        f"({parts}); allow more with --{tier.lower()}, ask for a smaller --context, or take {smaller}"
     )
 
 

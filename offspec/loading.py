@@ -22,7 +22,7 @@ from .drafts.kinds import open_draft
 from .errors import MemoryLimitError, UsageError
 from .model.decoder import Decoder
 from .planning.memory import MemoryOptions
-from .planning.out_of_memory import explain_shortage, retry_out_of_memory, with_fewer_residents
+from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.plan import Plan
 from .planning.probe import measure_fused_limits, measure_link, measure_quick_rates, plan_here
 from .planning.report import explain_plan
@@ -144,7 +144,7 @@ class PlannedMemory:
         self.plan, self.device = plan, device
         self.can_give_up = True
         self._notes, self._load_weights = notes, load_weights
-        self._shortage: str | None = None  # the first one, explained
+        self._first_failure: str | None = None  # the first one, explained
 
     def load_weights(self) -> TieredWeights:
         """The target's, by the plan. Raises torch.OutOfMemoryError."""
@@ -157,18 +157,20 @@ class PlannedMemory:
 
     def give_up_residents(self, told: str) -> None:
         """Plan for fewer resident layers. told: what torch said. Raises MemoryLimitError where that was done already."""
-        if self._shortage is not None:
-            raise MemoryLimitError(f"{self._shortage}; and so it did with fewer layers that stay")
-        self._shortage = explain_shortage(self.plan, self.device, told)
+        if self._first_failure is not None:
+            raise MemoryLimitError(f"{self._first_failure}; and so it did with fewer layers that stay")
+        self._first_failure = explain_out_of_memory(self.plan, self.device, told)
         if not self.can_give_up:
-            raise MemoryLimitError(self._shortage)
+            raise MemoryLimitError(self._first_failure)
         release_memory(self.device)
         try:
             leaner = with_fewer_residents(self.plan)
         except MemoryLimitError as exc:
-            raise MemoryLimitError(f"{self._shortage}; and so it did with fewer layers that stay") from exc
+            raise MemoryLimitError(f"{self._first_failure}; and so it did with fewer layers that stay") from exc
         before, now = len(self.plan.placement.resident), len(leaner.placement.resident)
-        self._notes.append(Note(f"{self._shortage}; loaded again, {now} instead of {before} layers stay", advice=True))
+        self._notes.append(
+            Note(f"{self._first_failure}; loaded again, {now} instead of {before} layers stay", advice=True)
+        )
         self.plan = leaner
 
 

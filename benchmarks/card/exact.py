@@ -13,8 +13,8 @@ from offspec.loaders.placement import Limits
 from offspec.model.decoder import CachedDecoder
 
 from .bench import CPU, Bench
-from .grants import ENDLESS, plan_for, plan_within
 from .jobs import JOBS, Figures
+from .memory import ENDLESS, plan_for, plan_within
 from .running import loaded
 from .texts import num_equal, said
 

@@ -20,9 +20,9 @@ from offspec.planning.plan import Plan
 from offspec.scheduler.params import MAX_NODES
 
 from .bench import Bench
-from .grants import plan_within, without_residents
 from .jobs import CONTEXT, JOBS, Figures, Job
 from .link import link_bytes_per_s
+from .memory import plan_within, without_residents
 from .running import loaded
 from .texts import said, texts_of
 from .timing import median_s
@@ -72,7 +72,7 @@ def baseline(bench: Bench, name: str, cap: int | None) -> Iterator[Figures]:
 def _described(plan: Plan) -> dict[str, Any]:
     p = plan.placement
     return {
-        "granted_bytes": p.limits.ram if p.limits.device is None else p.limits.device,
+        "allowed_bytes": p.limits.ram if p.limits.device is None else p.limits.device,
         "planned_bytes": p.ram_bytes if p.limits.device is None else p.device_bytes,
         "num_resident": len(p.resident),
         "num_on_disk": len(p.on_disk) if p.limits.device is not None else 0,

@@ -37,7 +37,7 @@ def _tell_passes(figures: Mapping[str, Any]) -> list[str]:
     lines = [
         f"  {figures['num_resident']} of {figures['num_layers']} layers stay, {format_size(figures['stream_bytes'])} "
         "a pass; "
-        f"granted {format_size(figures['granted_bytes'])}, peak {format_size(figures['peak_device_bytes'])}; loaded in "
+        f"allowed {format_size(figures['allowed_bytes'])}, peak {format_size(figures['peak_device_bytes'])}; loaded in "
         f"{figures['load_s']:.0f} s",
         "  tokens   pass s   link s   compute s   / max(link, compute)   link used",
     ]
@@ -82,7 +82,7 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
                 )
         if "passes" not in figures:
             continue
-        found.append(("peak ≤ granted", figures["peak_device_bytes"] <= figures["granted_bytes"], part))
+        found.append(("peak ≤ allowed", figures["peak_device_bytes"] <= figures["allowed_bytes"], part))
         if "texts" in figures:
             for kind in ("greedy", "sampled"):
                 if kind in figures["texts"]:

@@ -38,7 +38,7 @@ class Running:
     plan: Plan
     notes: list[Note]
     load_s: float
-    held_bytes: int  # of the device before; what is granted is beyond that
+    held_bytes: int  # of the device before; what is allowed is beyond that
 
     def peak_bytes(self) -> int:
         """The most of the device that torch held for it so far."""

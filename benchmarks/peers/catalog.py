@@ -45,7 +45,7 @@ PEERS = {
 
 # accelerate: what it keeps in RAM must leave room for a layer on its way and for torch itself.
 _ACCELERATE = (
-    'where it does not fit: device_map="auto", max_memory of half the grant, read from the safetensors in place'
+    'where it does not fit: device_map="auto", max_memory of half the memory, read from the safetensors in place'
 )
 _SHARE = {"resident_share": 0.5}
 
@@ -67,7 +67,7 @@ _OPENVINO = (
 
 OURS = "offspec"
 ROWS = (
-    Row(OURS, "offspec", "the defaults (the budget is found while running), ram= the grant"),
+    Row(OURS, "offspec", "the defaults (the budget is found while running), ram= what is allowed"),
     Row("offspec, plain", "offspec", "budget 0: no draft", {"budget": 0}, is_steady=True),
     Row("transformers", "transformers", _ACCELERATE, _SHARE, is_steady=True),
     _assisted(10),

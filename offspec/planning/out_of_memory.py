@@ -1,7 +1,7 @@
 """Device memory ran out though it was planned: explained in one line, and the one way to try again.
 
 A plan counts what offspec takes; another process, or a fragmented allocator, may take the rest. The plan after the first
-shortage keeps fewer layers resident. Knows nothing of where weights come from or of how text is made.
+failure keeps fewer layers resident. Knows nothing of where weights come from or of how text is made.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def with_fewer_residents(plan: Plan) -> Plan:
     return plan.with_more(vram=placement.device_bytes - given_up - limits.device)
 
 
-def explain_shortage(plan: Plan, device: torch.device, told: str) -> str:
+def explain_out_of_memory(plan: Plan, device: torch.device, told: str) -> str:
     """What was planned, what was taken, and the remedy, in one line. told: what torch said."""
     limits, placement = plan.placement.limits, plan.placement
     limit, planned, option = limits.ram, placement.ram_bytes, "--ram"
@@ -56,7 +56,7 @@ def explain_shortage(plan: Plan, device: torch.device, told: str) -> str:
     held = f", torch held {format_size(device_bytes(device)[1])} at most" if device.type == "cuda" else ""
     return (
         f"{device} ran out of memory: {format_size(planned)} were planned of the {format_size(limit)} that may be used"
-        f"{held} ({told}); close what else uses it, grant less with {option}, or ask for a smaller --context"
+        f"{held} ({told}); close what else uses it, allow less with {option}, or ask for a smaller --context"
     )
 
 

@@ -74,7 +74,7 @@ class Learnt:
     """What one round of learning was.
 
     loss: mean KL(target ‖ draft) in nats a token of the text that was new, before anything was learnt from it;
-    loss_before: that of the draft as it came. None where nothing was new, or no time was granted. share: of the
+    loss_before: that of the draft as it came. None where nothing was new, or no time was allowed. share: of the
     additions, now drafted with.
     """
 

@@ -49,7 +49,7 @@ def test_every_part_has_figures(results: dict[str, Any]) -> None:
 def test_passes_stand_beside_their_bounds(results: dict[str, Any]) -> None:
     figures, job = results["tiny half"]["figures"], JOBS["tiny"]
     assert 0 < figures["num_resident"] < figures["num_layers"] == job.target.num_layers
-    assert figures["planned_bytes"] <= figures["granted_bytes"]
+    assert figures["planned_bytes"] <= figures["allowed_bytes"]
     for width in job.widths:
         p = figures["passes"][str(width)]
         assert p["over_bound"] == pytest.approx(p["seconds"] / max(p["link_s"], p["compute_s"]))

@@ -41,7 +41,7 @@ def test_the_built_in_model_stays_in_memory(offspec: Offspec) -> None:
     assert "plain decoding" in result.out
 
 
-def test_a_model_larger_than_its_grant(offspec: Offspec, large: Path) -> None:
+def test_a_model_larger_than_the_memory_allowed(offspec: Offspec, large: Path) -> None:
     result = offspec("plan", large, "--draft", "none", "--device", "cpu", "--ram", "8GiB", "-q")
     assert result.code == 0, result
     assert "come from disk" in result.out

@@ -285,7 +285,7 @@ def test_a_link_may_be_closed_while_it_copies() -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_granted_is_all_there_is() -> None:
+def test_what_is_allowed_is_all_there_is() -> None:
     release_memory(CUDA)
     limit_memory(256 * MIB, CUDA)
     try:

@@ -69,7 +69,7 @@ def test_what_is_placed_fits_and_every_layer_lies_somewhere(
 
 
 @given(costs, st.integers(0, 1000), st.integers(0, 500))
-def test_a_larger_grant_never_keeps_less(costs: list[LayerCost], ram: int, more: int) -> None:
+def test_more_memory_never_keeps_less(costs: list[LayerCost], ram: int, more: int) -> None:
     def kept(ram: int) -> int:
         try:
             return len(place(costs, [], Limits(None, ram)).resident)

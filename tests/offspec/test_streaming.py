@@ -146,7 +146,7 @@ def test_stats_say_what_was_streamed(engine: Engine, pair: Pair) -> None:
     target.weights.close()
 
 
-def test_too_small_a_grant_is_refused_before_anything_is_read(pair: Pair) -> None:
+def test_too_little_memory_is_refused_before_anything_is_read(pair: Pair) -> None:
     with pytest.raises(MemoryLimitError, match=r"1 MiB of RAM are too little: at least .* are needed \(.*--ram"):
         Engine.load(str(pair.target), draft="none", device="cpu", ram=2**20)
 

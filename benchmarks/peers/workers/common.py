@@ -24,7 +24,7 @@ Generate = Callable[[list[int], int, Emit], int | None]
 
 @dataclass(frozen=True)
 class Job:
-    """One cell. model, draft: what the peer opens (its own format). ram: bytes granted.
+    """One cell. model, draft: what the peer opens (its own format). ram: bytes that may be used.
 
     fits: the model is to be in RAM.
     """

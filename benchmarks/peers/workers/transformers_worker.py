@@ -2,7 +2,7 @@
 with prompt lookup.
 
 Settings: `assistant_tokens` N drafts N tokens a pass with the draft model ("constant" and no confidence threshold,
-without which N is only a beginning); `lookup_tokens` N guesses by prompt lookup; `resident_share` of the grant goes to
+without which N is only a beginning); `lookup_tokens` N guesses by prompt lookup; `resident_share` of the memory goes to
 layers that accelerate keeps out of the offload (max_memory).
 """
 

@@ -97,7 +97,9 @@ def test_a_pass_is_tried_again_with_fewer_residents(scarce: Callable[..., Scarce
     engine.close()
 
 
-def test_caches_of_another_text_outlive_a_shortage(scarce: Callable[..., Scarce], expected: list[int]) -> None:
+def test_caches_of_another_text_outlive_running_out_of_memory(
+    scarce: Callable[..., Scarce], expected: list[int]
+) -> None:
     engine = load()
     caches = engine.new_caches()
     first = [token for step in engine.generate("def area(", PARAMS, caches=caches) for token in step.token_ids]
@@ -124,7 +126,9 @@ def test_caches_that_do_not_fit_are_made_with_fewer_residents(
     engine.close()
 
 
-def test_a_shortage_in_what_is_kept_from_request_to_request(scarce: Callable[..., Scarce], expected: list[int]) -> None:
+def test_memory_runs_out_for_what_is_kept_from_request_to_request(
+    scarce: Callable[..., Scarce], expected: list[int]
+) -> None:
     engine = load()
     scarce(model_draft, "CachedDecoder", {2})
     caches = engine.new_caches(100, 64)
@@ -134,7 +138,7 @@ def test_a_shortage_in_what_is_kept_from_request_to_request(scarce: Callable[...
     engine.close()
 
 
-def test_a_shortage_after_a_shortage_is_explained(scarce: Callable[..., Scarce]) -> None:
+def test_running_out_again_is_explained(scarce: Callable[..., Scarce]) -> None:
     """First there is too little for a pass, then for the new caches."""
     engine = load()
     scarce(CachedDecoder, "score_rows", {2})
@@ -144,7 +148,7 @@ def test_a_shortage_after_a_shortage_is_explained(scarce: Callable[..., Scarce])
     engine.close()
 
 
-def test_counters_go_on_after_a_shortage(scarce: Callable[..., Scarce]) -> None:
+def test_counters_go_on_after_running_out_of_memory(scarce: Callable[..., Scarce]) -> None:
     engine = load()
     num_passes = [step.stats.num_passes for step in engine.generate("def area(", PARAMS)]
     scarce(CachedDecoder, "score_rows", {2})
@@ -155,7 +159,7 @@ def test_counters_go_on_after_a_shortage(scarce: Callable[..., Scarce]) -> None:
     engine.close()
 
 
-def test_the_second_shortage_is_explained(scarce: Callable[..., Scarce]) -> None:
+def test_running_out_twice_in_one_request_is_explained(scarce: Callable[..., Scarce]) -> None:
     engine = load()
     scarce(CachedDecoder, "score_rows", {2, 3})
     with pytest.raises(MemoryLimitError) as caught:
@@ -216,7 +220,7 @@ def wanted() -> int:
 
 
 @pytest.mark.gpu
-def test_a_shortage_on_a_gpu(scarce: Callable[..., Scarce], expected: list[int]) -> None:
+def test_running_out_of_memory_on_a_gpu(scarce: Callable[..., Scarce], expected: list[int]) -> None:
     """The layers that do not stay any more come through the link, beside the draft's stream and graphs."""
     engine = on_gpu(wanted())
     assert num_resident(engine) == 8
@@ -228,19 +232,19 @@ def test_a_shortage_on_a_gpu(scarce: Callable[..., Scarce], expected: list[int])
 
 
 @pytest.mark.gpu
-def test_a_grant_is_not_exceeded(expected: list[int]) -> None:
+def test_what_is_allowed_is_not_exceeded(expected: list[int]) -> None:
     """A byte less than all of it takes: layers are streamed, the text is the CPU's, and the allocator agrees."""
-    granted = wanted() - 1
+    allowed = wanted() - 1
     release_memory(torch.device("cuda:0"))
     before = torch.cuda.memory_reserved(0)
-    engine = on_gpu(granted)
+    engine = on_gpu(allowed)
     try:
         assert num_resident(engine) < 8
         steps = list(engine.generate("def area(", PARAMS))
         assert [token for step in steps for token in step.token_ids] == expected
-        assert 0 < steps[-1].stats.peak_device_bytes <= before + granted
+        assert 0 < steps[-1].stats.peak_device_bytes <= before + allowed
         with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(granted, dtype=torch.uint8, device="cuda")
+            torch.empty(allowed, dtype=torch.uint8, device="cuda")
     finally:
         engine.close()
         limit_memory(None, torch.device("cuda:0"))

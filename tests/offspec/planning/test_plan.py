@@ -55,9 +55,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plan(folder: Path, form: str, limits: Limits, grant: MemoryOptions | None = None) -> Plan:
+def plan(folder: Path, form: str, limits: Limits, allowed: MemoryOptions | None = None) -> Plan:
     return make_plan(
-        ModelFiles.from_config(folder, form, "auto", "cuda", []), [], limits, grant or MemoryOptions(), GIB // 2
+        ModelFiles.from_config(folder, form, "auto", "cuda", []), [], limits, allowed or MemoryOptions(), GIB // 2
     )
 
 
@@ -155,7 +155,7 @@ def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("device", "grant", "expected"),
+    ("device", "allowed", "expected"),
     [
         (24, MemoryOptions(), []),
         (24, MemoryOptions(vram=24 * GIB, ram=64 * GIB), []),
@@ -164,11 +164,11 @@ def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkey
         (None, MemoryOptions(vram=1 * GIB), ["--vram says nothing here: the CPU computes"]),
     ],
 )
-def test_what_was_granted_and_is_not_there_is_said(
-    large: Path, device: int | None, grant: MemoryOptions, expected: list[str]
+def test_what_was_allowed_and_is_not_there_is_noted(
+    large: Path, device: int | None, allowed: MemoryOptions, expected: list[str]
 ) -> None:
     limits = Limits(None if device is None else device * GIB, 64 * GIB)
-    assert [note.text for note in explain_plan(plan(large, "nf4", limits, grant)) if note.advice] == expected
+    assert [note.text for note in explain_plan(plan(large, "nf4", limits, allowed)) if note.advice] == expected
 
 
 def test_what_was_decided_is_said(large: Path) -> None:
@@ -177,11 +177,11 @@ def test_what_was_decided_is_said(large: Path) -> None:
     assert any("of 80 layers" in text and "wait in RAM" in text and "25 GB/s (measured)" in text for text in said)
 
 
-def test_an_imagined_model_costs_what_the_real_one_does() -> None:
+def test_a_model_from_its_config_costs_what_the_real_one_does() -> None:
     files = ModelFiles.open(builtin_path("target"), "auto", "cpu", [])
-    imagined = stored_from_config(files.config, "bf16")
-    assert imagined.by_name.keys() == files.stored.by_name.keys()
-    for mine, real in zip(imagined.layers, files.stored.layers, strict=True):
+    sized = stored_from_config(files.config, "bf16")
+    assert sized.by_name.keys() == files.stored.by_name.keys()
+    for mine, real in zip(sized.layers, files.stored.layers, strict=True):
         assert mine.cost(files.dtype).resident_bytes == real.cost(files.dtype).resident_bytes
 
 
@@ -197,7 +197,7 @@ def test_headers_alone_are_enough_to_plan_and_not_to_load(tmp_path: Path) -> Non
         ModelFiles.open(folder, "auto", "cpu", [])
 
 
-def test_weights_that_are_not_all_there_are_imagined_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_not_all_there_are_sized_by_the_config_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     folder, notes = tmp_path / "model", list[Note]()
     shutil.copytree(builtin_path("target"), folder)
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -211,17 +211,17 @@ def test_weights_that_are_not_all_there_are_imagined_and_damaged_ones_are_refuse
         ModelFiles.from_config(folder, None, "auto", "cpu", notes)
     assert not notes
     file.write_text("version https://git-lfs.github.com/spec/v1\n")
-    imagined = [ModelFiles.from_config(folder, None, "auto", "cpu", notes)]
+    opened = [ModelFiles.from_config(folder, None, "auto", "cpu", notes)]
     file.rename(folder / "model-00001-of-00002.safetensors")
-    imagined.append(ModelFiles.from_config(folder, None, "auto", "cpu", notes))
+    opened.append(ModelFiles.from_config(folder, None, "auto", "cpu", notes))
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}))
-    imagined.append(ModelFiles.from_config(folder, None, "auto", "cpu", notes))
-    assert {files.num_parameters for files in imagined} == {whole.num_parameters}
+    opened.append(ModelFiles.from_config(folder, None, "auto", "cpu", notes))
+    assert {files.num_parameters for files in opened} == {whole.num_parameters}
     told = [note.text for note in notes if note.text.startswith("sizes of model")]
     assert told == ["sizes of model as bf16, from config.json alone (its weights are not all there)"] * 3
 
 
-def test_an_outlook_for_a_card_that_is_not_here(large: Path) -> None:
+def test_a_forecast_for_a_card_that_is_not_here(large: Path) -> None:
     forecast = make_forecast(
         LoadOptions(str(large), draft="none", ram=64 * GIB), Assumptions("RTX 4090", "nf4", 7e9), widths=(1, 256)
     )
@@ -238,7 +238,7 @@ def test_an_outlook_for_a_card_that_is_not_here(large: Path) -> None:
     assert forecast.plan.predict_pass_s(slower, 1) > 1.5 * told["pass_s"][1]
 
 
-def test_the_smallest_grant_that_works_goes_without_the_embedding_in_memory(large: Path) -> None:
+def test_the_least_memory_that_works_goes_without_the_embedding_in_memory(large: Path) -> None:
     for tenths in range(20, 200):
         try:
             planned = plan(large, "nf4", Limits(None, tenths * GIB // 10))
@@ -247,4 +247,4 @@ def test_the_smallest_grant_that_works_goes_without_the_embedding_in_memory(larg
         assert "embedding" not in {item.name for item in planned.placement.items}
         assert tenths > 20
         return
-    pytest.fail("no grant worked")
+    pytest.fail("no amount of memory worked")

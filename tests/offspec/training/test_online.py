@@ -378,7 +378,7 @@ def test_learning_takes_its_share_of_the_time_and_no_more(engine: Engine) -> Non
     aligner = Aligner(engine.draft.decoder, params, clock=lambda: next(now))  # type: ignore[arg-type]
     engine.draft.aligner = aligner
     list(engine.generate(PROMPTS[0], SamplingParams(20, seed=0)))
-    # A step takes a second of this clock, and so does judging what is new, first of all. Four are granted, then none,
+    # A step takes a second of this clock, and so does judging what is new, first of all. Four are allowed, then none,
     # then two.
     assert aligner.learn(8.0).num_steps == 3
     assert aligner.learn(0.0).num_steps == 0
