@@ -134,6 +134,7 @@ ROPE_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale
 MAX_CONTEXT = 2**31  # no factor leads beyond it
 MAX_SIZE = 2**31 - 1  # of every whole number: beyond it arithmetic would wrap around silently, and no model is so large
 THETA_RANGE = (1.0, 1e15)  # below 1, and far above what models have, powers leave fp32
+EPS_RANGE = (1e-30, 0.1)  # below it fp32 has no such number, above it the norm would be another function
 SCALING_RANGE = (1e-6, 1e6)  # of the other numbers of RoPE
 MAX_LAYERS = 10_000  # a lying config.json must not exhaust memory before it is compared with the tensors
 ROPE_KINDS = tuple(ROPE_NEEDED)
@@ -169,7 +170,7 @@ def read_config(config: Json) -> ModelConfig:
         "num_kv_heads": kv_heads,
         "head_dim": _positive(config, "head_dim", hidden // heads),
         "intermediate_size": _positive(config, "intermediate_size"),
-        "rms_norm_eps": _positive_number(config, "rms_norm_eps", 1e-6),
+        "rms_norm_eps": _norm_eps(config),
         "max_context": _positive(config, "max_position_embeddings"),
         "rope": _rope(config),
         "windows": (None,) * layers,
@@ -240,6 +241,12 @@ def _positive_number(config: Json, key: str, default: float | None = None) -> fl
     if not _is_positive_number(value):
         raise CheckpointError(f"config.json: {key} must be a positive number, not {show(value)}")
     return float(value)
+
+
+def _norm_eps(config: Json) -> float:
+    value = _positive_number(config, "rms_norm_eps", 1e-6)
+    _check_range("rms_norm_eps", value, EPS_RANGE)
+    return value
 
 
 def _is_positive_number(value: Any) -> TypeGuard[float]:

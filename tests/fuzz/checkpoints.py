@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import struct
@@ -75,13 +74,19 @@ def _run_cases(numbers: range, sound: Path, folder: Path) -> Findings:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(sound, folder)
         what = damage(folder, random.Random(number))
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is measured anew
         outcome = _outcome(folder, expected)
+        if (peak := _peak_bytes()) > MOST_BYTES:
+            findings.wrong.append(f"case {number} ({what}): {peak >> 20} MiB of memory")
         findings.outcomes[outcome.partition(":")[0]] += 1
         if not outcome.startswith(("refused", "same", "as transformers")):
             findings.wrong.append(f"case {number} ({what}): {outcome}")
-    if (peak := resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) > MOST_BYTES:
-        findings.wrong.append(f"cases {numbers}: {peak} bytes of memory")
     return findings
+
+
+def _peak_bytes() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 def damage(folder: Path, chance: random.Random) -> str:
@@ -205,7 +210,7 @@ def _outcome(folder: Path, expected: tuple[list[int], list[int]]) -> str:
         return "refused" if len(str(exc).splitlines()) == 1 else f"more than a line: {exc}"
     except BaseException as exc:  # noqa: BLE001 (a panic of Rust's code is no Exception)
         return f"foreign: {type(exc).__name__}: {str(exc)[:200]}"
-    if found[0] == expected[0]:
+    if found[0] == expected[0][: len(found[0])]:  # a context may be shorter
         return "same"
     return "as transformers" if found[0] == _transformers(folder) else f"another text: {found[0]}, not {expected[0]}"
 

@@ -217,6 +217,7 @@ def test_sizes_must_be_there(key: str) -> None:
         (LLAMA | {"num_attention_heads": 100, "num_key_value_heads": 100}, "head_dim"),
         (LLAMA | {"rms_norm_eps": 0}, "rms_norm_eps"),
         (LLAMA | {"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
+        (LLAMA | {"rms_norm_eps": 1e300}, "rms_norm_eps must be from 1e-30 to 0.1"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window"),
         (MISTRAL | {"sliding_window": "9"}, "sliding_window"),
         (QWEN2 | {"max_window_layers": -1}, "max_window_layers"),
