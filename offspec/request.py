@@ -18,16 +18,14 @@ from offspec.scheduler.joint import joint_walk
 from offspec.scheduler.params import MAX_ROWS, SamplingParams, SpeculationParams, max_nodes
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import Logits, Verdict, exact_walk
+from offspec.scheduler.verify import Logits, TargetPass, Verdict, exact_walk
 
 from .background import in_background
 from .drafts.base import DraftTask
-from .model.row_logits import RowLogits
 from .model.text_caches import TextCaches
 from .planning.out_of_memory import retry_out_of_memory
 from .stats import Stats, peak_host_bytes
 from .text.tokenizer import TextStream
-from .training.online import Listener
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -76,7 +74,7 @@ class Request:
         self._moved_before = engine.loaded.bytes_streamed
         with engine.turn:
             num_prefilled = retry_out_of_memory(lambda: self._begin(text), self._make_room)
-        self.listener: Listener | None = None
+        self._listen = engine.draft.new_listener()
         self.stats = Stats(
             num_prompt_tokens=len(text),
             num_prefilled_tokens=num_prefilled,
@@ -125,27 +123,22 @@ class Request:
             tree = drafter.propose(text, max_depth=self.limit - self.stats.num_tokens - 1)
         drafted = time.perf_counter()
         with span("pass"), in_background(drafter.extend, target.device) if drafter.wants_overlap else nullcontext():
-            logits = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
+            chain, layers = text[target.length :], self.engine.draft.target_layers
+            rows = target.score_rows(chain, tree.tokens, tree.depths, tree.mask(), layers)
             target.synchronize()
         with span("walk"):
-            verdict = self._judge(tree, logits)
+            verdict = self._judge(tree, rows)
         scored = time.perf_counter()
         target.keep(verdict.path)
-        drafter.observe(tree, verdict, logits)
-        self._listen(tree, verdict, logits)
+        done = TargetPass(text, tree, verdict, rows, rows)
+        drafter.observe(done)
+        self._listen(done)
         text += verdict.tokens
         self.sampler.extend(verdict.tokens)
         self._count(len(tree), drafted - started, scored - drafted, time.perf_counter() - started)
         if self.asked.observer is not None:
             self.asked.observer(tree, verdict)
         return verdict
-
-    def _listen(self, tree: TokenTree, verdict: Verdict, logits: RowLogits) -> None:
-        """Take down what the target thought, where the draft is to learn from it: in the first pass along the prompt, too."""
-        if self.listener is None and self.engine.aligner is not None:
-            self.listener = self.engine.aligner.listen(self.text, logits)
-        if self.listener is not None:
-            self.listener.observe(tree, verdict, logits)
 
     def _judge(self, tree: TokenTree, logits: Logits) -> Verdict:
         position, speculation = len(self.text), self.asked.speculation

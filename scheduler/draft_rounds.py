@@ -18,7 +18,7 @@ from .costs import WIDTHS
 from .drafter import DraftRequest, LogitCorrector, TreeModel
 from .params import MAX_ROWS
 from .tree import ROOT, FloatArray, IntArray
-from .verify import Logits
+from .verify import TargetStates
 
 MAX_CORRECTED = int(WIDTHS[-1])  # nodes whose logits are corrected after a pass, the likeliest ones
 
@@ -123,16 +123,16 @@ class DraftRounds:
 
     # ------------------------------------------------------------------------------------------------ a verdict
 
-    def correct(self, sent: IntArray, logits: Logits) -> None:
+    def correct(self, sent: IntArray, states: TargetStates) -> None:
         """Tell the corrector what the target said after the root and those of the nodes `sent` that the draft scored.
 
-        logits: the target's, the root's row, then those of `sent`.
+        states: the target's, the root's row, then those of `sent`.
         """
         if self._corrector is None or not self.tree.is_rooted:
             return
         rows: IntArray = self.tree.nodes["row"][sent]
         scored = np.flatnonzero(rows >= 0)
-        self._corrector.observe(np.append(np.array([ROOT]), rows[scored]), np.append(np.array([0]), scored + 1), logits)
+        self._corrector.observe(np.append(np.array([ROOT]), rows[scored]), np.append(np.array([0]), scored + 1), states)
 
     def keep(self, path: IntArray, tokens: Sequence[int], *, reuse: bool) -> None:
         """Commit the accepted nodes `path`; with `reuse`, what is below the last of `tokens`, the new root, stays."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .sampling import Sampler
 from .tree import BoolArray, IntArray, TokenTree
-from .verify import Logits, Verdict
+from .verify import TargetPass, TargetStates
 from .vocabulary import Vocabulary
 
 
@@ -45,11 +45,11 @@ class TreeModel(Protocol):
 class LogitCorrector(Protocol):
     """Corrects a `TreeModel`'s logits by what the target said after nodes that the model had scored too."""
 
-    def observe(self, rows: IntArray, nodes: IntArray, logits: Logits) -> None:
+    def observe(self, rows: IntArray, nodes: IntArray, states: TargetStates) -> None:
         """Told before these are kept or forgotten.
 
         rows [K]: of the model's pending region, ROOT for the text's last token. nodes [K]: their rows of the target's
-        logits.
+        pass.
         """
 
     def corrected(self, rows: IntArray) -> Tensor:
@@ -82,8 +82,8 @@ class Drafter(Protocol):
     def extend(self, is_over: Callable[[], bool]) -> None:
         """Between propose and observe, perhaps on another thread: draft beside the target's pass, until `is_over`."""
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
-        """What the target made of the tree that was proposed last. logits: the root's row, then the nodes'."""
+    def observe(self, done: TargetPass) -> None:
+        """What the target made of the tree that was proposed last."""
 
 
 class SequentialDrafter:
@@ -101,7 +101,7 @@ class NoDrafter(SequentialDrafter):
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
         return TokenTree.empty()
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+    def observe(self, done: TargetPass) -> None:
         pass
 
 

@@ -17,8 +17,8 @@ from .candidate_tree import CandidateTree
 from .lookup import Guesser
 from .pricing import Clock
 from .sampling import Sampler
-from .tree import IntArray, TokenTree
-from .verify import Logits, Verdict
+from .tree import IntArray
+from .verify import TargetPass
 
 MAX_GUESSES = 64  # nodes that one guesser may add
 LEAST_TRUST = 1e-6  # in guessers
@@ -101,7 +101,7 @@ class GuesserPool:
             predicted = float(np.exp(np.minimum(claims - self._log_trust, 0.0)).sum())
             self._calibration.guesser_trust.observe(predicted, sum(right))
 
-    def observe(self, text: Sequence[int], tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+    def observe(self, done: TargetPass) -> None:
         """As `Guesser.observe`, to all of them."""
         for guesser, _ in self._guessers:
-            guesser.observe(text, tree, verdict, logits)
+            guesser.observe(done)

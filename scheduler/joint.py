@@ -21,7 +21,7 @@ from .layered_draft import UNEXPANDED, LayeredDraft
 from .params import SpeculationParams
 from .sampling import Sampler, not_finite
 from .tree import ROOT, FloatArray, IntArray, TokenTree
-from .verify import Logits, Verdict
+from .verify import Logits, TargetPass, Verdict
 
 SLICE_ROWS = 32  # whose double-precision logits are in memory at a time
 
@@ -77,9 +77,9 @@ class BeamDrafter(SequentialDrafter):
         self._rows = rows
         return TokenTree(tokens, parents, depths, scores)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+    def observe(self, done: TargetPass) -> None:
         if self._draft.layers:
-            self._draft.model.keep([int(row) for row in self._rows[verdict.path] if row != UNEXPANDED])
+            self._draft.model.keep([int(row) for row in self._rows[done.verdict.path] if row != UNEXPANDED])
 
 
 # ------------------------------------------------------------------------------------------------ the target

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from .reliability import ConsideredGuesses, Reliability, waits_of
 from .sampling import Sampler
 from .tree import ROOT, IntArray, TokenTree, trimmed
-from .verify import Logits, Verdict
+from .verify import TargetPass, Verdict
 
 NO_TOKEN = -1  # in place of a token: no token
 
@@ -27,8 +27,8 @@ class Guesser(Protocol):
     def guess(self, text: Sequence[int], sampler: Sampler, max_nodes: int, max_depth: int) -> TokenTree:
         """Guesses for what follows `text`, best first; scores: log P(the target's text comes down to the node)."""
 
-    def observe(self, text: Sequence[int], tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
-        """What the target made of a pass: `text` before it, the tree that it scored, whoever guessed it; its logits."""
+    def observe(self, done: TargetPass) -> None:
+        """What the target made of a pass, whoever guessed its tree."""
 
 
 # ------------------------------------------------------------------------------------------------ matches → tree
@@ -204,5 +204,5 @@ class PromptLookup:
         rows, lengths = self._index.continuations(self.MAX_MATCHES, max_depth)
         return self._matches.tree(rows, lengths, sampler, len(text), max_nodes)
 
-    def observe(self, text: Sequence[int], tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
-        self._matches.observe(verdict)
+    def observe(self, done: TargetPass) -> None:
+        self._matches.observe(done.verdict)

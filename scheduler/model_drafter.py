@@ -27,7 +27,7 @@ from .params import SpeculationParams
 from .pricing import Clock, PassPricing
 from .tree import ROOT, IntArray, TokenTree
 from .verdict_learning import learn_children, learn_trust, learn_trust_unsent
-from .verify import Logits, Verdict
+from .verify import TargetPass
 
 
 class ModelDrafter:
@@ -142,16 +142,17 @@ class ModelDrafter:
 
     # ------------------------------------------------------------------------------------------------ a verdict
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+    def observe(self, done: TargetPass) -> None:
+        tree, verdict = done.tree, done.verdict
         rounds, path = self._rounds, self._sent[verdict.path]
         self._pricing.judged(len(tree))
-        self._guessers.observe(self._text, tree, verdict, logits)
+        self._guessers.observe(done)
         if len(tree):
             learn_trust(self._calibration.trust, rounds.tree, self._sent, tree, verdict)
         elif rounds.tree.is_rooted:
             learn_trust_unsent(self._calibration.trust, rounds.tree, rounds.best(1), verdict)
         self._guessers.learn_trust(rounds.tree, np.append(ROOT, path), verdict.tokens)
-        rounds.correct(self._sent, logits)
+        rounds.correct(self._sent, done.states)
         learn_children(self._calibration, rounds.tree, path, verdict.tokens)
         rounds.keep(path, verdict.tokens, reuse=self._params.reuse)
         self._pricing.end(len(verdict.tokens))

@@ -15,7 +15,7 @@ import torch
 from .reliability import ConsideredGuesses, Reliability, waits_of
 from .sampling import Sampler
 from .tree import ROOT, FloatArray, IntArray, TokenTree, trimmed
-from .verify import Logits, Verdict
+from .verify import TargetPass
 
 
 class SuccessorTable:
@@ -127,15 +127,15 @@ class TokenRecycling:
         rank = np.searchsorted(self.RANKS, ranks, side="right") - 1
         return rank * len(self.PROBABILITIES) + np.searchsorted(self.PROBABILITIES, probabilities, side="right") - 1
 
-    def observe(self, text: Sequence[int], tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+    def observe(self, done: TargetPass) -> None:
         if self._last is not None:
-            self._reliability.observe(self._last, verdict)
+            self._reliability.observe(self._last, done.verdict)
         self._last = None
-        tokens = np.concatenate(([text[-1]], tree.tokens))
+        tokens = np.concatenate(([done.text[-1]], done.tree.tokens))
         spare = set(range(min(self._num_spare_rows, len(tokens))))
-        path = [0, *(node + 1 for node in verdict.path)]
+        path = [0, *(node + 1 for node in done.verdict.path)]
         rows = [*sorted(spare.difference(path)), *path]  # what the text did comes last, and is kept
-        self.table.store(tokens[rows], torch.stack([logits[row] for row in rows]))
+        self.table.store(tokens[rows], torch.stack([done.logits[row] for row in rows]))
 
 
 def _joined(upper: TokenTree, lower: TokenTree) -> TokenTree:

@@ -16,7 +16,7 @@ from .lookup import NO_TOKEN, Matches, match_reliability
 from .reliability import Reliability
 from .sampling import Sampler
 from .tree import IntArray, TokenTree
-from .verify import Logits, Verdict
+from .verify import TargetPass
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -125,5 +125,5 @@ class Retrieval:
         rows = np.where(rows < sampler.vocab_size, rows, NO_TOKEN)  # the tokenizer may have more tokens than the model
         return self._matches.tree(rows, lengths, sampler, len(text), max_nodes)
 
-    def observe(self, text: Sequence[int], tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
-        self._matches.observe(verdict)
+    def observe(self, done: TargetPass) -> None:
+        self._matches.observe(done.verdict)

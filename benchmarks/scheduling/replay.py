@@ -24,7 +24,7 @@ from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.drafter import Drafter, LogitCorrector, TreeModel
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, BoolArray, IntArray, TokenTree
-from offspec.scheduler.verify import Logits, Verdict, exact_walk
+from offspec.scheduler.verify import Logits, TargetPass, TargetStates, Verdict, exact_walk
 from offspec.scheduler.vocabulary import Vocabulary
 
 # ------------------------------------------------------------------------------------------------ recording
@@ -181,8 +181,8 @@ class ClockedCorrector:
     def __init__(self, corrector: LogitCorrector, clock: VirtualClock, seconds: Callable[[int], float]) -> None:
         self._corrector, self._clock, self._seconds = corrector, clock, seconds
 
-    def observe(self, rows: IntArray, nodes: IntArray, logits: Logits) -> None:
-        self._corrector.observe(rows, nodes, logits)
+    def observe(self, rows: IntArray, nodes: IntArray, states: TargetStates) -> None:
+        self._corrector.observe(rows, nodes, states)
 
     def corrected(self, rows: IntArray) -> Tensor:
         self._clock.advance(self._seconds(len(rows)))
@@ -244,11 +244,13 @@ def replay(
         if drafter.wants_overlap:
             drafter.extend(lambda ends=ends: clock.now() >= ends)
         clock.advance(max(0.0, ends - clock.now()))  # a round that was under way is waited for
-        verdict, logits = walk(tree, said[num_tokens:]), NO_LOGITS
+        verdict = walk(tree, said[num_tokens:])
+        done = TargetPass(text, tree, verdict, NO_LOGITS)
         if target is not None:
-            logits = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
+            rows = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
             target.keep(verdict.path)
-        drafter.observe(tree, verdict, logits)
+            done = TargetPass(text, tree, verdict, rows, rows)
+        drafter.observe(done)
         text += verdict.tokens
         sampler.extend(verdict.tokens)
         num_tokens, num_passes, num_drafted = num_tokens + len(verdict.tokens), num_passes + 1, num_drafted + len(tree)

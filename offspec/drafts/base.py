@@ -20,6 +20,7 @@ from offspec.scheduler.lookup import Guesser
 from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import SpeculationParams, max_nodes
 from offspec.scheduler.retrieval import Retrieval, SuffixIndex
+from offspec.scheduler.verify import TargetPass
 
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
@@ -111,11 +112,12 @@ class Draft:
 
     name: what guesses: a model's name, `lookup`, `self`; None where nothing does. decoder: the model that drafts.
     aligner: what the draft learns with. overlaps: it can draft while the target's pass runs. allows_reload: the target
-    may be loaded anew beside it.
+    may be loaded anew beside it. target_layers: the target's layers whose states it is told of after a pass.
     """
 
     overlaps = True
     allows_reload = True
+    target_layers: Sequence[int] = ()
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
@@ -151,11 +153,20 @@ class Draft:
             controller=controller_of(task, learnt),
         )
 
+    def new_listener(self) -> Listener:
+        """What is told of every pass of one request beside its drafter, in order."""
+        return _ignore
+
     def close(self) -> None:
         """Let go of its memory."""
 
 
+def _ignore(done: TargetPass) -> None:
+    pass
+
+
 Attach = Callable[[Decoder], Draft]
+Listener = Callable[[TargetPass], None]
 
 
 def controller_of(task: DraftTask, learnt: Learnt) -> Controller:

@@ -29,7 +29,7 @@ from ..planning.memory import MemoryUse, Room
 from ..planning.plan import all_resident, kv_bytes, pass_bytes, resident_bytes, unpacking_items
 from ..text.tokenizer import Tokenizer, check_vocabularies
 from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
-from .base import Attach, Draft, DraftOptions, DraftTask, OpenRequest, controller_of
+from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
 from .learnt import Learnt
 from .recall import RecallingText, recall_bytes
 
@@ -89,6 +89,12 @@ class ModelDraft(Draft):
             corrector=recalling,
             controller=controller_of(task, learnt),
         )
+
+    def new_listener(self) -> Listener:
+        """The aligner takes down what the target thought, in the first pass along the prompt, too."""
+        if self.aligner is None:
+            return super().new_listener()
+        return self.aligner.new_listener()
 
     def close(self) -> None:
         if self.graphs is not None:

@@ -27,12 +27,11 @@ from torch import Tensor
 from offspec.loaders.small_transfers import to_device
 from offspec.scheduler.costs import WIDTHS
 from offspec.scheduler.params import MAX_ROWS
-from offspec.scheduler.verify import Logits
+from offspec.scheduler.verify import TargetStates
 from offspec.scheduler.vocabulary import Vocabulary
 
 from ..model.config import ModelConfig
 from ..model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
-from ..model.row_logits import RowLogits
 
 SIZE = 1024  # places that are kept
 MOST_NODES = 256  # of one tree, so that a large one leaves something of those before it
@@ -147,15 +146,14 @@ class RecallingText:
         assert self._root is not None
         return torch.cat((self._root, *self._pending))[to_device(torch.from_numpy(rows + 1), self._root.device)]
 
-    def observe(self, rows: IntArray, nodes: IntArray, logits: Logits) -> None:
+    def observe(self, rows: IntArray, nodes: IntArray, states: TargetStates) -> None:
         """What the target made of places that were scored here; see `LogitCorrector`."""
-        assert isinstance(logits, RowLogits)
         rows, nodes = rows[: 1 + MOST_NODES], nodes[: 1 + MOST_NODES]
         places = self._places(rows)
-        if self._before is not None and (count := min(len(self._before), logits.num_before)):
-            self._recall.add(self._before[-count:], logits.states_before(count))
+        if self._before is not None and (count := min(len(self._before), states.num_before)):
+            self._recall.add(self._before[-count:], states.states_before(count))
         self._before = None
-        self._recall.add(places, logits.states(nodes.tolist()))
+        self._recall.add(places, states.states(nodes.tolist()))
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """As `CachedDecoder.keep`."""

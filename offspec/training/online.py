@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from offspec.scheduler.tree import ROOT, TokenTree
-from offspec.scheduler.verify import Logits, Verdict
+from offspec.scheduler.verify import TargetPass, TargetStates
 
 from ..checkpoints.atomic_files import check_writable
 from ..errors import UsageError
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
-from ..model.row_logits import HEAD_ROWS, RowLogits
+from ..model.row_logits import HEAD_ROWS
 from .lora import Adapter, SavedAdapter, TreeRows, adapter_bytes
 
 SHARES = (1.0, 0.5, 0.0)  # of the additions, one of which is drafted with
@@ -151,15 +151,15 @@ class Window:
 class Listener:
     """Takes down what the target thinks in one request."""
 
-    def __init__(self, aligner: Aligner, text: Sequence[int], logits: RowLogits | None) -> None:
-        """logits: of the pass that took in what is new of the text.
+    def __init__(self, aligner: Aligner, text: Sequence[int], states: TargetStates) -> None:
+        """states: of the pass that took in what is new of the text.
 
         Its rows before the last say what was thought along it.
         """
         self._aligner = aligner
         size, end = aligner.params.window_tokens, len(text) - 1  # what follows the last token is the verdict's to tell
         shared = size // 4  # of the text before, with which a window begins
-        begin = end - (0 if logits is None else min(logits.num_before, aligner.params.most_prompt))
+        begin = end - min(states.num_before, aligner.params.most_prompt)
         answer = max(begin, end + 1 - shared)  # from here on, the prompt is what the answer's own window begins with
         for start in range(begin, answer, size - shared):
             stop = min(start + size - shared, answer)
@@ -168,29 +168,29 @@ class Listener:
             first = window.num_tokens
             for token in text[start:stop]:
                 window.last = window.hang(aligner.known(token), window.last)
-            self._read(window, first, logits, stop - start, end - stop)
+            self._read(window, first, states, stop - start, end - stop)
         self._window = aligner.open(text)
-        self._read(self._window, self._window.last - (end - answer), logits, end - answer, 0)
+        self._read(self._window, self._window.last - (end - answer), states, end - answer, 0)
 
-    def _read(self, window: Window, row: int, logits: RowLogits | None, count: int, num_after: int) -> None:
+    def _read(self, window: Window, row: int, states: TargetStates, count: int, num_after: int) -> None:
         """Take down what was thought after `count` of the prompt's tokens.
 
         They stand from `row` on; num_after more follow.
         """
         for done in range(0, count, HEAD_ROWS):
-            assert logits is not None
-            first = logits.num_before - num_after - count + done
-            logs, choices = self._aligner.likeliest([*logits.before(first, first + min(HEAD_ROWS, count - done))])
+            first = states.num_before - num_after - count + done
+            logs, choices = self._aligner.likeliest([*states.before(first, first + min(HEAD_ROWS, count - done))])
             for place, (tokens, values) in enumerate(zip(choices, logs, strict=True), row + done):
                 window.tell(place, tokens, values)
         self._aligner.count(count)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
-        """logits: the root's row, then the nodes'.
+    def observe(self, done: TargetPass) -> None:
+        """Take a pass down.
 
         A guess that is not among the likeliest tokens kept is left out, with all that hangs on it: the target hardly
         goes there.
         """
+        tree, verdict, logits = done.tree, done.verdict, done.logits
         aligner, path = self._aligner, verdict.path
         guesses = best_beside(tree, path, aligner.params.most_guesses)
         logs, choices = aligner.likeliest([logits[row] for row in (0, *(node + 1 for node in (*path, *guesses)))])
@@ -273,12 +273,18 @@ class Aligner:
         self._fresh: list[Window] = []
         self._worth = dict.fromkeys(SHARES, 0.0)  # loss with each share, summed over places, the older counting less
 
-    def listen(self, text: Sequence[int], logits: RowLogits | None = None) -> Listener | None:
-        """For a request that begins with `text`, and whose first pass gave `logits`.
+    def new_listener(self) -> Callable[[TargetPass], None]:
+        """For one request: told of its passes one after the other, it takes down what the target thinks."""
+        listener: Listener | None = None
 
-        None where nothing is to be taken down.
-        """
-        return Listener(self, text, logits) if self.is_listening else None
+        def observe(done: TargetPass) -> None:
+            nonlocal listener
+            if listener is None and self.is_listening:
+                listener = Listener(self, done.text, done.states)
+            if listener is not None:
+                listener.observe(done)
+
+        return observe
 
     def known(self, token: int) -> int:
         """The token, or the draft's last one for what is beyond its vocabulary."""

@@ -15,7 +15,7 @@ from ..layered_draft import UNEXPANDED, LayeredDraft, subtree
 from ..params import DEFAULT_NODES, SpeculationParams
 from ..sampling import Sampler
 from ..tree import ROOT, IntArray, TokenTree
-from ..verify import Logits, Verdict
+from ..verify import TargetPass
 
 
 class OptTreeDrafter(SequentialDrafter):
@@ -79,6 +79,6 @@ class OptTreeDrafter(SequentialDrafter):
         self._rows = rows[best]
         return subtree(best, tokens, parents, depths, scores)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+    def observe(self, done: TargetPass) -> None:
         if self._draft.layers:
-            self._draft.model.keep([int(row) for row in self._rows[verdict.path] if row >= 0])
+            self._draft.model.keep([int(row) for row in self._rows[done.verdict.path] if row >= 0])

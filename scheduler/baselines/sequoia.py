@@ -18,7 +18,7 @@ from ..layered_draft import UNEXPANDED, LayeredDraft, subtree
 from ..params import DEFAULT_NODES, SpeculationParams
 from ..sampling import Sampler
 from ..tree import ROOT, FloatArray, IntArray, TokenTree
-from ..verify import Logits, Verdict
+from ..verify import TargetPass
 
 # ------------------------------------------------------------------------------------------------ Sequoia's shape
 
@@ -188,10 +188,10 @@ class SequoiaDrafter(SequentialDrafter):
         self._rows = rows[kept]
         return subtree(kept, tokens, shape.parents, shape.depths, np.log(shape.probabilities))
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+    def observe(self, done: TargetPass) -> None:
         if not self._draft.layers:
             return
-        rows = [int(row) for row in self._rows[verdict.path] if row >= 0]
-        for rank in self._draft.ranks(rows, verdict.tokens):
+        rows = [int(row) for row in self._rows[done.verdict.path] if row >= 0]
+        for rank in self._draft.ranks(rows, done.verdict.tokens):
             self._acceptance.observe(rank)
         self._draft.model.keep(rows)

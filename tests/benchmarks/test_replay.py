@@ -34,7 +34,7 @@ from offspec.scheduler.learnt import Learnt
 from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import Logits, Verdict, exact_walk
+from offspec.scheduler.verify import TargetPass, Verdict, exact_walk
 
 from ..scheduler.fakes import (
     RuleModel,
@@ -154,9 +154,9 @@ class Witness:
     def extend(self, is_over: Callable[[], bool]) -> None:
         self.drafter.extend(is_over)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
-        self.told.append((tree.tokens.tolist(), verdict))
-        self.drafter.observe(tree, verdict, logits)
+    def observe(self, done: TargetPass) -> None:
+        self.told.append((done.tree.tokens.tolist(), done.verdict))
+        self.drafter.observe(done)
 
 
 def drafter_of(kind: str, model: Any, sampler: Sampler) -> Drafter:

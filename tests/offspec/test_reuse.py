@@ -28,7 +28,7 @@ from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, TokenTree, trimmed
-from offspec.scheduler.verify import Logits, Verdict
+from offspec.scheduler.verify import TargetPass, Verdict
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, variant
@@ -124,7 +124,7 @@ class Anything:
         named = self._random.choice(self.TOKENS, (self._random.integers(9), depth)).tolist()
         return trimmed(build_tree([self._truth[len(text) :][:depth], *named]), max_nodes)
 
-    def observe(self, text: Sequence[int], tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
+    def observe(self, done: TargetPass) -> None:
         pass
 
 
@@ -198,9 +198,9 @@ class CheckedDrafter(ModelDrafter):
         np.testing.assert_array_equal(tree.mask(), np.array(seen, dtype=np.bool_).reshape(len(tree), len(tree)))
         return tree
 
-    def observe(self, tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
-        super().observe(tree, verdict, logits)
-        text = self.text + verdict.tokens
+    def observe(self, done: TargetPass) -> None:
+        super().observe(done)
+        text = self.text + done.verdict.tokens
         nothing = TokenTree.empty()
         fresh = CachedDecoder(self.target.decoder)
         fresh.score(text[:-1], nothing.tokens, nothing.depths, nothing.mask())
@@ -329,7 +329,7 @@ def test_caches_are_those_of_a_fresh_prefill_whatever_the_verdict(
         bonus = random.choice(known) if known and random.random() < 0.8 else random.integers(drafter.sampler.vocab_size)
         verdict = Verdict(path, [*tree.tokens[path].tolist(), int(bonus)])
         target.keep(path)
-        drafter.observe(tree, verdict, logits)
+        drafter.observe(TargetPass(text, tree, verdict, logits))
         text += verdict.tokens
         drafter.sampler.extend(verdict.tokens)
 

@@ -26,7 +26,7 @@ from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.recycling import TokenRecycling
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
-from offspec.scheduler.verify import Logits, exact_walk
+from offspec.scheduler.verify import TargetPass, TargetStates, exact_walk
 from offspec.scheduler.vocabulary import Vocabulary
 
 TokenPath = tuple[int, ...]
@@ -150,7 +150,7 @@ class LearningModel(RuleModel):
         super().__init__(rules(0), vocab_size)
         self._rules, self._num_verdicts = rules, 0
 
-    def observe(self, rows: IntArray, nodes: IntArray, logits: Logits) -> None:
+    def observe(self, rows: IntArray, nodes: IntArray, states: TargetStates) -> None:
         self._num_verdicts += 1
         self.rule = self._rules(self._num_verdicts)
 
@@ -184,7 +184,7 @@ def generate(
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
         verdict = exact_walk(tree, logits, sampler, position=len(text))
         target.keep(verdict.path)
-        drafter.observe(tree, verdict, logits)
+        drafter.observe(TargetPass(text, tree, verdict, logits))
         text += verdict.tokens
         sampler.extend(verdict.tokens)
     return text[len(prompt) :]

@@ -15,6 +15,7 @@ from offspec.scheduler.drafter import DraftRequest, LogitCorrector
 from offspec.scheduler.params import MAX_ROWS, SamplingParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, IntArray
+from offspec.scheduler.verify import NoStates, TargetStates
 
 from .fakes import LearningModel, RuleModel, count_down, random_rule, resembling
 
@@ -87,21 +88,21 @@ def test_a_corrector_hears_of_nodes_that_both_scored_and_has_the_last_word() -> 
     told: list[tuple[list[int], list[int]]] = []
 
     class Noted:
-        def observe(self, rows: IntArray, nodes: IntArray, logits: torch.Tensor) -> None:
+        def observe(self, rows: IntArray, nodes: IntArray, states: TargetStates) -> None:
             told.append((rows.tolist(), nodes.tolist()))
-            model.observe(rows, nodes, logits)
+            model.observe(rows, nodes, states)
 
         def corrected(self, rows: IntArray) -> torch.Tensor:
             assert len(rows) <= MAX_CORRECTED
             return model.corrected(rows)
 
     rounds = rounds_of(model, corrector=Noted())
-    rounds.correct(np.empty(0, dtype=np.int64), torch.empty(0, 0))
+    rounds.correct(np.empty(0, dtype=np.int64), NoStates())
     assert told == [], "the draft was not asked"
     rounds.expand_root()
     sent = rounds.best(3)
     rounds.expand(sent[1:2])
-    rounds.correct(sent, torch.empty(0, 0))
+    rounds.correct(sent, NoStates())
     assert told == [([ROOT, 0], [0, 2])]
     rounds.rejudge()
     fresh = rounds_of(RuleModel(resembling(RULE, seed=1), VOCAB_SIZE))

@@ -16,7 +16,7 @@ from offspec.scheduler.guesser_pool import MAX_GUESSES, GuesserPool, GuesserWort
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, TokenTree
-from offspec.scheduler.verify import Logits, Verdict
+from offspec.scheduler.verify import TargetPass, Verdict
 
 from .fakes import VirtualClock, guesses_of
 
@@ -39,8 +39,8 @@ class Guess:
         self.asked.append((max_nodes, max_depth))
         return replace(TokenTree.chain([self.token]), scores=np.array([self.score]))
 
-    def observe(self, text: Sequence[int], tree: TokenTree, verdict: Verdict, logits: Logits) -> None:
-        self.told.append(verdict)
+    def observe(self, done: TargetPass) -> None:
+        self.told.append(done.verdict)
 
 
 def pool_of(*guesses: Guess, calibration: DraftCalibration | None = None) -> GuesserPool:
@@ -56,7 +56,7 @@ def test_all_are_asked_into_one_tree_and_told_of_every_verdict() -> None:
     assert tree.tree(tree.best(9, 9)).tokens.tolist() == [2, 0]
     assert tree.nodes["score"].tolist() == [-0.1, -1.0], "the best score of a node counts"
     assert [guess.asked for guess in guesses] == [[(MAX_GUESSES, 5)]] * 3
-    pool.observe(TEXT, TokenTree.empty(), verdict := Verdict([], [2]), torch.empty(0, 0))
+    pool.observe(TargetPass(TEXT, TokenTree.empty(), verdict := Verdict([], [2]), torch.empty(0, 0)))
     assert [guess.told for guess in guesses] == [[verdict]] * 3
 
 

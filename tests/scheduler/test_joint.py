@@ -18,6 +18,7 @@ from offspec.scheduler.joint import SLICE_ROWS, BeamDrafter, joint_walk, log_lik
 from offspec.scheduler.params import MAX_JOINT_NODES, SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import FloatArray, TokenTree
+from offspec.scheduler.verify import TargetPass
 
 from .fakes import (
     Rule,
@@ -135,7 +136,7 @@ def generate(
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
         verdict = joint_walk(tree, logits, sampler, len(text), tau=speculation.tau, final=final)
         target.keep(verdict.path)
-        drafter.observe(tree, verdict, logits)
+        drafter.observe(TargetPass(text, tree, verdict, logits))
         if verdict.path and verdict.tokens[-2] in final:
             return (text + verdict.tokens[:-1])[len(prompt) :]
         text += verdict.tokens

@@ -29,7 +29,7 @@ from offspec.scheduler.recycling import TokenRecycling
 from offspec.scheduler.retrieval import Retrieval, build_index
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, TokenTree
-from offspec.scheduler.verify import exact_walk
+from offspec.scheduler.verify import TargetPass, exact_walk
 
 from .fakes import (
     Rule,
@@ -85,7 +85,7 @@ def decode(
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
         verdict = exact_walk(tree, logits, sampler, position=len(text))
         target.keep(verdict.path)
-        drafter.observe(tree, verdict, logits)
+        drafter.observe(TargetPass(text, tree, verdict, logits))
         text += verdict.tokens
         sampler.extend(verdict.tokens)
         proposed.append(tree)
@@ -156,7 +156,7 @@ def test_wrong_guesses_lose_their_credit(temperature: float) -> None:
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
         verdict = exact_walk(tree, logits, sampler, len(text))
         target.keep([])
-        lookup.observe(text, tree, verdict, logits)
+        lookup.observe(TargetPass(text, tree, verdict, logits))
     assert scores[-1] < scores[0] - 1
     assert (np.diff(scores) < 1e-9).all()
 

@@ -22,7 +22,7 @@ from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import SamplingParams, Scoring, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
-from offspec.scheduler.verify import Verdict, exact_walk
+from offspec.scheduler.verify import TargetPass, Verdict, exact_walk
 
 from .fakes import (
     LearningModel,
@@ -236,7 +236,7 @@ def test_no_room_or_budget_is_an_empty_tree(max_depth: int, budget: int) -> None
     drafter = drafter_of(model, budget=budget)
     tree = drafter.propose(PROMPT, max_depth)
     assert len(tree) == 0
-    drafter.observe(tree, Verdict([], [1]), torch.zeros(1, VOCAB_SIZE))
+    drafter.observe(TargetPass(PROMPT, tree, Verdict([], [1]), torch.zeros(1, VOCAB_SIZE)))
     assert model.batches == []
 
 
@@ -286,7 +286,7 @@ def test_draft_cache_follows_the_text(params: SamplingParams) -> None:
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
         verdict = exact_walk(tree, logits, sampler, len(text))
         target.keep(verdict.path)
-        drafter.observe(tree, verdict, logits)
+        drafter.observe(TargetPass(text, tree, verdict, logits))
         text += verdict.tokens
         num_accepted += len(verdict.path)
         missing = len(text) - len(model.text)
@@ -380,7 +380,7 @@ class OneGuess:
         token = (int(self.rule(tuple(text)).argmax()) + self.shift) % VOCAB_SIZE
         return replace(TokenTree.chain([token]), scores=np.array([math.log(0.9)]))
 
-    def observe(self, text: Sequence[int], tree: TokenTree, verdict: Verdict, logits: Any) -> None:
+    def observe(self, done: TargetPass) -> None:
         pass
 
 
@@ -402,7 +402,7 @@ def test_guessers_are_doubted_as_far_as_the_model_knows_better(budget: int, reus
             tree = drafter.propose(text, 4)
             were_sent.append(tree.child(ROOT, named) is not None)
             verdict = walk_of(tree, text)
-            drafter.observe(tree, verdict, NO_LOGITS)
+            drafter.observe(TargetPass(text, tree, verdict, NO_LOGITS))
             text.extend(verdict.tokens)
         return were_sent
 
@@ -426,7 +426,7 @@ def test_where_there_is_no_model_nobody_knows_better() -> None:
     drafter = ModelDrafter(None, DraftRequest(sampler), SpeculationParams(4), learnt, guessers=guessers)
     for _ in range(9):
         tree = drafter.propose(PROMPT, 4)
-        drafter.observe(tree, Verdict([], [int(DRAFT(tuple(PROMPT)).argmax())]), NO_LOGITS)
+        drafter.observe(TargetPass(PROMPT, tree, Verdict([], [int(DRAFT(tuple(PROMPT)).argmax())]), NO_LOGITS))
     assert len(tree) == calibration.of(greedy=True).guesser_trust.value == 1
 
 

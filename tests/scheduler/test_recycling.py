@@ -14,7 +14,7 @@ from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.recycling import SuccessorTable, TokenRecycling
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import Verdict
+from offspec.scheduler.verify import TargetPass, Verdict
 
 from .fakes import build_tree, many, paths, softmax
 
@@ -82,7 +82,7 @@ def test_rows_of_the_walk_are_kept_however_far_down_the_tree() -> None:
     recycling = TokenRecycling(VOCAB_SIZE, num_spare_rows=2)
     node = paths(tree).index((4, 5))
     path = tree.path(node)
-    recycling.observe([8], tree, Verdict(path, [4, 5, 9]), Recorded())
+    recycling.observe(TargetPass([8], tree, Verdict(path, [4, 5, 9]), Recorded()))
     assert sorted(asked) == sorted({0, 1, *(node + 1 for node in path)})
     known = np.flatnonzero(recycling.table.successors(np.arange(VOCAB_SIZE))[0][:, 0] >= 0)
     assert set(known) == {8, int(tree.tokens[0]), 4, 5}
@@ -92,7 +92,7 @@ def test_nothing_known_nothing_guessed() -> None:
     recycling = TokenRecycling(VOCAB_SIZE)
     sampler = Sampler(SamplingParams(), 0, VOCAB_SIZE)
     assert len(recycling.guess([3], sampler, 10, 5)) == 0
-    recycling.observe([3], TokenTree.empty(), Verdict([], [7]), logits_of(1))
+    recycling.observe(TargetPass([3], TokenTree.empty(), Verdict([], [7]), logits_of(1)))
     tree = recycling.guess([3], sampler, 10, 5)
     assert set(tree.depths.tolist()) == {1}
     assert int(logits_of(1)[0].argmax()) == tree.tokens[0]
@@ -103,7 +103,7 @@ def test_first_scores_are_sure_of_what_the_target_was_sure_of() -> None:
     for token, confidence in ((1, 0.99), (2, 0.4)):
         logits = torch.full((1, VOCAB_SIZE), math.log((1 - confidence) / (VOCAB_SIZE - 1)))
         logits[0, 9] = math.log(confidence)
-        recycling.observe([token], TokenTree.empty(), Verdict([], [9]), logits)
+        recycling.observe(TargetPass([token], TokenTree.empty(), Verdict([], [9]), logits))
     sampler = Sampler(SamplingParams(), 0, VOCAB_SIZE)
     sure, unsure = (recycling.guess([token], sampler, 1, 1).scores[0] for token in (1, 2))
     assert sure > unsure + 0.3

@@ -23,9 +23,9 @@ from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.row_logits import HEAD_ROWS
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.tree import ROOT, TokenTree
-from offspec.scheduler.verify import Verdict
+from offspec.scheduler.verify import NoStates, TargetPass, Verdict
 from offspec.training.lora import Adapter, TreeRows, adapted_shapes
-from offspec.training.online import Aligner, AlignmentParams, Window, best_beside, divergence, learning_bytes
+from offspec.training.online import Aligner, AlignmentParams, Listener, Window, best_beside, divergence, learning_bytes
 
 from ...fakes import TinyModel
 from ...pair import VOCAB_SIZE, Pair, build_pair, scale_weights, variant
@@ -80,9 +80,8 @@ def sayings(seed: int = 0) -> Tensor:
 
 def heard(aligner: Aligner, context: list[int], seed: int = 0) -> Window:
     """A window that has heard of TREE below a text."""
-    listener = aligner.listen(context)
-    assert listener is not None
-    listener.observe(TREE, VERDICT, sayings(seed))
+    listener = Listener(aligner, context, NoStates())
+    listener.observe(TargetPass(context, TREE, VERDICT, sayings(seed)))
     return aligner.windows[-1]
 
 
@@ -292,9 +291,8 @@ def test_the_best_guesses_are_taken_down_and_no_more(engine: Engine) -> None:
             asked.add(row)
             return sayings()[row]
 
-    listener = aligner.listen([5, 6])
-    assert listener is not None
-    listener.observe(TREE, VERDICT, Rows())
+    listener = Listener(aligner, [5, 6], NoStates())
+    listener.observe(TargetPass([5, 6], TREE, VERDICT, Rows()))
     window = aligner.windows[-1]
     assert window.tokens[: window.num_tokens].tolist() == [5, 6, 8, 10, 20, 9, 11, 12]
     assert window.parents[: window.num_tokens].tolist() == [ROOT, 0, 1, 2, 3, 2, 5, 5]
@@ -314,9 +312,8 @@ def test_where_the_target_hardly_goes_nothing_is_learnt(engine: Engine) -> None:
     logits = torch.zeros(1 + len(TREE), VOCAB_SIZE)
     logits[1, [10, 11]] = 9.0  # after 8, not 9
     logits[3, [14, 15]] = 9.0  # after 10
-    listener = aligner.listen([5, 6])
-    assert listener is not None
-    listener.observe(TREE, VERDICT, logits)
+    listener = Listener(aligner, [5, 6], NoStates())
+    listener.observe(TargetPass([5, 6], TREE, VERDICT, logits))
     window = aligner.windows[-1]
     assert window.tokens[: window.num_tokens].tolist() == [5, 6, 8, 10, 20, 14]
     assert window.weights[5] == pytest.approx(0.5**0.5, rel=1e-2)
@@ -332,11 +329,10 @@ def test_a_walk_goes_on_in_the_next_window(engine: Engine) -> None:
         np.append(chain.depths, 2),
         np.append(chain.scores, 0.0),
     )
-    listener = aligner.listen([5, 6, 7])
-    assert listener is not None
+    listener = Listener(aligner, [5, 6, 7], NoStates())
     logits = torch.zeros(15, VOCAB_SIZE)
     logits[1, 30] = 9.0
-    listener.observe(tree, Verdict([*range(13)], [*range(10, 24)]), logits)
+    listener.observe(TargetPass([5, 6, 7], tree, Verdict([*range(13)], [*range(10, 24)]), logits))
     windows = list(aligner.windows)
     assert [window.tokens[: window.num_tokens].tolist() for window in windows] == [
         [6, 7, *range(10, 16)],

@@ -28,7 +28,7 @@ from offspec.scheduler.drafter import Drafter
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
-from offspec.scheduler.verify import Verdict, exact_walk
+from offspec.scheduler.verify import TargetPass, Verdict, exact_walk
 
 from ..fakes import (
     Rule,
@@ -349,7 +349,7 @@ def test_ranks_are_counted_on_the_walk() -> None:
     tree = drafter.propose(PROMPT, 9)
     words = plain_text(DRAFT, GREEDY, SEED, PROMPT, 3)
     path = [paths(tree).index(tuple(words[:length])) for length in (1, 2)]
-    drafter.observe(tree, Verdict(path, words), torch.empty(0, 0))
+    drafter.observe(TargetPass(PROMPT, tree, Verdict(path, words), torch.empty(0, 0)))
     ranks = acceptance.ranks(greedy=True, coupled=False)
     assert ranks.num_nodes == 3
     prior = RankAcceptance().probabilities(1)[0] * RankAcceptance.PRIOR_NODES
@@ -524,7 +524,7 @@ def test_draft_cache_follows_the_text(kind: str, params: SamplingParams) -> None
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
         verdict = exact_walk(tree, logits, sampler, len(text))
         target.keep(verdict.path)
-        drafter.observe(tree, verdict, logits)
+        drafter.observe(TargetPass(text, tree, verdict, logits))
         text += verdict.tokens
         num_accepted += len(verdict.path)
         missing = len(text) - len(model.text)
@@ -551,7 +551,7 @@ def test_no_room_or_budget_is_an_empty_tree(kind: str, max_depth: int, budget: i
     drafter = drafter_of(kind, model, budget=budget)
     tree = drafter.propose(PROMPT, max_depth)
     assert len(tree) == 0
-    drafter.observe(tree, Verdict([], [1]), torch.empty(0, 0))
+    drafter.observe(TargetPass(PROMPT, tree, Verdict([], [1]), torch.empty(0, 0)))
     assert model.batches == []
 
 
