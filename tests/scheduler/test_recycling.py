@@ -51,7 +51,7 @@ def test_table_holds_the_likeliest_successors_and_their_probabilities() -> None:
 def learnt(recycling: TokenRecycling, seed: int = 1) -> TokenRecycling:
     """Has seen every token: the text was the even ones, and the odd ones stood in trees beside it."""
     for token in range(0, VOCAB_SIZE, 2):
-        recycling.observe([token], build_tree([[token + 1]]), Verdict([], [0]), logits_of(2, seed + token))
+        recycling.observe(TargetPass([token], build_tree([[token + 1]]), Verdict([], [0]), logits_of(2, seed + token)))
     return recycling
 
 
