@@ -47,18 +47,25 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where each layer lies, by index, and the slots through which the streamed ones come.
+class Slots:
+    """Memory through which streamed layers come, `nbytes` for each slot.
 
-    num_slots of slot_bytes lie beside the arithmetic; num_host_slots are in RAM, where a GPU's layers come from disk.
+    num: beside the arithmetic. num_host: in RAM, where a GPU's layers come from disk.
     """
+
+    num: int
+    num_host: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each layer lies, by index, the slots through which the streamed ones come, and what all of it takes."""
 
     resident: tuple[int, ...]
     in_ram: tuple[int, ...]
     on_disk: tuple[int, ...]
-    num_slots: int
-    num_host_slots: int
-    slot_bytes: int
+    slots: Slots
     items: tuple[Item, ...]
     limits: Limits
     device_bytes: int
@@ -90,7 +97,7 @@ def _place_on_cpu(layers: Sequence[LayerCost], items: Sequence[Item], limits: Li
     needs, slot_bytes = [(item.name, item.on_device + item.on_host) for item in items], _slot_bytes(layers)
     sizes = [c.resident_bytes for c in layers]
     resident, rest, num_slots, used = _fill("RAM", limits.ram, sizes, needs, slot_bytes, num_pinned)
-    return Placement(resident, (), rest, num_slots, 0, slot_bytes, tuple(items), limits, 0, used)
+    return Placement(resident, (), rest, Slots(num_slots, 0, slot_bytes), tuple(items), limits, 0, used)
 
 
 def _place_on_gpu(
@@ -101,9 +108,10 @@ def _place_on_gpu(
     resident, rest, num_slots, used = _fill("VRAM", device, sizes, needs, slot_bytes, num_pinned)
     needs = [(item.name, item.on_host) for item in items]
     sizes = [layers[i].slot_bytes for i in rest]
-    kept, on_disk, host_slots, used_ram = _fill("RAM", limits.ram, sizes, needs, slot_bytes)
+    kept, on_disk, num_host_slots, used_ram = _fill("RAM", limits.ram, sizes, needs, slot_bytes)
     in_ram, on_disk = tuple(rest[i] for i in kept), tuple(rest[i] for i in on_disk)
-    return Placement(resident, in_ram, on_disk, num_slots, host_slots, slot_bytes, tuple(items), limits, used, used_ram)
+    slots = Slots(num_slots, num_host_slots, slot_bytes)
+    return Placement(resident, in_ram, on_disk, slots, tuple(items), limits, used, used_ram)
 
 
 def _fill(
@@ -114,9 +122,7 @@ def _fill(
     slot_bytes: int,
     num_pinned: int = 0,
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-    """Fill one tier with layers of these sizes: which stay in it, which do not, how many slots these need, all bytes
-    used.
-    """
+    """Fill one tier with layers of these sizes: which stay, which do not, how many slots these need, all bytes used."""
     taken = sum(size for _, size in needs)
     kept, num_slots = _keep(sizes, limit - taken, slot_bytes, num_pinned)
     if kept is None:
@@ -170,12 +176,10 @@ class PassRates:
 
 
 def predict_pass_s(placement: Placement, layers: Sequence[LayerCost], rates: PassRates) -> float:
-    """Seconds of one pass in the steady state: the ring is played through, slot by slot, and the third pass is
-    timed.
-    """
+    """Seconds of one pass in the steady state: the third, where the ring is played through slot by slot."""
     on_disk, streamed = set(placement.on_disk), set(placement.streamed)
     now = disk_free = link_free = began = 0.0
-    freed, host_freed = deque([0.0] * placement.num_slots), deque([0.0] * placement.num_host_slots)
+    freed, host_freed = deque([0.0] * placement.slots.num), deque([0.0] * placement.slots.num_host)
     # The ring reads ahead, so a layer's transfer begins as soon as link and slot are free, whatever is computing.
     for _ in range(3):
         began = now
@@ -188,7 +192,7 @@ def predict_pass_s(placement: Placement, layers: Sequence[LayerCost], rates: Pas
                     arrived = max(arrived, disk_free)
                 if rates.host_to_device_bytes_per_s is not None:
                     link_free = arrived = max(link_free, arrived) + nbytes / rates.host_to_device_bytes_per_s
-                if i in on_disk and placement.num_host_slots:
+                if i in on_disk and placement.slots.num_host:
                     host_freed.append(arrived)
                 now = max(now, arrived) + compute_s
                 freed.append(now)

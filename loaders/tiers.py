@@ -291,7 +291,7 @@ class TieredWeights:
             return PlainStream(everything, self._reader, self._device)
         if self._device.type == "cuda":
             return self._open_link(records)
-        buffers = [HostBuffer(self._placement.slot_bytes) for _ in range(self._placement.num_slots)]
+        buffers = [HostBuffer(self._placement.slots.nbytes) for _ in range(self._placement.slots.num)]
         return self._open_disk(records, buffers)
 
     def _open_disk(self, records: Mapping[Unit, Record], buffers: Sequence[HostBuffer]) -> Ring[HostSlot]:
@@ -303,8 +303,8 @@ class TieredWeights:
         once.
         """
         p, layers = self._placement, self._model.layers
-        slots = [DeviceSlot(p.slot_bytes, self._device) for _ in range(p.num_slots)]
-        sizes = [*(layers[i].record.nbytes for i in p.in_ram), *[p.slot_bytes] * (p.num_host_slots if records else 0)]
+        slots = [DeviceSlot(p.slots.nbytes, self._device) for _ in range(p.slots.num)]
+        sizes = [*(layers[i].record.nbytes for i in p.in_ram), *[p.slots.nbytes] * (p.slots.num_host if records else 0)]
         whole, parts = HostBuffer.side_by_side(sizes)
         in_ram: dict[Unit, torch.Tensor] = {
             i: self._read(layers[i], part).tensor for i, part in zip(p.in_ram, parts, strict=False)

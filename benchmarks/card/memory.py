@@ -54,5 +54,5 @@ def without_residents(plan: Plan) -> Plan:
     p = plan.placement
     everything = tuple(range(len(plan.layers)))
     in_ram, on_disk = ((), everything) if p.limits.device is None else (everything, ())
-    placement = replace(p, resident=(), in_ram=in_ram, on_disk=on_disk, num_slots=max(2, p.num_slots))
+    placement = replace(p, resident=(), in_ram=in_ram, on_disk=on_disk, slots=replace(p.slots, num=max(2, p.slots.num)))
     return replace(plan, placement=placement)

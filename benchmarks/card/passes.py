@@ -56,7 +56,7 @@ def baseline(bench: Bench, name: str, cap: int | None) -> Iterator[Figures]:
     job, (target, draft) = JOBS[name], bench.grown(name)
     ours = plan_within(job, cap, target.files, draft.files, bench.device, bench.ram)
     p, plan = ours.placement, without_residents(ours)
-    if p.limits.device is not None and p.ram_bytes + len(p.resident) * p.slot_bytes > p.limits.ram:
+    if p.limits.device is not None and p.ram_bytes + len(p.resident) * p.slots.nbytes > p.limits.ram:
         raise UsageError("its layers do not all fit in RAM; give --ram more")
     specexec = SpeculationParams(budget=256, scoring="specexec", lookup=False, recall=False, reuse=False, overlap=False)
     with loaded(target, draft, plan, bench.rates(), bench.device, max(job.widths)) as running:

@@ -45,10 +45,10 @@ class Gain:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan with what it is for, the seconds a pass would take at some widths (tokens → seconds), and what would help.
+    """A plan with what it is for, the seconds of a pass at some widths (tokens → seconds), and what would help.
 
-    model: as it was asked for; title: what it is. gains: of VRAM, then of RAM, in steps of GAIN_STEP_BYTES, for as long as a
-    step brings something.
+    model: as it was asked for; title: what it is. gains: of VRAM, then of RAM, in steps of GAIN_STEP_BYTES, for as long
+    as a step brings something.
     """
 
     model: str
@@ -71,7 +71,7 @@ class Forecast:
         return self.plan.placement.limits.device is not None
 
     def rows(self) -> list[tuple[str, int, int]]:
-        """(what, bytes of the card, bytes of RAM) of everything that is planned, and the sums; all is RAM without a card."""
+        """(what, bytes of the card, bytes of RAM) of everything planned, and the sums; all is RAM without a card."""
         p, layers = self.plan.placement, self.plan.layers
         rows = [(item.name, item.on_device, item.on_host) for item in p.items]
         kept = sum(layers[i].resident_bytes for i in p.resident)
@@ -80,7 +80,7 @@ class Forecast:
         if p.in_ram:
             rows.append((f"layers that wait ({len(p.in_ram)})", 0, waiting))
         if p.streamed:
-            rows.append(("layers in flight", p.num_slots * p.slot_bytes, p.num_host_slots * p.slot_bytes))
+            rows.append(("layers in flight", p.slots.num * p.slots.nbytes, p.slots.num_host * p.slots.nbytes))
         if not self.has_card:
             rows = [(what, 0, device + ram) for what, device, ram in rows]
         return [*rows, ("together", sum(row[1] for row in rows), sum(row[2] for row in rows))]
@@ -143,8 +143,8 @@ def make_forecast(
 ) -> Forecast:
     """Plan for a model that may not be here, on this machine or on one with another card. options: as `Engine.load`'s.
 
-    widths: tokens of a pass. Links are measured, or taken from the card's data sheet; the disk is the one the model lies
-    on. Raises MemoryLimitError where it cannot work.
+    widths: tokens of a pass. Links are measured, or taken from the card's data sheet; the disk is the one the model
+    lies on. Raises MemoryLimitError where it cannot work.
     """
     assumed = assumptions or Assumptions()
     assumed.check()

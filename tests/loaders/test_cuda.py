@@ -25,7 +25,7 @@ from offspec.loaders.cuda import (
     span,
     unpin,
 )
-from offspec.loaders.placement import Limits, Placement
+from offspec.loaders.placement import Limits, Placement, Slots
 from offspec.loaders.readers import HostBuffer
 from offspec.loaders.records import Record
 from offspec.loaders.stream import Ring
@@ -205,7 +205,7 @@ def test_every_pass_computes_with_the_right_layers(
     on_disk = tuple(i for i in range(9) if i not in resident and i not in in_ram)
     slot_bytes = max(layer.record.nbytes for layer in model.layers)
     placement = Placement(
-        tuple(resident), in_ram, on_disk, num_slots, num_slots, slot_bytes, (), Limits(2**30, 2**30), 0, 0
+        tuple(resident), in_ram, on_disk, Slots(num_slots, num_slots, slot_bytes), (), Limits(2**30, 2**30), 0, 0
     )
     weights = TieredWeights(
         model,
@@ -223,7 +223,8 @@ def test_every_pass_computes_with_the_right_layers(
         for index in range(9):
             with weights.layer(index) as layer:
                 for _ in range(4):
-                    hidden = torch.nn.functional.rms_norm(hidden @ layer["mix.weight"], (512,), layer["norm"])  # type: ignore[operator, arg-type]
+                    mixed = hidden @ layer["mix.weight"]  # type: ignore[operator]
+                    hidden = torch.nn.functional.rms_norm(mixed, (512,), layer["norm"])  # type: ignore[arg-type]
         passes.append(hidden)
     expected = x
     for index in range(9):

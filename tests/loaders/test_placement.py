@@ -56,16 +56,16 @@ def test_what_is_placed_fits_and_every_layer_lies_somewhere(
         return
     assert sorted(placed.resident + placed.in_ram + placed.on_disk) == list(range(len(costs)))
     assert placed.ram_bytes <= ram
-    used = sum(costs[i].resident_bytes for i in placed.resident) + placed.num_slots * placed.slot_bytes
+    used = sum(costs[i].resident_bytes for i in placed.resident) + placed.slots.num * placed.slots.nbytes
     if device is None:
         assert placed.ram_bytes == 22 + used
         assert placed.in_ram == ()
     else:
         assert placed.device_bytes == 10 + used <= device
-        host = sum(costs[i].slot_bytes for i in placed.in_ram) + placed.num_host_slots * placed.slot_bytes
+        host = sum(costs[i].slot_bytes for i in placed.in_ram) + placed.slots.num_host * placed.slots.nbytes
         assert placed.ram_bytes == 12 + host
-    assert (placed.num_slots > 0) == bool(placed.streamed)
-    assert (placed.num_host_slots > 0) == (device is not None and bool(placed.on_disk))
+    assert (placed.slots.num > 0) == bool(placed.streamed)
+    assert (placed.slots.num_host > 0) == (device is not None and bool(placed.on_disk))
 
 
 @given(costs, st.integers(0, 1000), st.integers(0, 500))
@@ -85,26 +85,26 @@ def test_everything_stays_where_it_fits() -> None:
     placed = place(layers(4), ITEMS, Limits(None, 7 * GB))
     assert placed.resident == (0, 1, 2, 3)
     assert placed.streamed == ()
-    assert placed.num_slots == 0
+    assert placed.slots.num == 0
 
 
 def test_residents_are_interleaved() -> None:
     placed = place(layers(12), ITEMS, Limits(None, 10 * GB))
-    assert placed.num_slots == 3
+    assert placed.slots.num == 3
     assert placed.resident == (1, 4, 7, 10)
 
 
 def test_two_slots_do_where_memory_is_short() -> None:
-    assert place(layers(12), ITEMS, Limits(None, 5 * GB)).num_slots == MIN_SLOTS
+    assert place(layers(12), ITEMS, Limits(None, 5 * GB)).slots.num == MIN_SLOTS
 
 
 def test_a_gpu_spills_to_ram_then_to_disk() -> None:
     roomy = place(layers(12), ITEMS, Limits(8 * GB, 64 * GB))
     assert (len(roomy.resident), len(roomy.in_ram), len(roomy.on_disk)) == (3, 9, 0)
-    assert roomy.num_host_slots == 0
+    assert roomy.slots.num_host == 0
     tight = place(layers(12), ITEMS, Limits(8 * GB, 8 * GB))
     assert (len(tight.resident), len(tight.in_ram), len(tight.on_disk)) == (3, 4, 5)
-    assert tight.num_host_slots == 3
+    assert tight.slots.num_host == 3
 
 
 def test_the_slots_in_ram_are_as_large_as_those_on_the_device() -> None:
@@ -112,7 +112,7 @@ def test_the_slots_in_ram_are_as_large_as_those_on_the_device() -> None:
     costs = [LayerCost(n, n, 2 * n) for n in (40, 40, 50, 40, 40)]
     placed = place(costs, [], Limits(250, 125))
     assert (placed.resident, placed.in_ram, placed.on_disk) == ((2,), (), (0, 1, 3, 4))
-    assert (placed.num_host_slots, placed.slot_bytes, placed.ram_bytes) == (2, 50, 100)
+    assert (placed.slots.num_host, placed.slots.nbytes, placed.ram_bytes) == (2, 50, 100)
 
 
 def test_a_refusal_has_the_numbers_and_the_remedy() -> None:
@@ -152,7 +152,7 @@ def test_the_disk_reads_into_ram_while_other_layers_come_from_there() -> None:
     placed = replace(
         place(costs, [], Limits(2 * GB, 40 * GB)), in_ram=tuple(i for i in range(24) if i % 8), on_disk=(0, 8, 16)
     )
-    placed = replace(placed, num_host_slots=3)
+    placed = replace(placed, slots=replace(placed.slots, num_host=3))
     assert predict(placed, costs, 0.0, GB, 10 * GB) == pytest.approx(3.0, rel=0.01)  # the disk rests at no time
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from offspec.errors import CheckpointError
 from offspec.loaders.checkpoint import Checkpoint
 from offspec.loaders.containers import open_checkpoint
-from offspec.loaders.placement import Limits, Placement
+from offspec.loaders.placement import Limits, Placement, Slots
 from offspec.loaders.readers import FileReader, HostBuffer
 from offspec.loaders.records import Record
 from offspec.loaders.stream import Fill, HostSlot, Ring
@@ -33,7 +33,7 @@ ALL, NONE, SOME = (0, 1, 2), (), (1,)
 def placed(model: StoredModel, resident: tuple[int, ...], num_slots: int = 3) -> Placement:
     slot_bytes = max(layer.record.nbytes for layer in model.layers)
     on_disk = tuple(i for i in range(len(model.layers)) if i not in resident)
-    return Placement(resident, (), on_disk, num_slots, 0, slot_bytes, (), Limits(None, 0), 0, 0)
+    return Placement(resident, (), on_disk, Slots(num_slots, 0, slot_bytes), (), Limits(None, 0), 0, 0)
 
 
 def tiered(
@@ -131,7 +131,8 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
 
     monkeypatch.setattr("offspec.loaders.tiers.DeviceSlot", lambda nbytes, device: HostSlot(HostBuffer(nbytes)))
     monkeypatch.setattr("offspec.loaders.cuda.pin", refuse)
-    placement = replace(placed(model, NONE), in_ram=(1,), on_disk=(0, 2), num_host_slots=2)
+    placement = placed(model, NONE)
+    placement = replace(placement, in_ram=(1,), on_disk=(0, 2), slots=replace(placement.slots, num_host=2))
     cuda = torch.device("cuda")
     with pytest.raises(CheckpointError, match="told to fail"):
         TieredWeights(
@@ -171,12 +172,13 @@ def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch
         "offspec.loaders.tiers.unpin", lambda buffer, device: pinned.remove((buffer.address, buffer.nbytes))
     )
     monkeypatch.setattr(Record, "on", lambda record, device, raw: raw)  # there is no device to move residents to
-    placement = replace(placed(model, NONE), in_ram=(1,), on_disk=(0, 2), num_host_slots=2)
+    placement = placed(model, NONE)
+    placement = replace(placement, in_ram=(1,), on_disk=(0, 2), slots=replace(placement.slots, num_host=2))
     cuda = torch.device("cuda")
     weights = TieredWeights(model, placement, dtype=torch.float32, device=cuda, embedding=EMBEDDING)
     ((begin, size),) = pinned
     record = model.layers[1].record
-    assert size == record.nbytes + 2 * placement.slot_bytes
+    assert size == record.nbytes + 2 * placement.slots.nbytes
     assert begin <= filled[1].data_ptr() < begin + size
     for name, found in record.parts(filled[1]).items():
         assert torch.equal(found.view(tensors[name].dtype).view(tensors[name].shape), tensors[name])

@@ -48,8 +48,9 @@ def on_disk(plan: Plan) -> Plan:
     return streamed(plan, on_disk=tuple(range(len(plan.layers))), num_host_slots=2)
 
 
-def streamed(plan: Plan, **where: Any) -> Plan:
-    placement = replace(plan.placement, **{"resident": (), "num_slots": 2, **where})
+def streamed(plan: Plan, num_host_slots: int = 0, **where: Any) -> Plan:
+    slots = replace(plan.placement.slots, num=2, num_host=num_host_slots)
+    placement = replace(plan.placement, resident=(), slots=slots, **where)
     return replace(plan, placement=placement)
 
 

@@ -19,7 +19,7 @@ from offspec import Engine, SamplingParams
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
-from offspec.loaders.placement import Limits, Placement
+from offspec.loaders.placement import Limits, Placement, Slots
 from offspec.loading import LoadedTarget
 from offspec.model.block import Block, PassRows
 from offspec.model.decoder import CachedDecoder, Decoder
@@ -48,7 +48,7 @@ def stream(folder: Path, resident: tuple[int, ...] = (), *, synchronous: bool = 
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
     on_disk = tuple(i for i in range(len(costs)) if i not in resident)
     slot = max(cost.slot_bytes for cost in costs)
-    placement = Placement(resident, (), on_disk, 2, 0, slot, (), Limits(None, 0), 0, 0)
+    placement = Placement(resident, (), on_disk, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
     return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True, synchronous=synchronous))
 
 
@@ -176,7 +176,7 @@ def test_nothing_waits_for_the_device_within_a_pass(pair: Pair) -> None:
     device = torch.device("cuda:0")
     files = ModelFiles.open(pair.target, "fp32", "cuda", [])
     slot, everything = max(layer.record.nbytes for layer in files.stored.layers), tuple(range(files.config.num_layers))
-    placement = Placement((), everything, (), 2, 0, slot, (), Limits(2**30, 2**30), 0, 0)
+    placement = Placement((), everything, (), Slots(2, 0, slot), (), Limits(2**30, 2**30), 0, 0)
     decoder = load_decoder(files, placement, device, LoadSettings(has_far_embedding=True))
     through = decoder.through
 

@@ -24,7 +24,7 @@ from offspec.drafts.recall import RecallingText
 from offspec.drafts.self_draft import OpenedSelf, SelfDraft
 from offspec.drafts.without_model import NoDraft
 from offspec.errors import MemoryLimitError
-from offspec.loaders.placement import Limits, Placement
+from offspec.loaders.placement import Limits, Placement, Slots
 from offspec.loading import LoadedTarget
 from offspec.model.block import Block
 from offspec.model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
@@ -52,7 +52,7 @@ def load(folder: Path, num_resident: int = NUM_LAYERS) -> Decoder:
     files = ModelFiles.open(folder, "fp32", "cpu", [])
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
     slot, on_disk = max(cost.slot_bytes for cost in costs), tuple(range(num_resident, NUM_LAYERS))
-    placement = Placement(tuple(range(num_resident)), (), on_disk, 2, 0, slot, (), Limits(None, 0), 0, 0)
+    placement = Placement(tuple(range(num_resident)), (), on_disk, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
     return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
 
 
