@@ -137,7 +137,7 @@ def command(
 ) -> None:
     params = DistillParams(**settings)
     from offspec.checkpoints.opening import open_target
-    from offspec.training.distillation import distill
+    from offspec.training.distillation import Teacher, distill
 
     loading = {"revision": revision, "device": device, "dtype": dtype, "vram": vram, "ram": ram, "context": context}
     engine = load_engine(model, quiet=quiet, verbose=verbose, draft="none", **loading)
@@ -145,16 +145,13 @@ def command(
     began, line = time.monotonic(), ProgressLine() if sys.stderr.isatty() and not quiet else None
     try:
         done = distill(
-            engine.target,
-            files,
-            engine.tokenizer,
+            Teacher(engine.target, files, engine.tokenizer, close_before_training=True),
             exit_layer,
             params,
             out=None if out is None else out.expanduser(),
             texts=texts,
             resume=resume,
             progress=line,
-            close_target=True,
         )
     except KeyboardInterrupt:
         click.echo("\nInterrupted; the same command with --resume goes on from the last checkpoint.", err=True)

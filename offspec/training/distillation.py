@@ -61,10 +61,21 @@ class Distilled:
     agreement: float
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """The target that is learnt from: loaded, its files, its tokenizer.
+
+    close_before_training: give its memory back before training, for which only its final norm and head are needed.
+    """
+
+    target: Decoder
+    files: ModelFiles
+    tokenizer: Tokenizer
+    close_before_training: bool = False
+
+
 def distill(
-    target: Decoder,
-    files: ModelFiles,
-    tokenizer: Tokenizer,
+    teacher: Teacher,
     exit_layer: int,
     params: DistillParams | None = None,
     *,
@@ -73,15 +84,14 @@ def distill(
     resume: bool = False,
     progress: Progress | None = None,
     checkpoint_every_s: float = CHECKPOINT_EVERY_S,
-    close_target: bool = False,
 ) -> Distilled:
-    """Train an exit behind the target's layer `exit_layer` and write it to `out`, or where `--draft self` looks for it.
+    """Train an exit behind layer `exit_layer` and write it to `out`, or where `--draft self` looks for it.
 
     texts: files to learn from instead of what the target writes. resume: go on with an interrupted run of the same
     settings. progress(what, done, total) is called as shards and steps are done. Whatever interrupts it, the shards and
-    the last checkpoint stay in a folder beside `out` until it is done. close_target: give its memory back before
-    training, for which only its final norm and head are needed. Raises OffspecError's children.
+    the last checkpoint stay in a folder beside `out` until it is done. Raises OffspecError's children.
     """
+    target, files, tokenizer = teacher.target, teacher.files, teacher.tokenizer
     params, progress = params or DistillParams(), progress or (lambda what, done, total: None)
     check_exit_layer(exit_layer, target.config)
     if params.text_tokens > target.config.max_context:
@@ -96,7 +106,7 @@ def distill(
         _open_work(work, files, exit_layer, params, texts, resume=resume)
         num_shards = shards.make(progress)
         module = ExitModule(target, exit_layer, exit_layer if params.init == "next" else target.config.num_layers - 1)
-        if close_target:
+        if teacher.close_before_training:
             target.weights.close()
         trainer = Trainer(module, params, work)
         held_out = num_shards - 1 if num_shards > 1 else 0

@@ -23,7 +23,7 @@ from offspec.model.block import layer_shapes
 from offspec.model.decoder import CachedDecoder
 from offspec.model.early_exit import EarlyExit
 from offspec.training.distill_params import DistillParams
-from offspec.training.distillation import SHARD_TEXTS, Distilled, ExitModule, Forest, Shards, Trainer, distill
+from offspec.training.distillation import SHARD_TEXTS, Distilled, ExitModule, Forest, Shards, Teacher, Trainer, distill
 
 from ...fakes import LendingWeights
 from ...pair import build_pair, scale_weights, variant
@@ -51,7 +51,7 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 
 def train(engine: Engine, files: ModelFiles, out: Path, params: DistillParams = SMALL, **more: Any) -> Distilled:
-    return distill(engine.target, files, engine.tokenizer, EXIT, params, out=out, **more)
+    return distill(Teacher(engine.target, files, engine.tokenizer), EXIT, params, out=out, **more)
 
 
 class Stop(Exception):  # noqa: N818 - it stands for Ctrl-C
@@ -187,7 +187,7 @@ def test_a_second_run_is_told_of_the_first(engine: Engine, files: ModelFiles, tm
 @pytest.mark.parametrize("number", [0, NUM_LAYERS, -1])
 def test_a_layer_that_is_none_is_refused(engine: Engine, files: ModelFiles, tmp_path: Path, number: int) -> None:
     with pytest.raises(UsageError, match=rf"--exit-layer {number} is out of range: the model has 4 layers, so 1 to 3"):
-        distill(engine.target, files, engine.tokenizer, number, SMALL, out=tmp_path / "exit.safetensors")
+        distill(Teacher(engine.target, files, engine.tokenizer), number, SMALL, out=tmp_path / "exit.safetensors")
 
 
 def test_labels_are_what_the_target_says_of_each_text_alone(engine: Engine) -> None:
@@ -236,7 +236,8 @@ def test_the_target_may_be_closed_before_training(
     folder: Path, files: ModelFiles, trained: Distilled, tmp_path: Path
 ) -> None:
     loaded = Engine.load(str(folder), draft="none", device="cpu", dtype="fp32")
-    train(loaded, files, tmp_path / "exit.safetensors", close_target=True)
+    teacher = Teacher(loaded.target, files, loaded.tokenizer, close_before_training=True)
+    distill(teacher, EXIT, SMALL, out=tmp_path / "exit.safetensors")
     loaded.close()
     found, expected = load_file(tmp_path / "exit.safetensors"), load_file(trained.path)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -286,7 +287,7 @@ def test_it_is_found_where_it_was_put(
     monkeypatch.setattr("offspec.checkpoints.exit_layers.exits_folder", lambda: tmp_path / "exits")
     with pytest.raises(UsageError, match=r"none was made for .*: run offspec distill MODEL --exit-layer N first"):
         Engine.load(str(folder), draft="self", device="cpu")
-    done = distill(engine.target, files, engine.tokenizer, EXIT, replace(SMALL, steps=1))
+    done = distill(Teacher(engine.target, files, engine.tokenizer), EXIT, replace(SMALL, steps=1))
     assert done.path.parent == tmp_path / "exits"
     Engine.load(str(folder), draft="self", device="cpu").close()
 
