@@ -251,11 +251,12 @@ def site_packages() -> list[str]:
 
 
 def output(*command: object, cwd: Path, **env: str) -> str:
-    """What a command prints; its failure is the test's."""
+    """What a command prints; its failure is the test's. It sees what is installed, and PYTHONPATH only where given."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        env={**inherited, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
         timeout=300,
