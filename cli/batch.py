@@ -98,8 +98,8 @@ class Batch:
     def __init__(self, source: Path, output: Path | None, settings: Mapping[str, Any]) -> None:
         """settings: what the answers depend on, beside the prompts.
 
-        Raises UsageError where there is no line, or the output has others, or is something else, or another process writes
-        to it, and StorageError where it cannot be written.
+        Raises UsageError where there is no line, or the output has others, or is something else, or another process
+        writes to it, and StorageError where it cannot be written.
         """
         self.source, self.output, self._settings = source, output, settings
         self.tasks, self.errors = read_tasks(source, OWN_KEYS)
@@ -155,8 +155,8 @@ class Batch:
             lines = ", ".join(map(str, sorted(self.errors)))
             again = "" if self.output is None else "; correct them and give the same command again"
             raise OffspecError(
-                f"{len(self.errors)} of {len(self.errors) + len(tasks) + len(self._done)} lines of {self.source} could not be "
-                f"done ({lines}){again}"
+                f"{len(self.errors)} of {len(self.errors) + len(tasks) + len(self._done)} lines of {self.source} "
+                f"could not be done ({lines}){again}"
             )
 
     def _tell(self, line: int, error: str) -> None:

@@ -81,7 +81,7 @@ class LimitedProtocol(H11Protocol):
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """One for the state that the other side is in now, unless it is running; uvicorn's own is for idle connections."""
+        """Start a timer for the state that the other side is in, unless it runs; uvicorn's own is for idle ones."""
         state = self.conn.their_state
         if state == self._timed:
             return

@@ -1,9 +1,11 @@
-"""OpenAI's completions API, as JSON: what a request asks for, and how an answer is written. Knows nothing of HTTP or models.
+"""OpenAI's completions API, as JSON: what a request asks for, and how an answer is written.
+
+Knows nothing of HTTP or models.
 
 Two kinds of request, chat (`messages`) and text (`prompt`); the fields are OpenAI's, and beside them `top_k`, `min_p`,
-`repetition_penalty` (or `repeat_penalty`), `n_predict` and `ignore_eos`, which other local servers have too. Fields of theirs
-and OpenAI's that would change the answer and cannot be followed (NOT_FOLLOWED) are refused, others are ignored. Answers carry
-the engine's figures under `offspec`.
+`repetition_penalty` (or `repeat_penalty`), `n_predict` and `ignore_eos`, which other local servers have too. Fields of
+theirs and OpenAI's that would change the answer and cannot be followed (NOT_FOLLOWED) are refused, others are ignored.
+Answers carry the engine's figures under `offspec`.
 """
 
 from __future__ import annotations

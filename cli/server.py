@@ -54,7 +54,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Service:
-    """One engine for many clients: one request after the other, all on one thread, so that torch has one pool of its own.
+    """One engine for many clients: one request after the other, all on one thread, so that torch has one pool.
 
     error: what the engine cannot go on after; `give_up` is called then.
     """

@@ -1,4 +1,4 @@
-"""Makes another checkpoint of a checkpoint: bf16, fp16 or fp32 → NF4 or FP4, or the same tensors packed layer by layer.
+"""Makes a checkpoint of another: bf16, fp16 or fp32 → NF4 or FP4, or the same tensors packed layer by layer.
 
 The result has one safetensors file for each layer, its data beginning on a page, so that a layer is one contiguous
 read; all else lies in the first file. It is a normal checkpoint for `transformers` and bitsandbytes. Memory: one layer
@@ -225,8 +225,8 @@ def _check_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target).free
     if needed > free:
         raise StorageError(
-            f"{target}: {format_quantity(needed, 'B')} are still to be written, "
-            f"its disk has {format_quantity(free, 'B')} free; make room and run the same command again, or choose another disk"
+            f"{target}: {format_quantity(needed, 'B')} are still to be written, its disk has "
+            f"{format_quantity(free, 'B')} free; make room and run the same command again, or choose another disk"
         )
 
 

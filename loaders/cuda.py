@@ -34,7 +34,8 @@ def pin(buffer: HostBuffer, device: torch.device) -> bool:
     if buffer.nbytes == 0:
         return True
     with torch.cuda.device(device):
-        status = torch.cuda.cudart().cudaHostRegister(buffer.address, buffer.nbytes, _PORTABLE)  # type: ignore[no-untyped-call]
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(buffer.address, buffer.nbytes, _PORTABLE)
         if int(status) == 0:
             return True
         with suppress(RuntimeError):

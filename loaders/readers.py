@@ -146,8 +146,9 @@ class FileReader:
 
 
 class FileStates:
-    """Whether files are still what they were: device, inode, size and time of change. A file that is gone is not judged:
-    who has it open goes on reading what was in it.
+    """Whether files are still what they were: device, inode, size and time of change.
+
+    A file that is gone is not judged: who has it open goes on reading what was in it.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:

@@ -57,7 +57,8 @@ class SlotTransfers:
         self._device, self._lock, self._next = device, threading.Lock(), 0
         self._host = page_locked(self.NUM_SLOTS * self.SLOT_BYTES, device)
         self._seen = seen_by(device, self._host)
-        events = [torch.cuda.Event() for _ in range(self.NUM_SLOTS)] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
+        on_gpu = device.type == "cuda"
+        events = [torch.cuda.Event() for _ in range(self.NUM_SLOTS if on_gpu else 0)]  # type: ignore[no-untyped-call]
         self._read = events  # of each slot: what was last sent has been read
 
     def to_device(self, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The engine: a target, a draft, and what was learnt of the draft; it turns prompts into text, a request at a time or several.
+"""The engine: a target, a draft, and what was learnt of it; turns prompts into text, one request at a time or several.
 
 Knows nothing of the terminal, of files' bytes, or of how trees are drafted.
 """
@@ -138,8 +138,8 @@ class Engine:
         """Generate text for a prompt, a step a pass; the text appears as it is accepted.
 
         The text is that of plain decoding (`SpeculationParams(budget=0)`) with the same seed, token for token, whatever
-        the draft; with `SpeculationParams(accept="joint")` it is another, and the statistics say so (`is_lossy`). Closing
-        the iterator between steps leaves the engine ready for the next request.
+        the draft; with `SpeculationParams(accept="joint")` it is another, and the statistics say so (`is_lossy`).
+        Closing the iterator between steps leaves the engine ready for the next request.
         caches: kept from an earlier request (`new_caches`); what the prompt shares with its text is not scored again.
         One request at a time may use them: UsageError until the other's iterator has ended, is closed, or is gone.
         observer: shown every tree with its verdict, as the pass ends.
@@ -167,9 +167,10 @@ class Engine:
     def learn(self, stats: Stats) -> None:
         """Let the draft learn from what the target said in the requests so far, if it was loaded with `learn`.
 
-        To be called when a request has ended; what it took is counted in `stats`, that request's. Text does not change by
-        it. Left by an exception (Ctrl-C), the draft is as it was. Keys and values that a conversation's caches hold of the
-        draft as it was stay: they guess a little worse, and scoring them anew would cost a pass over the whole text.
+        To be called when a request has ended; what it took is counted in `stats`, that request's. Text does not change
+        by it. Left by an exception (Ctrl-C), the draft is as it was. Keys and values that a conversation's caches hold
+        of the draft as it was stay: they guess a little worse, and scoring them anew would cost a pass over all of the
+        text.
         """
         if self.aligner is None or not self.aligner.is_listening:
             return

@@ -35,9 +35,10 @@ from .text.tokenizer import Tokenizer
 class LoadOptions:
     """What `Engine.load` is asked for.
 
-    model: a folder, a hub id, or `builtin`. draft: auto (the built-in pair's own; lookup for other models), none, lookup
-    (no model: what stood in the text before, and what the target said), self (the target's first layers and the exit
-    layer of exit_file, or the one that was made last for this target), or a model like `model`. revision: of a hub id.
+    model: a folder, a hub id, or `builtin`. draft: auto (the built-in pair's own; lookup for other models), none,
+    lookup (no model: what stood in the text before, and what the target said), self (the target's first layers and the
+    exit layer of exit_file, or the one that was made last for this target), or a model like `model`. revision: of a
+    hub id.
     device: auto, cpu, cuda or cuda:N. dtype: auto, bf16, fp16, fp32. threads: of a CPU; None leaves torch's own number.
     vram, ram: bytes that may be used; None is what is free. context: tokens to make room for; None is up to
     `planning.plan.DEFAULT_CONTEXT`. tree: nodes to make room for beside them, where a larger budget will be asked for
@@ -140,7 +141,7 @@ class PlannedMemory:
     def __init__(
         self, plan: Plan, device: torch.device, notes: list[Note], load_weights: Callable[[Plan], TieredWeights]
     ) -> None:
-        """load_weights: the target's, by a plan; may raise torch.OutOfMemoryError. notes: take down what is given up."""
+        """load_weights: the target's, by a plan; may raise torch.OutOfMemoryError. notes: of what is given up."""
         self.plan, self.device = plan, device
         self.can_give_up = True
         self._notes, self._load_weights = notes, load_weights
@@ -156,7 +157,7 @@ class PlannedMemory:
         return Decoder(files.config, self.load_weights(), dtype=files.dtype, device=self.device)
 
     def give_up_residents(self, told: str) -> None:
-        """Plan for fewer resident layers. told: what torch said. Raises MemoryLimitError where that was done already."""
+        """Plan for fewer resident layers. told: what torch said. Raises MemoryLimitError the second time."""
         if self._first_failure is not None:
             raise MemoryLimitError(f"{self._first_failure}; and so it did with fewer layers that stay")
         self._first_failure = explain_out_of_memory(self.plan, self.device, told)

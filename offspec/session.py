@@ -1,8 +1,8 @@
 """A conversation: its turns, what of it the model sees, and KV caches that are kept from turn to turn.
 
-The model is told the conversation as its chat template writes it, but replies as the tokens that it said itself: text does
-not always encode to the tokens that it was decoded from, and only the same tokens are in the caches. So a turn scores
-what is new and nothing else. Knows nothing of the terminal.
+The model is told the conversation as its chat template writes it, but replies as the tokens that it said itself: text
+does not always encode to the tokens that it was decoded from, and only the same tokens are in the caches. So a turn
+scores what is new and nothing else. Knows nothing of the terminal.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class Session:
         """Answer a message, a step a pass. again: in place of the last turn, which stays if nothing comes.
 
         Closing the iterator, or an exception in it, ends the reply and keeps what was said; a turn in which nothing was
-        said is taken back. Raises ContextLengthError or UsageError at once, NumericalError while running; UsageError also
-        where another reply is under way, in this thread or another.
+        said is taken back. Raises ContextLengthError or UsageError at once, NumericalError while running; UsageError
+        also where another reply is under way, in this thread or another.
         """
         with self._lock:
             self._reply.check_free()
@@ -150,8 +150,8 @@ class Session:
         turn.num_dropped = dropped
         if not self.drops_oldest and len(ids) >= limit:
             raise ContextLengthError(
-                f"the conversation would have {len(ids)} tokens, and the context has {limit}: save it and begin anew, take "
-                "turns back, or let the oldest be dropped"
+                f"the conversation would have {len(ids)} tokens, and the context has {limit}: save it and begin anew, "
+                "take turns back, or let the oldest be dropped"
             )
         if not self.drops_oldest or len(ids) + spare <= limit:
             return ids
@@ -281,8 +281,8 @@ def encode_turns(
     """The template's text as ids, with the very tokens of each reply that stands in it as it was said.
 
     A second rendering with marks instead of replies shows where they stand. From a reply on that the template changes
-    (it may strip one, or leave out its reasoning) the text is encoded as it is. Raises ContextLengthError for a text that is far
-    longer than `most_tokens`.
+    (it may strip one, or leave out its reasoning) the text is encoded as it is. Raises ContextLengthError for a text
+    that is far longer than `most_tokens`.
     """
     said = turns[:-1]
     chat = tokenizer.hide_special(_messages(system, turns, [turn.reply for turn in said]))

@@ -11,15 +11,16 @@ import psutil
 
 @dataclass
 class Stats:
-    """Counters of one request; the engine writes them, `as_dict` adds what follows from them, None where nothing was measured.
+    """Counters of one request. The engine writes them; `as_dict` adds what follows from them, None if unmeasured.
 
     num_prefilled_tokens of the prompt's were scored; the others were in caches kept from an earlier request.
-    The first pass takes the whole prompt *and* a tree, so it is the prefill and already yields tokens: prefill_s is that
-    iteration, drafting included, and ttft_s the time from the request to its tokens. decode_s is everything after it.
-    tokens_per_pass counts every pass, the first one too; 1 is plain decoding. draft_s and target_s are sums over passes.
+    The first pass takes the whole prompt *and* a tree, so it is the prefill and already yields tokens: prefill_s is
+    that iteration, drafting included, and ttft_s the time from the request to its tokens. decode_s is everything after
+    it. tokens_per_pass counts every pass, the first one too; 1 is plain decoding. draft_s and target_s are sums over
+    passes.
     is_lossy: the text was accepted jointly, and may be another than plain decoding's.
-    learn_*: what the draft learnt when the request had ended (`Engine.learn`); learnt_loss is KL(target ‖ draft) a token
-    in nats, as it drafted, and unlearnt_loss that of the draft as it came.
+    learn_*: what the draft learnt when the request had ended (`Engine.learn`); learnt_loss is KL(target ‖ draft) a
+    token in nats, as it drafted, and unlearnt_loss that of the draft as it came.
     stream_*: bytes of weights moved to the device for passes; None where nothing is streamed and no link is involved.
     """
 
@@ -52,7 +53,7 @@ class Stats:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after the first pass ÷ decode_s; 0 where the first pass said everything, so that nothing was measured."""
+        """Tokens after the first pass ÷ decode_s; 0 where the first pass said everything and nothing was measured."""
         return (self.num_tokens - self.num_first_pass_tokens) / self.decode_s if self.decode_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from ..errors import StorageError, UsageError
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put `content` where `path` is, all of it or nothing: a file beside it is written and renamed. Raises StorageError.
+    """Put `content` where `path` is, all of it or nothing: a file beside it is written and renamed.
 
-    A link stays, and the file that it leads to is written. A file that is there keeps its mode, a new one is the user's alone.
+    A link stays, and the file that it leads to is written. A file that is there keeps its mode; a new one is the
+    user's alone. Raises StorageError.
     """
     _check_kind(path)
     target = Path(os.path.realpath(path))
@@ -62,7 +63,10 @@ def _check_kind(path: Path) -> None:
 
 
 def lock(file: IO[Any], refusal: str) -> None:
-    """Keep other processes from locking an open file until it is closed. Raises UsageError(refusal) where one has it."""
+    """Keep other processes from locking an open file until it is closed.
+
+    Raises UsageError(refusal) where one has it.
+    """
     if not try_lock(file.fileno()):
         raise UsageError(refusal)
 

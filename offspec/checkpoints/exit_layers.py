@@ -65,7 +65,8 @@ def check_exit_layer(number: int, config: ModelConfig) -> None:
     """Raises UsageError unless a layer follows the first `number`."""
     if not 1 <= number < config.num_layers:
         raise UsageError(
-            f"--exit-layer {number} is out of range: the model has {config.num_layers} layers, so 1 to {config.num_layers - 1}"
+            f"--exit-layer {number} is out of range: the model has {config.num_layers} layers, "
+            f"so 1 to {config.num_layers - 1}"
         )
 
 
@@ -93,8 +94,8 @@ class ExitFile:
             )
         if said.get("target") != fingerprint(target):
             raise CheckpointError(
-                f"exit layer {path} was trained for another target ({said.get('name', '?')}) than {target.checkpoint.path}: "
-                "make one for it with offspec distill"
+                f"exit layer {path} was trained for another target ({said.get('name', '?')}) than "
+                f"{target.checkpoint.path}: make one for it with offspec distill"
             )
         number = said.get("exit_layer", "")
         if shapes != layer_shapes(target.config) or not (number.isdecimal() and len(number) < 10):
@@ -119,7 +120,8 @@ class ExitFile:
         try:
             with safe_open(self.path, framework="pt") as file:
                 # Copies: what safe_open gives lies in the mapped file, which somebody may write over.
-                return {name: file.get_tensor(name).to(device, dtype, copy=True) for name in file.keys()}  # noqa: SIM118
+                names = file.keys()  # an open file of safetensors is no mapping: it cannot be iterated
+                return {name: file.get_tensor(name).to(device, dtype, copy=True) for name in names}
         except (OSError, SafetensorError) as exc:
             raise CheckpointError(f"exit layer {self.path} cannot be read: {exc}") from exc
 

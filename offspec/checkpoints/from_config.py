@@ -1,4 +1,6 @@
-"""A checkpoint that is not here: what its weights would be like, from config.json alone. For plans; nothing can be loaded.
+"""A checkpoint that is not here: what its weights would be like, from config.json alone.
+
+For plans; nothing can be loaded.
 
 The sizes are those that each weight format says of itself (`WeightFormat.sized`).
 """

@@ -39,7 +39,10 @@ DEFAULT = LoadSettings()
 def load_weights(
     model: ModelFiles, placement: Placement, device: torch.device, settings: LoadSettings = DEFAULT
 ) -> TieredWeights:
-    """Load what stays, arm the stream for the rest. Raises torch.OutOfMemoryError, MemoryLimitError, CheckpointError."""
+    """Load what stays, arm the stream for the rest.
+
+    Raises torch.OutOfMemoryError, MemoryLimitError, CheckpointError.
+    """
     if device.type == "cuda":
         disable_cudnn_attention()
     return TieredWeights(

@@ -56,7 +56,7 @@ class ModelFiles:
     def open(
         cls, path: Path, dtype: str, device_type: str, notes: list[Note], *, headers_only: bool = False
     ) -> ModelFiles:
-        """Reads headers. `dtype`: auto, bf16, fp16 or fp32; what auto chose is noted. Raises OffspecError's children."""
+        """Read headers. dtype: auto, bf16, fp16 or fp32; what auto chose is noted. Raises OffspecError's children."""
         checkpoint = open_checkpoint(path, headers_only=headers_only)
         notes += [Note(told) for told in checkpoint.notes]
         config = _config(path, checkpoint.config)
@@ -78,7 +78,7 @@ class ModelFiles:
 
     @classmethod
     def from_config(cls, path: Path, form: str | None, dtype: str, device_type: str, notes: list[Note]) -> ModelFiles:
-        """What `open` would give, to plan with, also where only headers or config.json are there, or for another format.
+        """What `open` would give, to plan with: of headers or config.json alone, too, or in another format.
 
         Raises OffspecError's children, also for weights that are there and damaged.
         """
@@ -175,7 +175,9 @@ def open_target(model: str, revision: str | None, dtype: str, device_type: str) 
 
 
 def locate(model: str, revision: str | None, role: str, *, weights: bool = True) -> Path:
-    """Where MODEL lies; a hub id is downloaded, its weights only if they are wanted. role: target or draft, of `builtin`.
+    """Where MODEL lies; a hub id is downloaded, its weights only if they are wanted.
+
+    role: target or draft, of `builtin`.
 
     Raises OffspecError's children.
     """

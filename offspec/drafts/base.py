@@ -1,7 +1,7 @@
-"""What a kind of draft is: what it needs opened, what memory it takes, how it is loaded, what it drafts on, what it is told.
+"""What a kind of draft is: its files, its memory, how it is loaded, what it drafts on, and what it is told.
 
-`--draft` names a kind, or a model. A kind is opened before anything is loaded (`OpenedDraft`: its files are checked and its
-memory is counted), then loaded (`Draft`). A new kind is one file with these two, and one line in `kinds.py`.
+`--draft` names a kind, or a model. A kind is opened before anything is loaded (`OpenedDraft`: its files are checked and
+its memory is counted), then loaded (`Draft`). A new kind is one file with these two, and one line in `kinds.py`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,10 @@ class Draft:
         return TextCaches(CachedDecoder(target, num_tokens + num_nodes), None)
 
     def new_learnt(self, target: Decoder, predict_pass_s: Callable[[int], float] | None) -> Learnt:
-        """What is learnt of this draft beside this target, nothing yet. predict_pass_s: what a pass may take, by rows."""
+        """What is learnt of this draft beside this target, nothing yet.
+
+        predict_pass_s: what a pass may take, by rows.
+        """
         return Learnt.of(target, self.decoder, predict_pass_s)
 
     def guessers(self, task: DraftTask, learnt: Learnt) -> list[Guesser]:

@@ -162,8 +162,10 @@ def guessing_items(draft: ModelConfig, target: ModelFiles) -> list[Item]:
 
 
 def _guessing_bytes(draft_vocabulary: int, target_vocabulary: int) -> int:
-    """What is as wide as a vocabulary, at temperature 1: a round's logits in fp32 with its noise, what comes of both and
-    a copy; the noise of the positions of a tree, in fp32 and fp64; logits of the parts of a tree that a walk leads through.
+    """What is as wide as a vocabulary, at temperature 1.
+
+    A round's logits in fp32 with its noise, what comes of both and a copy; the noise of the positions of a tree, in
+    fp32 and fp64; logits of the parts of a tree that a walk leads through.
     """
     rounds = 4 * 4 * int(WIDTHS[-1]) * draft_vocabulary
     noise = (4 + 8) * SpeculationParams.max_depth * max(draft_vocabulary, target_vocabulary)

@@ -25,7 +25,10 @@ NAME = "self"
 
 
 class SelfDraft(ModelDraft):
-    """An exit layer over the target's first layers. Drafting and the pass share their caches, so they do not overlap."""
+    """An exit layer over the target's first layers.
+
+    Drafting and the pass share their caches, so they do not overlap.
+    """
 
     overlaps = False
     allows_reload = False  # norm and head are the target's own
@@ -51,7 +54,10 @@ class OpenedSelf:
 
     @classmethod
     def open(cls, request: OpenRequest) -> OpenedSelf:
-        """The exit layer that was asked for, or the one made last for this target. Raises UsageError, CheckpointError."""
+        """The exit layer that was asked for, or the one made last for this target.
+
+        Raises UsageError, CheckpointError.
+        """
         target, options = request.target, request.options
         if request.tokenizer is None:
             raise UsageError(

@@ -55,8 +55,8 @@ class TextCaches:
         self.text: list[int] = []
         self.target, self.draft = target, draft
         self.user = SoleUser(
-            "these caches are in use by another request: end it or close its iterator first, or make caches of their own "
-            "for this one (Engine.new_caches)"
+            "these caches are in use by another request: end it or close its iterator first, or make caches of their "
+            "own for this one (Engine.new_caches)"
         )
 
     def rewind(self, text: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """Device memory ran out though it was planned: explained in one line, and the one way to try again.
 
-A plan counts what offspec takes; another process, or a fragmented allocator, may take the rest. The plan after the first
-failure keeps fewer layers resident. Knows nothing of where weights come from or of how text is made.
+A plan counts what offspec takes; another process, or a fragmented allocator, may take the rest. The plan after the
+first failure keeps fewer layers resident. Knows nothing of where weights come from or of how text is made.
 """
 
 from __future__ import annotations

@@ -35,7 +35,10 @@ PROGRAM_ITEM, EMBEDDING_ITEM = "program", "embedding"
 
 @dataclass(frozen=True)
 class Demand:
-    """What a plan follows from. features: what takes memory beside the target. program_bytes: what the process holds."""
+    """What a plan follows from.
+
+    features: what takes memory beside the target. program_bytes: what the process holds.
+    """
 
     target: ModelFiles
     features: tuple[MemoryUser, ...]
@@ -46,7 +49,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Work:
-    """Elements that a pass multiplies: of one layer's matrices, of those that are unpacked for each use, of the head."""
+    """Elements that a pass multiplies: of one layer's matrices, of those unpacked for each use, of the head."""
 
     layer_elements: int
     packed_elements: int
@@ -124,8 +127,8 @@ def make_plan(
 ) -> Plan:
     """Place the target's layers within `limits`, beside its KV cache, what the features take, and everything else.
 
-    program_bytes: what the process holds already. Without a context asked for, it is DEFAULT_CONTEXT or as much of it as
-    fits. Raises MemoryLimitError.
+    program_bytes: what the process holds already. Without a context asked for, it is DEFAULT_CONTEXT or as much of it
+    as fits. Raises MemoryLimitError.
     """
     demand = Demand(target, tuple(features), limits, options, program_bytes)
     longest, tree = target.config.max_context, max(options.tree or 0, _max_nodes(limits))

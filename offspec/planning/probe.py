@@ -1,4 +1,4 @@
-"""What planning asks of this machine: memory that is held, rates of links and arithmetic, each in half a second at most."""
+"""What planning asks of this machine: memory that is held; rates of links and arithmetic, each in half a second."""
 
 from __future__ import annotations
 

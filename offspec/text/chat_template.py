@@ -25,7 +25,7 @@ MOST_CHARACTERS = 2**26  # of a rendered chat: twice what a server takes as a re
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
-    """The text that a template makes of its variables, which must be JSON. Raises TokenizerError, which says what is wrong."""
+    """The text that a template makes of its variables, which must be JSON. Raises TokenizerError, which says why."""
     answer = WORKER.ask({"source": source, "variables": dict(variables)})
     if "text" not in answer:
         raise TokenizerError(answer["error"])
@@ -42,7 +42,7 @@ class Worker:
         self._owner = 0  # the process that started it
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, str]:
-        """{"text": …} or {"error": …}. Raises TokenizerError where the process cannot be started or did not survive it."""
+        """{"text": …} or {"error": …}. Raises TokenizerError where the process cannot start or did not survive it."""
         with self._turn:
             is_ours = self._process is not None and self._owner == os.getpid()  # not a parent's, in a forked process
             process = self._process if is_ours and self._process is not None else self._start()

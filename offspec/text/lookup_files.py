@@ -1,7 +1,7 @@
-"""A user's text files as an index for retrieval (`--lookup-files`): tokenised and sorted once, then mapped from a cache.
+"""A user's text files as an index for retrieval (`--lookup-files`): tokenised and sorted once, mapped from a cache.
 
-The cache holds one file for the same paths and tokenizer; its name tells the content, so that it is made anew when a file
-changes, and a checksum in it, so that it is made anew when it is damaged. Knows nothing of how guesses are made of it.
+The cache holds one file for the same paths and tokenizer. Its name tells the content, so that it is made anew when a
+file changes; it holds a checksum, so that it is made anew when it is damaged. Knows nothing of how guesses are made.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _ENCODING_BYTES = 256 * PIECE_CHARACTERS  # which the allocator keeps while shar
 def lookup_memory_bytes(files: Sequence[str | Path]) -> tuple[int, int]:
     """Memory that looking up in these files takes, in bytes: the mapped index, and what building it takes beside that.
 
-    Two bytes of text count as a token, of which most texts have fewer. The pages of the index can be given back at need.
-    Files that are not there count as nothing: `open_index` refuses them.
+    Two bytes of text count as a token, of which most texts have fewer. The pages of the index can be given back at
+    need. Files that are not there count as nothing: `open_index` refuses them.
     """
     num_bytes = 0
     for file in files:
@@ -92,7 +92,10 @@ def open_index(
 
 
 def _fingerprints(files: Sequence[Path], tokenizer: Tokenizer) -> tuple[str, str]:
-    """Two short hashes: of the paths and the tokenizer, and of the content. Raises UsageError for files that are no text."""
+    """Two short hashes: of the paths and the tokenizer, and of the content.
+
+    Raises UsageError for files that are no text.
+    """
     owner = hashlib.blake2b(_MAGIC + tokenizer.fingerprint, digest_size=8)
     content = hashlib.blake2b(digest_size=16)
     for file in files:

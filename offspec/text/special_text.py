@@ -1,9 +1,9 @@
 """Keeps the text of special tokens in messages text: only the chat template writes special tokens.
 
-A message that holds `<|end|>\\n<|system|>` would otherwise get the ids of a system turn. What looks like a special token
-in a message is hidden from the template behind a private character; in what the template writes, every special token is
-then the template's own. The text is encoded as a whole, by a second tokenizer that knows the special tokens by other
-names: what was hidden is plain text to it, and everything merges as it always does.
+A message that holds `<|end|>\\n<|system|>` would otherwise get the ids of a system turn. What looks like a special
+token in a message is hidden from the template behind a private character; in what the template writes, every special
+token is then the template's own. The text is encoded as a whole, by a second tokenizer that knows the special tokens by
+other names: what was hidden is plain text to it, and everything merges as it always does.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class _Piece:
 class SpecialText:
     """What in messages looks like a special token of one tokenizer, and how it is encoded as text.
 
-    Special are the added tokens that are flagged so, and those written like markup that the template names itself (`<think>`);
-    the latter are left alone in the assistant's messages, where templates look for them. No method changes anything but caches.
+    Special are the added tokens that are flagged so, and those written like markup that the template names itself
+    (`<think>`); the latter are left alone in the assistant's messages, where templates look for them. No method changes
+    anything but caches.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, template: str) -> None:
@@ -102,8 +103,10 @@ class SpecialText:
         return "".join([*pieces, text[done:]])
 
     def _parts_hidden(self, text: str, beginnings: list[str], endings: list[str], name: Callable[[str], str]) -> str:
-        """The text without what would be a special token together with what stands beside it: the template's, or another
-        message's. Spaces between are no hindrance, as a template may trim them."""
+        """The text without what would be a special token together with what stands beside it.
+
+        That is the template's, or another message's. Spaces between are no hindrance, as a template may trim them.
+        """
         stripped = text.rstrip()
         for length in range(min(self._longest - 1, len(stripped)), 0, -1):
             if (part := stripped[-length:]) in self._beginnings and self._is_completed(part, beginnings, at_end=True):
@@ -116,7 +119,7 @@ class SpecialText:
         return text
 
     def _is_completed(self, part: str, others: list[str], *, at_end: bool) -> bool:
-        """Whether the rest of a special token, of which `part` is the beginning (at a text's end) or the end, can be beside it."""
+        """Whether the rest of a special token can be beside `part`: its beginning (at a text's end) or its end."""
         for content in self._contents:
             if at_end and content.startswith(part):
                 rest = content[len(part) :]
@@ -131,7 +134,9 @@ class SpecialText:
         return False
 
     def encode(self, text: str, texts: Mapping[str, str], at: int = 0) -> EncodedText:
-        """Ids of what a template wrote of hidden messages. texts: a `HiddenChat`'s. at: a place in `text` to be found again.
+        """Ids of what a template wrote of hidden messages.
+
+        texts: a `HiddenChat`'s. at: a place in `text` to be found again.
 
         Raises TokenizerError where the vocabulary itself makes a special token of plain text.
         """
@@ -146,8 +151,9 @@ class SpecialText:
         for token_id, (start, end) in zip(ids, encoding.offsets, strict=True):
             if token_id in self._ids and self._added[token_id].content in renamed[start:end]:
                 raise TokenizerError(
-                    f"a message holds {renamed[start:end]!r}, which this model's vocabulary has no other token for than the "
-                    "special one: change the message, or allow special tokens in messages (--special-in-text)"
+                    f"a message holds {renamed[start:end]!r}, which this model's vocabulary has no other token for "
+                    "than the special one: change the message, or allow special tokens in messages "
+                    "(--special-in-text)"
                 )
         return EncodedText(ids, encoding.offsets, _moved(pieces, at, lambda piece: piece.renamed))
 
@@ -192,7 +198,7 @@ class SpecialText:
 
     @cached_property
     def _new_names(self) -> dict[int, str]:
-        """Special ids → the names that they have in the second tokenizer, which nobody can guess and put into a message."""
+        """Special ids → their names in the second tokenizer, which nobody can guess and put into a message."""
         secret = secrets.token_hex(8)
         return {token_id: f"{chr(PRIVATE[0])}{secret}.{token_id}{chr(PRIVATE[1])}" for token_id in self._ids}
 
@@ -241,7 +247,7 @@ def _is_markup(content: str) -> bool:
 
 
 def _is_free(key: str, value: object) -> TypeGuard[str]:
-    """Whether a part of a message is a text that can say anything: a role that is one word is the template's to know."""
+    """Whether a part of a message is a text that can say anything: a role of one word is the template's to know."""
     return isinstance(value, str) and not (key == "role" and value.isidentifier())
 
 

@@ -1,9 +1,9 @@
 """Renders chat templates, in a process of its own: a template is a stranger's program, and not all of them end.
 
-jinja2's sandbox keeps a template from files and attributes, not from loops without end or texts of terabytes, and what it
-does in C code cannot be interrupted. So the system ends this process where a rendering takes too long or too much memory.
-Run by `chat_template.py`, as a script that knows nothing of offspec: requests come on standard input, answers leave on
-standard output, each as four bytes of length and that many of JSON.
+jinja2's sandbox keeps a template from files and attributes, not from loops without end or texts of terabytes, and what
+it does in C code cannot be interrupted. So the system ends this process where a rendering takes too long or too much
+memory. Run by `chat_template.py`, as a script that knows nothing of offspec: requests come on standard input, answers
+leave on standard output, each as four bytes of length and that many of JSON.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def send(sink: BinaryIO, message: Any) -> None:
 
 
 def rendered(request: dict[str, Any], most_characters: int) -> dict[str, str]:
-    """{"text": …}, or {"error": …} of one line. request: the template's source, and the variables that it is given."""
+    """{"text": …}, or {"error": …} of one line. request: the template's source, and the variables it is given."""
     try:
         text = template(request["source"]).render(request["variables"])
         if len(text) > most_characters:

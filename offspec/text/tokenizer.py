@@ -1,6 +1,7 @@
 """Text to token ids and back, as the checkpoint's own files say: prompts, chat templates, streamed text, stop strings.
 
-The encoding itself is the `tokenizers` library's; chat templates are rendered by `chat_template`. Knows nothing of models, sampling or the terminal, nor how the folder came to this machine.
+The encoding itself is the `tokenizers` library's; chat templates are rendered by `chat_template`. Knows nothing of
+models, sampling or the terminal, nor how the folder came to this machine.
 """
 
 from __future__ import annotations
@@ -97,12 +98,13 @@ class Tokenizer:
         """Raises TokenizerError where there is no template, or none that could be taken."""
         if not self.has_chat_template:
             raise TokenizerError(
-                f"{self.folder} has no chat template, so it takes plain text and no messages: choose a checkpoint tuned for chat"
+                f"{self.folder} has no chat template, so it takes plain text and no messages: choose a checkpoint "
+                "tuned for chat"
             )
         if not isinstance(self._settings.chat_template, str):
             raise TokenizerError(
-                f'{self._settings.chat_template_file}: "chat_template" is neither a template nor has one named default: '
-                "correct it, or give plain text instead of messages"
+                f'{self._settings.chat_template_file}: "chat_template" is neither a template nor has one named '
+                "default: correct it, or give plain text instead of messages"
             )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -132,8 +134,8 @@ class Tokenizer:
     def check_length(self, text: str, most: int) -> None:
         """Raises ContextLengthError for a text that is far too long for `most` tokens, without encoding all of it.
 
-        So much of it as `most` of the longest token are is enough, unless that has fewer tokens: some tokenizers swallow
-        spaces, or make one token of whatever they do not know.
+        So much of it as `most` of the longest token are is enough, unless that has fewer tokens: some tokenizers
+        swallow spaces, or make one token of whatever they do not know.
         """
         beginning = text[: most * self._longest + 1]
         if len(beginning) < len(text) and len(self._encode(beginning).ids) > most:
@@ -423,7 +425,7 @@ def _missing(folder: Path) -> str:
 
 @contextmanager
 def _library_errors(what: str, remedy: str) -> Iterator[None]:
-    """The library raises TypeError, ValueError and bare Exception alike, and what derives from none where its Rust panics."""
+    """The library raises TypeError, ValueError and bare Exception alike, and BaseException where its Rust panics."""
     try:
         yield
     except OffspecError:
@@ -476,7 +478,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _added_tokens(ids: dict[str, Any], decoder: object) -> dict[int, tokenizers.AddedToken]:
-    """What added_tokens.json ({text: id}) and tokenizer_config.json's `added_tokens_decoder` ({id: {"content": …}}) state."""
+    """What added_tokens.json states, {text: id}, and tokenizer_config.json, {id: {"content": …}}."""
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     found = {token_id: tokenizers.AddedToken(text) for text, token_id in ids.items() if type(token_id) is int}
     for key, said in decoder.items() if isinstance(decoder, dict) else ():
@@ -535,7 +537,7 @@ def _add_missing(backend: tokenizers.Tokenizer, added_tokens: dict[int, tokenize
 
 
 def _with_special(backend: tokenizers.Tokenizer, texts: Iterable[str | None]) -> tokenizers.Tokenizer:
-    """With these tokens special, as far as there are such; one that is so already keeps its flags (some swallow spaces)."""
+    """With these tokens special where it has them; one that is so already keeps its flags (some swallow spaces)."""
     added, wanted, new = backend.get_added_tokens_decoder(), set[str](), list[tokenizers.AddedToken]()
     for text in dict.fromkeys(texts):
         token_id = None if text is None else backend.token_to_id(text)

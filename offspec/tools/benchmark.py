@@ -1,9 +1,9 @@
 """Speculative against plain decoding on the same prompts in the same run. Knows nothing of the terminal or of plots.
 
-Every repeat runs each prompt plainly and with every budget, one after the other, so that a machine that slows down slows all
-of them. Figures are medians over repeats with the range; the first pass, which takes the prompt, always counts.
-A lossy way (joint acceptance) has rows of its own, is never counted among the texts that should equal plain decoding's, and
-brings the likelihood of all texts under the target with it, which is what it is judged by.
+Every repeat runs each prompt plainly and with every budget, one after the other, so that a machine that slows down
+slows all of them. Figures are medians over repeats with the range; the first pass, which takes the prompt, always
+counts. A lossy way (joint acceptance) has rows of its own, is never counted among the texts that should equal plain
+decoding's, and brings the likelihood of all texts under the target with it, which is what it is judged by.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ WORKLOADS = (
     ),
     Workload(
         "prose",
-        "The ferry left the island at six in the morning, when the harbour was still in the shadow of the hill. Most of the "
-        "passengers slept. An old man stood at the rail with a cage of pigeons, and when the last house was out of sight he",
+        "The ferry left the island at six in the morning, when the harbour was still in the shadow of the hill. Most "
+        "of the passengers slept. An old man stood at the rail with a cage of pigeons, and when the last house was "
+        "out of sight he",
     ),
     Workload(
         "repetitive",
@@ -69,8 +70,10 @@ WORKLOADS = (
 
 @dataclass(frozen=True)
 class Run:
-    """One request. budget 0 is plain decoding, None the budget that is found while running, or a lossy one's beam; first: the
-    figures after its first pass. log_likelihood: log p of the text under the target, in nats a token, where it was asked for.
+    """One request.
+
+    budget: 0 is plain decoding, None the budget that is found while running, or a lossy one's beam. first: the figures
+    after its first pass. log_likelihood: log p of the text under the target, in nats a token, where it was asked for.
     """
 
     workload: int
@@ -96,8 +99,8 @@ class Run:
 class Acceptance:
     """What became of the trees of one budget, over all recorded passes.
 
-    lengths[n]: passes in which n guesses were accepted. By predicted probability of a node, in NUM_BINS equal bins: how many
-    nodes there were, the sum of what was predicted for them, and how many were accepted.
+    lengths[n]: passes in which n guesses were accepted. By predicted probability of a node, in NUM_BINS equal bins: how
+    many nodes there were, the sum of what was predicted for them, and how many were accepted.
     """
 
     lengths: Counter[int] = field(default_factory=Counter)
@@ -160,10 +163,10 @@ class Figure:
 class Row:
     """One kind of prompts (or `all`) with one budget.
 
-    tokens_per_s: all tokens over all seconds, the first pass included. gain: that over plain decoding's, repeat by repeat.
-    later_tokens_per_s: after the first pass. first_*, later_*: milliseconds of a pass in drafting, in the target, and in the rest.
-    What is later is None where the first pass said everything.
-    log_likelihood: log p under the target in nats a token, the mean over texts; None where there is no lossy way to judge.
+    tokens_per_s: all tokens over all seconds, the first pass included. gain: that over plain decoding's, repeat by
+    repeat. later_tokens_per_s: after the first pass. first_*, later_*: milliseconds of a pass in drafting, in the
+    target, and in the rest. What is later is None where the first pass said everything. log_likelihood: log p under
+    the target in nats a token, the mean over texts; None where there is no lossy way to judge.
     """
 
     kind: str
@@ -222,8 +225,10 @@ class Report:
         return max(rows, key=lambda row: row.tokens_per_s.median, default=None)
 
     def num_different(self, accept: Accept = "exact") -> int:
-        """Texts of these ways that are not plain decoding's; of exact ones in fp32 none, in 16 bit near-ties may fall the other
-        way."""
+        """Texts of these ways that are not plain decoding's.
+
+        Of exact ones in fp32 none; in 16 bit near-ties may fall the other way.
+        """
         plain = {(run.workload, run.repeat): run.token_ids for run in self.runs if run.budget == 0}
         return sum(run.token_ids != plain[run.workload, run.repeat] for run in self.runs if run.accept == accept)
 
@@ -320,8 +325,9 @@ def measure(
 
     They have different budgets above 0; one may be lossy.
 
-    Warm-up rounds come first and are not recorded; the draft's calibration is kept from run to run, as in a chat. Without a
-    seed it is 0, so that every repeat has the same text. progress(runs done, runs in all). Raises what `Engine.generate` does.
+    Warm-up rounds come first and are not recorded; the draft's calibration is kept from run to run, as in a chat.
+    Without a seed it is 0, so that every repeat has the same text. progress(runs done, runs in all). Raises what
+    `Engine.generate` does.
     """
     if params.seed is None:
         params = replace(params, seed=0)

@@ -1,6 +1,7 @@
 """What this machine has, how fast it is, and what would help most, in plain words. Knows nothing of the terminal.
 
-The advice speaks of two models that people know. It is division, not a plan: `offspec plan MODEL` places a model layer by layer.
+The advice speaks of two models that people know. It is division, not a plan: `offspec plan MODEL` places a model layer
+by layer.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ def _busy_processor(d: Diagnosis) -> str | None:
     if not is_measured or d.load_average <= h.num_cores:
         return None
     return (
-        f"This machine is busy: {d.load_average:.1f} processes share {h.num_cores} cores. The figures above are what is left "
-        "for offspec; measure again when it is idle to see what it can do."
+        f"This machine is busy: {d.load_average:.1f} processes share {h.num_cores} cores. The figures above are what "
+        "is left for offspec; measure again when it is idle to see what it can do."
     )
 
 
@@ -143,8 +144,8 @@ def _tight_container(d: Diagnosis) -> str | None:
     if ram.total_bytes >= LITTLE * ram.machine_bytes:
         return None
     return (
-        f"This container may use {format_size(ram.total_bytes)} of the machine's {format_size(ram.machine_bytes)} of RAM "
-        f"({ram.limit}): raise its limit first, every GiB more is a GiB less to read in each pass."
+        f"This container may use {format_size(ram.total_bytes)} of the machine's {format_size(ram.machine_bytes)} of "
+        f"RAM ({ram.limit}): raise its limit first, every GiB more is a GiB less to read in each pass."
     )
 
 
@@ -162,8 +163,8 @@ def _no_gpu(d: Diagnosis) -> str | None:
         return None
     if not d.torch_has_gpus:
         return (
-            f"This torch ({d.torch_version}) is built for CPUs only: if there is a graphics card in this machine, install "
-            "torch for it (https://pytorch.org/get-started/locally)."
+            f"This torch ({d.torch_version}) is built for CPUs only: if there is a graphics card in this machine, "
+            "install torch for it (https://pytorch.org/get-started/locally)."
         )
     return "torch finds no graphics card: if there is one, see whether its driver is loaded (nvidia-smi)."
 
@@ -195,8 +196,8 @@ def _arithmetic(d: Diagnosis) -> str | None:
         return None
     where, better = ("CPU", "a graphics card") if d.hardware.gpu is None else ("card", "a faster card")
     return (
-        f"The arithmetic of that pass, over {TREE_TOKENS} tokens, takes about {format_seconds(seconds)} on this {where}, "
-        f"more than the reading: a smaller model, or {better}, gains more than a faster disk."
+        f"The arithmetic of that pass, over {TREE_TOKENS} tokens, takes about {format_seconds(seconds)} on this "
+        f"{where}, more than the reading: a smaller model, or {better}, gains more than a faster disk."
     )
 
 
@@ -215,8 +216,8 @@ def _slow_disk(d: Diagnosis) -> str | None:
     if rate is None or rate >= SLOW_DISK or _arithmetic(d) is not None:
         return None
     return (
-        f"{format_quantity(rate, 'B/s')} is slow: an NVMe SSD reads 3 to 7 GB/s, and models that lie on one are streamed "
-        "so many times faster (--path measures another folder)."
+        f"{format_quantity(rate, 'B/s')} is slow: an NVMe SSD reads 3 to 7 GB/s, and models that lie on one are "
+        "streamed so many times faster (--path measures another folder)."
     )
 
 
@@ -225,8 +226,8 @@ def _slow_link(d: Diagnosis) -> str | None:
     if rate is None or rate >= SLOW_LINK:
         return None
     return (
-        f"The link to the card delivers {format_quantity(rate, 'B/s')}, where PCIe 4.0 x16 gives 25 GB/s: see whether the "
-        "card sits in the slot with all lanes, and without a riser."
+        f"The link to the card delivers {format_quantity(rate, 'B/s')}, where PCIe 4.0 x16 gives 25 GB/s: see whether "
+        "the card sits in the slot with all lanes, and without a riser."
     )
 
 
@@ -235,8 +236,8 @@ def _busy_gpu(d: Diagnosis) -> str | None:
     if gpu is None or gpu.free_bytes >= LITTLE * gpu.total_bytes:
         return None
     return (
-        f"Other programs hold {format_size(gpu.total_bytes - gpu.free_bytes)} of the card's {format_size(gpu.total_bytes)}: "
-        "what they give back holds more layers that need not be streamed."
+        f"Other programs hold {format_size(gpu.total_bytes - gpu.free_bytes)} of the card's "
+        f"{format_size(gpu.total_bytes)}: what they give back holds more layers that need not be streamed."
     )
 
 
@@ -245,8 +246,8 @@ def _busy_ram(d: Diagnosis) -> str | None:
     if ram.available_bytes >= ram.total_bytes / 2:
         return None
     return (
-        f"Only {format_size(ram.available_bytes)} of {format_size(ram.total_bytes)} of RAM are free: what other programs "
-        "give back need not be read from disk."
+        f"Only {format_size(ram.available_bytes)} of {format_size(ram.total_bytes)} of RAM are free: what other "
+        "programs give back need not be read from disk."
     )
 
 

@@ -1,9 +1,9 @@
 """Shows that speculative text is plain decoding's, token for token. Knows nothing of the terminal.
 
 Each prompt is decoded plainly once per temperature; then the same request runs with every budget, scoring and draft
-asked for, and the token ids are compared. A random draft's guesses are worth nothing, so that a text takes a pass for each
-token: it is left after some passes, each over a whole tree. A difference is explained: how far apart the target held the
-two tokens.
+asked for, and the token ids are compared. A random draft's guesses are worth nothing, so that a text takes a pass for
+each token: it is left after some passes, each over a whole tree. A difference is explained: how far apart the target
+held the two tokens.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ PARTS = ("weight", A, B)
 
 
 def adapted_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Full name → [N, K] of the matrices that get an addition: all projections, and the head (tied: the embedding)."""
+    """Full name → [N, K] of the matrices that get an addition: all projections, the head (tied: the embedding)."""
     shapes = layer_shapes(config)
     found = {
         in_layer(index, f"{name}.weight"): shapes[f"{name}.weight"]

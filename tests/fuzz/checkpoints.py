@@ -1,7 +1,7 @@
 """Damaged checkpoints, by number: case N is the same everywhere. Each gives an error of offspec's or the right text.
 
-Right is the text of the undamaged files, or what transformers makes of the damaged ones (a vocabulary may change and still be one).
-What takes longer than LONGEST_S or more memory than MOST_BYTES, or raises anything else, is a finding.
+Right is the text of the undamaged files, or what transformers makes of the damaged ones (a vocabulary may change and
+still be one). A finding is what takes longer than LONGEST_S or more memory than MOST_BYTES, or raises anything else.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def test_int8_as_bitsandbytes_has_it(tmp_path: Path) -> None:
             assert equal(dense(bound(weight), dtype, torch.empty(2000, dtype=dtype)), expected)
 
 
-# ------------------------------------------------------------------------------------------------- as transformers has it
+# ------------------------------------------------------------------------------------------------ as in transformers
 
 
 @pytest.fixture(scope="module")
@@ -618,7 +618,8 @@ def test_no_quant_state_is_a_traceback(
 def test_bitsandbytes_is_imported_without_the_compiler() -> None:
     """Of a process of its own: what it would be wrapped in takes seconds to import, and is left as it was."""
     code = (
-        "import sys, torch; before = torch.compile; from offspec.loaders.formats.process_state import bitsandbytes_functional as f; "
+        "import sys, torch; before = torch.compile; "
+        "from offspec.loaders.formats.process_state import bitsandbytes_functional as f; "
         "f().dequantize_4bit; print(torch.compile is before, 'torch._inductor.compile_fx' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

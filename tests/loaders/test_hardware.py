@@ -46,7 +46,10 @@ NO_LIMIT = 9223372036854771712
 
 # ------------------------------------------------------------------------------------------------ control groups
 
-V1 = "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n35 31 0:32 {root} /sys/fs/cgroup/{name} rw - cgroup cgroup rw,{name}\n"
+V1 = (
+    "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n"
+    "35 31 0:32 {root} /sys/fs/cgroup/{name} rw - cgroup cgroup rw,{name}\n"
+)
 V2 = "35 31 0:32 {root} /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 
 Tree = Callable[..., Path]
@@ -232,7 +235,8 @@ def test_ram_is_the_machines_where_nothing_binds(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("usage", "expected"),
-    [(GIB, Memory(4 * GIB, 3 * GIB, 16 * GIB, "cgroup v2 memory.max of /")), (0, Memory(4 * GIB, 3.5 * GIB, 16 * GIB, "MemAvailable"))],
+    [(GIB, Memory(4 * GIB, 3 * GIB, 16 * GIB, "cgroup v2 memory.max of /")),
+ (0, Memory(4 * GIB, 3.5 * GIB, 16 * GIB, "MemAvailable"))],
 )  # fmt: skip
 def test_ram_is_the_least_of_what_machine_and_group_have(
     monkeypatch: pytest.MonkeyPatch, tree: Tree, usage: int, expected: Memory
@@ -327,7 +331,8 @@ def test_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch, device: str, index: int)
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(RuntimeError("CUDA error: out of memory\nMore lines."), "CUDA error: out of memory"), (AssertionError(), "AssertionError")],
+    [(RuntimeError("CUDA error: out of memory\nMore lines."), "CUDA error: out of memory"),
+ (AssertionError(), "AssertionError")],
 )  # fmt: skip
 def test_a_gpu_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, fault: Exception, reason: str) -> None:
     fake_gpu(monkeypatch, mem_get_info=fault)
@@ -367,8 +372,18 @@ def test_data_sheets_hang_together(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "num_multiprocessors", "boost_ghz"),
-    [("rtx3060", 28, 1.777), ("rtx3080", 68, 1.71), ("rtx3090", 82, 1.695), ("rtx4060ti-16", 34, 2.535), ("rtx4070ti-super", 66, 2.61), ("rtx4080", 76, 2.505), ("rtx4090", 128, 2.52), ("rtx5080", 84, 2.617), ("rtx5090", 170, 2.407)],
-)  # fmt: skip
+    [
+        ("rtx3060", 28, 1.777),
+        ("rtx3080", 68, 1.71),
+        ("rtx3090", 82, 1.695),
+        ("rtx4060ti-16", 34, 2.535),
+        ("rtx4070ti-super", 66, 2.61),
+        ("rtx4080", 76, 2.505),
+        ("rtx4090", 128, 2.52),
+        ("rtx5080", 84, 2.617),
+        ("rtx5090", 170, 2.407),
+    ],
+)
 def test_a_geforce_does_512_flop_a_clock(key: str, num_multiprocessors: int, boost_ghz: float) -> None:
     assert KNOWN_GPUS[key].bf16_flops == pytest.approx(512 * num_multiprocessors * boost_ghz * 1e9, rel=0.01)
 
