@@ -72,8 +72,8 @@ class NoStates:
 class TargetPass:
     """What one pass of the target brought: every kind of draft and every guesser is told this one value.
 
-    text: all tokens before the pass; it may grow afterwards. tree: what the pass judged, whoever guessed it. logits: fp32
-    [1 + N, V], the root's row, then the nodes'.
+    text: all tokens before the pass; it may grow afterwards. tree: what the pass judged, whoever guessed it. logits:
+    fp32 [1 + N, V], the root's row, then the nodes'.
     """
 
     text: Sequence[int]

@@ -54,7 +54,7 @@ class TableDrafter(NoDrafter):
 
 
 class TableDraft(Draft):
-    """The table in memory. Without a model, a text's caches are the target's alone, as `Draft.new_caches` makes them."""
+    """The table in memory. Having no model, a text has caches of the target alone, as `Draft.new_caches` makes them."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__("table")
