@@ -224,6 +224,92 @@ def test_every_module_says_what_it_is_for(file: Path) -> None:
     assert ast.get_docstring(tree) or not tree.body, "no docstring"
 
 
+# ------------------------------------------------------------------------------------------------ sizes
+
+MOST_COLUMNS, MOST_PARAMETERS = 120, 8
+MOST_LINES = {"median": 8, "90 %": 20, "longest": 60}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions_of(file: Path) -> Iterator[Function]:
+    """All of them, methods and inner ones too."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, Function):
+            yield node
+
+
+FUNCTIONS = [(file, function) for file in MODULES for function in functions_of(file)]
+
+
+def num_lines(function: Function) -> int:
+    """From `def` to its last line, the docstring too; decorators are not counted."""
+    assert function.end_lineno is not None
+    return function.end_lineno - function.lineno + 1
+
+
+def parameters_of(function: Function) -> list[str]:
+    """Those that have names, without self and cls."""
+    given = function.args
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return names[1:] if names[:1] in (["self"], ["cls"]) else names
+
+
+def is_click_command(function: Function) -> bool:
+    """Whose parameters are the command line's flags."""
+    called = (decorator.func for decorator in function.decorator_list if isinstance(decorator, ast.Call))
+    return any(isinstance(name, ast.Attribute) and name.attr in ("command", "group") for name in called)
+
+
+def place(file: Path, function: Function) -> str:
+    return f"{file.relative_to(ROOT)}:{function.lineno} {function.name}"
+
+
+def test_most_functions_are_short() -> None:
+    lines = sorted(num_lines(function) for _, function in FUNCTIONS)
+    assert lines[len(lines) // 2] <= MOST_LINES["median"]
+    assert lines[9 * len(lines) // 10] <= MOST_LINES["90 %"]
+
+
+def test_no_function_is_too_long() -> None:
+    found = [
+        f"{place(file, function)}: {num_lines(function)} lines"
+        for file, function in FUNCTIONS
+        if num_lines(function) > MOST_LINES["longest"]
+    ]
+    assert found == []
+
+
+def test_no_function_takes_too_much() -> None:
+    """Where more is needed, parameters that mean something together become a value."""
+    found = [
+        f"{place(file, function)}: {len(parameters_of(function))} parameters"
+        for file, function in FUNCTIONS
+        if len(parameters_of(function)) > MOST_PARAMETERS and not is_click_command(function)
+    ]
+    assert found == []
+
+
+def test_what_is_counted() -> None:
+    """The measures above, on a function whose size is known."""
+    source = "@click.command()\ndef f(self, a, /, b, *c, d, **e):\n    def g():\n        pass\n"
+    outer, inner = (node for node in ast.walk(ast.parse(source)) if isinstance(node, Function))
+    assert (num_lines(outer), num_lines(inner)) == (3, 2)
+    assert (parameters_of(outer), parameters_of(inner)) == (["a", "b", "d"], [])
+    assert (is_click_command(outer), is_click_command(inner)) == (True, False)
+
+
+def test_no_line_is_too_long() -> None:
+    """Code, comments and docstrings; a line that is wider than half a screen is not read."""
+    files = (file for folder in (*FOLDERS, "benchmarks", "scripts", "tests") for file in (ROOT / folder).rglob("*.py"))
+    found = [
+        f"{file.relative_to(ROOT)}:{number}"
+        for file in files
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > MOST_COLUMNS
+    ]
+    assert found == []
+
+
 def test_one_version() -> None:
     from offspec import __version__
 
