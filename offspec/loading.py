@@ -11,6 +11,7 @@ import torch
 
 from offspec.loaders.cuda import limit_memory, release_memory
 from offspec.loaders.hardware import Rates, read_hardware
+from offspec.loaders.placement import Item
 from offspec.loaders.tiers import Progress, TieredWeights
 from offspec.loaders.units import format_size
 from offspec.scheduler.retrieval import SuffixIndex
@@ -21,13 +22,19 @@ from .drafts.base import Draft, DraftOptions, OpenedDraft, OpenRequest
 from .drafts.kinds import open_draft
 from .errors import MemoryLimitError, UsageError
 from .model.decoder import Decoder
-from .planning.memory import MemoryOptions
+from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.plan import Plan
-from .planning.probe import measure_fused_limits, measure_link, measure_quick_rates, plan_here
+from .planning.probe import (
+    measure_fused_limits,
+    measure_link,
+    measure_quick_rates,
+    plan_here,
+    ram_beside_program,
+)
 from .planning.report import explain_plan
 from .process import set_num_threads
-from .text.lookup_files import open_index
+from .text.lookup_files import lookup_memory_bytes, open_index
 from .text.tokenizer import Tokenizer
 
 
@@ -195,9 +202,24 @@ def load(options: LoadOptions) -> Loaded:
     device = choose_device(options.device, notes)
     # Headers and tokenizers of both first, so that what cannot work is refused before gigabytes are read.
     files, tokenizer, opened = open_models(options, device.type, notes)
-    target, draft = _load_models(options, files, opened, device, notes)
-    index = open_index(options.lookup_files, tokenizer) if options.lookup_files else None
+    features, index = list[MemoryUser]([opened]), None
+    if options.lookup_files:
+        free_bytes = ram_beside_program(read_hardware(device), options.memory)
+        index = open_index(options.lookup_files, tokenizer, free_bytes=free_bytes)
+        features.append(LookupIndex(options.lookup_files))
+    target, draft = _load_models(options, files, opened, features, device, notes)
     return Loaded(target, tokenizer, draft, index)
+
+
+@dataclass(frozen=True)
+class LookupIndex:
+    """An index of texts to look up in, as something that takes memory (`planning.memory.MemoryUser`)."""
+
+    files: Sequence[str | Path]
+
+    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+        resident, _ = lookup_memory_bytes(self.files)
+        return MemoryUse((Item("lookup index", on_host=resident),))
 
 
 def open_models(options: LoadOptions, device_type: str, notes: list[Note]) -> tuple[ModelFiles, Tokenizer, OpenedDraft]:
@@ -212,11 +234,16 @@ def open_models(options: LoadOptions, device_type: str, notes: list[Note]) -> tu
 
 
 def _load_models(
-    options: LoadOptions, files: ModelFiles, opened: OpenedDraft, device: torch.device, notes: list[Note]
+    options: LoadOptions,
+    files: ModelFiles,
+    opened: OpenedDraft,
+    features: Sequence[MemoryUser],
+    device: torch.device,
+    notes: list[Note],
 ) -> tuple[LoadedTarget, Draft]:
     if device.type == "cuda":  # what torch keeps of an engine that was closed would count as taken
         release_memory(device)
-    plan = plan_here(files, [opened], read_hardware(device), options.memory)
+    plan = plan_here(files, features, read_hardware(device), options.memory)
     if device.type == "cuda":
         limit_memory(plan.placement.limits.device if options.vram is not None else None, device)
     link = measure_link(plan, device)

@@ -25,10 +25,23 @@ from .plan import Plan, limits_of, make_plan
 
 def plan_here(target: ModelFiles, features: Sequence[MemoryUser], hardware: Hardware, options: MemoryOptions) -> Plan:
     """`make_plan` for this process, with what it holds by now, on `hardware`."""
+    held, own = _held_bytes()
+    return make_plan(target, features, limits_of(hardware, options, own), options, held)
+
+
+def ram_beside_program(hardware: Hardware, options: MemoryOptions) -> int:
+    """Bytes of RAM that may be used beside what this process holds by now."""
+    held, own = _held_bytes()
+    return limits_of(hardware, options, own).ram - held
+
+
+def _held_bytes() -> tuple[int, int]:
+    """What this process holds of RAM, and what of it is its own.
+
+    Mapped libraries are held, but what is available counts them already: the kernel could read them again.
+    """
     memory = psutil.Process().memory_info()
-    # Mapped libraries are held, but what is available counts them already: the kernel could read them again.
-    own: int = memory.rss - getattr(memory, "shared", 0)
-    return make_plan(target, features, limits_of(hardware, options, own), options, memory.rss)
+    return memory.rss, memory.rss - getattr(memory, "shared", 0)
 
 
 def measure_link(plan: Plan, device: torch.device) -> float | None:

@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from offspec.loaders.tiers import Progress
+from offspec.loaders.units import format_size
 from offspec.scheduler.lookup import NO_TOKEN
 from offspec.scheduler.retrieval import SHARD_TOKENS, SuffixIndex, sorted_places
 
-from ..errors import StorageError, UsageError
+from ..errors import MemoryLimitError, StorageError, UsageError
 from .tokenizer import Tokenizer
 
 PIECE_CHARACTERS = 1 << 17  # tokenised together
@@ -58,13 +59,17 @@ def default_folder() -> Path:
 
 
 def open_index(
-    files: Sequence[str | Path], tokenizer: Tokenizer, folder: Path | None = None, progress: Progress | None = None
+    files: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+    free_bytes: int | None = None,
 ) -> SuffixIndex:
     """The index of these text files, mapped from `folder`; built first where they or the tokenizer are new or changed.
 
-    What building takes says `lookup_memory_bytes`. progress(bytes_done, bytes_total) follows it.
-    Raises UsageError for a file that is missing, unreadable, empty or not UTF-8 text, StorageError where the index
-    cannot be written.
+    progress(bytes_done, bytes_total) follows the building. free_bytes: memory that building may take; None: what it
+    takes (`lookup_memory_bytes`). Raises UsageError for a file that is missing, unreadable, empty or not UTF-8 text,
+    MemoryLimitError where memory is too little to build it, StorageError where it cannot be written.
     """
     if not files:
         raise UsageError("no files to look up in; give at least one text file")
@@ -73,6 +78,12 @@ def open_index(
     file = folder / f"{owner}-{content}.index"
     if (index := _opened(file)) is not None:
         return index
+    needed = sum(lookup_memory_bytes(paths))
+    if free_bytes is not None and needed > free_bytes:
+        raise MemoryLimitError(
+            f"building the lookup index takes {format_size(needed)} of RAM and {format_size(max(free_bytes, 0))} may be "
+            "used; grant more with --ram, look up in fewer files, or build it once where there is more"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _build(file, _tokens(paths, tokenizer, progress))
