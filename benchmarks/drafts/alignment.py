@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.drafts.model_draft import ModelDraft
 from offspec.training.online import Aligner, AlignmentParams
 
 FIRST_SEED = 1000  # of the requests that are learnt from; those that are measured have the first ones
@@ -79,7 +80,8 @@ def measure(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, speculation: SpeculationParams
 ) -> tuple[float, list[list[int]]]:
     """Tokens per pass, and the texts; nothing is learnt from them. Calibrated afresh, as every row is."""
-    fresh = engine.with_draft(engine.draft)
+    assert engine.draft.decoder is not None
+    fresh = engine.with_draft(ModelDraft(engine.draft.decoder, engine.draft_name))  # without what it learns with
     texts, num_passes = [], 0
     for seed, prompt in enumerate(prompts):
         steps = list(fresh.generate(prompt, seeded(params, seed), speculation))

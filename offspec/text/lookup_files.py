@@ -80,9 +80,10 @@ def open_index(
         return index
     needed = sum(lookup_memory_bytes(paths))
     if free_bytes is not None and needed > free_bytes:
+        free = format_size(max(free_bytes, 0))
         raise MemoryLimitError(
-            f"building the lookup index takes {format_size(needed)} of RAM and {format_size(max(free_bytes, 0))} may be "
-            "used; grant more with --ram, look up in fewer files, or build it once where there is more"
+            f"building the lookup index takes {format_size(needed)} of RAM and {free} may be used; "
+            "grant more with --ram, look up in fewer files, or build it once where there is more"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
