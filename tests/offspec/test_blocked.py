@@ -25,7 +25,7 @@ def _wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if these models were large enough."""
     if not is_supported(torch.bfloat16):
         pytest.skip("this torch or processor has no such order")
-    monkeypatch.setattr(load, "LEAST_BLOCKED_BYTES", 0)
+    monkeypatch.setattr(loading, "LEAST_BLOCKED_BYTES", 0)
 
 
 def load(pair: Pair, dtype: str = "bf16", **options: bool) -> Engine:
@@ -52,7 +52,7 @@ def scores(engine: Engine) -> torch.Tensor:
 def test_logits_are_those_of_plain_matrices(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(pair)
     assert is_blocked(engine) == (True, True)
-    monkeypatch.setattr(load, "LEAST_BLOCKED_BYTES", 2**40)
+    monkeypatch.setattr(loading, "LEAST_BLOCKED_BYTES", 2**40)
     plain = load(pair)
     assert is_blocked(plain) == (False, False)
     torch.testing.assert_close(scores(engine), scores(plain), rtol=2e-2, atol=2e-2)
