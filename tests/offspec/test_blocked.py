@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints import load as loading
 from offspec.loaders.formats.blocked import BlockedMatrix, is_supported
 from offspec.model.decoder import CachedDecoder
 

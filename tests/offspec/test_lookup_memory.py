@@ -1,4 +1,4 @@
-"""Looking up in files takes memory: it is planned for, and refused in one line where there is too little to build it."""
+"""Looking up in files takes memory: it is planned for, and too little to build an index is one line."""
 
 from __future__ import annotations
 
