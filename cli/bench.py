@@ -35,7 +35,7 @@ from .options import (
 from .terminal import columns, is_watched, show_line
 
 if TYPE_CHECKING:
-    from offspec.tools.benchmark import Figure, Report, Row
+    from offspec.tools.benchmark import BenchmarkReport, BenchmarkRow, Figure
 
 PLOT_SUFFIXES = (".png", ".svg")
 MAX_NEW_TOKENS = 64
@@ -177,7 +177,7 @@ reworded(
 WIDE = 120  # what a file or a pipe gets
 
 
-def table(report: Report, width: int) -> list[str]:
+def table(report: BenchmarkReport, width: int) -> list[str]:
     """A line for each kind of prompts and budget, blocks where the terminal is narrow, and what is to be said to it."""
     rows = [_cells(row) for row in report.rows()]
     sizes = [max(len(name), *(len(cells[name]) for cells in rows)) for name in rows[0]]
@@ -191,7 +191,7 @@ def table(report: Report, width: int) -> list[str]:
     return [*lines, *(line for text in remarks for line in textwrap.wrap(text, max(width, 20)) or [""])]
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _cells(row: BenchmarkRow) -> dict[str, str]:
     draft, target, rest = (f"{ms:.1f}" for ms in row.later_ms) if row.later_ms is not None else "---"
     return {
         "prompts": row.kind,
@@ -213,7 +213,7 @@ def _with_spread(figure: Figure) -> str:
     return f"{figure.median:.{decimals}f} +-{(figure.high - figure.low) / 2:.{decimals}f}"
 
 
-def _remarks(report: Report) -> list[str]:
+def _remarks(report: BenchmarkReport) -> list[str]:
     lossy = [run for run in report.runs if run.accept == "joint"]
     different, guessed = (
         report.num_different(),
@@ -247,7 +247,7 @@ def _remarks(report: Report) -> list[str]:
     return remarks
 
 
-def _reliability(report: Report) -> list[str]:
+def _reliability(report: BenchmarkReport) -> list[str]:
     """A line for each tenth of predicted probability: how many guesses of the best budget had it, and came true."""
     best = report.best()
     bins = report.acceptance[best.budget_name].reliability() if best is not None else []
@@ -257,7 +257,7 @@ def _reliability(report: Report) -> list[str]:
     return ["", f"guesses of budget {best.budget_name}, the fastest:", "predicted  came true   guesses", *lines]
 
 
-def write_csv(report: Report, file: Path) -> None:
+def write_csv(report: BenchmarkReport, file: Path) -> None:
     """A row a run. Raises StorageError."""
     rows = [
         {

@@ -30,7 +30,7 @@ from .options import (
     sampling_options,
     speculation_options,
 )
-from .settings import convert, nearest, settable
+from .settings import nearest, parsed_value, settable
 from .terminal import first_pass_shown, marked, shows_colors
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class Values:
                 raise UsageError(f"there is no setting {key!r}; {meant}")
             parameter = self.parameters[key]
             try:
-                values[str(parameter.name)] = None if value is None else convert(parameter, value, self._command)
+                values[str(parameter.name)] = None if value is None else parsed_value(parameter, value, self._command)
             except click.ClickException as exc:
                 raise UsageError(f"{key}: {exc.message}") from exc
         before, self._values = self._values, values

@@ -16,7 +16,7 @@ SECRETS = ("api-key",)  # whose values are not shown: what is printed here is se
 
 
 @dataclass(frozen=True)
-class Row:
+class SettingRow:
     """A setting with the commands that it holds for; `commands` is empty where all that have it agree."""
 
     key: str
@@ -90,7 +90,7 @@ class Commands(Mapping[str, click.Command]):
         return len(self._names)
 
 
-def _rows(settings: Settings, commands: Mapping[str, click.Command]) -> Iterator[Row]:
+def _rows(settings: Settings, commands: Mapping[str, click.Command]) -> Iterator[SettingRow]:
     """One row a setting, or several where commands differ."""
     by_key: dict[str, dict[tuple[str, str], list[str]]] = {}
     values: dict[tuple[str, str], Any] = {}
@@ -108,7 +108,7 @@ def _rows(settings: Settings, commands: Mapping[str, click.Command]) -> Iterator
             by_key.setdefault(key, {}).setdefault((shown, source), []).append(name)
     for key, groups in by_key.items():
         for (shown, source), names in groups.items():
-            yield Row(key, values[shown, source], source, tuple(names) if len(groups) > 1 else ())
+            yield SettingRow(key, values[shown, source], source, tuple(names) if len(groups) > 1 else ())
 
 
 def _shown(value: Any) -> str:
@@ -126,7 +126,7 @@ def _head(settings: Settings) -> list[str]:
     return [f"{settings.file}{'' if settings.file.is_file() else ' (not there yet)'}"]
 
 
-def _table(rows: list[Row]) -> list[str]:
+def _table(rows: list[SettingRow]) -> list[str]:
     cells = [("setting", "value", "from", "")]
     cells += [(row.key, _shown(row.value), row.source, ", ".join(row.commands)) for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(3)]

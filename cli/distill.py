@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from offspec import format_seconds
 from offspec.training.distill_params import DistillParams
 
 from .options import MODEL, MODEL_HELP, Number, OffspecCommand, WholeNumber, load_engine, memory_flags, research_option
-from .terminal import show_line
+from .terminal import TimeLeft, is_watched, show_line
 
 P = DistillParams
 
@@ -142,7 +141,7 @@ def command(
     loading = {"revision": revision, "device": device, "dtype": dtype, "vram": vram, "ram": ram, "context": context}
     engine = load_engine(model, quiet=quiet, verbose=verbose, draft="none", **loading)
     files = open_target(model, revision, dtype, engine.target.device.type)
-    began, line = time.monotonic(), ProgressLine() if sys.stderr.isatty() and not quiet else None
+    began, line = time.monotonic(), TrainingLine() if is_watched() and not quiet else None
     try:
         done = distill(
             Teacher(engine.target, files, engine.tokenizer, close_before_training=True),
@@ -171,20 +170,16 @@ def command(
         )
 
 
-class ProgressLine:
+class TrainingLine:
     """What is done, how much of it, and how long the rest will take, on one line of a terminal."""
 
     def __init__(self) -> None:
-        self._what, self._began, self._first = "", 0.0, 0
+        self._what, self._left = "", TimeLeft()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if what != self._what:  # what an earlier run did says nothing of this one's pace
-            self._what, self._began, self._first = what, now, done
-        left = ""
-        if done > self._first:
-            left = f", {format_seconds((total - done) * (now - self._began) / (done - self._first))} left"
-        show_line(f"{what}: {done} of {total}{left}")
+        if what != self._what:
+            self._what, self._left = what, TimeLeft()
+        show_line(f"{what}: {done} of {total}{self._left(time.monotonic(), done, total)}")
 
     def clear(self) -> None:
         show_line()

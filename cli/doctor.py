@@ -18,7 +18,7 @@ from .terminal import is_watched, show_line
 if TYPE_CHECKING:
     from offspec.tools.diagnosis import Diagnosis
 
-Row = tuple[str, str, str]  # label, what, where that comes from
+Fact = tuple[str, str, str]  # label, what, where that comes from
 MAX_COLUMNS, NARROW = 100, 50
 
 
@@ -84,7 +84,7 @@ def table(found: Diagnosis, columns: int) -> str:
     return "\n".join(lines)
 
 
-def _lines(row: Row, label_columns: int, columns: int) -> list[str]:
+def _lines(row: Fact, label_columns: int, columns: int) -> list[str]:
     label, what, source = row
     text = f"{what} ({source})" if source else what
     if columns < NARROW:  # a column of labels would leave no room beside it
@@ -98,7 +98,7 @@ def _wrapped(start: str, text: str, indent: int, columns: int) -> list[str]:
     )
 
 
-def _facts(found: Diagnosis) -> list[Row]:
+def _facts(found: Diagnosis) -> list[Fact]:
     h = found.hardware
     ram = f"{format_size(h.ram.total_bytes)}, {format_size(h.ram.available_bytes)} available"
     cores = f"{h.num_cores} core{'s' if h.num_cores > 1 else ''}"
@@ -112,7 +112,7 @@ def _facts(found: Diagnosis) -> list[Row]:
     return [*rows, ("software", f"offspec {__version__}, torch {found.torch_version}, {bitsandbytes}", "")]
 
 
-def _gpu(found: Diagnosis) -> Row:
+def _gpu(found: Diagnosis) -> Fact:
     gpu = found.hardware.gpu
     if gpu is None:
         return "GPU", "none used", "--device cpu" if found.device_reason == "as asked" else found.device_reason
@@ -121,7 +121,7 @@ def _gpu(found: Diagnosis) -> Row:
     return "GPU", f"{gpu.name}, {memory}, {capability}", f"{found.device}, {found.device_reason}"
 
 
-def _rates(found: Diagnosis) -> list[Row]:
+def _rates(found: Diagnosis) -> list[Fact]:
     rates, sources = found.hardware.rates, found.hardware.rates.sources
     how = sources.get("matmul_flops", "")
     matmul = ", ".join(f"{format_quantity(flops, 'FLOP/s')} at {n}" for n, flops in rates.matmul_flops.items())

@@ -91,7 +91,7 @@ MINUS_ONE: Json = {"max_new_tokens": sys.maxsize, "seed": None, "top_k": 0}
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """One request. prompt: a text or token ids where kind is text, messages where it is chat."""
 
     kind: Kind
@@ -104,7 +104,7 @@ class Asked:
 # ------------------------------------------------------------------------------------------------ requests
 
 
-def parse(kind: Kind, body: Any, defaults: SamplingParams) -> Asked:
+def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
     """Read a request; what it does not say is as `defaults` have it. Raises UsageError, which names the field."""
     if not isinstance(body, dict):
         raise UsageError("the request is not a JSON object")
@@ -115,7 +115,7 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> Asked:
         ):
             raise UsageError(f"{name} is not supported here; leave it out")
     options = _field(body, "stream_options", Mapping, "an object") or {}
-    return Asked(
+    return CompletionRequest(
         kind,
         _messages(body) if kind == "chat" else _prompt(body),
         _params(body, defaults),
@@ -198,7 +198,7 @@ def _message(number: int, message: Any) -> dict[str, str]:
 class Answer:
     """How the answer to one request is written; all its parts bear one id."""
 
-    def __init__(self, asked: Asked, model: str) -> None:
+    def __init__(self, asked: CompletionRequest, model: str) -> None:
         self._asked = asked
         self._is_chat = asked.kind == "chat"
         self._head = {

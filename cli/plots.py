@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from offspec.errors import StorageError
 
 if TYPE_CHECKING:
-    from offspec.tools.benchmark import Report
+    from offspec.tools.benchmark import BenchmarkReport
 
 PARTS = ("draft", "target", "rest")
 
 
-def plot(report: Report, title: str, file: Path) -> None:
+def plot(report: BenchmarkReport, title: str, file: Path) -> None:
     """Draw a report into a .png or .svg file. Raises StorageError where it cannot be written."""
     figure = Figure(figsize=(11, 8), layout="constrained")
     (times, lengths), (budgets, reliability) = figure.subplots(2, 2)
@@ -30,7 +30,7 @@ def plot(report: Report, title: str, file: Path) -> None:
         raise StorageError(f"{file} cannot be written: {exc.strerror}; choose another --plot") from exc
 
 
-def _draw_times(axes: Any, report: Report) -> None:
+def _draw_times(axes: Any, report: BenchmarkReport) -> None:
     """First and later passes apart: the first takes the prompt."""
     rows = [row for row in report.rows() if row.kind == report.rows()[-1].kind]
     bars = [
@@ -49,7 +49,7 @@ def _draw_times(axes: Any, report: Report) -> None:
     axes.legend()
 
 
-def _draw_budgets(axes: Any, report: Report) -> None:
+def _draw_budgets(axes: Any, report: BenchmarkReport) -> None:
     for kind in dict.fromkeys(row.kind for row in report.rows()):
         rows = [row for row in report.rows() if row.kind == kind]
         medians = [row.tokens_per_pass.median for row in rows]
@@ -62,7 +62,7 @@ def _draw_budgets(axes: Any, report: Report) -> None:
     axes.legend()
 
 
-def _draw_lengths(axes: Any, report: Report) -> None:
+def _draw_lengths(axes: Any, report: BenchmarkReport) -> None:
     longest = max((max(found.lengths, default=0) for found in report.acceptance.values()), default=0)
     width = 0.8 / max(1, len(report.acceptance))
     for offset, (name, found) in enumerate(report.acceptance.items()):
@@ -74,7 +74,7 @@ def _draw_lengths(axes: Any, report: Report) -> None:
         axes.legend()
 
 
-def _draw_reliability(axes: Any, report: Report) -> None:
+def _draw_reliability(axes: Any, report: BenchmarkReport) -> None:
     axes.plot((0, 1), (0, 1), linestyle="--", color="grey", label="as predicted")
     for name, found in report.acceptance.items():
         points = found.reliability()

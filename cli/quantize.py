@@ -8,11 +8,11 @@ from pathlib import Path
 
 import click
 
-from offspec import CONVERT_FORMATS, ConvertParams, format_quantity, format_seconds
+from offspec import CONVERT_FORMATS, ConvertParams, format_quantity
 from offspec.errors import OffspecError
 
 from .options import MODEL, OffspecCommand
-from .terminal import is_watched, show_line
+from .terminal import TimeLeft, is_watched, show_line
 
 
 @click.command(
@@ -68,7 +68,7 @@ def command(
     if revision is not None and Path(src).expanduser().is_dir():
         raise click.UsageError("--revision belongs to a hub id, and SRC is a folder.")
     start = time.monotonic()
-    bar = ProgressLine() if is_watched() and not quiet else None
+    bar = ConversionLine() if is_watched() and not quiet else None
     try:
         params = ConvertParams(form, double_quant)
         done = convert(src, dst.expanduser(), params, revision=revision, progress=bar)
@@ -98,29 +98,20 @@ def _warn_of_a_model_not_run(folder: Path) -> None:
         click.echo(f"offspec: it is made, but offspec itself cannot run it: {' '.join(str(exc).split())}", err=True)
 
 
-class ProgressLine:
-    """How far it is and how long it will take, on one line of a terminal that is written over."""
+class ConversionLine:
+    """How much is converted and how long the rest will take, on one line of a terminal that is written over."""
 
     def __init__(self) -> None:
-        self._start: tuple[float, int] | None = None
-        self._shown = 0.0
+        self._left, self._shown = TimeLeft(), 0.0
 
     def __call__(self, bytes_done: int, bytes_total: int) -> None:
         now = time.monotonic()
-        if self._start is None:  # what an earlier run did says nothing of this one's pace
-            self._start = now, bytes_done
+        left = self._left(now, bytes_done, bytes_total)
         if now - self._shown < 0.1:
             return
         self._shown = now
         percent, total = 100 * bytes_done // max(1, bytes_total), format_quantity(bytes_total, "B")
-        show_line(f"{percent} % of {total}{self._left(now, bytes_done, bytes_total)}")
-
-    def _left(self, now: float, bytes_done: int, bytes_total: int) -> str:
-        assert self._start is not None
-        seconds, nbytes = now - self._start[0], bytes_done - self._start[1]
-        if seconds < 1 or not nbytes:
-            return ""
-        return f", {format_seconds((bytes_total - bytes_done) * seconds / nbytes)} left"
+        show_line(f"{percent} % of {total}{left}")
 
     def clear(self) -> None:
         show_line()

@@ -45,7 +45,7 @@ INTERRUPTED = "interrupted"  # the finish_reason of a text that Ctrl-C ended
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptFlags:
     """What the command line names as the prompt, and how it is to be read."""
 
     prompt: str | None
@@ -88,7 +88,7 @@ class Shown:
     stats: bool
     quiet: bool
 
-    def check(self, asked: Asked) -> None:
+    def check(self, asked: PromptFlags) -> None:
         """Raises click.UsageError for marks where no text is shown."""
         if self.color_accepted and self.as_json:
             raise click.UsageError("--color-accepted marks the text, and --json shows none.")
@@ -165,7 +165,7 @@ def command(
     if prompt is None:
         model, prompt = _alone(model)
     ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
-    asked = Asked(prompt, prompt_file, ids, system, raw)
+    asked = PromptFlags(prompt, prompt_file, ids, system, raw)
     asked.check()
     shown = Shown(as_json, color_accepted, show_stats, quiet)
     shown.check(asked)
@@ -194,7 +194,7 @@ reworded(
 
 
 def _run_one(
-    asked: Asked,
+    asked: PromptFlags,
     model: str,
     load: Callable[[], Engine],
     params: SamplingParams,
@@ -220,7 +220,7 @@ def _run_one(
     _pass_on(last)
 
 
-def _batch_of(asked: Asked, output: Path | None, settings: dict[str, Any]) -> Batch:
+def _batch_of(asked: PromptFlags, output: Path | None, settings: dict[str, Any]) -> Batch:
     """The prompts of a file. Raises click.UsageError for messages with --raw."""
     assert asked.file is not None
     batch = Batch(asked.file, output, settings)
@@ -234,7 +234,7 @@ def _batch_of(asked: Asked, output: Path | None, settings: dict[str, Any]) -> Ba
 
 
 def _answer_line(
-    engine: Engine, prompt: str | Turns, *, asked: Asked, params: SamplingParams, speculation: SpeculationParams
+    engine: Engine, prompt: str | Turns, *, asked: PromptFlags, params: SamplingParams, speculation: SpeculationParams
 ) -> tuple[dict[str, Any], Step]:
     """The answer to one line of a file."""
     found, last = _answer(engine, as_prompt(engine, prompt, asked.system, asked.raw), params, speculation, quiet=True)

@@ -36,7 +36,7 @@ from offspec.request import Step
 from offspec.session import Turn, encode_turns, lasting_caches, turns_of
 
 from .connections import Bodies
-from .openai_api import Answer, Asked, Kind, failure, parse
+from .openai_api import Answer, CompletionRequest, Kind, failure, parse
 
 MOST_REMEMBERED = 256  # replies whose tokens are known
 MOST_BYTES = 32 * 2**20  # of a request
@@ -73,7 +73,9 @@ class Service:
         """Waits for the pass that is under way."""
         self._thread.shutdown(cancel_futures=True)
 
-    async def answer(self, asked: Asked, is_gone: Callable[[], Awaitable[bool]]) -> AsyncGenerator[Step | None, None]:
+    async def answer(
+        self, asked: CompletionRequest, is_gone: Callable[[], Awaitable[bool]]
+    ) -> AsyncGenerator[Step | None, None]:
         """None when it is the request's turn and nothing speaks against it, then its steps. Raises OffspecError.
 
         is_gone: whether who asked has left; nothing comes for one who did while waiting.
@@ -93,11 +95,11 @@ class Service:
             finally:  # after the pass that is under way, and before the next request; then the draft learns
                 self._thread.submit(steps.close).add_done_callback(_tell_failure)
 
-    def _begin(self, asked: Asked) -> Generator[Step, None, None]:
+    def _begin(self, asked: CompletionRequest) -> Generator[Step, None, None]:
         steps = self.engine.generate(self._encode(asked), asked.params, self._speculation, caches=self._caches)
         return self._followed(steps)
 
-    def _encode(self, asked: Asked) -> list[int]:
+    def _encode(self, asked: CompletionRequest) -> list[int]:
         """Replies that were said here become the tokens that they were said as: these are in the caches.
 
         What is far too long is refused before seconds are spent on it, in which nobody else is answered.

@@ -160,7 +160,7 @@ def settable(command: click.Command) -> dict[str, click.Parameter]:
     return found
 
 
-def convert(parameter: click.Parameter, value: Any, command: click.Command) -> Any:
+def parsed_value(parameter: click.Parameter, value: Any, command: click.Command) -> Any:
     """A value from a file or the environment as the flag would give it. Raises click.BadParameter or OffspecError."""
     if isinstance(value, bool) and not (isinstance(parameter, click.Option) and parameter.is_flag):
         raise click.BadParameter(f"{str(value).lower()} is neither a number nor a text")
@@ -179,7 +179,7 @@ def plain(parameter: click.Parameter, value: Any) -> Any:
 def check(parameter: click.Parameter, given: Given, command: click.Command) -> None:
     """Raises click.UsageError, with where it stands, for a value that cannot be meant."""
     try:
-        convert(parameter, given.value, command)
+        parsed_value(parameter, given.value, command)
     except (click.ClickException, OffspecError) as exc:
         said = exc.message if isinstance(exc, click.ClickException) else str(exc)
         raise click.UsageError(f"{given.source}: {given.key}: {said}") from exc

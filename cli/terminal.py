@@ -45,6 +45,20 @@ def columns() -> int:
     return shutil.get_terminal_size().columns
 
 
+class TimeLeft:
+    """How long the rest of a job takes at the pace since the first call: an earlier run's part says nothing of it."""
+
+    def __init__(self) -> None:
+        self._start: tuple[float, int] | None = None
+
+    def __call__(self, now: float, done: int, total: int) -> str:
+        """As in ", 40 s left"; empty in the first second. now: `time.monotonic()`; done, total: in any unit."""
+        if self._start is None:
+            self._start = now, done
+        seconds, since = now - self._start[0], done - self._start[1]
+        return f", {format_seconds((total - done) * seconds / since)} left" if seconds >= 1 and since else ""
+
+
 class LoadingBar:
     """What is loaded, GB done, GB/s and how long it will take, on stderr; nothing for a model that is there at once.
 

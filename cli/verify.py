@@ -28,7 +28,7 @@ from .options import (
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
-    from offspec.tools.verification import Report
+    from offspec.tools.verification import VerificationReport
 
 BUILTIN_PROMPTS = 20  # of the held-out ones: with all settings that is minutes, not half an hour
 
@@ -199,7 +199,7 @@ def command(
 reworded(command, dtype="Arithmetic. auto: fp32, where every token must be the same; in 16 bit near-ties are excused.")
 
 
-def table(report: Report) -> str:
+def table(report: VerificationReport) -> str:
     """Settings and tokens per pass, and the verdict."""
     lines = [f"{'temperature':>11}  {'top-p':>5}  {'draft':<6}  {'scoring':<8}  {'budget':>6}  tokens per pass"]
     for s, tokens_per_pass in zip(report.settings, report.tokens_per_pass, strict=True):

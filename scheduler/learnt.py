@@ -14,7 +14,7 @@ from .reliability import Reliability
 
 
 @dataclass
-class Learnt:
+class RunningEstimates:
     """Of one target with one draft, or with none. Drafters and guessers write to its parts.
 
     recycling: the guesser itself, whose table outlives a request. calibration: how far the draft is right. costs:
@@ -32,7 +32,9 @@ class Learnt:
     retrievals: Reliability = field(default_factory=match_reliability)
 
     @classmethod
-    def nothing(cls, vocab_size: int, predict: Predict | None = None, *, shares_cores: bool = False) -> Learnt:
+    def nothing(
+        cls, vocab_size: int, predict: Predict | None = None, *, shares_cores: bool = False
+    ) -> RunningEstimates:
         """Before the first request.
 
         vocab_size: the target's. predict: seconds of its passes by their rows. shares_cores: draft and target are

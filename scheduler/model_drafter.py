@@ -20,7 +20,7 @@ from .controllers import controller_for
 from .draft_rounds import DraftRounds
 from .drafter import DraftRequest, LogitCorrector, NoModel, TreeModel
 from .guesser_pool import GuesserPool
-from .learnt import Learnt
+from .learnt import RunningEstimates
 from .lookup import Guesser
 from .overlap import Overlap
 from .params import SpeculationParams
@@ -42,7 +42,7 @@ class ModelDrafter:
         model: TreeModel | None,
         request: DraftRequest,
         params: SpeculationParams,
-        learnt: Learnt,
+        learnt: RunningEstimates,
         *,
         guessers: Sequence[Guesser] = (),
         corrector: LogitCorrector | None = None,

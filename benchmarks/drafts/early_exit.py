@@ -37,7 +37,7 @@ from offspec.scheduler.baselines.thompson import THOMPSON_WIDTH, ThompsonSamplin
 from offspec.scheduler.budget import Controller, DraftingState, FixedBudget
 from offspec.scheduler.costs import Costs as LearntCosts
 from offspec.scheduler.drafter import DraftRequest
-from offspec.scheduler.learnt import Learnt
+from offspec.scheduler.learnt import RunningEstimates
 from offspec.scheduler.model_drafter import ModelDrafter
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12)
@@ -98,7 +98,7 @@ class Bench:
 
         cost: what the clock goes by; only who looks at it drafts otherwise by another one.
         """
-        learnt, parts = Learnt.nothing(self.target.config.vocab_size), list[Replayed]()
+        learnt, parts = RunningEstimates.nothing(self.target.config.vocab_size), list[Replayed]()
         rule, num_first = controller(learnt.costs), exit_layer.num_first
         for recording in self.recordings:
             clock = VirtualClock()

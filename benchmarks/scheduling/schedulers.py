@@ -31,7 +31,7 @@ from offspec.model.decoder import CachedDecoder, random_decoder
 from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
 from offspec.scheduler.baselines.sequoia import SequoiaDrafter
 from offspec.scheduler.drafter import Drafter, DraftRequest
-from offspec.scheduler.learnt import Learnt
+from offspec.scheduler.learnt import RunningEstimates
 from offspec.scheduler.lookup import Guesser, PromptLookup
 from offspec.scheduler.model_drafter import ModelDrafter
 
@@ -85,7 +85,7 @@ class Bench:
         draft = self.draft
         if random_draft:
             draft = random_decoder(draft.config, seed=0, dtype=draft.dtype, device=draft.device)
-        learnt = Learnt.nothing(
+        learnt = RunningEstimates.nothing(
             self.engine.target.config.vocab_size, lambda rows: MISPREDICTED * COSTS[costs].pass_s(rows)
         )
         learnt.overlap_switch = None  # the clock says what overlap brings

@@ -29,7 +29,7 @@ from ..model.text_caches import TextCaches
 from ..planning.memory import MemoryUse, Room
 from ..text.tokenizer import Tokenizer
 from ..training.online import Aligner
-from .learnt import Learnt
+from .learnt import EstimatesAndRecall
 
 
 @dataclass(frozen=True)
@@ -131,18 +131,18 @@ class Draft:
         """Empty caches of one text, with room for so many tokens and a tree beside them."""
         return TextCaches(CachedDecoder(target, num_tokens + num_nodes), None)
 
-    def new_learnt(self, target: Decoder, predict_pass_s: Callable[[int], float] | None) -> Learnt:
+    def new_learnt(self, target: Decoder, predict_pass_s: Callable[[int], float] | None) -> EstimatesAndRecall:
         """What is learnt of this draft beside this target, nothing yet.
 
         predict_pass_s: what a pass may take, by rows.
         """
-        return Learnt.of(target, self.decoder, predict_pass_s)
+        return EstimatesAndRecall.of(target, self.decoder, predict_pass_s)
 
-    def guessers(self, task: DraftTask, learnt: Learnt) -> list[Guesser]:
+    def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
         """Those that need no model."""
         return [] if task.index is None else [Retrieval(task.index, learnt.retrievals)]
 
-    def drafter(self, task: DraftTask, learnt: Learnt) -> Drafter:
+    def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
         """What guesses in one request."""
         guessers = self.guessers(task, learnt)
         if task.speculation.budget == 0 or not guessers:
@@ -172,6 +172,6 @@ Attach = Callable[[Decoder], Draft]
 Listener = Callable[[TargetPass], None]
 
 
-def controller_of(task: DraftTask, learnt: Learnt) -> Controller:
+def controller_of(task: DraftTask, learnt: EstimatesAndRecall) -> Controller:
     """How long to draft and how much to send, as the request asks for."""
     return controller_for(task.speculation, learnt.costs, max_nodes(task.target.device.type))

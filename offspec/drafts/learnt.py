@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offspec.scheduler.costs import Costs
-from offspec.scheduler.learnt import Learnt as SchedulersLearnt
+from offspec.scheduler.learnt import RunningEstimates
 from offspec.scheduler.overlap import OverlapSwitch
 from offspec.scheduler.recycling import TokenRecycling
 
@@ -15,7 +15,7 @@ from .recall import Recall
 
 
 @dataclass
-class Learnt(SchedulersLearnt):
+class EstimatesAndRecall(RunningEstimates):
     """Calibration, costs, reliabilities, and recall: what the target said where both models were asked.
 
     recall: None where no model drafts.
@@ -24,7 +24,9 @@ class Learnt(SchedulersLearnt):
     recall: Recall | None = None
 
     @classmethod
-    def of(cls, target: Decoder, draft: Decoder | None, predict_pass_s: Callable[[int], float] | None) -> Learnt:
+    def of(
+        cls, target: Decoder, draft: Decoder | None, predict_pass_s: Callable[[int], float] | None
+    ) -> EstimatesAndRecall:
         """Nothing yet. predict_pass_s: a first guess of the seconds of a pass, by its rows."""
         return cls(
             TokenRecycling(target.config.vocab_size),

@@ -30,7 +30,7 @@ from ..planning.plan import all_resident, kv_bytes, pass_bytes, resident_bytes, 
 from ..text.tokenizer import Tokenizer, check_vocabularies
 from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
 from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
-from .learnt import Learnt
+from .learnt import EstimatesAndRecall
 from .recall import RecallingText, recall_bytes
 
 WALKED_SLICES = 3  # of HEAD_ROWS rows each, beside the one that is being computed
@@ -56,12 +56,12 @@ class ModelDraft(Draft):
         text = CachedDecoder(self.decoder, drafted) if self.graphs is None else self.graphs.text(drafted)
         return TextCaches(CachedDecoder(target, num_tokens + num_nodes), text)
 
-    def guessers(self, task: DraftTask, learnt: Learnt) -> list[Guesser]:
+    def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
         looked_up: list[Guesser] = [PromptLookup(learnt.lookups)] if task.speculation.lookup else []
         recycled: list[Guesser] = [learnt.recycling] if task.speculation.recycling else []
         return [*looked_up, *super().guessers(task, learnt), *recycled]
 
-    def drafter(self, task: DraftTask, learnt: Learnt) -> Drafter:
+    def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
         text, speculation, request = task.text, task.speculation, task.request
         assert text is not None
         if speculation.is_lossy:

@@ -11,7 +11,7 @@ from offspec.scheduler.lookup import Guesser, PromptLookup
 from ..checkpoints.opening import ModelFiles
 from ..planning.memory import MemoryUse, Room
 from .base import Attach, Draft, DraftTask, OpenRequest
-from .learnt import Learnt
+from .learnt import EstimatesAndRecall
 
 
 class WithoutModel(Draft):
@@ -50,6 +50,6 @@ class LookupDraft(WithoutModel):
         request.options.refuse_exit_file()
         return cls()
 
-    def guessers(self, task: DraftTask, learnt: Learnt) -> list[Guesser]:
+    def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
         looked_up: list[Guesser] = [PromptLookup(learnt.lookups)] if task.speculation.lookup else []
         return [*looked_up, *super().guessers(task, learnt), learnt.recycling]

@@ -24,7 +24,7 @@ def main() -> None:
     path, deadline_s, most_bytes, most_characters = json.loads(sys.argv[1])
     sys.path[:] = path
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    limit_memory(most_bytes)
+    limit_address_space(most_bytes)
     environment()  # outside of any deadline: on a busy machine importing jinja2 takes longer than most renderings
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while (request := receive(requests)) is not None:
@@ -34,7 +34,7 @@ def main() -> None:
         send(answers, answer)
 
 
-def limit_memory(most_bytes: int) -> None:
+def limit_address_space(most_bytes: int) -> None:
     """Of this process's address space; what asks for more gets a MemoryError."""
     if sys.platform != "win32":
         import resource

@@ -160,7 +160,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchmarkRow:
     """One kind of prompts (or `all`) with one budget.
 
     tokens_per_s: all tokens over all seconds, the first pass included. gain: that over plain decoding's, repeat by
@@ -200,7 +200,7 @@ class Row:
 
 
 @dataclass
-class Report:
+class BenchmarkReport:
     """What `measure` found."""
 
     runs: list[Run] = field(default_factory=list)
@@ -214,12 +214,12 @@ class Report:
     def budget_names(self) -> list[str]:
         return list(dict.fromkeys(run.budget_name for run in self.runs))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[BenchmarkRow]:
         """By kind and budget, lossy ways behind the exact ones; `all` at the end where there are several kinds."""
         kinds = [*self.kinds, ALL] if len(self.kinds) > 1 else self.kinds
         return [self._row(kind, name) for kind in kinds for name in self.budget_names]
 
-    def best(self) -> Row | None:
+    def best(self) -> BenchmarkRow | None:
         """The exact way of guessing with the most tokens/s over everything; None where there is none."""
         rows = [row for row in self.rows()[-len(self.budget_names) :] if row.budget != 0 and row.accept == "exact"]
         return max(rows, key=lambda row: row.tokens_per_s.median, default=None)
@@ -247,7 +247,7 @@ class Report:
         repeats = sorted({run.repeat for run in runs})
         return [[run for run in runs if run.budget_name == name and run.repeat == repeat] for repeat in repeats]
 
-    def _row(self, kind: str, name: str) -> Row:
+    def _row(self, kind: str, name: str) -> BenchmarkRow:
         repeats, plain = self._repeats(kind, name), self._repeats(kind, budget_name(0))
         rates = [_tokens_per_s(runs) for runs in repeats]
         gains = [rate / _tokens_per_s(runs) for rate, runs in zip(rates, plain, strict=True)]
@@ -256,7 +256,7 @@ class Report:
         later_rates = [rate for rate in map(_later_tokens_per_s, repeats) if rate is not None]
         num_later = sum(run.stats.num_passes - 1 for run in runs)
         likelihoods = [run.log_likelihood for run in runs if run.log_likelihood is not None]
-        return Row(
+        return BenchmarkRow(
             kind,
             runs[0].budget,
             Figure.of(rates),
@@ -320,7 +320,7 @@ def measure(
     num_warmups: int = 1,
     num_repeats: int = 3,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Report:
+) -> BenchmarkReport:
     """Run every workload plainly and with each of `speculations`, `num_repeats` times.
 
     They have different budgets above 0; one may be lossy.
@@ -332,7 +332,7 @@ def measure(
     if params.seed is None:
         params = replace(params, seed=0)
     exact = [speculation for speculation in speculations if not speculation.is_lossy]
-    report = Report(acceptance={budget_name(speculation.budget): Acceptance() for speculation in exact})
+    report = BenchmarkReport(acceptance={budget_name(speculation.budget): Acceptance() for speculation in exact})
     likelihoods = _Likelihoods(engine) if len(exact) < len(speculations) else None
     ways = [SpeculationParams(budget=0), *speculations]
     total = (num_warmups + num_repeats) * len(workloads) * len(ways)

@@ -91,7 +91,7 @@ class Difference:
 
 
 @dataclass
-class Report:
+class VerificationReport:
     """What `verify` found. `tokens_per_pass[i]` belongs to `settings[i]`."""
 
     num_prompts: int
@@ -145,14 +145,14 @@ def verify(
     random_passes: int = 4,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
-) -> Report:
+) -> VerificationReport:
     """Compare every setting with plain decoding on every prompt. progress(settings done, settings in all).
 
     random_passes: after how many passes a text is left where the draft is random.
     Raises UsageError where a setting asks for the engine's own guesses and it has none.
     """
     engines = {draft: _with_draft(engine, draft) for draft in {setting.draft for setting in settings}}
-    report = Report(num_prompts=len(prompts))
+    report = VerificationReport(num_prompts=len(prompts))
     ids = [engine.tokenizer.encode(prompt) for prompt in prompts]
     plain: dict[tuple[float, float], list[list[int]]] = {}
     for done, setting in enumerate(settings):

@@ -70,7 +70,7 @@ class AlignmentParams:
 
 
 @dataclass(frozen=True)
-class Learnt:
+class LearningRound:
     """What one round of learning was.
 
     loss: mean KL(target ‖ draft) in nats a token of the text that was new, before anything was learnt from it;
@@ -319,7 +319,7 @@ class Aligner:
 
     # ------------------------------------------------------------------------------------------------ learning
 
-    def learn(self, generated_s: float) -> Learnt:
+    def learn(self, generated_s: float) -> LearningRound:
         """Learn from what was heard in a request of so many seconds, and let the draft draft with it.
 
         First what is new judges what was learnt before: the share of the additions that foretold it best is merged,
@@ -350,7 +350,7 @@ class Aligner:
             losses = []
         self.num_steps += len(losses)
         loss, loss_before = judged.get(drafts_with), judged.get(0.0)
-        return Learnt(self._clock() - began, len(losses), loss, loss_before, self.adapter.share)
+        return LearningRound(self._clock() - began, len(losses), loss, loss_before, self.adapter.share)
 
     def _restore(self, parameters: list[Tensor]) -> None:
         with torch.no_grad():

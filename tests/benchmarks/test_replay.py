@@ -30,7 +30,7 @@ from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
 from offspec.scheduler.baselines.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.scheduler.drafter import Drafter, DraftRequest, NoDrafter
-from offspec.scheduler.learnt import Learnt
+from offspec.scheduler.learnt import RunningEstimates
 from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import TokenTree
@@ -65,7 +65,7 @@ def replayed(
     engine: Engine,
     recording: Recording,
     speculation: SpeculationParams,
-    learnt: Learnt,
+    learnt: RunningEstimates,
     recall: Recall | None = None,
 ) -> Replayed:
     assert engine.draft.decoder is not None

@@ -14,7 +14,7 @@ import pytest
 
 from offspec import Engine
 from offspec.cli.bench import table
-from offspec.tools.benchmark import Acceptance, Report
+from offspec.tools.benchmark import Acceptance, BenchmarkReport
 
 from ..offspec.tools.test_benchmark import REPORT
 from ..pair import Pair
@@ -146,7 +146,7 @@ def test_the_fastest_budget_s_reliability_is_shown(bench: Bench) -> None:
 @pytest.mark.parametrize("columns", [30, 80, 110])
 def test_the_table_fits(columns: int) -> None:
     seen = Acceptance(num_nodes=[10**6] * 10, predicted=[5e5] * 10, accepted=[10**5] * 10)
-    lines = table(Report(REPORT.runs, {"8": seen}), columns)
+    lines = table(BenchmarkReport(REPORT.runs, {"8": seen}), columns)
     assert lines[-1].split() == ["0.500", "0.100", "1000000"]
     assert max(map(len, lines)) <= columns
     assert ("tokens/s: 1.80 +-0.20" in lines) == (columns < 80)

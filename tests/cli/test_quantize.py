@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from offspec.cli.quantize import ProgressLine
+from offspec.cli.quantize import ConversionLine
 
 from ..pair import Pair, variant
 from .conftest import Offspec, finish, start
@@ -136,7 +136,7 @@ def test_what_is_left_is_told_from_this_runs_pace(
 ) -> None:
     clock = iter([100.0, 100.01, 110.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    line = ProgressLine()
+    line = ConversionLine()
     for done in (500, 510, 600):  # 500 were there from an earlier run; 100 in ten seconds, 400 to go
         line(done, 1000)
     shown = capsys.readouterr().err

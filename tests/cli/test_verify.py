@@ -14,7 +14,7 @@ import torch
 
 from offspec.scheduler import verify as scheduler_verify
 from offspec.scheduler.verify import Verdict
-from offspec.tools.verification import Report
+from offspec.tools.verification import VerificationReport
 
 from ..pair import Pair
 from .conftest import Offspec
@@ -116,7 +116,9 @@ def test_what_is_verified_unless_told_otherwise(
     pair: Pair, verify_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("offspec.tools.verification.verify", lambda *args, **_: asked.append(args) or Report(1))
+    monkeypatch.setattr(
+        "offspec.tools.verification.verify", lambda *args, **_: asked.append(args) or VerificationReport(1)
+    )
     told = offspec("verify", pair.target, "--prompts", verify_args[5], "--device", "cpu", "-v")
     assert told.code == 0
     ((engine, _, settings),) = asked

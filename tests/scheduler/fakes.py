@@ -20,7 +20,7 @@ from offspec.scheduler.calibration import GRID, Calibration
 from offspec.scheduler.candidate_tree import ChildScores
 from offspec.scheduler.costs import Costs
 from offspec.scheduler.drafter import Drafter, TreeModel
-from offspec.scheduler.learnt import Learnt
+from offspec.scheduler.learnt import RunningEstimates
 from offspec.scheduler.overlap import OverlapSwitch
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.recycling import TokenRecycling
@@ -161,9 +161,9 @@ class LearningModel(RuleModel):
 
 def learnt_of(
     calibration: Calibration | None = None, costs: Costs | None = None, switch: OverlapSwitch | None = None
-) -> Learnt:
+) -> RunningEstimates:
     """What was learnt before, where it matters. Without a switch drafting beside the pass always pays."""
-    return Learnt(TokenRecycling(1), calibration or Calibration(), costs or Costs(), switch)
+    return RunningEstimates(TokenRecycling(1), calibration or Calibration(), costs or Costs(), switch)
 
 
 def generate(

@@ -19,7 +19,7 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.base import Attach, Draft, DraftTask, OpenRequest
 from offspec.drafts.kinds import KINDS
-from offspec.drafts.learnt import Learnt
+from offspec.drafts.learnt import EstimatesAndRecall
 from offspec.loaders.placement import Item
 from offspec.loading import LoadOptions
 from offspec.model.decoder import Decoder
@@ -60,7 +60,7 @@ class TableDraft(Draft):
         super().__init__("table")
         self._table = table
 
-    def drafter(self, task: DraftTask, learnt: Learnt) -> Drafter:
+    def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
         return NoDrafter() if task.speculation.budget == 0 else TableDrafter(self._table)
 
 

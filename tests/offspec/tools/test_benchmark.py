@@ -11,7 +11,15 @@ from offspec import Engine, SamplingParams, SpeculationParams, Stats
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.tree import TokenTree
 from offspec.scheduler.verify import Verdict
-from offspec.tools.benchmark import WORKLOADS, Acceptance, Report, Run, Workload, measure, token_log_likelihoods
+from offspec.tools.benchmark import (
+    WORKLOADS,
+    Acceptance,
+    BenchmarkReport,
+    Run,
+    Workload,
+    measure,
+    token_log_likelihoods,
+)
 
 from ...pair import Pair, build_pair
 
@@ -39,7 +47,7 @@ def run(budget: int, repeat: int, **changes: object) -> Run:
     return Run(0, "code", budget, repeat, (1, 2, 3, 4), first, replace(stats, **changes))  # type: ignore[arg-type]
 
 
-REPORT = Report([run(0, 0), run(8, 0), run(0, 1), run(8, 1, decode_s=0.5)])
+REPORT = BenchmarkReport([run(0, 0), run(8, 0), run(0, 1), run(8, 1, decode_s=0.5)])
 
 
 def test_figures_count_the_first_pass() -> None:
@@ -54,31 +62,31 @@ def test_figures_count_the_first_pass() -> None:
 
 
 def test_where_a_pass_s_time_goes() -> None:
-    row = Report([run(0, 0), run(8, 0)]).rows()[1]
+    row = BenchmarkReport([run(0, 0), run(8, 0)]).rows()[1]
     assert row.first_ms == pytest.approx((500, 900, 100))
     assert row.later_ms == pytest.approx((250, 600, 150))
-    assert Report([run(0, 0)]).rows()[0].later_ms == pytest.approx((0, 1000, 0))
+    assert BenchmarkReport([run(0, 0)]).rows()[0].later_ms == pytest.approx((0, 1000, 0))
 
 
 def test_the_fastest_exact_way_is_the_best() -> None:
     slow, lossy = run(16, 0, decode_s=9.0), replace(run(4, 0, decode_s=0.1), accept="joint")
-    best = Report([run(0, 0), slow, run(8, 0), lossy]).best()
+    best = BenchmarkReport([run(0, 0), slow, run(8, 0), lossy]).best()
     assert best is not None
     assert best.budget == 8
-    assert Report([run(0, 0)]).best() is None
+    assert BenchmarkReport([run(0, 0)]).best() is None
 
 
 def test_all_kinds_together_where_there_are_several() -> None:
     assert [row.kind for row in REPORT.rows()] == ["code", "code"]
     other = [replace(found, kind="chat", workload=1) for found in REPORT.runs]
-    rows = Report([*REPORT.runs, *other]).rows()
+    rows = BenchmarkReport([*REPORT.runs, *other]).rows()
     assert [row.kind for row in rows] == ["code", "code", "chat", "chat", "all", "all"]
     assert rows[-1].tokens_per_s == rows[1].tokens_per_s
 
 
 def test_texts_that_differ_are_counted() -> None:
     assert REPORT.num_different() == 0
-    assert Report([*REPORT.runs, replace(run(16, 0), token_ids=(1, 2))]).num_different() == 1
+    assert BenchmarkReport([*REPORT.runs, replace(run(16, 0), token_ids=(1, 2))]).num_different() == 1
 
 
 def test_reliability() -> None:

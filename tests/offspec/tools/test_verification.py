@@ -17,7 +17,7 @@ from offspec.scheduler.params import Scoring, SpeculationParams
 from offspec.scheduler.retrieval import build_index
 from offspec.scheduler.sampling import gumbel
 from offspec.scheduler.verify import Verdict
-from offspec.tools.verification import NEAR_TIE, Report, Setting, settings_of, verify
+from offspec.tools.verification import NEAR_TIE, Setting, VerificationReport, settings_of, verify
 
 from ...pair import build_pair
 
@@ -170,7 +170,7 @@ def test_the_report_as_json(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_no_difference_is_exact() -> None:
-    assert Report(num_prompts=0).is_exact
+    assert VerificationReport(num_prompts=0).is_exact
 
 
 @pytest.mark.parametrize(
