@@ -26,6 +26,7 @@ from torch import Tensor
 
 from offspec.scheduler.tree import ROOT, TokenTree
 from offspec.scheduler.verify import TargetPass, TargetStates
+from offspec.scheduler.vocabulary import Vocabulary
 
 from ..checkpoints.atomic_files import check_writable
 from ..errors import UsageError
@@ -166,8 +167,8 @@ class Listener:
             window = aligner.open(text[:start])
             window.said_from = size  # nowhere: all of it is the prompt's
             first = window.num_tokens
-            for token in text[start:stop]:
-                window.last = window.hang(aligner.known(token), window.last)
+            for token in aligner.vocabulary.text(text[start:stop]):
+                window.last = window.hang(token, window.last)
             self._read(window, first, states, stop - start, end - stop)
         self._window = aligner.open(text)
         self._read(self._window, self._window.last - (end - answer), states, end - answer, 0)
@@ -199,20 +200,21 @@ class Listener:
         if self._window.num_places and self._window.room < len(verdict.tokens) + len(said):
             self._go_on()
         row_of = {ROOT: self._window.last}
-        for place, token in enumerate(verdict.tokens):
+        for place, token in enumerate(aligner.vocabulary.text(verdict.tokens)):
             if not self._window.room:
                 self._go_on()
                 row_of = {}
             window = self._window
             window.tell(window.last, choices[place], logs[place])
-            window.last = window.hang(aligner.known(token), window.last)
+            window.last = window.hang(token, window.last)
             if place < len(path):
                 row_of[path[place]] = window.last
+        guessed = aligner.vocabulary.inputs(tree.tokens)
         for place, node in said:
             parent = row_of.get(int(tree.parents[node]))
             if parent is None or not window.room:  # the pass took more than a window
                 continue
-            row_of[node] = window.hang(aligner.known(int(tree.tokens[node])), parent)
+            row_of[node] = window.hang(int(guessed[node]), parent)
             window.tell(row_of[node], choices[place], logs[place], reach[node] ** aligner.params.reach_power)
         aligner.count(len(verdict.tokens) + len(said))
 
@@ -263,7 +265,7 @@ class Aligner:
         """Raises UsageError for a draft whose weights cannot be changed. clock: in seconds."""
         params = params or AlignmentParams()
         self.params = p = replace(params, top_k=min(params.top_k, draft.config.vocab_size))
-        self.adapter = Adapter(draft, p.rank, p.seed)
+        self.adapter, self.vocabulary = Adapter(draft, p.rank, p.seed), Vocabulary(draft.config.vocab_size)
         self.num_steps, self.is_listening = 0, True
         self.windows: deque[Window] = deque(maxlen=max(1, p.buffer_bytes // Window.nbytes(p)))
         self._draws = np.random.default_rng(p.seed)
@@ -286,13 +288,9 @@ class Aligner:
 
         return observe
 
-    def known(self, token: int) -> int:
-        """The token, or the draft's last one for what is beyond its vocabulary."""
-        return min(token, self.adapter.draft.config.vocab_size - 1)
-
     def open(self, context: Sequence[int]) -> Window:
         """A window that goes on from a text, among those that are learnt from."""
-        window = Window([self.known(token) for token in context[-self.params.window_tokens :]], self.params)
+        window = Window(self.vocabulary.text(context[-self.params.window_tokens :]), self.params)
         self.windows.append(window)
         self._fresh.append(window)
         del self._fresh[: -self.params.batch_windows]
