@@ -20,13 +20,14 @@ from offspec.scheduler.params import MAX_ROWS, SpeculationParams
 from ..checkpoints.load import LoadSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, locate
 from ..errors import VocabularyMismatchError
+from ..model.block import kv_cache_bytes
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.row_logits import HEAD_ROWS
 from ..model.text_caches import TextCaches
 from ..planning.memory import MemoryUse, Room
-from ..planning.plan import all_resident, kv_bytes, pass_bytes, resident_bytes, unpacking_items
+from ..planning.plan import all_resident, pass_bytes, resident_bytes, unpacking_items
 from ..text.tokenizer import Tokenizer, check_vocabularies
 from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
 from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
@@ -135,7 +136,7 @@ class OpenedModel:
         items = [
             *unpacking_items(files),
             Item("draft", on_device=resident_bytes(files)),
-            Item("draft KV cache", on_device=kv_bytes(files.config, room.context + MAX_ROWS, itemsize)),
+            Item("draft KV cache", on_device=kv_cache_bytes(files.config, room.context + MAX_ROWS, itemsize)),
             *guessing_items(files.config, target),
         ]
         if self.options.learns:

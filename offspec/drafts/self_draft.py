@@ -13,11 +13,11 @@ from offspec.scheduler.params import MAX_ROWS
 from ..checkpoints.exit_layers import ExitFile
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
+from ..model.block import kv_cache_bytes
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit, shared_text
 from ..model.text_caches import TextCaches
 from ..planning.memory import MemoryUse, Room
-from ..planning.plan import kv_bytes
 from .base import Attach, OpenRequest
 from .model_draft import ModelDraft, guessing_items
 
@@ -75,8 +75,9 @@ class OpenedSelf:
         The layers before the exit have to stay.
         """
         config, itemsize, num_first = target.config, target.dtype.itemsize, self.file.exit_layer
-        per_layer = kv_bytes(config, 1, itemsize) // config.num_layers
-        entries = per_layer * (room.context + (1 + num_first) * MAX_ROWS)
+        behind = range(num_first, num_first + 1)  # the exit layer's cache is like that of the layer it stands for
+        entries = kv_cache_bytes(config, room.context + MAX_ROWS, itemsize, behind)
+        entries += kv_cache_bytes(config, MAX_ROWS, itemsize, range(num_first))
         states = (room.context + MAX_ROWS + room.tree) * config.hidden_size * itemsize
         items = [
             Item("exit layer", on_device=self.file.num_elements * itemsize),

@@ -19,7 +19,6 @@ from offspec.scheduler.params import max_nodes
 from ..checkpoints.opening import ModelFiles
 from ..errors import MemoryLimitError, UsageError
 from ..model.block import kv_cache_bytes
-from ..model.config import ModelConfig
 from ..model.decoder import activation_bytes
 from ..model.names import EMBEDDING
 from ..model.row_logits import HEAD_ROWS
@@ -202,7 +201,7 @@ def _items(room: Room, demand: Demand, uses: Sequence[MemoryUse]) -> list[Item]:
     cuda_bytes = CUDA_WORKSPACE_BYTES if on_gpu else 0
     items = [
         Item(PROGRAM_ITEM, on_host=demand.program_bytes + WORKSPACE_BYTES, on_device=cuda_bytes),
-        Item("KV cache", on_device=kv_bytes(config, room.context + room.tree, itemsize)),
+        Item("KV cache", on_device=kv_cache_bytes(config, room.context + room.tree, itemsize)),
         Item("activations", on_device=workspace),
     ]
     if not config.tied_head:
@@ -222,10 +221,6 @@ def resident_bytes(model: ModelFiles) -> int:
     """What a model takes that is loaded as a whole."""
     layers = (*model.stored.layers, *(StoredLayer({n: w}) for n, w in model.stored.shared.items()))
     return sum(layer.cost(model.dtype).resident_bytes for layer in layers)
-
-
-def kv_bytes(config: ModelConfig, num_entries: int, itemsize: int) -> int:
-    return kv_cache_bytes(config, num_entries, itemsize)
 
 
 def pass_bytes(model: ModelFiles, room: Room) -> int:

@@ -18,12 +18,12 @@ from offspec.loaders.hardware import Rates
 from offspec.loaders.params import PLAN_FORMATS
 from offspec.loaders.placement import Limits
 from offspec.loading import LoadOptions
+from offspec.model.block import kv_cache_bytes
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import (
     DEFAULT_CONTEXT,
     MIN_CONTEXT,
     Plan,
-    kv_bytes,
     make_plan,
 )
 from offspec.planning.probe import measure_link
@@ -133,7 +133,7 @@ def test_a_default_context_shrinks_to_what_fits_one_asked_for_does_not(large: Pa
 
 
 def test_the_kv_cache_of_a_70b_model(large: Path) -> None:
-    assert kv_bytes(ModelFiles.from_config(large, None, "auto", "cuda", []).config, 4096, 2) == 4096 * 327_680
+    assert kv_cache_bytes(ModelFiles.from_config(large, None, "auto", "cuda", []).config, 4096, 2) == 4096 * 327_680
 
 
 def test_what_a_pass_is_made_of(large: Path) -> None:
