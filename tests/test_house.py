@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("loaders", "scheduler", "offspec", "cli")
 MODULES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
 # Folder → what it may import of offspec, outside itself. Imports point one way (docs/architecture.md).
 ALLOWED = {
     "loaders": r"offspec\.errors",
@@ -222,6 +224,33 @@ def test_the_ground_floor_imports_nothing() -> None:
 def test_every_module_says_what_it_is_for(file: Path) -> None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree) or not tree.body, "no docstring"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    named = re.findall(
+        r"\b(?:loaders|scheduler|offspec|cli|benchmarks|tests|scripts|docs)/[\w/.-]*\.(?:py|md|svg)", page.read_text()
+    )
+    assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "LOG.md"], ids=lambda page: page.name)
+def test_classes_that_a_page_names_are_there(page: Path) -> None:
+    """Of ours, torch's or another's: somewhere in the code the name stands. The log may speak of what there was."""
+    code = "".join(
+        file.read_text(encoding="utf-8") for folder in (*FOLDERS, "tests") for file in (ROOT / folder).rglob("*.py")
+    )
+    known = set(re.findall(r"\w+", code))
+    spans = " ".join(re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")))
+    assert set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w+", spans)) <= known
+
+
+def test_the_architecture_names_every_module() -> None:
+    told = re.findall(
+        r"^\| `([\w/]+\.py)` \|", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    modules = [str(file.relative_to(ROOT)) for file in MODULES if file.name not in ("__init__.py", "__main__.py")]
+    assert sorted(told) == modules
 
 
 # ------------------------------------------------------------------------------------------------ sizes
