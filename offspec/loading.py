@@ -143,14 +143,17 @@ class LoadedTarget:
 
 
 class PlannedMemory:
-    """The plan by which a target's weights are loaded; where it was not enough, a leaner one, once."""
+    """The plan by which a target's weights are loaded; where it was not enough, a leaner one.
+
+    Once while loading, and once more afterwards.
+    """
 
     def __init__(
         self, plan: Plan, device: torch.device, notes: list[Note], load_weights: Callable[[Plan], TieredWeights]
     ) -> None:
         """load_weights: the target's, by a plan; may raise torch.OutOfMemoryError. notes: of what is given up."""
         self.plan, self.device = plan, device
-        self.can_give_up = True
+        self._can_give_up = True
         self._notes, self._load_weights = notes, load_weights
         self._first_failure: str | None = None  # the first one, explained
 
@@ -163,12 +166,16 @@ class PlannedMemory:
         files = self.plan.demand.target
         return Decoder(files.config, self.load_weights(), dtype=files.dtype, device=self.device)
 
+    def settle(self, *, can_give_up: bool) -> None:
+        """Loading is done: what ran out until now does not count any more. can_give_up: there may be a next time."""
+        self._first_failure, self._can_give_up = None, can_give_up
+
     def give_up_residents(self, told: str) -> None:
         """Plan for fewer resident layers. told: what torch said. Raises MemoryLimitError the second time."""
         if self._first_failure is not None:
             raise MemoryLimitError(f"{self._first_failure}; and so it did with fewer layers that stay")
         self._first_failure = explain_out_of_memory(self.plan, self.device, told)
-        if not self.can_give_up:
+        if not self._can_give_up:
             raise MemoryLimitError(self._first_failure)
         release_memory(self.device)
         try:
@@ -259,7 +266,7 @@ def _load_models(
         return decoder, attach(decoder)
 
     decoder, draft = retry_out_of_memory(load_both, memory.give_up_residents)
-    memory.can_give_up = draft.allows_reload
+    memory.settle(can_give_up=draft.allows_reload)
     notes += _unpinned(decoder)
     target = LoadedTarget(decoder, memory, notes=notes)
     target.rates, target.link_bytes_per_s = rates, link

@@ -171,6 +171,19 @@ def test_running_out_twice_in_one_request_is_explained(scarce: Callable[..., Sca
     engine.close()
 
 
+def test_what_ran_out_while_loading_does_not_count_afterwards(
+    scarce: Callable[..., Scarce], expected: list[int]
+) -> None:
+    scarce(loading, "load_weights", {1})
+    engine = load()
+    before = num_resident(engine)
+    assert before < 8
+    scarce(CachedDecoder, "score_rows", {2})
+    assert says(engine) == expected
+    assert num_resident(engine) < before
+    engine.close()
+
+
 def test_loading_that_fails_twice_is_explained(scarce: Callable[..., Scarce]) -> None:
     scarce(loading, "load_weights", {1, 2})
     with pytest.raises(MemoryLimitError, match="so it did with fewer layers that stay"):
