@@ -76,7 +76,7 @@ def measure_rates(
     beside_reads = beside_reads and path.is_file() and path.stat().st_size >= READ_BYTES
 
     def reads() -> AbstractContextManager[None]:
-        return _reads_in_flight(path) if beside_reads else nullcontext()
+        return reads_in_flight(path) if beside_reads else nullcontext()
 
     def attempt(field: str, what: str, measure: Callable[[], tuple[Any, str]]) -> Any:
         progress(what)
@@ -275,7 +275,7 @@ def _read_part(reader: FileReader, file: Path, part: range, buffers: Sequence[Ho
 
 
 @contextmanager
-def _reads_in_flight(file: Path) -> Iterator[None]:
+def reads_in_flight(file: Path) -> Iterator[None]:
     """Reads a file over and over, as a ring does, while something else is measured. Raises CheckpointError where that
     fails.
     """
@@ -326,10 +326,11 @@ def _matmul_flops(weights: Sequence[torch.Tensor], width: int, seconds: float) -
             F.linear(rows, weight[:num])
 
     least = min(512, num_outputs)
-    trial_s = min(_seconds(rows.device, partial(multiply, least)) for _ in range(2))  # the first one also warms up
+    # The first of the two also warms up.
+    trial_s = min(device_seconds(rows.device, partial(multiply, least)) for _ in range(2))
     affordable = int(least * seconds / (_MIN_REPEATS * trial_s))
     num = num_outputs if affordable >= num_outputs else max(least, affordable // least * least)
-    return 2 * width * num_inputs * num * len(weights) / _typical_s(rows.device, partial(multiply, num), seconds)
+    return 2 * width * num_inputs * num * len(weights) / typical_seconds(rows.device, partial(multiply, num), seconds)
 
 
 def _filled(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -342,7 +343,7 @@ def measure_memory(device: torch.device, *, nbytes: int = 128 * MIB, seconds: fl
     """Bytes/s, read and written, of a copy within the device's memory."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * nbytes / _typical_s(device, lambda: target.copy_(source), seconds)
+    return 2 * nbytes / typical_seconds(device, lambda: target.copy_(source), seconds)
 
 
 def measure_host_to_device(device: torch.device, *, nbytes: int = 64 * MIB, seconds: float = 1.0) -> float | None:
@@ -351,7 +352,7 @@ def measure_host_to_device(device: torch.device, *, nbytes: int = 64 * MIB, seco
         return None
     source = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    return nbytes / _typical_s(device, lambda: target.copy_(source, non_blocking=True), seconds)
+    return nbytes / typical_seconds(device, lambda: target.copy_(source, non_blocking=True), seconds)
 
 
 def measure_dequantise(
@@ -376,7 +377,7 @@ def measure_dequantise(
     assert stored is not None
     matrices = itertools.cycle([_packed_sample(stored, device) for _ in range(num_weights)])
     out, row = torch.zeros(shape, dtype=dtype, device=device), _filled((1, shape[1]), dtype, device)
-    seconds_each = _typical_s(
+    seconds_each = typical_seconds(
         device, lambda: next(matrices).dequantize(dtype, out), seconds, before=lambda: F.linear(row, out)
     )
     return shape[0] * shape[1] / seconds_each
@@ -422,7 +423,7 @@ def measure_fused_rows(stored: StoredWeight, device: torch.device, dtype: torch.
 
         def typical_s(multiply: Multiply, rows: torch.Tensor = rows) -> float:
             each_s = seconds / len(FUSED_WIDTHS) / 2
-            return _typical_s(device, lambda: multiply(rows, next(matrices), None, scratch), each_s)
+            return typical_seconds(device, lambda: multiply(rows, next(matrices), None, scratch), each_s)
 
         taken = _allocated(device)
         _fused(rows, next(matrices), None, scratch)
@@ -449,25 +450,25 @@ def _allocated(device: torch.device) -> int:
 # ------------------------------------------------------------------------------------------------ clocks
 
 
-def _typical_s(
+def typical_seconds(
     device: torch.device, work: Callable[[], object], seconds: float, before: Callable[[], object] = lambda: None
 ) -> float:
     """The median of as many runs as fit into `seconds`, a few at least unless even those take far longer.
 
     before: what is done before each run, and not counted.
     """
-    _seconds(device, work)  # pages are mapped, kernels chosen and clocks raised by the first run
+    device_seconds(device, work)  # pages are mapped, kernels chosen and clocks raised by the first run
     began, times = time.perf_counter(), list[float]()
     while len(times) < _MAX_REPEATS:
         before()
-        times.append(_seconds(device, work))
+        times.append(device_seconds(device, work))
         spent = time.perf_counter() - began
         if spent > (seconds if len(times) >= _MIN_REPEATS else 2 * seconds):
             break
     return median(times)
 
 
-def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
     """How long the work takes on the device itself, launching left out. Never zero."""
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device)

@@ -148,6 +148,11 @@ class Ring(Generic[S]):
         self._next = 0
         self._schedule()
 
+    @property
+    def ahead(self) -> tuple[Loan[S], ...]:
+        """What is read or being read ahead, in the order in which it is expected to be asked for."""
+        return tuple(self._ahead)
+
     @contextmanager
     def lend(self, unit: Unit) -> Iterator[torch.Tensor]:
         loan = self._acquire(unit)

@@ -130,7 +130,7 @@ class RecallingText:
     @torch.inference_mode()
     def corrected(self, rows: IntArray) -> Tensor:
         """Logits [K, vocab] after places that were scored here, by what is recalled by now; see `LogitCorrector`."""
-        return self._logits(self._places(rows))
+        return self._logits(self.states_at(rows))
 
     def _logits(self, states: Tensor) -> Tensor:
         head = self._text.decoder.head
@@ -141,7 +141,7 @@ class RecallingText:
         self.vocabulary.add_target(logits, self._target.head(correction.target))
         return logits
 
-    def _places(self, rows: IntArray) -> Tensor:
+    def states_at(self, rows: IntArray) -> Tensor:
         """The draft's final states [K, hidden] in these rows of what is pending, ROOT for the text's last token."""
         assert self._root is not None
         return torch.cat((self._root, *self._pending))[to_device(torch.from_numpy(rows + 1), self._root.device)]
@@ -149,7 +149,7 @@ class RecallingText:
     def observe(self, rows: IntArray, nodes: IntArray, states: TargetStates) -> None:
         """What the target made of places that were scored here; see `LogitCorrector`."""
         rows, nodes = rows[: 1 + MOST_NODES], nodes[: 1 + MOST_NODES]
-        places = self._places(rows)
+        places = self.states_at(rows)
         if self._before is not None and (count := min(len(self._before), states.num_before)):
             self._recall.add(self._before[-count:], states.states_before(count))
         self._before = None

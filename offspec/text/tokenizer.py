@@ -174,6 +174,10 @@ class Tokenizer:
         stream = self.stream(skip_special_tokens=skip_special_tokens)
         return "".join(map(stream.push, ids)) + stream.flush()
 
+    def token_id(self, text: str) -> int | None:
+        """The id of a raw vocabulary entry, such as "▁the" or "</s>"; None where there is none."""
+        return self._backend.token_to_id(text)
+
     def token_text(self, token_id: int) -> str:
         """The raw vocabulary entry, for messages."""
         return self._backend.id_to_token(token_id) or f"<no token {token_id}>"
@@ -222,7 +226,7 @@ class Tokenizer:
 
     def _special_id(self, name: str) -> int | None:
         text = self._settings.special_tokens.get(name)
-        return None if text is None else self._backend.token_to_id(text)
+        return None if text is None else self.token_id(text)
 
     def _prefix_ids(self) -> list[int]:
         """What stands in front of every prompt: BOS, or whatever the post-processor puts there."""
@@ -253,7 +257,7 @@ class Tokenizer:
         decoder = self._backend.decoder
         if decoder is None or decoder.decode(["<0x41>"]) != "A":
             return None
-        return self._backend.token_to_id("<0x41>")
+        return self.token_id("<0x41>")
 
 
 class TextStream:

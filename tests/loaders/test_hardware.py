@@ -491,7 +491,7 @@ def test_matrix_products(dtype: torch.dtype) -> None:
 def test_too_slow_a_machine_multiplies_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of 512 outputs take a second here, so no more than these are affordable."""
     asked: list[int] = []
-    monkeypatch.setattr(measure, "_seconds", lambda device, work: work() or 1.0)
+    monkeypatch.setattr(measure, "device_seconds", lambda device, work: work() or 1.0)
     monkeypatch.setattr(measure.F, "linear", lambda rows, weight: asked.append(len(weight)))
     flops = measure.measure_matmul(CPU, torch.float32, (2,), shape=(4096, 8), num_weights=3, seconds=0.1)
     assert set(asked) == {512}
@@ -527,7 +527,7 @@ def test_a_gpus_time_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda of: ("stream of", of))
     FakeEvent.recorded.clear()
     worked: list[int] = []
-    assert measure._typical_s(device, lambda: worked.append(1), seconds=0.01) == pytest.approx(2e-3)
+    assert measure.typical_seconds(device, lambda: worked.append(1), seconds=0.01) == pytest.approx(2e-3)
     assert set(FakeEvent.recorded) == {("stream of", device)}
     assert len(FakeEvent.recorded) == 2 * len(worked)
 
@@ -539,10 +539,10 @@ def test_dequantising() -> None:
 
 
 def test_what_comes_before_a_run_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_seconds", lambda device, work: work() or 2e-3)
+    monkeypatch.setattr(measure, "device_seconds", lambda device, work: work() or 2e-3)
     done: list[str] = []
     work, before = lambda: done.append("work"), lambda: done.append("before")
-    assert measure._typical_s(CPU, work, seconds=0.01, before=before) == 2e-3
+    assert measure.typical_seconds(CPU, work, seconds=0.01, before=before) == 2e-3
     assert done == ["work", *(["before", "work"] * (len(done) // 2))]
 
 
@@ -558,13 +558,13 @@ def test_reads_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(FileReader, "read", spy)
     deadline = time.monotonic() + 300
-    with measure._reads_in_flight(file):
+    with measure.reads_in_flight(file):
         while len(reads) < 20 and time.monotonic() < deadline:
             time.sleep(0.001)
     so_far = len(reads)
     assert set(reads) == set(range(0, 6 * MIB, MIB))
     file.unlink()
-    with pytest.raises(FileNotFoundError), measure._reads_in_flight(file):
+    with pytest.raises(FileNotFoundError), measure.reads_in_flight(file):
         pass
     assert len(reads) == so_far >= 20
 
@@ -582,7 +582,7 @@ def test_arithmetic_is_measured_beside_reads_of_a_large_file(
         yield
 
     monkeypatch.setattr(measure, "READ_BYTES", MIB)
-    monkeypatch.setattr(measure, "_reads_in_flight", reads)
+    monkeypatch.setattr(measure, "reads_in_flight", reads)
     monkeypatch.setattr(measure, "measure_matmul", lambda device, dtype, widths, seconds: dict.fromkeys(widths, 1.0))
     monkeypatch.setattr(measure, "measure_dequantise", lambda device, dtype, form, seconds: 2.0)
     monkeypatch.setattr(measure, "measure_memory", lambda device, seconds: 3.0)
@@ -616,7 +616,7 @@ def test_packed_products_are_used_for_as_many_rows_as_they_are_faster(
     seconds = (second for each in fused for second in (each, 2.0))  # the fused product's, then the plain one's
     assert measure.measure_fused_rows(stored, CPU, dtype, seconds=0.01) == 0  # a CPU has none
     monkeypatch.setattr(four_bit, "can_be_fused", lambda matrix: True)
-    monkeypatch.setattr(measure, "_typical_s", lambda *_: next(seconds))
+    monkeypatch.setattr(measure, "typical_seconds", lambda *_: next(seconds))
     assert measure.measure_fused_rows(stored, CPU, dtype) == rows
     assert FUSED_ROWS.get(stored.shape, dtype, CPU) == rows
 

@@ -83,15 +83,15 @@ def test_the_ring_agrees_with_its_plain_twin(setup: Setup) -> None:
 def test_the_next_pass_is_read_while_nobody_asks(setup: Setup) -> None:
     for layer in range(5):
         setup.take(layer)
-    for loan in setup.ring._ahead:
+    for loan in setup.ring.ahead:
         loan.fill.settle()
-    assert [loan.unit for loan in setup.ring._ahead] == [0, 1, 2]
+    assert [loan.unit for loan in setup.ring.ahead] == [0, 1, 2]
 
 
 def test_a_lent_slot_is_not_written_to() -> None:
     setup = Setup(num_layers=9, num_slots=2)
     with setup.ring.lend(0) as buffer:
-        for ahead in setup.ring._ahead:
+        for ahead in setup.ring.ahead:
             ahead.fill.settle()
         assert setup.records[0].parts(buffer)["layer0"].numpy().tobytes() == setup.expected(0)
     setup.ring.close()
@@ -114,7 +114,7 @@ def test_cancelling_skips_what_is_not_begun() -> None:
     setup = Setup(num_layers=3, num_slots=3, gate=gate, nbytes=8 * READ_BYTES)
     closing = threading.Thread(target=setup.ring.close)
     closing.start()
-    while not all(loan.fill.cancelled for loan in list(setup.ring._ahead)):
+    while not all(loan.fill.cancelled for loan in setup.ring.ahead):
         pass
     gate.set()
     closing.join(300)

@@ -232,7 +232,7 @@ class CheckedDrafter(ModelDrafter):
         """What is remembered of the root and of every entry that waits is what the fresh states [1 + R, hidden] say."""
         if self.recalling is not None:  # what was guessed is corrected by what was recalled then
             places = np.arange(ROOT, len(paths))
-            torch.testing.assert_close(self.recalling._places(places), states, rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(self.recalling.states_at(places), states, rtol=0, atol=TOLERANCE)
             return
         sampler = Sampler(self.sampler.params, SEED, self.sampler.vocab_size)
         sampler.extend(text)

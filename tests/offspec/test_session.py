@@ -73,13 +73,15 @@ def test_a_turn_scores_what_is_new_and_says_what_a_fresh_run_says(params: Sampli
         assert session.num_tokens >= held
 
 
-def test_the_draft_keeps_its_cache_too(engine: Engine) -> None:
+def test_the_draft_keeps_its_cache_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = lasting_caches(engine)
+    monkeypatch.setattr("offspec.session.lasting_caches", lambda _: caches)
     session, scored = Session(engine), []
     for message in MESSAGES[:3]:
         say(
             session, message, speculation=SpeculationParams(budget=8)
         )  # found, it may be none: a draft that is not asked
-        draft = session._caches.draft
+        draft = caches.draft
         assert draft is not None
         scored.append(draft.length)
         assert session.num_tokens - draft.length <= GREEDY.max_new_tokens

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 from offspec import builtin
 from offspec.errors import StorageError, UsageError
@@ -101,8 +103,11 @@ def test_a_change_makes_it_anew_and_the_former_goes(file: Path, tmp_path: Path, 
 def test_another_tokenizer_and_other_files_have_indices_of_their_own(
     file: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    folder, other = tmp_path / "cache", Tokenizer.load(builtin.path("target"))
-    other._backend.add_tokens(["width"])
+    folder, renamed = tmp_path / "cache", shutil.copytree(builtin.path("target"), tmp_path / "other")
+    backend = tokenizers.Tokenizer.from_file(str(renamed / "tokenizer.json"))
+    backend.add_tokens(["width"])
+    backend.save(str(renamed / "tokenizer.json"))
+    other = Tokenizer.load(renamed)
     ids = [open_index([file], one, folder).tokens.tolist() for one in (tokenizer, other)]
     assert ids[0] != ids[1]
     open_index([file, file], tokenizer, folder)

@@ -660,7 +660,7 @@ def test_an_emoji_of_four_tokens_comes_with_its_last_byte(loaded: dict[str, Toke
     ids = [3 + byte for byte in f"a{EMOJI}\n".encode()]
     assert pushed(loaded["llama2"].stream(), ids) == ["a", "", "", "", EMOJI, "\n", ""]
     assert pushed(loaded["llama2"].stream(), ids[:4]) == ["a", "", "", "", REPLACEMENT * 3]
-    bytes_only = [loaded["llama3"]._backend.token_to_id(byte_alphabet()[b]) for b in f"a{EMOJI}\n".encode()]
+    bytes_only = [loaded["llama3"].token_id(byte_alphabet()[b]) for b in f"a{EMOJI}\n".encode()]
     assert pushed(loaded["llama3"].stream(), bytes_only) == ["a", "", "", "", EMOJI, "\n", ""]
     assert pushed(loaded["llama3"].stream(), bytes_only[:4]) == ["a", "", "", "", REPLACEMENT]
 
@@ -668,7 +668,7 @@ def test_an_emoji_of_four_tokens_comes_with_its_last_byte(loaded: dict[str, Toke
 @pytest.mark.parametrize("kind", KINDS)
 def test_lone_bytes_and_real_replacement_characters_pass(kind: str, loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded[kind]
-    lone = 3 + 0x80 if kind == "llama2" else tokenizer._backend.token_to_id(byte_alphabet()[0x80])
+    lone = 3 + 0x80 if kind == "llama2" else tokenizer.token_id(byte_alphabet()[0x80])
     stream = tokenizer.stream()
     shown = ""
     for count in range(1, 40):
@@ -680,7 +680,7 @@ def test_lone_bytes_and_real_replacement_characters_pass(kind: str, loaded: dict
 
 def test_tokens_that_all_end_within_a_character_do_not_hold_the_stream_up(loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded["qwen"]
-    lead, crossing = (tokenizer._backend.token_to_id(written(token)) for token in (b"\xe2", CROSSING[0]))
+    lead, crossing = (tokenizer.token_id(written(token)) for token in (b"\xe2", CROSSING[0]))
     assert pushed(tokenizer.stream(), [lead, *[crossing] * 5]) == ["", *"€€€€€", REPLACEMENT]
 
 
@@ -703,7 +703,7 @@ def test_the_cost_of_a_token_does_not_grow(
 
 def test_the_first_space_is_the_decoder_s_matter_and_later_ones_are_text(loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded["llama2"]
-    the, space, cat, byte_space = (tokenizer._backend.token_to_id(t) for t in ("▁the", "▁", "▁cat", "<0x20>"))
+    the, space, cat, byte_space = (tokenizer.token_id(t) for t in ("▁the", "▁", "▁cat", "<0x20>"))
     assert pushed(tokenizer.stream(), [1, the, cat, 2]) == ["", "the", " cat", "", ""]
     assert pushed(tokenizer.stream(), [space, the, space, cat]) == ["", " the", " ", " cat", ""]
     assert pushed(tokenizer.stream(), [byte_space, the, byte_space]) == ["", " the", " ", ""]
@@ -714,7 +714,7 @@ def test_the_first_space_is_the_decoder_s_matter_and_later_ones_are_text(loaded:
 
 def test_only_what_may_become_a_stop_string_is_held_back(loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded["llama2"]
-    ids = [tokenizer._backend.token_to_id(c) for c in "moschtoabexh" if c != "t"]
+    ids = [tokenizer.token_id(c) for c in "moschtoabexh" if c != "t"]
     stream = tokenizer.stream(["scab", "ob", "oaz"])
     assert "".join(tokenizer.token_text(i) for i in ids) == "moschoabexh"
     assert pushed(stream, ids) == ["m", "", "o", "", "sch", "", "", "oab", "e", "x", "h", ""]
@@ -722,7 +722,7 @@ def test_only_what_may_become_a_stop_string_is_held_back(loaded: dict[str, Token
 
 
 def letters(tokenizer: Tokenizer, text: str) -> list[int]:
-    return [tokenizer._backend.token_to_id(c) for c in text]
+    return [tokenizer.token_id(c) for c in text]
 
 
 @pytest.mark.parametrize(
@@ -752,7 +752,7 @@ def test_the_earliest_stop_in_the_text_wins(
 def test_a_stop_inside_one_token_hides_the_rest_of_it(loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded["llama2"]
     stream = tokenizer.stream(["h"])
-    assert stream.push(tokenizer._backend.token_to_id("▁the")) == "t"
+    assert stream.push(tokenizer.token_id("▁the")) == "t"
     assert (stream.stopped, stream.push(5), stream.flush()) == ("h", "", "")
 
 

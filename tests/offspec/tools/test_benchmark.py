@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from offspec.tools.benchmark import (
     token_log_likelihoods,
 )
 
-from ...pair import Pair, build_pair
+from ...pair import Pair, build_pair, variant
 
 # Two repeats of one prompt. Plain: a first pass of 1 s, then 3 passes of 1 s. Guessed: 1.5 s, then one pass of 1 s or
 # 0.5 s.
@@ -174,10 +175,12 @@ def test_the_likelihood_of_a_text_is_the_target_s_alone(pair: Pair) -> None:
     np.testing.assert_allclose(token_log_likelihoods(engine, prompt, tokens), expected, atol=1e-4)
 
 
-def test_workloads_suit_models_without_a_template(pair: Pair) -> None:
+def test_workloads_suit_models_without_a_template(pair: Pair, tmp_path: Path) -> None:
     engine = Engine.load(str(pair.target), draft="none", device="cpu")
     assert [work.kind for work in WORKLOADS] == ["code", "chat", "prose", "repetitive"]
     for work in WORKLOADS:
         assert work.for_model(engine) == work.prompt
-    engine.tokenizer._settings = replace(engine.tokenizer._settings, chat_template=None)
-    assert str(WORKLOADS[1].for_model(engine)).startswith("What is the difference")
+    plain = variant(pair.target, tmp_path / "plain")
+    (plain / "tokenizer_config.json").unlink()
+    without = Engine.load(str(plain), draft="none", device="cpu")
+    assert str(WORKLOADS[1].for_model(without)).startswith("What is the difference")
