@@ -83,7 +83,7 @@ def open_index(
         free = format_size(max(free_bytes, 0))
         raise MemoryLimitError(
             f"building the lookup index takes {format_size(needed)} of RAM and {free} may be used; "
-            "grant more with --ram, look up in fewer files, or build it once where there is more"
+            "allow more with --ram, look up in fewer files, or build it once where there is more"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

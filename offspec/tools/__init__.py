@@ -1,1 +1,1 @@
-"""What measures, checks and explains: for `offspec bench`, `verify` and `doctor`."""
+"""What measures, checks and explains: for `offspec bench`, `verify`, `plan` and `doctor`."""
