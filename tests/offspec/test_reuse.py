@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts.recall import Recall, RecallingText
 from offspec.model.cuda_graphs import TreeGraphs, as_it_is
 from offspec.model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
+from offspec.model.row_logits import RowLogits
 from offspec.scheduler.child_scores import ChildScorer
 from offspec.scheduler.controllers import controller_for
 from offspec.scheduler.drafter import DraftRequest, NoDrafter
@@ -199,7 +201,8 @@ class CheckedDrafter(ModelDrafter):
         return tree
 
     def observe(self, done: TargetPass) -> None:
-        super().observe(done)
+        assert isinstance(done.logits, RowLogits)
+        super().observe(replace(done, states=done.logits))  # as the engine has it: `Target` gives logits with states
         text = self.text + done.verdict.tokens
         nothing = TokenTree.empty()
         fresh = CachedDecoder(self.target.decoder)
