@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
 import subprocess
 import sys
@@ -107,12 +108,21 @@ def resident_bytes(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
+def processor_s(pid: int) -> float:
+    """Seconds of all cores that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def serving(model: Sequence[object], num_files: int) -> Iterator[tuple[int, int]]:
-    """Port and process id of a server."""
+def serving(model: Sequence[object], num_files: int, errors: int | None = None) -> Iterator[tuple[int, int]]:
+    """Port and process id of a server. errors: the descriptor of a file for what it says there."""
     command = [sys.executable, "-m", "offspec", "serve", *map(str, model), "--port", "0"]
     process = subprocess.Popen(
-        ["bash", "-c", f'ulimit -n {num_files} && exec "$@"', "bash", *command], stdout=subprocess.PIPE, text=True
+        ["bash", "-c", f'ulimit -n {num_files} && exec "$@"', "bash", *command],
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
     )
     assert process.stdout is not None
     try:

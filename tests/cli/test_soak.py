@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
+import socket
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+
 from ..pair import Pair
-from .soak import soak
+from .soak import WAIT_S, processor_s, serving, soak
 
 
 def test_many_clients_get_right_answers_from_a_server_of_few_files(pair: Pair) -> None:
@@ -12,3 +18,20 @@ def test_many_clients_get_right_answers_from_a_server_of_few_files(pair: Pair) -
     assert found.num_answers + found.num_left == 30
     assert found.num_healthy > 0
     assert found.bytes_after - found.bytes_before < 50 * 2**20
+
+
+def test_a_server_that_may_open_no_more_files_stays_quiet(pair: Pair, tmp_path: Path) -> None:
+    """More connections than it may have files: few words, little computing, and it answers when they have gone."""
+    errors = tmp_path / "errors"
+    with errors.open("wb") as opened, serving([pair.target, "--draft", "none"], 64, opened.fileno()) as (port, pid):
+        before_s = processor_s(pid)
+        with ExitStack() as held:
+            for _ in range(200):
+                held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S))
+            time.sleep(4)
+        used_s = processor_s(pid) - before_s
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)) as connection:
+            connection.request("GET", "/health")
+            assert connection.getresponse().status == 200
+    assert errors.stat().st_size < 2000
+    assert used_s < 1

@@ -1,7 +1,8 @@
 """Damaged checkpoints, by number: case N is the same everywhere. Each gives an error of offspec's or the right text.
 
-Right is the text of the undamaged files, or what transformers makes of the damaged ones (a vocabulary may change and
-still be one). A finding is what takes longer than LONGEST_S or more memory than MOST_BYTES, or raises anything else.
+Right is the text of the undamaged files, as far as the context goes that config.json names, or what transformers makes of
+the damaged ones (a vocabulary may change and still be one). A finding is what takes longer than LONGEST_S or more memory
+than MOST_BYTES, or raises anything else.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import shutil
 import signal
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -28,6 +30,7 @@ from offspec.text import chat_template
 LONGEST_S, MOST_BYTES = 20, 2**30
 PROMPT, CHAT = "def area(", [{"role": "user", "content": "hi, what is <|end|> this?"}]
 PARAMS, PLAIN = SamplingParams(6, ignore_eos=True), SpeculationParams(0)
+RIGHT = ("refused", "same", "cut by the context", "as transformers")
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "added_tokens.json")
 FILES = (*JSON_FILES, "model.safetensors")
 VALUES: tuple[Any, ...] = (
@@ -49,11 +52,38 @@ TEMPLATES = (
 
 
 @dataclass
+class Said:
+    """Token ids of a prompt and its text, why the text ended, and token ids of a chat where the template takes it."""
+
+    prompt: list[int]
+    text: list[int]
+    finish_reason: str | None
+    chat: list[int]
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.text
+
+
+@dataclass
 class Findings:
-    """outcomes: how many cases ended how. wrong: cases that must not end so, with what was found."""
+    """outcomes: how many cases ended how. wrong: cases that must not end so, with what was found.
+
+    peak_bytes, longest_s: the most that a case took.
+    """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    peak_bytes: int = 0
+    longest_s: float = 0.0
+
+    def add(self, case: str, outcome: str, peak_bytes: int, seconds: float) -> None:
+        self.peak_bytes, self.longest_s = max(self.peak_bytes, peak_bytes), max(self.longest_s, seconds)
+        self.outcomes[kind := outcome.partition(":")[0]] += 1
+        if kind not in RIGHT:
+            self.wrong.append(f"{case}: {outcome}")
+        if peak_bytes > MOST_BYTES:
+            self.wrong.append(f"{case}: {peak_bytes >> 20} MiB of memory")
 
 
 def run_cases(numbers: range, sound: Path, folder: Path) -> Findings:
@@ -75,12 +105,12 @@ def _run_cases(numbers: range, sound: Path, folder: Path) -> Findings:
         shutil.copytree(sound, folder)
         what = damage(folder, random.Random(number))
         Path("/proc/self/clear_refs").write_text("5")  # the peak is measured anew
-        outcome = _outcome(folder, expected)
-        if (peak := _peak_bytes()) > MOST_BYTES:
-            findings.wrong.append(f"case {number} ({what}): {peak >> 20} MiB of memory")
-        findings.outcomes[outcome.partition(":")[0]] += 1
-        if not outcome.startswith(("refused", "same", "as transformers")):
-            findings.wrong.append(f"case {number} ({what}): {outcome}")
+        began = time.perf_counter()
+        outcome = found if isinstance(found := _tried(folder), str) else ""
+        peak, seconds = _peak_bytes(), time.perf_counter() - began
+        if isinstance(found, Said):  # compared after the measurement, which is of offspec alone
+            outcome = _judged(folder, found, expected)
+        findings.add(f"case {number} ({what})", outcome, peak, seconds)
     return findings
 
 
@@ -187,32 +217,40 @@ def _template(folder: Path, chance: random.Random) -> str:
     return f"template: {template}"
 
 
-def _said(folder: Path) -> tuple[list[int], list[int]]:
-    """Token ids: of the prompt and the text, and of a chat where it is taken."""
+def _said(folder: Path) -> Said:
     engine = Engine.load(str(folder), draft="none", device="cpu", dtype="fp32")
     try:
         prompt = engine.encode(PROMPT)
-        steps = engine.generate(prompt, PARAMS, PLAIN)
+        steps = list(engine.generate(prompt, PARAMS, PLAIN))
         try:
             chat = engine.encode(CHAT)  # type: ignore[arg-type]
         except OffspecError:
             chat = []
-        return [*prompt, *(token for step in steps for token in step.token_ids)], chat
+        return Said(prompt, [token for step in steps for token in step.token_ids], steps[-1].finish_reason, chat)
     finally:
         engine.close()
 
 
-def _outcome(folder: Path, expected: tuple[list[int], list[int]]) -> str:
+def _tried(folder: Path) -> Said | str:
     try:
         with _deadline():
-            found = _said(folder)
+            return _said(folder)
     except OffspecError as exc:
         return "refused" if len(str(exc).splitlines()) == 1 else f"more than a line: {exc}"
     except BaseException as exc:  # noqa: BLE001 (a panic of Rust's code is no Exception)
         return f"foreign: {type(exc).__name__}: {str(exc)[:200]}"
-    if found[0] == expected[0][: len(found[0])]:  # a context may be shorter
+
+
+def _judged(folder: Path, found: Said, expected: Said) -> str:
+    if found.ids == expected.ids:
         return "same"
-    return "as transformers" if found[0] == _transformers(folder) else f"another text: {found[0]}, not {expected[0]}"
+    if found.prompt == expected.prompt and found.text == expected.text[: len(found.text)]:
+        context = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+        if found.finish_reason == "length" and len(found.ids) == context:
+            return "cut by the context"
+    if found.ids == _transformers(folder):
+        return "as transformers"
+    return f"another text: {found.ids} ({found.finish_reason}), not {expected.ids}"
 
 
 def _transformers(folder: Path) -> list[int] | str:
