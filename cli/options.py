@@ -494,7 +494,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
         return read_file(file)
     is_piped = sys.stdin is not None and not sys.stdin.isatty()
     if argument == "-" or (argument is None and is_piped):
-        return _decoded(sys.stdin.buffer.read(), "standard input") if sys.stdin is not None else ""
+        return "" if sys.stdin is None else _piped(sys.stdin.buffer.read, "standard input")
     if argument is None:
         raise click.UsageError("Give a PROMPT, --prompt-file, or pipe one in.")
     # What the locale could not decode is still UTF-8 as a rule: Python keeps such bytes as surrogates.
@@ -502,8 +502,27 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
 
 
 def read_line() -> str:
-    """The next line of standard input with its end; empty where there is none. Raises click.UsageError: not UTF-8."""
-    return _decoded(sys.stdin.buffer.readline(), "a line of standard input") if sys.stdin is not None else ""
+    """The next line of standard input with its end; empty where there is none. Raises click.UsageError."""
+    if sys.stdin is None:
+        return ""
+    try:
+        return _piped(readline := sys.stdin.buffer.readline, "a line of standard input")
+    except _TooLongError:  # its rest is no line of its own
+        while (part := readline(MOST_TEXT_BYTES)) and not part.endswith(b"\n"):
+            pass
+        raise
+
+
+class _TooLongError(click.UsageError):
+    pass
+
+
+def _piped(read: Callable[[int], bytes], where: str) -> str:
+    """What comes from standard input, which need not end. Raises click.UsageError."""
+    content = read(MOST_TEXT_BYTES + 1)
+    if len(content) > MOST_TEXT_BYTES:
+        raise _TooLongError(f"More than {MOST_TEXT_BYTES >> 20} MiB came as {where}; no model reads as much.")
+    return _decoded(content, where)
 
 
 def read_file(file: Path) -> str:

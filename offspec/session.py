@@ -285,7 +285,10 @@ def encode_turns(
     that is far longer than `most_tokens`.
     """
     said = turns[:-1]
-    chat = tokenizer.hide_special(_messages(system, turns, [turn.reply for turn in said]))
+    messages = _messages(system, turns, [turn.reply for turn in said])
+    if most_tokens is not None:
+        tokenizer.check_messages(messages, most_tokens)
+    chat = tokenizer.hide_special(messages)
     text, marks = tokenizer.render_chat(chat.messages), [f"\ue000{i}\ue001" for i in range(len(said))]
     if most_tokens is not None:
         tokenizer.check_length(text, most_tokens)

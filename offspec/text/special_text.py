@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,12 +110,13 @@ class SpecialText:
         """
         stripped = text.rstrip()
         for length in range(min(self._longest - 1, len(stripped)), 0, -1):
-            if (part := stripped[-length:]) in self._beginnings and self._is_completed(part, beginnings, at_end=True):
+            if _begins(self._sorted, part := stripped[-length:]) and self._is_completed(part, beginnings, at_end=True):
                 text = stripped[:-length] + name(part) + text[len(stripped) :]
                 break
         stripped = text.lstrip()
         for length in range(min(self._longest - 1, len(stripped)), 0, -1):
-            if (part := stripped[:length]) in self._endings and self._is_completed(part, endings, at_end=False):
+            part = stripped[:length]
+            if _begins(self._reversed, part[::-1]) and self._is_completed(part, endings, at_end=False):
                 return text[: len(text) - len(stripped)] + name(part) + stripped[length:]
         return text
 
@@ -233,12 +235,19 @@ class SpecialText:
         return max(map(len, self._contents), default=0)
 
     @cached_property
-    def _beginnings(self) -> frozenset[str]:
-        return frozenset(content[:end] for content in self._contents for end in range(1, len(content)))
+    def _sorted(self) -> list[str]:
+        return sorted(self._contents)
 
     @cached_property
-    def _endings(self) -> frozenset[str]:
-        return frozenset(content[start:] for content in self._contents for start in range(1, len(content)))
+    def _reversed(self) -> list[str]:
+        """What they are from right to left, sorted."""
+        return sorted(content[::-1] for content in self._contents)
+
+
+def _begins(contents: Sequence[str], part: str) -> bool:
+    """Whether one of the sorted contents begins with `part` and is longer."""
+    at = bisect_right(contents, part)
+    return at < len(contents) and contents[at].startswith(part)
 
 
 def _is_markup(content: str) -> bool:

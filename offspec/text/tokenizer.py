@@ -28,6 +28,8 @@ from . import chat_template
 from .special_text import EncodedText, HiddenChat, SpecialText
 
 REPLACEMENT = "\ufffd"
+MOST_ADDED_CHARACTERS = 1000  # of an added token; those of models have some dozens
+MOST_IDS = 2**31
 
 # Bytes that are no UTF-8 become one U+FFFD each, as in sentencepiece and in the library's ByteFallback decoder.
 _EACH_BYTE = "offspec.each_byte"
@@ -62,6 +64,7 @@ class Tokenizer:
             settings = _read_settings(folder)
             backend = _read_backend(folder)
             _add_missing(backend, settings.added_tokens)
+            _check_added(backend, folder)
             # As transformers does: what the settings call special is so even where tokenizer.json does not say it.
             named = [settings.special_tokens.get(name) for name in ("bos_token", "eos_token")]
             stated = [token.content for token in settings.added_tokens.values() if token.special]
@@ -135,13 +138,33 @@ class Tokenizer:
         """Raises ContextLengthError for a text that is far too long for `most` tokens, without encoding all of it.
 
         So much of it as `most` of the longest token are is enough, unless that has fewer tokens: some tokenizers
-        swallow spaces, or make one token of whatever they do not know.
+        swallow spaces, or make one token of whatever they do not know. Most texts need a part of that, which counts
+        where it has more tokens than a cut inside of one can make.
         """
-        beginning = text[: most * self._longest + 1]
-        if len(beginning) < len(text) and len(self._encode(beginning).ids) > most:
+        enough, slack = most * self._longest + 1, 4 * self._longest
+        length = min(enough, 8 * (most + slack))
+        while length < len(text):
+            if len(self._encode(text[:length]).ids) > most + (slack if length < enough else 0):
+                raise ContextLengthError(
+                    f"the prompt of {len(text)} characters has more than {most} tokens, and no more fit here; "
+                    "shorten it"
+                )
+            if length == enough:
+                break
+            length = min(enough, 8 * length)
+
+    def check_messages(self, messages: Sequence[Mapping[str, str]], most: int) -> None:
+        """Raises ContextLengthError for messages that are far too long for `most` tokens, before they are looked into.
+
+        Four times as many may be in them, as templates leave things out, like what was thought before former replies.
+        """
+        texts = (text for message in messages for text in message.values() if isinstance(text, str))
+        try:
+            self.check_length("\n".join(texts), 4 * most)
+        except ContextLengthError as exc:
             raise ContextLengthError(
-                f"the prompt of {len(text)} characters has more than {most} tokens, and no more fit here; shorten it"
-            )
+                f"the messages have more than {4 * most} tokens, and {most} fit here; shorten them"
+            ) from exc
 
     @cached_property
     def _longest(self) -> int:
@@ -205,6 +228,8 @@ class Tokenizer:
 
         Raises ContextLengthError for one that is far longer than `most_tokens`, before it is encoded.
         """
+        if most_tokens is not None:
+            self.check_messages(messages, most_tokens)
         chat = self.hide_special(messages)
         text = self.render_chat(chat.messages)
         if most_tokens is not None:
@@ -498,11 +523,14 @@ def _added_tokens(ids: dict[str, Any], decoder: object) -> dict[int, tokenizers.
 
 
 def _read_eos_ids(file: Path) -> frozenset[int]:
+    """An id that the vocabulary lacks ends nothing; -1 says so in some files."""
     value = _read_json(file).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int for i in ids):
         raise TokenizerError(f'{file}: "eos_token_id" is {show(value)}, not a number or a list of numbers: correct it')
-    return frozenset(ids)
+    if wrong := [i for i in ids if not -1 <= i < MOST_IDS]:
+        raise TokenizerError(f'{file}: "eos_token_id" is {show(wrong[0])}, which is no token of any model: correct it')
+    return frozenset(ids) - {-1}
 
 
 def _read_chat_template(folder: Path, config: dict[str, Any]) -> tuple[object, Path]:
@@ -538,6 +566,16 @@ def _add_missing(backend: tokenizers.Tokenizer, added_tokens: dict[int, tokenize
             missing[token.content] = token
             next_id += 1
     backend.add_tokens(list(missing.values()))  # at once: each call goes through all that were added before
+
+
+def _check_added(backend: tokenizers.Tokenizer, folder: Path) -> None:
+    """Raises TokenizerError for what would take seconds to look for in each message, and no model has."""
+    longest = max((len(token.content) for token in backend.get_added_tokens_decoder().values()), default=0)
+    if longest > MOST_ADDED_CHARACTERS:
+        raise TokenizerError(
+            f"{folder} has an added token of {longest} characters, and no model has one of more than "
+            f"{MOST_ADDED_CHARACTERS}: fetch its files again"
+        )
 
 
 def _with_special(backend: tokenizers.Tokenizer, texts: Iterable[str | None]) -> tokenizers.Tokenizer:

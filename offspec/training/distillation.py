@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
@@ -26,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from offspec.loaders.formats import dense
+from offspec.loaders.small_files import MOST_TEXT_BYTES, read_small_file
 
 from ..checkpoints.atomic_files import locked_name, write_atomically
 from ..checkpoints.exit_layers import check_exit_layer, default_file, save
@@ -43,6 +45,7 @@ from .distill_params import DistillParams
 SHARD_TEXTS = 16  # that the target writes side by side; each sees the others' keys masked, so more would not be faster
 CHECKPOINT_EVERY_S = 30.0
 WARM_UP = 0.05  # of the steps
+PART_CHARACTERS = 1 << 20  # of a text that is encoded together
 Progress = Callable[[str, int, int], None]
 
 
@@ -256,26 +259,34 @@ class Shards:
 
 def _pieces(files: Sequence[Path], tokenizer: Tokenizer, length: int) -> IntArray:
     """[shards, B, T]: the files in pieces of T = `length` tokens; the last shard is filled up from the beginning."""
-    ids: list[int] = []
-    for file in files:
-        try:
-            ids += tokenizer.encode(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as exc:
-            raise UsageError(f"--text {file} cannot be read as UTF-8 text: {exc}") from exc
+    ids = np.concatenate([part for file in files for part in _encoded(file, tokenizer)])
     if len(ids) < length:
         raise UsageError(f"the texts have {len(ids)} tokens, and {length} are needed for a single piece; give more")
-    pieces = np.array(ids[: len(ids) // length * length], dtype=np.int64).reshape(-1, length)
+    pieces = ids[: len(ids) // length * length].astype(np.int64).reshape(-1, length)
     count = math.ceil(len(pieces) / SHARD_TEXTS)
     return np.resize(pieces, (count, SHARD_TEXTS, length))
+
+
+def _encoded(file: Path, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.int32]]:
+    """Token ids of a text file, in parts: encoding takes some 256 bytes for a character. Raises UsageError."""
+    try:
+        text = read_small_file(file, MOST_TEXT_BYTES, allow_pipe=True).decode()
+    except OSError as exc:
+        raise UsageError(f"--text {file} cannot be read: {exc.strerror}; give a text file") from exc
+    except UnicodeDecodeError as exc:
+        raise UsageError(f"--text {file} cannot be read as UTF-8 text: {exc}") from exc
+    for first in range(0, max(1, len(text)), PART_CHARACTERS):
+        part = tokenizer.encode(text[first : first + PART_CHARACTERS], add_special_tokens=first == 0)
+        yield np.array(part, dtype=np.int32)
 
 
 def _start(tokenizer: Tokenizer) -> int:
     """The token before a text: BOS, or what ends the text before it."""
     if tokenizer.bos_id is not None:
         return tokenizer.bos_id
-    if not tokenizer.eos_ids:
+    if not (known := [token_id for token_id in tokenizer.eos_ids if token_id < tokenizer.vocab_size]):
         raise UsageError("the model has neither a token that begins texts nor one that ends them; give --text")
-    return min(tokenizer.eos_ids)
+    return min(known)
 
 
 class Forest:

@@ -231,6 +231,20 @@ def test_a_refusal_in_the_users_words(
     assert words in offspec(*run_args, "hi", *flags).refusal(2)
 
 
+def test_input_that_does_not_end_is_refused(
+    run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offspec.cli.options.MOST_TEXT_BYTES", 1 << 20)
+    assert "More than 1 MiB came as standard input" in offspec(*run_args, stdin=b"a" * (2 << 20)).refusal(2)
+    chat = offspec("chat", *run_args[1:], stdin=b"a" * (2 << 20) + b"\nhi\n")
+    assert chat.code == 1
+    assert len(chat.out.strip()) > 0
+    assert [line for line in chat.err.splitlines() if line.startswith("Error: ")] == [
+        "Error: More than 1 MiB came as a line of standard input; no model reads as much.",
+        "Error: 1 of the lines could not be done; they are named above",
+    ]
+
+
 def test_bytes_that_are_no_text(run_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
     latin = "é".encode("latin-1")
     (tmp_path / "latin.txt").write_bytes(latin)

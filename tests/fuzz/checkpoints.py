@@ -1,8 +1,8 @@
 """Damaged checkpoints, by number: case N is the same everywhere. Each gives an error of offspec's or the right text.
 
-Right is the text of the undamaged files, as far as the context goes that config.json names, or what transformers makes of
-the damaged ones (a vocabulary may change and still be one). A finding is what takes longer than LONGEST_S or more memory
-than MOST_BYTES, or raises anything else.
+Right is the text of the undamaged files, as far as the context goes that config.json names, or what transformers makes
+of the damaged ones (a vocabulary may change and still be one). A finding is what takes longer than LONGEST_S or more
+memory than MOST_BYTES, or raises anything else.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ def test_max_new_tokens_is_exact(limit: int, draft: str, engines: dict[str, Engi
 
 
 def test_most_of_a_chat_far_too_long_is_not_encoded(engine: Engine) -> None:
-    with pytest.raises(ContextLengthError, match=f"characters has more than {CONTEXT} tokens"):
+    with pytest.raises(ContextLengthError, match=f"the messages have more than {4 * CONTEXT} tokens"):
         engine.encode([{"role": "user", "content": "the cat " * 100_000}])
 
 

@@ -414,7 +414,20 @@ def test_many_added_tokens_take_no_time(where: str, tmp_path: Path) -> None:
     assert tokenizer.encode("<t39999><t0>") == [number + 1, 2]
 
 
-@pytest.mark.parametrize("value", ["</s>", True, 1.5, [1, "2"], {"id": 2}])
+def test_an_added_token_that_no_model_has_is_refused(tmp_path: Path) -> None:
+    """Its beginnings are looked for in messages, which took gigabytes."""
+    backend = llama2_backend()
+    backend.add_special_tokens(["a" * 100_000])
+    with pytest.raises(TokenizerError, match="an added token of 100000 characters"):
+        Tokenizer.load(write_folder(tmp_path, backend))
+
+
+def test_an_eos_that_the_vocabulary_lacks_ends_nothing(tmp_path: Path) -> None:
+    write_folder(tmp_path, llama2_backend(), generation_config={"eos_token_id": [-1, 2]})
+    assert Tokenizer.load(tmp_path).eos_ids == {2}
+
+
+@pytest.mark.parametrize("value", ["</s>", True, 1.5, [1, "2"], {"id": 2}, -2, 2**31, [1, 10**30]])
 def test_an_eos_that_is_no_id_is_refused(value: Any, tmp_path: Path) -> None:
     write_folder(tmp_path, llama2_backend(), generation_config={"eos_token_id": value})
     with pytest.raises(TokenizerError, match=r"generation_config\.json.*eos_token_id"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -22,6 +23,7 @@ from offspec.errors import CheckpointError, StorageError, UsageError
 from offspec.model.block import layer_shapes
 from offspec.model.decoder import CachedDecoder
 from offspec.model.early_exit import EarlyExit
+from offspec.text.tokenizer import Tokenizer
 from offspec.training.distill_params import DistillParams
 from offspec.training.distillation import SHARD_TEXTS, Distilled, ExitModule, Forest, Shards, Teacher, Trainer, distill
 
@@ -246,6 +248,39 @@ def test_the_target_may_be_closed_before_training(
 def test_texts_longer_than_the_context_are_refused(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--text-tokens 129 is more than the model's context of 128"):
         train(engine, files, tmp_path / "exit.safetensors", replace(SMALL, text_tokens=129))
+
+
+def test_an_end_that_the_vocabulary_lacks_begins_no_text(folder: Path, tmp_path: Path) -> None:
+    lacking = variant(folder, tmp_path / "lacking", eos_token_id=[100_000])
+    (lacking / "tokenizer_config.json").write_text("{}")
+    with closing(Engine.load(str(lacking), draft="none", device="cpu", dtype="fp32")) as engine:
+        files = ModelFiles.open(lacking, "fp32", "cpu", [])
+        with pytest.raises(UsageError, match="neither a token that begins texts nor one that ends them"):
+            train(engine, files, tmp_path / "exit.safetensors")
+
+
+def test_a_long_text_is_encoded_in_parts(
+    engine: Engine, files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, encode = list[int](), Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, **settings: bool) -> list[int]:
+        seen.append(len(text))
+        return encode(self, text, **settings)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    (text := tmp_path / "text.txt").write_text("a b " * 700_000)
+    Shards(tmp_path, engine.target, engine.tokenizer, EXIT, SMALL, [text])
+    assert sum(seen) == 2_800_000
+    assert max(seen) <= 1 << 20
+
+
+def test_a_text_that_does_not_end_is_refused(
+    engine: Engine, files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offspec.training.distillation.MOST_TEXT_BYTES", 1 << 20)
+    with pytest.raises(UsageError, match="--text /dev/zero cannot be read: it is larger than 1 MiB"):
+        train(engine, files, tmp_path / "exit.safetensors", texts=[Path("/dev/zero")])
 
 
 def test_given_texts_are_learnt_from(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
