@@ -21,7 +21,6 @@ from .options import (
     MODEL_HELP,
     OffspecCommand,
     WholeNumber,
-    check_draft,
     learning_options,
     load_engine,
     loading_options,
@@ -117,7 +116,7 @@ def command(
     **options: Any,
 ) -> None:
     params, speculation = request_of(options)
-    check_draft(speculation, options["draft"])
+    options["needs_draft_model"] = speculation.is_lossy
     for file in (csv_file, plot_file):
         if file is not None:
             check_sink(file)

@@ -22,7 +22,6 @@ from .options import (
     MODEL,
     MODEL_HELP,
     OffspecCommand,
-    check_draft,
     learning_options,
     load_engine,
     loading_options,
@@ -104,7 +103,7 @@ def command(
     values = {name: options.pop(name) for name in list(options) if name in names}
     settings = Values(ctx.command, values)
     speculation = settings.params()[1]
-    check_draft(speculation, options["draft"])  # refused before gigabytes are read
+    options["needs_draft_model"] = speculation.is_lossy
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
     engine = load_engine(model, quiet=quiet, verbose=verbose, chats=True, **options)
     from offspec.session import Session

@@ -552,14 +552,6 @@ def request_of(options: dict[str, Any]) -> tuple[SamplingParams, SpeculationPara
     return sampling, speculation
 
 
-def check_draft(speculation: SpeculationParams, draft: str) -> None:
-    """Raises UsageError, before anything is loaded, where `--draft` names none and one is needed."""
-    if speculation.is_lossy and draft in ("none", "lookup"):
-        raise UsageError(
-            f"joint acceptance weighs the target against a draft model, and --draft {draft} is none; give --draft PATH"
-        )
-
-
 def lossy_settings(speculation: SpeculationParams) -> dict[str, Any]:
     """What the text depends on, beside what it always does: nothing where it is plain decoding's."""
     names = ("accept", "tau", "beam", "gamma") if speculation.is_lossy else ()

@@ -24,7 +24,6 @@ from .options import (
     MODEL,
     MODEL_HELP,
     OffspecCommand,
-    check_draft,
     learning_options,
     load_engine,
     loading_options,
@@ -161,7 +160,7 @@ def command(
     **options: Any,
 ) -> None:
     params, speculation = request_of(options)
-    check_draft(speculation, options["draft"])
+    options["needs_draft_model"] = speculation.is_lossy
     if prompt is None:
         model, prompt = _alone(model)
     ids = _parse_ids(prompt_ids) if prompt_ids is not None else None

@@ -21,7 +21,6 @@ from .options import (
     MODEL_HELP,
     OffspecCommand,
     WholeNumber,
-    check_draft,
     learning_options,
     load_engine,
     loading_options,
@@ -85,7 +84,7 @@ def command(
     **options: Any,
 ) -> None:
     params, speculation = request_of(options)
-    check_draft(speculation, options["draft"])
+    options["needs_draft_model"] = speculation.is_lossy
     if api_key is not None and not (api_key and api_key.isascii()):
         raise UsageError(
             "--api-key is empty or not ASCII, so that nobody could bear it; leave it out to let everybody in"

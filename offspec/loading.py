@@ -53,7 +53,7 @@ class LoadOptions:
     progress(bytes_done, bytes_total) follows the loading of what stays. lookup_files: text files to look up in as well.
     learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn` it
     must be there. chats: it will be given messages; a model without a chat template is refused before its weights are
-    read.
+    read. needs_draft_model: joint acceptance will be asked for; a draft without a model is refused as early.
     """
 
     model: str = "builtin"
@@ -73,6 +73,7 @@ class LoadOptions:
     learn_file: str | Path | None = None
     exit_file: str | Path | None = None
     chats: bool = False
+    needs_draft_model: bool = False
 
     @property
     def memory(self) -> MemoryOptions:
@@ -81,7 +82,7 @@ class LoadOptions:
     @property
     def drafting(self) -> DraftOptions:
         learn_file, exit_file = (None if file is None else Path(file) for file in (self.learn_file, self.exit_file))
-        return DraftOptions(self.draft, exit_file, self.learn, learn_file)
+        return DraftOptions(self.draft, exit_file, self.learn, learn_file, self.needs_draft_model)
 
 
 class LoadedTarget:

@@ -37,17 +37,27 @@ class DraftOptions:
     """What the user says of the draft.
 
     draft: auto, none, lookup, self, or a model. exit_file: of `self`. learn: it may learn between requests. learn_file:
-    what it learnt before; without `learn` it must be there.
+    what it learnt before; without `learn` it must be there. needs_model: joint
+    acceptance will be asked for.
     """
 
     draft: str = "auto"
     exit_file: Path | None = None
     learn: bool = False
     learn_file: Path | None = None
+    needs_model: bool = False
 
     @property
     def learns(self) -> bool:
         return self.learn or self.learn_file is not None
+
+    def refuse_model_needs(self) -> None:
+        """For kinds without a model. Raises UsageError where one is needed."""
+        if self.needs_model:
+            raise UsageError(
+                f"joint acceptance weighs the target against a draft model, and --draft {self.draft} is none; "
+                "give --draft PATH"
+            )
 
     def refuse_learning(self) -> None:
         """For kinds without a model of their own. Raises UsageError."""

@@ -31,6 +31,7 @@ class NoDraft(WithoutModel):
 
     @classmethod
     def open(cls, request: OpenRequest) -> NoDraft:
+        request.options.refuse_model_needs()
         request.options.refuse_learning()
         request.options.refuse_exit_file()
         return cls()
@@ -46,6 +47,7 @@ class LookupDraft(WithoutModel):
 
     @classmethod
     def open(cls, request: OpenRequest) -> LookupDraft:
+        request.options.refuse_model_needs()
         request.options.refuse_learning()
         request.options.refuse_exit_file()
         return cls()
