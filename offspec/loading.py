@@ -172,12 +172,15 @@ class PlannedMemory:
         self._first_failure, self._can_give_up = None, can_give_up
 
     def give_up_residents(self, told: str) -> None:
-        """Plan for fewer resident layers. told: what torch said. Raises MemoryLimitError the second time."""
+        """Plan for fewer resident layers. told: what torch said.
+
+        Raises MemoryLimitError the second time, or where there may be no next one.
+        """
+        if not self._can_give_up:
+            raise MemoryLimitError(explain_out_of_memory(self.plan, self.device, told))
         if self._first_failure is not None:
             raise MemoryLimitError(f"{self._first_failure}; and so it did with fewer layers that stay")
         self._first_failure = explain_out_of_memory(self.plan, self.device, told)
-        if not self._can_give_up:
-            raise MemoryLimitError(self._first_failure)
         release_memory(self.device)
         try:
             leaner = with_fewer_residents(self.plan)

@@ -64,7 +64,8 @@ class ModelDraft(Draft):
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
         text, speculation, request = task.text, task.speculation, task.request
-        assert text is not None
+        if text is None:  # the caches were made by an engine without this draft: only guessers are left
+            return super().drafter(task, learnt)
         if speculation.is_lossy:
             return BeamDrafter(text, request.sampler, speculation, request.final)
         if speculation.budget == 0:

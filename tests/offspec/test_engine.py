@@ -466,6 +466,16 @@ def test_requests_that_take_turns(engine: Engine) -> None:
     assert together == alone
 
 
+@pytest.mark.parametrize(("maker", "user"), [("none", "own"), ("own", "none")])
+def test_caches_of_an_engine_with_another_draft(maker: str, user: str, engines: dict[str, Engine]) -> None:
+    """They hold the same target's text; where they have no room for the draft, it does not guess."""
+    caches = engines[maker].new_caches()
+    for sampling in ("greedy", "warm"):
+        expected = ids(steps(engines["none"], PROMPT, SAMPLING[sampling]))
+        found = engines[user].generate(PROMPT, SAMPLING[sampling], caches=caches)
+        assert [token for step in found for token in step.token_ids] == expected
+
+
 # ------------------------------------------------------------------------------------------------ weights and drafts
 
 

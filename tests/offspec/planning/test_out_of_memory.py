@@ -17,7 +17,7 @@ from offspec.errors import MemoryLimitError
 from offspec.loaders.cuda import limit_memory, release_memory
 from offspec.loaders.placement import Placement
 from offspec.loaders.tiers import TieredWeights
-from offspec.loading import LoadedTarget
+from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.decoder import CachedDecoder
 from offspec.model.kv_cache import KVCache
 
@@ -196,6 +196,20 @@ def test_an_engine_of_given_decoders_cannot_load_again(scarce: Callable[..., Sca
     scarce(CachedDecoder, "score_rows", {1})
     with pytest.raises(MemoryLimitError, match=r"cpu ran out of memory \(CUDA out of memory\)"):
         says(given)
+    engine.close()
+
+
+def test_weights_that_cannot_be_loaded_again_say_so_each_time() -> None:
+    """`--draft self`: nothing was given up, so no message says that it was tried with fewer layers."""
+    engine = load()
+    assert engine.plan is not None
+    memory = PlannedMemory(engine.plan, engine.target.device, [], lambda plan: pytest.fail("nothing is loaded"))
+    memory.settle(can_give_up=False)
+    for told in ("the first", "the second"):
+        with pytest.raises(MemoryLimitError, match=rf"cpu ran out of memory.*\({told}\)") as caught:
+            memory.give_up_residents(told)
+        assert "fewer layers" not in str(caught.value)
+    assert memory.plan is engine.plan
     engine.close()
 
 
