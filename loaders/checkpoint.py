@@ -80,9 +80,7 @@ class Checkpoint(Protocol):
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """Where its tokenizer is read from (`Tokenizer.load`): a folder with tokenizer.json; None where there is
-        none.
-        """
+        """Where its tokenizer is read from (`Tokenizer.load`): a folder with tokenizer.json; None without one."""
         ...
 
     @property

@@ -148,9 +148,7 @@ def _job(checkpoint: Checkpoint, params: ConvertParams) -> dict[str, Any]:
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
-    """Changes with the source: its headers, config.json, and its files' sizes and times; their contents are not
-    read.
-    """
+    """Changes with the source: its headers, config.json, and its files' sizes and times, not with their contents."""
     tensors = sorted((i.name, i.dtype, i.shape, i.path.name, i.offset) for i in checkpoint.tensors.values())
     paths = sorted({info.path for info in checkpoint.tensors.values()})
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
@@ -253,9 +251,7 @@ class _Work:
         ]
 
     def is_finished(self, shard: _Shard) -> bool:
-        """A file under its final name was read back before it got it; what is checked here is that nobody replaced
-        it.
-        """
+        """A file under its final name was read back before it got it; here, that nobody replaced it is checked."""
         try:
             return read_header(self._target / shard.name).keys() == self._names(shard)
         except CheckpointError:

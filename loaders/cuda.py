@@ -24,8 +24,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only for
 
 
 def pin(buffer: HostBuffer, device: torch.device) -> bool:
-    """Page-lock memory in place, for copies to `device` at the link's full speed; False where the system does not allow
-    it.
+    """Page-lock memory in place, for copies to `device` at the link's full speed; False where the system refuses.
 
     Registered where it lies: torch's own pinned allocator would round the size up to a power of two. A refusal is no
     fault: copies are slower then. But CUDA keeps it as this thread's last error, which the next kernel to be launched
@@ -44,8 +43,7 @@ def pin(buffer: HostBuffer, device: torch.device) -> bool:
 
 
 def pin_whole(whole: HostBuffer, parts: Sequence[HostBuffer], device: torch.device) -> list[HostBuffer]:
-    """`pin` memory in one piece; where the system does not allow so much, as many of its parts as it does (WSL,
-    containers).
+    """`pin` memory in one piece; where the system refuses (WSL, containers), as many of its parts as it allows.
 
     Returns what is to be unpinned.
     """
@@ -59,8 +57,7 @@ def unpin(buffer: HostBuffer, device: torch.device) -> None:
 
 
 def limit_memory(nbytes: int | None, device: torch.device) -> None:
-    """Let torch take at most `nbytes` of the device beyond what it holds now; None: all there is. Peaks count from
-    here.
+    """Let torch take at most `nbytes` of the device beyond what it holds now; None: all of it. Peaks count from here.
 
     What goes beyond raises torch.OutOfMemoryError, as if the device were that small. The CUDA context (some hundred MB)
     and the code of kernels are not torch's and stay outside.

@@ -1,7 +1,6 @@
 """Advisory locks on open files. A lock ends when its file is closed, so with its process, however that ends.
 
-Linux and macOS: flock. Windows: one byte far behind the content, since locks there keep others from reading what they
-cover.
+Linux and macOS: flock. Windows: one byte far behind the content, as others cannot read locked bytes.
 """
 
 from __future__ import annotations

@@ -83,9 +83,7 @@ KNOWN_GPUS = {
 
 
 def find_gpu(name: str) -> KnownGpu:
-    """A card by its key, in any spelling: "rtx4090", "GeForce RTX 4090". Raises UsageError for one that is not
-    known.
-    """
+    """A card by its key, in any spelling: "rtx4090", "GeForce RTX 4090". Raises UsageError for an unknown one."""
     wanted = _plain(name)
     for key, gpu in KNOWN_GPUS.items():
         if wanted == _plain(key):

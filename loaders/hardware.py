@@ -88,9 +88,7 @@ class Disk:
 
 
 def read_hardware(device: torch.device) -> Hardware:
-    """What is there, for computing on `device`; nothing is measured. Raises HardwareError where the GPU does not
-    answer.
-    """
+    """What is there, for computing on `device`; nothing is measured. Raises HardwareError where a GPU fails."""
     num_cores, cores_limit = read_cores()
     gpu = read_gpu(device) if device.type == "cuda" else None
     return Hardware(read_memory(), read_cpu_name(), num_cores, cores_limit, gpu)

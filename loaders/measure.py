@@ -1,5 +1,4 @@
-"""How fast this machine is: disk, link to the GPU, memory, matrix products, NF4; measured, each in a fraction of a
-second.
+"""How fast this machine is: disk, link to the GPU, memory, matrix products, NF4; each measured in less than a second.
 
 Every function works on memory and files of its own and leaves nothing behind. Knows nothing of models, and does not
 decide what goes where. One figure is a short sample: other programs' work shows in it, as it would in a pass.
@@ -276,9 +275,7 @@ def _read_part(reader: FileReader, file: Path, part: range, buffers: Sequence[Ho
 
 @contextmanager
 def reads_in_flight(file: Path) -> Iterator[None]:
-    """Reads a file over and over, as a ring does, while something else is measured. Raises CheckpointError where that
-    fails.
-    """
+    """Reads a file over and over, as a ring does, while something else is measured. Raises CheckpointError."""
     offsets = itertools.cycle(range(0, file.stat().st_size, READ_BYTES))
     is_over = threading.Event()
 

@@ -1,6 +1,4 @@
-"""What a user can set when a checkpoint is converted or planned for, with the defaults that the CLI shows. Imports no
-torch.
-"""
+"""What a user can set when a checkpoint is converted or planned for, with the CLI's defaults. Imports no torch."""
 
 from __future__ import annotations
 

@@ -80,8 +80,7 @@ class Reader(Protocol):
     """Reads parts of files; may be called from several threads at once."""
 
     def read(self, path: Path, offset: int, out: memoryview, least: int) -> None:
-        """Fill `out` with the bytes of `path` from `offset` on; at least `least` of them, the rest may lie past its
-        end.
+        """Fill `out` with the bytes of `path` from `offset` on, at least `least` of them: the file may end there.
 
         Raises CheckpointError naming file, offset and cause.
         """

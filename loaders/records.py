@@ -30,9 +30,7 @@ def typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Extent:
-    """`nbytes` of `path` from byte `offset`, to be put at `start` of the record; the file holds at least `least` of
-    them.
-    """
+    """`nbytes` of `path` from byte `offset`, to be put at `start` of the record; the file has at least `least`."""
 
     path: Path
     offset: int
@@ -75,9 +73,7 @@ class Record:
         return max(shifts, key=lambda s: (aligned[s], -s))
 
     def on(self, device: torch.device, raw: torch.Tensor) -> torch.Tensor:
-        """The record's bytes `raw` on `device`: the same tensor where that is the host, else in memory of its own,
-        shifted.
-        """
+        """The record's bytes `raw` on `device`: the same tensor on the host, else in memory of its own, shifted."""
         if device.type == "cpu":
             return raw
         out = torch.empty(raw.numel() + ALIGNMENT, dtype=torch.uint8, device=device)[self.shift :][: raw.numel()]

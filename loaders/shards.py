@@ -1,8 +1,7 @@
 """Writes safetensors files that are whole or not there: temporary name, fsync, read back, rename.
 
 The header is padded so that the data begins on a page, and tensors lie by falling size of their numbers, so that each
-is aligned to its dtype without a hole (the format allows none). Knows nothing of what a tensor means or where it came
-from.
+is aligned to its dtype without a hole (the format allows none). Knows nothing of a tensor's meaning or origin.
 """
 
 from __future__ import annotations
@@ -58,9 +57,7 @@ def write_shard(path: Path, pieces: Sequence[Piece]) -> None:
 
 
 def write_verified(path: Path, content: Iterable[memoryview]) -> None:
-    """Writes a file that is there whole or not at all, also when the power fails, and reads it back. Raises
-    StorageError.
-    """
+    """Write a file, whole or not at all, also when the power fails, and read it back. Raises StorageError."""
     part = path.with_name(path.name + PART_SUFFIX)
     with _storing(path, part):
         written = _write(part, content)

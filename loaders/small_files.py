@@ -40,8 +40,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_small_file(path: Path, most_bytes: int = MOST_JSON_BYTES, *, allow_pipe: bool = False) -> bytes:
-    """All of a regular file. Raises OSError, whose `strerror` says what is wrong, for another kind and for a larger
-    one.
+    """All of a regular file. Raises OSError, whose `strerror` says why, for another kind and for a larger one.
 
     allow_pipe: for files that a user names, where a shell may put a pipe (`<(…)`); it is waited for.
     """
@@ -55,9 +54,7 @@ def read_small_file(path: Path, most_bytes: int = MOST_JSON_BYTES, *, allow_pipe
 
 
 def parse_json(content: bytes, object_pairs_hook: PairsHook | None = None) -> Any:  # what JSON holds
-    """The value of JSON text in UTF-8. Raises ValueError, also where it is too deep or has more values than any such
-    file.
-    """
+    """The value of JSON text in UTF-8. Raises ValueError, also where it is too deep or has too many values."""
     if sum(map(content.count, (b",", b"[", b"{"))) > MOST_JSON_VALUES:
         raise ValueError(f"it has more than {MOST_JSON_VALUES} values")
     try:

@@ -26,8 +26,7 @@ def page_locked(nbytes: int, device: torch.device) -> Tensor:
 def seen_by(device: torch.device, host: Tensor) -> Tensor | None:
     """The same memory (`page_locked`, uint8 [N]) as a tensor of the device's; None where torch would make a copy of it.
 
-    With unified addressing a pointer to page-locked memory is valid in kernels as it is, and torch takes it for the
-    device's.
+    With unified addressing a pointer to page-locked memory is valid in kernels; torch takes it for the device's.
     """
     if device.type != "cuda":
         return host

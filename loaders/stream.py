@@ -204,9 +204,7 @@ class Ring(Generic[S]):
 
 
 class PlainStream:
-    """The plain twin of every ring: reads a unit when it is asked for, in the caller's thread, and copies it to
-    `device`.
-    """
+    """The plain twin of every ring: reads a unit when it is asked for, in the caller's thread, to `device`."""
 
     def __init__(self, records: Mapping[Unit, Record], reader: Reader, device: torch.device) -> None:
         self._records, self._reader, self._device = records, reader, device

@@ -267,9 +267,7 @@ class TieredWeights:
         return layer.bind(layer.record.on(device, self._read(layer).tensor), self._dtype, is_kept=True)
 
     def _load_blocked(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
-        """As `_load`, with the matrices in oneDNN's order, where all can be; what was read into serves the next layer,
-        too.
-        """
+        """As `_load`, with the matrices in oneDNN's order, where all can be; the buffer serves the next layer, too."""
         size = layer.record.nbytes
         buffer = self._staged if self._staged is not None and self._staged.nbytes >= size else HostBuffer(size)
         bound = layer.bind(self._read(layer, buffer).tensor, self._dtype, is_kept=True)
@@ -299,9 +297,7 @@ class TieredWeights:
         return Ring(self._placement.on_disk, slots, DiskFiller(records, self._reader))
 
     def _open_link(self, records: Mapping[Unit, Record]) -> Stream:
-        """What lies in RAM for a GPU, layers that wait and slots for those that come from disk, is one stretch, pinned
-        once.
-        """
+        """What lies in RAM for a GPU, waiting layers and slots for those that come from disk, is one pinned stretch."""
         p, layers = self._placement, self._model.layers
         slots = [DeviceSlot(p.slots.nbytes, self._device) for _ in range(p.slots.num)]
         sizes = [*(layers[i].record.nbytes for i in p.in_ram), *[p.slots.nbytes] * (p.slots.num_host if records else 0)]

@@ -63,9 +63,7 @@ class WeightSource(Protocol):
         ...
 
     def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
-        """Rows [T, columns] of the table `name` outside the layers, on the compute device; indices int64 [T], on the
-        CPU.
-        """
+        """Rows [T, columns] of a table outside the layers, on the compute device; indices: int64 [T] on the CPU."""
         ...
 
     def close(self) -> None:

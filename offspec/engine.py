@@ -169,8 +169,7 @@ class Engine:
 
         To be called when a request has ended; what it took is counted in `stats`, that request's. Text does not change
         by it. Left by an exception (Ctrl-C), the draft is as it was. Keys and values that a conversation's caches hold
-        of the draft as it was stay: they guess a little worse, and scoring them anew would cost a pass over all of the
-        text.
+        of the draft as it was stay: they guess a little worse, and scoring them anew would cost a pass over it all.
         """
         if self.aligner is None or not self.aligner.is_listening:
             return

@@ -1,7 +1,6 @@
 """Rounds of the draft: which nodes it has scored, what it thinks of their children, and its KV entries for them.
 
-Best-first growth in batches (SpecExec, 2406.02532, section 4). Knows nothing of seconds, or of how much is worth
-drafting.
+Best-first growth in batches (SpecExec, 2406.02532, section 4). Knows nothing of seconds, or of how much pays.
 """
 
 from __future__ import annotations

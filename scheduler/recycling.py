@@ -71,8 +71,7 @@ class TokenRecycling:
 
     A guess's kind is its rank among the successors, and how probable the target found it where it last saw them.
     num_spare_rows: so many of a pass's first rows are kept whether the text went there or not. The engine computes
-    logits in blocks of 64 rows, and the root is in the first, so these are there anyway; without them, it guesses far
-    worse.
+    logits in blocks of 64 rows, and the root is in the first, so these are there anyway; without them it is far worse.
     """
 
     PROBABILITIES = np.array(

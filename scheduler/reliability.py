@@ -39,8 +39,8 @@ class Reliability:
 
     One w for a kind would be too sure of itself: matches that go on as before and matches that have come to their end
     look alike. So each kind is a mixture over GRID, fitted by expectation-maximisation, one guess at a time: each
-    divides one count among the w's by how well they explain it (quasi-Bayes, Smith and Makov 1978), with exponential
-    forgetting.
+    divides one count among the w's by how well they explain it (quasi-Bayes, Smith and Makov 1978); older
+    counts fade exponentially.
 
     prior [K]: what w is taken for at first, on average; it counts as PRIOR_GUESSES guesses.
     """

@@ -1,8 +1,7 @@
 """A CUDA device that is only pretended, so that what would fail on a real one fails here: tensors that say they lie on
 `cuda:0`, lie in host memory, and refuse whatever CUDA refuses, above all tensors of the host among them.
 
-What it does not show: order. Everything is done at once, whatever stream it was asked for on; and kernels are the
-CPU's.
+What it does not show: order. Everything is done at once, whatever its stream; and kernels are the CPU's.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ what each figure means.
 
 Layers to which the small model has nothing to say share one file, but each is held and moved on its own. The work comes
 in parts, most telling first; each writes lines of `results.jsonl` as its figures come. The same command leaves out what
-is there, so that a run that was cut goes on; what there is no time left for is told. `card.json` has all of it in the
-end.
+is there, so that a run that was cut goes on; what there is no time left for is told. `card.json` has it all.
 """
 
 from __future__ import annotations

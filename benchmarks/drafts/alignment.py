@@ -34,8 +34,7 @@ FIRST_SEED = 1000  # of the requests that are learnt from; those that are measur
 class Row:
     """What held-out prompts took after so many generated tokens.
 
-    with_recall: the draft corrected by what the target said in them. with_lookup: what stood in the text is guessed,
-    too.
+    with_recall: the draft corrected by what the target said in them. with_lookup: the text before is looked up, too.
 
     loss, unlearnt_loss: KL(target ‖ draft) a token in nats on the requests since the row before, as they came: as the
     draft was then, and as it came. share: of the additions that is drafted with. generate_s, learn_s: seconds so far.

@@ -9,8 +9,7 @@ is joint decoding with the target as its own draft: what a beam search of the ta
 which is what the draft stands in for. Log-likelihoods are the target's, over the final text, in nats a token; neither
 they nor tokens per pass depend on the machine's speed, so one run is enough. Likely text is often text that repeats
 itself, so the share of 4-grams that were there before (`repeated`) stands beside it, and the gain over greedy on
-prompts where that has not grown; `odd` is the share of tokens to which the target gives less than 1 %. The last line is
-JSON.
+prompts where that has not grown; `odd` is the share of tokens below 1 % under the target. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Judges drafters without running the target: a text is recorded once, and every drafter is walked along it.
 
 The text of (target, prompt, parameters, seed) is the same whatever was guessed, so what a pass accepts of a tree is how
-far the tree follows the recorded text. What that would take on a machine that is not here is counted on a virtual
-clock.
+far the tree follows the recorded text. What that would take on an absent machine is counted on a virtual clock.
 """
 
 from __future__ import annotations

@@ -58,9 +58,7 @@ class PackedWeight(Protocol):
 
     @property
     def fused_linear(self) -> Product | None:
-        """`linear` without dequantising, which is faster for few rows; None where format or device have no such
-        kernel.
-        """
+        """`linear` without dequantising, which is faster for few rows; None where there is no such kernel."""
         ...
 
 
@@ -249,9 +247,7 @@ class Packer(Protocol):
         ...
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        """weight [N, K] (bf16, fp16 or fp32, on the CPU) → suffix → tensor. Raises CheckpointError for what cannot be
-        packed.
-        """
+        """weight [N, K] (bf16, fp16 or fp32, on the CPU) → suffix → tensor. Raises CheckpointError where it cannot."""
         ...
 
     def quantization_config(self, dtype: str) -> dict[str, Any]:
@@ -283,9 +279,7 @@ class WeightFormat(ABC):
         return self
 
     def companion(self, key: str) -> tuple[str, str] | None:
-        """(weight's name, part) of a tensor that, by its name, belongs to a weight of this format; None for all
-        others.
-        """
+        """(weight's name, part) of a tensor that, by its name, belongs to a weight of this format, or None."""
         return None
 
     @abstractmethod
@@ -305,9 +299,7 @@ class WeightFormat(ABC):
         return set()
 
     def plan_form(self, config: Mapping[str, Any]) -> str | None:
-        """The form of `params.PLAN_FORMATS` by which a checkpoint with this config.json is sized; None: not this
-        format's.
-        """
+        """The form of `params.PLAN_FORMATS` by which a checkpoint with this config.json is sized, or None."""
         return None
 
     def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> StoredWeight | None:

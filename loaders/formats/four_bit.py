@@ -144,8 +144,7 @@ def can_be_fused(matrix: Matrix4bit) -> bool:
 def fused_linear(x: Tensor, weight: Matrix4bit, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
     """As `core.linear`, by bitsandbytes' product with a matrix that stays packed; for those that `can_be_fused`.
 
-    For few rows, in which a matrix is read once instead of being written and read again. The rounding is the kernel's
-    own.
+    For few rows: a matrix is read once instead of being written and read again. The rounding is the kernel's.
     """
     bitsandbytes_functional()
     nested, codes = weight.layout.nested, weight.codes
@@ -181,9 +180,7 @@ def dequantize_reference(codes: Tensor, scales: Tensor, layout: Layout4bit, out:
 
 
 def _dequantize(codes: Tensor, scales: Tensor, layout: Layout4bit, out: Tensor, *, native: bool) -> None:
-    """Tile by tile; what follows the last whole block is left to the reference, for kernels differ in what they
-    take.
-    """
+    """Tile by tile; what follows the last whole block is left to the reference, for kernels differ there."""
     blocksize, blocks = layout.blocksize, out.shape[0] // layout.blocksize
     step = core.tile(out.device) // blocksize
     kernel = _bitsandbytes_blocks if native else _lookup_blocks
@@ -198,9 +195,7 @@ def _dequantize(codes: Tensor, scales: Tensor, layout: Layout4bit, out: Tensor, 
 
 
 def _lookup_blocks(codes: Tensor, scales: Tensor, layout: Layout4bit, dtype: torch.dtype) -> Tensor:
-    """codes [B · blocksize / 2], scales [B] → fp32 [B, blocksize]. One rounding, when it is stored: w = map[q] ·
-    scale.
-    """
+    """codes [B · blocksize / 2], scales [B] → fp32 [B, blocksize]. One rounding, at the end: w = map[q] · scale."""
     return _lookup(codes, layout.quant_type).view(-1, layout.blocksize).mul_(scales[:, None])
 
 
@@ -298,9 +293,7 @@ _MAX_STATE_BYTES, _MAX_CONSTANT_BYTES = 1 << 16, 1 << 26  # far more than any we
 
 
 class FourBitFormat(WeightFormat):
-    """Recognised by the companions' names. Plans and `offspec quantize` write it as transformers and bitsandbytes
-    do.
-    """
+    """Recognised by the companions' names. Plans and `offspec quantize` write it as transformers does."""
 
     names = QUANT_TYPES
     plan_forms = ("nf4",)

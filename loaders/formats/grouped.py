@@ -8,8 +8,7 @@ Both keep a matrix [N, K] the other way round, eight codes in an int32, the lowe
     X.scales    fp16 (or bf16, fp32) [G, N]
     X.g_idx     GPTQ: int32 [K], each input's group; where it is not in order (`desc_act`) scales are gathered
 Sources: AWQ (2306.00978) as AutoAWQ packs it, GPTQ (2210.17323) as AutoGPTQ and GPTQModel do. What these compute in
-fp16 is computed here bit for bit: codes, zeros and their products with a scale of 16 bit are exact in fp32, and rounded
-once.
+fp16 is computed bit for bit: codes, zeros and their products with a 16-bit scale are exact in fp32, and rounded once.
 """
 
 from __future__ import annotations
@@ -71,9 +70,7 @@ class GroupedMatrix(PackedMatrix):
         return self.layout.shape
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """The matrix [N, K], as a rule a transposed view of [K, N]; that in the memory of `out` (contiguous) where
-        given.
-        """
+        """The matrix [N, K], as a rule a transposed view of [K, N]; in `out` (contiguous) where given."""
         num_outputs, num_inputs = self.shape
         device = self.codes.device
         matrix = torch.empty(self.shape, dtype=dtype, device=device) if out is None else out
@@ -97,9 +94,7 @@ class GroupedMatrix(PackedMatrix):
         return upright.t()
 
     def _groups(self, height: int) -> tuple[Tensor, ...]:
-        """For every `height` inputs their groups: of each, or of as many side by side as are sure to have one in
-        common.
-        """
+        """For every `height` inputs their groups: of each, or of as many side by side as surely share one."""
         if self.layout.groups is not None:
             return torch.split(self.layout.groups, height)
         num_inputs, size = self.shape[1], self.layout.group_size
@@ -188,8 +183,7 @@ class GroupedSettings:
     def of(cls, checkpoint: Checkpoint) -> GroupedSettings | None:
         """By its `quantization_config`; None where it names another method, or there is none.
 
-        Raises UnsupportedModelError for another number of bits, another layout or modules of differing settings,
-        CheckpointError.
+        Raises UnsupportedModelError for another number of bits, another layout or differing modules, CheckpointError.
         """
         said, path = checkpoint.config.get("quantization_config"), checkpoint.path
         if not said:
@@ -221,9 +215,7 @@ class GroupedSettings:
 
 
 def _overrides(dynamic: object) -> str:
-    """What GPTQModel's rules give to some modules, shown; "" where they only leave modules out ("-:"), which are
-    plain.
-    """
+    """What GPTQModel's rules give to some modules, shown; "" where they only leave modules out ("-:")."""
     if isinstance(dynamic, Mapping):
         dynamic = [rule for rule in dynamic if not rule.startswith("-:")]
     return show(dynamic) if dynamic else ""

@@ -1,6 +1,4 @@
-"""Tensors that lie as what they are: 16-, 32- and 64-bit floats. What no other format recognises is one, or is
-refused.
-"""
+"""Tensors that lie as what they are: 16-, 32- and 64-bit floats. What no other format knows is one, or refused."""
 
 from __future__ import annotations
 

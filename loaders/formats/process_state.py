@@ -1,5 +1,4 @@
-"""What weight formats change in the process, and what they keep in it. Nothing else in `loaders/formats` has such
-effects.
+"""What weight formats change in the process, and what they keep in it. Nothing else in `loaders/formats` does so.
 
 - Importing bitsandbytes (once, by whoever first needs it): while it is imported, `torch.compile` is a function that
   returns what it is given, `sys.modules["kernels"]` is None, logging below CRITICAL is off, and warnings are ignored.
@@ -47,9 +46,7 @@ FUSED_ROWS = FusedRows()
 
 @cache
 def bitsandbytes_functional() -> ModuleType:
-    """The module `bitsandbytes.functional`, imported without its noise. Raises OffspecError where it is not
-    installed.
-    """
+    """The module `bitsandbytes.functional`, imported without its noise. Raises OffspecError where it is missing."""
     try:
         with _quiet_import():
             import bitsandbytes.functional as functional

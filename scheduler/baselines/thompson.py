@@ -26,8 +26,7 @@ class ThompsonSampling:
     is given `costs`, acts on what was drawn as if it were so: theta is the chance that a level holds if the one above
     it did (beta counts the walks that ended within the tree, older ones less and less), another round adds theta ** (n
     + 1) tokens, and is drafted while these exceed the recent rate * its seconds. `CONFIDENCE` further counts are shared
-    out by the chance of a level that the nodes still open imply. Until costs are known it tosses the coin with these
-    counts.
+    out by the chance of a level that the nodes still open imply. Until costs are known these counts decide.
     """
 
     CONFIDENCE = 4.0

@@ -1,6 +1,4 @@
-"""Matrices in oneDNN's order: the same products, the same values, and layers that hold nothing of what was read
-into.
-"""
+"""Matrices in oneDNN's order: the same products, the same values, and layers that keep nothing of their buffers."""
 
 from __future__ import annotations
 

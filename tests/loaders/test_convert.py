@@ -1,6 +1,4 @@
-"""A converted checkpoint is what transformers would have saved, whatever interrupted the conversion; or it is not
-there.
-"""
+"""A converted checkpoint is what transformers would have saved, whatever interrupted it; or it is not there."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""AWQ's and GPTQ's matrices are what their own definitions make of the same bytes, bit for bit; whatever lies is
-refused.
-"""
+"""AWQ's and GPTQ's matrices are what their own definitions make of the same bytes, bit for bit; lies are refused."""
 
 from __future__ import annotations
 

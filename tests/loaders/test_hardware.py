@@ -1,6 +1,4 @@
-"""What the machine has is told with its source; a container's limit is the truth; rates are plausible. No clock is
-judged.
-"""
+"""What the machine has, with its source; a container's limit is the truth; rates are plausible. No clock is judged."""
 
 from __future__ import annotations
 
