@@ -62,6 +62,7 @@ class Service:
     def __init__(self, engine: Engine, speculation: SpeculationParams) -> None:
         self.engine = engine
         self._speculation = speculation
+        self._folders = _folders(engine)
         self._caches = lasting_caches(engine)
         self._said = OrderedDict[str, list[int]]()  # replies, with the tokens that they were said as
         self._turn = asyncio.Lock()
@@ -76,10 +77,22 @@ class Service:
     async def answer(
         self, asked: CompletionRequest, is_gone: Callable[[], Awaitable[bool]]
     ) -> AsyncGenerator[Step | None, None]:
-        """None when it is the request's turn and nothing speaks against it, then its steps. Raises OffspecError.
+        """None when it is the request's turn and nothing speaks against it, then its steps.
 
         is_gone: whether who asked has left; nothing comes for one who did while waiting.
+        Raises OffspecError, without the folders of this machine: who asked need not know them.
         """
+        steps = self._steps(asked, is_gone)
+        try:
+            async with aclosing(steps):
+                async for step in steps:
+                    yield step
+        except OffspecError as exc:
+            raise type(exc)(without_paths(str(exc), self._folders)) from exc
+
+    async def _steps(
+        self, asked: CompletionRequest, is_gone: Callable[[], Awaitable[bool]]
+    ) -> AsyncGenerator[Step | None, None]:
         call = partial(asyncio.get_running_loop().run_in_executor, self._thread)
         async with self._turn:
             if await is_gone():
@@ -262,9 +275,24 @@ def public_name(model: str) -> str:
     return path.resolve().name if path.is_dir() else model
 
 
-def without_paths(message: str) -> str:
-    """A message without the folders of this machine that it names; files keep their names."""
+def without_paths(message: str, folders: Sequence[Path] = ()) -> str:
+    """A message without the folders of this machine that it names; files keep their names.
+
+    folders: which are known, so that they are found whatever their names hold. Others are recognised in quotes, or
+    where they hold neither spaces nor marks.
+    """
+    for folder in folders:
+        message = message.replace(f"{folder}/", "").replace(str(folder), folder.name)
+    message = re.sub(r"(['\"])/[^'\"]*/([^'\"/]*)\1", r"\1\2\1", message)
     return re.sub(r"(?<![\w:/.<])/(?:[^\s/:;,'\"()]+/)+", "", message)
+
+
+def _folders(engine: Engine) -> list[Path]:
+    """Those of its models, in each form that a message may name them in; the longest first."""
+    named = (Path(name) for name in (engine.name, engine.draft_name, engine.tokenizer.folder) if name is not None)
+    given = [path.expanduser() for path in named if path.expanduser().is_dir()]
+    forms = {form for path in given for form in (path, path.absolute(), path.resolve())}
+    return sorted((form for form in forms if form.is_absolute()), key=lambda form: -len(str(form)))
 
 
 def _host_of(url: str) -> str:
@@ -306,7 +334,7 @@ async def _events(answer: Answer, steps: AsyncGenerator[Step | None, None]) -> A
                 yield _event(STOPPING)
                 break
             if isinstance(found, OffspecError):
-                yield _event(failure(without_paths(str(found)), kind="server_error"))
+                yield _event(failure(str(found), kind="server_error"))
                 break
             if isinstance(found, Exception):
                 raise found
@@ -344,7 +372,7 @@ def _refusal(error: OffspecError, status: int | None = None) -> Response:
     is_theirs = isinstance(error, (UsageError, TokenizerError, ContextLengthError))
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     kind = "invalid_request_error" if is_theirs else "server_error"
-    return JSONResponse(failure(without_paths(str(error)), kind=kind, code=code), status or (400 if is_theirs else 500))
+    return JSONResponse(failure(str(error), kind=kind, code=code), status or (400 if is_theirs else 500))
 
 
 async def _not_found(request: Request, exc: Exception) -> Response:
@@ -354,6 +382,6 @@ async def _not_found(request: Request, exc: Exception) -> Response:
 
 
 async def _unexpected(request: Request, exc: Exception) -> Response:
-    message = f"{type(exc).__name__}: {exc} (unexpected; offspec serve -v shows where)"
-    click.echo(f"offspec: {message}", err=True)
-    return JSONResponse(failure(without_paths(message), kind="server_error"), 500)
+    click.echo(f"offspec: {type(exc).__name__}: {exc} (unexpected; offspec serve -v shows where)", err=True)
+    told = f"{type(exc).__name__} (unexpected; the server's own messages say more)"  # theirs may hold anything
+    return JSONResponse(failure(told, kind="server_error"), 500)

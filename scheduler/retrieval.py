@@ -101,13 +101,11 @@ def sorted_places(tokens: Int32Array, first: int, last: int) -> Int32Array:
             return (order + first).astype(np.int32)
 
 
-def build_index(tokens: Int32Array, order: Int32Array | None = None) -> SuffixIndex:
-    """Sort `tokens`; the places go to `order`, which may be mapped from a file."""
-    order = np.empty(len(tokens), dtype=np.int32) if order is None else order
-    for first in range(0, len(tokens), SHARD_TOKENS):
-        last = min(first + SHARD_TOKENS, len(tokens))
-        order[first:last] = sorted_places(tokens, first, last)
-    return SuffixIndex(tokens, order)
+def build_index(tokens: Int32Array) -> SuffixIndex:
+    """An index of `tokens` [N] in memory."""
+    starts = range(0, len(tokens), SHARD_TOKENS)
+    shards = [sorted_places(tokens, first, min(first + SHARD_TOKENS, len(tokens))) for first in starts]
+    return SuffixIndex(tokens, np.concatenate([np.empty(0, dtype=np.int32), *shards]))
 
 
 class Retrieval:

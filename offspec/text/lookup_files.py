@@ -34,6 +34,7 @@ _BLOCK_BYTES = 1 << 20  # read together
 _TOKEN_BYTES = 4
 # The cached file: magic, number of tokens N, CRC-32 of what follows; then int32 [2, N], tokens and order.
 _MAGIC = b"offspec lookup 2"
+_OLD_MAGIC = b"offspec lookup 1"  # of files that end in .npy, which are removed where they are met
 _HEADER = struct.Struct("<16sqI36x")
 _SORTING_BYTES = 41 + _TOKEN_BYTES  # that `sorted_places` takes for a token, and the token
 _ENCODING_BYTES = 256 * PIECE_CHARACTERS  # which the allocator keeps while shards are sorted
@@ -74,7 +75,7 @@ def open_index(
     if not files:
         raise UsageError("no files to look up in; give at least one text file")
     folder, paths = folder or default_folder(), [Path(file) for file in files]
-    owner, content = _fingerprints(paths, tokenizer)
+    owner, content = _owner(_MAGIC, paths, tokenizer), _content(paths)
     file = folder / f"{owner}-{content}.index"
     if (index := _opened(file)) is not None:
         return index
@@ -88,7 +89,8 @@ def open_index(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _build(file, _tokens(paths, tokenizer, progress))
-        for former in folder.glob(f"{owner}-*.index"):
+        old_owner = _owner(_OLD_MAGIC, paths, tokenizer)
+        for former in (*folder.glob(f"{owner}-*.index"), *folder.glob(f"{old_owner}-*.npy")):
             if former != file:
                 with suppress(OSError):  # another process on Windows may have it mapped
                     former.unlink()
@@ -103,19 +105,22 @@ def open_index(
     return index
 
 
-def _fingerprints(files: Sequence[Path], tokenizer: Tokenizer) -> tuple[str, str]:
-    """Two short hashes: of the paths and the tokenizer, and of the content.
-
-    Raises UsageError for files that are no text.
-    """
-    owner = hashlib.blake2b(_MAGIC + tokenizer.fingerprint, digest_size=8)
-    content = hashlib.blake2b(digest_size=16)
+def _owner(magic: bytes, files: Sequence[Path], tokenizer: Tokenizer) -> str:
+    """A short hash of a layout, the paths and the tokenizer."""
+    owner = hashlib.blake2b(magic + tokenizer.fingerprint, digest_size=8)
     for file in files:
         owner.update(os.fsencode(os.path.realpath(file)) + b"\0")
+    return owner.hexdigest()
+
+
+def _content(files: Sequence[Path]) -> str:
+    """A short hash of what the files hold. Raises UsageError for files that are no text."""
+    content = hashlib.blake2b(digest_size=16)
+    for file in files:
         for block in _text_blocks(file):
             content.update(block)
         content.update(b"\0end")  # so that where one file ends counts
-    return owner.hexdigest(), content.hexdigest()
+    return content.hexdigest()
 
 
 def _text_blocks(file: Path) -> Iterator[bytes]:

@@ -261,11 +261,32 @@ def test_no_answer_names_folders_of_this_machine(client: Client, engine: Engine)
     [
         ("cannot read /home/me/model-1/a.json: gone", "cannot read a.json: gone"),
         ("(/srv/a-b/c/tokenizer.json): x", "(tokenizer.json): x"),
+        ("[Errno 2] gone: '/my models/a b/c d.bin'", "[Errno 2] gone: 'c d.bin'"),
+        ("/srv/my models (old)/one/a.json and /srv/my models (old)/one: x", "a.json and one: x"),
         ("see https://huggingface.co/org/name, and/or this", "see https://huggingface.co/org/name, and/or this"),
     ],
 )
 def test_paths_lose_their_folders(message: str, told: str) -> None:
-    assert without_paths(message) == told
+    assert without_paths(message, [Path("/srv/my models (old)/one")]) == told
+
+
+def test_folders_with_spaces_are_not_named_either(pair: Pair, tmp_path: Path) -> None:
+    folder = variant(pair.target, tmp_path / "my models, (old) a: b")
+    with closing(Engine.load(str(folder), draft="none", device="cpu")) as engine, served(engine) as (client, _):
+        message = client.chat({"role": "user", "content": "a \ud800"}).body["error"]["message"]
+    assert "tokenizer.json" in message
+    assert not [word for word in ("my models", "(old)", str(tmp_path)) if word in message]
+
+
+def test_of_an_error_of_others_a_client_learns_the_kind_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("at /home/me, my models/x")
+
+    monkeypatch.setattr("offspec.request.exact_walk", fail)
+    with served(engine) as (client, _):
+        reply = client.chat(USER)
+    assert reply.status == 500
+    assert reply.body["error"]["message"].startswith("RuntimeError (unexpected")
 
 
 def read_all(sock: socket.socket) -> str:

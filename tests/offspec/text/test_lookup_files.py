@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import shutil
@@ -112,6 +113,17 @@ def test_another_tokenizer_and_other_files_have_indices_of_their_own(
     assert ids[0] != ids[1]
     open_index([file, file], tokenizer, folder)
     assert len(cached(folder)) == 3
+
+
+def test_an_index_of_the_first_layout_is_removed(file: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Its name began with a hash of these, and it would stay for ever."""
+    (folder := tmp_path / "cache").mkdir()
+    named = tokenizer.fingerprint, bytes(file.resolve()) + b"\0"
+    owner = hashlib.blake2b(b"offspec lookup 1" + b"".join(named), digest_size=8).hexdigest()
+    for name in (f"{owner}-0.npy", f"{owner[::-1]}-0.npy"):
+        (folder / name).touch()
+    open_index([file], tokenizer, folder)
+    assert [found.name for found in folder.glob("*.npy")] == [f"{owner[::-1]}-0.npy"]
 
 
 def test_a_damaged_index_is_built_again(file: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
