@@ -25,7 +25,7 @@ from .drafts.base import DraftTask
 from .model.text_caches import TextCaches
 from .planning.out_of_memory import retry_out_of_memory
 from .stats import Stats, peak_host_bytes
-from .text.tokenizer import TextStream
+from .text.text_stream import TextStream
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from offspec.errors import ContextLengthError, TokenizerError, UsageError, VocabularyMismatchError
-from offspec.text.tokenizer import TextStream, Tokenizer, check_vocabularies
+from offspec.text.text_stream import TextStream
+from offspec.text.tokenizer import Tokenizer, check_vocabularies
 
 CORPUS = ["the cat sat on the mat, the dog on the log. ", "def area(x):\n    return x * x\n", "naïve café 日本 😀 "] * 4
 TEXTS = ["", "the cat", " the  cat ", "naïve café 日本語 😀👩‍👩‍👧\n\n\tx", "a</s>b <|im_end|> <s>", "Ünïcödé ☃ ﬁ"]
@@ -702,13 +703,13 @@ def test_the_cost_of_a_token_does_not_grow(
     kind: str, loaded: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer, widths = loaded[kind], []
-    decode = Tokenizer._backend_decode
+    decode = Tokenizer.decode_stored
 
     def counted(self: Tokenizer, ids: list[int], skip: bool) -> str:
         widths.append(len(ids))
         return decode(self, ids, skip)
 
-    monkeypatch.setattr(Tokenizer, "_backend_decode", counted)
+    monkeypatch.setattr(Tokenizer, "decode_stored", counted)
     for ids in (tokenizer.encode("the cat 😀" * 40), [3 + 0x80] * 200, [0, 1, 2] * 100):
         pushed(tokenizer.stream(["zzz"]), ids)
     assert max(widths) <= 7

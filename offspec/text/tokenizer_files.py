@@ -1,0 +1,228 @@
+"""A tokenizer's files: tokenizer.json and the small ones beside it, read and checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from offspec.loaders.checkpoint import show
+from offspec.loaders.small_files import MOST_JSON_BYTES, MOST_TOKENIZER_BYTES, parse_json, read_small_file
+
+from ..errors import OffspecError, TokenizerError
+
+MOST_ADDED_CHARACTERS = 1000  # of an added token; those of models have some dozens
+MOST_IDS = 2**31
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """What the small files beside tokenizer.json say."""
+
+    special_tokens: dict[str, str]  # "bos_token" → "<s>", as templates want them
+    added_tokens: dict[int, tokenizers.AddedToken]  # by id; tokenizer.json may be older than they are
+    add_bos: bool | None  # None: the post-processor decides
+    eos_ids: frozenset[int]
+    chat_template: object  # None: there is none; what is no text cannot be taken
+    chat_template_file: Path
+
+
+def read_settings(folder: Path) -> TokenizerSettings:
+    """What the files beside tokenizer.json in `folder` say. Raises TokenizerError."""
+    config = _read_json(folder / "tokenizer_config.json")
+    add_bos = config.get("add_bos_token")
+    template, template_file = _read_chat_template(folder, config)
+    special_map = _special_tokens(_read_json(folder / "special_tokens_map.json"))
+    # The map counts where the settings are older than the list of added tokens that took its place.
+    special = _special_tokens(config) | ({} if "added_tokens_decoder" in config else special_map)
+    return TokenizerSettings(
+        special_tokens=special,
+        added_tokens=_added_tokens(_read_json(folder / "added_tokens.json"), config.get("added_tokens_decoder")),
+        add_bos=add_bos if isinstance(add_bos, bool) else None,
+        eos_ids=_read_eos_ids(folder / "generation_config.json") | _read_eos_ids(folder / "config.json"),
+        chat_template=template,
+        chat_template_file=template_file,
+    )
+
+
+def read_backend(folder: Path) -> tokenizers.Tokenizer:
+    """The library's tokenizer, from tokenizer.json in `folder`. Raises TokenizerError."""
+    file = folder / "tokenizer.json"
+    content = _read_bytes(file, MOST_TOKENIZER_BYTES)
+    if content is None:
+        raise TokenizerError(_missing(folder))
+    what = f"{file} is damaged or newer than the installed tokenizers {tokenizers.__version__}"
+    with library_errors(what, "fetch it again, or pip install -U tokenizers"):
+        backend = tokenizers.Tokenizer.from_buffer(content)
+    # Some files carry the limits they were trained with; a prompt must not be cut or padded silently.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _missing(folder: Path) -> str:
+    found = "only a sentencepiece tokenizer.model" if (folder / "tokenizer.model").is_file() else "no tokenizer"
+    return (
+        f"{folder} has {found}, but tokenizer.json is needed: save it with transformers, "
+        f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+    )
+
+
+@contextmanager
+def library_errors(what: str, remedy: str) -> Iterator[None]:
+    """The library raises TypeError, ValueError and bare Exception alike, and BaseException where its Rust panics."""
+    try:
+        yield
+    except OffspecError:
+        raise
+    except BaseException as exc:
+        if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{what} ({one_line(exc)}): {remedy}") from exc
+
+
+def _read_bytes(file: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes | None:
+    """None where there is no such file."""
+    try:
+        return read_small_file(file, most_bytes)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise TokenizerError(f"{file} cannot be read ({exc.strerror}): fetch it again") from exc
+
+
+def _read_text(file: Path) -> str | None:
+    content = _read_bytes(file)
+    try:
+        return None if content is None else content.decode("utf-8")
+    except UnicodeDecodeError as exc:
+        raise TokenizerError(f"{file} cannot be read ({one_line(exc)}): fetch it again") from exc
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    found = _read_bytes(file)
+    if found is None:
+        return {}
+    try:
+        content = parse_json(found)
+    except ValueError as exc:
+        raise TokenizerError(f"{file} is not valid JSON ({one_line(exc)}): fetch it again") from exc
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{file} holds a JSON {type(content).__name__}, not an object: fetch it again")
+    return content
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Every `…_token`, models' own (`image_token`) included; written as a string or as {"content": …}."""
+    contents = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token")
+    }
+    return {name: text for name, text in contents.items() if isinstance(text, str)}
+
+
+def _added_tokens(ids: dict[str, Any], decoder: object) -> dict[int, tokenizers.AddedToken]:
+    """What added_tokens.json states, {text: id}, and tokenizer_config.json, {id: {"content": …}}."""
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    found = {token_id: tokenizers.AddedToken(text) for text, token_id in ids.items() if type(token_id) is int}
+    for key, said in decoder.items() if isinstance(decoder, dict) else ():
+        if (
+            key.isdecimal()
+            and len(key) < 10
+            and isinstance(said, dict)
+            and isinstance(text := said.get("content"), str)
+        ):
+            given = {flag: said[flag] for flag in flags if isinstance(said.get(flag), bool)}
+            found[int(key)] = tokenizers.AddedToken(text, **given)
+    return found
+
+
+def _read_eos_ids(file: Path) -> frozenset[int]:
+    """An id that the vocabulary lacks ends nothing; -1 says so in some files."""
+    value = _read_json(file).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int for i in ids):
+        raise TokenizerError(f'{file}: "eos_token_id" is {show(value)}, not a number or a list of numbers: correct it')
+    if wrong := [i for i in ids if not -1 <= i < MOST_IDS]:
+        raise TokenizerError(f'{file}: "eos_token_id" is {show(wrong[0])}, which is no token of any model: correct it')
+    return frozenset(ids) - {-1}
+
+
+def _read_chat_template(folder: Path, config: dict[str, Any]) -> tuple[object, Path]:
+    file = folder / "chat_template.jinja"
+    text = _read_text(file)
+    if text is not None:
+        return text, file
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {str(part.get("name")): part.get("template") for part in template if isinstance(part, dict)}
+    if isinstance(template, dict) and "default" in template:
+        template = template["default"]
+    return template, folder / "tokenizer_config.json"
+
+
+def one_line(exc: BaseException) -> str:
+    """What an exception says, in one line."""
+    return " ".join(str(exc).split()) or type(exc).__name__
+
+
+def add_missing(backend: tokenizers.Tokenizer, added_tokens: dict[int, tokenizers.AddedToken]) -> None:
+    """Those that the backend lacks, where they get the ids that they are said to have."""
+    next_id, missing = backend.get_vocab_size(with_added_tokens=True), dict[str, tokenizers.AddedToken]()
+    for token_id, token in sorted(added_tokens.items()):
+        if (
+            token_id == next_id
+            and token.content
+            and token.content not in missing
+            and backend.token_to_id(token.content) is None
+        ):
+            missing[token.content] = token
+            next_id += 1
+    backend.add_tokens(list(missing.values()))  # at once: each call goes through all that were added before
+
+
+def check_added(backend: tokenizers.Tokenizer, folder: Path) -> None:
+    """Raises TokenizerError for what would take seconds to look for in each message, and no model has."""
+    longest = max((len(token.content) for token in backend.get_added_tokens_decoder().values()), default=0)
+    if longest > MOST_ADDED_CHARACTERS:
+        raise TokenizerError(
+            f"{folder} has an added token of {longest} characters, and no model has one of more than "
+            f"{MOST_ADDED_CHARACTERS}: fetch its files again"
+        )
+
+
+def with_special(backend: tokenizers.Tokenizer, texts: Iterable[str | None]) -> tokenizers.Tokenizer:
+    """With these tokens special where it has them; one that is so already keeps its flags (some swallow spaces)."""
+    added, wanted, new = backend.get_added_tokens_decoder(), set[str](), list[tokenizers.AddedToken]()
+    for text in dict.fromkeys(texts):
+        token_id = None if text is None else backend.token_to_id(text)
+        if text is None or token_id is None or (token_id in added and added[token_id].special):
+            continue
+        if token_id in added:
+            wanted.add(text)  # the library keeps what it has
+        else:
+            new.append(tokenizers.AddedToken(text, special=True, normalized=False))
+    backend.add_special_tokens(new)  # at once: each call goes through all that were added before
+    if not wanted:
+        return backend
+    state = json.loads(backend.to_str())
+    for token in state["added_tokens"]:
+        if token["content"] in wanted:
+            token |= {"special": True, "normalized": False}
+    return tokenizers.Tokenizer.from_str(json.dumps(state))
+
+
+def post_processor_prefix(backend: tokenizers.Tokenizer) -> list[int]:
+    """Ids that the post-processor puts before a text. Found with a stand-in text of one token, since an empty one
+    could not tell what comes before from what comes after."""
+    if backend.post_processor is None:
+        return []
+    stand_in = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0}, unk_token="x")).encode("x")
+    processed = backend.post_processor.process(stand_in)
+    return list(processed.ids[: processed.special_tokens_mask.index(0)])
