@@ -32,6 +32,12 @@ PROMPT, CHAT = "def area(", [{"role": "user", "content": "hi, what is <|end|> th
 PARAMS, PLAIN = SamplingParams(6, ignore_eos=True), SpeculationParams(0)
 RIGHT = ("refused", "same", "cut by the context", "as transformers")
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "added_tokens.json")
+NO_TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "header",
+)  # say nothing of what is encoded
 FILES = (*JSON_FILES, "model.safetensors")
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**63, 2**64 + 8, -(2**63), 10**400, 1e300, -1e300, 1e-300, 0.5),
@@ -110,6 +116,8 @@ def _run_cases(numbers: range, sound: Path, folder: Path) -> Findings:
         peak, seconds = _peak_bytes(), time.perf_counter() - began
         if isinstance(found, Said):  # compared after the measurement, which is of offspec alone
             outcome = _judged(folder, found, expected)
+            if what.startswith(NO_TEXT_FILES) and found.chat not in (expected.chat, []):
+                outcome = f"another chat: {found.chat}, not {expected.chat}"
         findings.add(f"case {number} ({what})", outcome, peak, seconds)
     return findings
 
