@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams, loading
+from offspec import Engine, SamplingParams, SpeculationParams, loading
 from offspec.checkpoints.load import load_weights
 from offspec.drafts import model_draft
 from offspec.drafts.without_model import NoDraft
@@ -30,7 +30,9 @@ def load() -> Engine:
 
 
 def says(engine: Engine, params: SamplingParams = PARAMS) -> list[int]:
-    return [token for step in engine.generate("def area(", params) for token in step.token_ids]
+    """In three passes at least: a budget that is found goes by the clock, and may have them all in one."""
+    steps = engine.generate("def area(", params, SpeculationParams(budget=8))
+    return [token for step in steps for token in step.token_ids]
 
 
 @pytest.fixture(scope="module")
