@@ -17,7 +17,7 @@ from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.retrieval import SuffixIndex
 
 from .checkpoints.opening import Note
-from .drafts.base import Draft
+from .drafts.base import NO_MODEL_TO_WEIGH, Draft
 from .drafts.without_model import NoDraft
 from .errors import ContextLengthError, UsageError
 from .loading import LoadedTarget, LoadOptions, load
@@ -149,9 +149,7 @@ class Engine:
         params, speculation = params or SamplingParams(), speculation or SpeculationParams()
         speculation.check_sampling(params)
         if speculation.is_lossy and self.draft.decoder is None:
-            raise UsageError(
-                "joint acceptance weighs the target against a draft model, and there is none; give --draft PATH"
-            )
+            raise UsageError(NO_MODEL_TO_WEIGH)
         text = self.encode(prompt)
         room = self.max_context - len(text)
         if room < 1:

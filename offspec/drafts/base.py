@@ -31,6 +31,8 @@ from ..text.tokenizer import Tokenizer
 from ..training.online import Aligner
 from .learnt import EstimatesAndRecall
 
+NO_MODEL_TO_WEIGH = "joint acceptance weighs the target against a draft model, and there is none; give --draft PATH"
+
 
 @dataclass(frozen=True)
 class DraftOptions:
@@ -54,10 +56,7 @@ class DraftOptions:
     def refuse_model_needs(self) -> None:
         """For kinds without a model. Raises UsageError where one is needed."""
         if self.needs_model:
-            raise UsageError(
-                f"joint acceptance weighs the target against a draft model, and --draft {self.draft} is none; "
-                "give --draft PATH"
-            )
+            raise UsageError(NO_MODEL_TO_WEIGH)
 
     def refuse_learning(self) -> None:
         """For kinds without a model of their own. Raises UsageError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -59,6 +60,13 @@ def offspec(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         return Result(code, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_is_heard() -> None:
+    """A shell that runs the tests in the background has Ctrl-C ignored, which programs started here would inherit."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def start(*args: object, **settings: Any) -> subprocess.Popen[bytes]:
