@@ -16,6 +16,7 @@ from offspec.loaders.small_files import MOST_JSON_BYTES, MOST_TOKENIZER_BYTES, p
 
 from ..errors import OffspecError, TokenizerError
 
+MOST_TOKENS = 2**24  # the largest vocabularies have a quarter of a million
 MOST_ADDED_CHARACTERS = 1000  # of an added token; those of models have some dozens
 MOST_IDS = 2**31
 
@@ -188,7 +189,11 @@ def add_missing(backend: tokenizers.Tokenizer, added_tokens: dict[int, tokenizer
 
 
 def check_added(backend: tokenizers.Tokenizer, folder: Path) -> None:
-    """Raises TokenizerError for what would take seconds to look for in each message, and no model has."""
+    """Raises TokenizerError for a token that no model has, and that would take seconds or gigabytes."""
+    if (highest := max(backend.get_vocab(with_added_tokens=True).values(), default=0)) >= MOST_TOKENS:
+        raise TokenizerError(  # the library lists all ids below it where it writes a tokenizer out
+            f"{folder} has a token of id {highest}, and no model has more than {MOST_TOKENS}: fetch its files again"
+        )
     longest = max((len(token.content) for token in backend.get_added_tokens_decoder().values()), default=0)
     if longest > MOST_ADDED_CHARACTERS:
         raise TokenizerError(

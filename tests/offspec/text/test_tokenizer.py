@@ -423,6 +423,16 @@ def test_an_added_token_that_no_model_has_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(write_folder(tmp_path, backend))
 
 
+def test_an_id_beyond_any_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Writing such a tokenizer out, as for chats, took eight gigabytes."""
+    file = write_folder(tmp_path, tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))) / "tokenizer.json"
+    state = json.loads(file.read_text())
+    state["model"]["vocab"]["b"] = 2**31
+    file.write_text(json.dumps(state))
+    with pytest.raises(TokenizerError, match="a token of id 2147483648"):
+        Tokenizer.load(tmp_path)
+
+
 def test_an_eos_that_the_vocabulary_lacks_ends_nothing(tmp_path: Path) -> None:
     write_folder(tmp_path, llama2_backend(), generation_config={"eos_token_id": [-1, 2]})
     assert Tokenizer.load(tmp_path).eos_ids == {2}
