@@ -143,9 +143,10 @@ class Engine:
         caches: kept from an earlier request (`new_caches`); what the prompt shares with its text is not scored again.
         One request at a time may use them: UsageError until the other's iterator has ended, is closed, or is gone.
         observer: shown every tree with its verdict, as the pass ends.
-        Raises ContextLengthError or UsageError at once, NumericalError while running.
+        Raises ContextLengthError or UsageError at once, NumericalError or MemoryLimitError while running.
         """
         began = time.perf_counter()
+        self.loaded.check()
         params, speculation = params or SamplingParams(), speculation or SpeculationParams()
         speculation.check_sampling(params)
         if speculation.is_lossy and self.draft.decoder is None:

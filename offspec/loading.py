@@ -100,6 +100,7 @@ class LoadedTarget:
         self.rates: Rates | None = None
         self.link_bytes_per_s: float | None = None
         self._memory, self._streamed_before = memory, 0
+        self._has_weights = True
 
     @property
     def plan(self) -> Plan | None:
@@ -136,7 +137,16 @@ class LoadedTarget:
         self._streamed_before = self.bytes_streamed
         self.decoder.weights.close()
         release_memory(memory.device)
+        self._has_weights = False
         self.decoder.weights = retry_out_of_memory(memory.load_weights, memory.give_up_residents)
+        self._has_weights = True
+
+    def check(self) -> None:
+        """Raises MemoryLimitError where the weights were to be loaded anew and could not be."""
+        if not self._has_weights:
+            raise MemoryLimitError(
+                "the target is no longer in memory: it ran out, and the weights could not be loaded again; load it anew"
+            )
 
     def close(self) -> None:
         """Let go of the weights, and join what reads ahead."""

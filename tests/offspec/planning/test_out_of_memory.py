@@ -186,6 +186,17 @@ def test_what_ran_out_while_loading_does_not_count_afterwards(
     engine.close()
 
 
+def test_a_target_that_could_not_be_loaded_again_says_so(scarce: Callable[..., Scarce]) -> None:
+    engine = load()
+    scarce(CachedDecoder, "score_rows", {1})
+    scarce(loading, "load_weights", {1, 2})
+    with pytest.raises(MemoryLimitError, match="so it did with fewer layers that stay"):
+        says(engine)
+    with pytest.raises(MemoryLimitError, match="no longer in memory"):
+        says(engine)
+    engine.close()
+
+
 def test_loading_that_fails_twice_is_explained(scarce: Callable[..., Scarce]) -> None:
     scarce(loading, "load_weights", {1, 2})
     with pytest.raises(MemoryLimitError, match="so it did with fewer layers that stay"):
