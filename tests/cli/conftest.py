@@ -63,10 +63,13 @@ def offspec(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _ctrl_c_is_heard() -> None:
-    """A shell that runs the tests in the background has Ctrl-C ignored, which programs started here would inherit."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def _signals_are_heard() -> None:
+    """A shell that runs the tests in the background, and nohup, ignore signals; programs started here would inherit it."""
+    handlers = {"SIGINT": signal.default_int_handler, "SIGHUP": signal.SIG_DFL}
+    for name, handler in handlers.items():
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def start(*args: object, **settings: Any) -> subprocess.Popen[bytes]:

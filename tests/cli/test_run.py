@@ -211,8 +211,8 @@ def test_joint_acceptance_is_marked_lossy(run_args: Sequence[object], offspec: O
 
 def test_joint_acceptance_needs_a_draft_wherever_it_was_looked_for(pair: Pair, offspec: Offspec) -> None:
     args = ("run", pair.target, "hi", "--device", "cpu", "--max-new-tokens", 2, "-q")
-    assert "--draft PATH" in offspec(*args, *JOINT).refusal(2)  # found when the model is loaded
-    assert "--draft none is none" in offspec(*args, *JOINT, "--draft", "none").refusal(2)  # and before
+    for draft in ((), ("--draft", "none"), ("--draft", "lookup")):
+        assert "there is none; give --draft PATH" in offspec(*args, *JOINT, *draft).refusal(2)
 
 
 def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) -> None:
