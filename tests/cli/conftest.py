@@ -64,7 +64,7 @@ def offspec(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(autouse=True, scope="session")
 def _signals_are_heard() -> None:
-    """A shell that runs tests in the background, or nohup, ignores signals; programs started here would inherit that."""
+    """A shell in the background, or nohup, ignores signals; programs that are started here would inherit that."""
     handlers = {"SIGINT": signal.default_int_handler, "SIGHUP": signal.SIG_DFL}
     for name, handler in handlers.items():
         number = getattr(signal, name, None)  # Windows has no SIGHUP
