@@ -49,6 +49,7 @@ from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.names import in_layer
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.probe import plan_here
+from offspec.stats import peak_host_bytes
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -179,7 +180,7 @@ def run_one(folder: Path, ram: int, widths: list[int], repeats: int) -> dict[str
         "pass_s": passes,
         "compute_s": compute,
         "predicted_s": {width: plan.predict_pass_s(rates, width) for width in widths},
-        "peak_rss_bytes": peak_rss_bytes(),
+        "peak_rss_bytes": peak_host_bytes(),
     }
     decoder.weights.close()
     return result
@@ -230,11 +231,6 @@ def timed(decoder: Decoder, width: int, repeats: int) -> float:
 def star(num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Nodes that are all children of the root: tokens, depths, mask."""
     return np.arange(3, num_nodes + 3), np.ones(num_nodes, dtype=np.int64), np.eye(num_nodes, dtype=bool)
-
-
-def peak_rss_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 # ------------------------------------------------------------------------------------------------ all limits

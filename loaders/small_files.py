@@ -20,7 +20,7 @@ MOST_JSON_BYTES = 32 * 2**20
 # tokenizer.json of 256,000 tokens and as many merges, indented, has 33 MiB.
 MOST_TOKENIZER_BYTES = 64 * 2**20
 MOST_TEXT_BYTES = 256 * 2**20  # of texts that a user names, like a file of prompts
-# Nine to a tensor in a header. A value takes some 200 bytes at most, with its place in an object and its key.
+# Nine to a tensor in a header. A value takes some 330 bytes at most, with its text, its place in an object and its key.
 MOST_JSON_VALUES = 2_000_000
 
 PairsHook = Callable[[list[tuple[str, Any]]], Any]

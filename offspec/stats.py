@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -68,7 +69,9 @@ def peak_host_bytes() -> int:
     """The most physical memory this process has held, in bytes."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
+    if sys.platform == "linux":  # getrusage(2) there counts what the parent held before execve(2) as well
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
     import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

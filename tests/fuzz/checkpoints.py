@@ -1,8 +1,8 @@
 """Damaged checkpoints, by number: case N is the same everywhere. Each gives an error of offspec's or the right text.
 
 Right is the text of the undamaged files, as far as the context goes that config.json names, or what transformers makes
-of the damaged ones (a vocabulary may change and still be one). A finding is what takes longer than LONGEST_S or more
-memory than MOST_BYTES, or raises anything else.
+of the damaged ones (a vocabulary may change and still be one). A finding is what takes longer than LONGEST_S, or
+MOST_BYTES more memory than before, or raises anything else.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from unittest.mock import patch
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import OffspecError
 from offspec.loaders.hardware import Rates
+from offspec.stats import peak_host_bytes
 from offspec.text import chat_template
 
-LONGEST_S, MOST_BYTES = 20, 2**30
+LONGEST_S, MOST_BYTES = 20, 2**29
 PROMPT, CHAT = "def area(", [{"role": "user", "content": "hi, what is <|end|> this?"}]
 PARAMS, PLAIN = SamplingParams(6, ignore_eos=True), SpeculationParams(0)
 RIGHT = ("refused", "same", "cut by the context", "as transformers")
@@ -75,21 +76,21 @@ class Said:
 class Findings:
     """outcomes: how many cases ended how. wrong: cases that must not end so, with what was found.
 
-    peak_bytes, longest_s: the most that a case took.
+    most_bytes: the most that a case added to the peak of the process's memory. longest_s: the longest case.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    peak_bytes: int = 0
+    most_bytes: int = 0
     longest_s: float = 0.0
 
-    def add(self, case: str, outcome: str, peak_bytes: int, seconds: float) -> None:
-        self.peak_bytes, self.longest_s = max(self.peak_bytes, peak_bytes), max(self.longest_s, seconds)
+    def add(self, case: str, outcome: str, grown_bytes: int, seconds: float) -> None:
+        self.most_bytes, self.longest_s = max(self.most_bytes, grown_bytes), max(self.longest_s, seconds)
         self.outcomes[kind := outcome.partition(":")[0]] += 1
         if kind not in RIGHT:
             self.wrong.append(f"{case}: {outcome}")
-        if peak_bytes > MOST_BYTES:
-            self.wrong.append(f"{case}: {peak_bytes >> 20} MiB of memory")
+        if grown_bytes > MOST_BYTES:
+            self.wrong.append(f"{case}: {grown_bytes >> 20} MiB of memory")
 
 
 def run_cases(numbers: range, sound: Path, folder: Path) -> Findings:
@@ -110,21 +111,16 @@ def _run_cases(numbers: range, sound: Path, folder: Path) -> Findings:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(sound, folder)
         what = damage(folder, random.Random(number))
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is measured anew
-        began = time.perf_counter()
+        Path("/proc/self/clear_refs").write_text("5")  # where the kernel can, the peak is measured anew
+        began, before = time.perf_counter(), peak_host_bytes()
         outcome = found if isinstance(found := _tried(folder), str) else ""
-        peak, seconds = _peak_bytes(), time.perf_counter() - began
+        grown, seconds = peak_host_bytes() - before, time.perf_counter() - began
         if isinstance(found, Said):  # compared after the measurement, which is of offspec alone
             outcome = _judged(folder, found, expected)
             if what.startswith(NO_TEXT_FILES) and found.chat not in (expected.chat, []):
                 outcome = f"another chat: {found.chat}, not {expected.chat}"
-        findings.add(f"case {number} ({what})", outcome, peak, seconds)
+        findings.add(f"case {number} ({what})", outcome, grown, seconds)
     return findings
-
-
-def _peak_bytes() -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 def damage(folder: Path, chance: random.Random) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +13,11 @@ import click
 import pytest
 
 from offspec.errors import OffspecError
+from offspec.stats import peak_host_bytes
 
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "50"))  # of each test; `FUZZ_CASES=5000 pytest tests/fuzz` takes its time
 DEADLINE_S = 20
-MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 30  # more than before
 ALLOWED = (OffspecError, click.UsageError)
 PIECES = (
     *(b"", b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\n", b"\r\n", b'"', b"\\", b"{", b"}", b"[" * 5000),
@@ -77,6 +77,7 @@ def deadline(seconds: float = DEADLINE_S) -> Iterator[None]:
 
 def judge(what: str, act: Callable[[], object]) -> None:
     """Fails the test for a foreign exception, a hang, an error of several lines, or too much memory."""
+    before = peak_host_bytes()
     try:
         with deadline():
             act()
@@ -85,8 +86,8 @@ def judge(what: str, act: Callable[[], object]) -> None:
             pytest.fail(f"{what}: an error of several lines: {exc!r}")
     except BaseException as exc:  # noqa: BLE001 (a panic of a library in Rust is no Exception)
         pytest.fail(f"{what}: {type(exc).__name__}: {exc}")
-    if (peak := resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) > 2 * MOST_BYTES:  # torch takes its part
-        pytest.fail(f"{what}: {peak} bytes of memory")
+    if (grown := peak_host_bytes() - before) > MOST_BYTES:
+        pytest.fail(f"{what}: {grown} bytes of memory")
 
 
 def fuzz(name: str, file: Path, act: Callable[[], object]) -> None:

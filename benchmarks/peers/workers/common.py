@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -71,10 +70,16 @@ def run(load: Callable[[Job], tuple[Generate, str]]) -> None:
     num_passes = generate(job.prompt, job.num_tokens, emit)
     result.num_passes = num_passes or len(result.arrivals)
     result.read_bytes = disk_bytes() - result.load_read_bytes
-    result.peak_rss_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result.peak_rss_bytes = peak_rss_bytes()
     Path(sys.argv[2]).write_text(json.dumps(asdict(result)))
     sys.stdout.flush()
     os._exit(0)  # some peers leave threads that keep the process, or take it down with a signal
+
+
+def peak_rss_bytes() -> int:
+    """VmHWM of proc_pid_status(5): getrusage(2) would count what the parent held before execve(2) as well."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def disk_bytes() -> int:
