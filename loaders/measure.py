@@ -32,7 +32,9 @@ from .containers import largest_weight_file
 from .formats import StoredWeight, WeightFormat, format_named, linear
 from .formats.core import PackedWeight
 from .formats.process_state import FUSED_ROWS
+from .formats.products import HALF_DTYPES
 from .hardware import Rates, read_memory
+from .product_costs import has_choice, know_products, product_flops
 from .readers import READ_BYTES, FileReader, HostBuffer, align_down
 from .stream import NUM_READERS
 from .units import MIB, format_size
@@ -56,15 +58,16 @@ def measure_rates(
     path: Path,
     *,
     widths: Sequence[int] = WIDTHS,
-    form: str = "nf4",
+    form: str | None = None,
     beside_reads: bool = False,
     seconds: float = 0.5,
     progress: Progress = lambda what: None,
 ) -> Rates:
     """Everything that can be measured here, each for about `seconds`; what fails is None, and `sources` says why.
 
-    path: a file to read, or a folder (see `measure_disk`). widths: rows of the matrix products. form: of the matrices
-    that are unpacked (`measure_dequantise`). beside_reads: measure products and unpacking while `path`, if it is a
+    path: a file to read, or a folder (see `measure_disk`). widths: rows of the matrix products. form: of the matrices,
+    where they are not plain ones of `dtype`; a CPU's products with them are measured as a whole, of a GPU what
+    unpacking takes (None: NF4). beside_reads: measure products and unpacking while `path`, if it is a
     large file, is read as in a pass whose layers come from disk: readers take their share of a CPU, and threads that
     share a matrix wait for the one that was held up. progress is told what is being measured.
     """
@@ -76,6 +79,9 @@ def measure_rates(
 
     def reads() -> AbstractContextManager[None]:
         return reads_in_flight(path) if beside_reads else nullcontext()
+
+    is_packed = form is not None and device.type == "cpu" and has_choice(form)
+    unpacked = form or "nf4"
 
     def attempt(field: str, what: str, measure: Callable[[], tuple[Any, str]]) -> Any:
         progress(what)
@@ -91,10 +97,18 @@ def measure_rates(
             "host_to_device_bytes_per_s", "link", lambda: _host_to_device(device, seconds)
         ),
         memory_bytes_per_s=attempt("memory_bytes_per_s", "memory", lambda: _memory(device, seconds)),
-        matmul_flops=attempt("matmul_flops", "matrix products", lambda: _matmul(device, dtype, widths, seconds, reads))
+        matmul_flops=attempt(
+            "matmul_flops", "matrix products", lambda: _matmul(device, dtype, widths, seconds, reads, form)
+        )
         or {},
         dequantise_elements_per_s=attempt(
-            "dequantise_elements_per_s", form.upper(), lambda: _dequantise(device, dtype, form, seconds, reads)
+            "dequantise_elements_per_s",
+            unpacked.upper(),
+            lambda: (
+                (None, "part of the matrix products")
+                if is_packed
+                else _dequantise(device, dtype, unpacked, seconds, reads)
+            ),
         ),
         sources=sources,
     )
@@ -115,9 +129,14 @@ def _memory(device: torch.device, seconds: float) -> tuple[float, str]:
 
 
 def _matmul(
-    device: torch.device, dtype: torch.dtype, widths: Sequence[int], seconds: float, reads: Reads
+    device: torch.device, dtype: torch.dtype, widths: Sequence[int], seconds: float, reads: Reads, form: str | None
 ) -> tuple[dict[int, float], str]:
     threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
+    form = form or HALF_DTYPES.get(dtype)
+    if device.type == "cpu" and form is not None and has_choice(form):
+        know_products([(form, dtype)])
+        with reads():
+            return product_flops(form, dtype, widths), f"{form}{threads}"
     with reads():
         return measure_matmul(device, dtype, widths, seconds=seconds), f"{_name(dtype)}{threads}"
 

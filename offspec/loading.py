@@ -26,6 +26,7 @@ from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.plan import Plan
 from .planning.probe import (
+    choose_products,
     measure_fused_limits,
     measure_link,
     measure_quick_rates,
@@ -269,6 +270,7 @@ def _load_models(
         limit_memory(plan.placement.limits.device if options.vram is not None else None, device)
     link = measure_link(plan, device)
     notes += explain_plan(plan, link)
+    choose_products([(files, not plan.placement.streamed), *((model, True) for model in opened.models)], device)
     rates = measure_quick_rates(files, device, link)
     notes += measure_fused_limits([files, *opened.models], device)
     settings = LoadSettings(has_far_embedding=True, synchronous=options.synchronous, progress=options.progress)

@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoint import Checkpoint, TensorInfo, fault, reading, show
+from ..kernels.row_product import RowProduct
 from ..params import ConvertParams
 from ..records import ALIGNMENT
+from . import products
 
 DAMAGED = "the checkpoint is damaged, download it again"
 REMEDY = "use the 16-bit checkpoint, a bitsandbytes 4-bit one, or make one with `offspec quantize`"
@@ -66,14 +68,38 @@ Weight: TypeAlias = Tensor | PackedWeight
 
 
 class PackedMatrix:
-    """What most packed weights do: dequantise for each product."""
+    """What most packed weights do: dequantise for each product, unless a kernel was measured to be faster.
+
+    form: what its product's cost is kept under (`products.ProductKind`).
+    """
+
+    form = ""
 
     @property
     def fused_linear(self) -> Product | None:
         return None
 
+    @property
+    def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:
+        """The kernel that multiplies with it as it lies on a CPU, and its parts; None where there is none."""
+        return None
+
     def linear(self: PackedWeight, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-        return F.linear(x, dense(self, x.dtype, scratch), bias)
+        if (found := _chosen_kernel(self, x)) is not None:
+            product, parts = found
+            return products.plus(product(x, parts, self.shape[0]), bias)
+        return linear(x, dense(self, x.dtype, scratch), bias)
+
+
+def _chosen_kernel(matrix: Any, x: Tensor) -> tuple[RowProduct, list[Tensor]] | None:
+    """Where it takes less than dequantising does."""
+    if x.device.type != "cpu" or not x.numel() or (torch.is_grad_enabled() and x.requires_grad):
+        return None
+    kind = products.ProductKind.of(matrix.form, x.dtype, math.prod(matrix.shape))
+    if products.COSTS.way(kind, products.rows_of(x)) != products.KERNEL:
+        return None
+    found: tuple[RowProduct, list[Tensor]] | None = matrix.kernel
+    return found
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
@@ -87,6 +113,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tenso
         bias = bias.clone()  # cuBLASLt may take a kernel for aligned ones (pytorch#194497)
     if not isinstance(weight, Tensor):
         return weight.linear(x, bias, scratch)
+    if weight.device.type == "cpu":
+        return products.multiply(x, weight, bias, scratch)
     if weight.dtype != x.dtype:
         weight = dense(weight, x.dtype, scratch)
     return F.linear(x, weight, bias)

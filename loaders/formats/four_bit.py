@@ -28,6 +28,8 @@ from torch import Tensor
 from offspec.errors import CheckpointError
 
 from ..checkpoint import TensorInfo, show
+from ..kernels.encodings import Blocks, FourBit
+from ..kernels.row_product import RowProduct
 from ..params import QUANT_TYPES, ConvertParams
 from ..records import ALIGNMENT, typed
 from . import core
@@ -46,6 +48,7 @@ from .core import (
 )
 from .plain import PlainWeight
 from .process_state import FUSED_ROWS, bitsandbytes_functional, has_bitsandbytes, one_thread
+from .products import num_lanes
 from .quant_state import QUANT_STATE, QuantStateReader
 
 WRITTEN_BLOCKSIZE = 64  # what transformers quantises with; it has no setting for it
@@ -130,6 +133,25 @@ class Matrix4bit(PackedMatrix):
     @property
     def fused_linear(self) -> Product | None:
         return partial(_fused, self) if can_be_fused(self) else None
+
+    @property
+    def form(self) -> str:  # type: ignore[override]
+        return self.layout.quant_type
+
+    @property
+    def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:
+        layout, nested = self.layout, self.layout.nested
+        product = _product(layout.quant_type, layout.blocksize, 0 if nested is None else nested.blocksize)
+        if product is None or not product.encoding.can_read(self.shape[1]):
+            return None
+        parts = [self.codes, self.absmax]
+        return product, parts if nested is None else [*parts, nested.values, nested.scales, nested.offset_on_device]
+
+
+@cache
+def _product(quant_type: str, blocksize: int, nested_blocksize: int) -> RowProduct | None:
+    lanes = num_lanes()
+    return RowProduct(FourBit(lanes, CODES[quant_type], Blocks(blocksize, nested_blocksize))) if lanes else None
 
 
 def can_be_fused(matrix: Matrix4bit) -> bool:

@@ -12,13 +12,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..checkpoint import TensorInfo
+from ..kernels.encodings import Int8
+from ..kernels.row_product import RowProduct
 from ..records import typed
-from .core import DAMAGED, PackedMatrix, PackedStored, TensorGroup, WeightFormat, tile
+from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, tile
+from .products import num_lanes
 
 _UNIT = 7.874015718698502e-3  # 1/127 as bitsandbytes has it, so that results are equal to the last bit
 _PARTS = re.compile(r"(.+)\.(SCB|weight_format)", re.DOTALL)
@@ -31,6 +35,14 @@ class Int8Matrix(PackedMatrix):
 
     codes: Tensor
     scales: Tensor
+    form = "int8"
+
+    @property
+    def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:
+        product = _product()
+        if product is None or not product.encoding.can_read(self.shape[1]):
+            return None
+        return product, [self.codes, self.scales]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,6 +56,12 @@ class Int8Matrix(PackedMatrix):
             some = slice(first, first + step)
             matrix[some] = (self.codes[some] * self.scales[some, None]).mul_(_UNIT)
         return matrix
+
+
+@cache
+def _product() -> RowProduct | None:
+    lanes = num_lanes()
+    return RowProduct(Int8(lanes, _UNIT)) if lanes else None
 
 
 @dataclass(frozen=True)
@@ -74,6 +92,9 @@ class Int8Format(WeightFormat):
 
     def constant_bytes(self, part: str) -> int:
         return _MAX_CONSTANT_BYTES if part == "weight_format" else 0
+
+    def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> Int8Weight:
+        return Int8Weight(name, shape, (allocate(name, "I8", shape), allocate(f"{name}.SCB", "F32", shape[:1])))
 
     def read(self, group: TensorGroup) -> Int8Weight:
         weight, scales, order = group.weight, group.parts.get("SCB"), group.parts.get("weight_format")

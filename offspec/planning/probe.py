@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import psutil
 import torch
 
 from offspec.loaders.cuda import release_memory
+from offspec.loaders.formats.products import HALF_DTYPES
 from offspec.loaders.hardware import Hardware, Rates
 from offspec.loaders.measure import (
     measure_dequantise,
@@ -16,11 +17,14 @@ from offspec.loaders.measure import (
     measure_host_to_device,
     measure_matmul,
 )
+from offspec.loaders.product_costs import forms_of, know_products, product_flops
 
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import OffspecError
 from .memory import MemoryOptions, MemoryUser
 from .plan import Plan, limits_of, make_plan
+
+LEAST_CHOSEN_BYTES = 256 * 2**20  # of a model's layers
 
 
 def plan_here(target: ModelFiles, features: Sequence[MemoryUser], hardware: Hardware, options: MemoryOptions) -> Plan:
@@ -59,9 +63,29 @@ def measure_link(plan: Plan, device: torch.device) -> float | None:
     return plan.stream_bytes / seconds if seconds else None
 
 
+def choose_products(models: Iterable[tuple[ModelFiles, bool]], device: torch.device) -> None:
+    """On a CPU, have matrices be multiplied in the ways that were measured to be fastest here.
+
+    models: with whether all layers stay. Products are measured in a second at most, once for each machine
+    (`loaders.product_costs`); for small models, whose passes are short anyway, nothing is.
+    """
+    if device.type != "cpu":
+        return
+    forms = set[tuple[str, torch.dtype]]()
+    for model, stays in models:
+        if sum(layer.record.nbytes for layer in model.stored.layers) >= LEAST_CHOSEN_BYTES:
+            forms |= forms_of(model.stored.layers[0].weights.values(), model.dtype, is_kept=stays)
+    know_products(forms)
+
+
 def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: float | None) -> Rates:
     """What `Plan.predict_pass_s` needs, in a quarter of a second and 64 MiB: a first guess of a pass's seconds."""
     form = target.packed_form
+    products = product_flops(form or HALF_DTYPES.get(target.dtype, ""), target.dtype) if device.type == "cpu" else {}
+    if products:
+        return Rates(
+            disk_bytes_per_s=link_bytes_per_s, host_to_device_bytes_per_s=link_bytes_per_s, matmul_flops=products
+        )
     return Rates(
         disk_bytes_per_s=link_bytes_per_s,
         host_to_device_bytes_per_s=link_bytes_per_s,

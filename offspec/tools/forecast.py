@@ -159,7 +159,7 @@ def make_forecast(
         target.dtype,
         largest_weight_file(target.checkpoint.path) or target.checkpoint.path,
         widths=widths,
-        form=target.packed_form or "nf4",
+        form=target.packed_form,
         beside_reads=bool(plan.placement.on_disk) and place.type == "cpu",
         progress=progress,
     )

@@ -1,0 +1,133 @@
+"""LLVM's intermediate representation (IR) as text → functions of this process, and threads to run them on.
+
+llvmlite brings LLVM and needs no compiler on the user's machine. Threads are those of torch's own OpenMP, where torch
+has it under GNU's interface (Linux), since a second set of threads would wait for the first; else they are our own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+
+Worker = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Emitter:
+    """Lines of one IR function; each `op` defines a new name."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._count = 0
+
+    def op(self, text: str) -> str:
+        """An instruction with a result; returns the result's name."""
+        self._count += 1
+        self._lines.append(f"  %v{self._count} = {text}")
+        return f"%v{self._count}"
+
+    def do(self, text: str) -> None:
+        """An instruction without a result, or with a name of its own."""
+        self._lines.append(f"  {text}")
+
+    def label(self, name: str) -> None:
+        self._lines.append(f"{name}:")
+
+    def address(self, base: str, offset: str, item: str = "i8") -> str:
+        """The address of item number `offset` behind `base`."""
+        return self.op(f"getelementptr {item}, ptr {base}, i64 {offset}")
+
+    def function(self, head: str) -> str:
+        """The whole function; head: its define without the body."""
+        return head + " {\n" + "\n".join(self._lines) + "\n}\n"
+
+
+@cache
+def instructions() -> frozenset[str]:
+    """Vector instructions that kernels may use: what the CPU has, as far as torch was not told to do without.
+
+    Empty where there can be no kernels: another kind of CPU, or no llvmlite. Of avx2, avx512 and avx512_bf16 each
+    implies those before it. What hides instructions from torch (`ATEN_CPU_CAPABILITY`) or from oneDNN
+    (`ONEDNN_MAX_CPU_ISA`) hides them from kernels, too.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return frozenset()
+    capability, features = torch.backends.cpu.get_cpu_capability(), _host_features()
+    if not os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper().startswith(("AVX512", "AVX10", "DEFAULT", "ALL")):
+        capability = min(capability, "AVX2")
+    found = set[str]()
+    if capability in ("AVX2", "AVX512") and features.get("avx2") and features.get("fma") and features.get("f16c"):
+        found.add("avx2")
+        if capability == "AVX512" and all(features.get(name) for name in ("avx512f", "avx512bw", "avx512vl")):
+            found.add("avx512")
+            if features.get("avx512bf16"):
+                found.add("avx512_bf16")
+    return frozenset(found)
+
+
+def _host_features() -> Mapping[str, bool]:
+    try:
+        from llvmlite import binding
+    except (ImportError, OSError):
+        return {}
+    return dict(binding.get_host_cpu_features())
+
+
+def compile_ir(text: str, name: str) -> Callable[..., None]:
+    """The function `name` (of one address: a `Worker`) of a module, for `instructions()` only. Takes some 0.1 s.
+
+    Raises RuntimeError where LLVM does not accept the text.
+    """
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    features = binding.get_host_cpu_features()
+    if "avx512" not in instructions():
+        features.update({feature: False for feature in features if feature.startswith("avx512")})
+    machine = binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=features.flatten(), opt=3
+    )
+    module = binding.parse_assembly(text)
+    module.verify()
+    options = binding.create_pipeline_tuning_options(speed_level=2)
+    passes = binding.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    engine = binding.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    worker = Worker(engine.get_function_address(name))
+    worker.engine = engine  # type: ignore[attr-defined]  # lives as long as the function
+    return worker
+
+
+def run_on_threads(worker: Callable[..., None], job: ctypes.Array[ctypes.c_int64]) -> None:
+    """`worker(job)` on each of torch's threads at once; they share the job's work among themselves."""
+    num_threads, parallel = torch.get_num_threads(), _gnu_parallel()
+    if num_threads == 1:
+        worker(job)
+    elif parallel is not None:
+        parallel(worker, job, num_threads, 0)
+    else:
+        list(_pool(num_threads).map(worker, [job] * num_threads))
+
+
+@cache
+def _gnu_parallel() -> Callable[..., None] | None:
+    """`GOMP_parallel` of the OpenMP library that torch loaded; None where there is none of that interface."""
+    try:
+        function = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    function.argtypes = (Worker, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    function.restype = None
+    return function
+
+
+@cache
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="kernel")

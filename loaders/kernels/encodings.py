@@ -1,0 +1,198 @@
+"""How weights lie in memory, for kernels: each encoding writes the instructions that make fp32 vectors of them.
+
+A kernel goes along a row of a matrix [N, K] in steps of `step` weights. The vectors that an encoding makes of one step
+may hold its weights in another order; `interleave` says in which, and the other factor is laid out alike.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .compiler import Emitter
+
+Row = tuple[str, ...]  # names of what an encoding has computed of one row of the matrix
+
+
+class Encoding(ABC):
+    """One way in which weights lie, for vectors of `lanes` numbers.
+
+    step: weights a step. interleave: of each interleave · lanes weights the vectors hold every interleave-th, so that
+    vector 0 begins with weights 0 and `interleave`. most_direct: rows up to which unpacking
+    anew for every few rows takes less time than a panel. declarations: of the functions that its instructions call.
+    """
+
+    step: int
+    interleave = 1
+    most_direct = 16
+    declarations = ""
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes, self.vector = lanes, f"<{lanes} x float>"
+
+    def can_read(self, num_columns: int) -> bool:
+        """Whether rows of so many weights are whole steps."""
+        return num_columns % self.step == 0
+
+    @abstractmethod
+    def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
+        """What is the same for all steps of row `index`. parts: addresses of what the matrix consists of."""
+
+    @abstractmethod
+    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> list[str]:
+        """step / lanes fp32 vectors of the weights from `column` on."""
+
+    def start(self, e: Emitter, base: str, index: str, row_bytes: str) -> str:
+        """The address of row `index`, for a row's bytes."""
+        return e.address(base, e.op(f"mul i64 {index}, {row_bytes}"))
+
+
+class Float16(Encoding):
+    """bf16 or fp16, row after row."""
+
+    most_direct = 64
+
+    def __init__(self, lanes: int, dtype: str) -> None:
+        """dtype: bf16 or fp16."""
+        super().__init__(lanes)
+        self.step, self._is_bf16 = 4 * lanes, dtype == "bf16"
+
+    def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
+        return (self.start(e, parts[0], index, e.op(f"mul i64 {num_columns}, 2")),)
+
+    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> list[str]:
+        found, n = [], self.lanes
+        for first in range(0, self.step, n):
+            place = e.address(row[0], e.op(f"add i64 {column}, {first}"), "i16")
+            if self._is_bf16:  # the upper half of an fp32
+                halves = e.op(f"load <{n} x i16>, ptr {place}, align 1")
+                wide = e.op(f"zext <{n} x i16> {halves} to <{n} x i32>")
+                bits = e.op(f"shl <{n} x i32> {wide}, splat (i32 16)")
+                found.append(e.op(f"bitcast <{n} x i32> {bits} to {self.vector}"))
+            else:
+                halves = e.op(f"load <{n} x half>, ptr {place}, align 1")
+                found.append(e.op(f"fpext <{n} x half> {halves} to {self.vector}"))
+        return found
+
+
+class Int8(Encoding):
+    """Integers of 8 bit, row after row, times `unit` and a scale for each row (parts: codes, fp32 scales [N])."""
+
+    most_direct = 32
+
+    def __init__(self, lanes: int, unit: float) -> None:
+        super().__init__(lanes)
+        self.step, self._unit = 4 * lanes, unit
+
+    def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
+        scale = e.op(f"load float, ptr {e.address(parts[1], index, 'float')}, align 4")
+        scale = e.op(f"fmul float {scale}, {constant(self._unit)}")
+        return self.start(e, parts[0], index, num_columns), splat(e, scale, self.lanes)
+
+    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> list[str]:
+        found, n = [], self.lanes
+        for first in range(0, self.step, n):
+            place = e.address(row[0], e.op(f"add i64 {column}, {first}"))
+            codes = e.op(f"load <{n} x i8>, ptr {place}, align 1")
+            numbers = e.op(f"sitofp <{n} x i8> {codes} to {self.vector}")
+            found.append(e.op(f"fmul {self.vector} {numbers}, {row[1]}"))
+        return found
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Scales of a `FourBit` matrix. size: weights a scale. outer_size: scales that share an outer one, where they are
+    codes of 8 bit themselves; 0 where they are fp32.
+    """
+
+    size: int
+    outer_size: int = 0
+
+
+class FourBit(Encoding):
+    """Two codes a byte, high one first, each standing for one of 16 values, times a scale for each block.
+
+    parts: codes uint8 [N · K / 2]; scales fp32 [blocks], or codes of them uint8 [blocks], the values of these codes
+    fp32 [256], the outer scales fp32, and what is added to each scale, fp32 [1].
+    """
+
+    interleave = 2
+
+    def __init__(self, lanes: int, values: Sequence[float], blocks: Blocks) -> None:
+        super().__init__(lanes)
+        self.step, self._values, self._blocks = 4 * lanes, values, blocks
+        if lanes == 16:
+            self.declarations = "declare <16 x float> @llvm.x86.avx512.permvar.sf.512(<16 x float>, <16 x i32>)\n"
+        else:
+            self.declarations = "declare <8 x float> @llvm.x86.avx2.permps(<8 x float>, <8 x i32>)\n"
+
+    def can_read(self, num_columns: int) -> bool:
+        return num_columns % self._blocks.size == 0 and self._blocks.size % self.step == 0
+
+    def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
+        return (e.op(f"mul i64 {index}, {num_columns}"),)
+
+    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> list[str]:
+        found, n = [], self.lanes
+        first = e.op(f"add i64 {row[0]}, {column}")
+        scale = splat(e, self._scale(e, parts, e.op(f"udiv i64 {first}, {self._blocks.size}")), n)
+        place = e.address(parts[0], e.op(f"lshr i64 {first}, 1"))
+        for half in (0, n):
+            codes = e.op(f"load <{n} x i8>, ptr {e.address(place, str(half))}, align 1")
+            low = e.op(f"zext <{n} x i8> {codes} to <{n} x i32>")  # what is above its four bits is not looked at
+            high = e.op(f"lshr <{n} x i32> {low}, splat (i32 4)")
+            found += [e.op(f"fmul {self.vector} {self._look_up(e, code)}, {scale}") for code in (high, low)]
+        return found
+
+    def _scale(self, e: Emitter, parts: Sequence[str], block: str) -> str:
+        if not self._blocks.outer_size:
+            return e.op(f"load float, ptr {e.address(parts[1], block, 'float')}, align 4")
+        code = e.op(f"zext i8 {e.op(f'load i8, ptr {e.address(parts[1], block)}')} to i64")
+        value = e.op(f"load float, ptr {e.address(parts[2], code, 'float')}, align 4")
+        outer = e.op(f"udiv i64 {block}, {self._blocks.outer_size}")
+        outer = e.op(f"load float, ptr {e.address(parts[3], outer, 'float')}, align 4")
+        offset = e.op(f"load float, ptr {parts[4]}, align 4")
+        return e.op(f"fadd float {e.op(f'fmul float {value}, {outer}')}, {offset}")
+
+    def _look_up(self, e: Emitter, codes: str) -> str:
+        """The values [lanes] of codes i32 [lanes], by their lowest four bits."""
+        if self.lanes == 16:
+            table = self._table(self._values)
+            return e.op(f"call <16 x float> @llvm.x86.avx512.permvar.sf.512(<16 x float> {table}, <16 x i32> {codes})")
+        look_up = "call <8 x float> @llvm.x86.avx2.permps(<8 x float> {}, <8 x i32> {})"
+        lower, upper = (e.op(look_up.format(self._table(half), codes)) for half in (self._values[:8], self._values[8:]))
+        bit = e.op(f"shl <8 x i32> {codes}, splat (i32 28)")  # the fourth, where a sign is
+        is_upper = e.op(f"icmp slt <8 x i32> {bit}, zeroinitializer")
+        return e.op(f"select <8 x i1> {is_upper}, <8 x float> {upper}, <8 x float> {lower}")
+
+    def _table(self, values: Sequence[float]) -> str:
+        return "<" + ", ".join(f"float {constant(value)}" for value in values) + ">"
+
+
+class Unpacked(Encoding):
+    """fp32, `stride` weights a row: what other encodings are unpacked to where there are many rows."""
+
+    def __init__(self, lanes: int, stride: int) -> None:
+        super().__init__(lanes)
+        self.step, self._stride = 4 * lanes, stride
+
+    def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
+        return (self.start(e, parts[0], index, str(4 * self._stride)),)
+
+    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> list[str]:
+        places = [e.op(f"add i64 {column}, {first}") for first in range(0, self.step, self.lanes)]
+        return [e.op(f"load {self.vector}, ptr {e.address(row[0], place, 'float')}, align 4") for place in places]
+
+
+def splat(e: Emitter, number: str, lanes: int) -> str:
+    """A vector of one fp32 number."""
+    one = e.op(f"insertelement <{lanes} x float> poison, float {number}, i64 0")
+    return e.op(f"shufflevector <{lanes} x float> {one}, <{lanes} x float> poison, <{lanes} x i32> zeroinitializer")
+
+
+def constant(value: float) -> str:
+    """An fp32 constant: LLVM writes the bits of the double that equals it."""
+    (single,) = struct.unpack("<f", struct.pack("<f", value))
+    return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"

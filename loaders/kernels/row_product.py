@@ -1,0 +1,282 @@
+"""The product of rows with a matrix in some encoding, written for as many rows at a time as registers hold.
+
+Threads take chunks of the matrix's rows until none is left, so one that is held up by other work does not make the
+others wait. For few rows of x (`Encoding.most_direct`) weights are unpacked in registers as they come from memory, at
+memory's speed. For more, a chunk's weights are unpacked once, part by part along K, to a panel that a core's cache
+holds, and the panel is multiplied with all rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .compiler import Emitter, compile_ir, run_on_threads
+from .encodings import Encoding, Unpacked
+
+FEW_TILE_ROWS = 4
+CHUNK_BYTES = 2**17  # of weights that a thread takes at a time then
+PANEL_ROWS, PANEL_COLUMNS = 48, 1024  # 192 KiB; beside it six rows of x are 24 KiB, which a first-level cache holds
+PANEL_TILE_ROWS = 6
+MOST_PARTS = 5
+
+_PARTS = ", ".join(f"ptr %part{i}" for i in range(MOST_PARTS))
+_NONE = ", ".join(["ptr null"] * (MOST_PARTS - 1))
+_BLOCK = (
+    f"ptr noalias %x, ptr noalias %out, {_PARTS}, "
+    "i64 %first, i64 %last, i64 %width, i64 %columns, i64 %outputs, i1 %add"
+)
+_BLOCK_NAMES = _BLOCK.replace("noalias ", "")
+
+# A job is 64-bit words: addresses of x, the result and the panels; N, K, R; rows of a chunk; the next chunk and the
+# next panel, which threads count up; the addresses of the matrix's parts.
+_JOB_WORDS = 9
+_WORKER = f"""
+define void @worker(ptr %job) {{
+entry:
+  {{loads}}
+  %own = atomicrmw add ptr %at8, i64 1 seq_cst
+  %own_start = mul i64 %own, {PANEL_ROWS * PANEL_COLUMNS}
+  %panel = getelementptr float, ptr %panels, i64 %own_start
+  %has_few = icmp sle i64 %rows, {{few}}
+  br label %next
+next:
+  %first = atomicrmw add ptr %at7, i64 %chunk seq_cst
+  %is_left = icmp slt i64 %first, %outputs
+  br i1 %is_left, label %begin, label %end
+begin:
+  %behind = add i64 %first, %chunk
+  %last = call i64 @llvm.smin.i64(i64 %behind, i64 %outputs)
+  br i1 %has_few, label %few, label %part
+few:
+  %few_row = phi i64 [ 0, %begin ], [ %few_next, %few ]
+  %few_left = sub i64 %rows, %few_row
+  %few_x = mul i64 %few_row, %columns
+  %few_x_own = getelementptr float, ptr %x, i64 %few_x
+  %few_out = mul i64 %few_row, %outputs
+  %few_out_own = getelementptr float, ptr %out, i64 %few_out
+  call void @few(i64 %few_left, ptr %few_x_own, ptr %few_out_own, {_PARTS}, i64 %first, i64 %last, i64 %columns, i64 %columns, i64 %outputs, i1 0)
+  %few_next = add i64 %few_row, {FEW_TILE_ROWS}
+  %few_more = icmp slt i64 %few_next, %rows
+  br i1 %few_more, label %few, label %next
+part:
+  %column = phi i64 [ 0, %begin ], [ %stop, %part_end ]
+  %full = add i64 %column, {PANEL_COLUMNS}
+  %stop = call i64 @llvm.smin.i64(i64 %full, i64 %columns)
+  %width = sub i64 %stop, %column
+  %add = icmp sgt i64 %column, 0
+  call void @unpack(ptr %panel, {_PARTS}, i64 %first, i64 %last, i64 %column, i64 %width, i64 %columns)
+  %chunk_rows = sub i64 %last, %first
+  br label %tile
+tile:
+  %row = phi i64 [ 0, %part ], [ %next_row, %tile ]
+  %left = sub i64 %rows, %row
+  %x_row = mul i64 %row, %columns
+  %x_start = add i64 %x_row, %column
+  %x_own = getelementptr float, ptr %x, i64 %x_start
+  %out_row = mul i64 %row, %outputs
+  %out_start = add i64 %out_row, %first
+  %out_own = getelementptr float, ptr %out, i64 %out_start
+  call void @panel(i64 %left, ptr %x_own, ptr %out_own, ptr %panel, {_NONE}, i64 0, i64 %chunk_rows, i64 %width, i64 %columns, i64 %outputs, i1 %add)
+  %next_row = add i64 %row, {PANEL_TILE_ROWS}
+  %is_more = icmp slt i64 %next_row, %rows
+  br i1 %is_more, label %tile, label %part_end
+part_end:
+  %is_wider = icmp slt i64 %stop, %columns
+  br i1 %is_wider, label %part, label %next
+end:
+  ret void
+}}
+"""  # noqa: E501 (instructions)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of x and rows of the matrix whose products are in registers together."""
+
+    rows: int
+    outputs: int
+
+
+class RowProduct:
+    """x [R, K] times a matrix [N, K] that lies in `encoding`; compiled at its first use."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self.encoding = encoding
+        self._lock = threading.Lock()
+        self._compiled: Callable[..., None] | None = None
+
+    def prepare(self) -> None:
+        """Compile it, unless it is."""
+        with self._lock:
+            if self._compiled is None:
+                self._compiled = compile_ir(self.source, "worker")
+
+    def __call__(self, x: Tensor, parts: Sequence[Tensor], num_outputs: int) -> Tensor:
+        """x [..., K] on the CPU, parts: what the matrix consists of (see the encoding) → [..., N] in x's dtype.
+
+        The sums are fp32, rounded to x's dtype at the end. K must be one that the encoding `can_read`.
+        """
+        num_columns = x.shape[-1]
+        rows = self._laid_out(x.reshape(-1, num_columns))
+        out, num_rows = torch.empty(rows.shape[0], num_outputs), rows.shape[0]
+        chunk, panels = max(4, CHUNK_BYTES * num_outputs // parts[0].nbytes // 4 * 4), out
+        if num_rows > self.encoding.most_direct:
+            chunk, panels = PANEL_ROWS, torch.empty(torch.get_num_threads() * PANEL_ROWS * PANEL_COLUMNS)
+        words = [tensor.data_ptr() for tensor in (rows, out, panels)]
+        words += [num_outputs, num_columns, num_rows, chunk, 0, 0, *(part.data_ptr() for part in parts)]
+        self.prepare()
+        assert self._compiled is not None
+        run_on_threads(self._compiled, (ctypes.c_int64 * (_JOB_WORDS + MOST_PARTS))(*words))
+        return out.to(x.dtype).view(*x.shape[:-1], num_outputs)
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        """fp32 [R, K], each row in the order in which the encoding has the weights."""
+        if (apart := self.encoding.interleave) > 1:
+            x = x.reshape(x.shape[0], -1, self.encoding.lanes, apart).transpose(2, 3)
+        return x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+
+    # ---------------------------------------------------------------------------------------- the text
+
+    @property
+    def source(self) -> str:
+        """The module that is compiled."""
+        lanes, vector = self.encoding.lanes, self.encoding.vector
+        few = [Tile(rows, 4 if lanes == 16 or rows <= 2 else 2) for rows in range(1, FEW_TILE_ROWS + 1)]
+        panel = [Tile(rows, 4 if lanes == 16 else 2) for rows in range(1, PANEL_TILE_ROWS + 1)]
+        return "".join(
+            (
+                self.encoding.declarations,
+                f"declare {vector} @llvm.fma.v{lanes}f32({vector}, {vector}, {vector})\n",
+                f"declare float @llvm.vector.reduce.fadd.v{lanes}f32(float, {vector})\n",
+                "declare i64 @llvm.smin.i64(i64, i64)\n",
+                _product("few", self.encoding, few),
+                _product("panel", Unpacked(lanes, PANEL_COLUMNS), panel),
+                _unpack(self.encoding),
+                _worker(self.encoding.most_direct),
+            )
+        )
+
+
+def _worker(few: int) -> str:
+    loads, names = list[str](), ("x", "out", "panels", "outputs", "columns", "rows", "chunk")
+    places = [*enumerate(names), (7, None), (8, None), *((_JOB_WORDS + i, f"part{i}") for i in range(MOST_PARTS))]
+    for place, name in places:
+        loads.append(f"%at{place} = getelementptr i64, ptr %job, i64 {place}")
+        if name is not None:
+            kind = "i64" if name in ("outputs", "columns", "rows", "chunk") else "ptr"
+            loads.append(f"%{name} = load {kind}, ptr %at{place}")
+    return _WORKER.replace("{loads}", "\n  ".join(loads)).replace("{few}", str(few))
+
+
+def _product(name: str, encoding: Encoding, tiles: Sequence[Tile]) -> str:
+    """A function of as many rows of x as the largest tile has, or `%rows` if these are fewer."""
+    text = "".join(_block(name, encoding, tile) for tile in dict.fromkeys((*tiles, Tile(1, 1))))
+    e = Emitter()
+    cases = " ".join(f"i64 {tile.rows}, label %rows{tile.rows}" for tile in tiles[:-1])
+    e.do(f"switch i64 %rows, label %rows{tiles[-1].rows} [ {cases} ]")
+    for tile in tiles:
+        e.label(f"rows{tile.rows}")
+        done = e.op(f"call i64 @{name}_{tile.rows}_{tile.outputs}({_BLOCK_NAMES})")
+        for i in range(tile.rows):  # what is left, fewer than a tile has
+            x = e.address("%x", e.op(f"mul i64 %columns, {i}"), "float")
+            out = e.address("%out", e.op(f"mul i64 %outputs, {i}"), "float")
+            rest = _BLOCK_NAMES.replace("%first", done).replace("%x", x, 1).replace("%out", out, 1)
+            e.op(f"call i64 @{name}_1_1({rest})")
+        e.do("ret void")
+    return text + e.function(f"define internal void @{name}(i64 %rows, {_BLOCK})")
+
+
+def _block(name: str, encoding: Encoding, tile: Tile) -> str:
+    """Products of `tile.rows` rows of x with rows first .. last of the matrix, `tile.outputs` at a time while there are
+    as many; returns the first that is left. add: to what the result holds.
+    """
+    e, vector, lanes = Emitter(), encoding.vector, encoding.lanes
+    sums = [(i, j, u) for i in range(tile.rows) for j in range(tile.outputs) for u in range(_chains(tile))]
+    parts = [f"%part{i}" for i in range(MOST_PARTS)]
+    e.label("entry")
+    e.do("br label %outputs_loop")
+    e.label("outputs_loop")
+    e.do("%output = phi i64 [ %first, %entry ], [ %next_output, %store ]")
+    e.do(f"%next_output = add i64 %output, {tile.outputs}")
+    e.do(f"br i1 {e.op('icmp sle i64 %next_output, %last')}, label %rows_begin, label %end")
+    e.label("rows_begin")
+    indices = [e.op(f"add i64 %output, {j}") for j in range(tile.outputs)]
+    matrix = [encoding.row(e, parts, index, "%columns") for index in indices]
+    xs = [e.address("%x", e.op(f"mul i64 %columns, {i}"), "float") for i in range(tile.rows)]
+    e.do("br label %step")
+    e.label("step")
+    e.do("%column = phi i64 [ 0, %rows_begin ], [ %next_column, %step ]")
+    for i, j, u in sums:
+        e.do(f"%sum{i}_{j}_{u} = phi {vector} [ zeroinitializer, %rows_begin ], [ %new{i}_{j}_{u}, %step ]")
+    _step(e, encoding, tile, [encoding.vectors(e, parts, row, "%column") for row in matrix], xs)
+    e.do(f"%next_column = add i64 %column, {encoding.step}")
+    e.do(f"br i1 {e.op('icmp slt i64 %next_column, %width')}, label %step, label %store")
+    e.label("store")
+    for i, j, u in sums:
+        if u == 0:
+            total = f"%new{i}_{j}_0"
+            for other in range(1, _chains(tile)):
+                total = e.op(f"fadd {vector} {total}, %new{i}_{j}_{other}")
+            number = e.op(f"call reassoc float @llvm.vector.reduce.fadd.v{lanes}f32(float -0.0, {vector} {total})")
+            place = e.address("%out", e.op(f"add i64 {e.op(f'mul i64 %outputs, {i}')}, {indices[j]}"), "float")
+            before = e.op(f"select i1 %add, float {e.op(f'load float, ptr {place}, align 4')}, float -0.0")
+            e.do(f"store float {e.op(f'fadd float {number}, {before}')}, ptr {place}, align 4")
+    e.do("br label %outputs_loop")
+    e.label("end")
+    e.do("ret i64 %output")
+    return e.function(f"define internal i64 @{name}_{tile.rows}_{tile.outputs}({_BLOCK})")
+
+
+def _chains(tile: Tile) -> int:
+    """Sums for each product, so that one addition need not wait for the one before."""
+    return 4 if tile.rows * tile.outputs == 1 else 2 if tile.rows == 1 else 1
+
+
+def _step(e: Emitter, encoding: Encoding, tile: Tile, weights: Sequence[Sequence[str]], xs: Sequence[str]) -> None:
+    """One step along K: what is added to each sum."""
+    vector, fma = encoding.vector, f"@llvm.fma.v{encoding.lanes}f32"
+    new: dict[tuple[int, int, int], str] = {}
+    for part in range(encoding.step // encoding.lanes):
+        place = e.op(f"add i64 %column, {part * encoding.lanes}")
+        factors = [e.op(f"load {vector}, ptr {e.address(x, place, 'float')}, align 4") for x in xs]
+        for i in range(tile.rows):
+            for j in range(tile.outputs):
+                u = part % _chains(tile)
+                before = new.get((i, j, u), f"%sum{i}_{j}_{u}")
+                product = f"{vector} {weights[j][part]}, {vector} {factors[i]}, {vector} {before}"
+                new[i, j, u] = e.op(f"call {vector} {fma}({product})")
+    for (i, j, u), value in new.items():
+        e.do(f"%new{i}_{j}_{u} = bitcast {vector} {value} to {vector}")
+
+
+def _unpack(encoding: Encoding) -> str:
+    """Rows first .. last of the matrix, `%width` columns from `%start` on, to a panel."""
+    e, parts = Emitter(), [f"%part{i}" for i in range(MOST_PARTS)]
+    e.label("entry")
+    e.do("br label %row")
+    e.label("row")
+    e.do("%index = phi i64 [ %first, %entry ], [ %next_index, %row_end ]")
+    row = encoding.row(e, parts, "%index", "%columns")
+    start = e.op(f"mul i64 {e.op('sub i64 %index, %first')}, {PANEL_COLUMNS}")
+    e.do("br label %step")
+    e.label("step")
+    e.do("%done = phi i64 [ 0, %row ], [ %next_done, %step ]")
+    found = encoding.vectors(e, parts, row, e.op("add i64 %start, %done"))
+    for part, weights in enumerate(found):
+        place = e.op(f"add i64 {e.op(f'add i64 {start}, %done')}, {part * encoding.lanes}")
+        e.do(f"store {encoding.vector} {weights}, ptr {e.address('%panel', place, 'float')}, align 4")
+    e.do(f"%next_done = add i64 %done, {encoding.step}")
+    e.do(f"br i1 {e.op('icmp slt i64 %next_done, %width')}, label %step, label %row_end")
+    e.label("row_end")
+    e.do("%next_index = add i64 %index, 1")
+    e.do(f"br i1 {e.op('icmp slt i64 %next_index, %last')}, label %row, label %end")
+    e.label("end")
+    e.do("ret void")
+    head = f"ptr noalias %panel, {_PARTS}, i64 %first, i64 %last, i64 %start, i64 %width, i64 %columns"
+    return e.function(f"define internal void @unpack({head})")

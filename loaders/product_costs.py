@@ -1,0 +1,264 @@
+"""What each way to multiply takes on this machine's CPU: measured once, in less than a second, and kept in a file.
+
+The file lies in the user's cache folder, one for each CPU, version of torch and number of threads; without it, or where
+it cannot be written, each process measures anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+import platform
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from .checkpoint import DTYPE_BYTES, TensorInfo
+from .formats import StoredWeight, Weight, format_named, linear
+from .formats.core import PackedMatrix
+from .formats.products import (
+    COSTS,
+    HALF_DTYPES,
+    KERNEL,
+    TILES,
+    TORCH,
+    ProductKind,
+    Seconds,
+    WayCosts,
+    half_product,
+    num_lanes,
+)
+from .kernels.compiler import instructions
+from .kernels.row_product import RowProduct
+from .small_files import parse_json, read_small_file
+
+ROWS = (1, 4, 16, 64, 256)
+SHAPES = {True: (4096, 2048), False: (512, 2048)}  # of a large matrix and a small one
+CACHE_BYTES = 64 * 2**20  # of matrices that take turns, so that no cache holds them
+HOPELESS, HOPELESS_ROWS = 4, 16  # what takes so many times the best for so many rows is not tried for more
+_REVISION = 1  # of what a file says; a file of another is not read
+_POINT_S, _LEAST_RUNS = 0.012, 2
+_NOW_ROWS, _NOW_S = 16, 0.05
+_CPU = torch.device("cpu")
+
+
+def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = False) -> None:
+    """Have `formats.linear` take the fastest ways for weights of these forms and rows of these dtypes, on the CPU.
+
+    They are read from the file, or measured; anew: measured in any case.
+    """
+    wanted = {
+        ProductKind(form, dtype, is_large) for form, dtype in forms if has_choice(form) for is_large in (True, False)
+    }
+    stored = {} if anew else _read()
+    for kind in wanted:
+        if not anew and COSTS.get(kind) is None and str(kind) in stored:
+            COSTS.set(kind, stored[str(kind)])
+    missing = [kind for kind in wanted if anew or COSTS.get(kind) is None]
+    for kind in missing:
+        COSTS.set(kind, measure_ways(kind))
+    if missing:
+        _write({**_read(), **{str(kind): costs for kind in missing if (costs := COSTS.get(kind)) is not None}})
+
+    kernels = {kind.form for kind in wanted if (costs := COSTS.get(kind)) and KERNEL in map(costs.way, ROWS)}
+    for product in filter(None, map(_kernel, kernels)):
+        threading.Thread(target=product.prepare, name="compile", daemon=True).start()  # while weights are read
+
+
+def product_flops(form: str, dtype: torch.dtype, widths: Sequence[int] = ROWS) -> dict[int, float]:
+    """Rows → FLOP/s of products with large matrices of a form, in the fastest way, unpacking counted; {} if unknown.
+
+    What was measured when the machine had nothing else to do, divided by what it is slower now.
+    """
+    kind = ProductKind(form, dtype, is_large=True)
+    costs = COSTS.get(kind)
+    if costs is None:
+        return {}
+    slower = max(1.0, _typical_s(kind) / costs.least(_NOW_ROWS))
+    return {width: 2 * width / costs.least(width) / slower for width in widths}
+
+
+def form_of(stored_dtype: str) -> str:
+    """What products call weights that `StoredWeight.dtype` calls so."""
+    return {"BF16": "bf16", "F16": "fp16"}.get(stored_dtype, stored_dtype)
+
+
+def forms_of(stored: Iterable[StoredWeight], dtype: torch.dtype, *, is_kept: bool) -> set[tuple[str, torch.dtype]]:
+    """(form, dtype of the rows) of the products with these matrices; is_kept: what is not packed stays in `dtype`."""
+    found = set[tuple[str, torch.dtype]]()
+    for weight in stored:
+        if len(weight.shape) == 2 and (weight.is_packed or not is_kept or weight.is_kept_as_read(dtype)):
+            found.add((form_of(weight.dtype), dtype))
+            if weight.is_packed and dtype in HALF_DTYPES:  # what it is unpacked to
+                found.add((HALF_DTYPES[dtype], dtype))
+    return found
+
+
+def has_choice(form: str) -> bool:
+    """Whether there are several ways to multiply with weights of a form here."""
+    return form in HALF_DTYPES.values() or _kernel(form) is not None
+
+
+def _kernel(form: str) -> RowProduct | None:
+    """The kernel for weights of a form; None where there is none."""
+    dtype = next((dtype for dtype, name in HALF_DTYPES.items() if name == form), None)
+    if dtype is not None:
+        return half_product(dtype)
+    weight = sample(form, (64, 256)) if num_lanes() else None
+    found = weight.kernel if isinstance(weight, PackedMatrix) else None
+    return None if found is None else found[0]
+
+
+def sample(form: str, shape: tuple[int, int]) -> Weight | None:
+    """A matrix of a form with ordinary numbers; None for a form that cannot be sized."""
+    dtype = next((dtype for dtype, name in HALF_DTYPES.items() if name == form), None)
+    if dtype is not None:
+        row = torch.randn(shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+        return row.expand(shape).contiguous()
+    stored = format_named(form).sized(form, "weight", shape, _nowhere)
+    return None if stored is None else stored.sample(_CPU)
+
+
+def _nowhere(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    """A tensor of no file."""
+    return TensorInfo(name, dtype, shape, Path(), 0, DTYPE_BYTES[dtype] * math.prod(shape))
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+
+
+def measure_ways(kind: ProductKind) -> WayCosts:
+    """What each way takes for products of one kind."""
+    shape = SHAPES[kind.is_large]
+    matrices = _matrices(kind.form, shape)
+    scratch = torch.empty(shape[0] * shape[1], dtype=kind.dtype)
+    found: dict[str, dict[int, float]] = {way: {} for way in _ways(kind.form)}
+    trying = list(found)
+    for num_rows in ROWS:
+        rows = _rows(num_rows, shape[1], kind.dtype)
+        for way in trying:
+            found[way][num_rows] = _seconds(way, rows, matrices, scratch) / (shape[0] * shape[1])
+        best = min(found[way][num_rows] for way in trying)
+        if num_rows >= HOPELESS_ROWS:
+            trying = [way for way in trying if found[way][num_rows] < HOPELESS * best]
+    return WayCosts(found)
+
+
+def _typical_s(kind: ProductKind) -> float:
+    """Seconds for each weight of products with _NOW_ROWS rows, as other programs let them be now."""
+    shape = SHAPES[True]
+    matrices = itertools.cycle(_matrices(kind.form, shape))
+    rows, scratch = _rows(_NOW_ROWS, shape[1], kind.dtype), torch.empty(shape[0] * shape[1], dtype=kind.dtype)
+    linear(rows, next(matrices), None, scratch)
+    began, times = time.perf_counter(), list[float]()
+    while len(times) < _LEAST_RUNS or time.perf_counter() - began < _NOW_S:
+        before = time.perf_counter()
+        linear(rows, next(matrices), None, scratch)
+        times.append(time.perf_counter() - before)
+    return median(times) / (shape[0] * shape[1])
+
+
+def _matrices(form: str, shape: tuple[int, int]) -> list[Weight]:
+    """As many as no cache holds."""
+    num_bytes = shape[0] * shape[1] * (2 if form in HALF_DTYPES.values() else 1)
+    made = [sample(form, shape) for _ in range(max(2, CACHE_BYTES // num_bytes))]
+    return [matrix for matrix in made if matrix is not None]
+
+
+def _rows(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def _ways(form: str) -> list[str]:
+    if form not in HALF_DTYPES.values():
+        return [TORCH, KERNEL]
+    return [TORCH, TILES, KERNEL] if num_lanes() else [TORCH, TILES]
+
+
+def _seconds(way: str, rows: torch.Tensor, matrices: Sequence[Weight], scratch: torch.Tensor) -> float:
+    """The least of some runs: what other programs take is no part of it."""
+    turns = itertools.cycle(matrices)
+    COSTS.forced = way
+    try:
+        linear(rows, next(turns), None, scratch)
+        began, least, runs = time.perf_counter(), math.inf, 0
+        while runs < _LEAST_RUNS or time.perf_counter() - began < _POINT_S:
+            before = time.perf_counter()
+            linear(rows, next(turns), None, scratch)
+            least, runs = min(least, time.perf_counter() - before), runs + 1
+    finally:
+        COSTS.forced = None
+    return max(least, 1e-9)
+
+
+# ------------------------------------------------------------------------------------------------ the file
+
+
+def costs_file() -> Path:
+    """Where the costs of this machine are kept."""
+    from platformdirs import user_cache_path
+
+    identity = json.dumps([_REVISION, _processor(), sorted(instructions()), torch.get_num_threads(), *_versions()])
+    digest = hashlib.sha256(identity.encode()).hexdigest()
+    return user_cache_path("offspec", appauthor=False) / f"products-{digest[:12]}.json"
+
+
+def _processor() -> str:
+    """The CPU's model, as the system calls it."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+            wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
+            return str(sorted({line for line in lines if line.startswith(wanted)}))
+    return platform.processor()
+
+
+def _versions() -> list[str]:
+    found = [torch.__version__, os.environ.get("ONEDNN_MAX_CPU_ISA", "")]
+    for package in ("llvmlite", "bitsandbytes"):
+        try:
+            found.append(version(package))
+        except PackageNotFoundError:
+            found.append("")
+    return found
+
+
+def _read() -> dict[str, WayCosts]:
+    """What the file says; nothing where it is not there, or says something else than it should."""
+    try:
+        said = parse_json(read_small_file(costs_file()))
+        return {kind: WayCosts({way: _points(points) for way, points in ways.items()}) for kind, ways in said.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _points(said: Mapping[str, Any]) -> Seconds:
+    """Raises ValueError, TypeError for what cannot be seconds by rows."""
+    points = {int(rows): float(seconds) for rows, seconds in said.items()}
+    if not points or not all(rows > 0 and 0 < seconds < 1 for rows, seconds in points.items()):
+        raise ValueError("no seconds")
+    return points
+
+
+def _write(costs: Mapping[str, WayCosts]) -> None:
+    """All or nothing; where it cannot be written the next process measures again."""
+    content = json.dumps({kind: known.seconds for kind, known in costs.items()}, indent=1)
+    file = costs_file()
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        number, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+        with os.fdopen(number, "w", encoding="utf-8") as opened:
+            opened.write(content)
+        os.replace(temporary, file)
