@@ -82,6 +82,12 @@ def spread(num_layers: int, num_chosen: int) -> tuple[int, ...]:
     return tuple((2 * i + 1) * num_layers // (2 * num_chosen) for i in range(num_chosen))
 
 
+def scattered(num_layers: int) -> tuple[int, ...]:
+    """All layers in an order whose every beginning lies about evenly among them (van der Corput's)."""
+    bits = max(1, (num_layers - 1).bit_length())
+    return tuple(i for i in (int(f"{n:0{bits}b}"[::-1], 2) for n in range(1 << bits)) if i < num_layers)
+
+
 def place(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, num_pinned: int = 0) -> Placement:
     """As many residents as fit, the rest in RAM where it all fits beside, else on disk.
 

@@ -56,6 +56,10 @@ class HostSlot:
     def tensor(self) -> torch.Tensor:
         return self.buffer.tensor
 
+    def give_away(self) -> None:
+        """What was lent out of it stays with whoever has it; from now on the slot is other memory."""
+        self.buffer = HostBuffer(self.buffer.nbytes)
+
     def enter(self) -> None: ...
 
     def leave(self) -> None: ...
@@ -145,6 +149,7 @@ class Ring(Generic[S]):
         self._order, self._filler = list(order), filler
         self._free = deque(slots)
         self._ahead = deque[Loan[S]]()
+        self.lent: S | None = None  # the slot that is in use
         self._next = 0
         self._schedule()
 
@@ -153,12 +158,28 @@ class Ring(Generic[S]):
         """What is read or being read ahead, in the order in which it is expected to be asked for."""
         return tuple(self._ahead)
 
+    def set_order(self, order: Sequence[Unit]) -> None:
+        """Which units are asked for from now on, some more or some fewer than before.
+
+        While one is lent, what is read ahead of it stays, if it is still asked for.
+        """
+        assert order
+        if all(loan.unit in order for loan in self._ahead):
+            left = (self._order[(self._next + i) % len(self._order)] for i in range(len(self._order)))
+            self._next = next((order.index(unit) for unit in left if unit in order), 0)
+        else:
+            self._drop_ahead()
+            self._next = 0
+        self._order = list(order)
+
     @contextmanager
     def lend(self, unit: Unit) -> Iterator[torch.Tensor]:
         loan = self._acquire(unit)
+        self.lent = loan.slot
         try:
             yield loan.slot.tensor
         finally:
+            self.lent = None
             self._release(loan)
 
     def close(self) -> None:

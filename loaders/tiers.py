@@ -20,7 +20,7 @@ from .checkpoint import Checkpoint
 from .cuda import DeviceFiller, DeviceSlot, pin_whole, unpin
 from .formats import StoredWeight, Weight, formats_in, stored_weights
 from .formats.blocked import in_blocks
-from .placement import LayerCost, Placement
+from .placement import LayerCost, Placement, scattered
 from .readers import FileReader, FileStates, HostBuffer, Reader, align_down, align_up
 from .records import FLOAT_DTYPES, Record
 from .small_transfers import to_device
@@ -28,6 +28,7 @@ from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, Unit, read_
 from .weights import missing, split_names
 
 Progress = Callable[[int, int], None]
+LEAST_STREAMED = 4  # layers that go on coming from disk, whatever is spared: more than a ring reads ahead
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,7 @@ class TieredWeights:
         self._pinned: list[HostBuffer] = []
         self._staged: HostBuffer | None = None  # where one layer after the other is read to that does not stay as it is
         self._shared: dict[str, Weight] = {}
+        self._wanted, self._kept = frozenset[int](), dict[int, dict[str, Weight]]()  # see `spare`
         self._resident: dict[int, dict[str, Weight]] = {}
         self._stream: Stream | None = None
         self._rows = self._rows_of(embedding)
@@ -210,15 +212,45 @@ class TieredWeights:
     @contextmanager
     def lend(self, unit: Unit) -> Iterator[Mapping[str, Weight]]:
         assert isinstance(unit, int), "its units are layers"
-        if unit in self._resident:
-            yield self._resident[unit]
+        if (here := self._resident.get(unit) or self._kept.get(unit)) is not None:
+            yield here
             return
         assert self._stream is not None
         with self._stream.lend(unit) as buffer:
-            yield self._model.layers[unit].bind(buffer, self._dtype, is_kept=False)
+            weights = self._model.layers[unit].bind(buffer, self._dtype, is_kept=False)
+            yield weights
+            if unit in self._wanted:
+                self._keep(unit, weights)
         self.bytes_streamed += self._model.layers[unit].record.read_bytes
         if (unit,) == self._placement.on_disk[-1:]:  # a pass that read something else says nothing
             self._files.check()
+
+    def spare(self, nbytes: int) -> None:
+        """Let so many bytes beside what was planned hold layers from disk, until it is said anew; where the CPU computes.
+
+        A layer that will stay does so when a pass has brought it. The last one is always read, with all that is checked
+        then. What is computed does not change by it.
+        """
+        on_disk = self._placement.on_disk
+        if self._device.type != "cpu" or not isinstance(self._stream, Ring):
+            return
+        num_wanted = max(0, min(nbytes // self._placement.slots.nbytes, len(on_disk) - LEAST_STREAMED))
+        self._wanted = frozenset(on_disk[i] for i in scattered(len(on_disk) - 1)[:num_wanted])
+        if gone := self._kept.keys() - self._wanted:
+            self._kept = {index: weights for index, weights in self._kept.items() if index not in gone}
+            self._stream.set_order(self._still_streamed())
+
+    def _keep(self, unit: int, weights: dict[str, Weight]) -> None:
+        """A layer that is lent stays, in the memory that it came to."""
+        assert isinstance(self._stream, Ring)
+        slot = self._stream.lent
+        assert isinstance(slot, HostSlot)
+        slot.give_away()
+        self._kept[unit] = weights
+        self._stream.set_order(self._still_streamed())
+
+    def _still_streamed(self) -> list[int]:
+        return [index for index in self._placement.on_disk if index not in self._kept]
 
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
         return self.lend(index)
@@ -245,6 +277,7 @@ class TieredWeights:
         self._pinned = []
         self._reader.close()
         self._resident, self._shared, self._stream, self.scratch = {}, {}, None, None
+        self._wanted, self._kept = frozenset(), {}
 
     # ---------------------------------------------------------------------------------------- loading
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
+from weakref import WeakSet
 
 import torch
 
@@ -21,7 +22,9 @@ from .checkpoints.opening import ModelFiles, Note, choose_device, locate
 from .drafts.base import Draft, DraftOptions, OpenedDraft, OpenRequest
 from .drafts.kinds import open_draft
 from .errors import MemoryLimitError, UsageError
+from .model.block import kv_cache_bytes
 from .model.decoder import Decoder
+from .model.kv_cache import KVCache
 from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.plan import Plan
@@ -102,6 +105,7 @@ class LoadedTarget:
         self.link_bytes_per_s: float | None = None
         self._memory, self._streamed_before = memory, 0
         self._has_weights = True
+        self._caches = WeakSet[KVCache]()
 
     @property
     def plan(self) -> Plan | None:
@@ -123,6 +127,23 @@ class LoadedTarget:
     def bytes_streamed(self) -> int:
         """All that was moved for it so far."""
         return self._streamed_before + self.decoder.weights.bytes_streamed
+
+    def make_kv_room(self, cache: KVCache, num_entries: int) -> None:
+        """Before a text's cache grows to so many entries: layers that stay in memory meant for longer texts give it back.
+
+        Of what its plan may use, and texts' caches do not, the target's weights may keep more layers.
+        """
+        plan, weights, files = self.plan, self.decoder.weights, self._memory and self._memory.plan.demand.target
+        if plan is None or files is None or not isinstance(weights, TieredWeights) or plan.placement.limits.device:
+            return
+        self._caches.add(cache)
+        planned, needed = (
+            kv_cache_bytes(files.config, count, files.dtype.itemsize)
+            for count in (plan.context + plan.tree, num_entries)
+        )
+        taken = sum(other.nbytes for other in self._caches) + (needed if num_entries > cache.capacity else 0)
+        unused = plan.placement.limits.ram - plan.placement.ram_bytes
+        weights.spare(unused + planned - taken)
 
     def make_room(self, told: str, give_up: Callable[[], None] = lambda: None) -> None:
         """Load the weights anew with fewer resident layers, after device memory ran out; once.

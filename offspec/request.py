@@ -87,7 +87,9 @@ class Request:
         caches, engine, speculation = self._caches, self.engine, self.asked.speculation
         num_prefilled = caches.rewind(text)
         self.text, self.target = caches.text, caches.target  # one list: the caches know what they hold
-        self.target.cache.reserve(self._longest + _tree_room(speculation, engine.target.device.type))
+        num_entries = self._longest + _tree_room(speculation, engine.target.device.type)
+        engine.loaded.make_kv_room(self.target.cache, num_entries)
+        self.target.cache.reserve(num_entries)
         if caches.draft is not None:  # all that may be drafted: on a GPU it must not grow beside the target's pass
             caches.draft.reserve(self._longest + MAX_ROWS)
         asked = DraftRequest(self.sampler, self.final, num_prefilled)
