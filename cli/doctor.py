@@ -16,6 +16,7 @@ from .options import OffspecCommand
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
+    from offspec.loaders.product_costs import ProductRate
     from offspec.tools.diagnosis import Diagnosis
 
 Fact = tuple[str, str, str]  # label, what, where that comes from
@@ -103,7 +104,11 @@ def _facts(found: Diagnosis) -> list[Fact]:
     ram = f"{format_size(h.ram.total_bytes)}, {format_size(h.ram.available_bytes)} available"
     cores = f"{h.num_cores} core{'s' if h.num_cores > 1 else ''}"
     bitsandbytes = f"bitsandbytes {found.bitsandbytes_version or 'missing'}"
-    rows = [("RAM", ram, h.ram.limit), ("CPU", f"{h.cpu_name}, {cores}", h.cores_limit), _gpu(found)]
+    rows = [
+        ("RAM", ram, h.ram.limit),
+        ("CPU", ", ".join(filter(None, (h.cpu_name, cores, found.instructions))), h.cores_limit),
+        _gpu(found),
+    ]
     if found.disk is not None:
         free = f"{format_size(found.disk.free_bytes)} free"
         rows.append(("disk", f"{found.disk.file_system} on {found.disk.device}, {free}", str(found.disk.path)))
@@ -130,8 +135,15 @@ def _rates(found: Diagnosis) -> list[Fact]:
         ("link", _rate(rates.host_to_device_bytes_per_s, "B/s"), sources.get("host_to_device_bytes_per_s", "")),
         ("memory", _rate(rates.memory_bytes_per_s, "B/s"), sources.get("memory_bytes_per_s", "")),
         ("matmul", matmul or "-", f"tokens at once; {how}" if matmul else how),
+        *(_product(rate) for rate in found.products),
         ("NF4", _rate(rates.dequantise_elements_per_s, " weights/s"), sources.get("dequantise_elements_per_s", "")),
     ]
+
+
+def _product(rate: ProductRate) -> Fact:
+    """A product, by the way that was chosen."""
+    fast = f"{format_quantity(rate.flops, 'FLOP/s')}, {format_quantity(rate.bytes_per_s, 'B/s')} of weights"
+    return f"{rate.form} x {rate.rows}", fast, rate.way
 
 
 def _rate(value: float | None, unit: str) -> str:

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -88,6 +89,36 @@ def product_flops(form: str, dtype: torch.dtype, widths: Sequence[int] = ROWS) -
         return {}
     slower = max(1.0, _typical_s(kind) / costs.least(_NOW_ROWS))
     return {width: 2 * width / costs.least(width) / slower for width in widths}
+
+
+@dataclass(frozen=True)
+class ProductRate:
+    """How fast products of so many rows with large matrices of a form are, and in which way.
+
+    bytes_per_s: of the weights, as they lie.
+    """
+
+    form: str
+    rows: int
+    way: str
+    flops: float
+    bytes_per_s: float
+
+
+def product_rates(form: str, dtype: torch.dtype, widths: Sequence[int]) -> list[ProductRate]:
+    """What was measured for a form; nothing where it was not."""
+    costs = COSTS.get(ProductKind(form, dtype, is_large=True))
+    if costs is None:
+        return []
+    weight_bytes = 2.0 if form in HALF_DTYPES.values() else _bytes_per_weight(form)
+    found = [(width, costs.way(width), costs.least(width)) for width in widths]
+    return [ProductRate(form, rows, way, 2 * rows / each_s, weight_bytes / each_s) for rows, way, each_s in found]
+
+
+def _bytes_per_weight(form: str) -> float:
+    rows, columns = SHAPES[True]
+    stored = format_named(form).sized(form, "weight", (rows, columns), _nowhere)
+    return 0.0 if stored is None else sum(info.nbytes for info in stored.streamed) / (rows * columns)
 
 
 def form_of(stored_dtype: str) -> str:

@@ -129,13 +129,14 @@ class LoadedTarget:
         return self._streamed_before + self.decoder.weights.bytes_streamed
 
     def make_kv_room(self, cache: KVCache, num_entries: int) -> None:
-        """Before a text's cache grows to so many entries: layers that stay in memory meant for longer texts give it back.
+        """To be called before a text's cache grows to so many entries.
 
-        Of what its plan may use, and texts' caches do not, the target's weights may keep more layers.
+        What may be used and no text's cache needs holds layers that were planned to come from disk; these give it back.
         """
-        plan, weights, files = self.plan, self.decoder.weights, self._memory and self._memory.plan.demand.target
-        if plan is None or files is None or not isinstance(weights, TieredWeights) or plan.placement.limits.device:
+        plan, weights = self.plan, self.decoder.weights
+        if plan is None or not isinstance(weights, TieredWeights) or plan.placement.limits.device is not None:
             return
+        files = plan.demand.target
         self._caches.add(cache)
         planned, needed = (
             kv_cache_bytes(files.config, count, files.dtype.itemsize)

@@ -70,6 +70,17 @@ def instructions() -> frozenset[str]:
     return frozenset(found)
 
 
+_NAMES = {"avx2": "AVX2", "avx512": "AVX-512", "avx512_bf16": "AVX512-BF16"}
+
+
+def describe_instructions() -> str:
+    """The vector instructions that products are computed with here, for people; "" where nothing is known of them."""
+    names = [_NAMES[name] for name in sorted(instructions())]
+    if "AVX512-BF16" in names and _host_features().get("amx-bf16"):
+        names.append("AMX")
+    return ", ".join(names)
+
+
 def _host_features() -> Mapping[str, bool]:
     try:
         from llvmlite import binding

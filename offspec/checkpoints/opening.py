@@ -16,6 +16,7 @@ from offspec.loaders.checkpoint import Checkpoint
 from offspec.loaders.containers import open_checkpoint, open_config
 from offspec.loaders.formats import blank_tensors, plan_form
 from offspec.loaders.hub import resolve
+from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.tiers import StoredModel
 
 from .. import builtin
@@ -163,7 +164,7 @@ def choose_dtype(wanted: str, name: str, stored: StoredModel, device_type: str, 
         return torch.float32
     kept = stored.shared[EMBEDDING].dtype
     chosen = {"F16": torch.float16, "F32": torch.float32}.get(kept, torch.bfloat16)
-    is_slow = device_type == "cpu" and chosen is torch.float16
+    is_slow = device_type == "cpu" and chosen is torch.float16 and "avx512_bf16" in instructions()
     remedy = "; on a CPU --dtype bf16 may be several times as fast" if is_slow else ""
     notes.append(Note(f"dtype {str(chosen).removeprefix('torch.')} for {name} (the checkpoint's own){remedy}", is_slow))
     return chosen

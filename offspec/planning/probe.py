@@ -19,6 +19,7 @@ from offspec.loaders.measure import (
 )
 from offspec.loaders.product_costs import forms_of, know_products, product_flops
 
+from ..checkpoints.load import is_blocked
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import OffspecError
 from .memory import MemoryOptions, MemoryUser
@@ -66,14 +67,16 @@ def measure_link(plan: Plan, device: torch.device) -> float | None:
 def choose_products(models: Iterable[tuple[ModelFiles, bool]], device: torch.device) -> None:
     """On a CPU, have matrices be multiplied in the ways that were measured to be fastest here.
 
-    models: with whether all layers stay. Products are measured in a second at most, once for each machine
+    models: with whether all layers stay. Those that are kept in oneDNN's order where they fit are multiplied by oneDNN
+    also where they do not: to the bit alike. Products are measured in a second at most, once for each machine
     (`loaders.product_costs`); for small models, whose passes are short anyway, nothing is.
     """
     if device.type != "cpu":
         return
     forms = set[tuple[str, torch.dtype]]()
     for model, stays in models:
-        if sum(layer.record.nbytes for layer in model.stored.layers) >= LEAST_CHOSEN_BYTES:
+        is_large = sum(layer.record.nbytes for layer in model.stored.layers) >= LEAST_CHOSEN_BYTES
+        if is_large and not is_blocked(model, device):
             forms |= forms_of(model.stored.layers[0].weights.values(), model.dtype, is_kept=stays)
     know_products(forms)
 

@@ -16,7 +16,9 @@ import psutil
 import torch
 
 from offspec.loaders.hardware import Disk, Hardware, read_disk, read_hardware
-from offspec.loaders.measure import Progress, measure_rates
+from offspec.loaders.kernels.compiler import describe_instructions
+from offspec.loaders.measure import WIDTHS, Progress, measure_rates
+from offspec.loaders.product_costs import ProductRate, has_choice, know_products, product_rates
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
 from ..checkpoints.opening import Note, choose_device
@@ -54,6 +56,8 @@ class Diagnosis:
     torch_has_gpus: bool
     bitsandbytes_version: str | None
     load_average: float  # processes that want a core, over the last minute, before anything was measured
+    instructions: str = ""  # of the CPU's, which products are computed with
+    products: tuple[ProductRate, ...] = ()  # where the CPU computes: which way was chosen for how many rows
 
     @property
     def model(self) -> Model:
@@ -84,7 +88,11 @@ def diagnose(
     place = choose_device(device, notes)
     where = models_folder() if path is None else path
     hardware, load_average = read_hardware(place), psutil.getloadavg()[0]
+    products: tuple[ProductRate, ...] = ()
     if not quick:
+        if place.type == "cpu":
+            progress("products")
+            products = measure_products(dtype_of(hardware))
         hardware = replace(hardware, rates=measure_rates(place, dtype_of(hardware), where, progress=progress))
     try:
         disk, disk_reason = read_disk(where), ""
@@ -101,7 +109,16 @@ def diagnose(
         torch_has_gpus=torch.version.cuda is not None or torch.version.hip is not None,
         bitsandbytes_version=_version("bitsandbytes"),
         load_average=load_average,
+        instructions=describe_instructions(),
+        products=products,
     )
+
+
+def measure_products(dtype: torch.dtype) -> tuple[ProductRate, ...]:
+    """The fastest ways to multiply rows of `dtype` with matrices of 16 bit and of NF4, measured anew and kept."""
+    forms = [form for form in (str(dtype).removeprefix("torch.").replace("bfloat", "bf"), "nf4") if has_choice(form)]
+    know_products([(form, dtype) for form in forms], anew=True)
+    return tuple(rate for form in forms for rate in product_rates(form, dtype, WIDTHS))
 
 
 def models_folder() -> Path:
@@ -192,6 +209,8 @@ def _arithmetic(d: Diagnosis) -> str | None:
     if flops is None or rates.disk_bytes_per_s is None:
         return None
     seconds = 2 * model.num_weights * TREE_TOKENS / flops + (model.num_weights / unpacked if unpacked else 0)
+    if packed := [rate.flops for rate in d.products if (rate.form, rate.rows) == ("nf4", TREE_TOKENS)]:
+        seconds = 2 * model.num_weights * TREE_TOKENS / packed[0]
     if seconds < model.nbytes / rates.disk_bytes_per_s:
         return None
     where, better = ("CPU", "a graphics card") if d.hardware.gpu is None else ("card", "a faster card")

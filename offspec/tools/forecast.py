@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import psutil
 import torch
 
 from offspec.loaders.containers import largest_weight_file
@@ -169,6 +170,14 @@ def make_forecast(
     name = hardware.gpu.name if hardware.gpu else "RAM"
     pass_s = {w: plan.predict_pass_s(rates, w) for w in widths}
     notes += explain_plan(plan)
+    if (load := psutil.getloadavg()[0]) > hardware.num_cores:
+        notes.append(
+            Note(
+                f"this machine is busy: {load:.1f} processes share {hardware.num_cores} cores, and the seconds are what "
+                "is left for offspec",
+                advice=True,
+            )
+        )
     return Forecast(
         options.model, _title(target, assumed.form, plan), name, plan, rates, pass_s, notes, _gains(plan, rates)
     )
