@@ -175,7 +175,7 @@ def measure_ways(kind: ProductKind) -> WayCosts:
     shape = SHAPES[kind.is_large]
     matrices = _matrices(kind.form, shape)
     scratch = torch.empty(shape[0] * shape[1], dtype=kind.dtype)
-    found: dict[str, dict[int, float]] = {way: {} for way in _ways(kind.form)}
+    found: dict[str, dict[int, float]] = {way: {} for way in ways_of(kind.form)}
     trying = list(found)
     for num_rows in ROWS:
         rows = _rows(num_rows, shape[1], kind.dtype)
@@ -212,7 +212,8 @@ def _rows(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def _ways(form: str) -> list[str]:
+def ways_of(form: str) -> list[str]:
+    """The ways to multiply with weights of a form here."""
     if form not in HALF_DTYPES.values():
         return [TORCH, KERNEL]
     return [TORCH, TILES, KERNEL] if num_lanes() else [TORCH, TILES]

@@ -232,7 +232,7 @@ class TieredWeights:
             self._files.check()
 
     def spare(self, nbytes: int) -> None:
-        """Where the CPU computes, let so many bytes beside what was planned hold layers from disk, until it is said anew.
+        """Where the CPU computes, let so many bytes beside what was planned hold layers from disk, until told anew.
 
         A layer that will stay does so when a pass has brought it. The last one is always read, with all that is checked
         then. What is computed does not change by it.

@@ -173,7 +173,7 @@ def make_forecast(
     if (load := psutil.getloadavg()[0]) > hardware.num_cores:
         notes.append(
             Note(
-                f"this machine is busy: {load:.1f} processes share {hardware.num_cores} cores, and the seconds are what "
+                f"this machine is busy: {load:.1f} processes share {hardware.num_cores} cores, and seconds are what "
                 "is left for offspec",
                 advice=True,
             )
