@@ -93,7 +93,12 @@ class PackedMatrix:
 
 def _chosen_kernel(matrix: Any, x: Tensor) -> tuple[RowProduct, list[Tensor]] | None:
     """Where it takes less than dequantising does."""
-    if x.device.type != "cpu" or not x.numel() or (torch.is_grad_enabled() and x.requires_grad):
+    if (
+        x.device.type != "cpu"
+        or not x.numel()
+        or x.shape[-1] != matrix.shape[1]
+        or (torch.is_grad_enabled() and x.requires_grad)
+    ):
         return None
     kind = products.ProductKind.of(matrix.form, x.dtype, math.prod(matrix.shape))
     if products.COSTS.way(kind, products.rows_of(x)) != products.KERNEL:

@@ -5,11 +5,12 @@
     tiles     some rows of the matrix at a time converted to fp32, and multiplied by torch's fp32 product
     kernel    one of `loaders.kernels`, which unpacks in registers
 
-They agree within rounding. Unless `COSTS` was told what they take (`loaders.measure.measure_products`) it is torch's.
+They agree within rounding. Unless `COSTS` was told what they take (`loaders.product_costs`) it is torch's.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -136,12 +137,18 @@ def plus(product: Tensor, bias: Tensor | None) -> Tensor:
 
 def rows_of(x: Tensor) -> int:
     """How many rows [..., K] has."""
-    return x.numel() // x.shape[-1]
+    return math.prod(x.shape[:-1])
 
 
 def can_multiply(product: RowProduct, x: Tensor, weight: Tensor) -> bool:
-    """Whether a kernel takes these: whole steps, lying row after row."""
-    return product.encoding.can_read(x.shape[-1]) and weight.is_contiguous() and x.numel() > 0
+    """Whether a kernel takes these, which trusts what it is told: whole steps, lying row after row."""
+    return (
+        x.shape[-1] == weight.shape[1]
+        and product.encoding.can_read(x.shape[-1])
+        and weight.is_contiguous()
+        and x.numel() > 0
+        and weight.numel() > 0
+    )
 
 
 def _needs_grad(x: Tensor, weight: Tensor) -> bool:

@@ -57,9 +57,7 @@ def instructions() -> frozenset[str]:
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return frozenset()
-    capability, features = torch.backends.cpu.get_cpu_capability(), _host_features()
-    if not os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper().startswith(("AVX512", "AVX10", "DEFAULT", "ALL")):
-        capability = min(capability, "AVX2")
+    capability, features = _capability(), _host_features()
     found = set[str]()
     if capability in ("AVX2", "AVX512") and features.get("avx2") and features.get("fma") and features.get("f16c"):
         found.add("avx2")
@@ -79,6 +77,14 @@ def describe_instructions() -> str:
     if "AVX512-BF16" in names and _host_features().get("amx-bf16"):
         names.append("AMX")
     return ", ".join(names)
+
+
+def _capability() -> str:
+    """What torch computes with, "AVX512", "AVX2" or less, or what oneDNN may if that is less."""
+    found, limit = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    if limit in ("SSE41", "AVX"):
+        return "DEFAULT"
+    return "AVX2" if limit.startswith("AVX2") and found == "AVX512" else found
 
 
 def _host_features() -> Mapping[str, bool]:
@@ -116,9 +122,9 @@ def compile_ir(text: str, name: str) -> Callable[..., None]:
     return worker
 
 
-def run_on_threads(worker: Callable[..., None], job: ctypes.Array[ctypes.c_int64]) -> None:
-    """`worker(job)` on each of torch's threads at once; they share the job's work among themselves."""
-    num_threads, parallel = torch.get_num_threads(), _gnu_parallel()
+def run_on_threads(worker: Callable[..., None], job: ctypes.Array[ctypes.c_int64], num_threads: int) -> None:
+    """`worker(job)` on so many threads at once, torch's where it can be; they share the job's work."""
+    parallel = _gnu_parallel()
     if num_threads == 1:
         worker(job)
     elif parallel is not None:

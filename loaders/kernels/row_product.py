@@ -60,7 +60,8 @@ few:
   %few_x_own = getelementptr float, ptr %x, i64 %few_x
   %few_out = mul i64 %few_row, %outputs
   %few_out_own = getelementptr float, ptr %out, i64 %few_out
-  call void @few(i64 %few_left, ptr %few_x_own, ptr %few_out_own, {_PARTS}, i64 %first, i64 %last, i64 %columns, i64 %columns, i64 %outputs, i1 0)
+  call void @few(i64 %few_left, ptr %few_x_own, ptr %few_out_own, {_PARTS},
+    i64 %first, i64 %last, i64 %columns, i64 %columns, i64 %outputs, i1 0)
   %few_next = add i64 %few_row, {FEW_TILE_ROWS}
   %few_more = icmp slt i64 %few_next, %rows
   br i1 %few_more, label %few, label %next
@@ -82,7 +83,8 @@ tile:
   %out_row = mul i64 %row, %outputs
   %out_start = add i64 %out_row, %first
   %out_own = getelementptr float, ptr %out, i64 %out_start
-  call void @panel(i64 %left, ptr %x_own, ptr %out_own, ptr %panel, {_NONE}, i64 0, i64 %chunk_rows, i64 %width, i64 %columns, i64 %outputs, i1 %add)
+  call void @panel(i64 %left, ptr %x_own, ptr %out_own, ptr %panel, {_NONE},
+    i64 0, i64 %chunk_rows, i64 %width, i64 %columns, i64 %outputs, i1 %add)
   %next_row = add i64 %row, {PANEL_TILE_ROWS}
   %is_more = icmp slt i64 %next_row, %rows
   br i1 %is_more, label %tile, label %part_end
@@ -92,7 +94,7 @@ part_end:
 end:
   ret void
 }}
-"""  # noqa: E501 (instructions)
+"""
 
 
 @dataclass(frozen=True)
@@ -124,15 +126,15 @@ class RowProduct:
         """
         num_columns = x.shape[-1]
         rows = self._laid_out(x.reshape(-1, num_columns))
-        out, num_rows = torch.empty(rows.shape[0], num_outputs), rows.shape[0]
-        chunk, panels = max(4, CHUNK_BYTES * num_outputs // parts[0].nbytes // 4 * 4), out
+        out, num_rows, num_threads = torch.empty(rows.shape[0], num_outputs), rows.shape[0], torch.get_num_threads()
+        chunk, panels = max(4, CHUNK_BYTES * num_outputs // max(1, parts[0].nbytes) // 4 * 4), out
         if num_rows > self.encoding.most_direct:
-            chunk, panels = PANEL_ROWS, torch.empty(torch.get_num_threads() * PANEL_ROWS * PANEL_COLUMNS)
+            chunk, panels = PANEL_ROWS, torch.empty(num_threads * PANEL_ROWS * PANEL_COLUMNS)
         words = [tensor.data_ptr() for tensor in (rows, out, panels)]
         words += [num_outputs, num_columns, num_rows, chunk, 0, 0, *(part.data_ptr() for part in parts)]
         self.prepare()
         assert self._compiled is not None
-        run_on_threads(self._compiled, (ctypes.c_int64 * (_JOB_WORDS + MOST_PARTS))(*words))
+        run_on_threads(self._compiled, (ctypes.c_int64 * (_JOB_WORDS + MOST_PARTS))(*words), num_threads)
         return out.to(x.dtype).view(*x.shape[:-1], num_outputs)
 
     def _laid_out(self, x: Tensor) -> Tensor:
