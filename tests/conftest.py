@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 for _name in [name for name in os.environ if name.startswith("OFFSPEC_")]:
     del os.environ[_name]
 os.environ["OFFSPEC_CONFIG"] = ""
+# Nor what lies in his cache folder; each process of xdist has one of its own, and what a test starts inherits it.
+_CACHE = tempfile.mkdtemp(prefix="offspec-test-cache-")
+os.environ["XDG_CACHE_HOME"] = _CACHE
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_CACHE, ignore_errors=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -43,8 +43,11 @@ FLOORS = (
     ("session", "tools"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# What weight formats may know of loading, and who may know the methods that are kept for comparison.
-UNDER_FORMATS = {"checkpoint", "params", "records", "registry"}
+# What weight formats may know of loading (kernels know nothing but themselves), and who may know the methods that are
+# kept for comparison.
+UNDER_FORMATS = {"checkpoint", "params", "records", "registry"} | {
+    f"kernels.{name}" for name in ("compiler", "encodings", "row_product")
+}
 ABOVE_BASELINES = {"offspec.scheduler.controllers", "offspec.scheduler.learnt", "offspec.drafts.model_draft"}
 # These two stand for the package as it is installed, all four folders, not for the folder they lie in.
 FRONT_DOORS = (ROOT / "offspec" / "__init__.py", ROOT / "offspec" / "__main__.py")
@@ -182,6 +185,8 @@ def test_formats_and_baselines_are_rooms_of_their_folders() -> None:
     under = {there for here, there in pairs if here.startswith("offspec.loaders.formats")}
     under = {name.removeprefix("offspec.loaders.") for name in under if name.startswith("offspec.loaders.")}
     assert {name for name in under if not name.startswith("formats")} == UNDER_FORMATS
+    within = {there for here, there in pairs if here.startswith("offspec.loaders.kernels")}
+    assert within == {f"offspec.loaders.kernels.{name}" for name in ("compiler", "encodings")}
     above = {here for here, there in pairs if there.startswith("offspec.scheduler.baselines")}
     assert {name for name in above if not name.startswith("offspec.scheduler.baselines")} == ABOVE_BASELINES
 

@@ -1,0 +1,362 @@
+"""Compiled kernels against the plain twin: the matrix as fp32 numbers, and torch's product with it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from offspec.loaders.formats import Weight, dense, linear
+from offspec.loaders.formats.core import PackedMatrix
+from offspec.loaders.formats.four_bit import CODES, Layout4bit, Matrix4bit, Nested
+from offspec.loaders.formats.int8 import Int8Matrix
+from offspec.loaders.formats.products import COSTS, KERNEL, can_multiply, half_product, num_lanes
+from offspec.loaders.kernels import compiler
+from offspec.loaders.kernels.compiler import instructions
+from offspec.loaders.kernels.encodings import Blocks, Encoding, Float16, FourBit, Int8
+from offspec.loaders.kernels.row_product import RowProduct
+
+needs_kernels = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
+LANES = [pytest.param(8, marks=needs_kernels), pytest.param(16, marks=needs_kernels)]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 16, 17, 65, 130)  # both sides of every `most_direct` and of every tile
+OUTPUTS = (1, 3, 131)  # no whole tiles, chunks or panels
+COLUMNS = (1, 1024 // 64 + 1, 3072 // 64)  # in blocks of 64: less than a panel, one and a bit, three
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_bytes(*shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+
+
+@dataclass(frozen=True)
+class FourBitMatrices:
+    """How 4-bit matrices with random codes are made. outer: scales that share an outer one; 0: scales are fp32."""
+
+    quant_type: str
+    blocksize: int
+    outer: int = 0
+
+    def encoding(self, lanes: int) -> Encoding:
+        return FourBit(lanes, CODES[self.quant_type], Blocks(self.blocksize, self.outer))
+
+    def __call__(self, num_outputs: int, num_columns: int) -> Matrix4bit:
+        num_blocks = num_outputs * num_columns // self.blocksize
+        codes, nested = random_bytes(num_outputs * num_columns // 2), None
+        scales = noise(num_blocks, seed=1).abs()
+        if self.outer:
+            outer = noise(-(-num_blocks // self.outer), seed=2).abs()
+            nested = Nested(torch.linspace(-1, 1, 256), outer, 0.75, self.outer)
+            scales = random_bytes(num_blocks)
+        return Matrix4bit(
+            Layout4bit((num_outputs, num_columns), self.quant_type, self.blocksize, nested), codes, scales
+        )
+
+
+def int8_matrix(num_outputs: int, num_columns: int) -> Int8Matrix:
+    return Int8Matrix(random_bytes(num_outputs, num_columns).view(torch.int8), noise(num_outputs, seed=1).abs())
+
+
+FOUR_BIT = {
+    f"{made.quant_type}-{made.blocksize}{'-nested' if made.outer else ''}": made
+    for made in (
+        FourBitMatrices("nf4", 64),
+        FourBitMatrices("nf4", 128),
+        FourBitMatrices("nf4", 64, 256),
+        FourBitMatrices("nf4", 128, 256),
+        FourBitMatrices("fp4", 64),
+        FourBitMatrices("fp4", 64, 16),
+    )
+}
+# Name → the encoding for vectors of some lanes, and a matrix [N, K] of ordinary numbers.
+MATRICES: dict[str, tuple[Callable[[int], Encoding], Callable[[int, int], Weight]]] = {
+    "bf16": (lambda lanes: Float16(lanes, "bf16"), lambda n, k: noise(n, k).bfloat16()),
+    "fp16": (lambda lanes: Float16(lanes, "fp16"), lambda n, k: noise(n, k).half()),
+    "int8": (lambda lanes: Int8(lanes, 1 / 127), int8_matrix),
+    **{name: (made.encoding, made) for name, made in FOUR_BIT.items()},
+}
+
+
+@cache
+def product_of(name: str, lanes: int) -> RowProduct:
+    """Compiled once for all tests. Skips where vectors are not so wide."""
+    if lanes == 16 and "avx512" not in instructions():
+        pytest.skip("this processor has no AVX-512")
+    return RowProduct(MATRICES[name][0](lanes))
+
+
+def parts_of(matrix: Weight) -> list[Tensor]:
+    if isinstance(matrix, Tensor):
+        return [matrix]
+    assert isinstance(matrix, PackedMatrix)
+    assert matrix.kernel is not None
+    return matrix.kernel[1]
+
+
+def cases(name: str) -> Iterator[Weight]:
+    made = FOUR_BIT.get(name)
+    for num_outputs in OUTPUTS:
+        for num_blocks in COLUMNS:
+            yield MATRICES[name][1](num_outputs, num_blocks * (64 if made is None else made.blocksize))
+
+
+def assert_agrees(found: Tensor, x: Tensor, matrix: Tensor) -> None:
+    """To what sums of fp32 products may lose, whatever their order, and the rounding to x's dtype.
+
+    matrix: fp32 [N, K].
+    """
+    x64, matrix64 = x.double(), matrix.double()
+    exact, size = x64 @ matrix64.T, x64.abs() @ matrix64.abs().T
+    allowed = 2e-6 * size + torch.finfo(x.dtype).eps * exact.abs() + torch.finfo(x.dtype).smallest_normal
+    assert found.dtype == x.dtype
+    assert found.shape == exact.shape
+    assert ((found.double() - exact).abs() <= allowed).all()
+
+
+# ------------------------------------------------------------------------------------------------ the same numbers
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("name", MATRICES)
+def test_products_are_those_of_the_plain_twin(name: str, lanes: int) -> None:
+    product = product_of(name, lanes)
+    for matrix in cases(name):
+        num_outputs, num_columns = matrix.shape
+        assert product.encoding.can_read(num_columns)
+        twin = dense(matrix, torch.float32)
+        for num_rows in ROWS:
+            x = noise(num_rows, num_columns, seed=num_rows)
+            assert_agrees(product(x, parts_of(matrix), num_outputs), x, twin)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("name", MATRICES)
+def test_rows_of_any_dtype_and_dimensions(name: str, lanes: int) -> None:
+    """Sums are fp32 and rounded once, at the end; rows may lie apart."""
+    product, matrix = product_of(name, lanes), MATRICES[name][1](50, 1152)
+    parts, twin = parts_of(matrix), dense(matrix, torch.float32)
+    for num_rows in (1, 5, 17, 65):
+        for dtype in DTYPES:
+            x = noise(num_rows, 1152).to(dtype) / 64
+            found = product(x, parts, 50)
+            assert_agrees(found, x, twin)
+            assert torch.equal(found, product(x.float(), parts, 50).to(dtype))
+            apart = torch.stack((x, torch.full_like(x, torch.nan)), dim=-1)[..., 0]
+            assert not apart.is_contiguous()
+            assert torch.equal(product(apart, parts, 50), found)
+            assert torch.equal(product(x[None, :, None], parts, 50), found[None, :, None])
+        assert torch.equal(product(x[0], parts, 50), product(x[:1], parts, 50)[0])
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_what_is_no_number_comes_out_as_torch_has_it(name: str, lanes: int) -> None:
+    product, matrix = product_of(name, lanes), MATRICES[name][1](9, 1088)
+    assert isinstance(matrix, Tensor)
+    matrix[0, 5], matrix[1, 1087], matrix[2, 3] = torch.nan, torch.inf, -torch.inf
+    matrix[3, 7], matrix[3, 8] = torch.inf, -torch.inf
+    matrix[4] = 0.0
+    for num_rows in (1, 7, 130):
+        x = noise(num_rows, 1088)
+        x[1:2, 3] = torch.inf
+        found, expected = product(x, [matrix], 9), x @ matrix.float().T
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert found.isnan().any()
+        special = ~expected.isfinite() & ~expected.isnan()
+        assert special.any()
+        assert torch.equal(found[special], expected[special])
+        fine = expected.isfinite()
+        assert fine.any()
+        torch.testing.assert_close(found[fine], expected[fine], rtol=1e-4, atol=1e-3)
+
+
+@needs_kernels
+def test_denormal_weights_count() -> None:
+    matrix = torch.full((4, 64), 2**-130, dtype=torch.bfloat16)
+    found = product_of("bf16", 8)(torch.full((1, 64), 2.0**20), [matrix], 4)
+    assert torch.equal(found, torch.full((1, 4), 2.0**-104))
+
+
+@needs_kernels
+def test_bytes_that_begin_anywhere() -> None:
+    """Files keep them so; vectors of kernels need no alignment."""
+    buffer = torch.zeros(64 * 64 * 2 + 2, dtype=torch.uint8)
+    matrix = buffer[2:].view(torch.bfloat16).view(64, 64).copy_(noise(64, 64))
+    assert matrix.data_ptr() % 16 == 2
+    x = noise(3, 64, seed=1)
+    assert_agrees(product_of("bf16", num_lanes())(x, [matrix], 64), x, matrix.float())
+
+
+# ------------------------------------------------------------------------------------------------ threads
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    threads = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(threads)
+
+
+@needs_kernels
+@pytest.mark.parametrize("pool", [False, True], ids=["openmp", "pool"])
+@pytest.mark.parametrize("name", MATRICES)
+def test_threads_change_no_bit(
+    name: str, pool: bool, set_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if pool:
+        monkeypatch.setattr(compiler, "_gnu_parallel", lambda: None)
+    product, matrix = product_of(name, num_lanes()), MATRICES[name][1](403, 1152)
+    for num_rows in (1, 4, 130):
+        x = noise(num_rows, 1152)
+        set_threads(1)
+        alone = product(x, parts_of(matrix), 403)
+        set_threads(3)
+        for _ in range(3):
+            assert torch.equal(product(x, parts_of(matrix), 403), alone)
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch has another OpenMP")
+def test_threads_are_torchs_own() -> None:
+    assert compiler._gnu_parallel() is not None
+
+
+# ------------------------------------------------------------------------------------------------ what there is
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_processor_with_the_instructions_has_kernels() -> None:
+    """So that what is skipped above is not skipped where it should run."""
+    flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
+    if platform.machine() != "x86_64" or not flags >= {"avx2", "fma", "f16c"}:
+        pytest.skip("another processor")
+    assert "avx2" in _instructions_with()
+    assert ("avx512" in _instructions_with()) == (flags >= {"avx512f", "avx512bw", "avx512vl", "avx512dq"})
+
+
+def _instructions_with(**environment: str) -> set[str]:
+    """What a new process says, with these variables and no others that hide instructions."""
+    hidden = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
+    say = "from offspec.loaders.kernels.compiler import instructions; print(*instructions())"
+    done = subprocess.run(
+        [sys.executable, "-c", say], env=inherited | environment, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"ATEN_CPU_CAPABILITY": "avx2"}, {"avx2"}),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"avx2"}),
+        ({"ONEDNN_MAX_CPU_ISA": "avx2_vnni"}, {"avx2"}),
+        ({"ONEDNN_MAX_CPU_ISA": "SSE41"}, set()),
+        ({"ATEN_CPU_CAPABILITY": "default"}, set()),
+        ({"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"}, set()),
+    ],
+    ids=str,
+)
+def test_what_is_hidden_from_torch_is_hidden_from_kernels(environment: dict[str, str], expected: set[str]) -> None:
+    assert _instructions_with(**environment) == expected
+
+
+@needs_kernels
+def test_a_limit_that_limits_nothing() -> None:
+    for limit in ("", "ALL", "DEFAULT", "AVX512_CORE_AMX", "AVX10_1_512"):
+        assert _instructions_with(ONEDNN_MAX_CPU_ISA=limit) == _instructions_with()
+
+
+@needs_kernels
+def test_kernels_for_vectors_of_eight_run_where_the_others_are_hidden() -> None:
+    """LLVM is told, too: in a process without AVX-512 kernels come out as here."""
+    compute = (
+        "import torch; from offspec.loaders.formats.products import half_product, num_lanes;"
+        "x = torch.linspace(-1, 1, 640).view(5, 128); matrix = torch.linspace(1, 2, 1280).view(10, 128).bfloat16();"
+        "print(num_lanes(), half_product(torch.bfloat16)(x, [matrix], 10).double().sum().item())"
+    )
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run([sys.executable, "-c", compute], env=environment, capture_output=True, text=True, check=True)
+    lanes, total = done.stdout.split()
+    x, matrix = torch.linspace(-1, 1, 640).view(5, 128), torch.linspace(1, 2, 1280).view(10, 128).bfloat16()
+    assert lanes == "8"
+    assert float(total) == pytest.approx((x.double() @ matrix.double().T).sum().item(), abs=1e-3)
+
+
+def test_another_kind_of_processor_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    assert instructions.__wrapped__() == frozenset()
+
+
+def test_without_llvmlite_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    assert instructions.__wrapped__() == frozenset()
+
+
+# ------------------------------------------------------------------------------------------------ what it cannot read
+
+
+def test_rows_that_are_no_whole_steps() -> None:
+    for lanes in (8, 16):
+        for encoding in (Float16(lanes, "bf16"), Int8(lanes, 1.0)):
+            assert encoding.can_read(12 * lanes)
+            assert not encoding.can_read(12 * lanes + lanes)
+        blocks = FourBit(lanes, CODES["nf4"], Blocks(128))
+        assert [blocks.can_read(columns) for columns in (64, 128, 192, 256)] == [False, True, False, True]
+    assert not FourBit(16, CODES["nf4"], Blocks(32)).can_read(64)
+
+
+@pytest.fixture
+def _kernel_for_all() -> Iterator[None]:
+    COSTS.forced = KERNEL
+    yield
+    COSTS.forced = None
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_kernel_for_all")
+def test_what_a_kernel_cannot_read_goes_torchs_way() -> None:
+    product = half_product(torch.bfloat16)
+    assert product is not None
+    odd, whole = noise(6, 100).bfloat16(), noise(6, 128).bfloat16()
+    for matrix in (odd, whole.view(128, 6).T, whole[:, ::2], whole[:, :64], whole[:0], whole[:, :0]):
+        x = noise(3, matrix.shape[1], seed=1)
+        assert not can_multiply(product, x, matrix)
+        assert torch.equal(linear(x, matrix), torch.nn.functional.linear(x, matrix.float()))
+    assert can_multiply(product, noise(3, 128), whole)
+    no_rows = torch.empty(0, 128)
+    assert linear(no_rows, whole).shape == (0, 6)
+    for packed in (int8_matrix(6, 100), FourBitMatrices("nf4", 64)(6, 96), FourBitMatrices("nf4", 128)(6, 192)):
+        assert packed.kernel is None
+        x = noise(3, packed.shape[1], seed=1)
+        assert torch.equal(linear(x, packed), torch.nn.functional.linear(x, dense(packed, torch.float32)))
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_kernel_for_all")
+def test_rows_that_do_not_fit_the_matrix_are_torchs_error() -> None:
+    """A kernel would read past the matrix's end."""
+    for matrix in (noise(6, 128).bfloat16(), int8_matrix(6, 128), FourBitMatrices("nf4", 64)(6, 128)):
+        with pytest.raises(RuntimeError, match="shapes"):
+            linear(noise(3, 256), matrix)
+
+
+@needs_kernels
+def test_a_matrix_without_rows() -> None:
+    for num_rows in (1, 130):
+        found = product_of("int8", 8)(noise(num_rows, 64), [torch.empty(0, 64), torch.empty(0)], 0)
+        assert found.shape == (num_rows, 0)
