@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from offspec.loaders.formats.products import ProductCosts
+
     from .fakes import TinyModel
 
 # Before torch is imported: on matrices this small, threads only wait for each other, 30 times as long on a busy
@@ -47,6 +49,18 @@ def learning_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from offspec.training.online import Aligner
 
     monkeypatch.setitem(Aligner.__init__.__kwdefaults__, "clock", lambda: 0.0)
+
+
+@pytest.fixture
+def product_costs(monkeypatch: pytest.MonkeyPatch) -> ProductCosts:
+    """Costs of products on a CPU of which nothing is known yet, in place of the process's own."""
+    from offspec.loaders import product_costs
+    from offspec.loaders.formats import products
+
+    costs = products.ProductCosts()
+    for module in (products, product_costs):
+        monkeypatch.setattr(module, "COSTS", costs)
+    return costs
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from offspec.loaders.formats import Weight, dense, linear
 from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.four_bit import CODES, Layout4bit, Matrix4bit, Nested
 from offspec.loaders.formats.int8 import Int8Matrix
-from offspec.loaders.formats.products import COSTS, KERNEL, can_multiply, half_product, num_lanes
+from offspec.loaders.formats.products import KERNEL, ProductCosts, can_multiply, half_product, num_lanes
 from offspec.loaders.kernels import compiler
 from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.encodings import Blocks, Encoding, Float16, FourBit, Int8
@@ -321,10 +321,8 @@ def test_rows_that_are_no_whole_steps() -> None:
 
 
 @pytest.fixture
-def _kernel_for_all() -> Iterator[None]:
-    COSTS.forced = KERNEL
-    yield
-    COSTS.forced = None
+def _kernel_for_all(product_costs: ProductCosts) -> None:
+    product_costs.forced = KERNEL
 
 
 @needs_kernels
