@@ -271,15 +271,22 @@ def _read() -> dict[str, WayCosts]:
     """What the file says; nothing where it is not there, or says something else than it should."""
     try:
         said = parse_json(read_small_file(costs_file()))
-        return {kind: WayCosts({way: _points(points) for way, points in ways.items()}) for kind, ways in said.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+        return {kind: _way_costs(ways) for kind, ways in said.items()}
+    except (OSError, ValueError, OverflowError, AttributeError, TypeError):
         return {}
 
 
+def _way_costs(said: Mapping[str, Any]) -> WayCosts:
+    """Raises ValueError, OverflowError, AttributeError, TypeError for what cannot be costs of ways."""
+    if TORCH not in said or not said.keys() <= {TORCH, TILES, KERNEL}:
+        raise ValueError("other ways")
+    return WayCosts({way: _points(points) for way, points in said.items()})
+
+
 def _points(said: Mapping[str, Any]) -> Seconds:
-    """Raises ValueError, TypeError for what cannot be seconds by rows."""
+    """Raises the same for what cannot be seconds by rows."""
     points = {int(rows): float(seconds) for rows, seconds in said.items()}
-    if not points or not all(rows > 0 and 0 < seconds < 1 for rows, seconds in points.items()):
+    if not points or not all(rows in ROWS and 0 < seconds < 1 for rows, seconds in points.items()):
         raise ValueError("no seconds")
     return points
 
@@ -291,6 +298,9 @@ def _write(costs: Mapping[str, WayCosts]) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         number, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        with os.fdopen(number, "w", encoding="utf-8") as opened:
-            opened.write(content)
-        os.replace(temporary, file)
+        try:
+            with os.fdopen(number, "w", encoding="utf-8") as opened:
+                opened.write(content)
+            os.replace(temporary, file)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
