@@ -52,11 +52,11 @@ class Pair:
     draft: Path
 
 
-def build_pair(folder: Path, num_layers: int = CONFIG["num_hidden_layers"]) -> Pair:
-    """Write both checkpoints below `folder`."""
+def build_pair(folder: Path, num_layers: int = CONFIG["num_hidden_layers"], **settings: Any) -> Pair:
+    """Write both checkpoints below `folder`. settings: of config.json, where they are not those of CONFIG."""
     pair = Pair(folder / "target", folder / "draft")
     tokenizer = _tokenizer()
-    config = CONFIG | {"num_hidden_layers": num_layers}
+    config = CONFIG | {"num_hidden_layers": num_layers} | settings
     weights = _random_weights(_printable(tokenizer), config)
     noise = torch.Generator().manual_seed(1)
     near = {

@@ -1,0 +1,99 @@
+"""In fp32 the text of a streamed model is the same, whichever way its matrices are multiplied on a CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from offspec import Engine, SamplingParams, convert
+from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.opening import ModelFiles
+from offspec.loaders.formats.products import KERNEL, TILES, TORCH, ProductCosts, num_lanes
+from offspec.loaders.kernels.row_product import RowProduct
+from offspec.loaders.placement import Limits, Placement, Slots
+from offspec.loading import LoadedTarget
+from offspec.model.decoder import Decoder
+
+from ..pair import Pair, build_pair
+
+CPU = torch.device("cpu")
+REQUESTS = [SamplingParams(40, seed=0, ignore_eos=True), SamplingParams(40, temperature=1.0, top_p=0.9, seed=1)]
+needs_kernels = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """With rows of matrices that are whole steps of kernels. The target's weights are bf16."""
+    found = build_pair(tmp_path_factory.mktemp("pair"), hidden_size=64, intermediate_size=128)
+    file = found.target / "model.safetensors"
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in load_file(file).items()}, file)
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Iterator[Engine]:
+    loaded = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="fp32")
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="module", params=["bf16", "nf4"])
+def folder(request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "bf16":
+        return pair.target
+    packed = tmp_path_factory.mktemp("packed") / "nf4"
+    convert(pair.target, packed)
+    return packed
+
+
+@pytest.fixture
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Products of kernels, and torch's."""
+    counted, run, torch_linear = Counter[str](), RowProduct.__call__, F.linear
+
+    def count_kernel(product: RowProduct, x: Tensor, parts: Sequence[Tensor], num_outputs: int) -> Tensor:
+        counted["kernel"] += 1
+        return run(product, x, parts, num_outputs)
+
+    def count_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        counted["torch"] += 1
+        return torch_linear(x, weight, bias)
+
+    monkeypatch.setattr(RowProduct, "__call__", count_kernel)
+    monkeypatch.setattr(F, "linear", count_torch)
+    return counted
+
+
+def stream(folder: Path) -> Decoder:
+    """All layers from disk."""
+    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    layers = files.stored.layers
+    slot = max(layer.cost(files.dtype).slot_bytes for layer in layers)
+    placement = Placement((), (), tuple(range(len(layers))), Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
+    return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
+
+
+@needs_kernels
+def test_the_text_is_the_same_whichever_way(
+    engine: Engine, folder: Path, product_costs: ProductCosts, multiplied: Counter[str]
+) -> None:
+    target = stream(folder)
+    streamed = Engine(LoadedTarget(target), engine.tokenizer, engine.draft)
+    for params in REQUESTS:
+        texts = []
+        for way in (TORCH, TILES, KERNEL):
+            product_costs.forced = way
+            multiplied.clear()
+            texts.append([token for step in streamed.generate("def area(", params) for token in step.token_ids])
+            assert (multiplied["kernel"] > 0) == (way == KERNEL)
+            assert multiplied["torch"] > 0, "heads and drafts are fp32 as they lie"
+        assert len(set(texts[0])) > 8
+        assert texts[0] == texts[1] == texts[2]
+    target.weights.close()
