@@ -243,10 +243,12 @@ def test_a_processor_with_the_instructions_has_kernels() -> None:
     flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
     if platform.machine() != "x86_64" or not flags >= {"avx2", "fma", "f16c"}:
         pytest.skip("another processor")
-    assert "avx2" in _instructions_with()
-    assert ("avx512" in _instructions_with()) == (flags >= {"avx512f", "avx512bw", "avx512vl", "avx512dq"})
+    found = _instructions_with()
+    assert "avx2" in found
+    assert ("avx512" in found) == (flags >= {"avx512f", "avx512bw", "avx512vl", "avx512dq"})
 
 
+@cache
 def _instructions_with(**environment: str) -> set[str]:
     """What a new process says, with these variables and no others that hide instructions."""
     hidden = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
@@ -277,7 +279,7 @@ def test_what_is_hidden_from_torch_is_hidden_from_kernels(environment: dict[str,
 
 @needs_kernels
 def test_a_limit_that_limits_nothing() -> None:
-    for limit in ("", "ALL", "DEFAULT", "AVX512_CORE_AMX", "AVX10_1_512"):
+    for limit in ("", "AVX512_CORE_AMX"):
         assert _instructions_with(ONEDNN_MAX_CPU_ISA=limit) == _instructions_with()
 
 
