@@ -1,0 +1,68 @@
+"""Ways to multiply are chosen for large models on a CPU, and plans are told what the chosen ones take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from offspec.checkpoints.opening import ModelFiles
+from offspec.loaders.formats.products import TORCH, ProductCosts, ProductKind, WayCosts
+from offspec.loaders.product_costs import product_flops
+from offspec.planning import probe
+from offspec.planning.probe import choose_products, measure_quick_rates
+
+from ...pair import build_pair
+
+CPU = torch.device("cpu")
+Forms = set[tuple[str, torch.dtype]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_pair(tmp_path_factory.mktemp("pair")).target
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Forms]:
+    """What is asked to be known; nothing is measured."""
+    asked = list[Forms]()
+    monkeypatch.setattr(probe, "know_products", lambda forms: asked.append(set(forms)))
+    return asked
+
+
+def test_models_that_are_large_enough(folder: Path, chosen: list[Forms], monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ModelFiles.open(folder, "bf16", "cpu", [])
+    choose_products([(files, False)], CPU)
+    assert chosen.pop() == set()
+    nbytes = sum(layer.record.nbytes for layer in files.stored.layers)
+    for least, expected in ((nbytes + 1, set()), (nbytes, {("F32", torch.bfloat16)})):
+        monkeypatch.setattr(probe, "LEAST_CHOSEN_BYTES", least)
+        choose_products([(files, False)], CPU)
+        assert chosen.pop() == expected
+    choose_products([(files, True)], CPU)
+    assert chosen.pop() == set(), "what stays is bf16 by then, and no longer what was read"
+
+
+def test_on_a_gpu_nothing_is_chosen(folder: Path, chosen: list[Forms], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "LEAST_CHOSEN_BYTES", 0)
+    choose_products([(ModelFiles.open(folder, "bf16", "cpu", []), False)], torch.device("cuda"))
+    assert chosen == []
+
+
+def test_quick_rates_are_those_of_the_chosen_products(
+    folder: Path, product_costs: ProductCosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> float:
+        pytest.fail("is known")
+
+    files = ModelFiles.open(folder, "bf16", "cpu", [])
+    rates = measure_quick_rates(files, CPU, 5e9)
+    assert rates.matmul_flops.keys() == {1, 16, 128}, "measured as long as no costs are known"
+    product_costs.set(ProductKind("bf16", torch.bfloat16, is_large=True), WayCosts({TORCH: {1: 0.5, 16: 1.0}}))
+    monkeypatch.setattr(probe, "measure_matmul", refuse)
+    rates = measure_quick_rates(files, CPU, 5e9)
+    assert rates.matmul_flops == product_flops("bf16", torch.bfloat16)
+    assert (rates.disk_bytes_per_s, rates.host_to_device_bytes_per_s) == (5e9, 5e9)
+    assert rates.dequantise_elements_per_s is None
