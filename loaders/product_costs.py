@@ -130,9 +130,10 @@ def forms_of(stored: Iterable[StoredWeight], dtype: torch.dtype, *, is_kept: boo
     """(form, dtype of the rows) of the products with these matrices; is_kept: what is not packed stays in `dtype`."""
     found = set[tuple[str, torch.dtype]]()
     for weight in stored:
-        if len(weight.shape) == 2 and (weight.is_packed or not is_kept or weight.is_kept_as_read(dtype)):
-            found.add((form_of(weight.dtype), dtype))
-            if weight.is_packed and dtype in HALF_DTYPES:  # what it is unpacked to
+        if len(weight.shape) == 2:
+            if weight.is_packed or not is_kept or weight.is_kept_as_read(dtype):
+                found.add((form_of(weight.dtype), dtype))
+            if dtype in HALF_DTYPES:  # what it is unpacked to, or kept as
                 found.add((HALF_DTYPES[dtype], dtype))
     return found
 

@@ -333,6 +333,9 @@ def stored(form: str, shape: tuple[int, ...] = (8, 64)) -> StoredWeight:
         ("BF16", FP32, False, {("bf16", FP32)}),
         ("BF16", FP32, True, set()),  # kept in fp32
         ("F16", FP16, True, {("fp16", FP16)}),
+        ("F16", BF16, True, {("bf16", BF16)}),  # kept in bf16
+        ("F16", BF16, False, {("fp16", BF16), ("bf16", BF16)}),  # streamed as it is, and what stays of it
+        ("F32", FP32, True, {("F32", FP32)}),
         ("nf4", FP32, True, {("nf4", FP32)}),
         ("nf4", BF16, True, {("nf4", BF16), ("bf16", BF16)}),
         ("int8", FP16, False, {("int8", FP16), ("fp16", FP16)}),
