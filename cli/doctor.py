@@ -16,8 +16,7 @@ from .options import OffspecCommand
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
-    from offspec.loaders.product_costs import ProductRate
-    from offspec.tools.diagnosis import Diagnosis
+    from offspec.tools.diagnosis import Diagnosis, ProductRate
 
 Fact = tuple[str, str, str]  # label, what, where that comes from
 MAX_COLUMNS, NARROW = 100, 50

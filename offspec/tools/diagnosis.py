@@ -18,7 +18,8 @@ import torch
 from offspec.loaders.hardware import Disk, Hardware, read_disk, read_hardware
 from offspec.loaders.kernels.compiler import describe_instructions
 from offspec.loaders.measure import WIDTHS, Progress, measure_rates
-from offspec.loaders.product_costs import ProductRate, has_choice, know_products, product_rates
+from offspec.loaders.product_costs import ProductRate as ProductRate  # as the terminal shows it
+from offspec.loaders.product_costs import has_choice, know_products, product_rates
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
 from ..checkpoints.opening import Note, choose_device
