@@ -176,26 +176,23 @@ class TieredWeights:
         self._pinned: list[HostBuffer] = []
         self._staged: HostBuffer | None = None  # where one layer after the other is read to that does not stay as it is
         self._shared: dict[str, Weight] = {}
-        # What stays comes with the first pass, whose arithmetic goes on meanwhile, where other layers come from disk.
-        comes_late = device.type == "cpu" and bool(placement.on_disk) and not options.synchronous
-        self._late = frozenset(placement.resident) if comes_late else frozenset[int]()
-        self._wanted, self._kept = self._late, dict[int, dict[str, Weight]]()  # see `spare`
+        self._wanted, self._kept = frozenset[int](), dict[int, dict[str, Weight]]()  # see `spare`
         self._resident: dict[int, dict[str, Weight]] = {}
         self._stream: Stream | None = None
         self._rows = self._rows_of(embedding)
         self._files = FileStates(self._streamed_paths())
         by_row = None if self._rows is None else self._rows.stored.name
         shared = {n: StoredLayer({n: stored}) for n, stored in self._model.shared.items() if n != by_row}
-        read_once = () if comes_late else placement.resident
-        read_once += () if options.synchronous else placement.in_ram
+        read_once = placement.resident if options.synchronous else placement.resident + placement.in_ram
         layers = (*shared.values(), *(self._model.layers[i] for i in read_once))
         self._done, self._total = 0, sum(layer.record.read_bytes for layer in layers)
         self._progress = progress
         try:
             for name, layer in shared.items():
                 self._shared |= self._load(layer, torch.device("cpu") if name == embedding else device)
-            load = self._load_blocked if options.blocked and device.type == "cpu" else self._load
-            for i in () if comes_late else placement.resident:
+            is_blocked = options.blocked and device.type == "cpu" and not placement.on_disk  # the disk is slower anyway
+            load = self._load_blocked if is_blocked else self._load
+            for i in placement.resident:
                 self._resident[i] = load(self._model.layers[i], device)
             self._staged = None
             if placement.streamed:
@@ -226,8 +223,7 @@ class TieredWeights:
             yield weights
             if unit in self._wanted:
                 self._keep(unit, weights)
-        if unit not in self._late:
-            self.bytes_streamed += self._model.layers[unit].record.read_bytes
+        self.bytes_streamed += self._model.layers[unit].record.read_bytes
         if (unit,) == self._placement.on_disk[-1:]:  # a pass that read something else says nothing
             self._files.check()
 
@@ -241,25 +237,21 @@ class TieredWeights:
         if self._device.type != "cpu" or not isinstance(self._stream, Ring):
             return
         num_wanted = max(0, min(nbytes // self._placement.slots.nbytes, len(on_disk) - LEAST_STREAMED))
-        self._wanted = self._late | {on_disk[i] for i in scattered(len(on_disk) - 1)[:num_wanted]}
+        self._wanted = frozenset(on_disk[i] for i in scattered(len(on_disk) - 1)[:num_wanted])
         if gone := self._kept.keys() - self._wanted:
             self._kept = {index: weights for index, weights in self._kept.items() if index not in gone}
             self._stream.set_order(self._still_streamed())
 
     def _keep(self, unit: int, weights: dict[str, Weight]) -> None:
-        """A layer that is lent stays, in the memory that it came to, or converted once and for all."""
+        """A layer that is lent stays, in the memory that it came to."""
         assert isinstance(self._stream, Ring)
-        slot, layer = self._stream.lent, self._model.layers[unit]
-        assert isinstance(slot, HostSlot)
-        if unit in self._late and not all(w.is_kept_as_read(self._dtype) for w in layer.weights.values()):
-            weights = layer.bind(slot.tensor.clone(), self._dtype, is_kept=True)
-        else:
-            slot.give_away()
+        assert isinstance(self._stream.lent, HostSlot)
+        self._stream.lent.give_away()
         self._kept[unit] = weights
         self._stream.set_order(self._still_streamed())
 
     def _still_streamed(self) -> list[int]:
-        return [index for index in sorted(self._late.union(self._placement.on_disk)) if index not in self._kept]
+        return [index for index in self._placement.on_disk if index not in self._kept]
 
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
         return self.lend(index)
@@ -286,7 +278,7 @@ class TieredWeights:
         self._pinned = []
         self._reader.close()
         self._resident, self._shared, self._stream, self.scratch = {}, {}, None, None
-        self._wanted, self._late, self._kept = frozenset(), frozenset(), {}
+        self._wanted, self._kept = frozenset(), {}
 
     # ---------------------------------------------------------------------------------------- loading
 
@@ -299,7 +291,7 @@ class TieredWeights:
 
     def _streamed_paths(self) -> set[Path]:
         """The files that every pass reads."""
-        layers = [self._model.layers[i] for i in self._late.union(self._placement.on_disk)]
+        layers = [self._model.layers[i] for i in self._placement.on_disk]
         weights = [weight for layer in layers for weight in layer.weights.values()]
         weights += [self._rows.stored] if self._rows is not None else []
         return {info.path for weight in weights for info in weight.streamed}
@@ -325,7 +317,7 @@ class TieredWeights:
         return buffer
 
     def _open_stream(self, synchronous: bool) -> Stream:
-        records: dict[Unit, Record] = {i: self._model.layers[i].record for i in self._still_streamed()}
+        records: dict[Unit, Record] = {i: self._model.layers[i].record for i in self._placement.on_disk}
         if synchronous:
             everything: dict[Unit, Record] = {i: self._model.layers[i].record for i in self._placement.streamed}
             return PlainStream(everything, self._reader, self._device)
@@ -336,7 +328,7 @@ class TieredWeights:
 
     def _open_disk(self, records: Mapping[Unit, Record], buffers: Sequence[HostBuffer]) -> Ring[HostSlot]:
         slots = [HostSlot(buffer) for buffer in buffers]
-        return Ring(list(records), slots, DiskFiller(records, self._reader))
+        return Ring(self._placement.on_disk, slots, DiskFiller(records, self._reader))
 
     def _open_link(self, records: Mapping[Unit, Record]) -> Stream:
         """What lies in RAM for a GPU, waiting layers and slots for those that come from disk, is one pinned stretch."""

@@ -182,6 +182,8 @@ class Engine:
         tree beside them. Where device memory runs out for it, the target is loaded anew with fewer resident layers.
         """
         with self.turn:
+            if num_tokens or num_nodes:
+                self.loaded.spare_nothing()
             return retry_out_of_memory(
                 lambda: self.draft.new_caches(self.target, num_tokens, num_nodes), self.loaded.make_room
             )

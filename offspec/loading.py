@@ -146,6 +146,11 @@ class LoadedTarget:
         unused = plan.placement.limits.ram - plan.placement.ram_bytes
         weights.spare(unused + planned - taken)
 
+    def spare_nothing(self) -> None:
+        """What holds layers only as long as no text needs it is given back."""
+        if isinstance(self.decoder.weights, TieredWeights):
+            self.decoder.weights.spare(0)
+
     def make_room(self, told: str, give_up: Callable[[], None] = lambda: None) -> None:
         """Load the weights anew with fewer resident layers, after device memory ran out; once.
 
