@@ -12,6 +12,7 @@ import pytest
 
 from offspec.cli.doctor import table
 from offspec.loaders.hardware import Rates
+from offspec.loaders.product_costs import ProductRate
 
 from ..offspec.tools.test_diagnosis import CPU_ONLY, DESKTOP
 from .conftest import Offspec, finish, start
@@ -29,6 +30,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return MEASURED
 
     monkeypatch.setattr("offspec.tools.diagnosis.measure_rates", measure)
+    products = (ProductRate("bf16", 1, "torch", 3e10, 3e10), ProductRate("bf16", 256, "kernel", 2e11, 8e8))
+    monkeypatch.setattr("offspec.tools.diagnosis.measure_products", lambda dtype: products)
 
 
 @pytest.mark.usefixtures("measured")
@@ -37,11 +40,13 @@ def test_the_table(offspec: Offspec, tmp_path: Path, monkeypatch: pytest.MonkeyP
     result = offspec("doctor", "--device", "cpu", "--path", tmp_path)
     assert (result.code, result.err) == (0, "")
     lines = result.out.splitlines()
-    assert lines[0].startswith("RAM       ")
-    assert "GPU       none used (--device cpu)" in lines
-    assert "disk      2 GB/s (direct)" in lines
-    assert "matmul    1 GFLOP/s at 1, 200 GFLOP/s at 64 (tokens at once; bfloat16)" in lines
-    assert "NF4       - (not measured: bitsandbytes is missing)" in lines
+    assert lines[0].startswith("RAM         ")
+    assert "GPU         none used (--device cpu)" in lines
+    assert "disk        2 GB/s (direct)" in lines
+    assert "matmul      1 GFLOP/s at 1, 200 GFLOP/s at 64 (tokens at once; bfloat16)" in lines
+    assert "bf16 x 1    30 GFLOP/s, 30 GB/s of weights (torch)" in lines
+    assert "bf16 x 256  200 GFLOP/s, 800 MB/s of weights (kernel)" in lines
+    assert "NF4         - (not measured: bitsandbytes is missing)" in lines
     assert any(line.startswith("- This disk delivers 2 GB/s: ") for line in lines)
 
 
@@ -70,7 +75,7 @@ def test_progress_for_who_watches(
 ) -> None:
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True)
     result = offspec("doctor", "--device", "cpu", *flags)
-    assert result.err.startswith("\r\x1b[Kmeasuring disk ...") == shown
+    assert result.err.startswith("\r\x1b[Kmeasuring products ...") == shown
     assert result.err.endswith("\r\x1b[K") == shown
 
 

@@ -17,6 +17,7 @@ from offspec.loaders.placement import (
     Placement,
     place,
     predict_pass_s,
+    scattered,
     spread,
 )
 
@@ -182,3 +183,13 @@ def test_pinned_layers_that_do_not_fit_are_refused_with_their_bytes() -> None:
     )
     with pytest.raises(MemoryLimitError, match=refused):
         place(layers(12), ITEMS, Limits(None, 9 * GB - 1), 4)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 8, 25, 80])
+def test_every_beginning_of_scattered_layers_lies_among_all(num_layers: int) -> None:
+    order = scattered(num_layers)
+    assert sorted(order) == list(range(num_layers))
+    for count in range(1, num_layers):
+        chosen = sorted(order[:count])
+        gaps = [b - a for a, b in pairwise((-1, *chosen, num_layers))]
+        assert max(gaps) <= 4 * (num_layers + 1) / (count + 1)

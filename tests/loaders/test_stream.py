@@ -122,6 +122,45 @@ def test_cancelling_skips_what_is_not_begun() -> None:
     assert len(setup.reader.reads) <= 4  # one in flight for each thread
 
 
+@pytest.mark.parametrize("gone", [(1,), (0, 4), (2, 3), (0, 1, 2, 4)])
+def test_units_that_are_no_longer_asked_for_are_not_read_and_can_come_back(gone: tuple[int, ...]) -> None:
+    setup = Setup()
+    kept = [layer for layer in range(5) if layer not in gone]
+    for layer in range(5):
+        assert setup.take(layer) == setup.expected(layer)
+    setup.ring.set_order(kept)
+    for layer in kept * 3:
+        assert setup.take(layer) == setup.expected(layer)
+    assert not {loan.unit for loan in setup.ring.ahead} & set(gone)
+    setup.ring.set_order(range(5))
+    for layer in [*range(5)] * 2:
+        assert setup.take(layer) == setup.expected(layer)
+    setup.ring.close()
+
+
+def test_a_unit_that_leaves_while_it_is_lent_costs_nothing_that_was_read_ahead(setup: Setup) -> None:
+    """One read for each unit of each pass, though the order changes in the middle of the first one."""
+    for layer in range(5):
+        with setup.ring.lend(layer):
+            if layer == 1:
+                setup.ring.set_order([0, 2, 3, 4])
+    for layer in (0, 2, 3, 4):
+        assert setup.take(layer) == setup.expected(layer)
+    for loan in setup.ring.ahead:
+        loan.fill.settle()
+    asked = [*range(5), 0, 2, 3, 4, *(loan.unit for loan in setup.ring.ahead)]
+    assert len(setup.reader.reads) == sum(len(setup.records[layer].reads) for layer in asked)
+
+
+def test_what_a_slot_gave_away_is_not_written_to(setup: Setup) -> None:
+    with setup.ring.lend(0) as buffer:
+        assert setup.ring.lent is not None
+        setup.ring.lent.give_away()
+    for layer in (*range(1, 5), *range(5)):
+        assert setup.take(layer) == setup.expected(layer)
+    assert setup.records[0].parts(buffer)["layer0"].numpy().tobytes() == setup.expected(0)
+
+
 def test_close_joins_the_threads(setup: Setup) -> None:
     before = {thread.name for thread in threading.enumerate()}
     assert "offspec-read-0" in before

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from offspec.errors import CheckpointError
 from offspec.loaders.checkpoint import Checkpoint
 from offspec.loaders.containers import open_checkpoint
-from offspec.loaders.placement import Limits, Placement, Slots
+from offspec.loaders.placement import Limits, Placement, Slots, scattered
 from offspec.loaders.readers import FileReader, HostBuffer
 from offspec.loaders.records import Record
 from offspec.loaders.stream import Fill, HostSlot, Ring
-from offspec.loaders.tiers import StoredModel, TieredWeights, TierOptions
+from offspec.loaders.tiers import LEAST_STREAMED, StoredModel, TieredWeights, TierOptions
 from offspec.loaders.weights import WeightSource
 
 from .fakes import LAYER_PREFIX, FakeReader, Tensors, open_with, toy_tensors
@@ -228,6 +228,44 @@ def test_what_is_streamed_is_counted(tmp_path: Path) -> None:
     records = [layer.record for layer in StoredModel.of(open_checkpoint(tmp_path), layer_prefix=LAYER_PREFIX).layers]
     assert weights.bytes_streamed == 2 * (records[0].read_bytes + records[2].read_bytes) > 0
     weights.close()
+
+
+def test_layers_stay_where_memory_is_spared_and_leave_when_it_is_wanted_back(tmp_path: Path) -> None:
+    tensors = toy_tensors(9)
+    weights = tiered(open_with(tmp_path, tensors), resident=SOME)
+    records = records_of(tmp_path)
+    slot = max(record.nbytes for record in records)
+    on_disk = [i for i in range(9) if i not in SOME]
+
+    def streamed() -> int:
+        before = weights.bytes_streamed
+        torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
+        return weights.bytes_streamed - before
+
+    for num_spared, num_kept in ((0, 0), (2, 2), (100, 8 - LEAST_STREAMED), (1, 1), (-2, 0), (3, 3)):
+        weights.spare(num_spared * slot + slot - 1)
+        kept = [on_disk[i] for i in scattered(7)[:num_kept]]
+        expected = sum(records[i].read_bytes for i in on_disk if i not in kept)
+        assert streamed() >= expected  # what is to stay comes once more
+        assert [streamed() for _ in range(3)] == [expected] * 3
+    weights.close()
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_nothing_to_spare_for_is_no_error(tmp_path: Path, synchronous: bool) -> None:
+    """All layers stay, or so few come from disk that all of them go on coming, or there is no ring."""
+    tensors = toy_tensors()
+    for resident in (ALL, NONE):
+        weights = tiered(open_with(tmp_path, tensors), resident=resident, options=TierOptions(synchronous=synchronous))
+        weights.spare(2**30)
+        for _ in range(2):
+            torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
+        assert weights.bytes_streamed == (0 if resident == ALL else 2 * sum(r.read_bytes for r in records_of(tmp_path)))
+        weights.close()
+
+
+def records_of(folder: Path) -> list[Record]:
+    return [layer.record for layer in StoredModel.of(open_checkpoint(folder), layer_prefix=LAYER_PREFIX).layers]
 
 
 def test_a_pass_that_was_left_is_begun_anew(tmp_path: Path) -> None:

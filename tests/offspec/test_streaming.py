@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -9,19 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offspec import Engine, SamplingParams
+from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
-from offspec.loaders.placement import Limits, Placement, Slots
-from offspec.loading import LoadedTarget
-from offspec.model.block import Block, PassRows
+from offspec.loaders.placement import Limits, Placement, Slots, scattered
+from offspec.loading import LoadedTarget, PlannedMemory
+from offspec.model.block import Block, PassRows, kv_cache_bytes
 from offspec.model.decoder import CachedDecoder, Decoder
 
 from ..pair import CONFIG, CONTEXT, Pair, build_pair, variant
@@ -70,6 +72,34 @@ def test_the_text_is_that_of_a_resident_target(
     for params in REQUESTS:
         assert says(behind(engine, target), params) == says(engine, params)
     target.weights.close()
+
+
+def test_layers_stay_as_long_as_texts_are_short(engine: Engine, tmp_path: Path) -> None:
+    """A plan makes room for the KV cache of a whole context: what a text does not need of it holds layers meanwhile."""
+    folder = build_pair(tmp_path, num_layers=9).target
+    target, twin = stream(folder), stream(folder, tuple(range(9)))
+    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    layer = files.stored.layers[0].record
+
+    def kv_bytes(num_entries: int) -> int:
+        return kv_cache_bytes(files.config, num_entries, files.dtype.itemsize)
+
+    limit = 5 * layer.nbytes - kv_bytes(CONTEXT)  # so many layers' bytes for texts and what may stay
+    placement = Placement((), (), tuple(range(9)), Slots(2, 0, layer.nbytes), (), Limits(None, limit), 0, 0)
+    plan = SimpleNamespace(context=CONTEXT, tree=0, placement=placement, demand=SimpleNamespace(target=files))
+    loaded = LoadedTarget(target, PlannedMemory(plan, CPU, [], lambda plan: target.weights))  # type: ignore[arg-type]
+    one, other = (Engine(each, engine.tokenizer) for each in (loaded, LoadedTarget(twin)))
+    records = [each.record for each in files.stored.layers]
+    for num_tokens, num_kept in ((4, 4), (100, 1), (4, 4)):
+        params, plain = SamplingParams(num_tokens, seed=0, ignore_eos=True), SpeculationParams(0)
+        for _ in range(2):  # what is to stay comes with the first text
+            steps = list(one.generate("def area(", params, plain))
+            assert [s.token_ids for s in steps] == [s.token_ids for s in other.generate("def area(", params, plain)]
+            gc.collect()
+        streamed = [i for i in range(9) if i not in scattered(8)[:num_kept]]
+        assert steps[-1].stats.stream_bytes_per_pass == sum(records[i].read_bytes for i in streamed)
+    one.close()
+    other.close()
 
 
 def test_16_bit_weights_computed_in_fp32(engine: Engine, pair: Pair, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from offspec.errors import HardwareError, UsageError
 from offspec.loaders.hardware import Disk, Gpu, Hardware, Memory, Rates
+from offspec.loaders.product_costs import ProductRate
 from offspec.tools import diagnosis
 from offspec.tools.diagnosis import MAX_ADVICE, Diagnosis, diagnose
 
@@ -32,6 +33,14 @@ DESKTOP = Diagnosis(
 CPU_RATES = replace(RATES, host_to_device_bytes_per_s=None, matmul_flops={64: 1e11}, dequantise_elements_per_s=1e9)
 CPU_ONLY = replace(DESKTOP, device="cpu", device_reason="no CUDA device found",
                    hardware=replace(DESKTOP.hardware, gpu=None, rates=CPU_RATES))  # fmt: skip
+
+
+PRODUCT = ProductRate("nf4", 64, "kernel", 5e11, 4e9)
+
+
+def test_arithmetic_is_told_by_the_products_that_were_measured() -> None:
+    """70.6e9 weights, twice 64 FLOP each at 5e11 a second: 18 s."""
+    assert "takes about 18" in replace(CPU_ONLY, products=(PRODUCT,)).advice[2]
 
 
 def with_rates(found: Diagnosis, **changes: Any) -> Diagnosis:
@@ -143,10 +152,12 @@ def test_measuring_is_told_and_done_on_the_folder(tmp_path: Path, monkeypatch: p
         return Rates(disk_bytes_per_s=1.0, sources={"disk_bytes_per_s": f"{device} {dtype} {path.name}"})
 
     monkeypatch.setattr(diagnosis, "measure_rates", measure)
+    monkeypatch.setattr(diagnosis, "measure_products", lambda dtype: (PRODUCT,))
     told: list[str] = []
     found = diagnose("cpu", tmp_path, progress=told.append)
     assert found.hardware.rates.sources == {"disk_bytes_per_s": f"cpu torch.bfloat16 {tmp_path.name}"}
-    assert told == ["disk"]
+    assert told == ["products", "disk"]
+    assert found.products == (PRODUCT,)
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "torch.float16"), ((8, 6), "torch.bfloat16")])
