@@ -60,9 +60,12 @@ def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = Fals
 
     They are read from the file, or measured; anew: measured in any case.
     """
-    wanted = {
-        ProductKind(form, dtype, is_large) for form, dtype in forms if has_choice(form) for is_large in (True, False)
-    }
+    wanted = [
+        ProductKind(form, dtype, is_large)
+        for form, dtype in sorted(set(forms), key=_after_plain_ones)
+        if has_choice(form)
+        for is_large in (True, False)
+    ]
     stored = {} if anew else _read()
     for kind in wanted:
         if not anew and COSTS.get(kind) is None and str(kind) in stored:
@@ -76,6 +79,11 @@ def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = Fals
     kernels = {kind.form for kind in wanted if (costs := COSTS.get(kind)) and KERNEL in map(costs.way, ROWS)}
     for product in filter(None, map(_kernel, kernels)):
         threading.Thread(target=product.prepare, name="compile", daemon=True).start()  # while weights are read
+
+
+def _after_plain_ones(kind: tuple[str, torch.dtype]) -> tuple[bool, str]:
+    """A packed matrix is unpacked to a plain one, which is then multiplied in the way that was measured for it."""
+    return kind[0] not in HALF_DTYPES.values(), str(kind)
 
 
 def product_flops(form: str, dtype: torch.dtype, widths: Sequence[int] = ROWS) -> dict[int, float]:
@@ -181,7 +189,7 @@ def measure_ways(kind: ProductKind) -> WayCosts:
     for num_rows in ROWS:
         rows = _rows(num_rows, shape[1], kind.dtype)
         for way in trying:
-            found[way][num_rows] = _seconds(way, rows, matrices, scratch) / (shape[0] * shape[1])
+            found[way][num_rows] = _seconds(way, kind.form, rows, matrices, scratch) / (shape[0] * shape[1])
         best = min(found[way][num_rows] for way in trying)
         if num_rows >= HOPELESS_ROWS:
             trying = [way for way in trying if found[way][num_rows] < HOPELESS * best]
@@ -220,10 +228,10 @@ def ways_of(form: str) -> list[str]:
     return [TORCH, TILES, KERNEL] if num_lanes() else [TORCH, TILES]
 
 
-def _seconds(way: str, rows: torch.Tensor, matrices: Sequence[Weight], scratch: torch.Tensor) -> float:
+def _seconds(way: str, form: str, rows: torch.Tensor, matrices: Sequence[Weight], scratch: torch.Tensor) -> float:
     """The least of some runs: what other programs take is no part of it."""
     turns = itertools.cycle(matrices)
-    COSTS.forced = way
+    COSTS.forced, COSTS.forced_form = way, form
     try:
         linear(rows, next(turns), None, scratch)
         began, least, runs = time.perf_counter(), math.inf, 0
@@ -232,7 +240,7 @@ def _seconds(way: str, rows: torch.Tensor, matrices: Sequence[Weight], scratch: 
             linear(rows, next(turns), None, scratch)
             least, runs = min(least, time.perf_counter() - before), runs + 1
     finally:
-        COSTS.forced = None
+        COSTS.forced, COSTS.forced_form = None, ""
     return max(least, 1e-9)
 
 

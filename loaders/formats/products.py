@@ -66,12 +66,16 @@ class WayCosts:
 
 
 class ProductCosts:
-    """What was measured in this process, or before on this machine. `forced`: a way to take whatever it costs."""
+    """What was measured in this process, or before on this machine.
+
+    forced: a way to take whatever it costs, for weights of `forced_form`, or of all forms where that is "".
+    """
 
     def __init__(self) -> None:
         self._known: dict[ProductKind, WayCosts] = {}
         self._chosen: dict[tuple[ProductKind, int], str] = {}
         self.forced: str | None = None
+        self.forced_form = ""
 
     def set(self, kind: ProductKind, costs: WayCosts) -> None:
         self._known[kind] = costs
@@ -82,7 +86,7 @@ class ProductCosts:
 
     def way(self, kind: ProductKind, num_rows: int) -> str:
         """The way to take; torch's where nothing was measured."""
-        if self.forced is not None:
+        if self.forced is not None and self.forced_form in ("", kind.form):
             return self.forced
         key = (kind, num_rows)
         if key not in self._chosen:
