@@ -65,7 +65,7 @@ def load_decoder(
 
 
 def is_blocked(model: ModelFiles, device: torch.device) -> bool:
-    """Whether layers of the model that stay are kept in oneDNN's order: large ones of 16-bit floats, on a CPU.
+    """Whether layers of the model are kept in oneDNN's order where all stay: large ones of 16-bit floats, on a CPU.
 
     Nothing but the model and the machine decides it, so that the same request is computed alike each time.
     """

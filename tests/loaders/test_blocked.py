@@ -90,7 +90,7 @@ def test_layers_keep_what_they_hold(tmp_path: Path, resident: tuple[int, ...]) -
     weights = tiered(open_with(tmp_path, tensors), BF16, resident, options=TierOptions(blocked=True))
     for index in range(3):
         with weights.layer(index) as layer:
-            assert isinstance(layer["mix.weight"], BlockedMatrix) == (index in resident)
+            assert isinstance(layer["mix.weight"], BlockedMatrix) == (resident == ALL)  # else a pass waits for the disk
             for short, weight in layer.items():
                 wanted = tensors[f"model.layers.{index}.{short}"]
                 torch.testing.assert_close(dense(weight, BF16), wanted, rtol=0, atol=0)
