@@ -153,7 +153,13 @@ def run_one(folder: Path, ram: int, widths: list[int], repeats: int) -> dict[str
     largest = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     plan = plan_here(files, [], read_hardware(CPU), MemoryOptions(ram=ram, context=CONTEXT))
     rates = measure_rates(
-        CPU, files.dtype, largest, widths=widths, beside_reads=bool(plan.placement.on_disk), seconds=1.5
+        CPU,
+        files.dtype,
+        largest,
+        widths=widths,
+        form=files.packed_form,
+        beside_reads=bool(plan.placement.on_disk),
+        seconds=1.5,
     )
     began = time.perf_counter()
     decoder = load_decoder(files, plan.placement, CPU, LoadSettings(has_far_embedding=True))

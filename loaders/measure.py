@@ -7,7 +7,6 @@ decide what goes where. One figure is a short sample: other programs' work shows
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import shutil
 import tempfile
@@ -27,14 +26,13 @@ import torch.nn.functional as F
 
 from offspec.errors import HardwareError, OffspecError
 
-from .checkpoint import DTYPE_BYTES, TensorInfo
 from .containers import largest_weight_file
 from .formats import StoredWeight, WeightFormat, format_named, linear
 from .formats.core import PackedWeight
 from .formats.process_state import FUSED_ROWS
 from .formats.products import HALF_DTYPES
 from .hardware import Rates, read_memory
-from .product_costs import has_choice, know_products, product_flops
+from .product_costs import has_choice, know_products, of_no_file, product_flops
 from .readers import READ_BYTES, FileReader, HostBuffer, align_down
 from .stream import NUM_READERS
 from .units import MIB, format_size
@@ -389,7 +387,7 @@ def measure_dequantise(
     known, form = _measured(form)
     if device.type == "cpu":  # a GPU computes without it, too
         known.prepare()
-    stored = known.sized(form, "weight", shape, _nowhere)
+    stored = known.sized(form, "weight", shape, of_no_file)
     assert stored is not None
     matrices = itertools.cycle([_packed_sample(stored, device) for _ in range(num_weights)])
     out, row = torch.zeros(shape, dtype=dtype, device=device), _filled((1, shape[1]), dtype, device)
@@ -402,12 +400,7 @@ def measure_dequantise(
 def _measured(form: str) -> tuple[WeightFormat, str]:
     """The format that is measured for `form`, and its form."""
     known = format_named(form)
-    return (known, form) if known.sized(form, "weight", (64, 64), _nowhere) else (format_named("nf4"), "nf4")
-
-
-def _nowhere(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    """A tensor of no file."""
-    return TensorInfo(name, dtype, shape, Path(), 0, DTYPE_BYTES[dtype] * math.prod(shape))
+    return (known, form) if known.sized(form, "weight", (64, 64), of_no_file) else (format_named("nf4"), "nf4")
 
 
 def _packed_sample(stored: StoredWeight, device: torch.device) -> PackedWeight:

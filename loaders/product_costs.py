@@ -118,14 +118,17 @@ def product_rates(form: str, dtype: torch.dtype, widths: Sequence[int]) -> list[
     costs = COSTS.get(ProductKind(form, dtype, is_large=True))
     if costs is None:
         return []
-    weight_bytes = 2.0 if form in HALF_DTYPES.values() else _bytes_per_weight(form)
+    weight_bytes = _bytes_per_weight(form)
     found = [(width, costs.way(width), costs.least(width)) for width in widths]
     return [ProductRate(form, rows, way, 2 * rows / each_s, weight_bytes / each_s) for rows, way, each_s in found]
 
 
 def _bytes_per_weight(form: str) -> float:
+    """Of a large matrix as it lies, scales counted."""
+    if form in HALF_DTYPES.values():
+        return 2.0
     rows, columns = SHAPES[True]
-    stored = format_named(form).sized(form, "weight", (rows, columns), _nowhere)
+    stored = format_named(form).sized(form, "weight", (rows, columns), of_no_file)
     return 0.0 if stored is None else sum(info.nbytes for info in stored.streamed) / (rows * columns)
 
 
@@ -167,12 +170,12 @@ def sample(form: str, shape: tuple[int, int]) -> Weight | None:
     if dtype is not None:
         row = torch.randn(shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
         return row.expand(shape).contiguous()
-    stored = format_named(form).sized(form, "weight", shape, _nowhere)
+    stored = format_named(form).sized(form, "weight", shape, of_no_file)
     return None if stored is None else stored.sample(_CPU)
 
 
-def _nowhere(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    """A tensor of no file."""
+def of_no_file(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    """A tensor that lies in no file, for `WeightFormat.sized`."""
     return TensorInfo(name, dtype, shape, Path(), 0, DTYPE_BYTES[dtype] * math.prod(shape))
 
 
@@ -212,8 +215,8 @@ def _typical_s(kind: ProductKind) -> float:
 
 def _matrices(form: str, shape: tuple[int, int]) -> list[Weight]:
     """As many as no cache holds."""
-    num_bytes = shape[0] * shape[1] * (2 if form in HALF_DTYPES.values() else 1)
-    made = [sample(form, shape) for _ in range(max(2, CACHE_BYTES // num_bytes))]
+    num_bytes = shape[0] * shape[1] * _bytes_per_weight(form)
+    made = [sample(form, shape) for _ in range(max(2, int(CACHE_BYTES / num_bytes)))]
     return [matrix for matrix in made if matrix is not None]
 
 

@@ -20,8 +20,8 @@ class Encoding(ABC):
     """One way in which weights lie, for vectors of `lanes` numbers.
 
     step: weights a step. interleave: of each interleave · lanes weights the vectors hold every interleave-th, so that
-    vector 0 begins with weights 0 and `interleave`. most_direct: rows up to which unpacking
-    anew for every few rows takes less time than a panel. declarations: of the functions that its instructions call.
+    vector 0 begins with weights 0 and `interleave`. most_direct: rows of the other factor up to which unpacking anew
+    for every few of them takes less time than a panel. declarations: of the functions that its instructions call.
     """
 
     step: int

@@ -19,10 +19,10 @@ from torch import Tensor
 from .compiler import Emitter, compile_ir, run_on_threads
 from .encodings import Encoding, Unpacked
 
-FEW_TILE_ROWS = 4
-CHUNK_BYTES = 2**17  # of weights that a thread takes at a time then
-PANEL_ROWS, PANEL_COLUMNS = 48, 1024  # 192 KiB; beside it six rows of x are 24 KiB, which a first-level cache holds
-PANEL_TILE_ROWS = 6
+# Without a panel: rows of x at a time, and bytes of weights that a thread takes at a time, which stay in its cache.
+FEW_TILE_ROWS, CHUNK_BYTES = 4, 2**17
+# With one: its rows and columns, 192 KiB, and rows of x at a time, 24 KiB, which a first-level cache holds beside it.
+PANEL_ROWS, PANEL_COLUMNS, PANEL_TILE_ROWS = 48, 1024, 6
 MOST_PARTS = 5
 
 _PARTS = ", ".join(f"ptr %part{i}" for i in range(MOST_PARTS))
@@ -141,7 +141,7 @@ class RowProduct:
         """fp32 [R, K], each row in the order in which the encoding has the weights."""
         if (apart := self.encoding.interleave) > 1:
             x = x.reshape(x.shape[0], -1, self.encoding.lanes, apart).transpose(2, 3)
-        return x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+        return x.float().contiguous()
 
     # ---------------------------------------------------------------------------------------- the text
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+from offspec.loaders.formats.products import HALF_DTYPES
 from offspec.loaders.hardware import Disk, Hardware, read_disk, read_hardware
 from offspec.loaders.kernels.compiler import describe_instructions
 from offspec.loaders.measure import WIDTHS, Progress, measure_rates
@@ -117,7 +118,7 @@ def diagnose(
 
 def measure_products(dtype: torch.dtype) -> tuple[ProductRate, ...]:
     """The fastest ways to multiply rows of `dtype` with matrices of 16 bit and of NF4, measured anew and kept."""
-    forms = [form for form in (str(dtype).removeprefix("torch.").replace("bfloat", "bf"), "nf4") if has_choice(form)]
+    forms = [form for form in (HALF_DTYPES[dtype], "nf4") if has_choice(form)]
     know_products([(form, dtype) for form in forms], anew=True)
     return tuple(rate for form in forms for rate in product_rates(form, dtype, WIDTHS))
 
