@@ -36,10 +36,24 @@ DTYPE_BYTES = {
 
 
 @dataclass(frozen=True)
+class Change:
+    """How a container's numbers differ from those that the architecture of its config means.
+
+    num_heads: not 0 where the rows are those of so many heads, and in each head rows i and i + head_dim / 2, which RoPE
+    turns together, lie side by side (llama.cpp's order for Llama's queries and keys).
+    added: was added to every number (llama.cpp keeps Gemma's norms as 1 + w).
+    """
+
+    num_heads: int = 0
+    added: float = 0.0
+
+
+@dataclass(frozen=True)
 class TensorInfo:
     """Where a tensor lies: `nbytes` bytes from byte `offset` (absolute) of file `path`.
 
     dtype: as safetensors spells it ("BF16"), or a container's own name, which a registered weight format understands.
+    change: None where its numbers are those that the config means.
     """
 
     name: str
@@ -48,6 +62,7 @@ class TensorInfo:
     path: Path
     offset: int
     nbytes: int
+    change: Change | None = None
 
     @property
     def alignment(self) -> int:
