@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from .checkpoint import Checkpoint, Container
+from .gguf_file import GgufFile
 from .registry import Registry
 from .safetensors_folder import SafetensorsFolder
 
 _LAST = SafetensorsFolder()  # says what is wrong with a path that is none
-CONTAINERS = Registry[Container](_LAST)
+CONTAINERS = Registry[Container](GgufFile(), _LAST)
 
 
 def open_checkpoint(path: Path | str, *, headers_only: bool = False) -> Checkpoint:

@@ -1,4 +1,7 @@
-"""Finds a model: a local folder or file, or a hub id, whose files are downloaded where they are not cached."""
+"""Finds a model: a local folder or file, or a hub id, whose files are downloaded where they are not cached.
+
+A hub id is `org/name`, or `org/name:Q4_K_M` for the GGUF file in that quantisation, as llama.cpp writes it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from offspec.errors import CheckpointError
 
 from .checkpoint import fault, reading, show
 from .containers import is_checkpoint
+from .gguf_file import part_paths
 from .safetensors_folder import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names, why_no_folder
 
-_HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_HUB_ID = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::([A-Za-z0-9_.-]+))?")
 
 
 def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -28,14 +32,38 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
     local = _local(model)
     if local is not None:
         return local
-    if not _HUB_ID.fullmatch(model):
-        raise CheckpointError(f"{show(model)}: no such folder; give a local folder or a hub id of the form org/name")
+    if (match := _HUB_ID.fullmatch(model)) is None:
+        raise CheckpointError(
+            f"{show(model)}: no such folder or file; give a local one, or a hub id of the form org/name or "
+            "org/name:Q4_K_M"
+        )
+    if match[2]:
+        return _resolve_gguf(match[1], match[2], revision)
     if not weights:
         return _download(model, revision, (CONFIG_FILE, INDEX_FILE))
     files = (CONFIG_FILE, *COMPANIONS, SINGLE_FILE, INDEX_FILE)
     folder = _download(model, revision, files)
     shards = shard_names(folder)  # whatever they are called
     return _download(model, revision, (*files, *map(escape, shards))) if shards else folder
+
+
+def _resolve_gguf(repository: str, quantisation: str, revision: str | None) -> Path:
+    """The file of `repository` whose name has the quantisation in it, the first of a split set."""
+    spellings = {quantisation, quantisation.upper(), quantisation.lower()}
+    folder = _download(repository, revision, [f"*{spelling}*.gguf" for spelling in sorted(spellings)])
+    named = re.compile(rf"(.*[-._/])?{re.escape(quantisation)}([-.].*)?\.gguf", re.IGNORECASE | re.DOTALL)
+    names = {file: str(file.relative_to(folder)) for file in sorted(folder.rglob("*.gguf"))}
+    found = [file for file, name in names.items() if named.fullmatch(name) and not file.name.startswith("mmproj")]
+    firsts = [file for file in found if part_paths(file)[0] == file]
+    if not firsts:
+        what = f"has no GGUF file in {quantisation}; look at its files on the hub, and name a quantisation that it has"
+        raise CheckpointError(f"{repository}: {what}")
+    if len(firsts) > 1:
+        several = ", ".join(show(names[file]) for file in firsts[:8])
+        raise CheckpointError(
+            f"{repository}:{quantisation}: {len(firsts)} files are called so ({several}); give a path"
+        )
+    return firsts[0]
 
 
 def _local(model: str) -> Path | None:

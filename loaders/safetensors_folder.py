@@ -44,8 +44,10 @@ _PICKLE_REFUSED = (
     "holds pickled weights only, which can run code and are not read; on a machine you trust convert them with "
     "transformers: AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)"
 )
-_GGUF_REFUSED = "GGUF is not read; use the safetensors checkpoint that it was made from"
-_NO_WEIGHTS = f"holds neither {SINGLE_FILE} nor {INDEX_FILE}; choose a model that is published as safetensors"
+_NO_WEIGHTS = (
+    f"holds neither {SINGLE_FILE} nor {INDEX_FILE}; choose a model that is published as safetensors, or name the "
+    "quantisation of one in GGUF as org/name:Q4_K_M"
+)
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,7 @@ def shard_names(folder: Path) -> list[str]:
 
 def why_no_folder(path: Path) -> str:
     """What is wrong with a file where a folder belongs."""
-    if path.suffix == ".gguf":
-        return _GGUF_REFUSED
-    return "is a file; give the folder that holds config.json and the *.safetensors"
+    return "is a file, and no GGUF; give the folder that holds config.json and the *.safetensors"
 
 
 # ------------------------------------------------------------------------------------------------------------- folder
@@ -148,8 +148,6 @@ def _why_no_weights(names: frozenset[str]) -> str:
         return f"has shards but no {INDEX_FILE}; download that file as well"
     if any(fnmatch(name, pattern) for name in names for pattern in _PICKLES):
         return _PICKLE_REFUSED
-    if any(fnmatch(name, "*.gguf") for name in names):
-        return _GGUF_REFUSED
     return _NO_WEIGHTS
 
 

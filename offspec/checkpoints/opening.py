@@ -30,6 +30,7 @@ from ..model.config import ModelConfig, read_config
 from ..model.decoder import check_tensors, is_ignored, wanted_shapes
 from ..model.names import EMBEDDING, HEAD, LAYER_PREFIX
 from .from_config import stored_from_config
+from .gguf import in_our_names
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMALL_MODEL_BYTES = 2 * 2**30
@@ -58,7 +59,7 @@ class ModelFiles:
         cls, path: Path, dtype: str, device_type: str, notes: list[Note], *, headers_only: bool = False
     ) -> ModelFiles:
         """Read headers. dtype: auto, bf16, fp16 or fp32; what auto chose is noted. Raises OffspecError's children."""
-        checkpoint = open_checkpoint(path, headers_only=headers_only)
+        checkpoint = in_our_names(open_checkpoint(path, headers_only=headers_only))
         notes += [Note(told) for told in checkpoint.notes]
         config = _config(path, checkpoint.config)
         if config.tied_head and not headers_only and _has_another_head(checkpoint):
@@ -89,7 +90,7 @@ class ModelFiles:
                 return cls.open(path, dtype, device_type, notes, headers_only=True)
             except MissingWeightsError:
                 why = "its weights are not all there"
-        checkpoint = open_config(path)
+        checkpoint = in_our_names(open_config(path))
         config, form = _config(path, checkpoint.config), form or plan_form(checkpoint.config)
         stored = stored_from_config(config, form)
         notes.append(Note(f"sizes of {path.name} as {form}, from config.json alone ({why})"))

@@ -177,11 +177,6 @@ def test_pickles_are_refused(folder: Path, name: str) -> None:
     assert "machine you trust" in message
 
 
-def test_gguf_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model-Q4_K_M.gguf").touch()
-    assert "GGUF is not read; use the safetensors" in refusal(lambda: open_checkpoint(tmp_path))
-
-
 def test_pickles_beside_safetensors_are_no_matter(folder: Path) -> None:
     (folder / "pytorch_model.bin").touch()
     (folder / "model.gguf").touch()
@@ -580,16 +575,16 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_what_is_neither_folder_nor_hub_id(hub: Hub, model: str) -> None:
     calls = hub(AssertionError("no download"))
-    assert "no such folder; give a local folder or a hub id of the form org/name" in refusal(lambda: resolve(model))
+    assert "no such folder or file; give a local one, or a hub id of the form org/name or" in refusal(
+        lambda: resolve(model)
+    )
     assert not calls
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.touch()
-    assert "model.safetensors: is a file; give the folder" in refusal(lambda: resolve(str(path)))
-    path = path.rename(tmp_path / "model.gguf")
-    assert "model.gguf: GGUF is not read" in refusal(lambda: resolve(str(path)))
+    assert "model.safetensors: is a file, and no GGUF; give the folder" in refusal(lambda: resolve(str(path)))
 
 
 def test_a_path_that_the_system_refuses(hub: Hub) -> None:

@@ -1,0 +1,342 @@
+"""GGUF files: metadata, and where each tensor lies; headers only, each validated first.
+
+One model is one file, or a set of `NAME-00001-of-0000N.gguf`. Nothing in a file is believed before it is checked:
+lengths, counts, types and offsets all come from strangers. Names of tensors, and what the metadata means, are
+llama.cpp's (`offspec.checkpoints.gguf` translates them); shapes are torch's, outputs first.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from offspec.errors import MissingWeightsError
+
+from .checkpoint import TensorInfo, fault, reading, show
+from .gguf_types import GGUF_TYPES
+from .small_files import open_regular
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MOST_HEADER_BYTES = 2**27  # vocabularies of 260,000 tokens with as many merges take 12 MiB
+MOST_KEYS = 2**16
+MOST_TENSORS = 2**18
+MOST_VALUES = 2**22  # in all arrays together
+MOST_STRING_BYTES = 2**24  # a chat template has some thousands
+MOST_NAME_BYTES = 2**10
+MOST_PARTS = 1000
+MOST_DIMENSIONS = 4
+MOST_ELEMENTS = 2**60
+DEFAULT_ALIGNMENT = 32
+MOST_ALIGNMENT = 2**20
+
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+_AGAIN = "the file is damaged, download it again"
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
+
+Metadata = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A model's files (a `checkpoint.Checkpoint`): the metadata of the first, the tensors of all by llama.cpp's names.
+
+    config: the metadata without its lists, which has other keys than a config.json.
+    """
+
+    path: Path
+    metadata: Metadata
+    tensors: dict[str, TensorInfo]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {key: value for key, value in self.metadata.items() if not isinstance(value, list)}
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return part_paths(self.path)[0]
+
+    def companions(self) -> dict[str, Path]:
+        return {}
+
+    def config_json(self) -> bytes:
+        return (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
+
+
+class GgufFile:
+    """The container: a file, any part of a split set, or a folder that holds one model in GGUF and no safetensors."""
+
+    def recognises(self, path: Path) -> bool:
+        if not path.is_dir():
+            return is_gguf(path)
+        return bool(_models(path)) and not any(path.glob("*.safetensors*"))
+
+    def open(self, path: Path, *, headers_only: bool = False) -> GgufModel:
+        return read_model(_file(path), headers_only=headers_only)
+
+    def open_config(self, path: Path) -> GgufModel:
+        file = _file(path)
+        return GgufModel(file, _read_header(file, headers_only=True).metadata, {})
+
+    def weight_files(self, path: Path) -> list[Path]:
+        return part_paths(_file(path))
+
+
+def _file(path: Path) -> Path:
+    """The model's first file, where a folder is named. Raises CheckpointError where it has several."""
+    if not path.is_dir():
+        return path
+    found = _models(path)
+    if len(found) > 1:
+        names = ", ".join(show(file.name) for file in found[:8])
+        raise fault(path, f"holds {len(found)} models in GGUF; name the file of one: {names}")
+    return found[0]
+
+
+def _models(folder: Path) -> list[Path]:
+    """The first files of the models in a folder; what encodes images beside one (mmproj) is none."""
+    with reading(folder):
+        files = sorted(file for file in folder.glob("*.gguf") if file.is_file())
+    firsts = {_PART.sub(r"\1-of-\3", file.name): file for file in reversed(files)}
+    return [file for file in files if file in firsts.values() and not file.name.startswith("mmproj")]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is one, by its name or its first bytes; sound or not."""
+    if path.suffix.lower() == ".gguf":
+        return path.is_file()
+    try:
+        with open_regular(path) as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def read_model(path: Path, *, headers_only: bool = False) -> GgufModel:
+    """The model of this file, all parts of a split set together; `path` may be any of them.
+
+    headers_only: files may end behind their headers. Raises CheckpointError, MissingWeightsError for a missing part.
+    """
+    parts = part_paths(path)
+    headers = [_read_header(part, headers_only=headers_only) for part in parts]
+    for index, (part, header) in enumerate(zip(parts, headers, strict=True)):
+        _check_part(part, header.metadata, index, len(parts))
+    tensors: dict[str, TensorInfo] = {}
+    for part, header in zip(parts, headers, strict=True):
+        if twice := tensors.keys() & header.tensors.keys():
+            raise fault(part, f"tensor {show(min(twice))} is in another part as well; {_AGAIN}")
+        tensors |= header.tensors
+    promised = headers[0].metadata.get("split.tensors.count", len(tensors))
+    if len(parts) > 1 and promised != len(tensors):
+        raise fault(parts[0], f"promises {show(promised)} tensors, its parts have {len(tensors)}; {_AGAIN}")
+    return GgufModel(path, headers[0].metadata, tensors)
+
+
+def read_metadata(path: Path) -> Metadata:
+    """What the first part says of the model. Bytes of strings that are no UTF-8 are escaped as Python's
+    `surrogateescape` does. Raises CheckpointError.
+    """
+    return _read_header(part_paths(path)[0], headers_only=True).metadata
+
+
+def part_paths(path: Path) -> list[Path]:
+    """All files of the model that `path` is, or is a part of, in their order. Raises CheckpointError."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, number, count = match[1], int(match[2]), int(match[3])
+    if not 1 <= number <= count <= MOST_PARTS:
+        raise fault(path, f"is named as part {number} of {count}, and there are at most {MOST_PARTS}; rename it")
+    paths = [path.with_name(f"{stem}-{part:05d}-of-{match[3]}.gguf") for part in range(1, count + 1)]
+    if missing := [part for part in paths if not part.is_file()]:
+        what = f"{len(missing)} of {count} parts are missing, the first is {missing[0].name}; download the whole set"
+        raise fault(path, what, MissingWeightsError)
+    return paths
+
+
+def _check_part(path: Path, metadata: Metadata, index: int, count: int) -> None:
+    """A part says which it is; a set whose parts are copies or of another set is none."""
+    number, total = metadata.get("split.no", 0), metadata.get("split.count", 0)
+    if count == 1 and total in (0, 1):
+        return
+    if (number, total) != (index, count):
+        named = f"part {index + 1} of {count} by its name" if count > 1 else "one file by its name"
+        what = f"is {named}, but says that it is part {show(number)} (from 0) of {show(total)}"
+        raise fault(path, f"{what}; give it the name that it was published under, or download the whole set again")
+
+
+# ------------------------------------------------------------------------------------------------------------ a header
+
+
+@dataclass(frozen=True)
+class _Header:
+    metadata: Metadata
+    tensors: dict[str, TensorInfo]
+
+
+def _read_header(path: Path, *, headers_only: bool) -> _Header:
+    with reading(path), open_regular(path) as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        cursor = _Cursor(path, file, min(file_bytes, MOST_HEADER_BYTES))
+        num_tensors, num_keys = _read_start(cursor, file_bytes)
+        metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = cursor.string(MOST_NAME_BYTES)
+            if key in metadata:
+                cursor.refuse(f"has the key {show(key)} twice")
+            metadata[key] = _read_value(cursor, cursor.number("I"), key)
+        described = [_read_description(cursor) for _ in range(num_tensors)]
+    alignment = _alignment(cursor, metadata)
+    start = -(-cursor.at // alignment) * alignment
+    tensors: dict[str, TensorInfo] = {}
+    for tensor in described:
+        if tensor.name in tensors:
+            cursor.refuse(f"has the tensor {show(tensor.name)} twice")
+        if tensor.offset % alignment:
+            cursor.refuse(f"tensor {show(tensor.name)} begins at {tensor.offset}, no multiple of {alignment}")
+        tensors[tensor.name] = tensor.placed(path, start)
+    _check_layout(cursor, tensors.values(), None if headers_only else file_bytes)
+    return _Header(metadata, tensors)
+
+
+class _Cursor:
+    """A place in a header. Nothing is read, or allocated, beyond `end`."""
+
+    def __init__(self, path: Path, file: BinaryIO, end: int) -> None:
+        self.path, self.at, self._file, self._end = path, 0, file, end
+        self._values_left = MOST_VALUES
+
+    def refuse(self, what: str) -> NoReturn:
+        raise fault(self.path, f"{what}; {_AGAIN}")
+
+    def bytes(self, count: int) -> bytes:
+        if count > self._end - self.at:
+            self.refuse(f"needs {count} bytes at {self.at}, and its header can have {self._end} at most")
+        content = self._file.read(count)
+        if len(content) < count:
+            self.refuse(f"ends at {self.at + len(content)}, inside its header")
+        self.at += count
+        return content
+
+    def number(self, kind: str) -> Any:
+        return struct.unpack("<" + kind, self.bytes(struct.calcsize("<" + kind)))[0]
+
+    def numbers(self, kind: str, count: int) -> list[Any]:
+        return list(struct.unpack(f"<{count}{kind}", self.bytes(count * struct.calcsize("<" + kind))))
+
+    def count_values(self, count: int) -> None:
+        """An array of so many is about to be read."""
+        self._values_left -= count
+        if self._values_left < 0:
+            self.refuse(f"has arrays of more than {MOST_VALUES} values, which no model has")
+
+    def string(self, most: int = MOST_STRING_BYTES) -> str:
+        length = self.number("Q")
+        if length > most:
+            self.refuse(f"has a string of {length} bytes at {self.at}, where {most} are the most")
+        return self.bytes(length).decode("utf-8", "surrogateescape")
+
+
+def _read_start(cursor: _Cursor, file_bytes: int) -> tuple[int, int]:
+    """Numbers of tensors and of keys."""
+    if (magic := cursor.bytes(min(len(MAGIC), file_bytes))) != MAGIC:
+        if magic == b"vers":
+            what = "is a git-lfs pointer, not the weights; run `git lfs pull` in its folder"
+            raise fault(cursor.path, what, MissingWeightsError)
+        raise fault(cursor.path, f"is no GGUF file: it begins with {show(magic)}; download it again")
+    version = cursor.number("I")
+    if version not in VERSIONS:
+        is_swapped = version and version % 2**16 == 0
+        what = "is big-endian" if is_swapped else f"has version {version} of GGUF, and {VERSIONS} are read"
+        raise fault(cursor.path, f"{what}; convert the model anew with a current llama.cpp on a usual machine")
+    num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
+    if num_tensors > MOST_TENSORS or num_keys > MOST_KEYS:
+        cursor.refuse(f"promises {num_tensors} tensors and {num_keys} keys, which no model has")
+    return num_tensors, num_keys
+
+
+def _read_value(cursor: _Cursor, kind: int, key: str) -> Any:
+    if kind == _STRING:
+        return cursor.string()
+    if kind in _NUMBERS:
+        return cursor.number(_NUMBERS[kind])
+    if kind != _ARRAY:
+        cursor.refuse(f"key {show(key)} has a value of type {kind}, which GGUF does not have")
+    item_kind, count = cursor.number("I"), cursor.number("Q")
+    cursor.count_values(count)
+    if item_kind == _STRING:
+        return [cursor.string() for _ in range(count)]
+    if item_kind in _NUMBERS:
+        return cursor.numbers(_NUMBERS[item_kind], count)
+    return cursor.refuse(f"key {show(key)} is an array of type {item_kind}, which is not read")
+
+
+@dataclass(frozen=True)
+class _Description:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    offset: int  # behind the header
+
+    def placed(self, path: Path, start: int) -> TensorInfo:
+        return TensorInfo(self.name, self.dtype, self.shape, path, start + self.offset, self.nbytes)
+
+
+def _read_description(cursor: _Cursor) -> _Description:
+    name = cursor.string(MOST_NAME_BYTES)
+    refuse = partial(_refuse_tensor, cursor, name)
+    num_dimensions = cursor.number("I")
+    if not 1 <= num_dimensions <= MOST_DIMENSIONS:
+        refuse(f"has {num_dimensions} dimensions")
+    sizes = cursor.numbers("Q", num_dimensions)
+    if not all(sizes) or math.prod(sizes) > MOST_ELEMENTS:
+        refuse(f"has the sizes {sizes}")
+    number, offset = cursor.number("I"), cursor.number("Q")
+    if number not in GGUF_TYPES:
+        supported = ", ".join(known.name for known in GGUF_TYPES.values())
+        what = f"tensor {show(name)} is of ggml's type {number}, which is not read; supported: {supported}"
+        raise fault(cursor.path, what)
+    kind = GGUF_TYPES[number]
+    if sizes[0] % kind.num_weights:
+        refuse(f"has rows of {sizes[0]}, which {kind.name} cannot have: its blocks have {kind.num_weights}")
+    nbytes = math.prod(sizes) // kind.num_weights * kind.num_bytes
+    return _Description(name, kind.name, tuple(reversed(sizes)), nbytes, offset)
+
+
+def _refuse_tensor(cursor: _Cursor, name: str, what: str) -> NoReturn:
+    cursor.refuse(f"tensor {show(name)} {what}")
+
+
+def _alignment(cursor: _Cursor, metadata: Metadata) -> int:
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    is_number = isinstance(alignment, int) and not isinstance(alignment, bool)
+    if not is_number or not 1 <= alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
+        cursor.refuse(f"has general.alignment {show(alignment)}, which is no power of two")
+    return int(alignment)
+
+
+def _check_layout(cursor: _Cursor, tensors: Iterable[TensorInfo], file_bytes: int | None) -> None:
+    """No tensor overlaps another, none ends behind the file (where its length counts)."""
+    end = 0
+    for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
+        if info.offset < end:
+            cursor.refuse(f"tensor {show(info.name)} overlaps the one before it")
+        end = info.offset + info.nbytes
+    if file_bytes is not None and end > file_bytes:
+        raise fault(cursor.path, f"truncated: its tensors end at {end}, the file has {file_bytes}; download it again")

@@ -1,0 +1,432 @@
+"""GGUF files as checkpoints: llama.cpp's names of tensors and metadata → Hugging Face's, family by family.
+
+What a file means is written down in llama.cpp's conversion (convert_hf_to_gguf.py, gguf-py's constants) and in how it
+reads it (llama-model.cpp, `load_hparams`); `ARCHITECTURES` says the same the other way around. What llama.cpp changed
+of the numbers is a `Change` of the tensor, which the weight formats undo: a copy made from a GGUF file is a normal
+checkpoint again. Reads nothing but headers and, of tensors, the few numbers that scale RoPE.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from offspec.loaders.checkpoint import Change, Checkpoint, TensorInfo, fault, reading, show
+from offspec.loaders.gguf_file import GgufModel, Metadata
+
+from ..model.names import EMBEDDING, FINAL_NORM, HEAD, in_layer
+
+MOST_ROPE_NUMBERS = 4096  # half a head; models have 64
+_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias)", re.DOTALL)
+_UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_SHARED = {"token_embd.weight": EMBEDDING, "output.weight": HEAD, "output_norm.weight": FINAL_NORM}
+
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_NORMS_AROUND = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NORMS_BEHIND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_LLAMA = {**_ATTENTION, **_MLP, **_NORMS}
+
+
+class Keys:
+    """The metadata of one architecture, checked as it is asked for. Raises CheckpointError."""
+
+    def __init__(self, path: Path, metadata: Metadata, arch: str) -> None:
+        self.path, self.arch, self._metadata = path, arch, metadata
+
+    def has(self, key: str) -> bool:
+        return f"{self.arch}.{key}" in self._metadata
+
+    def value(self, key: str) -> Any:
+        return self._metadata.get(f"{self.arch}.{key}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive number, or a list of equal ones."""
+        value = self.value(key)
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            value = value[0]
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            what = "differs from layer to layer, which is not read" if isinstance(value, list) else "is no such number"
+            raise fault(self.path, f"{self.arch}.{key} must be a positive number, and {show(value)} {what}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.value(key)
+        value = default if value is None else value
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise fault(self.path, f"{self.arch}.{key} must be a number, not {show(value)}; download it again")
+        return float(value)
+
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp keeps one family of models.
+
+    model_type, class_name: of the family in Hugging Face's config.json. names: of the tensors in a layer, without
+    .weight and .bias. differences: the fields of config.json beside those that all have. has_paired_heads: Q's and K's
+    rows lie in llama.cpp's order. norm_offset: what is added to the weights of norms.
+    """
+
+    model_type: str
+    class_name: str
+    names: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
+    differences: Callable[[Keys, Config], Config] = lambda keys, config: {}
+    has_paired_heads: bool = False
+    norm_offset: float = 0.0
+    eps_key: str = "rms_norm_eps"
+
+
+# ------------------------------------------------------------------------------------------------------------ families
+
+
+def _windows(keys: Keys, config: Config, period: int) -> Config:
+    """Every `period`-th layer sees everything, unless the file lists them; {} without a window."""
+    if not keys.value("attention.sliding_window"):
+        return {"sliding_window": None}
+    listed, count = keys.value("attention.sliding_window_pattern"), config["num_hidden_layers"]
+    if isinstance(listed, int) and not isinstance(listed, bool) and listed > 0:
+        period = listed
+    has_window = [i % period < period - 1 for i in range(count)]
+    if isinstance(listed, list) and len(listed) == count:
+        has_window = [bool(item) for item in listed]
+    kinds = ["sliding_attention" if each else "full_attention" for each in has_window]
+    return {"sliding_window": keys.integer("attention.sliding_window"), "layer_types": kinds}
+
+
+def _partial_rotary(keys: Keys, config: Config) -> Config:
+    """Where not the whole head is turned."""
+    turned = keys.integer("rope.dimension_count", config["head_dim"])
+    return {} if turned == config["head_dim"] else {"partial_rotary_factor": turned / config["head_dim"]}
+
+
+def _gemma_scale(config: Config, largest: int) -> int:
+    """llama.cpp knows the largest model by its number of layers: there a query is scaled by hidden size and heads."""
+    if config["num_hidden_layers"] == largest:
+        return int(config["hidden_size"]) // int(config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+def _gemma2(keys: Keys, config: Config) -> Config:
+    return {
+        "query_pre_attn_scalar": _gemma_scale(config, 46),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        **_windows(keys, config, 2),
+    }
+
+
+def _gemma3(keys: Keys, config: Config) -> Config:
+    softcap = keys.number("final_logit_softcapping", 0.0)
+    return {
+        "query_pre_attn_scalar": _gemma_scale(config, 62),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": softcap or None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
+        **_windows(keys, config, 6),
+    }
+
+
+def _phi3(keys: Keys, config: Config) -> Config:
+    window = keys.value("attention.sliding_window")
+    original = keys.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
+    return {
+        "sliding_window": window or None,
+        "original_max_position_embeddings": original,
+        **_partial_rotary(keys, config),
+    }
+
+
+def _glm4(keys: Keys, config: Config) -> Config:
+    return _partial_rotary(keys, config)
+
+
+def _granite(keys: Keys, config: Config) -> Config:
+    return {
+        "embedding_multiplier": keys.number("embedding_scale", 1.0),
+        "residual_multiplier": keys.number("residual_scale", 1.0),
+        "attention_multiplier": keys.number("attention.scale", config["head_dim"] ** -0.5),
+        "logits_scaling": keys.number("logit_scale", 1.0),
+    }
+
+
+def _olmo2(keys: Keys, config: Config) -> Config:
+    """With windows it is OLMo 3."""
+    if not keys.value("attention.sliding_window"):
+        return {}
+    return {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], **_windows(keys, config, 4)}
+
+
+def _cohere(keys: Keys, config: Config) -> Config:
+    return {"logit_scale": keys.number("logit_scale", 0.0625), "tie_word_embeddings": True}
+
+
+def _cohere2(keys: Keys, config: Config) -> Config:
+    return {**_cohere(keys, config), **_windows(keys, config, 4)}
+
+
+def _mistral3(keys: Keys, config: Config) -> Config:
+    """The text of Mistral 3: Ministral 3 where far positions are scaled, else Mistral's layers as they are."""
+    if not keys.has("attention.temperature_scale"):
+        return {"sliding_window": None}
+    scaling = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {"rope_type": "default"})}
+    original = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
+    return {
+        "model_type": "ministral3",
+        "architectures": ["Ministral3ForCausalLM"],
+        "sliding_window": None,
+        "rope_scaling": None,
+        "rope_parameters": {
+            **scaling,
+            "original_max_position_embeddings": original,
+            "llama_4_scaling_beta": keys.number("attention.temperature_scale"),
+        },
+    }
+
+
+def _smollm3(keys: Keys, config: Config) -> Config:
+    """Every fourth layer has no RoPE, which llama.cpp does not write down."""
+    return {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(config["num_hidden_layers"])]}
+
+
+def _starcoder2(keys: Keys, config: Config) -> Config:
+    window = keys.value("attention.sliding_window")
+    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": True, "sliding_window": window or None}
+
+
+def _nemotron(keys: Keys, config: Config) -> Config:
+    return {"hidden_act": "relu2", **_partial_rotary(keys, config)}
+
+
+def _exaone4(keys: Keys, config: Config) -> Config:
+    return _windows(keys, config, 4)
+
+
+_GLM4_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+
+# By llama.cpp's names.
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("llama", "LlamaForCausalLM", has_paired_heads=True),
+    "mistral3": Architecture("mistral", "MistralForCausalLM", differences=_mistral3, has_paired_heads=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "gemma2": Architecture(
+        "gemma2", "Gemma2ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_AROUND}, _gemma2, norm_offset=1.0
+    ),
+    "gemma3": Architecture(
+        "gemma3_text", "Gemma3ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_AROUND}, _gemma3, norm_offset=1.0
+    ),
+    "phi3": Architecture(
+        "phi3",
+        "Phi3ForCausalLM",
+        {**_ATTENTION, "attn_qkv": "self_attn.qkv_proj", **_FUSED_MLP, **_NORMS},
+        _phi3,
+    ),
+    "glm4": Architecture("glm4", "Glm4ForCausalLM", {**_ATTENTION, **_FUSED_MLP, **_GLM4_NORMS}, _glm4),
+    "granite": Architecture("granite", "GraniteForCausalLM", differences=_granite, has_paired_heads=True),
+    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_BEHIND}, _olmo2),
+    "command-r": Architecture("cohere", "CohereForCausalLM", differences=_cohere, eps_key="layer_norm_eps"),
+    "cohere2": Architecture("cohere2", "Cohere2ForCausalLM", differences=_cohere2, eps_key="layer_norm_eps"),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", differences=_smollm3, has_paired_heads=True),
+    "starcoder2": Architecture(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        {**_ATTENTION, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj", **_NORMS},
+        _starcoder2,
+        eps_key="norm_epsilon",
+    ),
+    "nemotron": Architecture(
+        "nemotron", "NemotronForCausalLM", differences=_nemotron, norm_offset=1.0, eps_key="norm_eps"
+    ),
+    "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_BEHIND}, _exaone4),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- translation
+
+
+@dataclass(frozen=True)
+class GgufCheckpoint:
+    """A GGUF model under Hugging Face's names (a `checkpoint.Checkpoint`)."""
+
+    model: GgufModel
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    notes: tuple[str, ...] = ()
+    generation_config: Mapping[str, Any] = field(default_factory=dict)  # which tokens end a text, the tokenizer says
+
+    @property
+    def path(self) -> Path:
+        return self.model.path
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.model.tokenizer_path
+
+    def companions(self) -> dict[str, Path]:
+        return {}
+
+    def config_json(self) -> bytes:
+        return (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
+
+
+def in_our_names(checkpoint: Checkpoint) -> Checkpoint:
+    """The same under Hugging Face's names, whatever container it came in. Raises CheckpointError."""
+    return translated(checkpoint) if isinstance(checkpoint, GgufModel) else checkpoint
+
+
+def translated(model: GgufModel) -> GgufCheckpoint:
+    """The model under Hugging Face's names. Raises CheckpointError for what is not read."""
+    path, metadata = model.path, model.metadata
+    arch = metadata.get("general.architecture")
+    if metadata.get("general.type", "model") != "model" or arch == "clip":
+        raise fault(
+            path, f"is no language model, but {show(metadata.get('general.type', arch))}; name the model's file"
+        )
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        what = f"has the architecture {show(arch)}, which is not read from GGUF; supported: {supported}"
+        raise fault(path, f"{what}; use the safetensors checkpoint that it was made from")
+    keys, kind = Keys(path, metadata, arch), ARCHITECTURES[arch]
+    if keys.value("expert_count"):
+        what = "is a mixture of experts, which is not read from GGUF"
+        raise fault(path, f"{what}; use its safetensors checkpoint with pip install 'offspec[transformers]'")
+    config = _config(keys, kind, model)
+    infos = (_translated(info, kind, config) for name, info in model.tensors.items() if not _is_unused(name))
+    return GgufCheckpoint(model, config, {info.name: info for info in infos})
+
+
+def _is_unused(name: str) -> bool:
+    return name in _UNUSED or name.endswith(".attn_rot_embd.weight")
+
+
+def _translated(info: TensorInfo, kind: Architecture, config: Mapping[str, Any]) -> TensorInfo:
+    """The tensor under its name; one that is not known keeps its own, by which the decoder refuses it."""
+    if (match := _LAYER.fullmatch(info.name)) is None:
+        base, _, suffix = info.name.rpartition(".")
+        name = _SHARED.get(info.name) or (FINAL_NORM.replace("weight", suffix) if base == "output_norm" else info.name)
+    else:
+        name = in_layer(int(match[1]), f"{kind.names.get(match[2], match[2])}.{match[3]}")
+    return replace(info, name=name, change=_change(name, kind, config))
+
+
+def _change(name: str, kind: Architecture, config: Mapping[str, Any]) -> Change | None:
+    if kind.has_paired_heads and (found := re.search(r"self_attn\.(q|k)_proj\.(weight|bias)$", name)):
+        return Change(num_heads=config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"])
+    if kind.norm_offset and name.endswith("norm.weight"):
+        return Change(added=kind.norm_offset)
+    return None
+
+
+def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
+    """What config.json would say."""
+    heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
+    eps_key = "attention.layer_norm_rms_epsilon" if kind.eps_key == "rms_norm_eps" else "attention.layer_norm_epsilon"
+    names = model.tensors.keys()
+    table = model.tensors.get("token_embd.weight")
+    config: Config = {
+        "model_type": kind.model_type,
+        "architectures": [kind.class_name],
+        "hidden_size": hidden,
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_hidden_layers": keys.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
+        "head_dim": keys.integer("attention.key_length", max(1, hidden // heads)),
+        "max_position_embeddings": keys.integer("context_length"),
+        "vocab_size": table.shape[0] if table is not None else keys.integer("vocab_size"),
+        kind.eps_key: keys.number(eps_key, 1e-5),
+        "tie_word_embeddings": "output.weight" not in names,
+        "attention_bias": "blk.0.attn_q.bias" in names,
+        "mlp_bias": "blk.0.ffn_up.bias" in names,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
+        "torch_dtype": "bfloat16",
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(keys, model),
+    }
+    return config | kind.differences(keys, config)
+
+
+# ----------------------------------------------------------------------------------------------------------------- RoPE
+
+
+def _rope_scaling(keys: Keys, model: GgufModel) -> Config | None:
+    """The field of config.json; None where frequencies are what the base gives."""
+    original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
+    long, short = (_numbers(model, f"rope_factors_{kind}.weight") for kind in ("long", "short"))
+    if long is not None and short is not None:
+        factor = {"attention_factor": keys.number("rope.scaling.attn_factor")} if _has_attention_factor(keys) else {}
+        return {"rope_type": "longrope", "long_factor": long, "short_factor": short, **factor}
+    if (divisors := _numbers(model, "rope_freqs.weight")) is not None:  # of Llama 3.1, computed
+        said = {"long_factor": divisors, "short_factor": divisors, "original_max_position_embeddings": original}
+        return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, **said}
+    kind = keys.value("rope.scaling.type")
+    if kind in (None, "none"):
+        return None
+    factor_number = keys.number("rope.scaling.factor", 1.0)
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor_number}
+    if kind == "yarn":
+        return {"rope_type": "yarn", "factor": factor_number, "original_max_position_embeddings": original} | _yarn(
+            keys
+        )
+    raise fault(keys.path, f"{keys.arch}.rope.scaling.type {show(kind)} is not read; supported: none, linear, yarn")
+
+
+def _has_attention_factor(keys: Keys) -> bool:
+    return keys.has("rope.scaling.attn_factor")
+
+
+def _yarn(keys: Keys) -> Config:
+    """YaRN's numbers where the file has them; a multiplier is what Hugging Face calls mscale_all_dim."""
+    named = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
+    found = {name: keys.number(key) for name, key in named.items() if keys.has(key)}
+    if multiplier := keys.number("rope.scaling.yarn_log_multiplier", 0.0):
+        found |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    return found
+
+
+def _numbers(model: GgufModel, name: str) -> list[float] | None:
+    """The contents of a small tensor of fp32; None where there is none, or the file ends behind its header."""
+    info = model.tensors.get(name)
+    if info is None:
+        return None
+    if info.dtype != "F32" or len(info.shape) != 1 or info.shape[0] > MOST_ROPE_NUMBERS:
+        raise fault(info.path, f"tensor {show(name)} is {info.dtype} {list(info.shape)}, not numbers of RoPE")
+    with reading(info.path), info.path.open("rb") as file:
+        file.seek(info.offset)
+        content = file.read(info.nbytes)
+    return list(struct.unpack(f"<{info.shape[0]}f", content)) if len(content) == info.nbytes else None

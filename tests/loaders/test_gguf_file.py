@@ -1,0 +1,214 @@
+"""GGUF headers: what the `gguf` package writes is read, what is damaged is refused in one line."""
+
+from __future__ import annotations
+
+import resource
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offspec.errors import CheckpointError, MissingWeightsError
+from offspec.loaders.containers import open_checkpoint
+from offspec.loaders.gguf_file import GgufFile, part_paths, read_metadata, read_model
+from offspec.loaders.hub import resolve
+
+from .gguf_writing import ARRAY, STRING, UINT32, description, entry, header, string, write_gguf
+
+ARCH = entry("general.architecture", STRING, string("llama"))
+F32, Q8_0 = 0, 8
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 700
+    return message
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tensors = {
+        "token_embd.weight": np.arange(128, dtype=np.float32).reshape(4, 32),
+        "blk.0.attn_norm.weight": np.ones(32, dtype=np.float32),
+    }
+    metadata = {"llama.block_count": 1, "llama.rope.freq_base": 1e4, "list": ["a", "ü"], "numbers": [1, 2, 3]}
+    return write_gguf(tmp_path / "model.gguf", "llama", metadata, tensors, {"token_embd.weight": "Q8_0"})
+
+
+def test_metadata_and_tensors(model: Path) -> None:
+    found = read_model(model)
+    assert found.metadata["general.architecture"] == "llama"
+    assert found.metadata["llama.rope.freq_base"] == 1e4
+    assert found.metadata["list"] == ["a", "ü"]
+    assert found.metadata["numbers"] == [1, 2, 3]
+    table, norm = found.tensors["token_embd.weight"], found.tensors["blk.0.attn_norm.weight"]
+    assert (table.dtype, table.shape, table.nbytes) == ("Q8_0", (4, 32), 4 * 34)
+    content = model.read_bytes()
+    assert np.frombuffer(content[norm.offset : norm.offset + norm.nbytes], np.float32).tolist() == [1.0] * 32
+    assert read_metadata(model) == found.metadata
+
+
+def test_a_folder_with_one_model(model: Path) -> None:
+    (model.parent / "mmproj-model.gguf").write_bytes(b"")
+    assert open_checkpoint(model.parent).tensors.keys() == read_model(model).tensors.keys()
+    assert resolve(str(model.parent)) == model.parent
+    model.with_name("other.gguf").write_bytes(model.read_bytes())
+    assert "holds 2 models in GGUF; name the file of one" in refusal(lambda: open_checkpoint(model.parent))
+
+
+def test_a_file_of_another_name_is_known_by_its_first_bytes(model: Path) -> None:
+    path = model.rename(model.with_name("sha256-abc"))
+    assert resolve(str(path)) == path
+    assert read_model(path).tensors
+
+
+def test_headers_alone(model: Path) -> None:
+    content = model.read_bytes()
+    model.write_bytes(content[:-40])
+    assert "truncated: its tensors end at" in refusal(lambda: read_model(model))
+    assert read_model(model, headers_only=True).tensors
+    assert not GgufFile().open_config(model).tensors
+
+
+def test_strings_that_are_no_utf8_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    tokens = struct.pack("<IQ", STRING, 1) + string(b"\xff\xfe")
+    path.write_bytes(header([ARCH, entry("tokens", ARRAY, tokens)], []))
+    (token,) = read_metadata(path)["tokens"]
+    assert token.encode("utf-8", "surrogateescape") == b"\xff\xfe"
+
+
+# ------------------------------------------------------------------------------------------------------------ splits
+
+
+def split_set(folder: Path, count: int = 3) -> list[Path]:
+    paths = []
+    for part in range(count):
+        metadata = {"split.no": part, "split.count": count, "split.tensors.count": count}
+        path = folder / f"big-{part + 1:05d}-of-{count:05d}.gguf"
+        tensors = {f"blk.{part}.attn_norm.weight": np.full(32, part, dtype=np.float32)}
+        paths.append(write_gguf(path, "llama", metadata, tensors))
+    return paths
+
+
+def test_a_split_set_from_any_part(tmp_path: Path) -> None:
+    paths = split_set(tmp_path)
+    for path in (*paths, tmp_path):
+        found = open_checkpoint(path)
+        assert {info.path for info in found.tensors.values()} == set(paths)
+    assert part_paths(paths[2]) == paths
+
+
+def test_split_sets_that_are_none(tmp_path: Path) -> None:
+    one, two, three = split_set(tmp_path)
+    content = two.read_bytes()
+    two.write_bytes(one.read_bytes())  # a set that goes round in circles
+    assert "is part 2 of 3 by its name, but says that it is part 0" in refusal(lambda: read_model(one))
+    two.unlink()
+    with pytest.raises(MissingWeightsError, match="1 of 3 parts are missing, the first is big-00002-of-00003"):
+        read_model(three)
+    two.symlink_to(two)
+    with pytest.raises(MissingWeightsError, match="1 of 3 parts are missing"):
+        read_model(three)
+    two.unlink()
+    two.write_bytes(content)
+    alone = one.rename(tmp_path / "alone.gguf")
+    assert "is one file by its name, but says that it is part 0 (from 0) of 3" in refusal(lambda: read_model(alone))
+    absurd = tmp_path / "big-00001-of-99999.gguf"
+    absurd.write_bytes(content)
+    assert "there are at most 1000" in refusal(lambda: read_model(absurd))
+    outside = tmp_path / "big-00000-of-00003.gguf"
+    outside.write_bytes(content)
+    assert "is named as part 0 of 3" in refusal(lambda: read_model(outside))
+
+
+def test_a_tensor_in_two_parts(tmp_path: Path) -> None:
+    for part in range(2):
+        metadata = {"split.no": part, "split.count": 2, "split.tensors.count": 2}
+        tensors = {"output_norm.weight": np.ones(32, dtype=np.float32)}
+        path = write_gguf(tmp_path / f"m-{part + 1:05d}-of-00002.gguf", "llama", metadata, tensors)
+    assert "is in another part as well" in refusal(lambda: read_model(path))
+
+
+# ------------------------------------------------------------------------------------------------------------ damage
+
+HUGE = 2**62
+DAMAGED: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "is no GGUF file"),
+    "other magic": (header([ARCH], [], magic=b"GGML"), "is no GGUF file: it begins with b'GGML'"),
+    "git-lfs": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    "version 1": (header([ARCH], [], version=1), "has version 1 of GGUF"),
+    "big-endian": (header([ARCH], [], version=3 << 24), "is big-endian"),
+    "cut in the header": (header([ARCH], [])[:40], "its header can have 40 at most"),
+    "absurd number of tensors": (header([ARCH], [], counts=(HUGE, 1)), "which no model has"),
+    "absurd number of keys": (header([ARCH], [], counts=(0, HUGE)), "which no model has"),
+    "more keys than there are": (header([ARCH], [], counts=(0, 9)), "damaged"),
+    "a key of gigabytes": (header([struct.pack("<Q", 2**40)], []), "has a string of 1099511627776 bytes"),
+    "a string of gigabytes": (header([entry("a", STRING, struct.pack("<Q", 2**33))], []), "has a string of 8589934592"),
+    "an array of gigabytes": (
+        header([entry("a", ARRAY, struct.pack("<IQ", STRING, 2**40))], []),
+        "arrays of more than",
+    ),
+    "an array beyond the file": (
+        header([entry("a", ARRAY, struct.pack("<IQ", UINT32, 2**21))], []),
+        "needs 8388608 bytes",
+    ),
+    "an array of arrays": (header([entry("a", ARRAY, struct.pack("<IQ", ARRAY, 1))], []), "array of type 9"),
+    "an unknown type of value": (header([entry("a", 77, b"")], []), "value of type 77"),
+    "a key twice": (header([ARCH, ARCH], []), "twice"),
+    "no dimensions": (header([ARCH], [description("t", (), F32, 0)]), "has 0 dimensions"),
+    "nine dimensions": (header([ARCH], [description("t", (1,) * 9, F32, 0)]), "has 9 dimensions"),
+    "a size of zero": (header([ARCH], [description("t", (0, 4), F32, 0)]), "has the sizes [0, 4]"),
+    "sizes that overflow": (header([ARCH], [description("t", (2**40, 2**40), F32, 0)]), "has the sizes"),
+    "an unknown type of tensor": (
+        header([ARCH], [description("t", (32,), 99, 0)]),
+        "ggml's type 99, which is not read",
+    ),
+    "a row that is no whole block": (header([ARCH], [description("t", (33, 2), Q8_0, 0)]), "its blocks have 32"),
+    "an offset that is not aligned": (
+        header([ARCH], [description("t", (8,), F32, 4)]) + bytes(64),
+        "no multiple of 32",
+    ),
+    "an offset beyond the file": (header([ARCH], [description("t", (8,), F32, 2**40)]) + bytes(64), "truncated"),
+    "tensors that overlap": (
+        header([ARCH], [description("a", (16,), F32, 0), description("b", (8,), F32, 32)]) + bytes(64),
+        "overlaps the one before it",
+    ),
+    "a tensor twice": (
+        header([ARCH], [description("a", (8,), F32, 0), description("a", (8,), F32, 32)]) + bytes(64),
+        "has the tensor 'a' twice",
+    ),
+    "cut in the data": (header([ARCH], [description("a", (64,), F32, 0)]) + bytes(8), "truncated"),
+    "alignment of three": (
+        header([ARCH, entry("general.alignment", UINT32, struct.pack("<I", 3))], []),
+        "power of two",
+    ),
+    "alignment of gigabytes": (
+        header([ARCH, entry("general.alignment", UINT32, struct.pack("<I", 2**31))], []),
+        "power of two",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_files(tmp_path: Path, name: str) -> None:
+    content, expected = DAMAGED[name]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    message = refusal(lambda: open_checkpoint(path))
+    assert message.startswith(f"{path}: ")
+    assert expected in message
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
+
+
+def test_every_cut_of_a_header_is_refused(model: Path, tmp_path: Path) -> None:
+    content, path = model.read_bytes(), tmp_path / "cut.gguf"
+    for length in range(0, len(content) - 33, 7):
+        path.write_bytes(content[:length])
+        refusal(lambda: read_model(path))
