@@ -14,15 +14,14 @@ from math import prod
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from .checkpoint import Checkpoint
 from .cuda import DeviceFiller, DeviceSlot, pin_whole, unpin
-from .formats import StoredWeight, Weight, formats_in, stored_weights
+from .formats import StoredTable, StoredWeight, Weight, as_table, dense, formats_in, stored_weights, take_rows
 from .formats.blocked import in_blocks
 from .placement import LayerCost, Placement, scattered
 from .readers import FileReader, FileStates, HostBuffer, Reader, align_down, align_up
-from .records import FLOAT_DTYPES, Record
+from .records import Record
 from .small_transfers import to_device
 from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, Unit, read_record
 from .weights import missing, split_names
@@ -55,9 +54,8 @@ class StoredLayer:
         bound: dict[str, Weight] = {}
         for name, stored in self.weights.items():
             weight = stored.bind([parts[info.name] for info in stored.streamed])
-            if isinstance(weight, torch.Tensor) and (is_kept or weight.dim() < 2):
-                weight = weight.to(dtype)
-            bound[name] = weight
+            as_plain = len(weight.shape) < 2 or (is_kept and not stored.is_packed)
+            bound[name] = dense(weight, dtype) if as_plain else weight
         return bound
 
 
@@ -105,7 +103,7 @@ class StoredModel:
 class TableOnDisk:
     """A table in a file, read by rows: an embedding need not be in memory."""
 
-    stored: StoredWeight
+    stored: StoredTable
     reader: Reader
     fetched: HostBuffer = field(init=False)
 
@@ -116,12 +114,11 @@ class TableOnDisk:
     def _row_bytes(self) -> int:
         return self.stored.streamed[0].nbytes // self.stored.shape[0]
 
-    def take(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows [T, columns] in the stored dtype; each distinct one is read once."""
+    def take(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows [T, columns] in `dtype`; each distinct one is read once."""
         distinct, where = torch.unique(indices, return_inverse=True)
-        dtype = FLOAT_DTYPES[self.stored.dtype]
-        rows = torch.stack([self._read(row).view(dtype) for row in distinct.tolist()])
-        return rows[where]
+        rows = torch.stack([self._read(row) for row in distinct.tolist()])
+        return dense(self.stored.bind_rows(rows), dtype)[where]
 
     def _read(self, row: int) -> torch.Tensor:
         info = self.stored.streamed[0]
@@ -263,12 +260,10 @@ class TieredWeights:
 
     def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         if self._rows is not None and self._rows.stored.name == name:
-            return to_device(self._rows.take(indices).to(self._dtype), self._device)
-        table = self.shared(name)
-        assert isinstance(table, torch.Tensor)
-        if table.device.type != "cpu":
-            return F.embedding(to_device(indices, table.device), table).to(self._dtype)
-        return to_device(F.embedding(indices, table).to(self._dtype), self._device)
+            return to_device(self._rows.take(indices, self._dtype), self._device)
+        table = as_table(self.shared(name))
+        rows = take_rows(table, to_device(indices, table.device), self._dtype)
+        return to_device(rows, self._device) if table.device.type == "cpu" else rows
 
     def close(self) -> None:
         if self._stream is not None:
@@ -285,7 +280,7 @@ class TieredWeights:
     def _rows_of(self, embedding: str | None) -> TableOnDisk | None:
         """The embedding as a table on disk, where it may stay there."""
         stored = self._model.shared.get(embedding) if embedding is not None else None
-        if stored is None or not self._placement.on_disk or len(stored.streamed) != 1:
+        if not self._placement.on_disk or not isinstance(stored, StoredTable):
             return None
         return TableOnDisk(stored, self._reader)
 

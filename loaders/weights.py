@@ -12,12 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from offspec.errors import CheckpointError
 
 from .checkpoint import show
-from .formats import Weight
+from .formats import Weight, as_table, take_rows
 from .small_transfers import to_device
 from .stream import Unit
 
@@ -74,10 +73,18 @@ class WeightSource(Protocol):
 class RamWeights:
     """Tensors that are in memory anyway, for as long as the source lives."""
 
-    def __init__(self, layers: Sequence[Mapping[str, Weight]], shared: Mapping[str, Weight]) -> None:
-        """layers: each one's weights by their short names. shared: those outside the layers by their full names."""
+    def __init__(
+        self,
+        layers: Sequence[Mapping[str, Weight]],
+        shared: Mapping[str, Weight],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """layers: each one's weights by their short names. shared: those outside the layers by their full names.
+
+        dtype: of rows that come out of a packed table; those of a plain one come as they are.
+        """
         self._layers = layers
-        self._shared = shared
+        self._shared, self._dtype = shared, dtype
         self.is_resident = True
         self.scratch = None
         self.bytes_streamed = 0
@@ -108,9 +115,9 @@ class RamWeights:
         return self._shared[name]
 
     def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
-        table = self.shared(name)
-        assert isinstance(table, torch.Tensor)
-        return F.embedding(to_device(indices, table.device), table)
+        table = as_table(self.shared(name))
+        dtype = table.dtype if isinstance(table, torch.Tensor) else self._dtype
+        return take_rows(table, to_device(indices, table.device), dtype)
 
     def close(self) -> None:
         self._layers, self._shared = [], {}

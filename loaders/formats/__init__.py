@@ -3,15 +3,17 @@
 `core` says what a format has to answer; `process_state` holds all that formats change in the process.
 """
 
-from .core import PackedWeight, StoredWeight, Weight, WeightFormat, dense, linear
+from .core import PackedWeight, StoredTable, StoredWeight, Weight, WeightFormat, as_table, dense, linear, take_rows
 from .registry import FORMATS, blank_tensors, format_named, formats_in, packer_for, plan_form, stored_weights
 
 __all__ = [
     "FORMATS",
     "PackedWeight",
+    "StoredTable",
     "StoredWeight",
     "Weight",
     "WeightFormat",
+    "as_table",
     "blank_tensors",
     "dense",
     "format_named",
@@ -20,4 +22,5 @@ __all__ = [
     "packer_for",
     "plan_form",
     "stored_weights",
+    "take_rows",
 ]

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, BinaryIO, NoReturn, Protocol, TypeAlias
+from typing import Any, BinaryIO, NoReturn, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,21 @@ class PackedWeight(Protocol):
 
 
 Weight: TypeAlias = Tensor | PackedWeight
+
+
+@runtime_checkable
+class PackedTable(PackedWeight, Protocol):
+    """A packed matrix whose rows can be had without the others: an embedding."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def take(self, indices: Tensor) -> PackedWeight:
+        """The matrix [T, K] of these rows; indices: int64 [T], on its device."""
+        ...
+
+
+Table: TypeAlias = Tensor | PackedTable
 
 
 class PackedMatrix:
@@ -136,6 +151,19 @@ def dense(weight: Weight, dtype: torch.dtype, scratch: Tensor | None = None) -> 
     return out.copy_(weight)
 
 
+def as_table(weight: Weight) -> Table:
+    """A weight whose rows are asked for alone."""
+    assert isinstance(weight, Tensor | PackedTable), "a format whose rows cannot be had alone"
+    return weight
+
+
+def take_rows(table: Table, indices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [T, K] of a table [N, K], in `dtype`; indices: int64 [T], on its device."""
+    if isinstance(table, Tensor):
+        return F.embedding(indices, table).to(dtype)
+    return table.take(indices).dequantize(dtype)
+
+
 def tile(device: torch.device) -> int:
     """Elements that are dequantised at a time."""
     return TILE_ON_CUDA if device.type == "cuda" else TILE
@@ -194,6 +222,15 @@ class StoredWeight(Protocol):
 
     def to(self, device: torch.device | str) -> StoredWeight:
         """The same, its constants on `device`, where the parts will be bound."""
+        ...
+
+
+@runtime_checkable
+class StoredTable(StoredWeight, Protocol):
+    """One whose rows lie one behind the other in its only part, so that some of them can be read alone."""
+
+    def bind_rows(self, rows: Tensor) -> Weight:
+        """The weight [T, K] over the bytes of T of its rows: uint8 [T, bytes of a row], contiguous."""
         ...
 
 

@@ -51,6 +51,9 @@ class PlainWeight:
     def bind(self, parts: Sequence[Tensor]) -> Tensor:
         return typed(parts[0], FLOAT_DTYPES[self.info.dtype]).view(self.info.shape)
 
+    def bind_rows(self, rows: Tensor) -> Tensor:
+        return rows.view(FLOAT_DTYPES[self.info.dtype])
+
     def sample(self, device: torch.device) -> Tensor:
         return self.bind([any_bytes(self.info.nbytes, device)])
 

@@ -11,14 +11,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ..checkpoint import Checkpoint, TensorInfo
 from ..params import ConvertParams
 from ..registry import Registry
+from .changed import changed
 from .core import Packer, StoredWeight, TensorGroup, WeightFormat, read_small
 from .four_bit import FourBitFormat
+from .gguf import GgufFormat
 from .grouped import GroupedFormat
 from .int8 import Int8Format
 from .plain import PlainFormat
 
 # In the order in which they are asked; the last one takes what nobody else recognises, or refuses it.
-FORMATS = Registry[WeightFormat](GroupedFormat(), FourBitFormat(), Int8Format(), PlainFormat())
+FORMATS = Registry[WeightFormat](GroupedFormat(), FourBitFormat(), Int8Format(), GgufFormat(), PlainFormat())
 
 
 def formats_in(checkpoint: Checkpoint) -> list[WeightFormat]:
@@ -46,7 +48,7 @@ def stored_weights(
     contents = read_small(most)
     for group, _ in read_by:
         group.contents = {part: contents[info] for part, info in group.parts.items() if info in contents}
-    return {group.name: known.read(group) for group, known in read_by}
+    return {group.name: changed(group, known.read(group)) for group, known in read_by}
 
 
 def _grouped(infos: Mapping[str, TensorInfo], formats: Sequence[WeightFormat]) -> Iterable[TensorGroup]:

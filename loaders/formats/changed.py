@@ -1,0 +1,130 @@
+"""Weights whose numbers a container keeps otherwise than the architecture of its config means (`checkpoint.Change`).
+
+Bytes stay as they are read. Of a matrix whose rows are in llama.cpp's order the outputs of each product are brought
+into the architecture's, which moves N numbers a row where the matrix has N·K; a vector is changed when it is bound, and
+so is a plain matrix that stays in memory (`StoredLayer.bind`).
+
+llama.cpp's order (`permute` in convert_hf_to_gguf.py): within a head, row i and row i + head_dim / 2, which RoPE turns
+together, lie side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import Change, TensorInfo
+from . import core
+from .core import DAMAGED, Product, StoredWeight, TensorGroup, Weight
+
+
+def changed(group: TensorGroup, stored: StoredWeight) -> StoredWeight:
+    """The weight as the architecture means it. Raises CheckpointError where it cannot have been changed so."""
+    info = group.parts.get("")
+    if info is None or info.change is None:
+        return stored
+    change, shape = info.change, stored.shape
+    if len(shape) not in (1, 2) or (change.num_heads and shape[0] % (2 * change.num_heads)):
+        group.refuse(info, f"is {list(shape)}, which {change.num_heads} heads do not share; {DAMAGED}")
+    if change.added and len(shape) != 1:
+        group.refuse(info, f"is {list(shape)}, which should be a vector; {DAMAGED}")
+    return ChangedWeight(stored, change)
+
+
+def in_order(numbers: Tensor, num_heads: int, dim: int = -1) -> Tensor:
+    """From llama.cpp's order of the num_heads · head_dim numbers along `dim` to the architecture's."""
+    dim %= numbers.dim()
+    before, length, after = numbers.shape[:dim], numbers.shape[dim], numbers.shape[dim + 1 :]
+    pairs = numbers.reshape(*before, num_heads, length // num_heads // 2, 2, *after)
+    return pairs.transpose(dim + 1, dim + 2).reshape(numbers.shape)
+
+
+def _as_stored(bias: Tensor | None, num_heads: int) -> Tensor | None:
+    """[N] from the architecture's order to llama.cpp's."""
+    return None if bias is None else bias.view(num_heads, 2, -1).transpose(1, 2).flatten()
+
+
+@dataclass(frozen=True)
+class ReorderedMatrix:
+    """A matrix [N, K] whose rows lie in llama.cpp's order of `num_heads` heads (a `core.PackedWeight`)."""
+
+    stored: Weight
+    num_heads: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.stored.shape)
+
+    def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        matrix = in_order(core.dense(self.stored, dtype), self.num_heads, dim=0)
+        return matrix if out is None else out.copy_(matrix)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+        return in_order(core.linear(x, self.stored, _as_stored(bias, self.num_heads), scratch), self.num_heads)
+
+    @property
+    def fused_linear(self) -> Product | None:
+        fused = None if isinstance(self.stored, Tensor) else self.stored.fused_linear
+        if fused is None:
+            return None
+
+        def product(x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+            return in_order(fused(x, _as_stored(bias, self.num_heads), scratch), self.num_heads)
+
+        return product
+
+
+@dataclass(frozen=True)
+class ChangedWeight:
+    """A stored weight (a `core.StoredWeight`) whose change is undone wherever it is bound."""
+
+    stored: StoredWeight
+    change: Change
+
+    @property
+    def name(self) -> str:
+        return self.stored.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    @property
+    def streamed(self) -> tuple[TensorInfo, ...]:
+        return self.stored.streamed
+
+    @property
+    def is_packed(self) -> bool:
+        return self.stored.is_packed
+
+    @property
+    def fused_kind(self) -> Hashable | None:
+        return self.stored.fused_kind
+
+    def is_kept_as_read(self, dtype: torch.dtype) -> bool:
+        """A packed matrix is; of all else a changed copy is kept."""
+        return self.stored.is_packed and self.stored.is_kept_as_read(dtype)
+
+    def bind(self, parts: Sequence[Tensor]) -> Weight:
+        return self._undone(self.stored.bind(parts))
+
+    def sample(self, device: torch.device) -> Weight:
+        return self._undone(self.stored.sample(device))
+
+    def to(self, device: torch.device | str) -> ChangedWeight:
+        return ChangedWeight(self.stored.to(device), self.change)
+
+    def _undone(self, weight: Weight) -> Weight:
+        """A vector is fp32 where a number was added to it, so that it is rounded once, by whoever bound it."""
+        change = self.change
+        if not isinstance(weight, Tensor) or weight.dim() > 1:
+            return ReorderedMatrix(weight, change.num_heads) if change.num_heads else weight
+        vector = weight.float() - change.added if change.added else weight
+        return in_order(vector, change.num_heads) if change.num_heads else vector

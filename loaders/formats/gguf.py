@@ -1,0 +1,123 @@
+"""Matrices in the quantised types of GGUF (llama.cpp's Q4_K, Q8_0, IQ4_XS, ...): a tensor is its rows' blocks.
+
+A row of K weights is K / 32 or K / 256 blocks, one behind the other, each with scales of its own; `gguf_blocks` has
+what lies in them. The numbers are those of the `gguf` package bit for bit, rounded once to the dtype of the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import TensorInfo
+from ..gguf_types import GGUF_TYPES, GgufType
+from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, any_bytes, tile
+from .gguf_blocks import HALVES, UNPACK, check_grid
+
+QUANTISED: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.values() if kind.name in UNPACK}
+_ORDINARY_HALF = 0x2C  # the upper byte of an fp16 number between 1/16 and 1/8
+
+
+@dataclass(frozen=True)
+class GgufMatrix(PackedMatrix):
+    """blocks uint8 [N, bytes of a row], each row contiguous."""
+
+    kind: GgufType
+    blocks: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        num_rows, row_bytes = self.blocks.shape
+        return num_rows, row_bytes // self.kind.num_bytes * self.kind.num_weights
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks.device
+
+    @property
+    def form(self) -> str:  # type: ignore[override]
+        return self.kind.name
+
+    def take(self, indices: Tensor) -> GgufMatrix:
+        """The matrix [T, K] of these rows; indices: int64 [T], on its device."""
+        return GgufMatrix(self.kind, self.blocks.index_select(0, indices))
+
+    def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        matrix = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
+        unpack_reference(self, matrix)
+        return matrix
+
+
+def unpack_reference(matrix: GgufMatrix, out: Tensor) -> None:
+    """matrix [N, K] → out, contiguous [N, K], in plain torch: what kernels are compared with, and GPUs compute."""
+    kind, unpack = matrix.kind, UNPACK[matrix.kind.name]
+    blocks, numbers = matrix.blocks.reshape(-1, kind.num_bytes), out.view(-1, kind.num_weights)
+    step = max(1, tile(matrix.device) // kind.num_weights)
+    for first in range(0, len(blocks), step):
+        numbers[first : first + step] = unpack(blocks[first : first + step])
+
+
+@dataclass(frozen=True)
+class GgufWeight(PackedStored):
+    """[N, K] in blocks of `kind`; nothing but these is stored of it."""
+
+    name: str
+    kind: GgufType
+    shape: tuple[int, ...]
+    streamed: tuple[TensorInfo, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.kind.name
+
+    def bind(self, parts: Sequence[Tensor]) -> GgufMatrix:
+        return self.bind_rows(parts[0].view(self.shape[0], -1))
+
+    def bind_rows(self, rows: Tensor) -> GgufMatrix:
+        return GgufMatrix(self.kind, rows)
+
+    def sample(self, device: torch.device) -> GgufMatrix:
+        """With scales that are ordinary numbers."""
+        blocks = any_bytes(self.streamed[0].nbytes, device).view(-1, self.kind.num_bytes)
+        for place in HALVES[self.kind.name]:
+            blocks[:, place + 1] = _ORDINARY_HALF
+        return self.bind([blocks.view(-1)])
+
+
+class GgufFormat(WeightFormat):
+    """Recognised by the type that the container gives as dtype."""
+
+    names = tuple(QUANTISED)
+
+    def recognises(self, group: TensorGroup) -> bool:
+        return "" in group.parts and group.parts[""].dtype in QUANTISED
+
+    def read(self, group: TensorGroup) -> GgufWeight:
+        info = group.weight
+        kind = QUANTISED[info.dtype]
+        if len(info.shape) != 2 or 0 in info.shape:
+            group.refuse(info, f"is {kind.name} {list(info.shape)}, which should be a matrix [N, K]; {DAMAGED}")
+        if info.shape[1] % kind.num_weights:
+            what = f"is {kind.name} with {info.shape[1]} inputs, which blocks of {kind.num_weights} do not fill"
+            group.refuse(info, f"{what}; {DAMAGED}")
+        if info.nbytes != (wanted := _num_bytes(kind, info.shape)):
+            what = f"is {kind.name} {list(info.shape)} in {info.nbytes} bytes, which takes {wanted}"
+            group.refuse(info, f"{what}; {DAMAGED}")
+        check_grid(kind.name)
+        return GgufWeight(group.name, kind, info.shape, (info,))
+
+    def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> GgufWeight | None:
+        kind = QUANTISED[form]
+        if len(shape) != 2 or shape[1] % kind.num_weights:
+            return None
+        check_grid(form)
+        info = allocate(name, "U8", (shape[0], _num_bytes(kind, shape) // shape[0]))
+        return GgufWeight(name, kind, shape, (info,))
+
+
+def _num_bytes(kind: GgufType, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) // kind.num_weights * kind.num_bytes
