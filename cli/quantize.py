@@ -1,4 +1,4 @@
-"""`offspec quantize`: make a 4-bit checkpoint of a 16-bit one, or lay one out so that it streams well."""
+"""`offspec quantize`: make a checkpoint of another in 4 bit, in plain floats, or laid out so that it streams well."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from .terminal import TimeLeft, is_watched, show_line
 @click.command(
     cls=OffspecCommand,
     name="quantize",
-    help="""Make the checkpoint DST of SRC, a folder or a Hugging Face hub id.
+    help="""Make the checkpoint DST of SRC: a folder, a GGUF file or a Hugging Face hub id.
 
-nf4 and fp4 take a bf16, fp16 or fp32 checkpoint: the matrices inside the layers become bitsandbytes' 4-bit format, as
-transformers would save them; embeddings, norms and lm_head stay as they are. keep changes no tensor and only lays them
-out anew. Either way every layer gets a file of its own and is read in one piece.
+nf4 and fp4: the matrices inside the layers become bitsandbytes' 4-bit format, as transformers would save them;
+embeddings, norms and lm_head stay in 16 or 32 bits. bf16, fp16 and fp32: quantised matrices are unpacked. keep changes
+no tensor and only lays them out anew. Every layer gets a file of its own and is read in one piece.
+
+SRC may be in any format that offspec runs: 16 or 32 bits, AWQ, GPTQ, GGUF, fp8, compressed-tensors. A quantised SRC
+cannot become better than it is.
 
 Memory: one layer. An interrupted run goes on where it stopped when the same command is given again; until it is done
 DST has no index and cannot be loaded.
@@ -31,6 +34,7 @@ DST has no index and cannot be loaded.
 Examples:
   offspec quantize ./Llama-3.1-70B-Instruct ./Llama-3.1-70B-nf4
   offspec quantize meta-llama/Llama-3.1-8B ./Llama-3.1-8B-packed --format keep
+  offspec quantize ./SmolLM2-135M-Instruct.Q4_1.gguf ./SmolLM2-135M --format bf16
 """,
 )
 @click.argument("src", type=MODEL)
@@ -41,7 +45,7 @@ Examples:
     type=click.Choice(CONVERT_FORMATS),
     default=ConvertParams.format,
     show_default=True,
-    help="4-bit NormalFloat, 4-bit float, or the tensors as they are.",
+    help="4-bit NormalFloat, 4-bit float, plain floats, or the tensors as they are.",
 )
 @click.option(
     "--double-quant/--no-double-quant",
@@ -65,8 +69,8 @@ def command(
 ) -> None:
     from offspec import convert
 
-    if revision is not None and Path(src).expanduser().is_dir():
-        raise click.UsageError("--revision belongs to a hub id, and SRC is a folder.")
+    if revision is not None and Path(src).expanduser().exists():
+        raise click.UsageError("--revision belongs to a hub id, and SRC is on this machine.")
     start = time.monotonic()
     bar = ConversionLine() if is_watched() and not quiet else None
     try:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +113,46 @@ class Checkpoint(Protocol):
     def config_json(self) -> bytes:
         """The text of config.json, for a copy of it. Raises CheckpointError."""
         ...
+
+
+@dataclass(frozen=True)
+class PartialCheckpoint:
+    """Another checkpoint (a `Checkpoint`) with some of its tensors only."""
+
+    whole: Checkpoint
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def path(self) -> Path:
+        return self.whole.path
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.whole.config
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        return self.whole.generation_config
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        return self.whole.tokenizer_path
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.whole.notes
+
+    def companions(self) -> Mapping[str, Path]:
+        return self.whole.companions()
+
+    def config_json(self) -> bytes:
+        return self.whole.config_json()
+
+
+def without(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+    """All of it but the tensors of these names."""
+    kept = {name: info for name, info in checkpoint.tensors.items() if name not in names}
+    return PartialCheckpoint(checkpoint, kept)
 
 
 class Container(Protocol):

@@ -1,11 +1,11 @@
-"""Makes a checkpoint of another: bf16, fp16 or fp32 → NF4 or FP4, or the same tensors packed layer by layer.
+"""Makes a checkpoint of another: NF4, FP4 or plain floats of whatever is read, or the same tensors layer by layer.
 
 The result has one safetensors file for each layer, its data beginning on a page, so that a layer is one contiguous
 read; all else lies in the first file. It is a normal checkpoint for `transformers` and bitsandbytes. Memory: one layer
 of the result and one tensor of the source. A conversion that was interrupted goes on with the first file that is
 missing, and the result is the same to the last bit; until it is complete the folder has no index and a marker, and
 nobody reads it. Knows nothing of architectures: a matrix inside a layer is multiplied with, and quantised; everything
-else is kept.
+else is kept, unless a folder of safetensors cannot say it as it is.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from torch import Tensor
 
 from offspec.errors import CheckpointError, StorageError, UsageError
 
-from .checkpoint import Checkpoint, TensorInfo, fault, num_bytes, reading, show
+from .checkpoint import DTYPE_BYTES, Checkpoint, TensorInfo, fault, num_bytes, reading, show
 from .containers import open_checkpoint
 from .file_locks import try_lock
-from .formats import packer_for, stored_weights
+from .formats import StoredWeight, formats_in, packer_for, stored_weights
 from .formats.core import Packer
+from .formats.plain import FloatPacker
 from .hub import resolve
-from .params import ConvertParams
+from .params import FLOAT_FORMATS, QUANT_TYPES, ConvertParams
 from .records import FLOAT_DTYPES
 from .safetensors_folder import CONFIG_FILE, INDEX_FILE, read_header
 from .safetensors_folder import UNFINISHED_MARKER as MARKER
@@ -50,7 +51,7 @@ from .shards import (
 from .units import format_quantity
 from .weights import split_names
 
-_SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.float32: "F32"}
+_SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _SPARE_BYTES = 2**20  # headers, config.json, tokenizer
 _LAYOUT = 1  # of the result; a conversion begun by another version of offspec may not be mixed with this one's
 
@@ -70,15 +71,39 @@ class Conversion:
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """One file of the result, and the tensors of the source that go into it."""
+class _Item:
+    """A tensor of the source as it is, or a weight of it that `packer` writes anew."""
 
     name: str
     infos: tuple[TensorInfo, ...]
+    stored: StoredWeight | None = None
+    packer: Packer | None = None
 
     @property
     def source_bytes(self) -> int:
         return sum(info.nbytes for info in self.infos)
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return ("",) if self.packer is None else self.packer.suffixes
+
+    @property
+    def result_bytes(self) -> int:
+        if self.packer is None or self.stored is None:
+            return self.source_bytes
+        return self.packer.num_bytes(math.prod(self.stored.shape))
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One file of the result, and what goes into it."""
+
+    name: str
+    items: tuple[_Item, ...]
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(item.source_bytes for item in self.items)
 
 
 def convert(
@@ -89,17 +114,19 @@ def convert(
     layer_prefix: str,
     revision: str | None = None,
     progress: Progress | None = None,
+    understand: Callable[[Checkpoint], Checkpoint] = lambda checkpoint: checkpoint,
 ) -> Conversion:
-    """Makes the checkpoint `target` of the checkpoint `source` (a folder or a hub id), or goes on with it.
+    """Makes the checkpoint `target` of the checkpoint `source` (a path or a hub id), or goes on with it.
 
     layer_prefix: what the names of tensors inside layers begin with, up to the layer's number.
+    understand: the checkpoint under the names that the result shall have.
     `progress(bytes_done, bytes_total)` counts bytes of the source; its first call tells what was there already.
     Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to go on).
     """
     params = params or ConvertParams()
     folder = resolve(str(source), revision)
     _check_folders(folder, target)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = understand(open_checkpoint(folder))
     work = _Work(checkpoint, target, params, layer_prefix)
     with _claimed(target, _job(checkpoint, params)):
         finished = [shard for shard in work.shards if work.is_finished(shard)]
@@ -238,15 +265,20 @@ class _Work:
         self._checkpoint, self._target, self._packer = checkpoint, target, packer_for(params)
         found = checkpoint.companions()  # what is refused is refused before hours of work
         self._companions = {name: path for name, path in found.items() if not name.endswith(PART_SUFFIX)}
-        layers, shared = split_names(checkpoint.tensors, layer_prefix)
-        self._quantised = frozenset[str]()
-        if self._packer is not None:
-            _refuse_quantised(checkpoint)
-            self._quantised = frozenset(_matrices(checkpoint, layers))
+        if self._packer is None:
+            items = {info.name: _Item(info.name, (info,)) for info in checkpoint.tensors.values()}
+            _refuse_foreign(checkpoint)
+        else:
+            weights = stored_weights(checkpoint.tensors, formats_in(checkpoint))
+            if params.format in QUANT_TYPES:
+                _refuse_four_bit(checkpoint, weights)
+            items = _items(checkpoint, weights, self._packer, layer_prefix)
             self._packer.prepare()  # what is not installed is to be known before anything is written
+        self._quantised = [item for item in items.values() if item.packer is not None]
+        layers, shared = split_names(items, layer_prefix)
         groups = [shared, *(layer.values() for layer in layers)] if shared else [layer.values() for layer in layers]
         self.shards = [
-            _Shard(f"model-{i:05d}-of-{len(groups):05d}.safetensors", tuple(checkpoint.tensors[name] for name in names))
+            _Shard(f"model-{i:05d}-of-{len(groups):05d}.safetensors", tuple(items[name] for name in names))
             for i, names in enumerate(groups, start=1)
         ]
 
@@ -258,27 +290,19 @@ class _Work:
             return False
 
     def _names(self, shard: _Shard) -> set[str]:
-        return {info.name + suffix for info in shard.infos for suffix in self._suffixes(info)}
-
-    def _suffixes(self, info: TensorInfo) -> tuple[str, ...]:
-        packer = self._packer_of(info)
-        return ("",) if packer is None else packer.suffixes
-
-    def _packer_of(self, info: TensorInfo) -> Packer | None:
-        return self._packer if info.name in self._quantised else None
+        return {item.name + suffix for item in shard.items for suffix in item.suffixes}
 
     def result_bytes(self, shards: Iterable[_Shard]) -> int:
         """What the files will take; a little more where an exact figure is not worth computing."""
-        infos = [(info, self._packer_of(info)) for shard in shards for info in shard.infos]
-        sizes = (i.nbytes if packer is None else packer.num_bytes(math.prod(i.shape)) for i, packer in infos)
-        return sum(sizes) + _SPARE_BYTES
+        return sum(item.result_bytes for shard in shards for item in shard.items) + _SPARE_BYTES
 
     def pieces(self, shard: _Shard, counter: _Counter) -> Iterator[Piece]:
-        for info in shard.infos:
-            if (packer := self._packer_of(info)) is not None:
-                yield from _packed(info, packer)
-                counter.add(info.nbytes)
+        for item in shard.items:
+            if item.packer is not None and item.stored is not None:
+                yield from _packed(item.stored, item.packer)
+                counter.add(item.source_bytes)
             else:
+                info = item.infos[0]
                 yield Piece(info.name, info.dtype, info.shape, partial(_chunks, info, counter))
 
     def publish(self) -> int:
@@ -312,59 +336,93 @@ class _Work:
     def _config(self) -> bytes:
         if self._packer is None or not self._quantised:
             return self._checkpoint.config_json()
-        dtypes = {self._checkpoint.tensors[name].dtype for name in self._quantised}
-        config = {**self._checkpoint.config} | {"quantization_config": self._packer.quantization_config(min(dtypes))}
+        config = {key: value for key, value in self._checkpoint.config.items() if key != "quantization_config"}
+        if said := self._packer.quantization_config(self._dtype()):
+            config["quantization_config"] = said
         return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
-
-def _refuse_quantised(checkpoint: Checkpoint) -> None:
-    remedy = "use the 16-bit checkpoint, or --format keep to lay out this one anew"
-    if checkpoint.config.get("quantization_config"):
-        raise CheckpointError(f"{checkpoint.path}: is quantised already, its config.json says; {remedy}")
-    for weight in stored_weights(checkpoint.tensors).values():
-        if weight.is_packed:
-            raise CheckpointError(
-                f"{checkpoint.path}: {show(weight.name)} is quantised already ({weight.dtype}); {remedy}"
-            )
+    def _dtype(self) -> str:
+        """What the matrices were; of packed ones, what is computed with them."""
+        dtypes = {item.stored.dtype for item in self._quantised if item.stored is not None}
+        return min(dtypes & FLOAT_DTYPES.keys(), default="BF16")
 
 
-def _matrices(checkpoint: Checkpoint, layers: Iterable[Mapping[str, str]]) -> Iterator[str]:
-    """Names of the tensors inside layers that are multiplied with. Refuses what a Linear does not have."""
-    for layer in layers:
-        for name in layer.values():
-            info = checkpoint.tensors[name]
-            if len(info.shape) == 2 and name.endswith(".weight") and info.nbytes:
-                yield name
-            elif len(info.shape) != 1:
-                what = f"tensor {show(name)} of shape {list(info.shape)} is no linear layer's"
-                raise fault(info.path, f"{what}; such models are not quantised by this version")
+def _refuse_foreign(checkpoint: Checkpoint) -> None:
+    """What a folder of safetensors has no way to say."""
+    for info in checkpoint.tensors.values():
+        if info.dtype not in DTYPE_BYTES or info.change is not None:
+            remedy = f"use --format {', '.join(FLOAT_FORMATS)} or {', '.join(QUANT_TYPES)}"
+            raise fault(info.path, f"tensor {show(info.name)} is {info.dtype} as GGUF has it; {remedy}")
+
+
+def _refuse_four_bit(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -> None:
+    """What is in bitsandbytes' 4-bit form already would only lose by it."""
+    if done := next((weight for weight in weights.values() if weight.dtype in QUANT_TYPES), None):
+        remedy = "use the 16-bit checkpoint, or --format keep to lay out this one anew"
+        what = f"{show(done.name)} is quantised already ({done.dtype})"
+        raise CheckpointError(f"{checkpoint.path}: {what}; {remedy}")
+
+
+def _items(
+    checkpoint: Checkpoint, weights: Mapping[str, StoredWeight], packer: Packer, layer_prefix: str
+) -> dict[str, _Item]:
+    """The weights: matrices inside layers for `packer`, others unpacked where they are not plain."""
+    layers, _ = split_names(weights, layer_prefix)
+    matrices = {name for layer in layers for name in layer.values() if _is_matrix(weights[name], checkpoint)}
+    items: dict[str, _Item] = {}
+    for name, stored in weights.items():
+        infos = stored.streamed
+        if name in matrices:
+            items[name] = _Item(name, infos, stored, packer)
+        elif stored.is_packed or any(info.change is not None for info in infos):
+            dtype = torch.bfloat16 if stored.is_packed else FLOAT_DTYPES[stored.dtype]
+            items[name] = _Item(name, infos, stored, FloatPacker(dtype))
+        else:
+            items[name] = _Item(name, infos)
+    return items
+
+
+def _is_matrix(stored: StoredWeight, checkpoint: Checkpoint) -> bool:
+    """Whether a layer multiplies with it. Refuses what a Linear does not have."""
+    is_norm = stored.name.endswith("norm.weight")  # of each head
+    if len(stored.shape) == 2 and stored.name.endswith(".weight") and not is_norm:
+        return bool(math.prod(stored.shape))
+    if len(stored.shape) != 1 and not is_norm:
+        where = next((info.path for info in stored.streamed), checkpoint.path)
+        what = f"tensor {show(stored.name)} of shape {list(stored.shape)} is no linear layer's"
+        raise fault(where, f"{what}; such models are not quantised by this version")
+    return False
 
 
 # ----------------------------------------------------------------------------------------------------- reading source
 
 
-def _packed(info: TensorInfo, packer: Packer) -> Iterator[Piece]:
-    weight = _read(info)
+def _packed(stored: StoredWeight, packer: Packer) -> Iterator[Piece]:
+    weight = _read(stored)
     try:
         parts = packer.pack(weight)
     except CheckpointError as exc:
-        raise fault(info.path, f"tensor {show(info.name)} {exc}; use another copy of this model") from exc
+        where = stored.streamed[0].path
+        raise fault(where, f"tensor {show(stored.name)} {exc}; use another copy of this model") from exc
     for suffix, tensor in parts.items():
         content = tensor.reshape(-1).view(torch.uint8).numpy().data
         dtype = _SAFETENSORS_DTYPES[tensor.dtype]
-        yield Piece(info.name + suffix, dtype, tuple(tensor.shape), partial(_once, content))
+        yield Piece(stored.name + suffix, dtype, tuple(tensor.shape), partial(_once, content))
 
 
 def _once(content: memoryview) -> Iterable[memoryview]:
     return (content,)
 
 
-def _read(info: TensorInfo) -> Tensor:
-    """The whole tensor, in the dtype it has; fp64 as fp32, which is what it will be quantised from."""
-    raw = torch.empty(info.nbytes, dtype=torch.uint8)
-    _fill(info, 0, raw.numpy().data)
-    weight = raw.view(FLOAT_DTYPES[info.dtype]).view(info.shape)
-    return weight.float() if weight.dtype is torch.float64 else weight
+def _read(stored: StoredWeight) -> Tensor:
+    """The whole weight, in the dtype it has; a packed one in fp32, and fp64 too, which is what it is quantised from."""
+    parts = [torch.empty(info.nbytes, dtype=torch.uint8) for info in stored.streamed]
+    for info, part in zip(stored.streamed, parts, strict=True):
+        _fill(info, 0, part.numpy().data)
+    weight = stored.bind(parts)
+    if isinstance(weight, Tensor):
+        return weight.float() if weight.dtype is torch.float64 else weight
+    return weight.dequantize(torch.float32)
 
 
 def _chunks(info: TensorInfo, counter: _Counter) -> Iterator[memoryview]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from offspec.errors import UsageError
 
 QUANT_TYPES = ("nf4", "fp4")
-CONVERT_FORMATS = (*QUANT_TYPES, "keep")
+FLOAT_FORMATS = ("bf16", "fp16", "fp32")
+CONVERT_FORMATS = (*QUANT_TYPES, *FLOAT_FORMATS, "keep")
 GROUPED_METHODS = ("awq", "gptq")
 QUANT_METHODS = ("bitsandbytes", *GROUPED_METHODS)  # whose checkpoints are read
 PLAN_FORMATS = ("bf16", "fp16", "fp32", "nf4")
@@ -15,7 +16,11 @@ PLAN_FORMATS = ("bf16", "fp16", "fp32", "nf4")
 
 @dataclass(frozen=True)
 class ConvertParams:
-    """format: nf4, fp4, or keep (the same tensors, only laid out anew). double_quant: scales in 8 bit instead of 32."""
+    """What `offspec quantize` makes.
+
+    format: nf4, fp4, one of FLOAT_FORMATS (quantised matrices are unpacked), or keep (the same tensors, only laid out
+    anew). double_quant: scales of nf4 and fp4 in 8 bit instead of 32.
+    """
 
     format: str = "nf4"
     double_quant: bool = True
@@ -23,5 +28,5 @@ class ConvertParams:
     def __post_init__(self) -> None:
         if self.format not in CONVERT_FORMATS:
             raise UsageError(f"format {self.format!r} is not known; use {', '.join(CONVERT_FORMATS)}")
-        if self.format == "keep" and not self.double_quant:
-            raise UsageError("format keep quantises nothing, so there is no double quantisation to leave out")
+        if self.format not in QUANT_TYPES and not self.double_quant:
+            raise UsageError(f"format {self.format} quantises nothing, so there is no double quantisation to leave out")

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offspec.errors import CheckpointError
+
 from ..checkpoint import TensorInfo, fault, show
+from ..params import FLOAT_FORMATS, ConvertParams
 from ..records import FLOAT_DTYPES, typed
-from .core import REMEDY, Allocate, StoredWeight, TensorGroup, WeightFormat, any_bytes
+from .core import REMEDY, Allocate, Packer, StoredWeight, TensorGroup, WeightFormat, any_bytes
 
 PLAN_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
@@ -88,6 +91,37 @@ class PlainFormat(WeightFormat):
 
     def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> PlainWeight:
         return PlainWeight(name, allocate(name, PLAN_DTYPES.get(form, form), shape))
+
+    def packer(self, params: ConvertParams) -> Packer | None:
+        is_mine = params.format in FLOAT_FORMATS
+        return FloatPacker(FLOAT_DTYPES[PLAN_DTYPES[params.format]]) if is_mine else None
+
+
+@dataclass(frozen=True)
+class FloatPacker:
+    """Writes matrices as plain floats of `dtype`."""
+
+    dtype: torch.dtype
+    suffixes = ("",)
+
+    def prepare(self) -> None:
+        pass
+
+    def num_bytes(self, elements: int) -> int:
+        return elements * self.dtype.itemsize
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        packed = weight.to(self.dtype)
+        if not bool(packed.isfinite().all()) and bool(weight.isfinite().all()):
+            raise CheckpointError(f"has values beyond the range of {str(self.dtype).removeprefix('torch.')}")
+        return {"": packed.contiguous()}
+
+    def quantization_config(self, dtype: str) -> dict[str, Any]:
+        return {}
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {"torch": torch.__version__}
 
 
 def _refuse_foreign(key: str, info: TensorInfo) -> None:

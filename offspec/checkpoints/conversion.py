@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from offspec.loaders.checkpoint import Checkpoint, without
 from offspec.loaders.convert import Conversion, Progress
 from offspec.loaders.convert import convert as convert_layers
+from offspec.loaders.formats import blank_tensors
 from offspec.loaders.params import ConvertParams
 
+from ..errors import CheckpointError, UnsupportedModelError
+from ..model.config import read_config
+from ..model.decoder import wanted_shapes
 from ..model.names import LAYER_PREFIX
+from .gguf import in_our_names
 
 
 def convert(
@@ -19,9 +25,30 @@ def convert(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Makes the checkpoint `target` of the checkpoint `source` (a folder or a hub id), or goes on with it.
+    """Makes the checkpoint `target` of the checkpoint `source` (a path or a hub id), or goes on with it.
 
     `progress(bytes_done, bytes_total)` counts bytes of the source; its first call tells what was there already.
     Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to go on).
     """
-    return convert_layers(source, target, params, layer_prefix=LAYER_PREFIX, revision=revision, progress=progress)
+    params = params or ConvertParams()
+    understand = in_our_names if params.format == "keep" else _without_blanks
+    return convert_layers(
+        source,
+        target,
+        params,
+        layer_prefix=LAYER_PREFIX,
+        revision=revision,
+        progress=progress,
+        understand=understand,
+    )
+
+
+def _without_blanks(checkpoint: Checkpoint) -> Checkpoint:
+    """Under our names, and without tensors that hold nothing and would have no place in a plain checkpoint."""
+    named = in_our_names(checkpoint)
+    try:
+        wanted = wanted_shapes(read_config(named.config))
+    except (CheckpointError, UnsupportedModelError):  # what is made is good for other programs all the same
+        return named
+    blank = blank_tensors(named.tensors, wanted)
+    return without(named, blank) if blank else named

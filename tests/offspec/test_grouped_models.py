@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -228,11 +229,15 @@ def test_without_its_weights_it_can_be_planned(awq: Model, tmp_path: Path, capsy
     assert "nf4" in out
 
 
-def test_it_is_not_quantised_again(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = offspec(capsys, "quantize", model.packed, tmp_path / "new")
-    assert (code, out, len(err.splitlines())) == (1, "", 1)
-    assert "is quantised already" in err
-    assert not (tmp_path / "new").exists()
+def test_it_is_unpacked(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = offspec(capsys, "quantize", model.packed, tmp_path / "plain", "--format", "fp32")
+    assert (code, err) == (0, "")
+    texts = []
+    for folder in (tmp_path / "plain", model.packed):
+        with closing(Engine.load(str(folder), draft="none", device="cpu", dtype="fp32")) as engine:
+            steps = engine.generate("def area(", REQUESTS[0], PLAIN)
+            texts.append([token for step in steps for token in step.token_ids])
+    assert texts[0] == texts[1]
 
 
 def test_a_copy_says_the_same(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
