@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from . import smollm2 as real_model
+
 if TYPE_CHECKING:
     from offspec.loaders.formats.products import ProductCosts
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 # Before torch is imported: on matrices this small, threads only wait for each other, 30 times as long on a busy
 # machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The real model that some tests run, before the settings below hide where it is.
+os.environ[real_model.FOUND] = str(real_model.smollm2_path())
 # What the person who runs the tests has set for himself is none of their business.
 for _name in [name for name in os.environ if name.startswith("OFFSPEC_")]:
     del os.environ[_name]
@@ -39,6 +43,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture
+def smollm2() -> Path:
+    """A real model's GGUF file, SmolLM2-135M-Instruct."""
+    path = real_model.smollm2_path()
+    if not path.is_file():
+        pytest.skip(f"{path} is not there: run scripts/fetch_smollm2")
+    return path
 
 
 @pytest.fixture

@@ -13,11 +13,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
+from offspec.loaders.gguf_file import read_metadata
+
 from ..errors import ContextLengthError, TokenizerError, VocabularyMismatchError
 from . import chat_template
+from .gguf_tokenizer import read_gguf
 from .special_text import EncodedText, HiddenChat, SpecialText
 from .text_stream import REPLACEMENT, Detokenizer, TextStream
 from .tokenizer_files import (
@@ -34,10 +38,10 @@ from .tokenizer_files import (
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint folder."""
+    """The tokenizer of one checkpoint: a folder, or a GGUF file."""
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: TokenizerSettings, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder  # or the GGUF file
         self.special_in_text = False  # whether text of messages that looks like a special token becomes one
         self._backend = backend
         self._settings = settings
@@ -45,18 +49,33 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json and the small files beside it; TokenizerError if one is damaged or the first missing."""
+        """Read tokenizer.json and the small files beside it, or a GGUF file's metadata.
+
+        Raises TokenizerError if one is damaged or the first missing, what `from_gguf` does for a GGUF file, and
+        CheckpointError where that cannot be read.
+        """
+        if folder.is_file():
+            return cls.from_gguf(read_metadata(folder), folder)
         with library_errors(f"the tokenizer in {folder} cannot be used", "fetch its files again"):
             settings = read_settings(folder)
-            backend = read_backend(folder)
-            add_missing(backend, settings.added_tokens)
-            check_added(backend, folder)
-            # As transformers does: what the settings call special is so even where tokenizer.json does not say it.
-            named = [settings.special_tokens.get(name) for name in ("bos_token", "eos_token")]
-            stated = [token.content for token in settings.added_tokens.values() if token.special]
-            tokenizer = cls(with_special(backend, [*named, *stated]), settings, folder)
-            assert tokenizer.byte_anchor is None or tokenizer.vocab_size  # a decoder that fails does so here
-            return tokenizer
+            return cls._made(read_backend(folder), settings, folder)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], path: Path) -> Tokenizer:
+        """The tokenizer that the metadata of the GGUF file at `path` describe. Raises what `read_gguf` does."""
+        with library_errors(f"the tokenizer in {path} cannot be used", "download it again"):
+            return cls._made(*read_gguf(metadata, path), path)
+
+    @classmethod
+    def _made(cls, backend: tokenizers.Tokenizer, settings: TokenizerSettings, folder: Path) -> Tokenizer:
+        add_missing(backend, settings.added_tokens)
+        check_added(backend, folder)
+        # As transformers does: what the settings call special is so even where tokenizer.json does not say it.
+        named = [settings.special_tokens.get(name) for name in ("bos_token", "eos_token")]
+        stated = [token.content for token in settings.added_tokens.values() if token.special]
+        tokenizer = cls(with_special(backend, [*named, *stated]), settings, folder)
+        assert tokenizer.byte_anchor is None or tokenizer.vocab_size  # a decoder that fails does so here
+        return tokenizer
 
     @cached_property
     def vocab_size(self) -> int:
@@ -164,7 +183,7 @@ class Tokenizer:
             return self._backend.encode_batch([text], add_special_tokens=False)[0]
 
     def _encoding(self) -> AbstractContextManager[None]:
-        what = f"the text cannot be encoded with {self.folder / 'tokenizer.json'}"
+        what = f"the text cannot be encoded with the tokenizer in {self.folder}"
         return library_errors(what, "check that the text is valid Unicode, and that the vocabulary covers it")
 
     @cached_property
@@ -259,7 +278,7 @@ class Tokenizer:
 
     def decode_stored(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of these ids, as the library gives it."""
-        with library_errors(f"tokens cannot be decoded with {self.folder / 'tokenizer.json'}", "fetch it again"):
+        with library_errors(f"tokens cannot be decoded with the tokenizer in {self.folder}", "fetch it again"):
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @cached_property
@@ -279,8 +298,9 @@ class Tokenizer:
 def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
     """VocabularyMismatchError if an id means different tokens to the two.
 
-    Ids that only one of them has are padding. An id that both keep for special tokens may bear two names: releases of a
-    family rename their reserved tokens (Llama 3 and 3.1), and a guess that is wrong there costs nothing but itself.
+    Ids that only one of them has are padding. GGUF files write some spaces plainly that others write as "▁". An id that
+    both keep for special tokens may bear two names: releases of a family rename their reserved tokens (Llama 3 and
+    3.1), and a guess that is wrong there costs nothing but itself.
     """
     ours, theirs = _tokens_by_id(target), _tokens_by_id(draft)
     renamed = target.special_ids & draft.special_ids
@@ -299,4 +319,4 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
 
 def _tokens_by_id(tokenizer: Tokenizer) -> dict[int, str]:
     vocabulary: dict[str, int] = tokenizer._backend.get_vocab(with_added_tokens=True)
-    return {token_id: token for token, token_id in vocabulary.items()}
+    return {token_id: token.replace(" ", "▁") for token, token_id in vocabulary.items()}

@@ -1,0 +1,195 @@
+"""The tokenizer inside of a GGUF file: metadata → the `tokenizers` library's, with the ids that llama.cpp gives a text.
+
+Two kinds are read: byte-level BPE ("gpt2") and sentencepiece's BPE ("llama"), which has scores instead of merges.
+llama.cpp's `clean_spaces`, which changes text on its way out, has no counterpart: text is what the tokens say.
+Knows nothing of how the file is laid out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from offspec.loaders.checkpoint import show
+
+from ..errors import UnsupportedModelError
+from .gguf_pretokenizers import WORD_RULES
+from .gguf_tokens import ADDED_KINDS, REMEDY, GgufTokens, Metadata, TokenKind, read_tokens
+from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, library_errors
+
+MOST_MERGES = 2**20  # Gemma's vocabulary has 0.6 million
+_SPACE = "▁"
+_SENTENCEPIECE_ROLES = {"unk": 0, "bos": 1, "eos": 2}
+_TEMPLATE_NAMES = {"bos": "bos_token", "eos": "eos_token", "unk": "unk_token", "pad": "pad_token"}
+
+
+def read_gguf(values: Mapping[str, Any], path: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
+    """The tokenizer that a file's metadata describes, and what else they say of text.
+
+    Raises TokenizerError for metadata that are damaged, UnsupportedModelError for a kind of tokenizer not known here.
+    """
+    metadata = Metadata(values, path)
+    kind = metadata.optional("tokenizer.ggml.model", str)
+    if kind is None:
+        raise metadata.error("it has no tokenizer (tokenizer.ggml.model)")
+    with library_errors(f"the tokenizer in {path} cannot be used", REMEDY):
+        if kind == "gpt2":
+            tokens = read_tokens(metadata, {})
+            backend, adds_bos = _byte_level(metadata, tokens)
+        elif kind == "llama":
+            tokens = read_tokens(metadata, _SENTENCEPIECE_ROLES)
+            backend, adds_bos = _sentencepiece(metadata, tokens), True
+        else:
+            raise UnsupportedModelError(
+                f"{path} has a tokenizer of kind {show(kind)}, and gpt2 and llama are the kinds that are read: take "
+                "the model's safetensors checkpoint"
+            )
+        _add_tokens(backend, tokens, metadata)
+        settings = _settings(metadata, tokens, adds_bos)
+        _put_bos_first(backend, settings)
+        return backend, settings
+
+
+def tokenizer_json(values: Mapping[str, Any], path: Path) -> dict[str, bytes]:
+    """The same tokenizer as the files of a checkpoint folder: name → content. Raises what `read_gguf` does."""
+    backend, settings = read_gguf(values, path)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": settings.add_bos,
+        **settings.special_tokens,
+    }
+    if settings.chat_template is not None:
+        config["chat_template"] = settings.chat_template
+    files: dict[str, Any] = {"tokenizer_config.json": config}
+    if settings.eos_ids:
+        files["generation_config.json"] = {"eos_token_id": sorted(settings.eos_ids)}
+    written = {name: json.dumps(content, ensure_ascii=False, indent=2).encode() for name, content in files.items()}
+    return {"tokenizer.json": backend.to_str(pretty=True).encode(), **written}
+
+
+def _byte_level(metadata: Metadata, tokens: GgufTokens) -> tuple[tokenizers.Tokenizer, bool]:
+    """Byte-level BPE, and whether BOS leads prompts unless the file says otherwise."""
+    name = metadata.optional("tokenizer.ggml.pre", str)
+    if name not in WORD_RULES:
+        what = "does not say how its tokenizer cuts text into words" if name is None else f"cuts words as {show(name)}"
+        raise UnsupportedModelError(
+            f"{metadata.path} {what} (tokenizer.ggml.pre), which is not guessed: take a newer conversion of the model, "
+            "or its safetensors checkpoint"
+        )
+    rules = WORD_RULES[name]
+    model = models.BPE(tokens.ids, _merges(metadata, tokens), ignore_merges=rules.ignores_merges)
+    backend = tokenizers.Tokenizer(model)
+    splits = [pre_tokenizers.Split(tokenizers.Regex(split), "isolated") for split in rules.splits]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend, rules.adds_bos
+
+
+def _merges(metadata: Metadata, tokens: GgufTokens) -> list[tuple[str, str]]:
+    """What is merged, the first first."""
+    lines = metadata.array("tokenizer.ggml.merges", str)
+    if lines is None:
+        raise metadata.error("tokenizer.ggml.merges is missing")
+    if len(lines) > MOST_MERGES:
+        raise metadata.error(f"it has {len(lines)} merges, and no model has more than {MOST_MERGES}")
+    merges = dict[tuple[str, str], None]()  # of those that stand twice, the first counts
+    for place, line in enumerate(lines):
+        space = line.find(" ", 1)
+        left, right = line[: max(space, 0)], line[space + 1 :]
+        if not (left in tokens.ids and right in tokens.ids and left + right in tokens.ids):
+            raise metadata.error(f"merge {place} is {show(line)}, and the vocabulary lacks its parts or what they make")
+        merges[left, right] = None
+    return list(merges)
+
+
+def _sentencepiece(metadata: Metadata, tokens: GgufTokens) -> tokenizers.Tokenizer:
+    """Of all pairs that make a token, the one with the highest score is merged first (sentencepiece, bpe_model.cc).
+
+    Two pairs that make the same token have one rank there and the first place counts; here, one pair goes before the
+    other. As in transformers, texts that would show it are rare: "xyx" and the like, cut so by merges before.
+    """
+    unk = tokens.text_of("unk")
+    model = models.BPE(tokens.ids, _scored_merges(metadata, tokens), unk_token=unk, fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    has_prefix = metadata.optional("tokenizer.ggml.add_space_prefix", bool) is not False
+    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spaces] if has_prefix else spaces)
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
+    return backend
+
+
+def _scored_merges(metadata: Metadata, tokens: GgufTokens) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, by the score of what is made, the highest first."""
+    plain = (TokenKind.NORMAL, TokenKind.UNUSED)
+    parts = {text for text, kind in zip(tokens.texts, tokens.kinds, strict=True) if kind in plain}
+    merges = list[tuple[float, int, str, str]]()
+    for token_id, (text, score) in enumerate(zip(tokens.texts, tokens.scores, strict=True)):
+        if text not in parts or len(text) < 2:
+            continue
+        if len(text) > MOST_ADDED_CHARACTERS:
+            raise metadata.error(f"token {token_id} has {len(text)} characters, and no model has one so long")
+        cuts = ((text[:at], text[at:]) for at in range(1, len(text)))
+        merges += [(-score, token_id, left, right) for left, right in cuts if left in parts and right in parts]
+        if len(merges) > MOST_MERGES:
+            raise metadata.error(f"its tokens make each other in more than {MOST_MERGES} ways, and no model's do")
+    merges.sort(key=lambda merge: merge[:2])
+    return [(left, right) for _, _, left, right in merges]
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, tokens: GgufTokens, metadata: Metadata) -> None:
+    """Tokens that are found in a text before anything else is done to it: special ones, and those a user defined."""
+    eaters = _space_eaters(metadata, tokens)
+    added = [
+        tokenizers.AddedToken(text, special=kind != TokenKind.USER_DEFINED, normalized=False, rstrip=token_id in eaters)
+        for token_id, (text, kind) in enumerate(zip(tokens.texts, tokens.kinds, strict=True))
+        if kind in ADDED_KINDS
+    ]
+    longest = max((len(token.content) for token in added), default=0)
+    if longest > MOST_ADDED_CHARACTERS:
+        raise metadata.error(f"a special token has {longest} characters, and no model has one so long")
+    backend.add_tokens(added)  # at once: each call goes through all that were added before
+
+
+def _space_eaters(metadata: Metadata, tokens: GgufTokens) -> set[int]:
+    """Tokens that take the spaces behind them. Files do not say it; llama.cpp knows it of Phi-3, by its name."""
+    name = (metadata.optional("general.name", str) or "").lower()
+    if "phi-3" not in name and "phi3" not in name:
+        return set()
+    found = {token_id for token_id, kind in enumerate(tokens.kinds) if kind in ADDED_KINDS}
+    return found - {tokens.ids.get(text) for text in ("<unk>", "<s>", "<|endoftext|>")}
+
+
+def _settings(metadata: Metadata, tokens: GgufTokens, adds_bos: bool) -> TokenizerSettings:
+    said = metadata.optional("tokenizer.ggml.add_bos_token", bool)
+    add_bos = adds_bos if said is None else said
+    if add_bos and "bos" not in tokens.roles:
+        raise metadata.error("its prompts begin with BOS, and it names none (tokenizer.ggml.bos_token_id)")
+    special = {_TEMPLATE_NAMES[role]: tokens.texts[i] for role, i in tokens.roles.items() if role in _TEMPLATE_NAMES}
+    return TokenizerSettings(
+        special_tokens=special,
+        added_tokens={},
+        add_bos=add_bos,
+        eos_ids=tokens.end_ids,
+        chat_template=metadata.optional("tokenizer.chat_template", str),
+        chat_template_file=metadata.path,
+    )
+
+
+def _put_bos_first(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
+    """For other programs that read what is written of it; offspec puts BOS there itself."""
+    if settings.add_bos:
+        bos = settings.special_tokens["bos_token"]
+        template = processors.TemplateProcessing(
+            single=["bos", "$A"],
+            special_tokens=[{"id": "bos", "ids": [backend.token_to_id(bos)], "tokens": [bos]}],
+        )
+        backend.post_processor = template

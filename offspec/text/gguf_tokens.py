@@ -1,0 +1,204 @@
+"""What the metadata of a GGUF file says of its tokens, checked: texts, kinds, scores, and which end a text.
+
+Files say of few tokens what they are for; the others are found by their text, as llama.cpp finds them
+(src/llama-vocab.cpp, llama_vocab::impl::load). Knows nothing of how a text becomes tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from offspec.loaders.checkpoint import show
+
+from ..errors import TokenizerError
+
+MOST_TOKENS = 2**22  # the largest vocabularies have a quarter of a million
+_NO_ID = (-1, 2**32 - 1)  # how some files say that there is none
+REMEDY = "download it again, or take the model's safetensors checkpoint"
+
+
+class TokenKind(IntEnum):
+    """`tokenizer.ggml.token_type`, in the words of the GGUF specification."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+ADDED_KINDS = (TokenKind.CONTROL, TokenKind.USER_DEFINED, TokenKind.UNKNOWN)  # found in a text before all others
+# What tokens are for → the key that says so, and the texts by which one is found where there is no such key.
+_ROLES: dict[str, tuple[str, str]] = {
+    "bos": ("bos_token_id", ""),
+    "eos": ("eos_token_id", ""),
+    "unk": ("unknown_token_id", ""),
+    "pad": ("padding_token_id", ""),
+    "sep": ("seperator_token_id", ""),  # written so
+    "mask": ("mask_token_id", ""),
+    "eot": (
+        "eot_token_id",
+        "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
+        "<\uff5cend▁of▁sentence\uff5c> <end_of_utterance>",
+    ),
+    "eom": ("eom_token_id", "<|eom_id|>"),
+    "fim_pre": (
+        "fim_pre_token_id",
+        "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim▁begin\uff5c> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>",
+    ),
+    "fim_suf": (
+        "fim_suf_token_id",
+        "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>",
+    ),
+    "fim_mid": (
+        "fim_mid_token_id",
+        "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim▁end\uff5c> <MID> ▁<MID> <|code_middle|> <|middle|>",
+    ),
+    "fim_pad": ("fim_pad_token_id", "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]"),
+    "fim_rep": ("fim_rep_token_id", "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>"),
+    "fim_sep": ("fim_sep_token_id", "<|file_sep|>"),
+}
+_NEEDED_ROLES = ("bos", "eos", "eot", "eom")  # an id of another one that no token has counts for nothing
+_ENDING_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_ENDINGS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
+    *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>"),
+    *("<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~["),
+    "<\uff5cend▁of▁sentence\uff5c>",
+)
+_HARMONY_PARTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # of gpt-oss: they are shown
+
+
+class Metadata:
+    """Values of a file by key, as the type that is asked for. Each raises TokenizerError."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+        self.path, self._values = path, values
+
+    def error(self, what: str) -> TokenizerError:
+        return TokenizerError(f"{self.path}: {what}: {REMEDY}")
+
+    def optional(self, key: str, kind: type | tuple[type, ...]) -> Any:
+        """The value, or None where there is no such key. A bool is no number here."""
+        value = self._values.get(key)
+        is_wrong = isinstance(value, bool) and kind is not bool
+        if value is not None and (is_wrong or not isinstance(value, kind)):
+            raise self.error(f"{key} is {show(value)}, which is no value for it")
+        return value
+
+    def array(self, key: str, kind: type | tuple[type, ...]) -> list[Any] | None:
+        """A list of values of one type, or None."""
+        values: list[Any] | None = self.optional(key, list)
+        allowed = kind if isinstance(kind, tuple) else (kind,)
+        if values is not None and any(type(value) not in allowed for value in values):
+            wrong = next(value for value in values if type(value) not in allowed)
+            raise self.error(f"{key} holds {show(wrong)}, which is no value for it")
+        return values
+
+
+@dataclass(frozen=True)
+class GgufTokens:
+    """The tokens of a file by id, and which of them are for what."""
+
+    texts: list[str]
+    kinds: list[TokenKind]
+    scores: list[float]
+    ids: dict[str, int]  # by text
+    roles: dict[str, int]  # "bos" → id
+    end_ids: frozenset[int]
+
+    def text_of(self, role: str) -> str | None:
+        return self.texts[self.roles[role]] if role in self.roles else None
+
+
+def read_tokens(metadata: Metadata, default_roles: Mapping[str, int]) -> GgufTokens:
+    """What a file says of its tokens. default_roles: ids that count where the file names none. TokenizerError."""
+    texts = metadata.array("tokenizer.ggml.tokens", str)
+    if not texts:
+        raise metadata.error("tokenizer.ggml.tokens is missing or empty")
+    if len(texts) > MOST_TOKENS:
+        raise metadata.error(f"it has {len(texts)} tokens, and no model has more than {MOST_TOKENS}")
+    texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
+    ids = _ids(metadata, texts)
+    kinds = _kinds(metadata, len(texts))
+    roles = _roles(metadata, ids, kinds, default_roles)
+    end_ids = _end_ids(ids, kinds, roles)
+    return GgufTokens(texts, kinds, _scores(metadata, len(texts)), ids, roles, end_ids)
+
+
+def _ids(metadata: Metadata, texts: list[str]) -> dict[str, int]:
+    ids = dict[str, int]()
+    for token_id, text in enumerate(texts):
+        if (first := ids.setdefault(text, token_id)) != token_id:
+            raise metadata.error(f"tokens {first} and {token_id} are both {show(text)}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as exc:
+            raise metadata.error(f"token {token_id} is {show(text)}, which is no UTF-8") from exc
+    return ids
+
+
+def _kinds(metadata: Metadata, num_tokens: int) -> list[TokenKind]:
+    kinds = metadata.array("tokenizer.ggml.token_type", int)
+    if kinds is None:
+        return [TokenKind.NORMAL] * num_tokens
+    if len(kinds) != num_tokens:
+        raise metadata.error(f"it has {num_tokens} tokens and types of {len(kinds)} (tokenizer.ggml.token_type)")
+    known = {int(kind): kind for kind in TokenKind}
+    return [known.get(kind, TokenKind.UNDEFINED) for kind in kinds]
+
+
+def _scores(metadata: Metadata, num_tokens: int) -> list[float]:
+    scores = metadata.array("tokenizer.ggml.scores", (float, int))
+    if scores is None:
+        return [0.0] * num_tokens
+    if len(scores) != num_tokens:
+        raise metadata.error(f"it has {num_tokens} tokens and scores of {len(scores)} (tokenizer.ggml.scores)")
+    if any(score != score for score in scores):
+        raise metadata.error("tokenizer.ggml.scores holds what is not a number")
+    return scores
+
+
+def _roles(
+    metadata: Metadata, ids: dict[str, int], kinds: list[TokenKind], defaults: Mapping[str, int]
+) -> dict[str, int]:
+    """What is for what. What is found by its text becomes a control token, as it is one in all but name."""
+    roles = {role: token_id for role, token_id in defaults.items() if token_id < len(kinds)}
+    for role, (key, texts) in _ROLES.items():
+        said: int | None = metadata.optional(f"tokenizer.ggml.{key}", int)
+        if said is not None and said not in _NO_ID:
+            if 0 <= said < len(kinds):
+                roles[role] = said
+            elif role in _NEEDED_ROLES:
+                raise metadata.error(f"tokenizer.ggml.{key} is {said}, and it has {len(kinds)} tokens")
+        if role not in roles and (found := [ids[text] for text in texts.split() if text in ids]):
+            roles[role] = min(found)
+            kinds[min(found)] = TokenKind.CONTROL
+    return roles
+
+
+def _end_ids(ids: dict[str, int], kinds: list[TokenKind], roles: dict[str, int]) -> frozenset[int]:
+    """Ids that end an answer. Those found by their text become control tokens."""
+    by_text = {ids[text] for text in _ENDINGS if text in ids}
+    for token_id in by_text:
+        kinds[token_id] = TokenKind.CONTROL
+    for text in _HARMONY_PARTS:
+        if text in ids:
+            kinds[ids[text]] = TokenKind.USER_DEFINED
+    ending = by_text | {roles[role] for role in _ENDING_ROLES if role in roles}
+    found = {text for text in _ENDINGS if ids.get(text) in ending}
+    is_harmony = {"<|return|>", "<|call|>"} <= found
+    is_solar = "<|flush|>" in found and not found.isdisjoint(("<|call|>", "<|calls|>"))
+    if "<|end|>" in found and (is_harmony or is_solar):  # there it ends a message, not the answer
+        ending.remove(ids["<|end|>"])
+        kinds[ids["<|end|>"]] = TokenKind.USER_DEFINED
+    if "<|tool_response>" in found and "</s>" in found:  # of Gemma 4 and PaddleOCR, where it is a plain token
+        ending.remove(ids["</s>"])
+        kinds[ids["</s>"]] = TokenKind.NORMAL
+    return frozenset(ending)

@@ -1,0 +1,440 @@
+"""Tokenizers inside of GGUF files: ids beside llama.cpp's on the same files, and metadata that nobody should trust."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import unicodedata
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+from offspec.errors import CheckpointError, TokenizerError, UnsupportedModelError
+from offspec.text.gguf_pretokenizers import WORD_RULES
+from offspec.text.gguf_tokenizer import tokenizer_json
+from offspec.text.tokenizer import Tokenizer, check_vocabularies
+from tests.loaders.gguf_writing import write_gguf
+
+from .varied_texts import TEXTS
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+SEPARATOR = "<|separator|>"  # a special token between texts, so that one request asks for many
+CHATML = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}{{ bos_token }}"
+
+
+# ---- the oracle ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def llama_cpp(file: Path) -> Iterator[Callable[[str], list[int]]]:
+    """llama.cpp's ids of a text, without BOS, special tokens included."""
+    xllamacpp = pytest.importorskip("xllamacpp", reason="the oracle, pip install xllamacpp")
+    params = xllamacpp.CommonParams()
+    params.model.path = str(file)
+    params.n_ctx = params.n_batch = params.n_ubatch = 64
+    params.n_parallel, params.warmup, params.verbosity, params.n_gpu_layers = 1, False, -1, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    server = xllamacpp.Server(params)
+
+    def ids(text: str) -> list[int]:
+        body = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(server.listening_address + "/tokenize", body, headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return list(json.load(answer)["tokens"])
+
+    yield ids
+
+
+def all_ids(tokenize: Callable[[str], list[int]], separator: int) -> list[list[int]]:
+    """Ids of each of TEXTS, in one go."""
+    found: list[list[int]] = [[]]
+    for token_id in tokenize(SEPARATOR.join(TEXTS)):
+        if token_id == separator:
+            found.append([])
+        else:
+            found[-1].append(token_id)
+    return found
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_model(path: Path, tokenizer: Mapping[str, Any]) -> Path:
+    """A llama model of one layer with this tokenizer, which llama.cpp opens."""
+    width, num_tokens = 32, len(tokenizer["tokenizer.ggml.tokens"])
+    sizes = {"embedding_length": width, "feed_forward_length": width, "rope.dimension_count": width}
+    sizes |= {"block_count": 1, "context_length": 64, "attention.head_count": 1}
+    metadata = {f"llama.{name}": size for name, size in sizes.items()}
+    square, ones = np.zeros((width, width)), np.ones(width)
+    products = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    tensors = {f"blk.0.{name}.weight": square for name in products}
+    tensors |= {f"{name}.weight": ones for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm")}
+    tensors["token_embd.weight"] = np.zeros((num_tokens, width))
+    return write_gguf(path, "llama", {**metadata, "llama.attention.layer_norm_rms_epsilon": 1e-5, **tokenizer}, tensors)
+
+
+def parts_between(special: list[str]) -> list[str]:
+    """What is between special tokens in TEXTS, each twice, so that trainers take all of it for worth a token."""
+    pattern = "|".join(map(re.escape, special))
+    return [part for text in TEXTS for part in re.split(pattern, text) for _ in range(2)]
+
+
+@cache
+def byte_level_metadata() -> dict[str, Any]:
+    """A vocabulary whose merges cross whatever could be a word's end, so that every cut shows in the ids."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=2500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=2
+    )
+    special = [SEPARATOR, "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "  \n"]
+    backend.train_from_iterator(parts_between(special), trainer)
+    model = json.loads(backend.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    types = [NORMAL] * len(tokens) + [CONTROL] * 6 + [USER_DEFINED] * 2
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens + special,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.bos_token_id": len(tokens) + 4,
+        "tokenizer.ggml.eos_token_id": len(tokens) + 3,
+        "tokenizer.chat_template": CHATML,
+    }
+
+
+def metadata_with(pre: str = "qwen2", **changed: Any) -> dict[str, Any]:
+    """Byte-level metadata; changed: by the end of the key, None leaves it out."""
+    values = byte_level_metadata() | {"tokenizer.ggml.pre": pre}
+    values |= {key if "." in key else f"tokenizer.ggml.{key}": value for key, value in changed.items()}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gguf")
+
+
+# ---- beside llama.cpp ------------------------------------------------------------------------------------------------
+
+
+def has_marks_or_capitals(text: str) -> bool:
+    """Beyond ASCII."""
+    return any(unicodedata.category(char) in ("Mn", "Mc", "Me", "Lu", "Lt") for char in text if char > "\x7f")
+
+
+def has_inner_capitals(text: str) -> bool:
+    return re.search("[a-z][A-Z]", text) is not None or has_marks_or_capitals(text)
+
+
+# Where llama.cpp's engine knows less than the expression in the tokenizer's own file says.
+COARSER: dict[str, Callable[[str], bool]] = {
+    "tekken": has_marks_or_capitals,  # letters have a case in ASCII alone, and no marks
+    "gpt-4o": has_marks_or_capitals,
+    "kimi-k2": has_inner_capitals,  # letters have no case at all
+    "youtu": has_inner_capitals,
+    "tiny_aya": lambda text: (
+        has_inner_capitals(text) or re.search("[0-9]", text) is not None
+    ),  # glued to what is before
+    "afmoe": lambda text: re.search("[0-9฀-๿]", text) is not None,
+    "superbpe": lambda text: any(char.isdecimal() for char in text if char > "\x7f"),
+    "deepseek-coder": lambda text: any(char.isspace() for char in text if char > "\x7f"),
+    "deepseek-llm": lambda text: any(char.isspace() for char in text if char > "\x7f"),
+}
+ONE_OF_EACH = list({rules: name for name, rules in reversed(WORD_RULES.items())}.values())
+
+
+@pytest.mark.parametrize("pre", sorted(ONE_OF_EACH))
+def test_every_rule_for_words_gives_llama_cpps_ids(pre: str, folder: Path) -> None:
+    metadata = metadata_with(pre)
+    file = write_model(folder / f"{pre}.gguf", metadata)
+    tokenizer = Tokenizer.from_gguf(metadata, file)
+    separator = tokenizer.token_id(SEPARATOR)
+    assert separator is not None
+    with llama_cpp(file) as oracle:
+        theirs = all_ids(oracle, separator)
+    ours = all_ids(lambda text: tokenizer.encode(text, add_special_tokens=False), separator)
+    differs = COARSER.get(pre, lambda text: False)
+    differing = [text for text, a, b in zip(TEXTS, ours, theirs, strict=True) if a != b and not differs(text)]
+    assert differing == []
+
+
+@cache
+def sentencepiece_metadata() -> dict[str, Any]:
+    """Pieces with scores, trained over whole texts, so that pieces go across words; bytes for what they lack."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    special = ["<unk>", "<s>", "</s>", SEPARATOR, "<|im_end|>", "    "]
+    texts = [part.replace(" ", "▁") for part in parts_between(special) if part.isprintable()]
+    trainer = trainers.BpeTrainer(vocab_size=1500, limit_alphabet=300, show_progress=False, min_frequency=2)
+    backend.train_from_iterator(texts, trainer)
+    model = json.loads(backend.to_str())["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    types = [UNKNOWN, CONTROL, CONTROL, CONTROL, CONTROL, USER_DEFINED]
+    some_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": special + some_bytes + pieces,
+        "tokenizer.ggml.token_type": types + [BYTE] * 256 + [NORMAL] * len(pieces),
+        "tokenizer.ggml.scores": [0.0] * 262 + [float(-place) for place in range(len(pieces))],
+        "tokenizer.chat_template": CHATML,
+    }
+
+
+@pytest.mark.parametrize("has_prefix", [None, True, False])
+def test_sentencepiece_gives_llama_cpps_ids(has_prefix: bool | None, folder: Path) -> None:
+    said = {} if has_prefix is None else {"tokenizer.ggml.add_space_prefix": has_prefix}
+    metadata = sentencepiece_metadata() | said
+    file = write_model(folder / "sentencepiece.gguf", metadata)
+    tokenizer = Tokenizer.from_gguf(metadata, file)
+    with llama_cpp(file) as oracle:
+        theirs = all_ids(oracle, 3)
+    ours = all_ids(lambda text: tokenizer.encode(text, add_special_tokens=False), 3)
+    assert [text for text, a, b in zip(TEXTS, ours, theirs, strict=True) if a != b] == []
+
+
+def test_a_real_models_ids_are_llama_cpps(smollm2: Path) -> None:
+    tokenizer = Tokenizer.load(smollm2)
+    with llama_cpp(smollm2) as oracle:
+        for text in TEXTS:
+            assert tokenizer.encode(text) == oracle(text), text
+    assert tokenizer.eos_ids == {0, 2, 4}
+    chat = tokenizer.render_chat([{"role": "user", "content": "Hi"}])
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.encode_chat([{"role": "user", "content": "Hi"}]) == tokenizer.encode(chat)
+
+
+def test_llama_cpp_is_right_of_which_tokens_eat_spaces(folder: Path) -> None:
+    """Of Phi-3, by the model's name."""
+    metadata = sentencepiece_metadata() | {"general.name": "Phi-3 Mini"}
+    file = write_model(folder / "phi3.gguf", metadata)
+    tokenizer = Tokenizer.load(file)
+    with llama_cpp(file) as oracle:
+        for text in ("a<|im_end|> \n b", "a</s>  b", "a<s>  b<|im_end|>", "<unk>  b    c"):
+            assert tokenizer.encode(text, add_special_tokens=False) == oracle(text), text
+
+
+# ---- what else a file says -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [metadata_with("llama-bpe"), metadata_with("qwen2"), metadata_with("gpt-4o"), sentencepiece_metadata()],
+    ids=["llama-bpe", "qwen2", "gpt-4o", "sentencepiece"],
+)
+def test_what_is_written_of_a_tokenizer_is_read_as_the_same(metadata: dict[str, Any], tmp_path: Path) -> None:
+    source = Tokenizer.from_gguf(metadata, Path("a.gguf"))
+    for name, content in tokenizer_json(metadata, Path("a.gguf")).items():
+        (tmp_path / name).write_bytes(content)
+    written = Tokenizer.load(tmp_path)
+    ids = [source.encode(text) for text in TEXTS]
+    assert [written.encode(text) for text in TEXTS] == ids
+    assert [written.decode(i, skip_special_tokens=False) for i in ids] == [
+        source.decode(i, skip_special_tokens=False) for i in ids
+    ]
+    for name in ("eos_ids", "bos_id", "special_ids", "vocab_size"):
+        assert getattr(written, name) == getattr(source, name), name
+    messages = [{"content": "a <|im_end|> b"}]
+    assert written.render_chat(messages) == source.render_chat(messages)
+    assert written.encode_chat(messages) == source.encode_chat(messages)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert theirs("a  b<s>c")["input_ids"] == source.encode("a  b<s>c")
+
+
+@pytest.mark.parametrize("metadata", [metadata_with("qwen2"), sentencepiece_metadata()], ids=["bytes", "sentencepiece"])
+def test_texts_come_back(metadata: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.from_gguf(metadata, Path("a.gguf"))
+    for text in TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if "▁" in text:
+            continue  # which is how sentencepiece writes a space
+        if metadata["tokenizer.ggml.model"] == "llama" and {*ids} & {*tokenizer.special_ids, 5}:
+            continue  # behind each token that is found before all others it puts a space
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(
+    ("changed", "leads"),
+    [
+        ({"pre": "qwen2"}, False),
+        ({"pre": "llama-bpe"}, True),
+        ({"pre": "tekken"}, True),
+        ({"pre": "llama-bpe", "add_bos_token": False}, False),
+        ({"pre": "qwen2", "add_bos_token": True, "add_eos_token": True}, True),
+    ],
+)
+def test_bos_leads_where_the_file_or_its_kind_says_so_and_eos_never_ends(changed: dict[str, Any], leads: bool) -> None:
+    tokenizer = Tokenizer.from_gguf(metadata_with(**changed), Path("a.gguf"))
+    ids = tokenizer.encode("a", add_special_tokens=False)
+    assert tokenizer.encode("a") == ([tokenizer.bos_id, *ids] if leads else ids)
+
+
+def with_tokens(*added: tuple[str, int], **changed: Any) -> dict[str, Any]:
+    values = metadata_with(**changed)
+    values["tokenizer.ggml.tokens"] = values["tokenizer.ggml.tokens"] + [text for text, _ in added]
+    values["tokenizer.ggml.token_type"] = values["tokenizer.ggml.token_type"] + [kind for _, kind in added]
+    return values
+
+
+def ends(metadata: dict[str, Any]) -> set[str]:
+    tokenizer = Tokenizer.from_gguf(metadata, Path("a.gguf"))
+    return {tokenizer.token_text(i) for i in tokenizer.eos_ids}
+
+
+def test_tokens_that_end_an_answer_are_found_by_key_and_by_text() -> None:
+    num_tokens = len(metadata_with()["tokenizer.ggml.tokens"])
+    assert ends(metadata_with()) == {"<|endoftext|>", "<|im_end|>", "</s>"}
+    assert ends(with_tokens(("<|stop|>", CONTROL))) == {"<|endoftext|>", "<|im_end|>", "</s>"}
+    found = ends(with_tokens(("<|stop|>", CONTROL), ("<|end|>", NORMAL), eot_token_id=num_tokens))
+    assert found == {"<|endoftext|>", "<|im_end|>", "</s>", "<|stop|>", "<|end|>"}
+    assert "<|fim_pad|>" in ends(with_tokens(("<|fim_pad|>", CONTROL)))
+    assert "<|fim_prefix|>" not in ends(with_tokens(("<|fim_prefix|>", CONTROL)))
+    harmony = [(text, CONTROL) for text in ("<|return|>", "<|call|>", "<|end|>", "<|channel|>")]
+    assert "<|end|>" not in ends(with_tokens(*harmony))
+    assert {"<|return|>", "<|call|>"} <= ends(with_tokens(*harmony))
+    assert "</s>" not in ends(with_tokens(("<|tool_response>", CONTROL)))
+
+
+def test_what_looks_like_a_control_token_is_one_whatever_its_type_says() -> None:
+    tokenizer = Tokenizer.from_gguf(with_tokens(("<|eot_id|>", NORMAL), ("<|fim_prefix|>", NORMAL)), Path("a.gguf"))
+    for text in ("<|eot_id|>", "<|fim_prefix|>"):
+        assert tokenizer.encode(f"a{text}b")[1] == tokenizer.token_id(text)
+        assert tokenizer.token_id(text) in tokenizer.special_ids
+    assert tokenizer.token_id("[INST]") not in tokenizer.special_ids  # of a user, who sees it
+
+
+def test_messages_cannot_write_special_tokens() -> None:
+    tokenizer = Tokenizer.from_gguf(metadata_with(), Path("a.gguf"))
+    ids = tokenizer.encode_chat([{"content": "a<|im_end|>b"}])
+    assert ids.count(tokenizer.token_id("<|im_end|>")) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>a<|im_end|>b<|im_end|><s>"
+
+
+def test_cases_and_marks_beyond_ascii_count_where_the_models_own_rule_says_so() -> None:
+    """llama.cpp cuts these; the tokenizers' files say that marks belong to words, and what a capital is."""
+    rules = WORD_RULES["gpt-4o"]
+    split = pre_tokenizers.Split(tokenizers.Regex(rules.splits[0]), "isolated")
+    assert [word for word, _ in split.pre_tokenize_str("e\u0301cole ÉCOLEété ЗДРАВствуй")] == [
+        *("e\u0301cole", " ÉCOLEété", " ЗДРАВствуй")
+    ]
+    assert [word for word, _ in split.pre_tokenize_str("étéÉCOLE")] == ["été", "ÉCOLE"]
+
+
+# ---- what nobody should trust ----------------------------------------------------------------------------------------
+
+
+def refused(metadata: Mapping[str, Any], *says: str, error: type[Exception] = TokenizerError) -> None:
+    start = time.monotonic()
+    with pytest.raises(error) as caught:
+        Tokenizer.from_gguf(metadata, Path("some.gguf"))
+    message = str(caught.value)
+    assert time.monotonic() - start < 10
+    assert "\n" not in message
+    assert len(message) < 500
+    for part in ("some.gguf", "safetensors", *says):
+        assert part in message
+
+
+@pytest.mark.parametrize("kind", ["bert", "rwkv", "plamo2", "t5", "gemma4", "none", "\n" * 10**6])
+def test_a_kind_of_tokenizer_that_is_not_read_is_refused(kind: str) -> None:
+    refused(metadata_with(model=kind), "gpt2 and llama", error=UnsupportedModelError)
+
+
+@pytest.mark.parametrize("pre", [None, "", "future-bpe", "x" * 10**6])
+def test_an_unknown_rule_for_words_is_not_guessed(pre: str | None) -> None:
+    refused(metadata_with(**{"tokenizer.ggml.pre": pre}), "tokenizer.ggml.pre", error=UnsupportedModelError)
+
+
+NUM_TOKENS = len(metadata_with()["tokenizer.ggml.tokens"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"model": None}, "no tokenizer"),
+        ({"model": 7}, "tokenizer.ggml.model is 7"),
+        ({"pre": ["qwen2"]}, "tokenizer.ggml.pre"),
+        ({"tokens": None}, "tokens is missing"),
+        ({"tokens": []}, "tokens is missing or empty"),
+        ({"tokens": "abc"}, "tokens is 'abc'"),
+        ({"tokens": [1, 2]}, "tokens holds 1"),
+        ({"tokens": ["same"] * 10**6}, "tokens 0 and 1 are both 'same'"),
+        ({"tokens": ["", "[EMPTY_0]"]}, "are both '[EMPTY_0]'"),
+        ({"tokens": ["a", "\udcff"]}, "no UTF-8"),
+        ({"tokens": [str(i) for i in range(2**22 + 1)]}, "no model has more than"),
+        ({"token_type": [1]}, "types of 1"),
+        ({"token_type": "1"}, "token_type is '1'"),
+        ({"token_type": [True] * NUM_TOKENS}, "token_type holds True"),
+        ({"scores": [0.5]}, "scores of 1"),
+        ({"scores": [float("nan")] * NUM_TOKENS}, "not a number"),
+        ({"merges": None}, "merges is missing"),
+        ({"merges": [["a", "b"]]}, "merges holds ['a', 'b']"),
+        ({"merges": ["a zzzz"]}, "merge 0 is 'a zzzz'"),
+        ({"merges": ["ab"]}, "merge 0 is 'ab'"),
+        ({"merges": [""]}, "merge 0 is ''"),
+        ({"merges": [" "]}, "merge 0 is ' '"),
+        ({"merges": ["a \udcff"]}, "merge 0"),
+        ({"merges": ["x" * 10**7]}, "merge 0"),
+        ({"eos_token_id": NUM_TOKENS}, f"eos_token_id is {NUM_TOKENS}"),
+        ({"bos_token_id": 2**40}, "bos_token_id is"),
+        ({"eot_token_id": -5}, "eot_token_id is -5"),
+        ({"eot_token_id": "</s>"}, "eot_token_id is '</s>'"),
+        ({"eot_token_id": True}, "eot_token_id is True"),
+        ({"add_bos_token": 1}, "add_bos_token is 1"),
+        ({"add_bos_token": True, "bos_token_id": None}, "begin with BOS"),
+        ({"tokenizer.chat_template": 5}, "chat_template is 5"),
+        ({"general.name": b"x"}, "general.name"),
+    ],
+)
+def test_damaged_metadata_are_refused(changed: dict[str, Any], says: str) -> None:
+    refused(metadata_with(**changed), says)
+
+
+def test_tokens_of_absurd_length_are_refused() -> None:
+    refused(with_tokens(("x" * 10**7, CONTROL)), "10000000 characters")
+    long = dict(sentencepiece_metadata())
+    long["tokenizer.ggml.tokens"] = [*long["tokenizer.ggml.tokens"], "x" * 10**7]
+    long["tokenizer.ggml.token_type"] = [*long["tokenizer.ggml.token_type"], NORMAL]
+    long["tokenizer.ggml.scores"] = [*long["tokenizer.ggml.scores"], 0.0]
+    refused(long, "10000000 characters")
+
+
+def test_a_vocabulary_whose_tokens_all_make_each_other_is_refused() -> None:
+    texts = ["".join(letters) for length in range(1, 17) for letters in product("ab", repeat=length)]
+    refused({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", *texts]}, "make each other")
+
+
+def test_ids_that_no_token_has_count_for_nothing_where_nothing_depends_on_them() -> None:
+    metadata = metadata_with(padding_token_id=10**6, eot_token_id=2**32 - 1, fim_pad_token_id=10**6)
+    assert (
+        Tokenizer.from_gguf(metadata, Path("a.gguf")).eos_ids
+        == Tokenizer.from_gguf(metadata_with(), Path("a.gguf")).eos_ids
+    )
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"a\.gguf"):
+        Tokenizer.load(tmp_path / "a.gguf")
+
+
+def test_a_vocabulary_in_gguf_is_the_one_in_tokenizer_json(tmp_path: Path) -> None:
+    """Also where one writes the spaces of a token plainly and the other as sentencepiece does."""
+    metadata = sentencepiece_metadata()
+    for name, content in tokenizer_json(metadata, Path("a.gguf")).items():
+        (tmp_path / name).write_bytes(content.replace(b'"    "', '"▁▁▁▁"'.encode()))
+    folder, file = Tokenizer.load(tmp_path), Tokenizer.from_gguf(metadata, Path("a.gguf"))
+    assert folder.token_text(5) != file.token_text(5)
+    check_vocabularies(folder, file)
+    check_vocabularies(file, folder)
