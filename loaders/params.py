@@ -10,8 +10,10 @@ QUANT_TYPES = ("nf4", "fp4")
 FLOAT_FORMATS = ("bf16", "fp16", "fp32")
 CONVERT_FORMATS = (*QUANT_TYPES, *FLOAT_FORMATS, "keep")
 GROUPED_METHODS = ("awq", "gptq")
-QUANT_METHODS = ("bitsandbytes", *GROUPED_METHODS)  # whose checkpoints are read
-PLAN_FORMATS = ("bf16", "fp16", "fp32", "nf4")
+FP8_METHODS = ("fp8", "fbgemm_fp8")
+COMPRESSED_TENSORS = "compressed-tensors"
+QUANT_METHODS = ("bitsandbytes", *GROUPED_METHODS, *FP8_METHODS, COMPRESSED_TENSORS)  # whose checkpoints are read
+PLAN_FORMATS = ("bf16", "fp16", "fp32", "fp8", "nf4", "w4a16", "nvfp4")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,16 @@
 """
 
 from .core import PackedWeight, StoredTable, StoredWeight, Weight, WeightFormat, as_table, dense, linear, take_rows
-from .registry import FORMATS, blank_tensors, format_named, formats_in, packer_for, plan_form, stored_weights
+from .registry import (
+    FORMATS,
+    blank_tensors,
+    format_named,
+    format_notes,
+    formats_in,
+    packer_for,
+    plan_form,
+    stored_weights,
+)
 
 __all__ = [
     "FORMATS",
@@ -17,6 +26,7 @@ __all__ = [
     "blank_tensors",
     "dense",
     "format_named",
+    "format_notes",
     "formats_in",
     "linear",
     "packer_for",

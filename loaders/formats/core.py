@@ -334,12 +334,14 @@ class WeightFormat(ABC):
     """One way in which weights are stored. An instance is registered once, in `registry.FORMATS`.
 
     names: what its stored weights call themselves (`StoredWeight.dtype`). plan_forms: which of `params.PLAN_FORMATS` it
-    sizes. outside_layers: the form of what lies outside the layers in a plan; None is the same.
+    sizes. outside_layers: the form of what lies outside the layers in a plan; None is the same. notes: what somebody
+    who loads a checkpoint in it should be told, a sentence each.
     """
 
     names: tuple[str, ...] = ()
     plan_forms: tuple[str, ...] = ()
     outside_layers: str | None = None
+    notes: tuple[str, ...] = ()
 
     def in_checkpoint(self, checkpoint: Checkpoint) -> WeightFormat | None:
         """The format as this checkpoint's config sets it; None where the config says that it is not this one.

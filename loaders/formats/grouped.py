@@ -315,21 +315,24 @@ def _grouped_weight(group: TensorGroup, settings: GroupedSettings) -> GroupedWei
     size = settings.group_size or num_inputs
     if num_groups != (wanted_groups := -(-num_inputs // size)):
         refuse(f"has {num_groups} groups of scales, where {num_inputs} inputs in groups of {size} have {wanted_groups}")
-    groups = _order(group, num_inputs, num_groups, size)
+    groups = order_of(group, "g_idx", num_inputs, num_groups, size)
     layout = GroupedLayout((num_outputs, num_inputs), settings.method, size, settings.zero_offset, groups)
     return GroupedWeight(group.name, layout, (codes, zeros, scales))
 
 
-def _order(group: TensorGroup, num_inputs: int, num_groups: int, size: int) -> Tensor | None:
-    """What g_idx says, int64 [num_inputs]: each input's group; None where there is none, or inputs are in order."""
-    info = group.parts.get("g_idx")
+def order_of(group: TensorGroup, part: str, num_inputs: int, num_groups: int, size: int) -> Tensor | None:
+    """What a g_idx (I32 [num_inputs], the part `part`) says, int64 [num_inputs]: each input's group.
+
+    None where there is none, or inputs are in order. Raises CheckpointError.
+    """
+    info = group.parts.get(part)
     if info is None:
         return None
-    content = group.contents["g_idx"]
+    content = group.contents[part]
     if len(content) != 4 * num_inputs:
-        group.refuse(info, f"has {num_inputs} inputs in its g_idx, more than are read; {DAMAGED}")
+        group.refuse(info, f"has {num_inputs} inputs in its {part}, more than are read; {DAMAGED}")
     groups = torch.frombuffer(bytearray(content), dtype=torch.int32).long()
     if not (int(groups.min()) >= 0 and int(groups.max()) < num_groups):
         named = f"groups from {int(groups.min())} to {int(groups.max())} of {num_groups}"
-        group.refuse(info, f"has a g_idx that names {named}; {DAMAGED}")
+        group.refuse(info, f"has a {part} that names {named}; {DAMAGED}")
     return None if bool((groups == torch.arange(num_inputs) // size).all()) else groups

@@ -19,11 +19,15 @@ from .core import REMEDY, Allocate, Packer, StoredWeight, TensorGroup, WeightFor
 
 PLAN_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
+_FP8 = "fp8 without its quantization_config"
 # What other methods call their tensors → how the method is called.
 _FOREIGN = (
     (re.compile(r".+\.(qweight|qzeros|g_idx)"), "AWQ or GPTQ without its quantization_config"),
-    (re.compile(r".+\.(weight_scale_inv|weight_scale|input_scale|activation_scale)"), "fp8"),
-    (re.compile(r".+\.(weight_packed|weight_shape|weight_zero_point)"), "compressed-tensors"),
+    (re.compile(r".+\.(weight_scale_inv|weight_scale|input_scale|activation_scale)"), _FP8),
+    (
+        re.compile(r".+\.(weight_packed|weight_shape|weight_zero_point)"),
+        "compressed-tensors without its quantization_config",
+    ),
 )
 
 
@@ -125,7 +129,7 @@ class FloatPacker:
 
 
 def _refuse_foreign(key: str, info: TensorInfo) -> None:
-    method = "fp8" if info.dtype.startswith("F8_") else None
+    method = _FP8 if info.dtype.startswith("F8_") else None
     method = method or next((method for pattern, method in _FOREIGN if pattern.fullmatch(key)), None)
     if method:
         raise fault(info.path, f"tensor {show(key)} belongs to a checkpoint in {method}, which is not read; {REMEDY}")

@@ -12,21 +12,30 @@ from ..checkpoint import Checkpoint, TensorInfo
 from ..params import ConvertParams
 from ..registry import Registry
 from .changed import changed
+from .compressed_tensors import CompressedTensorsFormat
 from .core import Packer, StoredWeight, TensorGroup, WeightFormat, read_small
 from .four_bit import FourBitFormat
+from .fp8 import Fp8Format
 from .gguf import GgufFormat
 from .grouped import GroupedFormat
 from .int8 import Int8Format
 from .plain import PlainFormat
 
 # In the order in which they are asked; the last one takes what nobody else recognises, or refuses it.
-FORMATS = Registry[WeightFormat](GroupedFormat(), FourBitFormat(), Int8Format(), GgufFormat(), PlainFormat())
+FORMATS = Registry[WeightFormat](
+    GroupedFormat(), Fp8Format(), CompressedTensorsFormat(), FourBitFormat(), Int8Format(), GgufFormat(), PlainFormat()
+)
 
 
 def formats_in(checkpoint: Checkpoint) -> list[WeightFormat]:
     """The formats as this checkpoint's config sets them. Raises UnsupportedModelError, CheckpointError."""
     found = (known.in_checkpoint(checkpoint) for known in FORMATS)
     return [known for known in found if known is not None]
+
+
+def format_notes(checkpoint: Checkpoint) -> list[str]:
+    """What the formats of this checkpoint have to tell somebody who loads it. Raises as `formats_in` does."""
+    return [told for known in formats_in(checkpoint) for told in known.notes]
 
 
 def stored_weights(

@@ -14,7 +14,7 @@ import torch
 
 from offspec.loaders.checkpoint import Checkpoint
 from offspec.loaders.containers import open_checkpoint, open_config
-from offspec.loaders.formats import blank_tensors, plan_form
+from offspec.loaders.formats import blank_tensors, format_notes, plan_form
 from offspec.loaders.hub import resolve
 from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.tiers import StoredModel
@@ -60,7 +60,7 @@ class ModelFiles:
     ) -> ModelFiles:
         """Read headers. dtype: auto, bf16, fp16 or fp32; what auto chose is noted. Raises OffspecError's children."""
         checkpoint = in_our_names(open_checkpoint(path, headers_only=headers_only))
-        notes += [Note(told) for told in checkpoint.notes]
+        notes += [Note(told) for told in (*checkpoint.notes, *format_notes(checkpoint))]
         config = _config(path, checkpoint.config)
         if config.tied_head and not headers_only and _has_another_head(checkpoint):
             config = replace(config, tied_head=False)

@@ -209,7 +209,7 @@ def _family(config: Json) -> Callable[[Json, int], dict[str, Any]]:
         method = _quant_method(quantization)
         if method not in QUANT_METHODS:
             raise UnsupportedModelError(
-                f"checkpoints quantised by {method} are not read; use one in 4 bit by {', '.join(QUANT_METHODS)}, "
+                f"checkpoints quantised by {method} are not read; use one by {', '.join(QUANT_METHODS)}, "
                 "or the 16-bit one and `offspec quantize`"
             )
     return FAMILIES[model_type]

@@ -314,7 +314,7 @@ def test_fp8_scales_are_no_damage(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     assert checkpoint.tensors["layers.0.scale"].dtype == "F8_E8M0"
     message = refusal(lambda: StoredModel.of(checkpoint, layer_prefix="model.layers."))
-    assert "belongs to a checkpoint in fp8, which is not read" in message
+    assert "belongs to a checkpoint in fp8 without its quantization_config, which is not read" in message
 
 
 def test_bad_entry_that_is_no_object(tmp_path: Path) -> None:

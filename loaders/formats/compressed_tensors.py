@@ -1,0 +1,322 @@
+"""compressed-tensors' matrices, as vLLM's users have them: integers of 2 to 8 bit, fp8, NVFP4, MXFP4 and MXFP8.
+
+Per module X with a weight [N, K], by the `format` that config.json gives to all groups of modules or to one:
+    pack-quantized        X.weight_packed int32 [N, ceil(K·bits/32)], X.weight_shape int64 [2]
+    int-, naive-quantized X.weight int8 [N, K]
+    float-quantized       X.weight F8_E4M3 [N, K]; mxfp8-quantized: with scales that are exponents alone (E8M0)
+    nvfp4-pack-quantized  X.weight_packed uint8 [N, K/2], scales F8_E4M3 for 16 inputs each, X.weight_global_scale
+                          fp32 [1], by which they are divided
+    mxfp4-pack-quantized  X.weight_packed uint8 [N, K/2], scales E8M0 for 32 inputs each
+Beside them X.weight_scale: [1], [N, 1], [N, K/group] or [ceil(N/a), ceil(K/b)], by the `strategy`; X.weight_zero_point
+where `symmetric` is false, packed down the outputs beside packed codes; X.weight_g_idx int32 [K] with the groups of
+inputs that do not lie together (`actorder: group`). Source: compressed-tensors 0.20, whose numbers these are.
+Which group of modules a weight belongs to is told by its tensors; names (`targets`, `ignore`) are not asked.
+Activations and KV entries stay in 16 bit here, only the weights are quantised.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from offspec.errors import CheckpointError, UnsupportedModelError
+
+from ..checkpoint import Checkpoint, TensorInfo, fault, show
+from ..params import COMPRESSED_TENSORS
+from ..records import FLOAT_DTYPES
+from .core import DAMAGED, REMEDY, Allocate, StoredWeight, TensorGroup
+from .fp8 import block_of, is_block
+from .grouped import MAX_ORDER_BYTES, order_of
+from .plain import PlainWeight
+from .scaled import (
+    ACTIVATIONS,
+    EXPONENTS,
+    Block,
+    Codes,
+    ScaledFormat,
+    ScaledLayout,
+    ScaledParts,
+    ScaledWeight,
+    grid,
+    sized_scaled,
+    sized_vector,
+)
+
+_PARTS = ("packed", "scale", "shape", "zero_point", "g_idx", "global_scale")
+_WIDTHS = tuple(range(2, 9))  # bits of packed integers
+_HALVES = ("F32", "BF16", "F16")
+_PLANNED_GROUP = 128
+_MOST_GROUPS = 1000  # of modules, in a config.json
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way in which codes and scales lie. form: what such weights are called. scales: dtypes they may have."""
+
+    form: str
+    codes: Codes
+    dtype: str
+    scales: tuple[str, ...] = _HALVES
+
+    @property
+    def part(self) -> str:
+        """Which of a weight's tensors has the codes."""
+        return "weight_packed" if self.codes.kind in ("packed", "fp4") else ""
+
+    def has_codes(self, group: TensorGroup) -> bool:
+        return self.part in group.parts and group.parts[self.part].dtype == self.dtype
+
+
+_FP8, _INT8, _FP4 = Codes("fp8", 8), Codes("int8", 8), Codes("fp4", 4)
+_PACKED = {bits: Kind(f"w{bits}a16", Codes("packed", bits), "I32") for bits in _WIDTHS}
+_FLOAT8, _INTEGERS = Kind("fp8", _FP8, "F8_E4M3"), Kind("int8", _INT8, "I8")
+# Format, type and bits, as config.json has them → what lies in the files.
+KINDS = {
+    **{("pack-quantized", "int", bits): kind for bits, kind in _PACKED.items()},
+    **{(name, "int", bits): _INTEGERS for name in ("int-quantized", "naive-quantized") for bits in _WIDTHS},
+    **{(name, "float", 8): _FLOAT8 for name in ("float-quantized", "naive-quantized")},
+    ("mxfp8-quantized", "float", 8): Kind("mxfp8", _FP8, "F8_E4M3", EXPONENTS),
+    ("nvfp4-pack-quantized", "float", 4): Kind("nvfp4", _FP4, "U8", ("F8_E4M3",)),
+    ("mxfp4-pack-quantized", "float", 4): Kind("mxfp4", _FP4, "U8", EXPONENTS),
+}
+_BY_FORM = {kind.form: kind for kind in KINDS.values()}
+# What `sized` takes for a scale, where it is not a group of _PLANNED_GROUP.
+_PLANNED = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one group of modules is quantised. group_size: inputs that share a scale; None: not by groups."""
+
+    kind: Kind
+    strategy: str
+    group_size: int | None
+    block: Block | None
+    symmetric: bool
+
+    def scales_of(self, shape: tuple[int, int], scales: TensorInfo) -> Block | None:
+        """The weights that share one of these scales; None where they are not as the scheme has them."""
+        if self.group_size is not None:
+            fits = shape[1] % self.group_size == 0 and scales.shape == (shape[0], shape[1] // self.group_size)
+            return (1, self.group_size) if fits else None
+        if self.block is not None and scales.shape != grid(shape, self.block):
+            return None
+        found = block_of(shape, scales, self.block)
+        wanted = {"tensor": shape, "channel": (1, shape[1]), "block": found}[self.strategy]
+        return found if found == wanted else None
+
+
+# ----------------------------------------------------------------------------------------------------- what config says
+
+
+def schemes_in(said: Mapping[str, Any], path: Path) -> tuple[Scheme, ...]:
+    """Of a `quantization_config`. Raises UnsupportedModelError for what is not read, CheckpointError."""
+    sparsity = said.get("sparsity_config") or {}
+    if sparsity and (not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense"):
+        kind = sparsity.get("format") if isinstance(sparsity, Mapping) else sparsity
+        raise UnsupportedModelError(f"{path}: sparse compressed-tensors ({show(kind)}) are not read; {REMEDY}")
+    if said.get("transform_config"):
+        what = "compressed-tensors with transforms (transform_config), which rotate activations, are not read"
+        raise UnsupportedModelError(f"{path}: {what}; {REMEDY}")
+    groups = said.get("config_groups")
+    if not isinstance(groups, Mapping) or not 0 < len(groups) <= _MOST_GROUPS:
+        raise fault(
+            path, f"config.json has config_groups {show(groups)}, which is no list of compressed-tensors' groups"
+        )
+    found = dict.fromkeys(scheme for name, group in groups.items() for scheme in _schemes(name, group, said, path))
+    return tuple(found)
+
+
+def _schemes(name: object, group: object, said: Mapping[str, Any], path: Path) -> Iterator[Scheme]:
+    """Of one group, none where only activations are quantised."""
+    if not isinstance(group, Mapping):
+        raise fault(
+            path, f"config.json has a group {show(name)} that is {show(group)}, no scheme of compressed-tensors"
+        )
+    weights = group.get("weights")
+    if weights is None:
+        return
+    if not isinstance(weights, Mapping):
+        raise fault(path, f"config.json has weights {show(weights)} in group {show(name)}, which is no scheme")
+    layout, kind_of, bits = (
+        group.get("format") or said.get("format"),
+        weights.get("type", "int"),
+        weights.get("num_bits", 8),
+    )
+    key = (layout, kind_of, bits)
+    if not (isinstance(layout, str) and isinstance(kind_of, str) and type(bits) is int) or key not in KINDS:
+        known = ", ".join(dict.fromkeys(name for name, _, _ in KINDS))
+        what = f"compressed-tensors in the format {show(layout)} with {show(bits)} bits of the type {show(kind_of)}"
+        raise UnsupportedModelError(f"{path}: {what} are not read; what is read: {known} of 2 to 8 bits; {REMEDY}")
+    yield _scheme(KINDS[key], weights, path)
+
+
+def _scheme(kind: Kind, weights: Mapping[str, Any], path: Path) -> Scheme:
+    size, symmetric = weights.get("group_size"), weights.get("symmetric", True)
+    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    if strategy not in ("tensor", "channel", "group", "tensor_group", "block"):
+        raise UnsupportedModelError(
+            f"{path}: compressed-tensors with the strategy {show(strategy)} are not read; {REMEDY}"
+        )
+    has_groups = strategy in ("group", "tensor_group")
+    if has_groups and not (type(size) is int and size > 0):
+        raise fault(path, f"config.json has group_size {show(size)}, which is no number of inputs")
+    if not isinstance(symmetric, bool) or (not symmetric and kind.codes.kind not in ("packed", "int8")):
+        raise UnsupportedModelError(f"{path}: {kind.form} with symmetric {show(symmetric)} is not read; {REMEDY}")
+    block = _block(weights, path) if strategy == "block" else None
+    return Scheme(kind, strategy, size if has_groups else None, block, symmetric)
+
+
+def _block(weights: Mapping[str, Any], path: Path) -> Block:
+    """Older versions wrote it as text: 128x128."""
+    said = weights.get("block_structure")
+    digits = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", said) if isinstance(said, str) else None
+    if digits is not None:
+        return int(digits[1]), int(digits[2])
+    if not is_block(said):
+        raise fault(path, f"config.json has block_structure {show(said)}, which is not two numbers of weights")
+    assert isinstance(said, list)
+    return said[0], said[1]
+
+
+# --------------------------------------------------------------------------------------------------- reading tensors
+
+
+class CompressedTensorsFormat(ScaledFormat):
+    """Recognised by what lies beside a weight."""
+
+    names = tuple(_BY_FORM)
+    plan_forms = ("w4a16", "nvfp4")
+    companions = re.compile(rf"(.+)\.(weight_(?:{'|'.join(_PARTS)})|{ACTIVATIONS})", re.DOTALL)
+
+    def __init__(self, schemes: tuple[Scheme, ...] = (), notes: tuple[str, ...] = ()) -> None:
+        """schemes: what a checkpoint's config says; without them nothing is recognised."""
+        self.schemes, self.notes, self.is_set = schemes, notes, bool(schemes)
+
+    def in_checkpoint(self, checkpoint: Checkpoint) -> CompressedTensorsFormat | None:
+        said = checkpoint.config.get("quantization_config")
+        if not isinstance(said, Mapping) or said.get("quant_method") != COMPRESSED_TENSORS:
+            return None
+        told = f"{checkpoint.path.name} says how KV entries are quantised; it is not followed, --kv-cache decides"
+        schemes = schemes_in(said, checkpoint.path)
+        return CompressedTensorsFormat(schemes, (told,) if said.get("kv_cache_scheme") else ())
+
+    def recognises(self, group: TensorGroup) -> bool:
+        return self.is_set and (len(group.parts) > 1 or "" not in group.parts)
+
+    def constant_bytes(self, part: str) -> int:
+        return {"weight_g_idx": MAX_ORDER_BYTES, "weight_shape": 64}.get(part, 0)
+
+    def read(self, group: TensorGroup) -> StoredWeight:
+        if not any(part.startswith("weight_") for part in group.parts) and group.weight.dtype in FLOAT_DTYPES:
+            return PlainWeight(group.name, group.weight)
+        fitting = [scheme for scheme in self.schemes if scheme.kind.has_codes(group)] or list(self.schemes[:1])
+        has_zeros = "weight_zero_point" in group.parts
+        fitting.sort(key=lambda scheme: scheme.symmetric == has_zeros)
+        for scheme in fitting[:-1]:
+            with suppress(CheckpointError):  # another one's scales, perhaps
+                return _weight(group, scheme)
+        return _weight(group, fitting[-1])
+
+    def plan_form(self, config: Mapping[str, Any]) -> str | None:
+        """By the first group; what has 5 to 8 bits as fp8, which differs by its scales alone."""
+        said = config.get("quantization_config") or {}
+        if said.get("quant_method") != COMPRESSED_TENSORS:
+            return None
+        schemes = schemes_in(said, Path("config.json"))
+        if not schemes:
+            return None
+        codes = schemes[0].kind.codes
+        return "nvfp4" if codes.kind == "fp4" else "w4a16" if codes.kind == "packed" and codes.bits <= 4 else "fp8"
+
+    def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> StoredWeight:
+        """With scales for 128 inputs, or as many as the format always has; vectors stay plain."""
+        if len(shape) != 2:
+            return sized_vector(name, shape, allocate)
+        kind = _BY_FORM[form]
+        layout = ScaledLayout((shape[0], shape[1]), form, kind.codes, (1, _PLANNED.get(form, _PLANNED_GROUP)))
+        scales = "BF16" if kind.scales == _HALVES else kind.scales[0]
+        return sized_scaled(layout, name, allocate, (kind.dtype, scales), divisor=form == "nvfp4")
+
+
+def _weight(group: TensorGroup, scheme: Scheme) -> ScaledWeight:
+    """The matrix that these tensors are by a scheme, each disbelieved first. Raises CheckpointError."""
+    kind = scheme.kind
+    codes, shape = _codes(group, kind)
+    scales = _companion(group, "weight_scale")
+    block = scheme.scales_of(shape, scales)
+    if block is None or scales.dtype not in kind.scales:
+        sizes = scheme.group_size or scheme.block or ""
+        what = f"has scales that are {scales.dtype} {list(scales.shape)}, where {list(shape)} in {kind.form}"
+        group.refuse(scales, f"{what} with a scale for each {scheme.strategy} {sizes} has others; {DAMAGED}")
+    layout = ScaledLayout(shape, kind.form, kind.codes, block)
+    zeros, divisor = _zeros(group, scheme, layout, scales), None
+    if kind.form == "nvfp4":
+        divisor = _companion(group, "weight_global_scale")
+        if divisor.dtype != "F32" or divisor.shape not in ((), (1,)):
+            group.refuse(
+                divisor, f"has a weight_global_scale {divisor.dtype} {list(divisor.shape)}, not F32 [1]; {DAMAGED}"
+            )
+    is_packed_zeros = zeros is not None and zeros.dtype == "I32"
+    layout = ScaledLayout(shape, kind.form, kind.codes, block, is_packed_zeros, _groups(group, scheme, layout))
+    return ScaledWeight(group.name, layout, ScaledParts(codes, scales, zeros, divisor))
+
+
+def _companion(group: TensorGroup, part: str) -> TensorInfo:
+    """Raises CheckpointError where it is missing."""
+    if part not in group.parts:
+        group.refuse(next(iter(group.parts.values())), f"lacks its {part or 'codes'}; {DAMAGED}")
+    return group.parts[part]
+
+
+def _codes(group: TensorGroup, kind: Kind) -> tuple[TensorInfo, tuple[int, int]]:
+    """And the shape [N, K] of the matrix. Raises CheckpointError where they are not of this kind."""
+    info = _companion(group, kind.part)
+    if info.dtype != kind.dtype or len(info.shape) != 2 or 0 in info.shape:
+        what = f"is {info.dtype} {list(info.shape)}, where {kind.form} has a matrix of {kind.dtype}"
+        group.refuse(info, f"{what}; {DAMAGED}")
+    if kind.codes.kind != "packed":
+        return info, (info.shape[0], info.shape[1] * (2 if kind.codes.kind == "fp4" else 1))
+    said = _companion(group, "weight_shape")
+    content = group.contents["weight_shape"]
+    sizes = struct.unpack("<2q", content) if said.dtype == "I64" and len(content) == 16 else ()
+    fits = len(sizes) == 2 and sizes[0] == info.shape[0] and 0 < sizes[1] <= 32 * info.shape[1]
+    if not fits or 4 * info.shape[1] != kind.codes.row_bytes(sizes[1]):
+        told = f"says {list(sizes)}" if sizes else f"is {said.dtype} {list(said.shape)}"
+        what = f"is {list(info.shape)} words of {kind.codes.bits} bits, but its weight_shape {told}"
+        group.refuse(said, f"{what}; {DAMAGED}")
+    return info, (sizes[0], sizes[1])
+
+
+def _zeros(group: TensorGroup, scheme: Scheme, layout: ScaledLayout, scales: TensorInfo) -> TensorInfo | None:
+    """None in symmetric schemes, where older files have zeros that are 0, not packed."""
+    found = group.parts.get("weight_zero_point")
+    if scheme.symmetric:
+        if found is not None and found.dtype == "I32":
+            group.refuse(found, f"has a weight_zero_point, but config.json says that it is symmetric; {DAMAGED}")
+        return None
+    info = _companion(group, "weight_zero_point")
+    rows, columns = layout.grid
+    wanted = ("I8", scales.shape)
+    if scheme.kind.codes.kind == "packed" and scheme.strategy in ("group", "channel"):
+        wanted = ("I32", (layout.codes.row_bytes(rows) // 4, columns))
+    if (info.dtype, info.shape) != wanted:
+        is_there, right = f"{info.dtype} {list(info.shape)}", f"{wanted[0]} {list(wanted[1])}"
+        group.refuse(info, f"has a weight_zero_point that is {is_there}, where {right} belongs; {DAMAGED}")
+    return info
+
+
+def _groups(group: TensorGroup, scheme: Scheme, layout: ScaledLayout) -> Tensor | None:
+    if "weight_g_idx" not in group.parts:
+        return None
+    if scheme.group_size is None:
+        group.refuse(group.parts["weight_g_idx"], f"has a weight_g_idx, but no groups of inputs; {DAMAGED}")
+    group.expect("weight_g_idx", "I32", (layout.shape[1],))
+    return order_of(group, "weight_g_idx", layout.shape[1], layout.grid[1], scheme.group_size)

@@ -1,0 +1,312 @@
+"""Matrices of codes with a scale for each rectangle of them, as fp8 and compressed-tensors checkpoints hold them.
+
+    w[n, k] = (code[n, k] - zero[n // a, k // b]) · scale[n // a, k // b]
+
+A rectangle of a outputs and b inputs is a block (128 by 128), a group (1 by 128), a row, or the whole matrix; zeros are
+there in asymmetric schemes only. Codes lie row after row:
+    fp8     e4m3, a byte each
+    int8    a byte each
+    fp4     e2m1, two a byte, the low half first
+    packed  integers of 2 to 8 bit, to each of which half its range was added, without gaps in int32 words, the lowest
+            bits first
+Differences and products are computed in fp32 and rounded once, to the dtype that is asked for. So is what
+compressed-tensors computes: in the dtype of its scales, and codes, zeros and their products with 16-bit scales are
+exact in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checkpoint import TensorInfo
+from ..records import FLOAT_DTYPES, typed
+from .core import Allocate, PackedMatrix, PackedStored, StoredWeight, WeightFormat, any_bytes, tile
+from .plain import PlainWeight
+
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without its sign, the highest bit
+# How scales and zeros may lie. E8M0 is an exponent alone: 2^(code - 127); files call it U8, too.
+SCALE_DTYPES = {
+    **FLOAT_DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "I32": torch.int32,
+}
+EXPONENTS = ("F8_E8M0", "U8")
+_WORD_BITS, _BYTE_BITS = 32, 8
+
+Block: TypeAlias = tuple[int, int]  # outputs and inputs that share a scale
+
+
+def grid(shape: tuple[int, int], block: Block) -> tuple[int, int]:
+    """How many rectangles a matrix has, down and across; those at its ends may be smaller."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------- codes
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How the codes of a matrix lie. kind: fp8, int8, fp4 or packed."""
+
+    kind: str
+    bits: int
+
+    def row_bytes(self, num_columns: int) -> int:
+        bits = num_columns * self.bits
+        return -(-bits // _WORD_BITS) * 4 if self.kind == "packed" else -(-bits // _BYTE_BITS)
+
+    def unpack(self, raw: Tensor) -> Tensor:
+        """uint8 [R, row bytes] → fp32 [R, at least K], in memory of its own."""
+        if self.kind == "fp8":
+            return _fp8(raw)
+        if self.kind == "int8":
+            return raw.view(torch.int8).float()
+        if self.bits == _BYTE_BITS:
+            return raw.float().sub_(1 << (self.bits - 1))
+        if _BYTE_BITS % self.bits:
+            return _across_bytes(raw, self.bits)
+        table = _byte_values(self.kind, self.bits, raw.device)
+        return table.index_select(0, raw.reshape(-1).int()).view(torch.float32).view(raw.shape[0], -1)
+
+
+def _fp8(raw: Tensor) -> Tensor:
+    """torch's own conversion on a CPU takes eight times as long: moved to where fp16 has sign, exponent and fraction,
+    a code is 1/256 of its value, denormal ones too. Only NaN is none of fp16.
+    """
+    if raw.device.type != "cpu" or not raw.numel() or int((raw & 0x7F).amax()) == 0x7F:
+        return raw.view(torch.float8_e4m3fn).float()
+    wide = raw.view(torch.int8).to(torch.int16)  # its sign stands in all upper bits
+    return wide.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float().mul_(256)
+
+
+@cache
+def _byte_values(kind: str, bits: int, device: torch.device) -> Tensor:
+    """[256]: the two or four fp32 values that a byte stands for, as one number, so that a look-up moves one."""
+    numbers = torch.arange(-(1 << (bits - 1)), 1 << (bits - 1)).float()
+    if kind == "fp4":
+        positive = torch.tensor(FP4_VALUES)
+        numbers = torch.cat((positive, -positive))
+    byte = torch.arange(256)
+    values = [numbers[(byte >> first) % (1 << bits)] for first in range(0, _BYTE_BITS, bits)]
+    wide = torch.int64 if len(values) == 2 else torch.complex128
+    return torch.stack(values, dim=1).view(wide)[:, 0].to(device)
+
+
+def _across_bytes(raw: Tensor, bits: int) -> Tensor:
+    """Codes of 3, 5, 6 or 7 bit, some of which begin in one word and end in the next."""
+    words = raw.view(torch.int32).long().bitwise_and_(0xFFFFFFFF)
+    starts = torch.arange(words.shape[1] * _WORD_BITS // bits, device=raw.device) * bits
+    word, place = starts // _WORD_BITS, starts % _WORD_BITS
+    pairs = words[:, word] | (F.pad(words, (0, 1))[:, word + 1] << _WORD_BITS)
+    return ((pairs >> place) & ((1 << bits) - 1)).float().sub_(1 << (bits - 1))
+
+
+# --------------------------------------------------------------------------------------------------------- the matrix
+
+
+@dataclass(frozen=True)
+class ScaledLayout:
+    """Of one matrix [N, K].
+
+    form: what notes, plans and costs of products call it. packed_zeros: zeros are packed as the codes are, down the
+    outputs. groups: int64 [K], the column of scales that each input has, where inputs of a group do not lie together.
+    """
+
+    shape: tuple[int, int]
+    form: str
+    codes: Codes
+    block: Block
+    packed_zeros: bool = False
+    groups: Tensor | None = None
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return grid(self.shape, self.block)
+
+
+@dataclass(frozen=True)
+class ScaledMatrix(PackedMatrix):
+    """codes uint8 [N, row bytes]; scales [grid] of some dtype; zeros of that shape, or packed int32 [W, columns of the
+    grid]; divisor fp32 [1]: what all scales are to be divided by.
+    """
+
+    layout: ScaledLayout
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    divisor: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def form(self) -> str:  # type: ignore[override]
+        return self.layout.form
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def take(self, indices: Tensor) -> ScaledMatrix:
+        """The matrix [T, K] of these rows: an embedding's."""
+        height, width = self.layout.block
+        scales, zeros = self._fp32_scales(), self._fp32_zeros()
+        shape = (indices.shape[0], self.layout.shape[1])
+        layout = replace(self.layout, shape=shape, block=(1, width), packed_zeros=False)
+        own_zeros = None if zeros is None else zeros[indices // height]
+        return ScaledMatrix(layout, self.codes[indices], scales[indices // height], own_zeros)
+
+    def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        num_rows, num_columns = self.layout.shape
+        device = self.codes.device
+        matrix = torch.empty(num_rows, num_columns, dtype=dtype, device=device) if out is None else out
+        scales, zeros = self._fp32_scales(), self._fp32_zeros()
+        step = max(1, tile(device) // num_columns)
+        for first in range(0, num_rows, step):
+            rows = slice(first, min(first + step, num_rows))
+            values = self.layout.codes.unpack(self.codes[rows])[:, :num_columns]
+            if zeros is not None:
+                self._spread(torch.Tensor.sub_, values, zeros, rows)
+            self._spread(torch.Tensor.mul_, values, scales, rows)
+            matrix[rows] = values
+        return matrix
+
+    def _fp32_scales(self) -> Tensor:
+        scales = self.scales.float()
+        return scales if self.divisor is None else scales / self.divisor
+
+    def _fp32_zeros(self) -> Tensor | None:
+        if self.zeros is None or not self.layout.packed_zeros:
+            return None if self.zeros is None else self.zeros.float()
+        words = self.zeros.t().contiguous().view(torch.uint8)
+        return self.layout.codes.unpack(words)[:, : self.layout.grid[0]].t().contiguous()
+
+    def _spread(self, change: Callable[[Tensor, Tensor], Tensor], values: Tensor, numbers: Tensor, rows: slice) -> None:
+        """values [R, K], the matrix's `rows`, are changed by numbers fp32 [grid], each for its rectangle."""
+        (height, width), num_columns = self.layout.block, values.shape[1]
+        if height == 1:
+            numbers = numbers[rows]
+        elif numbers.shape[0] > 1:
+            numbers = numbers.index_select(0, torch.arange(rows.start, rows.stop, device=values.device) // height)
+        if self.layout.groups is not None:
+            change(values, numbers.index_select(1, self.layout.groups))
+        elif numbers.shape[1] == 1:
+            change(values, numbers)
+        else:
+            whole = num_columns // width
+            change(values[:, : whole * width].view(-1, whole, width), numbers[:, :whole, None])
+            if whole * width < num_columns:
+                change(values[:, whole * width :], numbers[:, whole:])
+
+
+# -------------------------------------------------------------------------------------------------- the stored weight
+
+
+@dataclass(frozen=True)
+class ScaledParts:
+    """The tensors of a `ScaledMatrix`, in the order in which they are streamed."""
+
+    codes: TensorInfo
+    scales: TensorInfo
+    zeros: TensorInfo | None = None
+    divisor: TensorInfo | None = None
+
+
+@dataclass(frozen=True)
+class ScaledWeight(PackedStored):
+    """Codes, scales and, where they are there, zeros and a divisor are streamed; all else is `layout`."""
+
+    name: str
+    layout: ScaledLayout
+    parts: ScaledParts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.layout.form
+
+    @property
+    def streamed(self) -> tuple[TensorInfo, ...]:
+        found = (self.parts.codes, self.parts.scales, self.parts.zeros, self.parts.divisor)
+        return tuple(info for info in found if info is not None)
+
+    def bind(self, parts: Sequence[Tensor]) -> ScaledMatrix:
+        layout, rest = self.layout, list(parts[2:])
+        zeros = None if self.parts.zeros is None else _numbers(self.parts.zeros, rest.pop(0))
+        divisor = None if self.parts.divisor is None else _numbers(self.parts.divisor, rest.pop(0))
+        if zeros is not None:
+            zeros = zeros.view(-1, layout.grid[1])
+        codes = typed(parts[0], torch.int32).view(torch.uint8) if layout.codes.kind == "packed" else parts[0]
+        scales = _numbers(self.parts.scales, parts[1]).view(layout.grid)
+        return ScaledMatrix(layout, codes.view(layout.shape[0], -1), scales, zeros, divisor)
+
+    def sample(self, device: torch.device) -> ScaledMatrix:
+        """With scales of 1: products of any numbers could be so small that they take longer."""
+        ones = [torch.ones(math.prod(info.shape)).to(SCALE_DTYPES[info.dtype]) for info in self.streamed[1:]]
+        raw = [part.view(torch.uint8).to(device) for part in ones]
+        return self.to(device).bind([any_bytes(self.parts.codes.nbytes, device), *raw])
+
+    def to(self, device: torch.device | str) -> ScaledWeight:
+        if self.layout.groups is None:
+            return self
+        return replace(self, layout=replace(self.layout, groups=self.layout.groups.to(device)))
+
+
+def _numbers(info: TensorInfo, raw: Tensor) -> Tensor:
+    return typed(raw, SCALE_DTYPES[info.dtype])
+
+
+# ------------------------------------------------------------------------------------------------------------ formats
+
+# What a module's inputs, and its outputs, are quantised with where activations are: a weight does not depend on it.
+ACTIVATIONS = r"(?:in|out)put_(?:scale|zero_point|global_scale)|activation_scale"
+_KV_CACHE = re.compile(r".+\.(?:[qkv]|kv)_(?:scale|zero_point|global_scale)", re.DOTALL)
+
+
+class ScaledFormat(WeightFormat):
+    """What formats of such matrices have in common. companions: what follows a module's name and a dot, or nothing."""
+
+    outside_layers = "bf16"
+    companions: re.Pattern[str]
+    is_set = False  # whether a checkpoint's config names this method; without it nothing is recognised
+
+    def companion(self, key: str) -> tuple[str, str] | None:
+        match = self.companions.fullmatch(key) if self.is_set else None
+        return (f"{match[1]}.weight", match[2]) if match else None
+
+    def blank_tensors(self, infos: Mapping[str, TensorInfo], wanted: Collection[str]) -> set[str]:
+        """Scales of a KV cache in 8 bit, which is not kept so here."""
+        return {name for name in infos if name not in wanted and _KV_CACHE.fullmatch(name)}
+
+
+def sized_scaled(
+    layout: ScaledLayout, name: str, allocate: Allocate, dtypes: tuple[str, str], divisor: bool = False
+) -> StoredWeight:
+    """A matrix of this layout that lies nowhere, for `WeightFormat.sized`. dtypes: of codes and scales."""
+    num_rows, row_bytes = layout.shape[0], layout.codes.row_bytes(layout.shape[1])
+    columns = row_bytes // 4 if dtypes[0] == "I32" else row_bytes
+    codes = allocate(name, dtypes[0], (num_rows, columns))
+    scales = allocate(f"{name}_scale", dtypes[1], layout.grid)
+    last = allocate(f"{name}_global_scale", "F32", (1,)) if divisor else None
+    return ScaledWeight(name, layout, ScaledParts(codes, scales, None, last))
+
+
+def sized_vector(name: str, shape: tuple[int, ...], allocate: Allocate) -> PlainWeight:
+    """What is no matrix is not quantised."""
+    return PlainWeight(name, allocate(name, "BF16", shape))
