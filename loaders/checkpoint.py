@@ -95,7 +95,7 @@ class Checkpoint(Protocol):
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """Where its tokenizer is read from (`Tokenizer.load`): a folder with tokenizer.json; None without one."""
+        """Where its tokenizer is read from (`Tokenizer.load`): a folder with tokenizer.json, a GGUF file, or None."""
         ...
 
     @property
@@ -103,8 +103,8 @@ class Checkpoint(Protocol):
         """What somebody who loads it should be told, a sentence each."""
         ...
 
-    def companions(self) -> Mapping[str, Path]:
-        """Files that a copy of it needs beside weights and config.json, by their path in its folder.
+    def companions(self) -> Mapping[str, Path | bytes]:
+        """Files that a copy of it needs beside weights and config.json, by their path in its folder; or their content.
 
         Raises CheckpointError for one that may not be copied.
         """
@@ -142,7 +142,7 @@ class PartialCheckpoint:
     def notes(self) -> tuple[str, ...]:
         return self.whole.notes
 
-    def companions(self) -> Mapping[str, Path]:
+    def companions(self) -> Mapping[str, Path | bytes]:
         return self.whole.companions()
 
     def config_json(self) -> bytes:

@@ -311,8 +311,8 @@ class _Work:
         tensors = {name: info for infos in headers.values() for name, info in infos.items()}
         if self._quantised:
             stored_weights(tensors)  # refused by our own reader, it would be worth nothing
-        for name, path in self._companions.items():
-            self._put(name, _read_file(path))
+        for name, found in self._companions.items():
+            self._put(name, found if isinstance(found, bytes) else _read_file(found))
         self._put(CONFIG_FILE, self._config())
         weight_map = {name: shard for shard, infos in headers.items() for name in infos}
         nbytes = sum(info.nbytes for info in tensors.values())

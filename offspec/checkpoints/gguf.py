@@ -20,6 +20,7 @@ from offspec.loaders.checkpoint import Change, Checkpoint, TensorInfo, fault, re
 from offspec.loaders.gguf_file import GgufModel, Metadata
 
 from ..model.names import EMBEDDING, FINAL_NORM, HEAD, in_layer
+from ..text.gguf_tokenizer import tokenizer_json
 
 MOST_ROPE_NUMBERS = 4096  # half a head; models have 64
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias)", re.DOTALL)
@@ -296,8 +297,9 @@ class GgufCheckpoint:
     def tokenizer_path(self) -> Path:
         return self.model.tokenizer_path
 
-    def companions(self) -> dict[str, Path]:
-        return {}
+    def companions(self) -> dict[str, bytes]:
+        """The tokenizer, as the files of a folder. Raises TokenizerError, UnsupportedModelError."""
+        return tokenizer_json(self.model.metadata, self.tokenizer_path)
 
     def config_json(self) -> bytes:
         return (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()

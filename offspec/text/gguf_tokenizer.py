@@ -19,7 +19,7 @@ from offspec.loaders.checkpoint import show
 
 from ..errors import UnsupportedModelError
 from .gguf_pretokenizers import WORD_RULES
-from .gguf_tokens import ADDED_KINDS, REMEDY, GgufTokens, Metadata, TokenKind, read_tokens
+from .gguf_tokens import ADDED_KINDS, REMEDY, GgufTokens, Metadata, TokenKind, is_utf8, read_tokens
 from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, library_errors
 
 MOST_MERGES = 2**20  # Gemma's vocabulary has 0.6 million
@@ -173,13 +173,16 @@ def _settings(metadata: Metadata, tokens: GgufTokens, adds_bos: bool) -> Tokeniz
     add_bos = adds_bos if said is None else said
     if add_bos and "bos" not in tokens.roles:
         raise metadata.error("its prompts begin with BOS, and it names none (tokenizer.ggml.bos_token_id)")
+    template = metadata.optional("tokenizer.chat_template", str)
+    if template is not None and not is_utf8(template):
+        raise metadata.error("tokenizer.chat_template is no UTF-8")
     special = {_TEMPLATE_NAMES[role]: tokens.texts[i] for role, i in tokens.roles.items() if role in _TEMPLATE_NAMES}
     return TokenizerSettings(
         special_tokens=special,
         added_tokens={},
         add_bos=add_bos,
         eos_ids=tokens.end_ids,
-        chat_template=metadata.optional("tokenizer.chat_template", str),
+        chat_template=template,
         chat_template_file=metadata.path,
     )
 

@@ -132,15 +132,22 @@ def read_tokens(metadata: Metadata, default_roles: Mapping[str, int]) -> GgufTok
     return GgufTokens(texts, kinds, _scores(metadata, len(texts)), ids, roles, end_ids)
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a string was that; what was not has surrogates, which the library does not take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _ids(metadata: Metadata, texts: list[str]) -> dict[str, int]:
     ids = dict[str, int]()
     for token_id, text in enumerate(texts):
         if (first := ids.setdefault(text, token_id)) != token_id:
             raise metadata.error(f"tokens {first} and {token_id} are both {show(text)}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as exc:
-            raise metadata.error(f"token {token_id} is {show(text)}, which is no UTF-8") from exc
+        if not is_utf8(text):
+            raise metadata.error(f"token {token_id} is {show(text)}, which is no UTF-8")
     return ids
 
 

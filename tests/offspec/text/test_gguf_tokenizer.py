@@ -19,7 +19,9 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
+from offspec.checkpoints.conversion import convert
 from offspec.errors import CheckpointError, TokenizerError, UnsupportedModelError
+from offspec.loaders.params import ConvertParams
 from offspec.text.gguf_pretokenizers import WORD_RULES
 from offspec.text.gguf_tokenizer import tokenizer_json
 from offspec.text.tokenizer import Tokenizer, check_vocabularies
@@ -252,6 +254,21 @@ def test_what_is_written_of_a_tokenizer_is_read_as_the_same(metadata: dict[str, 
     assert theirs("a  b<s>c")["input_ids"] == source.encode("a  b<s>c")
 
 
+def test_a_copy_of_a_gguf_file_has_its_tokenizer(tmp_path: Path) -> None:
+    file = write_model(tmp_path / "a.gguf", sentencepiece_metadata())
+    convert(file, tmp_path / "copy", ConvertParams(format="fp32"))
+    source, copy = Tokenizer.load(file), Tokenizer.load(tmp_path / "copy")
+    assert [copy.encode(text) for text in TEXTS] == [source.encode(text) for text in TEXTS]
+    assert copy.eos_ids == source.eos_ids
+    assert copy.render_chat([{"content": "a"}]) == source.render_chat([{"content": "a"}])
+
+
+def test_a_file_whose_tokenizer_is_not_read_is_not_copied(tmp_path: Path) -> None:
+    file = write_model(tmp_path / "a.gguf", metadata_with("future-bpe"))
+    with pytest.raises(UnsupportedModelError, match="future-bpe"):
+        convert(file, tmp_path / "copy", ConvertParams(format="fp32"))
+
+
 @pytest.mark.parametrize("metadata", [metadata_with("qwen2"), sentencepiece_metadata()], ids=["bytes", "sentencepiece"])
 def test_texts_come_back(metadata: dict[str, Any]) -> None:
     tokenizer = Tokenizer.from_gguf(metadata, Path("a.gguf"))
@@ -394,6 +411,7 @@ NUM_TOKENS = len(metadata_with()["tokenizer.ggml.tokens"])
         ({"add_bos_token": 1}, "add_bos_token is 1"),
         ({"add_bos_token": True, "bos_token_id": None}, "begin with BOS"),
         ({"tokenizer.chat_template": 5}, "chat_template is 5"),
+        ({"tokenizer.chat_template": "{{ \udcff }}"}, "chat_template is no UTF-8"),
         ({"general.name": b"x"}, "general.name"),
     ],
 )
