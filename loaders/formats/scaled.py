@@ -257,10 +257,11 @@ class ScaledWeight(PackedStored):
         return ScaledMatrix(layout, codes.view(layout.shape[0], -1), scales, zeros, divisor)
 
     def sample(self, device: torch.device) -> ScaledMatrix:
-        """With scales of 1: products of any numbers could be so small that they take longer."""
+        """With ordinary numbers: NaN among the codes, or products that are very small, take longer."""
         ones = [torch.ones(math.prod(info.shape)).to(SCALE_DTYPES[info.dtype]) for info in self.streamed[1:]]
         raw = [part.view(torch.uint8).to(device) for part in ones]
-        return self.to(device).bind([any_bytes(self.parts.codes.nbytes, device), *raw])
+        codes = any_bytes(self.parts.codes.nbytes, device)
+        return self.to(device).bind([codes & 0x7E if self.layout.codes.kind == "fp8" else codes, *raw])
 
     def to(self, device: torch.device | str) -> ScaledWeight:
         if self.layout.groups is None:

@@ -139,16 +139,21 @@ def extremes(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
     return groups.amin(-1), groups.amax(-1)
 
 
-def compressed(weight: Tensor, case: Case) -> tuple[Tensors, Tensor]:
-    """A module's tensors as the library stores them, and what it makes of them again."""
-    scheme = case.scheme
+def calibrated(weight: Tensor, case: Case) -> Tensors:
+    """The scales and zeros of a module."""
+    scheme, state = case.scheme, dict[str, Tensor]()
     low, high = extremes(weight, scheme.weights)
-    state: Tensors = {"weight": weight}
     if case.form == "nvfp4":
         state["weight_global_scale"] = generate_gparam(weight.amin(), weight.amax())
     state["weight_scale"], state["weight_zero_point"] = calculate_qparams(
         low, high, scheme.weights, state.get("weight_global_scale")
     )
+    return state
+
+
+def compressed(weight: Tensor, case: Case) -> tuple[Tensors, Tensor]:
+    """A module's tensors as the library stores them, and what it makes of them again."""
+    scheme, state = case.scheme, {"weight": weight} | calibrated(weight, case)
     library = BaseCompressor.get_value_from_registry(case.format)
     stored = library.compress(state, scheme)
     return {name: tensor.contiguous() for name, tensor in stored.items()}, library.decompress(stored, scheme)["weight"]

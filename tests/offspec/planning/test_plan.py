@@ -70,7 +70,9 @@ def test_a_70b_model_has_its_size(large: Path) -> None:
     }
     assert sizes["fp32"] == pytest.approx(2 * sizes["bf16"], rel=1e-3)
     assert sizes["fp16"] == sizes["bf16"]
-    assert sizes["bf16"] / sizes["nf4"] == pytest.approx(2 / (0.5 + 1 / 64), rel=1e-3)
+    weight_bytes = {"nf4": 0.5 + 1 / 64, "fp8": 1 + 4 / 128**2, "w4a16": 0.5 + 2 / 128, "nvfp4": 0.5 + 1 / 16}
+    for form, nbytes in weight_bytes.items():
+        assert sizes["bf16"] / sizes[form] == pytest.approx(2 / nbytes, rel=1e-3)
 
 
 @pytest.mark.parametrize("form", ["bf16", "nf4"])
