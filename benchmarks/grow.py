@@ -1,7 +1,7 @@
 """Grows a small trained checkpoint to a big model's shape: the same function, with the bytes
 and arithmetic of the big one.
 
-    python -m benchmarks.grow /data/grown-7b --shape 7b [--source builtin]
+    python -m benchmarks.grow /data/grown-7b --shape 7b [--source FOLDER or GGUF file]
 
 So guesses are accepted as often as with the small model, and everything else costs what the big one costs. How:
 
@@ -37,13 +37,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from offspec import builtin
+from offspec.checkpoints.gguf import in_our_names
 from offspec.errors import OffspecError, UsageError
 from offspec.loaders.checkpoint import Checkpoint
 from offspec.loaders.containers import open_checkpoint
+from offspec.loaders.convert import read_whole
+from offspec.loaders.formats import formats_in, stored_weights
 from offspec.loaders.formats.four_bit import pack_4bit, quantization_config
 from offspec.loaders.params import ConvertParams
 from offspec.loaders.safetensors_folder import INDEX_FILE, read_header
@@ -74,6 +76,7 @@ class Shape:
 
 SHAPES = {
     "1b": Shape(2048, 8192, 16, 16, 8),  # Llama 3.2 1B with 16 heads of 128 instead of 32 of 64
+    "2b": Shape(2304, 9216, 30, 36, 12, head_dim=64),  # for SmolLM2-135M, whose 576 times four is its hidden size
     "7b": Shape(4096, 11008, 33, 32, 32),  # Llama 2 7B; layer 33 stands for the half GB of its larger vocabulary
     "70b": Shape(8192, 28672, 80, 64, 8, format="nf4"),  # Llama 2 and 3 70B
 }
@@ -96,7 +99,7 @@ def grow(
     Raises UsageError where the shape cannot hold the model or `target` holds something else, CheckpointError for a
     source that cannot be read, StorageError where the disk is full (repeat the call to go on).
     """
-    checkpoint = open_checkpoint(source)
+    checkpoint = in_our_names(open_checkpoint(source))
     layout = Layout(read_config(checkpoint.config), shape)
     config = _config(checkpoint.config, layout)
     big, small = read_config(config), _load(checkpoint)
@@ -160,12 +163,11 @@ def _config(small: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 
 
 def _load(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """All tensors of the small model, in bf16."""
-    tensors: dict[str, Tensor] = {}
-    for path in sorted({info.path for info in checkpoint.tensors.values()}):
-        tensors |= load_file(path)
+    """All tensors of the small model, in bf16, whatever format they lie in."""
+    weights = stored_weights(checkpoint.tensors, formats_in(checkpoint))
+    tensors = {name: read_whole(stored).to(torch.bfloat16) for name, stored in weights.items()}
     tensors.setdefault(HEAD, tensors[EMBEDDING])
-    return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    return tensors
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> int:

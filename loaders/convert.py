@@ -398,7 +398,7 @@ def _is_matrix(stored: StoredWeight, checkpoint: Checkpoint) -> bool:
 
 
 def _packed(stored: StoredWeight, packer: Packer) -> Iterator[Piece]:
-    weight = _read(stored)
+    weight = read_whole(stored)
     try:
         parts = packer.pack(weight)
     except CheckpointError as exc:
@@ -414,8 +414,11 @@ def _once(content: memoryview) -> Iterable[memoryview]:
     return (content,)
 
 
-def _read(stored: StoredWeight) -> Tensor:
-    """The whole weight, in the dtype it has; a packed one in fp32, and fp64 too, which is what it is quantised from."""
+def read_whole(stored: StoredWeight) -> Tensor:
+    """The whole weight, in the dtype it has; a packed one in fp32, and fp64 too, which is what it is quantised from.
+
+    Raises CheckpointError.
+    """
     parts = [torch.empty(info.nbytes, dtype=torch.uint8) for info in stored.streamed]
     for info, part in zip(stored.streamed, parts, strict=True):
         _fill(info, 0, part.numpy().data)

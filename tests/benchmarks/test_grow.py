@@ -156,7 +156,7 @@ def shrink(folder: Path, layout: Layout, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", sorted(SHAPES.keys() - {"2b"}))
 def test_the_big_shapes_hold_the_built_in_target(name: str) -> None:
     layout = Layout(read_config(open_checkpoint(SOURCE).config), SHAPES[name])
     assert len(layout.layers) == layout.small.num_layers

@@ -212,3 +212,43 @@ def test_every_cut_of_a_header_is_refused(model: Path, tmp_path: Path) -> None:
     for length in range(0, len(content) - 33, 7):
         path.write_bytes(content[:length])
         refusal(lambda: read_model(path))
+
+
+# --------------------------------------------------------------------------------------------------------------- hub
+
+
+@pytest.fixture
+def repository(model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub repository with a model in two quantisations, one of them in parts, that was downloaded."""
+    folder = model.parent / "snapshot"
+    (folder / "Q8_0").mkdir(parents=True)
+    model.rename(folder / "name-Q4_K_M.gguf")
+    split_set(folder / "Q8_0", 2)
+    for path in (folder / "Q8_0").iterdir():
+        path.rename(path.with_name(path.name.replace("big", "name-Q8_0")))
+
+    def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        assert repository == "org/name"
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return folder
+
+
+def test_a_quantisation_of_a_hub_id(repository: Path) -> None:
+    assert resolve("org/name:Q4_K_M") == repository / "name-Q4_K_M.gguf"
+    assert resolve("org/name:q4_k_m", "main") == repository / "name-Q4_K_M.gguf"
+    first = resolve("org/name:Q8_0")
+    assert first == repository / "Q8_0" / "name-Q8_0-00001-of-00002.gguf"
+    assert len(open_checkpoint(first).tensors) == 2
+
+
+@pytest.mark.usefixtures("repository")
+@pytest.mark.parametrize("named", ["Q4_K", "Q2_K"])  # the first is only a part of a name
+def test_a_quantisation_that_is_not_there(named: str) -> None:
+    assert f"org/name: has no GGUF file in {named}" in refusal(lambda: resolve(f"org/name:{named}"))
+
+
+def test_a_quantisation_that_two_files_have(repository: Path) -> None:
+    (repository / "other-Q4_K_M.gguf").write_bytes((repository / "name-Q4_K_M.gguf").read_bytes())
+    assert "org/name:Q4_K_M: 2 files are called so" in refusal(lambda: resolve("org/name:Q4_K_M"))
