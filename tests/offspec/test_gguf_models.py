@@ -1,0 +1,85 @@
+"""Families in GGUF: the same weights say what transformers says of them, and what llama.cpp says of the same file."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from offspec.checkpoints.load import load_decoder
+from offspec.checkpoints.opening import ModelFiles
+from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.planning.plan import all_resident
+
+from ..fakes import VOCAB_SIZE, TinyModel
+from ..gguf_models import write_model
+
+GetModel = Callable[[str], TinyModel]
+CPU = torch.device("cpu")
+NO_NODES = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), bool)
+TOLERANCE = 2e-4  # fp32; frequencies of RoPE and norms' weights were rounded once more
+PROMPT = torch.randint(VOCAB_SIZE, (24,), generator=torch.Generator().manual_seed(5)).tolist()
+NUM_TOKENS = 16
+NEAR_TIE = 0.02  # of logits that lie some units apart: llama.cpp computes RoPE and activations with tables
+# What llama.cpp has code for; Phi's windows it switches off.
+FAMILIES = ("llama-gqa", "llama-tied", "llama-llama3", "llama-linear", "llama-yarn", "qwen2", "qwen3")
+
+
+def gguf_of(model: TinyModel, folder: Path, kinds: dict[str, str] | None = None) -> Path:
+    tensors = dict(model.reference.state_dict())
+    return write_model(folder / "model.gguf", model.reference.config.to_dict(), tensors, kinds or {})
+
+
+def decoder_of(path: Path) -> Decoder:
+    files = ModelFiles.open(path, "fp32", "cpu", [])
+    return load_decoder(files, all_resident(files), CPU)
+
+
+def worst_gap(decoder: Decoder, prompt: list[int], said: list[int]) -> float:
+    """By how much of a logit some token said after the prompt is below the best one; 0 where all are."""
+    text, tokens, gaps = CachedDecoder(decoder), prompt, list[float]()
+    for token in said:
+        logits = text.score(tokens, *NO_NODES)[-1]
+        gaps.append(float(logits.max() - logits[token]))
+        tokens = [token]
+    return max(gaps)
+
+
+def said_by_llama_cpp(path: Path, prompt: list[int], count: int) -> list[int]:
+    import xllamacpp as llama
+
+    params = llama.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel, params.warmup = 256, 1, False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cache_type_k = params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = llama.Server(params)
+    asked = {"prompt": prompt, "n_predict": count, "temperature": 0.0, "ignore_eos": True, "return_tokens": True}
+    request = urllib.request.Request(f"{server.listening_address}/completion", json.dumps(asked).encode())
+    with urllib.request.urlopen(request) as answer:
+        return list(json.load(answer)["tokens"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(tiny_model: GetModel, family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    decoder = decoder_of(gguf_of(model, tmp_path))
+    hidden = decoder.forward(torch.tensor(PROMPT), torch.arange(len(PROMPT)), decoder.new_cache())
+    with torch.no_grad():
+        expected = model.reference(torch.tensor([PROMPT])).logits[0]
+    assert (decoder.logits(hidden) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_equals_llama_cpps(tiny_model: GetModel, family: str, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    path = gguf_of(tiny_model(family), tmp_path)
+    said = said_by_llama_cpp(path, PROMPT, NUM_TOKENS)
+    assert len(said) == NUM_TOKENS
+    assert worst_gap(decoder_of(path), PROMPT, said) < NEAR_TIE
