@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -98,9 +99,12 @@ class ModelFiles:
 
     @cached_property
     def packed_form(self) -> str | None:
-        """The format of matrices that are unpacked for each use; None where none is."""
-        weights = self.stored.layers[0].weights.values()
-        return next((weight.dtype for weight in weights if weight.is_packed), None)
+        """The format of most of what is unpacked for each use, as the first layer has it; None where nothing is."""
+        elements = Counter[str]()
+        for weight in self.stored.layers[0].weights.values():
+            if weight.is_packed:
+                elements[weight.dtype] += math.prod(weight.shape)
+        return max(elements, key=lambda form: elements[form], default=None)
 
     @cached_property
     def num_parameters(self) -> int:

@@ -206,7 +206,7 @@ def _title(target: ModelFiles, form: str | None, plan: Plan) -> str:
     weights = format_size(sum(info.nbytes for w in target.stored.by_name.values() for info in w.streamed))
     parts = (
         f"{format_quantity(target.num_parameters, '')} parameters",
-        form or plan_form(target.checkpoint.config),
+        form or target.packed_form or plan_form(target.checkpoint.config),
         f"{weights}; context {plan.context}",
     )
     return f"{target.checkpoint.path.name}: {', '.join(parts)}"
