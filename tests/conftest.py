@@ -45,7 +45,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def smollm2() -> Path:
     """A real model's GGUF file, SmolLM2-135M-Instruct."""
     path = real_model.smollm2_path()
