@@ -82,19 +82,27 @@ def offspec(*args: object) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, env=dict(os.environ)).stdout
 
 
-@pytest.mark.parametrize("granted", [16 * MIB, 64 * MIB])
-def test_streamed_it_says_the_same(engine: Engine, smollm2: Path, granted: int) -> None:
-    """`granted` beside all that is no layer: with the first most layers come from disk in each pass."""
+def test_streamed_it_says_the_same(engine: Engine, smollm2: Path) -> None:
+    """With 64 MiB beside all that is no layer, some of which read ahead."""
     common = ["--draft", "none", "--dtype", "fp32", "--context", 512, "-q", "--json"]
     plan = json.loads(offspec("plan", smollm2, *common))
     rest = sum(row["ram_bytes"] for row in plan["memory"] if not row["what"].startswith(("layers", "together")))
     question = PROMPTS[0]
     answer = json.loads(
         offspec(
-            "run", smollm2, question, *common, "--ram", f"{rest + granted}B", "--max-new-tokens", 12, "--temperature", 0
+            "run",
+            smollm2,
+            question,
+            *common,
+            "--ram",
+            f"{rest + 64 * MIB}B",
+            "--max-new-tokens",
+            12,
+            "--temperature",
+            0,
         )
     )
-    assert (answer["stats"]["stream_bytes_per_pass"] > 0) == (granted < 64 * MIB)
+    assert answer["stats"]["stream_bytes_per_pass"] > 0
     ids = engine.tokenizer.encode_chat([{"role": "user", "content": question}])
     said = [token for step in engine.generate(ids, SamplingParams(12)) for token in step.token_ids]
     assert answer["token_ids"] == said
