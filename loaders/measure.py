@@ -400,7 +400,7 @@ def measure_dequantise(
 def _measured(form: str) -> tuple[WeightFormat, str]:
     """The format that is measured for `form`, and its form."""
     known = format_named(form)
-    return (known, form) if known.sized(form, "weight", (64, 64), of_no_file) else (format_named("nf4"), "nf4")
+    return (known, form) if known.sized(form, "weight", (64, 256), of_no_file) else (format_named("nf4"), "nf4")
 
 
 def _packed_sample(stored: StoredWeight, device: torch.device) -> PackedWeight:

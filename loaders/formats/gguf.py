@@ -9,16 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..checkpoint import TensorInfo
 from ..gguf_types import GGUF_TYPES, GgufType
+from ..kernels.gguf_encodings import block_encoding
+from ..kernels.row_product import RowProduct
+from ..kernels.unpack import Unpacker
 from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, any_bytes, tile
-from .gguf_blocks import HALVES, UNPACK, check_grid
+from .gguf_blocks import HALVES, IQ4_VALUES, UNPACK, check_grid
+from .products import num_lanes
 
 QUANTISED: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.values() if kind.name in UNPACK}
+# From here on compiling, 0.1 s and more, is less than what the plain twin takes for a model of such matrices.
+WORTH_COMPILING = 1 << 18
 _ORDINARY_HALF = 0x2C  # the upper byte of an fp16 number between 1/16 and 1/8
 
 
@@ -47,9 +54,31 @@ class GgufMatrix(PackedMatrix):
         return GgufMatrix(self.kind, self.blocks.index_select(0, indices))
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """By a compiled kernel on a CPU, where the type has one and it was compiled or will be worth it."""
         matrix = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
-        unpack_reference(self, matrix)
+        unpacker = _unpacker(self.kind.name, dtype) if self.device.type == "cpu" else None
+        if unpacker is not None and (unpacker.is_compiled or matrix.numel() >= WORTH_COMPILING):
+            unpacker([self.blocks], matrix)
+        else:
+            unpack_reference(self, matrix)
         return matrix
+
+    @property
+    def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:
+        product = _product(self.kind.name)
+        return None if product is None else (product, [self.blocks])
+
+
+@cache
+def _product(name: str) -> RowProduct | None:
+    encoding = block_encoding(name, lanes, IQ4_VALUES) if (lanes := num_lanes()) else None
+    return None if encoding is None else RowProduct(encoding)
+
+
+@cache
+def _unpacker(name: str, dtype: torch.dtype) -> Unpacker | None:
+    product = _product(name) if dtype in (torch.float32, torch.bfloat16, torch.float16) else None
+    return None if product is None else Unpacker(product.encoding, dtype)
 
 
 def unpack_reference(matrix: GgufMatrix, out: Tensor) -> None:

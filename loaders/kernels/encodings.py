@@ -21,7 +21,8 @@ class Encoding(ABC):
 
     step: weights a step. interleave: of each interleave · lanes weights the vectors hold every interleave-th, so that
     vector 0 begins with weights 0 and `interleave`. most_direct: rows of the other factor up to which unpacking anew
-    for every few of them takes less time than a panel. declarations: of the functions that its instructions call.
+    for every few of them takes less time than a panel. declarations: of the functions that its instructions
+    call, but for `llvm.fma`, which every kernel has.
     """
 
     step: int
@@ -123,10 +124,7 @@ class FourBit(Encoding):
     def __init__(self, lanes: int, values: Sequence[float], blocks: Blocks) -> None:
         super().__init__(lanes)
         self.step, self._values, self._blocks = 4 * lanes, values, blocks
-        if lanes == 16:
-            self.declarations = "declare <16 x float> @llvm.x86.avx512.permvar.sf.512(<16 x float>, <16 x i32>)\n"
-        else:
-            self.declarations = "declare <8 x float> @llvm.x86.avx2.permps(<8 x float>, <8 x i32>)\n"
+        self.declarations = LOOK_UP[lanes]
 
     def can_read(self, num_columns: int) -> bool:
         return num_columns % self._blocks.size == 0 and self._blocks.size % self.step == 0
@@ -143,7 +141,7 @@ class FourBit(Encoding):
             codes = e.op(f"load <{n} x i8>, ptr {e.address(place, str(half))}, align 1")
             low = e.op(f"zext <{n} x i8> {codes} to <{n} x i32>")  # what is above its four bits is not looked at
             high = e.op(f"lshr <{n} x i32> {low}, splat (i32 4)")
-            found += [e.op(f"fmul {self.vector} {self._look_up(e, code)}, {scale}") for code in (high, low)]
+            found += [e.op(f"fmul {self.vector} {look_up(e, n, self._values, code)}, {scale}") for code in (high, low)]
         return found
 
     def _scale(self, e: Emitter, parts: Sequence[str], block: str) -> str:
@@ -155,20 +153,6 @@ class FourBit(Encoding):
         outer = e.op(f"load float, ptr {e.address(parts[3], outer, 'float')}, align 4")
         offset = e.op(f"load float, ptr {parts[4]}, align 4")
         return e.op(f"fadd float {e.op(f'fmul float {value}, {outer}')}, {offset}")
-
-    def _look_up(self, e: Emitter, codes: str) -> str:
-        """The values [lanes] of codes i32 [lanes], by their lowest four bits."""
-        if self.lanes == 16:
-            table = self._table(self._values)
-            return e.op(f"call <16 x float> @llvm.x86.avx512.permvar.sf.512(<16 x float> {table}, <16 x i32> {codes})")
-        look_up = "call <8 x float> @llvm.x86.avx2.permps(<8 x float> {}, <8 x i32> {})"
-        lower, upper = (e.op(look_up.format(self._table(half), codes)) for half in (self._values[:8], self._values[8:]))
-        bit = e.op(f"shl <8 x i32> {codes}, splat (i32 28)")  # the fourth, where a sign is
-        is_upper = e.op(f"icmp slt <8 x i32> {bit}, zeroinitializer")
-        return e.op(f"select <8 x i1> {is_upper}, <8 x float> {upper}, <8 x float> {lower}")
-
-    def _table(self, values: Sequence[float]) -> str:
-        return "<" + ", ".join(f"float {constant(value)}" for value in values) + ">"
 
 
 class Unpacked(Encoding):
@@ -186,10 +170,33 @@ class Unpacked(Encoding):
         return [e.op(f"load {self.vector}, ptr {e.address(row[0], place, 'float')}, align 4") for place in places]
 
 
-def splat(e: Emitter, number: str, lanes: int) -> str:
-    """A vector of one fp32 number."""
-    one = e.op(f"insertelement <{lanes} x float> poison, float {number}, i64 0")
-    return e.op(f"shufflevector <{lanes} x float> {one}, <{lanes} x float> poison, <{lanes} x i32> zeroinitializer")
+def splat(e: Emitter, number: str, lanes: int, kind: str = "float") -> str:
+    """A vector of one number, fp32 or of another kind."""
+    one = e.op(f"insertelement <{lanes} x {kind}> poison, {kind} {number}, i64 0")
+    return e.op(f"shufflevector <{lanes} x {kind}> {one}, <{lanes} x {kind}> poison, <{lanes} x i32> zeroinitializer")
+
+
+# What `look_up` calls, by lanes.
+LOOK_UP = {
+    8: "declare <8 x float> @llvm.x86.avx2.permps(<8 x float>, <8 x i32>)\n",
+    16: "declare <16 x float> @llvm.x86.avx512.permvar.sf.512(<16 x float>, <16 x i32>)\n",
+}
+
+
+def look_up(e: Emitter, lanes: int, values: Sequence[float], codes: str) -> str:
+    """Of 16 values those [lanes] that codes i32 [lanes] stand for, by their lowest four bits."""
+    if lanes == 16:
+        table = _table(values)
+        return e.op(f"call <16 x float> @llvm.x86.avx512.permvar.sf.512(<16 x float> {table}, <16 x i32> {codes})")
+    call = "call <8 x float> @llvm.x86.avx2.permps(<8 x float> {}, <8 x i32> {})"
+    lower, upper = (e.op(call.format(_table(half), codes)) for half in (values[:8], values[8:]))
+    bit = e.op(f"shl <8 x i32> {codes}, splat (i32 28)")  # the fourth, where a sign is
+    is_upper = e.op(f"icmp slt <8 x i32> {bit}, zeroinitializer")
+    return e.op(f"select <8 x i1> {is_upper}, <8 x float> {upper}, <8 x float> {lower}")
+
+
+def _table(values: Sequence[float]) -> str:
+    return "<" + ", ".join(f"float {constant(value)}" for value in values) + ">"
 
 
 def constant(value: float) -> str:

@@ -199,7 +199,8 @@ def _block(name: str, encoding: Encoding, tile: Tile) -> str:
     as many; returns the first that is left. add: to what the result holds.
     """
     e, vector, lanes = Emitter(), encoding.vector, encoding.lanes
-    sums = [(i, j, u) for i in range(tile.rows) for j in range(tile.outputs) for u in range(_chains(tile))]
+    chains = _chains(tile, encoding)
+    sums = [(i, j, u) for i in range(tile.rows) for j in range(tile.outputs) for u in range(chains)]
     parts = [f"%part{i}" for i in range(MOST_PARTS)]
     e.label("entry")
     e.do("br label %outputs_loop")
@@ -223,7 +224,7 @@ def _block(name: str, encoding: Encoding, tile: Tile) -> str:
     for i, j, u in sums:
         if u == 0:
             total = f"%new{i}_{j}_0"
-            for other in range(1, _chains(tile)):
+            for other in range(1, chains):
                 total = e.op(f"fadd {vector} {total}, %new{i}_{j}_{other}")
             number = e.op(f"call reassoc float @llvm.vector.reduce.fadd.v{lanes}f32(float -0.0, {vector} {total})")
             place = e.address("%out", e.op(f"add i64 {e.op(f'mul i64 %outputs, {i}')}, {indices[j]}"), "float")
@@ -235,9 +236,10 @@ def _block(name: str, encoding: Encoding, tile: Tile) -> str:
     return e.function(f"define internal i64 @{name}_{tile.rows}_{tile.outputs}({_BLOCK})")
 
 
-def _chains(tile: Tile) -> int:
-    """Sums for each product, so that one addition need not wait for the one before."""
-    return 4 if tile.rows * tile.outputs == 1 else 2 if tile.rows == 1 else 1
+def _chains(tile: Tile, encoding: Encoding) -> int:
+    """Sums for each product, so that one addition need not wait for the one before; as many as a step has vectors."""
+    wanted = 4 if tile.rows * tile.outputs == 1 else 2 if tile.rows == 1 else 1
+    return min(wanted, encoding.step // encoding.lanes)
 
 
 def _step(e: Emitter, encoding: Encoding, tile: Tile, weights: Sequence[Sequence[str]], xs: Sequence[str]) -> None:
@@ -249,7 +251,7 @@ def _step(e: Emitter, encoding: Encoding, tile: Tile, weights: Sequence[Sequence
         factors = [e.op(f"load {vector}, ptr {e.address(x, place, 'float')}, align 4") for x in xs]
         for i in range(tile.rows):
             for j in range(tile.outputs):
-                u = part % _chains(tile)
+                u = part % _chains(tile, encoding)
                 before = new.get((i, j, u), f"%sum{i}_{j}_{u}")
                 product = f"{vector} {weights[j][part]}, {vector} {factors[i]}, {vector} {before}"
                 new[i, j, u] = e.op(f"call {vector} {fma}({product})")

@@ -77,7 +77,9 @@ def choose_products(models: Iterable[tuple[ModelFiles, bool]], device: torch.dev
     for model, stays in models:
         is_large = sum(layer.record.nbytes for layer in model.stored.layers) >= LEAST_CHOSEN_BYTES
         if is_large and not is_blocked(model, device):
-            forms |= forms_of(model.stored.layers[0].weights.values(), model.dtype, is_kept=stays)
+            in_layers = [weight for layer in model.stored.layers for weight in layer.weights.values()]
+            packed = [weight for weight in model.stored.shared.values() if weight.is_packed]
+            forms |= forms_of([*in_layers, *packed], model.dtype, is_kept=stays)
     know_products(forms)
 
 
