@@ -17,7 +17,7 @@ from offspec.loaders.tiers import Progress, TieredWeights
 from offspec.loaders.units import format_size
 from offspec.scheduler.retrieval import SuffixIndex
 
-from .checkpoints.load import LoadSettings, load_weights
+from .checkpoints.load import LoadSettings, decoder_over, load_weights
 from .checkpoints.opening import ModelFiles, Note, choose_device, locate
 from .drafts.base import Draft, DraftOptions, OpenedDraft, OpenRequest
 from .drafts.kinds import open_draft
@@ -202,8 +202,7 @@ class PlannedMemory:
 
     def load_decoder(self) -> Decoder:
         """The same, with the decoder over them."""
-        files = self.plan.demand.target
-        return Decoder(files.config, self.load_weights(), dtype=files.dtype, device=self.device)
+        return decoder_over(self.plan.demand.target, self.load_weights(), self.device)
 
     def settle(self, *, can_give_up: bool) -> None:
         """Loading is done: what ran out until now does not count any more. can_give_up: there may be a next time."""

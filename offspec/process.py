@@ -5,6 +5,7 @@
 - `loaders.cuda.limit_memory`: a limit for torch's allocator on a GPU, where `--vram` asks for one.
 - `loaders.formats.process_state`: what importing bitsandbytes changes for a moment, the rows up to which a 4-bit kernel
   was measured to be faster, and a block in which torch has one thread.
+- `model.foreign_modules`: transformers says nothing but errors, once a model is computed by its modules.
 - `cli.serve`: SIGTERM ends the server as Ctrl-C does.
 """
 

@@ -24,6 +24,7 @@ from offspec.loaders.safetensors_folder import read_header
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.block import layer_shapes
 from ..model.config import ModelConfig
+from ..model.foreign_config import ForeignConfig
 from .opening import ModelFiles
 
 FORMAT = "offspec exit layer 1"
@@ -61,8 +62,18 @@ def default_file(target: ModelFiles, exit_layer: int) -> Path:
     return exits_folder() / f"{fingerprint(target)}-{exit_layer}.safetensors"
 
 
+def refuse_foreign(config: ModelConfig) -> None:
+    """Raises UsageError for a target without layers of offspec's own."""
+    if isinstance(config, ForeignConfig):
+        raise UsageError(
+            f"an exit layer needs offspec's own decoder, and a {config.model_type} computes through transformers' "
+            "modules; use --draft lookup, or a small model"
+        )
+
+
 def check_exit_layer(number: int, config: ModelConfig) -> None:
-    """Raises UsageError unless a layer follows the first `number`."""
+    """Raises UsageError unless a layer of offspec's own decoder follows the first `number`."""
+    refuse_foreign(config)
     if not 1 <= number < config.num_layers:
         raise UsageError(
             f"--exit-layer {number} is out of range: the model has {config.num_layers} layers, "

@@ -17,12 +17,13 @@ from offspec.loaders.tiers import StoredLayer, StoredModel
 
 from ..model.block import layer_shapes
 from ..model.config import ModelConfig
-from ..model.names import in_layer
 
 
 def stored_from_config(config: ModelConfig, form: str) -> StoredModel:
     """The weights of a model of this shape in the format `form` (of PLAN_FORMATS)."""
-    layers = [_Layer(form, layer_shapes(config)).weights(in_layer(i, "")) for i in range(config.num_layers)]
+    layers = [
+        _Layer(form, layer_shapes(config, i)).weights(f"{config.layer_prefix}{i}.") for i in range(config.num_layers)
+    ]
     shared = _Layer(format_named(form).outside_layers or form, config.shared_shapes()).weights("")
     return StoredModel([StoredLayer(layer) for layer in layers], shared)
 

@@ -9,9 +9,10 @@ import torch
 from offspec.loaders.formats.blocked import is_supported as is_blocking_supported
 from offspec.loaders.placement import Placement
 from offspec.loaders.tiers import Progress, TieredWeights, TierOptions
+from offspec.loaders.weights import WeightSource
 
 from ..model.decoder import Decoder
-from ..model.names import EMBEDDING
+from ..model.foreign_config import ForeignConfig
 from ..process import disable_cudnn_attention
 from .opening import ModelFiles
 
@@ -50,7 +51,7 @@ def load_weights(
         placement,
         dtype=model.dtype,
         device=device,
-        embedding=EMBEDDING if settings.has_far_embedding and not model.config.tied_head else None,
+        embedding=model.config.embedding_name if settings.has_far_embedding and not model.config.tied_head else None,
         options=TierOptions(is_blocked(model, device) and not settings.is_written, settings.synchronous),
         progress=settings.progress,
     )
@@ -61,6 +62,15 @@ def load_decoder(
 ) -> Decoder:
     """`load_weights`, and the decoder over them."""
     weights = load_weights(model, placement, device, settings)
+    return decoder_over(model, weights, device)
+
+
+def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device) -> Decoder:
+    """The decoder of these files over weights that were loaded: offspec's own, or transformers' modules."""
+    if isinstance(model.config, ForeignConfig):
+        from ..model.foreign import ForeignDecoder  # here, because it imports transformers
+
+        return ForeignDecoder(model.config, weights, dtype=model.dtype, device=device)
     return Decoder(model.config, weights, dtype=model.dtype, device=device)
 
 
@@ -72,4 +82,6 @@ def is_blocked(model: ModelFiles, device: torch.device) -> bool:
     layers = model.stored.layers
     is_large = sum(layer.record.nbytes for layer in layers) >= LEAST_BLOCKED_BYTES
     is_plain = not any(weight.is_packed for layer in layers for weight in layer.weights.values())
+    if isinstance(model.config, ForeignConfig):  # its modules take parameters that are no matrix of a product, too
+        return False
     return device.type == "cpu" and is_large and is_plain and is_blocking_supported(model.dtype)

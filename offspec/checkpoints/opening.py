@@ -29,7 +29,8 @@ from ..errors import (
 )
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import check_tensors, is_ignored, wanted_shapes
-from ..model.names import EMBEDDING, HEAD, LAYER_PREFIX
+from ..model.foreign_config import ForeignConfig
+from .foreign import read_foreign_config
 from .from_config import stored_from_config
 from .gguf import in_our_names
 
@@ -62,8 +63,8 @@ class ModelFiles:
         """Read headers. dtype: auto, bf16, fp16 or fp32; what auto chose is noted. Raises OffspecError's children."""
         checkpoint = in_our_names(open_checkpoint(path, headers_only=headers_only))
         notes += [Note(told) for told in (*checkpoint.notes, *format_notes(checkpoint))]
-        config = _config(path, checkpoint.config)
-        if config.tied_head and not headers_only and _has_another_head(checkpoint):
+        config = _config(path, checkpoint.config, checkpoint, notes)
+        if config.tied_head and not headers_only and _has_another_head(checkpoint, config):
             config = replace(config, tied_head=False)
             notes.append(
                 Note(f"{path.name} has a head of its own, though config.json says that its embedding serves for it")
@@ -71,13 +72,13 @@ class ModelFiles:
         ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
         ignored |= blank_tensors(checkpoint.tensors, wanted_shapes(config))
         try:
-            stored = StoredModel.of(checkpoint, layer_prefix=LAYER_PREFIX, ignore=ignored)
+            stored = StoredModel.of(checkpoint, layer_prefix=config.layer_prefix, ignore=ignored)
         except CheckpointError as exc:  # target or draft? tensors' names do not tell
             if str(path) in str(exc):
                 raise
             raise CheckpointError(f"{path}: {exc}") from exc
         check_tensors(stored.by_name, config, path)
-        return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, stored, device_type, notes))
+        return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, config, stored, device_type, notes))
 
     @classmethod
     def from_config(cls, path: Path, form: str | None, dtype: str, device_type: str, notes: list[Note]) -> ModelFiles:
@@ -92,10 +93,10 @@ class ModelFiles:
             except MissingWeightsError:
                 why = "its weights are not all there"
         checkpoint = in_our_names(open_config(path))
-        config, form = _config(path, checkpoint.config), form or plan_form(checkpoint.config)
+        config, form = _config(path, checkpoint.config, None, notes), form or plan_form(checkpoint.config)
         stored = stored_from_config(config, form)
         notes.append(Note(f"sizes of {path.name} as {form}, from config.json alone ({why})"))
-        return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, stored, device_type, notes))
+        return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, config, stored, device_type, notes))
 
     @cached_property
     def packed_form(self) -> str | None:
@@ -111,16 +112,32 @@ class ModelFiles:
         return count_parameters(self.stored)
 
 
-def _config(path: Path, raw: Mapping[str, Any]) -> ModelConfig:
+def _config(path: Path, raw: Mapping[str, Any], checkpoint: Checkpoint | None, notes: list[Note]) -> ModelConfig:
+    """By offspec's own decoder, or else by transformers' modules. checkpoint: None where its weights are not there."""
     try:
-        return read_config(raw)
+        try:
+            return read_config(raw)
+        except UnsupportedModelError as exc:
+            found = read_foreign_config(raw, checkpoint, exc)
+            notes += _foreign_notes(path.name, found)
+            return found
     except (CheckpointError, UnsupportedModelError) as exc:  # target or draft? it cannot know which file it reads
         raise type(exc)(f"{path}: {exc}") from exc
 
 
-def _has_another_head(checkpoint: Checkpoint) -> bool:
+def _foreign_notes(name: str, config: ForeignConfig) -> list[Note]:
+    """What somebody should know whose model transformers' modules compute."""
+    how = f"{name} computes through transformers' own modules (model_type {config.model_type})"
+    notes = [Note(f"{how}: slower than offspec's decoder")]
+    if config.has_experts:
+        every = "a pass reads every expert of a layer, whichever it needs"
+        notes.append(Note(f"{name} has experts, and {every}; llama.cpp with experts on the CPU is faster", advice=True))
+    return notes
+
+
+def _has_another_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Whether there is a head that is not the embedding's copy; transformers (from 5 on) does not tie these, either."""
-    head, embedding = (checkpoint.tensors.get(name) for name in (HEAD, EMBEDDING))
+    head, embedding = (checkpoint.tensors.get(name) for name in (config.own_head_name, config.embedding_name))
     if head is None or embedding is None:
         return False
     if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
@@ -158,7 +175,9 @@ def choose_device(wanted: str, notes: list[Note]) -> torch.device:
     return torch.device("cuda", number)
 
 
-def choose_dtype(wanted: str, name: str, stored: StoredModel, device_type: str, notes: list[Note]) -> torch.dtype:
+def choose_dtype(
+    wanted: str, name: str, config: ModelConfig, stored: StoredModel, device_type: str, notes: list[Note]
+) -> torch.dtype:
     """`auto`: the checkpoint's own, but fp32 on a CPU for a model so small that exact text costs nothing."""
     if wanted != "auto":
         if wanted not in DTYPES:
@@ -167,7 +186,7 @@ def choose_dtype(wanted: str, name: str, stored: StoredModel, device_type: str, 
     if device_type == "cpu" and 4 * count_parameters(stored) <= SMALL_MODEL_BYTES:
         notes.append(Note(f"dtype fp32 for {name} (small enough; text is exact to the token)"))
         return torch.float32
-    kept = stored.shared[EMBEDDING].dtype
+    kept = stored.shared[config.embedding_name].dtype
     chosen = {"F16": torch.float16, "F32": torch.float32}.get(kept, torch.bfloat16)
     is_slow = device_type == "cpu" and chosen is torch.float16 and "avx512_bf16" in instructions()
     remedy = "; on a CPU --dtype bf16 may be several times as fast" if is_slow else ""

@@ -11,6 +11,7 @@ from offspec.scheduler.overlap import OverlapSwitch
 from offspec.scheduler.recycling import TokenRecycling
 
 from ..model.decoder import Decoder
+from ..model.foreign_config import ForeignConfig
 from .recall import Recall
 
 
@@ -32,5 +33,10 @@ class EstimatesAndRecall(RunningEstimates):
             TokenRecycling(target.config.vocab_size),
             costs=Costs(predict_pass_s),
             overlap_switch=OverlapSwitch(shares_cores=target.device.type == "cpu"),
-            recall=None if draft is None else Recall(draft, target),
+            recall=None if draft is None or not (_is_linear(draft) and _is_linear(target)) else Recall(draft, target),
         )
+
+
+def _is_linear(decoder: Decoder) -> bool:
+    """Whether its logits are linear in its final states, which recall relies on."""
+    return not isinstance(decoder.config, ForeignConfig) or decoder.config.has_linear_head

@@ -19,11 +19,12 @@ from offspec.scheduler.params import MAX_ROWS, SpeculationParams
 
 from ..checkpoints.load import LoadSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, locate
-from ..errors import VocabularyMismatchError
+from ..errors import UsageError, VocabularyMismatchError
 from ..model.block import kv_cache_bytes
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder
+from ..model.foreign_config import ForeignConfig
 from ..model.row_logits import HEAD_ROWS
 from ..model.text_caches import TextCaches
 from ..planning.memory import MemoryUse, Room
@@ -125,6 +126,7 @@ class OpenedModel:
             files = ModelFiles.open(path, *asked)
             _check_vocabulary(request.tokenizer, request.target, files)
             if options.learns:
+                _refuse_foreign_learner(name, files.config)
                 check_learning(options.learn_file, has_draft=True, writes=options.learn)
         return cls(name, files, options)
 
@@ -172,6 +174,14 @@ def _guessing_bytes(draft_vocabulary: int, target_vocabulary: int) -> int:
     rounds = 4 * 4 * int(WIDTHS[-1]) * draft_vocabulary
     noise = (4 + 8) * SpeculationParams.max_depth * max(draft_vocabulary, target_vocabulary)
     return rounds + noise + 4 * WALKED_SLICES * HEAD_ROWS * target_vocabulary
+
+
+def _refuse_foreign_learner(name: str, config: ModelConfig) -> None:
+    if isinstance(config, ForeignConfig):
+        raise UsageError(
+            f"the draft {name} computes through transformers' modules, and only offspec's own decoder can learn; "
+            "leave --learn and --learn-file out"
+        )
 
 
 def _check_vocabulary(tokenizer: Tokenizer, target: ModelFiles, draft: ModelFiles) -> None:

@@ -10,7 +10,7 @@ import torch
 from offspec.loaders.placement import Item
 from offspec.scheduler.params import MAX_ROWS
 
-from ..checkpoints.exit_layers import ExitFile
+from ..checkpoints.exit_layers import ExitFile, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
 from ..model.block import kv_cache_bytes
@@ -59,6 +59,7 @@ class OpenedSelf:
         Raises UsageError, CheckpointError.
         """
         target, options = request.target, request.options
+        refuse_foreign(target.config)
         if request.tokenizer is None:
             raise UsageError(
                 "--draft self is not planned for: plan with --draft none, and add an exit layer to what stays"

@@ -19,6 +19,7 @@ from offspec.loaders.formats import Weight, linear
 
 from .attention import attend
 from .config import ModelConfig
+from .foreign_config import ForeignConfig
 from .kv_cache import KVLayout
 from .rope import RotaryEmbedding, Rotations, rotate
 
@@ -125,8 +126,10 @@ def build_blocks(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     return [Block(config, index, rotary) for index in range(config.num_layers)]
 
 
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Short name → shape of every tensor that a layer has, no more and no less."""
+def layer_shapes(config: ModelConfig, index: int = 0) -> dict[str, tuple[int, ...]]:
+    """Short name → shape of every tensor that layer `index` has, no more and no less."""
+    if isinstance(config, ForeignConfig):
+        return dict(config.layers[index])
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -152,6 +155,8 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def kv_layouts(config: ModelConfig) -> list[KVLayout]:
     """What each layer puts in a KV cache for a token."""
+    if isinstance(config, ForeignConfig):
+        return list(config.kv)
     return [KVLayout(config.num_kv_heads, config.head_dim)] * config.num_layers
 
 

@@ -15,7 +15,7 @@ from offspec.loaders.checkpoint import show
 from offspec.loaders.params import QUANT_METHODS
 
 from ..errors import CheckpointError, UnsupportedModelError
-from .names import EMBEDDING, FINAL_NORM, HEAD
+from .names import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX
 
 Json = Mapping[str, Any]
 
@@ -51,10 +51,26 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
 
+    # Names of tensors in the checkpoint.
+
+    @property
+    def layer_prefix(self) -> str:
+        """What comes before a layer's number."""
+        return LAYER_PREFIX
+
+    @property
+    def embedding_name(self) -> str:
+        return EMBEDDING
+
+    @property
+    def own_head_name(self) -> str:
+        """Of a head that is not tied."""
+        return HEAD
+
     @property
     def head_name(self) -> str:
         """The full name of the matrix that makes logits."""
-        return EMBEDDING if self.tied_head else HEAD
+        return self.embedding_name if self.tied_head else self.own_head_name
 
     def shared_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every tensor outside the layers."""
@@ -205,6 +221,12 @@ def _family(config: Json) -> Callable[[Json, int], dict[str, Any]]:
         raise UnsupportedModelError(
             "is_causal false (every token sees all others) is not supported; the model does not write text"
         )
+    check_quantization(config)
+    return FAMILIES[model_type]
+
+
+def check_quantization(config: Json) -> None:
+    """Raises UnsupportedModelError where the weights are in a form that nobody here reads."""
     if quantization := config.get("quantization_config"):
         method = _quant_method(quantization)
         if method not in QUANT_METHODS:
@@ -212,7 +234,6 @@ def _family(config: Json) -> Callable[[Json, int], dict[str, Any]]:
                 f"checkpoints quantised by {method} are not read; use one by {', '.join(QUANT_METHODS)}, "
                 "or the 16-bit one and `offspec quantize`"
             )
-    return FAMILIES[model_type]
 
 
 def _quant_method(quantization: object) -> str:

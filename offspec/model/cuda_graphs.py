@@ -24,6 +24,7 @@ from offspec.loaders.small_transfers import page_locked, read_words, seen_by
 from offspec.scheduler.params import MAX_ROWS
 
 from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
+from .foreign_config import ForeignConfig
 from .kv_cache import KVCache
 from .rope import Rotations
 
@@ -40,7 +41,7 @@ def is_static(decoder: Decoder) -> bool:
     Packed weights are left out: bitsandbytes does not promise that its kernels can be captured.
     """
     weights = decoder.weights
-    if not weights.is_resident:
+    if isinstance(decoder.config, ForeignConfig) or not weights.is_resident:
         return False
 
     def is_ready(weight: Weight) -> bool:

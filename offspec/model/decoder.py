@@ -25,10 +25,11 @@ from offspec.scheduler.vocabulary import Vocabulary
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .attention import Visibility
-from .block import LayerWeights, PassRows, as_vector, build_blocks, layer_shapes, rms_norm
+from .block import LayerWeights, PassRows, as_vector, build_blocks, kv_layouts, layer_shapes, rms_norm
 from .config import ModelConfig
+from .foreign_config import ForeignConfig
 from .kv_cache import KVCache, MakeLayerCaches, plain_layers
-from .names import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX, in_layer
+from .names import FINAL_NORM, LAYER_PREFIX
 from .rope import Rotations
 from .row_logits import HEAD_ROWS, RowLogits
 
@@ -61,14 +62,16 @@ def check_tensors(weights: Mapping[str, StoredWeight], config: ModelConfig, path
 
 def wanted_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Full name → shape of every tensor that `config` calls for."""
-    layers = range(config.num_layers)
-    inner = {in_layer(i, name): shape for i in layers for name, shape in layer_shapes(config).items()}
+    prefix, layers = config.layer_prefix, range(config.num_layers)
+    inner = {f"{prefix}{i}.{name}": shape for i in layers for name, shape in layer_shapes(config, i).items()}
     return config.shared_shapes() | inner
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
     """Tensors that checkpoints carry and a decoder does not need: a tied head's copy, precomputed frequencies."""
-    return (config.tied_head and name == HEAD) or name.endswith("rotary_emb.inv_freq")
+    if isinstance(config, ForeignConfig) and name in config.ignored:
+        return True
+    return (config.tied_head and name == config.own_head_name) or name.endswith("rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ class Decoder:
 
     def new_cache(self, layers: range | None = None) -> KVCache:
         """An empty one for all layers, or for these."""
-        layouts = [self.blocks[index].kv for index in layers or range(len(self.blocks))]
+        layouts = kv_layouts(self.config)
+        layouts = [layouts[index] for index in layers or range(len(layouts))]
         return KVCache(self.make_layer_caches(layouts, self.dtype, self.device), self.device)
 
     # ---------------------------------------------------------------------------------------- a pass
@@ -182,7 +186,7 @@ class Decoder:
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         """The rows [T, hidden] of the embedding's table for tokens [T], as they stand there."""
-        return self.weights.rows(EMBEDDING, tokens)
+        return self.weights.rows(self.config.embedding_name, tokens)
 
     def layer_weights(self, tensors: Mapping[str, Weight]) -> LayerWeights:
         """What blocks are given of a layer's weights as `weights` lends them."""
@@ -204,8 +208,14 @@ class Decoder:
 
 def chunk_rows(config: ModelConfig, num_keys: int) -> int:
     """How many rows go through a layer together where attention looks at `num_keys`."""
-    group = config.num_heads // config.num_kv_heads
-    return max(1, min(CHUNK_ROWS, MASK_ELEMENTS // (group * max(1, num_keys))))
+    return max(1, min(CHUNK_ROWS, MASK_ELEMENTS // (_mask_heads(config) * max(1, num_keys))))
+
+
+def _mask_heads(config: ModelConfig) -> int:
+    """For how many heads a mask, or the scores that it is added to, lies in memory."""
+    if isinstance(config, ForeignConfig) and config.form.attention == "eager":
+        return config.num_heads
+    return config.num_heads // config.num_kv_heads
 
 
 def activation_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize: int) -> int:
@@ -214,7 +224,9 @@ def activation_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize
     queries = c.num_heads * c.head_dim
     widths = 4 * c.hidden_size + 3 * max(c.intermediate_size, 2 * queries)
     copies = 1 + 2 * itemsize  # as bool, as numbers, and these aligned
-    mask = (c.num_heads // c.num_kv_heads) * rows * num_keys * copies
+    mask = _mask_heads(c) * rows * num_keys * copies
+    if isinstance(c, ForeignConfig):  # keys and values are repeated for each head, experts are made one by one
+        mask += (2 * queries * num_keys + c.made_elements) * itemsize
     head = HEAD_ROWS * c.vocab_size * (itemsize + 4)
     return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + mask, head)
 

@@ -20,7 +20,6 @@ from ..checkpoints.opening import ModelFiles
 from ..errors import MemoryLimitError, UsageError
 from ..model.block import kv_cache_bytes
 from ..model.decoder import activation_bytes
-from ..model.names import EMBEDDING
 from ..model.row_logits import HEAD_ROWS
 from .memory import MemoryOptions, MemoryUse, MemoryUser, Room, add_up
 
@@ -205,7 +204,7 @@ def _items(room: Room, demand: Demand, uses: Sequence[MemoryUse]) -> list[Item]:
         Item("activations", on_device=workspace),
     ]
     if not config.tied_head:
-        items.append(Item(EMBEDDING_ITEM, on_host=shared.pop(EMBEDDING)))
+        items.append(Item(EMBEDDING_ITEM, on_host=shared.pop(config.embedding_name)))
     items.append(Item("head", on_device=sum(shared.values())))
     items += unpacking_items(target)
     return add_up([*items, *(item for use in uses for item in use.items)])

@@ -1,0 +1,214 @@
+"""What transformers' modules of a model would do, found out by asking them; no weights are needed.
+
+How layers return hidden states, which layer sees how far back, how masks have to be given so that each layer gets the
+right one, and what each layer puts in a KV cache. Whatever does not add up is refused: text must be exact, or not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ..errors import UnsupportedModelError
+from .foreign_config import CallForm
+from .foreign_modules import RECURRENT, LayerCall, Modules, RecurrentStateError, TextCache
+from .kv_cache import KVLayout
+
+MAX_PROBED_KEYS = 2**22
+OUTPUT_FORMS = (0, 1, 2, 3)  # hidden states alone, or so many values of which they are the first
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What was found out: see `ForeignConfig` for what the fields mean."""
+
+    form: CallForm
+    hidden_size: int
+    max_context: int
+    windows: tuple[int | None, ...]
+    kv: tuple[KVLayout, ...]
+    key_value_dims: tuple[tuple[int, int], ...]
+    has_linear_head: bool
+
+
+class SeenKeysError(Exception):
+    """What a layer was about to put in the cache."""
+
+    def __init__(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.layer, self.keys, self.values = layer, keys, values
+
+
+class ProbeCache(TextCache):
+    """A cache of `length` tokens, which ends a layer as soon as that has keys and values."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
+        raise SeenKeysError(layer_idx, key_states, value_states)
+
+
+def probe(modules: Modules) -> Probed:
+    """Raises UnsupportedModelError. modules: as they were built; they cannot be used for anything else afterwards."""
+    return _Probe(modules).found()
+
+
+class _Probe:
+    def __init__(self, modules: Modules) -> None:
+        self.modules, self.config = modules, modules.causal.config
+        self.name = self.config.model_type
+        self.width = int(modules.embedding.weight.shape[1])
+        longest = getattr(self.config, "max_position_embeddings", None)
+        if not isinstance(longest, int) or longest < 1:
+            raise self.refusal("does not say how long its texts may be")
+        self.max_context = longest
+        if any(b.dtype == torch.bool for layer in modules.layers for b in layer.buffers()):
+            raise self.refusal("has masks of its own inside its layers")
+        modules.fill_buffers(torch.device("cpu"), inside_layers=False)
+        _fill_parameters(modules)
+
+    def refusal(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.name} {what}: not supported through transformers' modules")
+
+    def found(self) -> Probed:
+        calls = self._find_outputs()
+        windows = self._windows()
+        has_kinds = self._has_mask_kinds(windows)
+        kept = [self._keys_and_values(index, call) for index, call in enumerate(calls)]
+        return Probed(
+            CallForm(
+                attention=self.config._attn_implementation,
+                num_outputs=self.modules.num_outputs,
+                has_mask_kinds=has_kinds,
+            ),
+            self.width,
+            self.max_context,
+            windows,
+            tuple(layout for layout, _ in kept),
+            tuple(dims for _, dims in kept),
+            self._has_linear_head(),
+        )
+
+    def _prepare(self, length: int, num_rows: int, mask: Any) -> list[LayerCall]:
+        """The calls of a pass over rows behind `length` tokens, on the CPU. Raises whatever goes wrong."""
+        positions = torch.arange(length, length + num_rows)
+        calls = self.modules.prepare(torch.zeros(num_rows, self.width), positions, ProbeCache(length), mask)
+        if len(calls) != len(self.modules.layers) or any(c.hidden.shape != (1, num_rows, self.width) for c in calls):
+            raise ValueError("its layers are not called one after the other with the same hidden states")
+        return calls
+
+    def _find_outputs(self) -> list[LayerCall]:
+        """Finds out in which form layers return hidden states; the calls of a pass of two rows."""
+        failures = list[Exception]()
+        for form in OUTPUT_FORMS:
+            self.modules.num_outputs = form
+            try:
+                return self._prepare(0, 2, _causal(2))
+            except RecurrentStateError as exc:
+                raise self.refusal(RECURRENT) from exc
+            except Exception as exc:  # noqa: BLE001 (foreign code raises what it likes)
+                failures.append(exc)
+        raise self.refusal(f"does not prepare its passes as decoders do ({told(failures[0])})")
+
+    def _windows(self) -> tuple[int | None, ...]:
+        """How many positions back each layer sees, by the masks that its own code makes; None is all."""
+        longest = min(self.max_context, MAX_PROBED_KEYS)
+        seen = [self._visible(longest - shorter) for shorter in (0, 1)]
+        windows = list[int | None]()
+        for layer, (most, fewer) in enumerate(zip(*seen, strict=True)):
+            if most == longest and fewer == longest - 1:
+                windows.append(None)
+            elif most == fewer:
+                windows.append(most)
+            else:
+                raise self.refusal(f"has a mask of its own in layer {layer}")
+        return tuple(windows)
+
+    def _visible(self, num_keys: int) -> list[int]:
+        """How many of `num_keys` keys the last one's row sees, layer by layer."""
+        try:
+            masks = [call.mask for call in self._prepare(num_keys - 1, 1, None)]
+        except Exception as exc:
+            raise self.refusal(f"does not make masks ({told(exc)})") from exc
+        return [num_keys if mask is None else int(_seen(mask)[..., -1, :].sum()) for mask in masks]
+
+    def _has_mask_kinds(self, windows: Sequence[int | None]) -> bool:
+        """Whether each layer gets its mask where they are given by kinds, or all of them the only one there is."""
+        kinds = {window is None: _causal(2) for window in windows}
+        if len(set(windows)) > len(kinds):
+            raise self.refusal("has windows of several widths")
+        for mask in (*(kinds.values() if len(kinds) == 1 else ()), by_kind(kinds)):
+            try:
+                calls = self._prepare(0, 2, mask)
+            except Exception:  # noqa: BLE001 (whatever they make of masks that they do not take)
+                continue
+            if all(call.mask is kinds[w is None] for call, w in zip(calls, windows, strict=True)):
+                return isinstance(mask, dict)
+        raise self.refusal("does not take masks as they are given")
+
+    def _keys_and_values(self, index: int, call: LayerCall) -> tuple[KVLayout, tuple[int, int]]:
+        """What a layer puts in a cache, on the meta device."""
+
+        def on_meta(value: Any) -> Any:
+            return value.to("meta") if isinstance(value, Tensor) else value
+
+        meta = LayerCall(call.hidden, tree_map(on_meta, dict(call.kwargs)))
+        try:
+            self.modules.call_layer(index, meta, torch.zeros(2, self.width, device="meta"))
+        except SeenKeysError as seen:
+            shapes = seen.keys.shape, seen.values.shape
+            if seen.layer == index and all(len(s) == 4 and (s[0], s[2]) == (1, 2) for s in shapes):
+                (_, key_heads, _, key_dim), (_, value_heads, _, value_dim) = shapes
+                if key_heads == value_heads:
+                    return KVLayout(key_heads, max(key_dim, value_dim)), (key_dim, value_dim)
+        except RecurrentStateError as exc:
+            raise self.refusal(RECURRENT) from exc
+        except Exception as exc:
+            raise self.refusal(f"has a layer {index} that cannot be looked into ({told(exc)})") from exc
+        raise self.refusal(f"has a layer {index} without keys and values of its own")
+
+    def _has_linear_head(self) -> bool:
+        """Whether logits are linear in the final states."""
+        head = self.modules.head
+        if type(head).forward is not nn.Linear.forward:
+            raise self.refusal("has a head that is no matrix")
+        head.forward = lambda states: states
+        states = torch.randn(2, self.width, generator=torch.Generator().manual_seed(0)) * 20
+        try:
+            once, twice = (self.modules.logits(factor * states) for factor in (1, 2))
+        except Exception as exc:
+            raise self.refusal(f"does not make its logits as decoders do ({told(exc)})") from exc
+        return head.bias is None and torch.allclose(2 * once, twice)
+
+
+def told(exc: Exception) -> str:
+    """What foreign code raised, on one line of bounded length."""
+    return " ".join(f"{type(exc).__name__}: {exc}".split())[:200]
+
+
+def by_kind(masks: dict[bool, Tensor]) -> dict[str, Tensor]:
+    """Masks of layers without (True) and with (False) a window, as transformers' modules take them by kinds."""
+    some = next(iter(masks.values()))
+    return {"full_attention": masks.get(True, some), "sliding_attention": masks.get(False, some)}
+
+
+def _causal(num_rows: int) -> Tensor:
+    return torch.ones(num_rows, num_rows, dtype=torch.bool).tril()[None, None]
+
+
+def _seen(mask: Tensor) -> Tensor:
+    """A mask, of bools or to be added, as bools."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def _fill_parameters(modules: Modules) -> None:
+    """Zeros for the parameters outside the layers, in no memory."""
+    inside = {id(p) for layer in modules.layers for p in layer.parameters()}
+    for module in modules.base.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in inside:
+                zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                module._parameters[name] = nn.Parameter(zeros, requires_grad=False)

@@ -1,0 +1,115 @@
+"""Modules of transformers whose parameters are lent: weights are theirs for the time of a layer, and no longer.
+
+A `Lender` takes the parameters of a module tree away and puts lent weights in their place. Matrices of linear modules
+are multiplied as offspec multiplies all matrices, in whatever format they lie; other parameters are given as tensors in
+the dtype of the arithmetic. Experts are made one by one when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offspec.loaders.formats import Weight, dense, linear
+
+from .foreign_config import Source
+
+
+class LentLinear(nn.Module):
+    """A linear module over a lent matrix [N, K] in any format."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.in_features, self.out_features = module.in_features, module.out_features
+        self.weight: Any = None
+        self.bias: Any = None
+        self.scratch: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] → [..., N]."""
+        return linear(x, self.weight, self.bias, self.scratch)
+
+
+@dataclass(frozen=True)
+class LentExperts:
+    """The parameter [E, N, K] of E experts that lie as matrices of their own; one is made when it is asked for."""
+
+    parts: tuple[tuple[Weight, ...], ...]
+    dtype: torch.dtype
+
+    def __getitem__(self, expert: int | Tensor) -> Tensor:
+        """Expert `expert`'s matrix [N, K]."""
+        found = [dense(weights[int(expert)], self.dtype) for weights in self.parts]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place: attribute `name` of `module`, and what it is made of."""
+
+    module: nn.Module
+    name: str
+    source: Source
+
+    def fill(self, weights: Mapping[str, Weight], dtype: torch.dtype) -> None:
+        """Put what `weights` has there."""
+        names = self.source.names
+        value: Any
+        if self.source.is_experts:
+            value = LentExperts(tuple(tuple(weights[name] for name in part) for part in names), dtype)
+        elif isinstance(self.module, LentLinear) and self.name == "weight":
+            value = weights[names[0][0]]
+        else:
+            value = dense(weights[names[0][0]], dtype)
+        object.__setattr__(self.module, self.name, value)
+
+    def empty(self) -> None:
+        object.__setattr__(self.module, self.name, None)
+
+
+class Lender:
+    """The parameters of one module tree, which are lent to it together."""
+
+    def __init__(self, root: nn.Module, sources: Mapping[str, Source], dtype: torch.dtype) -> None:
+        """sources: by a parameter's path below `root`; all of them are taken away. dtype: of the arithmetic."""
+        self._dtype = dtype
+        self._slots = [_take(root, path, source) for path, source in sources.items()]
+        self._linears = [slot.module for slot in self._slots if isinstance(slot.module, LentLinear)]
+
+    @contextmanager
+    def lend(self, weights: Mapping[str, Weight], scratch: Tensor | None) -> Iterator[None]:
+        """weights: by the names of the sources. scratch: see `formats.linear`."""
+        try:
+            for slot in self._slots:
+                slot.fill(weights, self._dtype)
+            for module in self._linears:
+                module.scratch = scratch
+            yield
+        finally:
+            for slot in self._slots:
+                slot.empty()
+            for module in self._linears:
+                module.scratch = None
+
+
+def _take(root: nn.Module, path: str, source: Source) -> Slot:
+    """Takes the parameter or buffer at `path` out of its module, which is replaced where it is linear."""
+    above, _, name = path.rpartition(".")
+    module: Any = root.get_submodule(above)
+    if type(module).forward is nn.Linear.forward:
+        lent = LentLinear(module)
+        parent, _, own = above.rpartition(".")
+        root.get_submodule(parent)._modules[own] = lent
+        module = lent
+    for kept in (module._parameters, module._buffers):
+        kept.pop(name, None)
+    object.__setattr__(module, name, None)
+    return Slot(module, name, source)

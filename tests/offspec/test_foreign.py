@@ -1,0 +1,337 @@
+"""Models that offspec has no code for, through transformers' modules: the text is the one that transformers writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.conversion import convert
+from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.drafts.without_model import LookupDraft
+from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError, UsageError
+from offspec.loaders.params import ConvertParams
+from offspec.loaders.placement import Limits, Placement, Slots
+from offspec.loading import LoadedTarget
+from offspec.model import decoder as decoder_module
+from offspec.model.decoder import Decoder
+from offspec.model.foreign import ForeignDecoder
+from offspec.planning.plan import all_resident
+
+from ..pair import VOCAB_SIZE, Pair, build_pair, variant
+
+CPU = torch.device("cpu")
+PROMPT = [5, 9, 33, 70, 71, 72, 40, 41, 9, 33, 70, 71, 72, 40, 41, 9, 33]
+NUM_TOKENS = 28
+GREEDY = SamplingParams(NUM_TOKENS, seed=0, ignore_eos=True)
+SAMPLED = SamplingParams(16, temperature=1.0, top_p=0.9, seed=3, ignore_eos=True)
+PLAIN = SpeculationParams(budget=0)
+
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+GROUPED = SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2}
+EXPERTS = GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+OLD_SHAPE = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+MULTI_HEAD_LATENT = GROUPED | {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+}
+ALTERNATING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "falcon-multi-query": SHAPE | {"model_type": "falcon", "multi_query": True, "bias": True},
+    "falcon-new": SHAPE | {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "stablelm": GROUPED | {"model_type": "stablelm", "use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    "mixtral": GROUPED | {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 9},
+    "qwen2_moe": EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24},
+    "qwen3_moe": EXPERTS | {"model_type": "qwen3_moe", "head_dim": 8, "mlp_only_layers": [1]},
+    "gpt_neox": SHAPE | {"model_type": "gpt_neox", "intermediate_size": 64, "rotary_pct": 0.5},
+    "phi": SHAPE | {"model_type": "phi", "intermediate_size": 64, "partial_rotary_factor": 0.5},
+    "gpt2": OLD_SHAPE | {"model_type": "gpt2"},
+    "gptj": OLD_SHAPE | {"model_type": "gptj", "rotary_dim": 4},
+    "opt": SHAPE | {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "deepseek_v3": MULTI_HEAD_LATENT | {"model_type": "deepseek_v3"},
+    "gpt_oss": GROUPED | ALTERNATING | {"model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4},
+}
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A tiny random checkpoint that transformers wrote, and what it makes of it."""
+
+    folder: Path
+    reference: PreTrainedModel
+
+    @property
+    def text(self) -> list[int]:
+        """Greedy."""
+        ids = torch.tensor([PROMPT])
+        limits = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False, "pad_token_id": 0}
+        out: Any = self.reference.generate(ids, attention_mask=torch.ones_like(ids), **limits)  # type: ignore[operator]
+        return [int(token) for token in out[0, len(PROMPT) :]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Iterator[Engine]:
+    loaded = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="module")
+def models(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Foreign]:
+    """Those that were asked for, each built once."""
+    disable_progress_bar()
+
+    class Built(dict[str, Foreign]):
+        def __missing__(self, name: str) -> Foreign:
+            self[name] = build(MODELS[name], tmp_path_factory.mktemp(name), pair)
+            return self[name]
+
+    return Built()
+
+
+@torch.no_grad()
+def build(config: dict[str, Any], folder: Path, pair: Pair) -> Foreign:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(parameter + 0.1 * noise if parameter.dim() == 1 else 1.2 * noise / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(pair.target / name, folder)
+    return Foreign(folder, reference(folder))
+
+
+def reference(folder: Path) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def resident(folder: Path) -> Decoder:
+    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    return load_decoder(files, all_resident(files), CPU)
+
+
+def streamed(folder: Path) -> Decoder:
+    """Layer 0 stays, the others come from disk."""
+    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    costs = [layer.cost(files.dtype) for layer in files.stored.layers]
+    slots = Slots(2, 0, max(cost.slot_bytes for cost in costs))
+    placement = Placement((0,), (), tuple(range(1, len(costs))), slots, (), Limits(None, 0), 0, 0)
+    return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
+
+
+def text_of(engine: Engine, params: SamplingParams, speculation: SpeculationParams | None = None) -> list[int]:
+    steps = engine.generate(PROMPT, params, speculation or SpeculationParams(budget=12))
+    return [token for step in steps for token in step.token_ids]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_text_is_transformers_whatever_guesses_and_wherever_layers_lie(
+    name: str, models: dict[str, Foreign], engine: Engine
+) -> None:
+    model = models[name]
+    here, there = resident(model.folder), streamed(model.folder)
+    assert isinstance(here, ForeignDecoder)
+    drafted = Engine(LoadedTarget(here), engine.tokenizer, engine.draft)
+    looked_up = Engine(LoadedTarget(there), engine.tokenizer, LookupDraft())
+    expected = model.text
+    assert text_of(drafted, GREEDY, PLAIN) == expected
+    assert text_of(drafted, GREEDY) == expected
+    assert text_of(looked_up, GREEDY) == expected
+    assert text_of(looked_up, SAMPLED) == text_of(drafted, SAMPLED, PLAIN)
+    there.weights.close()
+
+
+@pytest.mark.parametrize("name", ["falcon-new", "gpt_oss"])
+def test_long_rows_go_through_a_layer_in_chunks(
+    name: str, models: dict[str, Foreign], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models[name]
+    tokens, cache = torch.tensor(PROMPT), (decoder := resident(model.folder)).new_cache()
+    expected = model.reference(tokens[None]).logits[0]
+    whole = decoder.logits(decoder.forward(tokens, torch.arange(len(PROMPT)), decoder.new_cache()))
+    monkeypatch.setattr(decoder_module, "CHUNK_ROWS", 5)
+    chunked = decoder.logits(decoder.forward(tokens, torch.arange(len(PROMPT)), cache))
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(chunked, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_four_bit_experts_are_unpacked_one_by_one(models: dict[str, Foreign], tmp_path: Path) -> None:
+    source, packed, plain = models["mixtral"].folder, tmp_path / "packed", tmp_path / "plain"
+    convert(source, packed, ConvertParams(format="nf4"))
+    decoder, tensors = resident(packed), load_file(source / "model.safetensors")
+    for index in range(decoder.config.num_layers):
+        with decoder.weights.layer(index) as layer:
+            for short, weight in layer.items():
+                if not isinstance(weight, torch.Tensor):
+                    tensors[f"model.layers.{index}.{short}"] = weight.dequantize(torch.float32)
+    shutil.copytree(source, plain)
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    expected = reference(plain)(torch.tensor([PROMPT])).logits[0]
+    found = decoder.logits(decoder.forward(torch.tensor(PROMPT), torch.arange(len(PROMPT)), decoder.new_cache()))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_base_models_names_are_found(models: dict[str, Foreign], tmp_path: Path) -> None:
+    """As gpt2 itself has them: "h.0.ln_1.weight", where its modules say "transformer.h.0.ln_1.weight"."""
+    model = models["gpt2"]
+    folder = shutil.copytree(model.folder, tmp_path / "short")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n.removeprefix("transformer."): t for n, t in tensors.items()}, folder / "model.safetensors")
+    tokens, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
+    found = [d.logits(d.forward(tokens, positions, d.new_cache())) for d in map(resident, (folder, model.folder))]
+    assert torch.equal(*found)
+
+
+def test_the_path_that_a_model_takes_is_told(models: dict[str, Foreign]) -> None:
+    notes = list[Note]()
+    ModelFiles.open(models["mixtral"].folder, "fp32", "cpu", notes)
+    told = [note.text for note in notes]
+    assert any("transformers' own modules (model_type mixtral)" in text for text in told)
+    assert any("llama.cpp" in text for text in told)
+
+
+def test_sizes_are_planned_from_config_json_alone(models: dict[str, Foreign]) -> None:
+    for name in ("mixtral", "gpt2"):
+        there = ModelFiles.open(models[name].folder, "fp32", "cpu", [])
+        alone = ModelFiles.from_config(models[name].folder, "fp32", "fp32", "cpu", [])
+        assert alone.num_parameters == there.num_parameters
+        assert ModelFiles.from_config(models[name].folder, "nf4", "fp32", "cpu", []).num_parameters
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "recurrent layers": ({"model_type": "mamba", "hidden_size": 32}, "recurrent layers"),
+    "hybrid layers": (
+        GROUPED | {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]},
+        "recurrent layers",
+    ),
+    "jamba": (GROUPED | {"model_type": "jamba", "use_mamba_kernels": False}, "recurrent layers"),
+    "alibi": (SHAPE | {"model_type": "falcon", "alibi": True}, "ALiBi"),
+    "bloom": ({"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 2}, "ALiBi"),
+    "masks inside": (
+        {"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+        "masks of its own",
+    ),
+    "encoder": ({"model_type": "bart", "is_encoder_decoder": True}, "encoder"),
+    "unknown": ({"model_type": "no_such_model"}, "nor known to the installed transformers"),
+    "own code": ({"model_type": "no_such_model", "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "never run"),
+    "no text": (SHAPE | {"model_type": "gpt_neox", "architectures": ["GPTNeoXModel"]}, "writes text"),
+    "dynamic RoPE": (
+        SHAPE
+        | {"model_type": "gpt_neox", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "changes with the text's length",
+    ),
+    "method": (SHAPE | {"model_type": "gpt_neox", "quantization_config": {"quant_method": "hqq"}}, "hqq"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_hold_a_tree_is_refused_in_one_line(what: str, tmp_path: Path) -> None:
+    config, told = REFUSED[what]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError) as refused:
+        ModelFiles.from_config(tmp_path, "bf16", "auto", "cpu", [])
+    assert told in str(refused.value)
+    assert str(tmp_path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hidden_size": 0},
+        {"hidden_size": -32},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 5},
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": "three"},
+        {"vocab_size": -1},
+        {"vocab_size": 10**30},
+        {"hidden_act": "none"},
+        {"max_position_embeddings": -5},
+        {"rope_parameters": 7},
+        {"layer_norm_eps": "small"},
+    ],
+    ids=str,
+)
+def test_a_lying_config_is_refused_in_one_line(
+    settings: dict[str, Any], models: dict[str, Foreign], tmp_path: Path
+) -> None:
+    folder = variant(models["stablelm"].folder, tmp_path / "lying", **settings)
+    with pytest.raises(OffspecError) as refused:
+        ModelFiles.open(folder, "auto", "cpu", [])
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 600
+
+
+def test_tensors_that_do_not_fit_are_refused(models: dict[str, Foreign], tmp_path: Path) -> None:
+    for number, (change, told) in enumerate(
+        (
+            ({"model.layers.1.block_sparse_moe.experts.2.w1.weight": None}, "experts"),
+            ({"model.norm.weight": None}, "missing"),
+            ({"model.layers.0.block_sparse_moe.experts.1.w2.weight": torch.zeros(3, 3)}, "shape"),
+            ({"model.layers.0.self_attn.q_proj.weight": torch.zeros(3, 3)}, "shape"),
+            ({"model.layers.0.self_attn.surprise.weight": torch.zeros(3)}, "no place"),
+        )
+    ):
+        folder = shutil.copytree(models["mixtral"].folder, tmp_path / str(number))
+        tensors = load_file(folder / "model.safetensors") | change
+        save_file({n: t for n, t in tensors.items() if t is not None}, folder / "model.safetensors")
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=told):
+            ModelFiles.open(folder, "auto", "cpu", [])
+
+
+def test_without_transformers_the_remedy_is_named(models: dict[str, Foreign], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'offspec\[transformers\]'"):
+        ModelFiles.open(models["stablelm"].folder, "auto", "cpu", [])
+
+
+def test_what_needs_our_own_decoder_is_refused(models: dict[str, Foreign], pair: Pair) -> None:
+    foreign = str(models["stablelm"].folder)
+    with pytest.raises(UsageError, match="exit layer needs offspec's own decoder"):
+        Engine.load(foreign, draft="self")
+    with pytest.raises(UsageError, match="only offspec's own decoder can learn"):
+        Engine.load(str(pair.target), draft=foreign, learn=True)
