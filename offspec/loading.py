@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
 from weakref import WeakSet
@@ -202,7 +202,8 @@ class PlannedMemory:
 
     def load_decoder(self) -> Decoder:
         """The same, with the decoder over them."""
-        return decoder_over(self.plan.demand.target, self.load_weights(), self.device)
+        files, context = self.plan.demand.target, self.plan.context
+        return decoder_over(replace(files, config=files.config.for_context(context)), self.load_weights(), self.device)
 
     def settle(self, *, can_give_up: bool) -> None:
         """Loading is done: what ran out until now does not count any more. can_give_up: there may be a next time."""

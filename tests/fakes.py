@@ -92,17 +92,22 @@ _SHAPE = {
     "max_position_embeddings": 256,
     "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,
 }
 
 
 @dataclass(frozen=True)
 class Family:
-    """What one tiny checkpoint differs in. `old_layout`: its config.json says rope_theta and rope_scaling."""
+    """What one tiny checkpoint differs in. `old_layout`: its config.json says rope_theta and rope_scaling.
+
+    seed: of weights with which it does not repeat itself soon.
+    """
 
     model_type: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     old_layout: bool = False
+    seed: int = 0
 
 
 def _yarn(**settings: Any) -> dict[str, Any]:
@@ -123,8 +128,34 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.2, 1.5, 2.0, 3.0, 5.0, 9.0],
+}
+_NESTED = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 2.0},
+}
+_STRETCHED = {kind: {**said, "rope_theta": 50000.0} for kind, said in _NESTED.items()}
+_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 _MIXED_WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+_FOUR = {"num_hidden_layers": 4, "sliding_window": 8}  # layers, so that each kind comes twice
+_PAIRS = {**_FOUR, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_GEMMA = {"head_dim": 24, "tie_word_embeddings": True, "query_pre_attn_scalar": 100, **_FOUR}
 
 FAMILIES = {
     "llama-mha": Family("llama", {"num_key_value_heads": 4}),
@@ -156,6 +187,62 @@ FAMILIES = {
     "qwen2-yarn-old": Family("qwen2", rope=_yarn(rope_theta=1000000.0), old_layout=True),
     "qwen3": Family("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-biased-window": Family("qwen3", {"head_dim": 32, "attention_bias": True, **_MIXED_WINDOWS}),
+    "gemma": Family("gemma", {"head_dim": 24, "tie_word_embeddings": True}),
+    "gemma2": Family("gemma2", {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
+    "gemma2-uncapped": Family("gemma2", {**_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": Family("gemma3_text", {**_GEMMA, **_PAIRS, "final_logit_softcapping": 2.0}, rope=_NESTED),
+    "phi3": Family("phi3", {"sliding_window": 9}),
+    "phi3-longrope": Family(
+        "phi3",
+        {"original_max_position_embeddings": 128, "tie_word_embeddings": True},
+        rope={**_LONG, "partial_rotary_factor": 0.75},
+        seed=1,
+    ),
+    "glm": Family("glm", {"head_dim": 24}, rope={**_PARTIAL, "partial_rotary_factor": 1 / 3}),
+    "glm4": Family("glm4", {"head_dim": 16}, rope=_PARTIAL),
+    "granite": Family(
+        "granite",
+        {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+            "attention_bias": True,
+        },
+    ),
+    "granite-dense-hybrid": Family(
+        "granitemoehybrid",
+        {
+            "layer_types": ["full_attention"] * 3,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "olmo2": Family("olmo2"),
+    "olmo3": Family("olmo3", _PAIRS, rope=_STRETCHED),
+    "cohere": Family("cohere", {"logit_scale": 0.5, "attention_bias": True}),
+    "cohere-qk-norm": Family("cohere", {"logit_scale": 2.0, "use_qk_norm": True, "tie_word_embeddings": False}),
+    "cohere2": Family("cohere2", {**_PAIRS, "logit_scale": 2.0}),
+    "ministral3": Family("ministral3", {"head_dim": 24, "sliding_window": None}, rope=_GROWING),
+    "smollm3": Family("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "smollm3-window": Family("smollm3", {**_FOUR, "use_sliding_window": True, "no_rope_layers": [1, 0, 0, 1]}),
+    "starcoder2": Family("starcoder2", {"sliding_window": 9}, seed=4),
+    "nemotron": Family("nemotron", {"attention_bias": True, "mlp_bias": True}, rope=_PARTIAL),
+    "exaone4": Family("exaone4", _PAIRS),
+    "exaone4-full": Family("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "helium": Family("helium", {"head_dim": 16}),
+    "seed-oss": Family("seed_oss", {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}),
+    "arcee": Family("arcee"),
+    "ernie": Family("ernie4_5", {"head_dim": 24, "use_bias": True}),
+    "hunyuan": Family("hunyuan_v1_dense", {"head_dim": 24}),
+    "hunyuan-alpha": Family(
+        "hunyuan_v1_dense",
+        {"head_dim": 24},
+        rope={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+        seed=1,
+    ),
 }
 
 
@@ -187,19 +274,25 @@ def in_old_layout(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json as it was written before transformers 5."""
     old = {key: value for key, value in config.items() if key != "rope_parameters"}
     scaling = dict(config["rope_parameters"])
+    if "full_attention" in scaling:
+        if (local := scaling["sliding_attention"])["rope_theta"] != scaling["full_attention"]["rope_theta"]:
+            old["rope_local_base_freq"] = local["rope_theta"]
+        scaling = dict(scaling["full_attention"])
     old["rope_theta"] = scaling.pop("rope_theta")
     scaling["type"] = scaling.pop("rope_type")
+    if "partial_rotary_factor" in scaling:
+        old["partial_rotary_factor"] = scaling.pop("partial_rotary_factor")
     return old | {"rope_scaling": None if scaling["type"] == "default" else scaling}
 
 
-def build(family: Family, folder: Path, seed: int = 0) -> TinyModel:
+def build(family: Family, folder: Path) -> TinyModel:
     """Writes the family's checkpoint into `folder` and reads it back as the reference."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_json(family)))
-    _randomise(model, torch.Generator().manual_seed(seed))
+    _randomise(model, torch.Generator().manual_seed(family.seed))
     model.save_pretrained(folder)
     if family.old_layout:
         config_file = folder / "config.json"
@@ -216,16 +309,18 @@ def _randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
 
     Embeddings are small, so that what a layer adds outweighs them; a tied head would else repeat the last token.
     """
+    unit = 0 if model.config.model_type.startswith(("gemma", "nemotron")) else 1  # they add 1 to norms' weights
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(("q_norm.weight", "k_norm.weight")):
-            parameter.copy_(1.5 + 0.3 * noise)
+            parameter.copy_(unit + 0.5 + 0.3 * noise)
         elif name.endswith("norm.weight"):
-            parameter.copy_(1 + 0.3 * noise)
+            parameter.copy_(unit + 0.3 * noise)
         elif name.endswith("bias"):
             parameter.copy_(0.2 * noise)
         elif name.endswith("embed_tokens.weight"):
-            parameter.copy_(0.15 * noise)
+            scaled = model.config.model_type.startswith("gemma")  # by 8, when they are read
+            parameter.copy_((0.02 if scaled else 0.15) * noise)
         else:
             gain = 2.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
             parameter.copy_(gain * noise / parameter.shape[1] ** 0.5)

@@ -15,6 +15,7 @@ from ..model.config import read_config
 from ..model.decoder import wanted_shapes
 from ..model.names import LAYER_PREFIX
 from .gguf import in_our_names
+from .language_model import language_model
 
 
 def convert(
@@ -31,7 +32,7 @@ def convert(
     Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to go on).
     """
     params = params or ConvertParams()
-    understand = in_our_names if params.format == "keep" else _without_blanks
+    understand = _language_model if params.format == "keep" else _without_blanks
     return convert_layers(
         source,
         target,
@@ -43,9 +44,14 @@ def convert(
     )
 
 
+def _language_model(checkpoint: Checkpoint) -> Checkpoint:
+    """All that is read of it, under our names: of a model of text and images, the language model."""
+    return language_model(in_our_names(checkpoint))
+
+
 def _without_blanks(checkpoint: Checkpoint) -> Checkpoint:
     """Under our names, and without tensors that hold nothing and would have no place in a plain checkpoint."""
-    named = in_our_names(checkpoint)
+    named = _language_model(checkpoint)
     try:
         wanted = wanted_shapes(read_config(named.config))
     except (CheckpointError, UnsupportedModelError):  # what is made is good for other programs all the same

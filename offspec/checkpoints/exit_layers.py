@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 
@@ -36,7 +36,11 @@ def fingerprint(target: ModelFiles) -> str:
 
     How the checkpoint is cut into files does not count. Raises CheckpointError where the files cannot be read.
     """
-    digest = sha256(json.dumps(asdict(target.config), sort_keys=True).encode())
+    said = asdict(target.config)
+    usual = {field.name for field in fields(ModelConfig) if field.default is not MISSING}
+    for name in usual - target.config.differences().keys():  # so that fields of other families change nothing
+        del said[name]
+    digest = sha256(json.dumps(said, sort_keys=True).encode())
     layers = target.stored.layers
     for layer in (layers[0], layers[len(layers) // 2], layers[-1]):
         for name in sorted(layer.weights):

@@ -17,8 +17,10 @@ from offspec.loaders.checkpoint import Checkpoint, show
 from offspec.loaders.formats import StoredWeight, blank_tensors, formats_in, stored_weights
 
 from ..errors import CheckpointError, UnsupportedModelError
-from ..model.config import Json, RopeConfig, check_quantization
+from ..model.config import check_quantization
+from ..model.config_values import Json
 from ..model.foreign_config import ForeignConfig, Shape, Source
+from ..model.rope_config import RopeConfig
 
 if TYPE_CHECKING:
     from ..model.foreign_modules import Modules

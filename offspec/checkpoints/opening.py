@@ -33,6 +33,7 @@ from ..model.foreign_config import ForeignConfig
 from .foreign import read_foreign_config
 from .from_config import stored_from_config
 from .gguf import in_our_names
+from .language_model import language_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMALL_MODEL_BYTES = 2 * 2**30
@@ -61,7 +62,7 @@ class ModelFiles:
         cls, path: Path, dtype: str, device_type: str, notes: list[Note], *, headers_only: bool = False
     ) -> ModelFiles:
         """Read headers. dtype: auto, bf16, fp16 or fp32; what auto chose is noted. Raises OffspecError's children."""
-        checkpoint = in_our_names(open_checkpoint(path, headers_only=headers_only))
+        checkpoint = language_model(in_our_names(open_checkpoint(path, headers_only=headers_only)))
         notes += [Note(told) for told in (*checkpoint.notes, *format_notes(checkpoint))]
         config = _config(path, checkpoint.config, checkpoint, notes)
         if config.tied_head and not headers_only and _has_another_head(checkpoint, config):

@@ -11,7 +11,7 @@ place's logits become
 with cos_i between the draft's state here and there: a kernel regression of the draft's error (Nadaraya-Watson; nearest
 neighbours on hidden states are kNN-LM's, 1911.00172). Since logits are linear in the states, the sum is taken over
 states: the target's head is multiplied once a round, and nothing is kept or computed of the size of the vocabulary for
-each place.
+each place. A model that caps its logits does so behind the head: the sum is taken before, and capped as the draft's.
 What is guessed changes by it, never the text. Knows nothing of how trees grow.
 """
 
@@ -41,7 +41,7 @@ DOUBT = 0.1  # how much nearness there has to be for half of the correction to b
 
 
 class Correction(NamedTuple):
-    """States [R, hidden] for the draft's head and for the target's, whose logits are to be added."""
+    """States [R, hidden] for the draft's head and for the target's, whose `linear_logits` are to be added."""
 
     draft: Tensor
     target: Tensor
@@ -133,13 +133,13 @@ class RecallingText:
         return self._logits(self.states_at(rows))
 
     def _logits(self, states: Tensor) -> Tensor:
-        head = self._text.decoder.head
+        draft = self._text.decoder
         if not len(self._recall):
-            return head(states)
+            return draft.head(states)
         correction = self._recall.correct(states)
-        logits = head(correction.draft)
-        self.vocabulary.add_target(logits, self._target.head(correction.target))
-        return logits
+        logits = draft.linear_logits(correction.draft)
+        self.vocabulary.add_target(logits, self._target.linear_logits(correction.target))
+        return draft.capped(logits)
 
     def states_at(self, rows: IntArray) -> Tensor:
         """The draft's final states [K, hidden] in these rows of what is pending, ROOT for the text's last token."""

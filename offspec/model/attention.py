@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+CAPPED_SCORES = 2**23  # of rows * keys of one or several heads that `capped_attention` has at once
+
 
 @dataclass(frozen=True)
 class Visibility:
@@ -47,10 +49,19 @@ class Visibility:
         return mask
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+) -> Tensor:
     """Grouped-query attention of queries [T, heads, D] over keys and values [kv_heads, S, D]; returns [T, heads, D].
 
-    The query heads that share a key head are stacked as further rows, so that keys and values are never repeated.
+    scale: of scores; None is D ** -0.5. cap: c of c tanh(score / c), see `capped_attention`. The query heads that share
+    a key head are stacked as further rows, so that keys and values are never repeated.
     """
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[0]
@@ -60,5 +71,28 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -
     )
     if mask is not None and group > 1:
         mask = mask.repeat(group, 1)
-    out = F.scaled_dot_product_attention(stacked, keys[None], values[None], attn_mask=mask)
+    if cap is None:
+        out = F.scaled_dot_product_attention(stacked, keys[None], values[None], attn_mask=mask, scale=scale)
+    else:
+        out = capped_attention(stacked[0], keys, values, mask, head_dim**-0.5 if scale is None else scale, cap)
     return out.view(num_kv_heads, group, num_rows, head_dim).permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim)
+
+
+def capped_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float
+) -> Tensor:
+    """Attention whose scores are cap * tanh(score / cap) (Gemma 2, 2408.00118), which torch's own cannot do.
+
+    queries [kv_heads, R, D], keys and values [kv_heads, S, D], mask bool [R, S]; returns [kv_heads, R, D]. Scores are
+    fp32 matrices [R, S] of as many heads at a time as CAPPED_SCORES has room for, one at least.
+    """
+    step = max(1, CAPPED_SCORES // (queries.shape[1] * keys.shape[1]))
+    found = []
+    for first in range(0, len(keys), step):
+        some = slice(first, first + step)
+        scores = (queries[some] @ keys[some].transpose(1, 2)).float() * (scale / cap)
+        scores = scores.tanh() * cap
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        found.append(scores.softmax(-1).to(values.dtype) @ values[some])
+    return torch.cat(found)

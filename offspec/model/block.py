@@ -1,14 +1,16 @@
 """One layer of a decoder: its weights' shapes, what it computes, its kind of attention, what it puts in a KV cache.
 
 The layout is Llama's: RMSNorm, attention with RoPE, RMSNorm, a gated MLP. What a family changes of it are fields of
-`ModelConfig`, each read in one place here: biases in `layer_shapes` (a bias that is there is added), QK norm and the
-window in `Block.attention`, the activation in `Block.mlp`, where norms stand in `Block.forward`.
+`ModelConfig`, each read in one place here: biases in `layer_shapes` (a bias that is there is added), fused matrices in
+`matrix_shapes`, QK norm, the window and scores in `Block.attention`, the activation in `Block.mlp`, where norms stand
+in `Block.forward`.
 Knows nothing of where weights or KV entries lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,7 +23,19 @@ from .attention import attend
 from .config import ModelConfig
 from .foreign_config import ForeignConfig
 from .kv_cache import KVLayout
+from .norms import normalize
 from .rope import RotaryEmbedding, Rotations, rotate
+from .rope_config import RopeConfig
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by their names in config.json
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 class PassRows(Protocol):
@@ -59,15 +73,18 @@ class LayerWeights:
         return linear(x, self.tensors[f"{name}.weight"], bias, self.scratch)
 
     def vector(self, name: str) -> Tensor:
-        """A norm's weight or a bias, which are plain tensors in every format."""
+        """A norm's weight or a bias, which no format packs."""
         return as_vector(self.tensors[name])
 
 
 class Block:
     """Layer `index` of a decoder of the shape `config`. Holds no weights; every method keeps gradients."""
 
-    def __init__(self, config: ModelConfig, index: int, rotary: RotaryEmbedding) -> None:
-        """rotary: one object for all layers that rotate alike, so that a pass computes its angles once."""
+    def __init__(self, config: ModelConfig, index: int, rotary: RotaryEmbedding | None) -> None:
+        """rotary: one object for all layers that rotate alike, so that a pass computes its angles once.
+
+        None: the layer has no positions.
+        """
         self.config, self.index, self.rotary = config, index, rotary
         self.window = config.windows[index]  # how many positions back a row sees, itself included; None is all
         self.kv = kv_layouts(config)[index]
@@ -79,42 +96,89 @@ class Block:
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         """The layer over rows first .. last of a pass: hidden states x [T, hidden] → [T, hidden], a new tensor."""
-        x = x + self.attention(self.norm(x, weights.vector("input_layernorm.weight")), weights, rows, first, last)
-        return x + self.mlp(self.norm(x, weights.vector("post_attention_layernorm.weight")), weights)
+        places = self.config.norms
+        normed = self.norm(x, weights, places.before_attention)
+        attended = self.attention(normed, weights, rows, first, last)
+        if self.config.is_parallel:
+            return x + attended + self.mlp(normed, weights)
+        x = self.added(x, self.norm(attended, weights, places.after_attention))
+        inner = self.mlp(self.norm(x, weights, places.before_mlp), weights)
+        return self.added(x, self.norm(inner, weights, places.after_mlp))
+
+    def added(self, x: Tensor, part: Tensor) -> Tensor:
+        """Hidden states x [T, hidden] with what a part of the layer made of them."""
+        scale = self.config.residual_scale
+        return x + part if scale == 1 else x + part * scale
 
     def attention(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         """Grouped-query attention of rows first .. last: normed states x [T, hidden] → [T, hidden]."""
         c = self.config
-        cos, sin = rows.rotations.of(self.rotary)
-        cos, sin = cos[first:last], sin[first:last]
-        queries = weights.linear("self_attn.q_proj", x).view(-1, c.num_heads, c.head_dim)
-        keys = weights.linear("self_attn.k_proj", x).view(-1, c.num_kv_heads, c.head_dim)
-        values = weights.linear("self_attn.v_proj", x).view(-1, c.num_kv_heads, c.head_dim)
-        if c.qk_norm:
-            queries = self.norm(queries, weights.vector("self_attn.q_norm.weight"))
-            keys = self.norm(keys, weights.vector("self_attn.k_norm.weight"))
-        keys, values = rows.exchange(self.index, rotate(keys, cos, sin), values, first, last)
-        out = attend(rotate(queries, cos, sin), keys, values, rows.mask(first, last, self.window))
+        queries, keys, values = self.projected(x, weights)
+        if not c.qk_norm_form.is_after_rope:
+            queries, keys = self.qk_normed(queries, keys, weights)
+        if self.rotary is not None:
+            cos, sin = (part[first:last] for part in rows.rotations.of(self.rotary))
+            queries = rotate(queries, cos, sin, is_interleaved=c.has_interleaved_rope)
+            keys = rotate(keys, cos, sin, is_interleaved=c.has_interleaved_rope)
+        if c.qk_norm_form.is_after_rope:
+            queries, keys = self.qk_normed(queries, keys, weights)
+        if c.query_growth is not None:
+            queries = queries * rows.rotations.growth(*c.query_growth)[first:last].to(queries.dtype)
+        keys, values = rows.exchange(self.index, keys, values, first, last)
+        mask = rows.mask(first, last, self.window)
+        out = attend(queries, keys, values, mask, scale=c.attention_scale, cap=c.attention_cap)
         return weights.linear("self_attn.o_proj", out.flatten(1))
 
+    def projected(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim] of normed states x [T, hidden]."""
+        c = self.config
+        if c.has_fused_qkv:
+            sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+            queries, keys, values = torch.split(weights.linear("self_attn.qkv_proj", x), sizes, dim=-1)
+        else:
+            queries, keys, values = (weights.linear(f"self_attn.{name}_proj", x) for name in "qkv")
+        return (
+            queries.view(-1, c.num_heads, c.head_dim),
+            keys.view(-1, c.num_kv_heads, c.head_dim),
+            values.view(-1, c.num_kv_heads, c.head_dim),
+        )
+
+    def qk_normed(self, queries: Tensor, keys: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
+        """Queries and keys [T, heads, head_dim], normed where the family norms them."""
+        if not self.config.qk_norm:
+            return queries, keys
+        form = self.config.qk_norm_form
+        if form.over != "projection":
+            return self.norm(queries, weights, form.queries), self.norm(keys, weights, form.keys)
+        return (
+            self.norm(queries.flatten(1), weights, form.queries).view(queries.shape),
+            self.norm(keys.flatten(1), weights, form.keys).view(keys.shape),
+        )
+
     def mlp(self, x: Tensor, weights: LayerWeights) -> Tensor:
-        """SwiGLU (2002.05202): normed states x [T, hidden] → [T, hidden]."""
-        inner = F.silu(weights.linear("mlp.gate_proj", x)) * weights.linear("mlp.up_proj", x)
-        return weights.linear("mlp.down_proj", inner)
+        """Normed states x [T, hidden] → [T, hidden]; with a gate it is SwiGLU or GeGLU (2002.05202)."""
+        names, activate = self.config.mlp, ACTIVATIONS[self.config.activation]
+        if names.gate is None:
+            inner = activate(weights.linear(names.up, x))
+        elif names.is_fused:
+            gate, up = weights.linear(names.up, x).chunk(2, dim=-1)
+            inner = activate(gate) * up
+        else:
+            inner = activate(weights.linear(names.gate, x)) * weights.linear(names.up, x)
+        return weights.linear(names.down, inner)
 
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm (1910.07467) of x [..., N] with weight [N]."""
-        return rms_norm(x, weight, self.config.rms_norm_eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Every norm of a decoder, inside its layers and behind them."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    def norm(self, x: Tensor, weights: LayerWeights, name: str | None) -> Tensor:
+        """x [..., N], normed by the layer's norm `name`; x itself where there is none."""
+        if name is None:
+            return x
+        c = self.config
+        bias = weights.vector(f"{name}.bias") if f"{name}.bias" in weights.tensors else None
+        return normalize(x, weights.vector(f"{name}.weight"), bias, c.norm, c.rms_norm_eps)
 
 
 def as_vector(weight: Weight) -> Tensor:
-    assert isinstance(weight, Tensor)
-    return weight
+    """A norm's weight or a bias. One of two dimensions may have been brought into a matrix's order."""
+    return weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 
 # ------------------------------------------------------------------------------------------------ from a config
@@ -122,35 +186,66 @@ def as_vector(weight: Weight) -> Tensor:
 
 def build_blocks(config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> list[Block]:
     """A decoder's layers, in their order. dtype: of the arithmetic. Raises CheckpointError, see `rope.rotation`."""
-    rotary = RotaryEmbedding(config.rope, config.head_dim, dtype=dtype, device=device)
-    return [Block(config, index, rotary) for index in range(config.num_layers)]
+    dim, is_interleaved = config.rotary_dim, config.has_interleaved_rope
+    made = list[tuple[RopeConfig, RotaryEmbedding]]()
+
+    def rotary(rope: RopeConfig | None) -> RotaryEmbedding | None:
+        """One object for all layers that rotate alike."""
+        if rope is None:
+            return None
+        if (found := next((embedding for known, embedding in made if known == rope), None)) is None:
+            found = RotaryEmbedding(rope, dim, is_interleaved=is_interleaved, dtype=dtype, device=device)
+            made.append((rope, found))
+        return found
+
+    return [Block(config, index, rotary(config.rope_of(index))) for index in range(config.num_layers)]
+
+
+def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Short name without ".weight" → shape of every matrix that a layer multiplies with, in the order of their use."""
+    hidden, inner, mlp = config.hidden_size, config.intermediate_size, config.mlp
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    if config.has_fused_qkv:
+        shapes = {"self_attn.qkv_proj": (q + 2 * kv, hidden)}
+    else:
+        shapes = {f"self_attn.{name}_proj": (rows, hidden) for name, rows in (("q", q), ("k", kv), ("v", kv))}
+    shapes["self_attn.o_proj"] = (hidden, q)
+    if mlp.gate is not None:
+        shapes[mlp.gate] = (inner, hidden)
+    shapes[mlp.up] = (2 * inner if mlp.is_fused else inner, hidden)
+    shapes[mlp.down] = (hidden, inner)
+    return shapes
 
 
 def layer_shapes(config: ModelConfig, index: int = 0) -> dict[str, tuple[int, ...]]:
     """Short name → shape of every tensor that layer `index` has, no more and no less."""
     if isinstance(config, ForeignConfig):
         return dict(config.layers[index])
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    for name, rows, columns, bias in (
-        ("self_attn.q_proj", q, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv, hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, q, config.o_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    ):
-        shapes[f"{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
+    shapes = dict[str, tuple[int, ...]]()
+    for name in config.norms.names:
+        shapes[f"{name}.weight"] = (config.hidden_size,)
+        if config.has_norm_bias:
+            shapes[f"{name}.bias"] = (config.hidden_size,)
+    for name, shape in matrix_shapes(config).items():
+        shapes[f"{name}.weight"] = shape
+        if _has_bias(config, name):
+            shapes[f"{name}.bias"] = shape[:1]
     if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+        form = config.qk_norm_form
+        for name, heads in ((form.queries, config.num_heads), (form.keys, config.num_kv_heads)):
+            forms = {
+                "head": (config.head_dim,),
+                "own head": (heads, config.head_dim),
+                "projection": (heads * config.head_dim,),
+            }
+            shapes[f"{name}.weight"] = forms[form.over]
     return shapes
+
+
+def _has_bias(config: ModelConfig, matrix: str) -> bool:
+    if not matrix.startswith("self_attn."):
+        return config.mlp_bias
+    return config.o_bias if matrix.endswith(".o_proj") else config.qkv_bias
 
 
 def kv_layouts(config: ModelConfig) -> list[KVLayout]:

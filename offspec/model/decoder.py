@@ -24,12 +24,13 @@ from offspec.loaders.weights import RamWeights, WeightSource
 from offspec.scheduler.vocabulary import Vocabulary
 
 from ..errors import CheckpointError, UnsupportedModelError
-from .attention import Visibility
-from .block import LayerWeights, PassRows, as_vector, build_blocks, kv_layouts, layer_shapes, rms_norm
+from .attention import CAPPED_SCORES, Visibility
+from .block import LayerWeights, PassRows, as_vector, build_blocks, kv_layouts, layer_shapes
 from .config import ModelConfig
 from .foreign_config import ForeignConfig
 from .kv_cache import KVCache, MakeLayerCaches, plain_layers
-from .names import FINAL_NORM, LAYER_PREFIX
+from .names import LAYER_PREFIX
+from .norms import normalize
 from .rope import Rotations
 from .row_logits import HEAD_ROWS, RowLogits
 
@@ -182,7 +183,12 @@ class Decoder:
 
         Every pass begins here: streamed or resident, recorded as a CUDA graph, in training.
         """
-        return self.embedding_rows(tokens)
+        rows, scale = self.embedding_rows(tokens), self.config.embedding_scale
+        if scale == 1:
+            return rows
+        if self.config.is_embedding_scale_rounded:
+            scale = torch.tensor(scale).to(rows.dtype).item()
+        return rows * scale
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         """The rows [T, hidden] of the embedding's table for tokens [T], as they stand there."""
@@ -194,12 +200,24 @@ class Decoder:
 
     def normed(self, hidden: Tensor) -> Tensor:
         """What the head is given of hidden states [R, hidden] as `forward` returns them."""
-        weight = as_vector(self.weights.shared(FINAL_NORM))
-        return rms_norm(hidden, weight.to(hidden.dtype), self.config.rms_norm_eps)
+        vectors = [as_vector(self.weights.shared(name)) for name in self.config.final_norm_names]
+        weight, bias = (*(vector.to(hidden.dtype) for vector in vectors), None)[:2]
+        assert weight is not None
+        return normalize(hidden, weight, bias, self.config.norm, self.config.rms_norm_eps)
 
     def head(self, states: Tensor) -> Tensor:
-        """fp32 logits [R, vocab] of `normed` states [R, hidden], in which they are linear."""
-        return self.head_weights().linear("head", states).float()
+        """fp32 logits [R, vocab] of `normed` states [R, hidden]."""
+        return self.capped(self.linear_logits(states))
+
+    def linear_logits(self, states: Tensor) -> Tensor:
+        """The same before they are capped: linear in the states."""
+        logits = self.head_weights().linear("head", states).float()
+        return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """fp32 logits [R, vocab] of those that `linear_logits` gave, or of sums of such."""
+        cap = self.config.logit_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def head_weights(self) -> LayerWeights:
         """The matrix of the head as "head.weight"."""
@@ -222,13 +240,18 @@ def activation_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize
     """Upper bound of what a pass over `num_rows` allocates beside weights and KV cache, in bytes."""
     c, rows = config, min(num_rows, chunk_rows(config, num_keys))
     queries = c.num_heads * c.head_dim
-    widths = 4 * c.hidden_size + 3 * max(c.intermediate_size, 2 * queries)
+    inner = (4 if c.mlp.is_fused else 3) * c.intermediate_size
+    widths = 4 * c.hidden_size + max(inner, 6 * queries)
+    fp32 = 0 if c.norm == "rms" else 8 * rows * max(c.hidden_size, queries)  # norms that compute in it
     copies = 1 + 2 * itemsize  # as bool, as numbers, and these aligned
     mask = _mask_heads(c) * rows * num_keys * copies
+    if c.attention_cap is not None:  # scores, and twice what is made of them, in fp32
+        of_a_head = (c.num_heads // c.num_kv_heads) * rows * num_keys
+        mask += 12 * max(of_a_head, min(CAPPED_SCORES, of_a_head * c.num_kv_heads))
     if isinstance(c, ForeignConfig):  # keys and values are repeated for each head, experts are made one by one
         mask += (2 * queries * num_keys + c.made_elements) * itemsize
-    head = HEAD_ROWS * c.vocab_size * (itemsize + 4)
-    return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + mask, head)
+    head = HEAD_ROWS * c.vocab_size * (itemsize + (4 if c.logit_cap is None else 12))
+    return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + fp32 + mask, head)
 
 
 class CachedDecoder:

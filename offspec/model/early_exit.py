@@ -11,7 +11,6 @@ Knows nothing of how trees grow, of files, or of where layers lie.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ from offspec.scheduler.tree import ROOT
 from .block import PassRows
 from .decoder import AfterLayer, BoolArray, CachedDecoder, Decoder, IntArray, placed
 from .kv_cache import KVCache
-from .names import FINAL_NORM
 
 ABSENT = -2  # in place of a row: the node is not in the trunk
 
@@ -38,16 +36,16 @@ class EarlyExit(Decoder):
     ) -> None:
         """layer: the exit layer's weights by their short names. dtype: of its arithmetic; None is the target's."""
         assert 1 <= num_first < target.config.num_layers
-        config = replace(target.config, num_layers=1, windows=(target.config.windows[num_first],))
-        names = (FINAL_NORM, config.head_name)
+        config = target.config.only_layer(num_first)
+        names = (*config.final_norm_names, config.head_name)
         weights = RamWeights([dict(layer)], {name: target.weights.shared(name) for name in names})
         caches = target.make_layer_caches
         super().__init__(config, weights, dtype=dtype or target.dtype, device=target.device, make_layer_caches=caches)
         self.num_first, self._head_dtype = num_first, target.dtype
 
-    def head(self, states: Tensor) -> Tensor:
-        """As `Decoder.head`, in the target's dtype, whatever the layer is computed in."""
-        return super().head(states.to(self._head_dtype))
+    def linear_logits(self, states: Tensor) -> Tensor:
+        """As `Decoder.linear_logits`, in the target's dtype, whatever the layer is computed in."""
+        return super().linear_logits(states.to(self._head_dtype))
 
     def taught(self, layer: Mapping[str, Tensor], hidden: Tensor, rows: PassRows) -> Tensor:
         """fp32 logits [T, vocab] of hidden states [T, hidden] with these weights for the layer, with gradients."""

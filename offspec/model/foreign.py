@@ -158,6 +158,7 @@ class ForeignDecoder(Decoder):
             return self._tail.finish(hidden)
 
     @torch.inference_mode()
-    def head(self, states: Tensor) -> Tensor:
+    def linear_logits(self, states: Tensor) -> Tensor:
+        """As `Decoder.linear_logits`, but linear only where the config says `has_linear_head`."""
         with self._tail_turn, self._finishing.lend(self._shared(), None):
             return self._tail.logits(states).float()

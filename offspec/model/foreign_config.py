@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .config import Json, ModelConfig
+from .config import ModelConfig
+from .config_values import Json
 from .kv_cache import KVLayout
 
 Shape = tuple[int, ...]

@@ -8,6 +8,7 @@ from __future__ import annotations
 LAYER_PREFIX = "model.layers."
 EMBEDDING = "model.embed_tokens.weight"  # [vocab, hidden]
 FINAL_NORM = "model.norm.weight"  # [hidden]
+FINAL_NORM_BIAS = "model.norm.bias"  # [hidden], where the family has one
 HEAD = "lm_head.weight"  # [vocab, hidden]; a tied head is the embedding, see `ModelConfig.head_name`
 
 

@@ -10,26 +10,30 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .config import RopeConfig
+from .rope_config import LONG_FACTORS, ORIGINAL_CONTEXT, SHORT_FACTORS, RopeConfig
 
 
-def rotation(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies (fp32 [head_dim / 2], radians per token) and the factor that cos and sin are multiplied by.
+def rotation(rope: RopeConfig, rotary_dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies (fp32 [rotary_dim / 2], radians per token), and what cos and sin are multiplied by.
 
-    Raises CheckpointError for YaRN with numbers it cannot be computed from.
+    Raises CheckpointError for YaRN or LongRoPE with numbers it cannot be computed from.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return frequencies / rope.scaling["factor"], 1.0
     if rope.kind == "llama3":
         return _llama3(frequencies, rope.scaling), 1.0
-    if rope.kind == "yarn":
-        try:
-            return _yarn(frequencies, rope, head_dim), _yarn_attention_factor(rope.scaling)
-        except (ArithmeticError, ValueError) as exc:  # from numbers that no model has, like a theta of 1
-            said = {"rope_theta": rope.theta, **rope.scaling}
-            raise CheckpointError(f"config.json: RoPE scaling 'yarn' cannot be computed from {said} ({exc})") from exc
+    try:
+        if rope.kind == "yarn":
+            return _yarn(frequencies, rope, rotary_dim), _yarn_attention_factor(rope.scaling)
+        if rope.kind == "longrope":
+            return _longrope(frequencies, rope.scaling), _longrope_attention_factor(rope.scaling)
+    except (ArithmeticError, ValueError) as exc:  # from numbers that no model has, like a theta of 1
+        said = {"rope_theta": rope.theta, **{k: v for k, v in rope.scaling.items() if not isinstance(v, tuple)}}
+        raise CheckpointError(
+            f"config.json: RoPE scaling {rope.kind!r} cannot be computed from {said} ({exc})"
+        ) from exc
     return frequencies, 1.0
 
 
@@ -42,20 +46,35 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     return frequencies * (kept + (1 - kept) / factor)
 
 
-def _yarn(frequencies: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+def _longrope(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """LongRoPE (2402.13753): a factor for each frequency; which ones, `ModelConfig.for_context` says."""
+    factors = scaling[LONG_FACTORS if scaling.get("is_long") else SHORT_FACTORS]
+    return frequencies / torch.tensor(factors, dtype=torch.float32)
+
+
+def _longrope_attention_factor(scaling: Mapping[str, Any]) -> float:
+    """The softmax temperature that comes of how far LongRoPE stretches the context, for short texts, too."""
+    if (given := scaling.get("attention_factor")) is not None:
+        return float(given)
+    if (factor := scaling["factor"]) <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(scaling[ORIGINAL_CONTEXT]))
+
+
+def _yarn(frequencies: Tensor, rope: RopeConfig, rotary_dim: int) -> Tensor:
     """YaRN (2309.00071, 3.2): dimensions that turn often within the original context are kept, the others slowed."""
     scaling, factor = rope.scaling, float(rope.scaling["factor"])
     context = int(scaling["original_max_position_embeddings"])
 
     def dimension(turns: float) -> float:
-        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return rotary_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     width = high - low or 0.001
-    slowed = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    slowed = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     return frequencies * (1 - slowed + slowed / factor)
 
 
@@ -74,15 +93,26 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
 class RotaryEmbedding:
     """The rotation of one kind of layer. cos and sin come in `dtype`; angles are computed in fp32."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises CheckpointError, see `rotation`."""
-        frequencies, self._magnitude = rotation(rope, head_dim)
-        self._frequencies, self._dtype = frequencies.to(device), dtype
+    def __init__(
+        self,
+        rope: RopeConfig,
+        rotary_dim: int,
+        *,
+        is_interleaved: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """is_interleaved: neighbours are turned together. Raises CheckpointError, see `rotation`."""
+        frequencies, self._magnitude = rotation(rope, rotary_dim)
+        self._frequencies, self._dtype, self._is_interleaved = frequencies.to(device), dtype, is_interleaved
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, head_dim] of positions [T] on the device."""
+        """cos and sin [T, 1, rotary_dim] of positions [T] on the device."""
         angles = positions[:, None].float() * self._frequencies
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        if self._is_interleaved:
+            angles = angles.repeat_interleave(2, dim=-1)[:, None]
+        else:
+            angles = torch.cat((angles, angles), dim=-1)[:, None]
         return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._magnitude).to(self._dtype)
 
 
@@ -93,15 +123,34 @@ class Rotations:
         """positions [T], on the device."""
         self._positions = positions
         self._found: dict[RotaryEmbedding, tuple[Tensor, Tensor]] = {}
+        self._growths: dict[tuple[float, int], Tensor] = {}
 
     def of(self, rotary: RotaryEmbedding) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, head_dim]."""
+        """cos and sin [T, 1, rotary_dim]."""
         if rotary not in self._found:
             self._found[rotary] = rotary.at(self._positions)
         return self._found[rotary]
 
+    def growth(self, beta: float, context: int) -> Tensor:
+        """fp32 [T, 1, 1], what queries are multiplied by: 1 + beta ln(1 + floor(position / context)).
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x [T, heads, head_dim] by cos, sin [T, 1, head_dim]; halves are pairs, as in Hugging Face."""
+        It keeps attention sharp over texts longer than those that the model was trained on first (Llama 4).
+        """
+        if (beta, context) not in self._growths:
+            steps = torch.floor(self._positions / context)
+            self._growths[beta, context] = (1 + beta * torch.log(1 + steps))[:, None, None]
+        return self._growths[beta, context]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> Tensor:
+    """Rotate heads x [T, heads, head_dim] by cos, sin [T, 1, rotary_dim].
+
+    Dimensions from rotary_dim on stay. Halves are pairs, as in Hugging Face's Llama; is_interleaved: neighbours are.
+    """
+    if (rotary_dim := cos.shape[-1]) < x.shape[-1]:
+        turned = rotate(x[..., :rotary_dim], cos, sin, is_interleaved=is_interleaved)
+        return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
+    if is_interleaved:
+        return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2) * sin
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

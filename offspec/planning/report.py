@@ -6,6 +6,7 @@ from offspec.loaders.placement import Limits
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
 from ..checkpoints.opening import Note
+from ..model.rope_config import ORIGINAL_CONTEXT
 from .memory import MemoryOptions
 from .plan import Plan
 
@@ -17,7 +18,19 @@ def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note
         seconds = format_seconds(plan.stream_bytes / link_bytes_per_s)
         where += f", which takes {seconds} at {format_quantity(link_bytes_per_s, 'B/s')} (measured)"
     context = Note(f"context {plan.context} tokens (room for the KV cache was made for as many)")
-    return [*_missing(plan.demand.limits, plan.demand.options), context, Note(where)]
+    return [*_missing(plan.demand.limits, plan.demand.options), context, *_rope_factors(plan), Note(where)]
+
+
+def _rope_factors(plan: Plan) -> list[Note]:
+    """Which of LongRoPE's were chosen by the context, see `ModelConfig.for_context`."""
+    rope = plan.demand.target.config.rope
+    if rope.kind != "longrope":
+        return []
+    original = rope.scaling[ORIGINAL_CONTEXT]
+    if plan.context <= original:
+        return [Note(f"LongRoPE's factors for texts of up to {original} tokens, as the context is no longer")]
+    told = f"LongRoPE's factors for texts of more than {original} tokens, as the context is longer"
+    return [Note(f"{told}; --context {original} or less for the others", advice=True)]
 
 
 def tell_tiers(plan: Plan) -> str:

@@ -28,7 +28,7 @@ from offspec.scheduler.tree import ROOT
 
 from ..checkpoints.atomic_files import write_atomically
 from ..errors import UsageError
-from ..model.block import LayerWeights, layer_shapes
+from ..model.block import LayerWeights, matrix_shapes
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import is_static
 from ..model.decoder import Decoder
@@ -37,24 +37,16 @@ from ..model.rope import Rotations
 
 FILE_FORMAT, FILE_VERSION = "offspec draft adapter", "1"
 MERGED_ELEMENTS = 2**24  # of a matrix at a time, whose copies in fp32 are what merging takes
-PROJECTIONS = (
-    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
-)
 A, B = "lora_a", "lora_b"
 PARTS = ("weight", A, B)
 
 
 def adapted_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Full name → [N, K] of the matrices that get an addition: all projections, the head (tied: the embedding)."""
-    shapes = layer_shapes(config)
-    found = {
-        in_layer(index, f"{name}.weight"): shapes[f"{name}.weight"]
-        for index in range(config.num_layers)
-        for name in PROJECTIONS
-    }
+    shapes = matrix_shapes(config).items()
+    found = {in_layer(i, f"{name}.weight"): shape for i in range(config.num_layers) for name, shape in shapes}
     found[config.head_name] = (config.vocab_size, config.hidden_size)
-    return {name: (shape[0], shape[1]) for name, shape in found.items()}
+    return found
 
 
 def adapter_bytes(config: ModelConfig, rank: int, itemsize: int) -> int:
@@ -125,6 +117,8 @@ class Adapter:
         c = self.draft.config
         said = (c.model_type, c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps, c.rope, c.windows)
         digest = hashlib.sha256(repr(said).encode())
+        if differences := c.differences():
+            digest.update(repr(differences).encode())
         for name, tensor in sorted({**self._others, **self.originals}.items()):
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             digest.update(tensor.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().data)

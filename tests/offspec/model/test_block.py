@@ -33,8 +33,12 @@ def test_a_block_says_what_the_config_calls_for(family: str) -> None:
     assert tuple(block.window for block in blocks) == config.windows
     whole = {f"{LAYER_PREFIX}{block.index}.{name}": s for block in blocks for name, s in block.shapes.items()}
     assert whole | config.shared_shapes() == wanted_shapes(config)
-    keys = layer_shapes(config)["self_attn.k_proj.weight"]
-    assert all(block.kv.num_heads * block.kv.head_dim == keys[0] for block in blocks)
+    if config.has_fused_qkv:
+        rows = layer_shapes(config)["self_attn.qkv_proj.weight"][0] - config.num_heads * config.head_dim
+    else:
+        rows = 2 * layer_shapes(config)["self_attn.k_proj.weight"][0]
+    assert all(2 * block.kv.num_heads * block.kv.head_dim == rows for block in blocks)
+    assert [block.rotary is None for block in blocks] == [i in config.unrotated for i in range(config.num_layers)]
 
 
 # ------------------------------------------------------------------------------------------------ one embedding

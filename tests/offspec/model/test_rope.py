@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from offspec.errors import CheckpointError
-from offspec.model.config import RopeConfig
 from offspec.model.rope import rotation
+from offspec.model.rope_config import RopeConfig
 
 
 @pytest.mark.parametrize(("theta", "more"), [(1.0, {}), (1e4, {"beta_fast": 1e308}), (1e4, {"beta_fast": 1e-320})])

@@ -1,0 +1,79 @@
+"""The language model of a checkpoint of text and images: its tensors, under the names that it has alone.
+
+Knows nothing of what tensors are for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from offspec.loaders.checkpoint import Checkpoint, TensorInfo
+
+from ..model.config import is_multimodal, text_config
+from ..model.config_values import Json
+
+# How names begin there → how they begin here. transformers writes the first two, and had the third in memory.
+BEGINNINGS = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+OTHER_MODULES = ("vision_tower", "multi_modal_projector")  # which make of images what the language model reads
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A `Checkpoint` of the language model in `whole`."""
+
+    whole: Checkpoint
+    config: Json
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def path(self) -> Path:
+        return self.whole.path
+
+    @property
+    def generation_config(self) -> Json:
+        return self.whole.generation_config
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        return self.whole.tokenizer_path
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        told = (
+            f"{self.path.name} is a model of text and images: the language model alone is loaded; images are not read"
+        )
+        return (*self.whole.notes, told)
+
+    def companions(self) -> Mapping[str, Path]:
+        return self.whole.companions()
+
+    def config_json(self) -> bytes:
+        return (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
+
+
+def language_model(checkpoint: Checkpoint) -> Checkpoint:
+    """What is loaded of a checkpoint: all of it, or the language model of one of text and images.
+
+    Raises CheckpointError where config.json does not say what that model is.
+    """
+    if not is_multimodal(checkpoint.config):
+        return checkpoint
+    names = {name: _own_name(name) for name in checkpoint.tensors if not _is_of_another(name)}
+    tensors = {own: replace(checkpoint.tensors[name], name=own) for name, own in names.items()}
+    return LanguageModel(checkpoint, text_config(checkpoint.config), tensors)
+
+
+def _own_name(name: str) -> str:
+    there = next((beginning for beginning in BEGINNINGS if name.startswith(beginning)), None)
+    return name if there is None else BEGINNINGS[there] + name.removeprefix(there)
+
+
+def _is_of_another(name: str) -> bool:
+    return name.removeprefix("model.").split(".", 1)[0] in OTHER_MODULES

@@ -1,0 +1,81 @@
+"""Values of a config.json, taken only if they are what they have to be.
+
+Whatever is wrong raises CheckpointError, one line that names the key. Knows nothing of what the values are for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from offspec.loaders.checkpoint import show
+
+from ..errors import CheckpointError
+
+Json = Mapping[str, Any]
+MAX_SIZE = 2**31 - 1  # of every whole number: beyond it arithmetic would wrap around silently, and no model is so large
+EPS_RANGE = (1e-30, 0.1)  # below it fp32 has no such number, above it the norm would be another function
+SCALE_RANGE = (1e-6, 1e6)  # of what something is multiplied or divided by
+
+
+def positive(config: Json, key: str, default: int | None = None) -> int:
+    """A whole number of at least 1; null is a missing key."""
+    return integer(config, key, default, least=1)
+
+
+def integer(config: Json, key: str, default: int | None, *, least: int) -> int:
+    """A whole number of at least `least`; null is a missing key."""
+    value = config.get(key) if config.get(key) is not None else default
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise CheckpointError(f"config.json: {key} must be an integer of at least {least}, not {show(value)}")
+    if value > MAX_SIZE:
+        raise CheckpointError(f"config.json: {key} must be at most {MAX_SIZE}, not {show(value)}")
+    return value
+
+
+def positive_number(config: Json, key: str, default: float | None = None) -> float:
+    """A finite number above 0; null is a missing key."""
+    value = config.get(key) if config.get(key) is not None else default
+    if not is_positive_number(value):
+        raise CheckpointError(f"config.json: {key} must be a positive number, not {show(value)}")
+    return float(value)
+
+
+def number_in(config: Json, key: str, default: float, allowed: tuple[float, float] = SCALE_RANGE) -> float:
+    """A number in a range, both ends of it included; null is a missing key."""
+    value = positive_number(config, key, default)
+    check_range(key, value, allowed)
+    return value
+
+
+def optional_number(config: Json, key: str) -> float | None:
+    """As `number_in`; None where it is null or missing."""
+    return None if config.get(key) is None else number_in(config, key, 1.0)
+
+
+def is_positive_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def check_range(key: str, value: float, allowed: tuple[float, float]) -> None:
+    least, most = allowed
+    if not least <= value <= most:
+        raise CheckpointError(f"config.json: {key} must be from {least:g} to {most:g}, not {show(value)}")
+
+
+def mapping(config: Json, key: str) -> Json:
+    """An object; null and a missing key are an empty one."""
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"config.json: {key} must be an object, not {show(value)}")
+    return value
+
+
+def numbers(value: Any, key: str) -> tuple[float, ...]:
+    """A list of numbers in SCALE_RANGE."""
+    if not isinstance(value, list) or not value or not all(map(is_positive_number, value)):
+        raise CheckpointError(f"config.json: {key} must be a list of positive numbers, not {show(value)}")
+    for number in value:
+        check_range(key, number, SCALE_RANGE)
+    return tuple(map(float, value))

@@ -1,0 +1,476 @@
+"""Families of models, as data: what each one's config.json changes of Llama's layout.
+
+A family is an entry of `FAMILIES`, a function from its config.json to the fields of `ModelConfig` that differ, and an
+entry of `DEFAULTS` where transformers assumes something else than Llama's of keys that a config.json leaves out.
+The facts are those of transformers' configuration and modeling files (5.23). Knows nothing of weights or of how
+anything is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CheckpointError, UnsupportedModelError
+from .config_values import EPS_RANGE, Json, integer, number_in, optional_number, positive
+from .rope_config import (
+    FULL,
+    LAYER_KINDS,
+    ORIGINAL_CONTEXT,
+    SLIDING,
+    THETA_RANGE,
+    RopeConfig,
+    read_rope,
+    read_ropes,
+    read_rotary_share,
+)
+
+Fields = dict[str, Any]  # of ModelConfig
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2")  # block.py computes them
+
+
+@dataclass(frozen=True)
+class NormPlaces:
+    """Names of a layer's norms by where they stand; None: there is none."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        places = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return [name for name in places if name is not None]
+
+
+@dataclass(frozen=True)
+class MlpNames:
+    """Names of an MLP's matrices.
+
+    gate: None where there is none; as `up` where one matrix is both, the gate's rows first.
+    """
+
+    gate: str | None = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+
+    @property
+    def is_fused(self) -> bool:
+        return self.gate == self.up
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """How queries and keys are normed.
+
+    over: "head" (each head, all with one weight [head_dim]), "own head" (each head with its own row of a weight
+    [heads, head_dim]) or "projection" (all heads at once, weight [heads * head_dim]).
+    """
+
+    queries: str = "self_attn.q_norm"
+    keys: str = "self_attn.k_norm"
+    over: str = "head"
+    is_after_rope: bool = False
+
+
+# Llama's, or what of it some families share.
+HEADS_NORMED = QKNorm()
+GATED_MLP = MlpNames()
+NORMS_BEFORE = NormPlaces()
+FUSED_MLP = MlpNames("mlp.gate_up_proj", "mlp.gate_up_proj")
+UNGATED_MLP = MlpNames(gate=None)
+NORMS_BEHIND = NormPlaces(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+NORMS_AROUND = NormPlaces(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+
+
+# ------------------------------------------------------------------------------------------------ windows
+
+
+def _window(config: Json) -> int | None:
+    """Mistral and Qwen: null is no window; a config.json without the key means 4096, as Hugging Face has it."""
+    return None if config.get("sliding_window", 4096) is None else positive(config, "sliding_window", 4096)
+
+
+def _qwen_windows(config: Json, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen: a window only where `use_sliding_window`, from layer `max_window_layers` on, or as `layer_types` lists."""
+    window = _window(config) if config.get("use_sliding_window") else None
+    if config.get("layer_types") is not None:
+        return _listed_windows(config, num_layers, window)
+    first = integer(config, "max_window_layers", 28, least=0)
+    return tuple(window if i >= first else None for i in range(num_layers))
+
+
+def _listed_windows(config: Json, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    """A window where `layer_types` lists one."""
+    kinds = config["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        listed = len(kinds) if isinstance(kinds, list) else repr(kinds)
+        raise CheckpointError(f"config.json: layer_types lists {listed} layers, num_hidden_layers says {num_layers}")
+    if unknown := [kind for kind in kinds if kind not in LAYER_KINDS]:
+        raise UnsupportedModelError(f"layer type {unknown[0]!r} is not supported; supported: {', '.join(LAYER_KINDS)}")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _alternating_windows(config: Json, num_layers: int) -> tuple[int | None, ...]:
+    """As `layer_types` lists them; without it each `sliding_window_pattern`-th layer sees everything."""
+    if (window := _window(config)) is None and config.get("layer_types") is None:
+        return (None,) * num_layers
+    if config.get("layer_types") is None:
+        pattern = positive(config, "sliding_window_pattern")
+        kinds = [SLIDING if (i + 1) % pattern else FULL for i in range(num_layers)]
+        config = {**config, "layer_types": kinds}
+    return _listed_windows(config, num_layers, window)
+
+
+def _refuse(config: Json, *keys: str) -> None:
+    """Features that are switched on by `keys`."""
+    for key in keys:
+        if config.get(key):
+            raise UnsupportedModelError(f"{key} {config[key]!r} is not supported for {config['model_type']}")
+
+
+def _biases(config: Json, attention: str = "attention_bias", mlp: str = "mlp_bias") -> Fields:
+    """By which keys they are switched on."""
+    return {
+        "qkv_bias": bool(config.get(attention)),
+        "o_bias": bool(config.get(attention)),
+        "mlp_bias": bool(config.get(mlp)),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ families
+
+
+def _llama(config: Json, num_layers: int) -> Fields:
+    """Also Arcee's, whose MLP has no gate, see below."""
+    return _biases(config)
+
+
+def _mistral(config: Json, num_layers: int) -> Fields:
+    """Also Ministral, which lists its layers' kinds, under either name."""
+    window = _window(config)
+    if config.get("layer_types") is not None:
+        return {"windows": _listed_windows(config, num_layers, window)}
+    return {"windows": (window,) * num_layers}
+
+
+def _ministral3(config: Json, num_layers: int) -> Fields:
+    """Queries grow with their position, as Llama 4's do."""
+    rope = read_rope(config)
+    fields: Fields = {"windows": (_window({"sliding_window": None, **config}),) * num_layers, "rope": rope}
+    if (beta := optional_number(rope.scaling, "llama_4_scaling_beta")) is not None:
+        fields["query_growth"] = beta, positive(rope.scaling, ORIGINAL_CONTEXT)
+    return fields
+
+
+def _qwen2(config: Json, num_layers: int) -> Fields:
+    return {"qkv_bias": True, "windows": _qwen_windows(config, num_layers)}
+
+
+def _qwen3(config: Json, num_layers: int) -> Fields:
+    bias = bool(config.get("attention_bias"))
+    windows = _qwen_windows(config, num_layers)
+    head_dim = positive(config, "head_dim", 128)  # not hidden_size / heads, as elsewhere
+    return {"qkv_bias": bias, "o_bias": bias, "qk_norm": True, "windows": windows, "head_dim": head_dim}
+
+
+def _gemma(config: Json, num_layers: int) -> Fields:
+    """Its first release says `gelu` and means the approximation."""
+    _refuse(config, "use_bidirectional_attention")
+    fields = {
+        **_biases(config, mlp=""),
+        "norm": "rms plus one",
+        "embedding_scale": math.sqrt(positive(config, "hidden_size")),
+        "is_embedding_scale_rounded": True,
+    }
+    return fields | ({"activation": "gelu_pytorch_tanh"} if config["hidden_act"] == "gelu" else {})
+
+
+def _gemma2(config: Json, num_layers: int) -> Fields:
+    return _gemma(config, num_layers) | {
+        "activation": config["hidden_activation"] or "gelu_pytorch_tanh",
+        "norms": NORMS_AROUND,
+        "windows": _alternating_windows(config, num_layers),
+        "attention_scale": number_in(config, "query_pre_attn_scalar", 256.0) ** -0.5,
+        "attention_cap": optional_number(config, "attn_logit_softcapping"),
+        "logit_cap": optional_number(config, "final_logit_softcapping"),
+    }
+
+
+def _gemma3(config: Json, num_layers: int) -> Fields:
+    rope, local = read_ropes(config)
+    fields = _gemma2(config, num_layers) | {"qk_norm": True, "rope": rope}
+    # transformers does not pass the cap of attention on to it, whatever config.json says.
+    return fields | {"attention_cap": None, "local_rope": None if local == rope else local}
+
+
+def _phi3(config: Json, num_layers: int) -> Fields:
+    window = _window({"sliding_window": None, **config})
+    return {
+        "has_fused_qkv": True,
+        "mlp": FUSED_MLP,
+        "windows": (window,) * num_layers,
+        "rotary_share": read_rotary_share(config),
+    }
+
+
+def _glm(config: Json, num_layers: int) -> Fields:
+    return {
+        "qkv_bias": bool(config["attention_bias"]),
+        "mlp": FUSED_MLP,
+        "rotary_share": read_rotary_share(config),
+        "has_interleaved_rope": True,
+    }
+
+
+def _glm4(config: Json, num_layers: int) -> Fields:
+    norms = NormPlaces("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    return _glm(config, num_layers) | {"norms": norms}
+
+
+def _granite(config: Json, num_layers: int) -> Fields:
+    return _biases(config) | {
+        "embedding_scale": number_in(config, "embedding_multiplier", 1.0),
+        "residual_scale": number_in(config, "residual_multiplier", 1.0),
+        "attention_scale": number_in(config, "attention_multiplier", 1.0),
+        "logit_scale": 1 / number_in(config, "logits_scaling", 1.0),
+    }
+
+
+def _granite_hybrid(config: Json, num_layers: int) -> Fields:
+    """Those of Granite 4 that are hybrids by name only: attention in each layer, one MLP."""
+    _refuse(config, "num_local_experts")
+    kinds = config.get("layers_block_type") or config.get("layer_types")
+    kinds = kinds if isinstance(kinds, list) and len(kinds) == num_layers else ["mamba"]
+    if other := [kind for kind in kinds if kind not in ("attention", FULL)]:
+        raise UnsupportedModelError(f"layer type {other[0]!r} is not supported for granitemoehybrid")
+    if (position := config.get("position_embedding_type")) not in ("rope", "nope", None):
+        raise UnsupportedModelError(f"position_embedding_type {position!r} is not supported")
+    return _granite(config, num_layers) | {
+        "mlp_bias": False,
+        "intermediate_size": positive(config, "shared_intermediate_size"),
+        "mlp": MlpNames("shared_mlp.input_linear", "shared_mlp.input_linear", "shared_mlp.output_linear"),
+        "unrotated": () if position == "rope" else tuple(range(num_layers)),
+    }
+
+
+def _olmo2(config: Json, num_layers: int) -> Fields:
+    return _biases(config, mlp="") | {"norms": NORMS_BEHIND, "qk_norm": True, "qk_norm_form": QKNorm(over="projection")}
+
+
+def _olmo3(config: Json, num_layers: int) -> Fields:
+    rope, local = read_ropes(config)
+    windows = _alternating_windows(config, num_layers)
+    fields = {"windows": windows, "rope": rope, "local_rope": None if local == rope else local}
+    return _olmo2(config, num_layers) | fields
+
+
+def _cohere(config: Json, num_layers: int) -> Fields:
+    return _biases(config, mlp="") | {
+        "rms_norm_eps": number_in(config, "layer_norm_eps", 1e-5, EPS_RANGE),
+        "norm": "layer",
+        "norms": NormPlaces(before_mlp=None),
+        "is_parallel": True,
+        "has_interleaved_rope": True,
+        "logit_scale": number_in(config, "logit_scale", 0.0625),
+        "qk_norm": bool(config.get("use_qk_norm")),
+        "qk_norm_form": QKNorm(over="own head"),
+    }
+
+
+def _cohere2(config: Json, num_layers: int) -> Fields:
+    """Layers that see everything have no positions."""
+    windows = _alternating_windows(config, num_layers)
+    unrotated = tuple(i for i, window in enumerate(windows) if window is None)
+    return _cohere(config, num_layers) | {"windows": windows, "unrotated": unrotated, "qk_norm": False}
+
+
+def _smollm3(config: Json, num_layers: int) -> Fields:
+    interval = positive(config, "no_rope_layer_interval", 4)
+    rotated = config.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
+    if not isinstance(rotated, list) or len(rotated) != num_layers:
+        raise CheckpointError(f"config.json: no_rope_layers must list {num_layers} layers, as num_hidden_layers says")
+    window = _window({"sliding_window": None, **config}) if config.get("use_sliding_window") else None
+    if window is not None and config.get("layer_types") is None:
+        config = {**config, "layer_types": [FULL if has_rope else SLIDING for has_rope in rotated]}
+    windows = (None,) * num_layers if window is None else _listed_windows(config, num_layers, window)
+    unrotated = tuple(i for i, has_rope in enumerate(rotated) if not has_rope)
+    return _biases(config) | {"windows": windows, "unrotated": unrotated}
+
+
+def _starcoder2(config: Json, num_layers: int) -> Fields:
+    return _biases(config, "use_bias", "use_bias") | {
+        "rms_norm_eps": number_in(config, "norm_epsilon", 1e-5, EPS_RANGE),
+        "norm": "layer",
+        "has_norm_bias": True,
+        "mlp": MlpNames(None, "mlp.c_fc", "mlp.c_proj"),
+        "windows": (_window({"sliding_window": None, **config}),) * num_layers,
+    }
+
+
+def _nemotron(config: Json, num_layers: int) -> Fields:
+    return _biases(config) | {
+        "rms_norm_eps": number_in(config, "norm_eps", 1e-5, EPS_RANGE),
+        "norm": "layer plus one",
+        "has_norm_bias": True,
+        "mlp": UNGATED_MLP,
+        "rotary_share": read_rotary_share(config),
+    }
+
+
+def _exaone4(config: Json, num_layers: int) -> Fields:
+    """Where some layers have a window, the others have no positions."""
+    windows = _alternating_windows(config, num_layers)
+    has_windows = config.get("sliding_window", 4096) is not None
+    unrotated = tuple(i for i, window in enumerate(windows) if window is None and has_windows)
+    return {"windows": windows, "unrotated": unrotated, "norms": NORMS_BEHIND, "qk_norm": True}
+
+
+def _helium(config: Json, num_layers: int) -> Fields:
+    return _biases(config) | {"o_bias": False, "has_interleaved_rope": True}
+
+
+def _seed_oss(config: Json, num_layers: int) -> Fields:
+    return _biases(config) | {"o_bias": bool(config.get("attention_out_bias"))}
+
+
+def _arcee(config: Json, num_layers: int) -> Fields:
+    return _biases(config) | {"mlp": UNGATED_MLP}
+
+
+def _ernie(config: Json, num_layers: int) -> Fields:
+    return _biases(config, "use_bias", "use_bias") | {"has_interleaved_rope": True}
+
+
+def _hunyuan(config: Json, num_layers: int) -> Fields:
+    norm = QKNorm("self_attn.query_layernorm", "self_attn.key_layernorm", is_after_rope=True)
+    return _biases(config, mlp="") | {"qk_norm": True, "qk_norm_form": norm, "rope": _hunyuan_rope(config)}
+
+
+def _hunyuan_rope(config: Json) -> RopeConfig:
+    """What it calls dynamic scaling with an `alpha` is another theta, whatever the text's length."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping) or "alpha" not in scaling:
+        return read_rope(config)
+    kept = {key: value for key, value in scaling.items() if key == "rope_theta"}
+    plain = read_rope({**config, "rope_scaling": None, "rope_parameters": kept})
+    dim = positive(config, "head_dim")
+    theta = plain.theta * number_in(scaling, "alpha", 1.0) ** (dim / max(dim - 2, 1))
+    return RopeConfig(min(theta, THETA_RANGE[1]), "default", {})
+
+
+# Adding a family is adding one entry: its config.json → the fields of ModelConfig that differ.
+FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "ministral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "ministral3": _ministral3,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "phi3": _phi3,
+    "glm": _glm,
+    "glm4": _glm4,
+    "granite": _granite,
+    "granitemoehybrid": _granite_hybrid,
+    "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "cohere": _cohere,
+    "cohere2": _cohere2,
+    "smollm3": _smollm3,
+    "starcoder2": _starcoder2,
+    "nemotron": _nemotron,
+    "exaone4": _exaone4,
+    "helium": _helium,
+    "seed_oss": _seed_oss,
+    "arcee": _arcee,
+    "ernie4_5": _ernie,
+    "hunyuan_v1_dense": _hunyuan,
+}
+
+_GEMMA2 = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "sliding_window_pattern": 2,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GLM = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "attention_bias": True}
+# What a config.json that leaves a key out means, where it is not what Llama's means. transformers leaves keys out that
+# have its own defaults. `default_theta`: RoPE's; `default_local_theta`: of layers with a window.
+DEFAULTS: dict[str, Json] = {
+    "ministral3": {
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "gemma": {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2
+    | {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6,
+        "final_logit_softcapping": None,
+        "default_theta": 1000000.0,
+        "default_local_theta": 10000.0,
+    },
+    "phi3": {"rms_norm_eps": 1e-5, ORIGINAL_CONTEXT: 4096},
+    "glm": _GLM,
+    "glm4": _GLM,
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "olmo3": {"rms_norm_eps": 1e-5, "default_theta": 500000.0, "sliding_window_pattern": 4},
+    "granitemoehybrid": {"num_local_experts": 8, "shared_intermediate_size": 1024},
+    "cohere": {"tie_word_embeddings": True, "default_theta": 500000.0},
+    "cohere2": {"tie_word_embeddings": True, "sliding_window_pattern": 4},
+    "smollm3": {"tie_word_embeddings": True, "default_theta": 2000000.0, "num_key_value_heads": 4},
+    "starcoder2": {
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": True,
+        "num_key_value_heads": 2,
+    },
+    "nemotron": {"hidden_act": "relu2", "partial_rotary_factor": 0.5},
+    "exaone4": {"rms_norm_eps": 1e-5, "sliding_window_pattern": 4},
+    "helium": {"rms_norm_eps": 1e-8, "head_dim": 128, "default_theta": 100000.0},
+    "seed_oss": {"head_dim": 128, "attention_bias": True},
+    "arcee": {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+    "ernie4_5": {
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "default_theta": 500000.0,
+    },
+    "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
+}
+# Models of text and images → the family of their language model, where `text_config` does not name it.
+MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+TEXT_CLASSES = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+}
+PARTLY_ROTATED = ("phi3", "glm", "glm4", "nemotron")  # the families that read `partial_rotary_factor`

@@ -1,0 +1,26 @@
+"""The norms of decoders, inside their layers and behind them. Knows nothing of layers or of where weights lie."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+NORMS = ("rms", "rms plus one", "layer", "layer plus one")
+
+
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
+    """x [..., N], normed over N, times weight [N] (plus one, where `kind` says so), plus bias [N].
+
+    weight [..., N] of more dimensions, x's last ones: each row of x is normed on its own. kind: of NORMS; "rms" is
+    RMSNorm (1910.07467), "layer" LayerNorm (1607.06450). Where one is added, an RMSNorm does it in fp32, and rounds
+    once, as Gemma does; a LayerNorm adds in the weight's dtype, as Nemotron does.
+    """
+    width = (x.shape[-1],)
+    if kind == "rms plus one":
+        return F.rms_norm(x.float(), width, 1.0 + weight.float(), eps).to(x.dtype)
+    if kind == "layer plus one":
+        weight = weight + 1.0
+    if weight.dim() > 1:
+        assert kind == "layer", "no other norm has a weight for each head"
+        return (F.layer_norm(x.float(), width, eps=eps) * weight.float()).to(x.dtype)
+    return F.rms_norm(x, width, weight, eps) if kind == "rms" else F.layer_norm(x, width, weight, bias, eps)

@@ -1,0 +1,123 @@
+"""What config.json says of rotary position embeddings, in the layouts of transformers 4 and 5.
+
+Knows nothing of how they are computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from offspec.loaders.checkpoint import show
+
+from ..errors import CheckpointError, UnsupportedModelError
+from .config_values import Json, check_range, is_positive_number, mapping, numbers, positive, positive_number
+
+ROPE_NEEDED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": (),
+}
+ROPE_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "llama_4_scaling_beta")
+THETA_RANGE = (1.0, 1e15)  # below 1, and far above what models have, powers leave fp32
+SCALING_RANGE = (1e-6, 1e6)  # of the other numbers of RoPE
+ROPE_KINDS = tuple(ROPE_NEEDED)
+ROPE_HEADER = ("rope_theta", "rope_type", "type", "partial_rotary_factor")  # fields of their own, or only in one layout
+ORIGINAL_CONTEXT = "original_max_position_embeddings"
+LONG_FACTORS, SHORT_FACTORS = "long_factor", "short_factor"
+FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding.
+
+    kind: default, linear, llama3, yarn or longrope. scaling: its parameters by their names in config.json.
+    """
+
+    theta: float
+    kind: str
+    scaling: Json
+
+
+def read_rope(config: Json) -> RopeConfig:
+    """RoPE settings from either layout: `rope_theta` + `rope_scaling`, or `rope_parameters` (transformers 5).
+
+    Where a file has both, `rope_scaling` was added by hand, to stretch the context: it counts. `default_theta`: what
+    the family has where neither says it.
+    """
+    new, old = (mapping(config, key) for key in ("rope_parameters", "rope_scaling"))
+    if kinds := _kinds(old or new):
+        raise UnsupportedModelError(f"RoPE of its own for each kind of layer ({kinds[0]}) is not supported")
+    scaling = dict(old or new)
+    named = [source for source in (scaling, config, new) if source.get("rope_theta") is not None]
+    theta = positive_number(named[0] if named else {}, "rope_theta", config.get("default_theta", 10000.0))
+    check_range("rope_theta", theta, THETA_RANGE)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise UnsupportedModelError(f"RoPE scaling {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    _check_numbers(kind, scaling)
+    if kind in ("llama3", "yarn", "longrope"):
+        stated = config if config.get(ORIGINAL_CONTEXT) is not None else scaling
+        scaling[ORIGINAL_CONTEXT] = positive(stated, ORIGINAL_CONTEXT, config.get("max_position_embeddings"))
+    if kind == "longrope":
+        _complete_longrope(config, scaling)
+    return RopeConfig(theta, kind, {key: value for key, value in scaling.items() if key not in ROPE_HEADER})
+
+
+def read_ropes(config: Json) -> tuple[RopeConfig, RopeConfig]:
+    """Those of layers that see everything, and of layers with a window.
+
+    transformers 5 nests `rope_parameters` by kinds of layers. Before it, `rope_theta` and `rope_scaling` were of the
+    first, and the others had `rope_local_base_freq`, or `rope_theta` alone.
+    """
+    new = mapping(config, "rope_parameters")
+    flat = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
+    if not _kinds(new):
+        local_theta = config.get("rope_local_base_freq") or config.get("default_local_theta")
+        local_theta = local_theta or config.get("rope_theta") or new.get("rope_theta")
+        return read_rope(config), read_rope({**flat, "rope_theta": local_theta})
+    full, local = ({**flat, "rope_parameters": mapping(new, kind)} for kind in (FULL, SLIDING))
+    if config.get("rope_scaling"):  # added by hand
+        full["rope_scaling"] = config["rope_scaling"]
+    local |= {"default_theta": config.get("default_local_theta") or config.get("default_theta", 10000.0)}
+    return read_rope(full), read_rope(local)
+
+
+def read_rotary_share(config: Json) -> float:
+    """Which share of a head's dimensions RoPE turns, from wherever a layout puts `partial_rotary_factor`."""
+    key = "partial_rotary_factor"
+    sources = (mapping(config, "rope_scaling"), mapping(config, "rope_parameters"), config)
+    value = next((source[key] for source in sources if source.get(key) is not None), 1.0)
+    if not is_positive_number(value) or value > 1:
+        raise CheckpointError(f"config.json: {key} must be a number above 0, and 1 at most, not {show(value)}")
+    return float(value)
+
+
+def _kinds(parameters: Json) -> list[str]:
+    """The kinds of layers by which they are nested."""
+    return [key for key, value in parameters.items() if isinstance(value, dict)]
+
+
+def _check_numbers(kind: str, scaling: Json) -> None:
+    wanted = ROPE_NEEDED[kind] + tuple(key for key in ROPE_OPTIONAL if scaling.get(key) not in (None, 0))
+    if wrong := [key for key in wanted if not is_positive_number(scaling.get(key))]:
+        raise CheckpointError(
+            f"config.json: RoPE scaling {kind!r} needs a positive {wrong[0]}, not {show(scaling.get(wrong[0]))}"
+        )
+    for key in wanted:
+        check_range(key, scaling[key], SCALING_RANGE)
+    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise CheckpointError("config.json: RoPE scaling 'llama3' needs a low_freq_factor below its high_freq_factor")
+
+
+def _complete_longrope(config: Json, scaling: dict[str, Any]) -> None:
+    """LongRoPE's factors; how far they stretch is what both contexts say, unless it is stated."""
+    for key in (SHORT_FACTORS, LONG_FACTORS):
+        scaling[key] = numbers(scaling.get(key), key)
+    if scaling.get("factor") is None:
+        scaling["factor"] = positive(config, "max_position_embeddings") / scaling[ORIGINAL_CONTEXT]
+    elif not is_positive_number(scaling["factor"]):
+        raise CheckpointError(f"config.json: factor must be a positive number, not {show(scaling['factor'])}")
