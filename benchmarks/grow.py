@@ -297,7 +297,7 @@ def _random(shape: tuple[int, ...], name: str) -> Tensor:
 
 def _refuse(small: ModelConfig, shape: Shape) -> None:
     """Raises UsageError for what would not compute the same function."""
-    if small.qkv_bias or small.o_bias or small.mlp_bias or small.qk_norm or any(small.windows):
+    if small.qkv_bias or small.o_bias or small.mlp_bias or small.qk_norm or any(small.windows) or small.differences():
         raise UsageError(f"{small.model_type}: only models of Llama's layout without biases are grown")
     if small.rope.kind == "yarn":
         raise UsageError("YaRN's frequencies depend on the head's size, so such a model cannot be grown")

@@ -93,7 +93,8 @@ class ModelFiles:
                 return cls.open(path, dtype, device_type, notes, headers_only=True)
             except MissingWeightsError:
                 why = "its weights are not all there"
-        checkpoint = in_our_names(open_config(path))
+        checkpoint = language_model(in_our_names(open_config(path)))
+        notes += [Note(told) for told in checkpoint.notes]
         config, form = _config(path, checkpoint.config, None, notes), form or plan_form(checkpoint.config)
         stored = stored_from_config(config, form)
         notes.append(Note(f"sizes of {path.name} as {form}, from config.json alone ({why})"))

@@ -87,10 +87,10 @@ def capped_attention(
     fp32 matrices [R, S] of as many heads at a time as CAPPED_SCORES has room for, one at least.
     """
     step = max(1, CAPPED_SCORES // (queries.shape[1] * keys.shape[1]))
-    found = []
+    found, exact = list[Tensor](), torch.promote_types(queries.dtype, torch.float32)
     for first in range(0, len(keys), step):
         some = slice(first, first + step)
-        scores = (queries[some] @ keys[some].transpose(1, 2)).float() * (scale / cap)
+        scores = (queries[some] @ keys[some].transpose(1, 2)).to(exact) * (scale / cap)
         scores = scores.tanh() * cap
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)

@@ -26,7 +26,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from offspec.loaders.checkpoint import show
 
 from ..errors import CheckpointError, UnsupportedModelError
-from .config import MAX_LAYERS, MAX_SIZE, Json
+from .config import MAX_LAYERS
+from .config_values import MAX_SIZE, Json
 from .foreign_config import CallForm
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention")

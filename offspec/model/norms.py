@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,12 +16,12 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: fl
     RMSNorm (1910.07467), "layer" LayerNorm (1607.06450). Where one is added, an RMSNorm does it in fp32, and rounds
     once, as Gemma does; a LayerNorm adds in the weight's dtype, as Nemotron does.
     """
-    width = (x.shape[-1],)
+    width, exact = (x.shape[-1],), torch.promote_types(x.dtype, torch.float32)
     if kind == "rms plus one":
-        return F.rms_norm(x.float(), width, 1.0 + weight.float(), eps).to(x.dtype)
+        return F.rms_norm(x.to(exact), width, 1.0 + weight.to(exact), eps).to(x.dtype)
     if kind == "layer plus one":
         weight = weight + 1.0
     if weight.dim() > 1:
         assert kind == "layer", "no other norm has a weight for each head"
-        return (F.layer_norm(x.float(), width, eps=eps) * weight.float()).to(x.dtype)
+        return (F.layer_norm(x.to(exact), width, eps=eps) * weight.to(exact)).to(x.dtype)
     return F.rms_norm(x, width, weight, eps) if kind == "rms" else F.layer_norm(x, width, weight, bias, eps)

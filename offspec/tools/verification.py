@@ -24,6 +24,7 @@ from ..drafts.model_draft import ModelDraft
 from ..engine import Engine
 from ..errors import UsageError
 from ..model.decoder import Decoder, random_decoder
+from ..model.rope_config import RopeConfig
 from .benchmark import budget_name
 
 # How far apart two tokens' values may lie to count as a near-tie; in fp32 no difference is excused.
@@ -189,10 +190,14 @@ def _with_draft(engine: Engine, draft: str) -> Engine:
 
 def _random_draft(engine: Engine) -> Decoder:
     """As small as a draft can be: its guesses are worth nothing, and nobody planned for its memory."""
+    rope = engine.target.config.rope
     shape = replace(
         engine.target.config,
         num_layers=1,
         windows=(None,),
+        unrotated=(),
+        rotary_share=1.0,
+        rope=RopeConfig(rope.theta, "default", {}) if rope.kind == "longrope" else rope,
         hidden_size=64,
         intermediate_size=64,
         num_heads=1,

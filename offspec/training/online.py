@@ -495,6 +495,6 @@ def learning_bytes(config: ModelConfig, itemsize: int, params: AlignmentParams) 
     """Upper bound of what learning takes beside the draft, what is heard aside, in bytes."""
     c, rows = config, params.window_tokens
     widths = 10 * c.hidden_size + 6 * c.num_heads * c.head_dim + 5 * c.intermediate_size
-    attention = c.num_heads * rows * rows * (itemsize + 1)
+    attention = c.num_heads * rows * rows * (itemsize + 1 + (12 if c.attention_cap else 0))  # capped, in fp32
     head = 4 * HEAD_ROWS * c.vocab_size * 4
     return adapter_bytes(c, params.rank, itemsize) + c.num_layers * (rows * widths * itemsize + attention) + head
