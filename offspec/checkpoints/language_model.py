@@ -51,7 +51,7 @@ class LanguageModel:
         )
         return (*self.whole.notes, told)
 
-    def companions(self) -> Mapping[str, Path]:
+    def companions(self) -> Mapping[str, Path | bytes]:
         return self.whole.companions()
 
     def config_json(self) -> bytes:
