@@ -28,9 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoint import TensorInfo
+from ..kernels.encodings import Blocks, Int8
+from ..kernels.row_product import RowProduct
+from ..kernels.scaled import Fp8, LowFirst
 from ..records import FLOAT_DTYPES, typed
 from .core import Allocate, PackedMatrix, PackedStored, StoredWeight, WeightFormat, any_bytes, tile
 from .plain import PlainWeight
+from .products import num_lanes
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without its sign, the highest bit
 # How scales and zeros may lie. E8M0 is an exponent alone: 2^(code - 127); files call it U8, too.
@@ -44,6 +48,7 @@ SCALE_DTYPES = {
 }
 EXPONENTS = ("F8_E8M0", "U8")
 _WORD_BITS, _BYTE_BITS = 32, 8
+_SPREAD_GROUP = 128  # inputs that a kernel has a scale for, where there is one for a row
 
 Block: TypeAlias = tuple[int, int]  # outputs and inputs that share a scale
 
@@ -157,6 +162,19 @@ class ScaledMatrix(PackedMatrix):
         return self.layout.form
 
     @property
+    def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:
+        found = None if self.zeros is not None or self.layout.groups is not None else _product(self.layout)
+        if found is None or not found[0].encoding.can_read(self.shape[1]):
+            return None
+        product, (height, width) = found
+        scales = self._fp32_scales()
+        if height != self.layout.block[0]:
+            scales = scales.repeat_interleave(self.layout.block[0], 0)[: self.shape[0]]
+        if width and width != self.layout.block[1]:
+            scales = scales.repeat_interleave(self.shape[1] // width, 1)
+        return product, [self.codes, scales.contiguous()]
+
+    @property
     def device(self) -> torch.device:
         return self.codes.device
 
@@ -210,6 +228,38 @@ class ScaledMatrix(PackedMatrix):
             change(values[:, : whole * width].view(-1, whole, width), numbers[:, :whole, None])
             if whole * width < num_columns:
                 change(values[:, whole * width :], numbers[:, whole:])
+
+
+def _product(layout: ScaledLayout) -> tuple[RowProduct, Block] | None:
+    """A kernel, and the block that it wants scales for (inputs 0: all); None where there is none."""
+    lanes, codes, (height, width) = num_lanes(), layout.codes, layout.block
+    is_row = width == layout.shape[1]
+    block = (1, 0) if is_row else (height, width)
+    if not lanes:
+        return None
+    if codes.kind == "fp8":
+        return _fp8_product(lanes, *block), block
+    if codes.kind == "int8" and is_row:
+        return _int8_product(lanes), (1, 0)
+    if codes.kind == "packed" and codes.bits == 4:
+        size = _SPREAD_GROUP if is_row and width % _SPREAD_GROUP == 0 else width
+        return (_four_bit_product(lanes, size), (1, size)) if height == 1 or is_row else None
+    return None
+
+
+@cache
+def _fp8_product(lanes: int, height: int, width: int) -> RowProduct:
+    return RowProduct(Fp8(lanes, height, width))
+
+
+@cache
+def _int8_product(lanes: int) -> RowProduct:
+    return RowProduct(Int8(lanes, 1.0))
+
+
+@cache
+def _four_bit_product(lanes: int, group_size: int) -> RowProduct:
+    return RowProduct(LowFirst(lanes, [float(code) for code in range(-8, 8)], Blocks(group_size)))
 
 
 # -------------------------------------------------------------------------------------------------- the stored weight

@@ -27,6 +27,8 @@ from offspec.loaders.formats import (
     stored_weights,
     take_rows,
 )
+from offspec.loaders.formats.core import PackedMatrix
+from offspec.loaders.formats.products import KERNEL, ProductCosts, num_lanes
 from offspec.loaders.product_costs import of_no_file
 
 from .test_formats import bound, equal, read_raw, without
@@ -223,6 +225,30 @@ def test_linear(case: Case, tmp_path: Path) -> None:
     weight = bound(open_with(tmp_path, named(tensors), case.config)[NAME])
     x, bias = noise(5, case.shape[1], seed=1), noise(1, case.shape[0], seed=2)[0]
     assert equal(linear(x, weight, bias), torch.nn.functional.linear(x, dense(weight, torch.float32), bias))
+
+
+WIDE = {
+    "w4a16": Case("w4a16", PACK, (40, 256), integers(4, strategy="group", group_size=128)),
+    "w4a16, rows": Case("w4a16", PACK, (40, 256), integers(4, strategy="channel")),
+    "w4a16, one scale": Case("w4a16", PACK, (40, 192), integers(4, strategy="tensor")),
+    "w4a16, asymmetric": Case("w4a16", PACK, (40, 256), integers(4, symmetric=False, strategy="group", group_size=128)),
+    "int8": Case("int8", INT, (40, 256), integers(8, strategy="channel")),
+    "fp8": Case("fp8", FLOAT, (40, 256), floats(8, strategy="tensor")),
+    "fp8, blocks": Case("fp8", FLOAT, (150, 192), floats(8, strategy="block", block_structure=[128, 128])),
+    "fp8, groups": Case("fp8", "naive-quantized", (40, 256), floats(8, strategy="group", group_size=64)),
+}
+
+
+@pytest.mark.parametrize("case", WIDE.values(), ids=WIDE)
+def test_kernels(case: Case, tmp_path: Path, product_costs: ProductCosts) -> None:
+    """Of rows that are whole steps for one; scales may be 16 bit."""
+    tensors, _ = compressed(noise(*case.shape).bfloat16(), case)
+    weight = bound(open_with(tmp_path, named(tensors), case.config)[NAME])
+    assert isinstance(weight, PackedMatrix)
+    assert (weight.kernel is not None) == (bool(num_lanes()) and case.args.get("symmetric", True))
+    x, product_costs.forced = noise(3, case.shape[1], seed=1), KERNEL
+    expected = x.double() @ dense(weight, torch.float32).double().T
+    torch.testing.assert_close(linear(x, weight), expected.float(), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from offspec.errors import OffspecError
 from offspec.loaders.containers import open_checkpoint
-from offspec.loaders.formats import StoredWeight, dense, formats_in, stored_weights
+from offspec.loaders.formats import StoredWeight, dense, formats_in, linear, stored_weights
+from offspec.loaders.formats.products import KERNEL, ProductCosts, num_lanes
 
 from .test_formats import bound, without
 
@@ -132,6 +133,25 @@ def test_modules_that_were_left_out_are_plain(tmp_path: Path) -> None:
     config = said(modules_to_not_convert=["lm_head"], weight_block_size=[128, 128])
     weights = open_with(tmp_path, {"lm_head.weight": noise(4, 8), "lm_head.input_scale": noise(1)}, config)
     assert {name: weight.is_packed for name, weight in weights.items()} == {"lm_head.weight": False}
+
+
+@pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+@pytest.mark.parametrize("scales", [(1, 1), (200, 1), (2, 2)], ids=str)
+def test_kernels_know_nan(scales: tuple[int, int], tmp_path: Path, product_costs: ProductCosts) -> None:
+    """And every other code, denormal ones too; each output is one of the matrix's numbers."""
+    matrix = codes(200, 256)
+    matrix.view(torch.uint8)[:, 0] = 56  # a row that is all NaN would not tell
+    config = said(weight_block_size=[128, 128])
+    weight = bound(open_with(tmp_path, {NAME: matrix, INVERSE: noise(*scales)}, config)[NAME])
+    plain, wanted = dense(weight, torch.float32), torch.tensor([0, 1, 17, 255])
+    product_costs.forced = KERNEL
+    for column in wanted.tolist():
+        x = torch.zeros(1, 256)
+        x[0, column] = 1
+        found = linear(x, weight)[0]
+        has_nan = plain.isnan().any(1)
+        assert equal(found[~has_nan], plain[~has_nan, column])
+        assert found[has_nan].isnan().all()
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -21,10 +21,12 @@ from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.four_bit import CODES, Layout4bit, Matrix4bit, Nested
 from offspec.loaders.formats.int8 import Int8Matrix
 from offspec.loaders.formats.products import KERNEL, ProductCosts, can_multiply, half_product, num_lanes
+from offspec.loaders.formats.scaled import Codes, ScaledLayout, ScaledMatrix
 from offspec.loaders.kernels import compiler
 from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.encodings import Blocks, Encoding, Float16, FourBit, Int8
 from offspec.loaders.kernels.row_product import RowProduct
+from offspec.loaders.kernels.scaled import Fp8, LowFirst
 
 needs_kernels = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
 LANES = [pytest.param(8, marks=needs_kernels), pytest.param(16, marks=needs_kernels)]
@@ -70,6 +72,14 @@ def int8_matrix(num_outputs: int, num_columns: int) -> Int8Matrix:
     return Int8Matrix(random_bytes(num_outputs, num_columns).view(torch.int8), noise(num_outputs, seed=1).abs())
 
 
+def scaled_matrix(codes: Codes, block: tuple[int, int], num_outputs: int, num_columns: int) -> ScaledMatrix:
+    layout = ScaledLayout((num_outputs, num_columns), "", codes, (block[0] or num_outputs, block[1] or num_columns))
+    raw = random_bytes(num_outputs, codes.row_bytes(num_columns))
+    raw = torch.where((raw & 127) == 127, 126, raw) if codes.kind == "fp8" else raw  # NaN has a test of its own
+    return ScaledMatrix(layout, raw, noise(*layout.grid, seed=1).abs())
+
+
+FP8, PACKED = Codes("fp8", 8), Codes("packed", 4)
 FOUR_BIT = {
     f"{made.quant_type}-{made.blocksize}{'-nested' if made.outer else ''}": made
     for made in (
@@ -86,6 +96,12 @@ MATRICES: dict[str, tuple[Callable[[int], Encoding], Callable[[int, int], Weight
     "bf16": (lambda lanes: Float16(lanes, "bf16"), lambda n, k: noise(n, k).bfloat16()),
     "fp16": (lambda lanes: Float16(lanes, "fp16"), lambda n, k: noise(n, k).half()),
     "int8": (lambda lanes: Int8(lanes, 1 / 127), int8_matrix),
+    "int8-rows": (lambda lanes: Int8(lanes, 1.0), partial(scaled_matrix, Codes("int8", 8), (1, 0))),
+    "fp8-rows": (lambda lanes: Fp8(lanes, 1, 0), partial(scaled_matrix, FP8, (1, 0))),
+    "fp8-whole": (lambda lanes: Fp8(lanes, 1, 0), partial(scaled_matrix, FP8, (0, 0))),
+    "fp8-blocks": (lambda lanes: Fp8(lanes, 128, 128), partial(scaled_matrix, FP8, (128, 128))),
+    "fp8-groups": (lambda lanes: Fp8(lanes, 1, 64), partial(scaled_matrix, FP8, (1, 64))),
+    "w4-groups": (lambda lanes: LowFirst(lanes, range(-8, 8), Blocks(64)), partial(scaled_matrix, PACKED, (1, 64))),
     **{name: (made.encoding, made) for name, made in FOUR_BIT.items()},
 }
 
