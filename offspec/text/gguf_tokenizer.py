@@ -22,7 +22,7 @@ from .gguf_pretokenizers import WORD_RULES
 from .gguf_tokens import ADDED_KINDS, REMEDY, GgufTokens, Metadata, TokenKind, is_utf8, read_tokens
 from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, library_errors
 
-MOST_MERGES = 2**20  # Gemma's vocabulary has 0.6 million
+MOST_MERGES = 2**21  # Gemma's vocabulary has 0.6 million
 _SPACE = "▁"
 _SENTENCEPIECE_ROLES = {"unk": 0, "bos": 1, "eos": 2}
 _TEMPLATE_NAMES = {"bos": "bos_token", "eos": "eos_token", "unk": "unk_token", "pad": "pad_token"}
@@ -131,18 +131,17 @@ def _scored_merges(metadata: Metadata, tokens: GgufTokens) -> list[tuple[str, st
     """Every way to make a token of two others, by the score of what is made, the highest first."""
     plain = (TokenKind.NORMAL, TokenKind.UNUSED)
     parts = {text for text, kind in zip(tokens.texts, tokens.kinds, strict=True) if kind in plain}
-    merges = list[tuple[float, int, str, str]]()
-    for token_id, (text, score) in enumerate(zip(tokens.texts, tokens.scores, strict=True)):
-        if text not in parts or len(text) < 2:
+    merges = list[tuple[str, str]]()
+    for token_id in sorted(range(len(tokens.texts)), key=lambda i: -tokens.scores[i]):
+        text = tokens.texts[token_id]
+        if text not in parts:
             continue
         if len(text) > MOST_ADDED_CHARACTERS:
             raise metadata.error(f"token {token_id} has {len(text)} characters, and no model has one so long")
-        cuts = ((text[:at], text[at:]) for at in range(1, len(text)))
-        merges += [(-score, token_id, left, right) for left, right in cuts if left in parts and right in parts]
+        merges += [(text[:at], text[at:]) for at in range(1, len(text)) if text[:at] in parts and text[at:] in parts]
         if len(merges) > MOST_MERGES:
             raise metadata.error(f"its tokens make each other in more than {MOST_MERGES} ways, and no model's do")
-    merges.sort(key=lambda merge: merge[:2])
-    return [(left, right) for _, _, left, right in merges]
+    return merges
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: GgufTokens, metadata: Metadata) -> None:

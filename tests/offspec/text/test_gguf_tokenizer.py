@@ -6,9 +6,7 @@ import json
 import re
 import time
 import unicodedata
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -25,8 +23,9 @@ from offspec.loaders.params import ConvertParams
 from offspec.text.gguf_pretokenizers import WORD_RULES
 from offspec.text.gguf_tokenizer import tokenizer_json
 from offspec.text.tokenizer import Tokenizer, check_vocabularies
-from tests.loaders.gguf_writing import write_gguf
 
+from ...llama_cpp import LlamaCpp, running
+from ...loaders.gguf_writing import write_gguf
 from .varied_texts import TEXTS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -37,36 +36,32 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endf
 # ---- the oracle ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def llama_cpp(file: Path) -> Iterator[Callable[[str], list[int]]]:
-    """llama.cpp's ids of a text, without BOS, special tokens included."""
-    xllamacpp = pytest.importorskip("xllamacpp", reason="the oracle, pip install xllamacpp")
-    params = xllamacpp.CommonParams()
-    params.model.path = str(file)
-    params.n_ctx = params.n_batch = params.n_ubatch = 64
-    params.n_parallel, params.warmup, params.verbosity, params.n_gpu_layers = 1, False, -1, 0
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-    server = xllamacpp.Server(params)
-
-    def ids(text: str) -> list[int]:
-        body = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(server.listening_address + "/tokenize", body, headers)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return list(json.load(answer)["tokens"])
-
-    yield ids
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[LlamaCpp]:
+    pytest.importorskip("xllamacpp", reason="llama.cpp as an oracle: pip install xllamacpp")
+    with running() as llama_cpp:
+        yield llama_cpp
 
 
-def all_ids(tokenize: Callable[[str], list[int]], separator: int) -> list[list[int]]:
-    """Ids of each of TEXTS, in one go."""
+def parts_of(ids: Sequence[int], separator: int) -> list[list[int]]:
+    """What is between separators."""
     found: list[list[int]] = [[]]
-    for token_id in tokenize(SEPARATOR.join(TEXTS)):
+    for token_id in ids:
         if token_id == separator:
             found.append([])
         else:
             found[-1].append(token_id)
     return found
+
+
+def differing(oracle: LlamaCpp, file: Path) -> list[str]:
+    """Those of TEXTS that have other ids by llama.cpp than by offspec; all are asked for in one go."""
+    tokenizer, together = Tokenizer.load(file), SEPARATOR.join(TEXTS)
+    separator = tokenizer.token_id(SEPARATOR)
+    assert separator is not None
+    ours = parts_of(tokenizer.encode(together, add_special_tokens=False), separator)
+    theirs = parts_of(oracle.ids(file, [together])[0], separator)
+    return [text for text, a, b in zip(TEXTS, ours, theirs, strict=True) if a != b]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -123,11 +118,6 @@ def metadata_with(pre: str = "qwen2", **changed: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gguf")
-
-
 # ---- beside llama.cpp ------------------------------------------------------------------------------------------------
 
 
@@ -158,18 +148,10 @@ ONE_OF_EACH = list({rules: name for name, rules in reversed(WORD_RULES.items())}
 
 
 @pytest.mark.parametrize("pre", sorted(ONE_OF_EACH))
-def test_every_rule_for_words_gives_llama_cpps_ids(pre: str, folder: Path) -> None:
-    metadata = metadata_with(pre)
-    file = write_model(folder / f"{pre}.gguf", metadata)
-    tokenizer = Tokenizer.from_gguf(metadata, file)
-    separator = tokenizer.token_id(SEPARATOR)
-    assert separator is not None
-    with llama_cpp(file) as oracle:
-        theirs = all_ids(oracle, separator)
-    ours = all_ids(lambda text: tokenizer.encode(text, add_special_tokens=False), separator)
-    differs = COARSER.get(pre, lambda text: False)
-    differing = [text for text, a, b in zip(TEXTS, ours, theirs, strict=True) if a != b and not differs(text)]
-    assert differing == []
+def test_every_rule_for_words_gives_llama_cpps_ids(pre: str, oracle: LlamaCpp, tmp_path: Path) -> None:
+    file = write_model(tmp_path / f"{pre}.gguf", metadata_with(pre))
+    is_cut_otherwise = COARSER.get(pre, lambda text: False)
+    assert [text for text in differing(oracle, file) if not is_cut_otherwise(text)] == []
 
 
 @cache
@@ -194,36 +176,29 @@ def sentencepiece_metadata() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("has_prefix", [None, True, False])
-def test_sentencepiece_gives_llama_cpps_ids(has_prefix: bool | None, folder: Path) -> None:
+def test_sentencepiece_gives_llama_cpps_ids(has_prefix: bool | None, oracle: LlamaCpp, tmp_path: Path) -> None:
     said = {} if has_prefix is None else {"tokenizer.ggml.add_space_prefix": has_prefix}
-    metadata = sentencepiece_metadata() | said
-    file = write_model(folder / "sentencepiece.gguf", metadata)
-    tokenizer = Tokenizer.from_gguf(metadata, file)
-    with llama_cpp(file) as oracle:
-        theirs = all_ids(oracle, 3)
-    ours = all_ids(lambda text: tokenizer.encode(text, add_special_tokens=False), 3)
-    assert [text for text, a, b in zip(TEXTS, ours, theirs, strict=True) if a != b] == []
+    file = write_model(tmp_path / "a.gguf", sentencepiece_metadata() | said)
+    assert differing(oracle, file) == []
 
 
-def test_a_real_models_ids_are_llama_cpps(smollm2: Path) -> None:
+def test_a_real_models_ids_are_llama_cpps(smollm2: Path, oracle: LlamaCpp) -> None:
     tokenizer = Tokenizer.load(smollm2)
-    with llama_cpp(smollm2) as oracle:
-        for text in TEXTS:
-            assert tokenizer.encode(text) == oracle(text), text
+    for text, ids in zip(TEXTS, oracle.ids(smollm2, TEXTS), strict=True):
+        assert tokenizer.encode(text) == ids, text
     assert tokenizer.eos_ids == {0, 2, 4}
     chat = tokenizer.render_chat([{"role": "user", "content": "Hi"}])
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.encode_chat([{"role": "user", "content": "Hi"}]) == tokenizer.encode(chat)
 
 
-def test_llama_cpp_is_right_of_which_tokens_eat_spaces(folder: Path) -> None:
-    """Of Phi-3, by the model's name."""
-    metadata = sentencepiece_metadata() | {"general.name": "Phi-3 Mini"}
-    file = write_model(folder / "phi3.gguf", metadata)
+def test_tokens_of_phi3_eat_the_spaces_behind_them(oracle: LlamaCpp, tmp_path: Path) -> None:
+    file = write_model(tmp_path / "a.gguf", sentencepiece_metadata() | {"general.name": "Phi-3 Mini"})
     tokenizer = Tokenizer.load(file)
-    with llama_cpp(file) as oracle:
-        for text in ("a<|im_end|> \n b", "a</s>  b", "a<s>  b<|im_end|>", "<unk>  b    c"):
-            assert tokenizer.encode(text, add_special_tokens=False) == oracle(text), text
+    texts = ["a<|im_end|> \n b", "a</s>  b", "a<s>  b<|im_end|>", "<unk>  b    c"]
+    ours = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert ours == oracle.ids(file, texts)
+    assert len(ours[0]) < len(Tokenizer.from_gguf(sentencepiece_metadata(), file).encode(texts[0]))
 
 
 # ---- what else a file says -------------------------------------------------------------------------------------------
@@ -429,7 +404,7 @@ def test_tokens_of_absurd_length_are_refused() -> None:
 
 
 def test_a_vocabulary_whose_tokens_all_make_each_other_is_refused() -> None:
-    texts = ["".join(letters) for length in range(1, 17) for letters in product("ab", repeat=length)]
+    texts = ["".join(letters) for length in range(1, 18) for letters in product("ab", repeat=length)]
     refused({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", *texts]}, "make each other")
 
 
