@@ -6,20 +6,23 @@ import errno
 import json
 import os
 import sys
+import time
 from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import click
 
+from offspec import SamplingParams
 from offspec.checkpoints.atomic_files import check_writable, lock
 from offspec.errors import OffspecError, StorageError, UsageError
 
+from .openai_api import sampling_params
 from .options import read_bytes, read_file
-from .terminal import is_watched, show_line
+from .terminal import TimeLeft, is_watched, show_line
 
 Answer = dict[str, Any]
 Turns = list[dict[str, str]]
@@ -28,6 +31,7 @@ ANSWER_BEGINS = b'{"line": '
 OWN_KEYS = frozenset(
     ("line", "settings", "model", "draft", "prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "stats")
 )
+TAKEN = OWN_KEYS - {"seed"}  # keys that no line may have; its seed is the answer's, too
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,10 @@ class Task:
     def text(self) -> str:
         """The prompt without a chat template."""
         return self.prompt if isinstance(self.prompt, str) else "\n\n".join(part["content"] for part in self.prompt)
+
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """How this line is to be answered: its own `temperature`, `max_new_tokens`, … win. Raises UsageError."""
+        return sampling_params(self.content, defaults)
 
 
 def read_tasks(source: Path, taken: frozenset[str] = frozenset()) -> tuple[list[Task], dict[int, str]]:
@@ -95,14 +103,15 @@ class Batch:
     The output is locked until the batch is closed, so that its end is read and written by one process.
     """
 
-    def __init__(self, source: Path, output: Path | None, settings: Mapping[str, Any]) -> None:
-        """settings: what the answers depend on, beside the prompts.
+    def __init__(self, source: Path, output: Path | None, settings: Mapping[str, Any], params: SamplingParams) -> None:
+        """settings: what the answers depend on, beside the prompts and params, which lines may change for themselves.
 
         Raises UsageError where there is no line, or the output has others, or is something else, or another process
         writes to it, and StorageError where it cannot be written.
         """
-        self.source, self.output, self._settings = source, output, settings
-        self.tasks, self.errors = read_tasks(source, OWN_KEYS)
+        self.source, self.output, self._settings, self._params = source, output, settings, params
+        self.tasks, self.errors = self._readable()
+        self._num_lines = len(self.tasks) + len(self.errors)
         if not self.tasks and not self.errors:
             raise UsageError(f"{source} holds no prompt")
         self._done, self._num_bytes = dict[int, Answer](), 0  # of the output: answers, and how much of it they are
@@ -115,6 +124,19 @@ class Batch:
         except BaseException:
             self.close()
             raise
+
+    def _readable(self) -> tuple[list[Task], dict[int, str]]:
+        """`read_tasks`, where settings that cannot be followed are errors too."""
+        found, errors = read_tasks(self.source, TAKEN)
+        tasks = list[Task]()
+        for task in found:
+            try:
+                task.sampling(self._params)
+            except UsageError as exc:
+                errors[task.line] = str(exc)
+            else:
+                tasks.append(task)
+        return tasks, errors
 
     def close(self) -> None:
         if self._file is not None:
@@ -133,30 +155,31 @@ class Batch:
     def open_tasks(self) -> list[Task]:
         return [task for task in self.tasks if task.line not in self._done]
 
-    def run(self, answer: Callable[[str | Turns], Answer], *, quiet: bool) -> None:
+    def run(self, answer: Callable[[str | Turns, SamplingParams], Answer], *, quiet: bool) -> None:
         """Answer what is open; a task that fails is told, and the others are done. Raises OffspecError at the end."""
-        for line, error in self.errors.items():
+        for line, error in sorted(self.errors.items()):
             self._tell(line, error)
-        tasks, shows = self.open_tasks, is_watched() and not quiet and self.output is not None
+        tasks, shows, left = self.open_tasks, is_watched() and not quiet and self.output is not None, TimeLeft()
         self._cut_half_line()
-        for number, task in enumerate(tasks, 1):
+        num_before = len(self.tasks) - len(tasks)
+        for number, task in enumerate(tasks):
             if shows:
-                show_line(f"prompt {number} of {len(tasks)}")
+                time_left = left(time.monotonic(), number, len(tasks))
+                show_line(f"prompt {num_before + number + 1} of {len(self.tasks)}{time_left}")
             try:
-                found = answer(task.prompt)
+                found = answer(task.prompt, task.sampling(self._params))
             except OffspecError as exc:
                 self.errors[task.line] = str(exc)
                 self._tell(task.line, str(exc))
                 continue
-            self._write({"line": task.line, **task.content, **found, "settings": dict(self._settings)})
+            self._write({"line": task.line, **task.content, **found, "settings": self._settings_of(task)})
         if shows:
             show_line()
         if self.errors:
             lines = ", ".join(map(str, sorted(self.errors)))
             again = "" if self.output is None else "; correct them and give the same command again"
             raise OffspecError(
-                f"{len(self.errors)} of {len(self.errors) + len(tasks) + len(self._done)} lines of {self.source} "
-                f"could not be done ({lines}){again}"
+                f"{len(self.errors)} of {self._num_lines} lines of {self.source} failed ({lines}){again}"
             )
 
     def _tell(self, line: int, error: str) -> None:
@@ -214,8 +237,12 @@ class Batch:
             self._file.write(line.encode())
             self._file.flush()
 
+    def _settings_of(self, task: Task) -> dict[str, Any]:
+        return {**self._settings, **asdict(task.sampling(self._params))}
+
     def _is_answer(self, record: Answer, task: Task) -> bool:
-        wanted = {**task.content, "settings": self._settings}
+        content = {key: value for key, value in task.content.items() if key not in OWN_KEYS}
+        wanted = {**content, "settings": self._settings_of(task)}
         found = {key: record[key] for key in wanted if key in record}
         return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # as text, NaN is NaN
 

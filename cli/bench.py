@@ -34,7 +34,7 @@ from .options import (
 from .terminal import columns, is_watched, show_line
 
 if TYPE_CHECKING:
-    from offspec.tools.benchmark import BenchmarkReport, BenchmarkRow, Figure
+    from offspec.tools.benchmark import BenchmarkReport, BenchmarkRow, Figure, Outcome
 
 PLOT_SUFFIXES = (".png", ".svg")
 MAX_NEW_TOKENS = 64
@@ -186,7 +186,9 @@ def table(report: BenchmarkReport, width: int) -> list[str]:
     ]
     if len(lines[0]) > width:
         lines = [line for cells in rows for line in (*(f"{name}: {cell}" for name, cell in cells.items()), "")]
-    remarks = [*_remarks(report), *_reliability(report)]
+    outcome = report.outcome()
+    judged = [] if outcome is None else ["", verdict(outcome), ""]
+    remarks = [*judged, *_remarks(report), *_reliability(report)]
     return [*lines, *(line for text in remarks for line in textwrap.wrap(text, max(width, 20)) or [""])]
 
 
@@ -246,6 +248,33 @@ def _remarks(report: BenchmarkReport) -> list[str]:
     return remarks
 
 
+def verdict(outcome: Outcome) -> str:
+    """Whether speculation pays here, and why not."""
+    name, gain = outcome.best.budget_name, f"{outcome.gain:.2f}x"
+    if outcome.pays:
+        return f"Speculation pays here: budget {name} has {gain} plain decoding's tokens/s."
+    if outcome.pays is None:
+        said = f"Speculation makes no difference here: budget {name}, the fastest, has {gain} plain decoding's tokens/s"
+    else:
+        said = f"Speculation does not pay here: budget {name}, the fastest, has {gain} plain decoding's tokens/s"
+    return f"{said}. {_why_not(outcome)}".rstrip()
+
+
+def _why_not(outcome: Outcome) -> str:
+    if outcome.pass_ratio is None or outcome.added_ms is None:
+        return ""
+    draft, target, rest = outcome.added_ms
+    parts = {"drafting": draft, "scoring the guesses": target, "the rest": rest}
+    most = max(parts, key=lambda name: parts[name])
+    took = f"A pass took {outcome.pass_ratio:.2f} times as long as a plain one"
+    cost = f", mostly for {most} ({parts[most]:.1f} ms more)" if parts[most] > 0 else ""
+    return (
+        f"{took}{cost}, and brought {outcome.best.tokens_per_pass.median:.2f} tokens. It pays where passes are slow "
+        "whatever they score: a target that is streamed from RAM or disk, or one much larger than its draft; otherwise "
+        "--budget 0 decodes plainly."
+    )
+
+
 def _reliability(report: BenchmarkReport) -> list[str]:
     """A line for each tenth of predicted probability: how many guesses of the best budget had it, and came true."""
     best = report.best()
@@ -253,7 +282,7 @@ def _reliability(report: BenchmarkReport) -> list[str]:
     if best is None or not bins:
         return []
     lines = [f"{predicted:9.3f}  {share:9.3f}  {count:8}" for predicted, share, count in bins]
-    return ["", f"guesses of budget {best.budget_name}, the fastest:", "predicted  came true   guesses", *lines]
+    return ["", f"guesses of budget {best.budget_name}:", "predicted  came true   guesses", *lines]
 
 
 def write_csv(report: BenchmarkReport, file: Path) -> None:

@@ -123,7 +123,7 @@ def command(
     with learning_kept(engine, learn_file, quiet=quiet):
         num_errors = chat.talk(lines)
     if num_errors and not on_terminal:
-        raise OffspecError(f"{num_errors} of the lines could not be done; they are named above")
+        raise OffspecError(f"{num_errors} line{'s' * (num_errors > 1)} failed; see the errors above")
 
 
 def _setting_names() -> set[str]:
@@ -232,7 +232,7 @@ class Chat:
         self._is_warned = False
 
     def talk(self, lines: LineInput) -> int:
-        """Until the end of input; returns how many lines could not be done."""
+        """Until the end of input; returns how many lines failed."""
         num_errors = 0
         while True:
             try:

@@ -3,7 +3,8 @@
 Knows nothing of HTTP or models.
 
 Two kinds of request, chat (`messages`) and text (`prompt`); the fields are OpenAI's, and beside them `top_k`, `min_p`,
-`repetition_penalty` (or `repeat_penalty`), `n_predict` and `ignore_eos`, which other local servers have too. Fields of
+`repetition_penalty` (or `repeat_penalty`), `max_new_tokens`, `n_predict` and `ignore_eos`, which other local servers
+have too. Fields of
 theirs and OpenAI's that would change the answer and cannot be followed (NOT_FOLLOWED) are refused, others are ignored.
 Answers carry the engine's figures under `offspec`.
 """
@@ -75,6 +76,7 @@ FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("repeat_penalty", (int, float), "a number"),
     ("top_k", int, "a whole number"),
     ("seed", int, "a whole number"),
+    ("max_new_tokens", int, "a whole number"),
     ("max_tokens", int, "a whole number"),
     ("max_completion_tokens", int, "a whole number"),
     ("n_predict", int, "a whole number"),
@@ -118,13 +120,14 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
     return CompletionRequest(
         kind,
         _messages(body) if kind == "chat" else _prompt(body),
-        _params(body, defaults),
+        sampling_params(body, defaults),
         bool(_field(body, "stream", bool, "true or false")),
         bool(options.get("include_usage")),
     )
 
 
-def _params(body: Json, defaults: SamplingParams) -> SamplingParams:
+def sampling_params(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+    """`defaults` with what `body` sets of them; null sets nothing. Raises UsageError, which names the field."""
     params = defaults
     for name, kind, what in FIELDS:
         if (value := _field(body, name, kind, what)) is not None:
@@ -146,7 +149,7 @@ def _with(params: SamplingParams, name: str, value: Any) -> SamplingParams:
         raise UsageError(str(exc).replace(ours, name, 1)) from exc
 
 
-def _field(body: Json, name: str, kind: Any, what: str) -> Any:
+def _field(body: Mapping[str, Any], name: str, kind: Any, what: str) -> Any:
     """A field's value, or None where there is none."""
     value = body.get(name)
     is_wrong_bool = isinstance(value, bool) and kind is not bool  # which Python counts among the numbers

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 MODEL_HELP = "MODEL is a folder, a Hugging Face hub id, or `builtin`."
 SHOWS_ALL = "offspec.shows_all_flags"  # set in a click context's `meta` while `--help-all` is answered
+IDLE_S = 3  # of a pipe, after which it is said that the prompt waits for it
 MAX_BUDGET = 8192  # a tree's mask takes its square in bytes, its logits 4 bytes times the vocabulary for each node
 
 
@@ -487,18 +490,31 @@ def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> En
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
-    """The prompt from --prompt-file, from the argument, or ("-", or a pipe and no argument) from standard input."""
+    """The prompt from --prompt-file, or from a pipe and the argument, the pipe first ("-" is the pipe alone)."""
     if file is not None:
         if argument is not None:
             raise click.UsageError("Give PROMPT or --prompt-file, not both.")
         return read_file(file)
     is_piped = sys.stdin is not None and not sys.stdin.isatty()
-    if argument == "-" or (argument is None and is_piped):
-        return "" if sys.stdin is None else _piped(sys.stdin.buffer.read, "standard input")
-    if argument is None:
+    if argument is None and not is_piped:
         raise click.UsageError("Give a PROMPT, --prompt-file, or pipe one in.")
+    if argument is None or argument == "-":
+        return "" if sys.stdin is None else _piped(sys.stdin.buffer.read, "standard input")
     # What the locale could not decode is still UTF-8 as a rule: Python keeps such bytes as surrogates.
-    return _decoded(argument.encode("utf-8", "surrogateescape"), "PROMPT")
+    words = _decoded(argument.encode("utf-8", "surrogateescape"), "PROMPT")
+    if not is_piped:
+        return words
+    _tell_of_idle_pipe()
+    before = _piped(sys.stdin.buffer.read, "standard input").rstrip("\r\n")
+    return "\n\n".join(filter(None, (before, words)))
+
+
+def _tell_of_idle_pipe() -> None:
+    """Where nothing comes through standard input for seconds, say what is waited for: it may have been inherited."""
+    with suppress(OSError, ValueError):  # a stand-in without a descriptor, or Windows, where pipes cannot be asked
+        if not select.select([sys.stdin.fileno()], [], [], IDLE_S)[0]:
+            told = "offspec: reading standard input, which goes before PROMPT; `< /dev/null` leaves it out"
+            click.echo(told, err=True)
 
 
 def read_line() -> str:

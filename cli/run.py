@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from offspec import Engine, Step
     from offspec.engine import Prompt
 
+STANDARD_OUTPUT = Path("-")
 INTERRUPTED = "interrupted"  # the finish_reason of a text that Ctrl-C ended
 
 
@@ -100,18 +101,20 @@ class Shown:
     name="run",
     help=f"""Generate text for one prompt; the text goes to stdout as it is accepted.
 
-{MODEL_HELP} PROMPT "-", or none with a pipe, is standard input. A model with a chat template answers PROMPT as a
-message; with --raw it continues PROMPT as text. Where a setting names MODEL (offspec config), PROMPT may stand alone.
+{MODEL_HELP} What is piped in goes before PROMPT, with an empty line between; PROMPT "-", or none, is the pipe alone. A
+model with a chat template answers PROMPT as a message; with --raw it continues PROMPT as text. Where a setting names
+MODEL (offspec config), PROMPT may stand alone.
 
 \b
 Examples:
   offspec run builtin "def area("
   offspec run ./Llama-3.1-70B-Instruct --draft ./Llama-3.2-1B-Instruct "Why is the sky blue?"
-  git diff | offspec run builtin --raw --temperature 0.6 --stats
+  git diff | offspec run ./Llama-3.1-8B-Instruct "Explain this change." --temperature 0.6 --stats
   offspec run builtin --prompt-file prompts.jsonl --output answers.jsonl
 
-A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}; whatever else
-is in it stands in the answer, too.
+A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}. Its own
+"temperature", "max_new_tokens", "seed", "stop" and other sampling settings win over flags; its other keys are copied
+into the answer.
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)
@@ -123,8 +126,10 @@ is in it stands in the answer, too.
 )
 @click.option(
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Where the answers to a .jsonl file go; what is in it already is not done again. [default: standard output]",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    metavar="FILE",
+    help="Where the answers to a .jsonl file go; prompts already answered there are skipped. [default: -, standard "
+    "output]",
 )
 @click.option("--prompt-ids", metavar='"1,2,3"', help="The prompt as token ids; no template, no special tokens added.")
 @click.option("--system", metavar="TEXT", help="System message, for models with a chat template.")
@@ -176,11 +181,11 @@ def command(
     load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
     if asked.is_batch:
         which = {name: options[name] for name in ("revision", "dtype")}
-        settings = {"model": model, **which, "system": system, "raw": raw, **asdict(params)}
+        settings = {"model": model, **which, "system": system, "raw": raw}
         if speculation.is_lossy:  # only then do the answers depend on how tokens are guessed
             settings |= {"draft": options["draft"], **lossy_settings(speculation)}
-        ask = partial(_answer_line, asked=asked, params=params, speculation=speculation)
-        with closing(_batch_of(asked, output, settings)) as batch:
+        ask = partial(_answer_line, asked=asked, speculation=speculation)
+        with closing(_batch_of(asked, None if output == STANDARD_OUTPUT else output, settings, params)) as batch:
             _run_batch(batch, load, ask, learn_file, show_stats=show_stats, quiet=quiet)
     else:
         _run_one(asked, model, load, params, speculation, shown, learn_file)
@@ -219,10 +224,10 @@ def _run_one(
     _pass_on(last)
 
 
-def _batch_of(asked: PromptFlags, output: Path | None, settings: dict[str, Any]) -> Batch:
+def _batch_of(asked: PromptFlags, output: Path | None, settings: dict[str, Any], params: SamplingParams) -> Batch:
     """The prompts of a file. Raises click.UsageError for messages with --raw."""
     assert asked.file is not None
-    batch = Batch(asked.file, output, settings)
+    batch = Batch(asked.file, output, settings, params)
     chats = [task.line for task in batch.tasks if asked.raw and not isinstance(task.prompt, str)]
     if chats:
         batch.close()
@@ -233,7 +238,7 @@ def _batch_of(asked: PromptFlags, output: Path | None, settings: dict[str, Any])
 
 
 def _answer_line(
-    engine: Engine, prompt: str | Turns, *, asked: PromptFlags, params: SamplingParams, speculation: SpeculationParams
+    engine: Engine, prompt: str | Turns, params: SamplingParams, *, asked: PromptFlags, speculation: SpeculationParams
 ) -> tuple[dict[str, Any], Step]:
     """The answer to one line of a file."""
     found, last = _answer(engine, as_prompt(engine, prompt, asked.system, asked.raw), params, speculation, quiet=True)
@@ -244,7 +249,7 @@ def _answer_line(
 def _run_batch(
     batch: Batch,
     load: Callable[[], Engine],
-    ask: Callable[[Engine, str | Turns], tuple[dict[str, Any], Step]],
+    ask: Callable[[Engine, str | Turns, SamplingParams], tuple[dict[str, Any], Step]],
     learn_file: Path | None,
     *,
     show_stats: bool,
@@ -254,9 +259,9 @@ def _run_batch(
     engine = load() if batch.open_tasks else None
     ends: list[Step] = []
 
-    def answer(asked: str | Turns) -> dict[str, Any]:
+    def answer(asked: str | Turns, params: SamplingParams) -> dict[str, Any]:
         assert engine is not None
-        found, last = ask(engine, asked)
+        found, last = ask(engine, asked, params)
         ends.append(last)
         return found
 

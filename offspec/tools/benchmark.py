@@ -27,6 +27,7 @@ from ..model.decoder import CachedDecoder
 from ..stats import Stats
 
 NUM_BINS = 10
+EVEN = 0.03  # a gain or loss that is too small to speak of
 ALL = "all"
 Parts = tuple[float, float, float]  # drafting, the target, the rest
 
@@ -199,6 +200,47 @@ class BenchmarkRow:
         }
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Whether guessing pays: the fastest exact way of it beside plain decoding, over all prompts."""
+
+    best: BenchmarkRow
+    plain: BenchmarkRow
+
+    @property
+    def gain(self) -> float:
+        return self.best.gain.median
+
+    @property
+    def pays(self) -> bool | None:
+        """None where it makes no difference."""
+        return None if abs(self.gain - 1) < EVEN else self.gain > 1
+
+    @property
+    def pass_ratio(self) -> float | None:
+        """Seconds of a pass with guesses over a plain one's, first passes aside; None where there were no others."""
+        if self.best.later_ms is None or self.plain.later_ms is None:
+            return None
+        return _ratio(sum(self.best.later_ms), sum(self.plain.later_ms)) or None
+
+    @property
+    def added_ms(self) -> Parts | None:
+        """What a pass with guesses takes more than a plain one, in drafting, in the target, and in the rest."""
+        if self.best.later_ms is None or self.plain.later_ms is None:
+            return None
+        draft, target, rest = (a - b for a, b in zip(self.best.later_ms, self.plain.later_ms, strict=True))
+        return draft, target, rest
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "pays": self.pays,
+            "budget": self.best.budget_name,
+            "gain": self.gain,
+            "tokens_per_pass": self.best.tokens_per_pass.median,
+            "pass_ratio": self.pass_ratio,
+        }
+
+
 @dataclass
 class BenchmarkReport:
     """What `measure` found."""
@@ -224,6 +266,11 @@ class BenchmarkReport:
         rows = [row for row in self.rows()[-len(self.budget_names) :] if row.budget != 0 and row.accept == "exact"]
         return max(rows, key=lambda row: row.tokens_per_s.median, default=None)
 
+    def outcome(self) -> Outcome | None:
+        """Whether guessing pays; None where nothing guessed."""
+        best = self.best()
+        return None if best is None else Outcome(best, self._row(best.kind, budget_name(0)))
+
     def num_different(self, accept: Accept = "exact") -> int:
         """Texts of these ways that are not plain decoding's.
 
@@ -233,10 +280,12 @@ class BenchmarkReport:
         return sum(run.token_ids != plain[run.workload, run.repeat] for run in self.runs if run.accept == accept)
 
     def as_dict(self) -> dict[str, Any]:
+        outcome = self.outcome()
         return {
             "num_runs": len(self.runs),
             "num_different_texts": self.num_different(),
             "num_different_lossy_texts": self.num_different("joint"),
+            "outcome": outcome and outcome.as_dict(),
             "rows": [row.as_dict() for row in self.rows()],
             "acceptance": {name: found.as_dict() for name, found in self.acceptance.items()},
         }

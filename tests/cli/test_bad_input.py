@@ -241,7 +241,7 @@ def test_input_that_does_not_end_is_refused(
     assert len(chat.out.strip()) > 0
     assert [line for line in chat.err.splitlines() if line.startswith("Error: ")] == [
         "Error: More than 1 MiB came as a line of standard input; no model reads as much.",
-        "Error: 1 of the lines could not be done; they are named above",
+        "Error: 1 line failed; see the errors above",
     ]
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offspec import Engine
+from offspec import Engine, SamplingParams
+from offspec.cli.batch import Batch
 from offspec.errors import NumericalError
 from offspec.text.tokenizer import Tokenizer
 
@@ -78,7 +80,7 @@ def test_a_broken_line_is_told_and_the_others_are_done(batch: Run, source: Path,
     told, last = result.err.splitlines()
     assert (result.code, result.out) == (1, "")
     assert told.startswith(f"offspec: {source}, line 2: not JSON")
-    assert last.startswith(f"Error: 1 of 4 lines of {source} could not be done (2)")
+    assert last.startswith(f"Error: 1 of 4 lines of {source} failed (2)")
     assert [answer["line"] for answer in records(output.read_text())] == [1, 3, 4]
     lines[1] = '{"prompt": "late"}'
     source.write_text("\n".join(lines))
@@ -110,7 +112,9 @@ def test_lines_that_cannot_be_done(line: bytes, words: str, batch: Run, source: 
     assert words in result.err.splitlines()[0]
 
 
-def test_a_failure_while_running_is_told_and_the_others_are_done(batch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_running_is_told_and_the_others_are_done(
+    batch: Run, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generate = Engine.generate
 
     def fail(self: Engine, prompt: Any, *args: Any, **more: Any) -> Any:
@@ -122,7 +126,67 @@ def test_a_failure_while_running_is_told_and_the_others_are_done(batch: Run, mon
     result = batch()
     assert result.code == 1
     assert "line 2: the logits are not finite" in result.err
+    assert f"1 of 3 lines of {source}" in result.err
     assert [answer["line"] for answer in records(result.out)] == [1, 3]
+
+
+def test_a_line_has_settings_of_its_own(
+    batch: Run, run_args: Sequence[object], offspec: Offspec, source: Path, tmp_path: Path
+) -> None:
+    own = {"max_new_tokens": 5, "temperature": 0.9, "seed": 3, "top_k": 20}
+    lines = [{"prompt": "hi", **own}, {"prompt": "hi"}, {"prompt": "hi", "seed": None, "max_tokens": 4}]
+    source.write_text("\n".join(map(json.dumps, lines)))
+    output = tmp_path / "answers.jsonl"
+    assert batch("--output", output).code == 0
+    first, second, third = records(output.read_text())
+    flags = [part for key, value in own.items() for part in (f"--{key.replace('_', '-')}", value)]
+    alone = json.loads(offspec(*run_args, "hi", *flags, "--json").out)
+    assert (first["token_ids"], first["seed"]) == (alone["token_ids"], 3)
+    assert [len(answer["token_ids"]) for answer in (first, second, third)] == [5, 12, 4]
+    assert first["settings"].items() >= own.items()
+    assert (second["settings"]["max_new_tokens"], third["settings"]["seed"]) == (12, None)
+    assert batch("--output", output).code == 0
+    source.write_text(source.read_text().replace("0.9", "0.8"))
+    assert "with other settings" in batch("--output", output).refusal(2)
+
+
+@pytest.mark.parametrize("own", ['"temperature": "hot"', '"max_new_tokens": 0', '"stop": [""]', '"seed": 1.5'])
+def test_settings_of_a_line_that_cannot_be_followed(own: str, batch: Run, source: Path) -> None:
+    source.write_text(f'{{"prompt": "hi", {own}}}\n{GOOD[2]}')
+    result = batch()
+    assert (result.code, [answer["line"] for answer in records(result.out)]) == (1, [2])
+    assert f"line 1: {own.split(chr(34))[1]}" in result.err
+
+
+def test_a_dash_is_standard_output(batch: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.iterdir())
+    assert [answer["line"] for answer in records(batch("--output", "-").out)] == [1, 2, 3]
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_how_long_the_rest_takes(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier run answered counts as done, and not for the pace."""
+    output, shown, now = tmp_path / "answers.jsonl", list[str](), 0.0
+
+    def answer(prompt: Any, params: SamplingParams) -> dict[str, Any]:
+        nonlocal now
+        now += 10
+        return {}
+
+    def answer_all() -> None:
+        with closing(Batch(source, output, {}, SamplingParams())) as batch:
+            batch.run(answer, quiet=False)
+
+    monkeypatch.setattr("offspec.cli.batch.is_watched", lambda: True)
+    monkeypatch.setattr("offspec.cli.batch.show_line", lambda text="": shown.append(text))
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    answer_all()
+    assert shown == ["prompt 1 of 3", "prompt 2 of 3, 20 s left", "prompt 3 of 3, 10 s left", ""]
+    output.write_bytes(output.read_bytes().splitlines(keepends=True)[0])
+    shown.clear()
+    answer_all()
+    assert shown == ["prompt 2 of 3", "prompt 3 of 3, 10 s left", ""]
 
 
 def test_an_output_of_something_else_is_left_alone(batch: Run, source: Path, tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from offspec import Engine
-from offspec.cli.bench import table
+from offspec.cli.bench import table, verdict
 from offspec.tools.benchmark import Acceptance, BenchmarkReport
 
-from ..offspec.tools.test_benchmark import REPORT
+from ..offspec.tools.test_benchmark import REPORT, run
 from ..pair import Pair
 from .conftest import Offspec, Result
 
@@ -47,7 +47,7 @@ def test_json_alone_on_stdout_and_the_table_beside_it(bench: Bench, monkeypatch:
     assert [line.split()[:2] for line in lines[1:10]] == [
         [row["kind"], str(row["budget"] or "plain")] for row in told["rows"]
     ]
-    assert "all texts equal plain decoding" in result.err
+    assert "all texts equal plain decoding" in " ".join(result.err.split())
     assert "the first pass with the prompt too" in result.err
     quiet, plain = bench("--json", "-q"), bench()
     assert (json.loads(quiet.out).keys(), quiet.err) == (told.keys(), "")
@@ -137,10 +137,26 @@ def test_the_fastest_budget_s_reliability_is_shown(bench: Bench) -> None:
     result = bench("--json")
     lines = result.err.splitlines()
     heading = next(line for line in lines if line.startswith("guesses of budget "))
-    bins = json.loads(result.out)["acceptance"][heading.split()[3].rstrip(",")]["reliability"]
+    bins = json.loads(result.out)["acceptance"][heading.split()[3].rstrip(":")]["reliability"]
     shown = [line.split() for line in lines[lines.index(heading) + 2 :]]
     assert [int(count) for *_, count in shown] == [found["num_nodes"] for found in bins]
     assert float(shown[0][0]) == pytest.approx(bins[0]["predicted"], abs=1e-3)
+
+
+def test_whether_speculation_pays_is_said_and_why_not() -> None:
+    told = []
+    for decode_s in (1.0, 2.5, 9.0):  # behind 1.5 s of the first pass; plain decoding takes 4 s
+        outcome = BenchmarkReport([run(0, 0), run(8, 0, decode_s=decode_s)]).outcome()
+        assert outcome is not None
+        told.append(verdict(outcome))
+    paid, even, lost = told
+    assert "pays here: budget 8" in paid
+    assert "--budget 0" not in paid
+    assert "no difference" in even
+    assert "does not pay" in lost
+    assert "9.00 times as long as a plain one" in lost  # one later pass of 9 s, where plain ones take 1 s
+    assert "2.00 tokens" in lost
+    assert "--budget 0" in lost
 
 
 @pytest.mark.parametrize("columns", [30, 80, 110])

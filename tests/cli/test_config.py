@@ -74,7 +74,7 @@ def test_a_lone_argument_is_the_prompt_where_a_setting_names_the_model(
     file.touch()
     asked = json.loads(offspec(*run_args, "def area(", "--json").out)
     file.write_text(f"model = '{pair.target}'\ndraft = '{pair.draft}'\ndevice = 'cpu'\nmax-new-tokens = 12\n")
-    assert json.loads(offspec("run", "def area(", "--json", stdin=b"not this").out)["token_ids"] == asked["token_ids"]
+    assert json.loads(offspec("run", "def area(", "--json", stdin=b"").out)["token_ids"] == asked["token_ids"]
     assert json.loads(offspec("run", pair.draft, "--draft", "none", "--json", stdin=b"hi").out)["model"] == str(
         pair.draft
     )

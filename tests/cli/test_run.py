@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ from offspec.cli.main import COMMANDS, LazyGroup, cli
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import Pair, variant
-from .conftest import Offspec
+from .conftest import Offspec, finish, start
 
 KEYS = {"model", "draft", "prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "stats"}
 STATS_KEYS = {
@@ -90,6 +91,26 @@ def test_a_prompt_from_standard_input(
 ) -> None:
     answer = run_json(offspec, *run_args, *dash, "--raw", stdin="schön\n".encode())
     assert prompt_text(pair, answer) == "schön\n"
+
+
+@pytest.mark.parametrize(
+    ("piped", "words", "prompt"),
+    [(b"a\nb\n\n", "why?", "a\nb\n\nwhy?"), (b"\n", "why?", "why?"), (b"a\n", "", "a")],
+)
+def test_a_pipe_goes_before_the_prompt(
+    piped: bytes, words: str, prompt: str, run_args: Sequence[object], pair: Pair, offspec: Offspec
+) -> None:
+    answer = run_json(offspec, *run_args, words, "--raw", stdin=piped)
+    assert prompt_text(pair, answer) == prompt
+
+
+def test_a_pipe_through_which_nothing_comes_is_told(run_args: Sequence[object]) -> None:
+    process = start(*run_args, "hi", stdin=subprocess.PIPE)
+    assert process.stderr is not None
+    told = process.stderr.readline().decode()
+    result = finish(process)
+    assert "/dev/null" in told
+    assert (result.code, bool(result.out)) == (0, True)
 
 
 def test_a_prompt_from_a_file(run_args: Sequence[object], pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
