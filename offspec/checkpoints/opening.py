@@ -130,7 +130,7 @@ def _config(path: Path, raw: Mapping[str, Any], checkpoint: Checkpoint | None, n
 def _foreign_notes(name: str, config: ForeignConfig) -> list[Note]:
     """What somebody should know whose model transformers' modules compute."""
     how = f"{name} computes through transformers' own modules (model_type {config.model_type})"
-    notes = [Note(f"{how}: slower than offspec's decoder")]
+    notes = [Note(f"{how}: slower than offspec's decoder", advice=True)]
     if config.has_experts:
         every = "a pass reads every expert of a layer, whichever it needs"
         notes.append(Note(f"{name} has experts, and {every}; llama.cpp with experts on the CPU is faster", advice=True))

@@ -6,7 +6,7 @@ It is data alone: transformers is not imported here. `checkpoints.foreign` makes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from .config import ModelConfig
 from .config_values import Json
@@ -79,6 +79,10 @@ class ForeignConfig(ModelConfig):
     @property
     def own_head_name(self) -> str:
         return self.head
+
+    def as_native(self) -> ModelConfig:
+        """A decoder of Llama's layout as large as this one."""
+        return ModelConfig(**{field.name: getattr(self, field.name) for field in fields(ModelConfig)})
 
     def shared_shapes(self) -> dict[str, Shape]:
         return {name: shape for name, shape in self.shared.items() if not (self.tied_head and name == self.head)}

@@ -319,6 +319,6 @@ def _check_arguments(modules: Modules, raw: Json) -> None:
     if missing:
         why = {
             "past_key_values": RECURRENT,
-            "position_ids": "counts positions by itself (ALiBi), so that it cannot hold a tree of guesses",
+            "position_ids": "counts positions by itself, so that it cannot hold a tree of guesses",
         }.get(missing[0], f"takes no {missing[0]}")
         raise UnsupportedModelError(f"{raw['model_type']} {why}: not supported through transformers' modules")

@@ -207,7 +207,7 @@ def _seen(mask: Tensor) -> Tensor:
 def _fill_parameters(modules: Modules) -> None:
     """Zeros for the parameters outside the layers, in no memory."""
     inside = {id(p) for layer in modules.layers for p in layer.parameters()}
-    for module in modules.base.modules():
+    for module in modules.causal.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in inside:
                 zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)

@@ -24,6 +24,7 @@ from ..drafts.model_draft import ModelDraft
 from ..engine import Engine
 from ..errors import UsageError
 from ..model.decoder import Decoder, random_decoder
+from ..model.foreign_config import ForeignConfig
 from ..model.rope_config import RopeConfig
 from .benchmark import budget_name
 
@@ -190,9 +191,12 @@ def _with_draft(engine: Engine, draft: str) -> Engine:
 
 def _random_draft(engine: Engine) -> Decoder:
     """As small as a draft can be: its guesses are worth nothing, and nobody planned for its memory."""
-    rope = engine.target.config.rope
+    config = engine.target.config
+    if isinstance(config, ForeignConfig):
+        config = config.as_native()
+    rope = config.rope
     shape = replace(
-        engine.target.config,
+        config,
         num_layers=1,
         windows=(None,),
         unrotated=(),

@@ -248,7 +248,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "jamba": (GROUPED | {"model_type": "jamba", "use_mamba_kernels": False}, "recurrent layers"),
     "alibi": (SHAPE | {"model_type": "falcon", "alibi": True}, "ALiBi"),
-    "bloom": ({"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 2}, "ALiBi"),
+    "bloom": ({"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 2}, "counts positions by itself"),
     "masks inside": (
         {"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
         "masks of its own",

@@ -1,0 +1,82 @@
+"""Commands on a model that transformers' modules compute: they work as on others, and say which path it takes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from offspec.loaders.hardware import Rates
+
+from ..pair import VOCAB_SIZE, Pair
+from .conftest import Offspec
+
+SMALL = ("--device", "cpu", "--max-new-tokens", 8)
+
+
+@pytest.fixture(scope="module")
+def foreign(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Mixtral with the pair's tokenizer."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    folder = tmp_path_factory.mktemp("mixtral")
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=0,
+    )
+    MixtralForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(pair.target / name, folder)
+    return folder
+
+
+def test_plan_says_what_computes_and_what_a_pass_costs(
+    foreign: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = Rates(disk_bytes_per_s=2e9, matmul_flops={1: 1e10})
+    monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: rates)
+    result = offspec("plan", foreign, "--device", "cpu", "--draft", "none")
+    assert result.code == 0, result
+    assert "transformers' own modules (model_type mixtral)" in result.out + result.err
+    assert "llama.cpp" in result.out + result.err
+
+
+def test_run_gives_the_same_text_with_and_without_guesses(foreign: Path, pair: Pair, offspec: Offspec) -> None:
+    texts = []
+    for draft in ("none", "lookup", pair.draft):
+        result = offspec("run", foreign, "def area(", "--draft", draft, "--raw", "--json", "-q", *SMALL)
+        assert result.code == 0, result
+        texts.append(json.loads(result.out)["token_ids"])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_verify_finds_it_exact(foreign: Path, tmp_path: Path, offspec: Offspec) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def area(\n")
+    settings = ("--prompts", prompts, "--temperatures", "0, 1", "--budgets", "8", "--draft", "lookup")
+    result = offspec("verify", foreign, *settings, *SMALL)
+    assert result.code == 0, result
+
+
+def test_it_drafts_for_a_model_of_offspecs_own(foreign: Path, pair: Pair, offspec: Offspec) -> None:
+    texts = []
+    for draft in ("none", foreign):
+        result = offspec("run", pair.target, "def area(", "--draft", draft, "--raw", "--json", "-q", *SMALL)
+        assert result.code == 0, result
+        texts.append(json.loads(result.out)["token_ids"])
+    assert texts[0] == texts[1]
+
+
+def test_distilling_is_refused_before_anything_is_trained(foreign: Path, tmp_path: Path, offspec: Offspec) -> None:
+    result = offspec("distill", foreign, "--exit-layer", 1, "--out", tmp_path / "exit", "--device", "cpu", "-q")
+    assert "an exit layer needs offspec's own decoder" in result.refusal(2)
