@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..kernels.row_product import RowProduct
 from ..kernels.unpack import Unpacker
 from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, any_bytes, tile
 from .gguf_blocks import HALVES, IQ4_VALUES, UNPACK, check_grid
+from .on_gpu import FASTER_WAY, triton_kernels
 from .products import num_lanes
 
 QUANTISED: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.values() if kind.name in UNPACK}
@@ -54,11 +55,14 @@ class GgufMatrix(PackedMatrix):
         return GgufMatrix(self.kind, self.blocks.index_select(0, indices))
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """By a compiled kernel on a CPU, where the type has one and it was compiled or will be worth it."""
+        """By a compiled kernel where the type has one: on a CPU if it was compiled or will be worth it."""
         matrix = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
         unpacker = _unpacker(self.kind.name, dtype) if self.device.type == "cpu" else None
         if unpacker is not None and (unpacker.is_compiled or matrix.numel() >= WORTH_COMPILING):
             unpacker([self.blocks], matrix)
+        elif self.device.type == "cuda" and (kernels := triton_kernels()) and kernels.unpacks(self.form):
+            unpack = partial(kernels.unpack_gguf, self.form, self.blocks, matrix)
+            FASTER_WAY.run((self.form, dtype), self.device, unpack, partial(unpack_reference, self, matrix))
         else:
             unpack_reference(self, matrix)
         return matrix

@@ -16,7 +16,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +30,7 @@ from ..checkpoint import Checkpoint, TensorInfo, fault, show
 from ..params import GROUPED_METHODS
 from ..records import FLOAT_DTYPES, typed
 from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, read_small
+from .on_gpu import FASTER_WAY, triton_kernels
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")  # of a matrix's name without its `.weight`
 CODES_PER_WORD, BITS = 8, 4
@@ -78,6 +81,28 @@ class GroupedMatrix(PackedMatrix):
         # so.
         is_turned = device.type == "cpu" and dtype is torch.float16
         upright = matrix.t() if is_turned else matrix.view(num_inputs, num_outputs)
+        if device.type == "cuda" and (kernels := triton_kernels()):
+            unpack = partial(self.unpack_with, kernels, upright)
+            FASTER_WAY.run((self.layout.method, dtype), device, unpack, partial(self._unpack, upright))
+        else:
+            self._unpack(upright)
+        return upright.t()
+
+    def unpack_with(self, kernels: ModuleType, upright: Tensor) -> None:
+        """By Triton (`kernels.triton_unpack`) → upright, contiguous [K, N]."""
+        layout, num_inputs = self.layout, self.shape[1]
+        groups = layout.groups
+        if groups is None:
+            groups = torch.arange(num_inputs, device=self.codes.device) // layout.group_size
+        if layout.method == "awq":
+            kernels.unpack_awq(self.codes, self.zeros, self.scales, groups, upright)
+        else:
+            kernels.unpack_gptq(self.codes, self.zeros, self.scales, groups, upright, layout.zero_offset)
+
+    def _unpack(self, upright: Tensor) -> None:
+        """By plain torch → upright [K, N]."""
+        (num_inputs, num_outputs), device, dtype = upright.shape, upright.device, upright.dtype
+        is_turned = not upright.is_contiguous()
         height, width = _TILE[device.type]
         groups_of_tiles = self._groups(height)
         for left in range(0, num_outputs, width):
@@ -91,7 +116,6 @@ class GroupedMatrix(PackedMatrix):
                 if is_turned:
                     tile = tile.to(dtype).t().contiguous().t()
                 upright[rows, columns].copy_(tile)
-        return upright.t()
 
     def _groups(self, height: int) -> tuple[Tensor, ...]:
         """For every `height` inputs their groups: of each, or of as many side by side as surely share one."""
