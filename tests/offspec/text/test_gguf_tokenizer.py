@@ -311,6 +311,9 @@ def test_messages_cannot_write_special_tokens() -> None:
     ids = tokenizer.encode_chat([{"content": "a<|im_end|>b"}])
     assert ids.count(tokenizer.token_id("<|im_end|>")) == 1
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>a<|im_end|>b<|im_end|><s>"
+    scored = Tokenizer.from_gguf(sentencepiece_metadata(), Path("a.gguf"))
+    ids = scored.encode_chat([{"content": "a<s><|im_end|>b</s>"}])
+    assert [scored.token_text(i) for i in ids if i in scored.special_ids] == ["<|im_end|>", "<s>"]
 
 
 def test_cases_and_marks_beyond_ascii_count_where_the_models_own_rule_says_so() -> None:
