@@ -46,7 +46,11 @@ Examples:
 )
 @model_flags
 @memory_flags
-@click.option("--gpu", metavar="NAME", help="Plan for this card (rtx4090, rtx3090, …) instead of what is here.")
+@click.option(
+    "--gpu",
+    metavar="NAME",
+    help="Plan for this card (rtx4090, 4090, a100-80, …) by its data sheet instead of what is here.",
+)
 @click.option(
     "--format",
     "form",
@@ -58,7 +62,7 @@ Examples:
     "disk_rate",
     callback=size,
     metavar="SIZE",
-    help="Bytes a second that the disk delivers, e.g. 7GB. [default: measured]",
+    help="Bytes a second that the disk delivers, e.g. 3.5GB. [default: measured; 7GB with --gpu]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
@@ -121,9 +125,9 @@ def _gains(forecast: Forecast) -> list[str]:
         return ["", "8 GiB more of memory would bring nothing."]
     from offspec.tools.forecast import GAIN_WIDTH
 
-    now = format_seconds(forecast.plan.predict_pass_s(forecast.rates, GAIN_WIDTH))
+    now = f"{_three_digits(forecast.tree_pass_s)} s"
     lines = [
-        f"  {format_size(gain.more_bytes):>6} more {gain.memory:<4}  {format_seconds(gain.pass_s):>7}  "
+        f"  {format_size(gain.more_bytes):>6} more {gain.memory:<4}  {_three_digits(gain.pass_s):>7} s  "
         f"{gain.plan.tiers}"
         for gain in forecast.gains
     ]
@@ -137,11 +141,29 @@ def _seconds(forecast: Forecast) -> list[str]:
     for width, seconds in forecast.pass_s.items():
         plain = f"{1 / seconds:8.2f}  plain decoding" if width == 1 else ""
         lines.append(f"{width:>20}  {_three_digits(seconds):>9}  {plain}".rstrip())
-    lines += [
-        "",
-        "With a draft, tokens/s are the tokens accepted a pass (`offspec run --stats` shows them) over its seconds.",
-    ]
+    lines += ["", *_examples(forecast)]
     return [*lines, *(f"{name}: {source}" for name, source in forecast.sources())]
+
+
+def _examples(forecast: Forecast) -> list[str]:
+    """What a user would notice of these seconds, and what 4 bit would change."""
+    from offspec.tools.forecast import EXAMPLE_ACCEPTED, FOUR_BIT, GAIN_WIDTH, PROMPT_TOKENS
+
+    lines = [
+        "With a draft, tokens/s are the tokens accepted a pass (`offspec run --stats` shows them) over its seconds:",
+        f"{EXAMPLE_ACCEPTED} accepted in a pass of {GAIN_WIDTH} are {_three_digits(forecast.example_tokens_per_s)} "
+        "tokens/s, less the drafting's own time.",
+    ]
+    if forecast.prompt_s is not None:
+        lines.append(f"The first token of a prompt of {PROMPT_TOKENS} comes after {format_seconds(forecast.prompt_s)}.")
+    lines.append(f"The largest context that fits is {forecast.max_context} tokens (--context).")
+    if forecast.four_bit is not None:
+        packed = forecast.four_bit
+        lines.append(
+            f"In 4 bit (--format {FOUR_BIT}) a pass of {GAIN_WIDTH} takes {_three_digits(packed.pass_s)} s instead of "
+            f"{_three_digits(forecast.tree_pass_s)} s: {packed.plan.tiers}."
+        )
+    return lines
 
 
 def _three_digits(seconds: float) -> str:

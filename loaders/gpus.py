@@ -1,4 +1,4 @@
-"""Cards that one does not have: what their makers say of them, for plans. Knows nothing of the card in this machine.
+"""Cards and disks that one does not have: what their makers say of them, for plans. Knows nothing of this machine.
 
 bf16 FLOP/s: dense (sheets' headlines assume 2:4 sparsity, which is twice that), products summed in fp32. GeForce cards
 do 512 of these a clock and multiprocessor, half of what the same chip does on a professional card: NVIDIA's whitepapers
@@ -19,6 +19,9 @@ from .hardware import Gpu, Rates
 from .units import GIB
 
 PCIE4_X8, PCIE4_X16, PCIE5_X16 = 12.5e9, 25e9, 50e9  # bytes/s
+
+NVME_BYTES_PER_S = 7e9  # sequential reads of a good PCIe 4.0 x4 SSD by its data sheet
+NVME_SOURCE = "data sheet of an NVMe SSD with PCIe 4.0; --disk gives another"
 
 # Shares of a data sheet's figure that code in daily use reaches; guesses, on the careful side.
 MATMUL_SHARE, MEMORY_SHARE, DEQUANTISE_SHARE = 0.7, 0.8, 0.5
@@ -83,7 +86,7 @@ KNOWN_GPUS = {
 
 
 def find_gpu(name: str) -> KnownGpu:
-    """A card by its key, in any spelling: "rtx4090", "GeForce RTX 4090". Raises UsageError for an unknown one."""
+    """A card by its key in any spelling, as "GeForce RTX 4090" or "4090". Raises UsageError for an unknown one."""
     wanted = _plain(name)
     for key, gpu in KNOWN_GPUS.items():
         if wanted == _plain(key):
@@ -92,4 +95,5 @@ def find_gpu(name: str) -> KnownGpu:
 
 
 def _plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("nvidia").removeprefix("geforce")
+    plain = "".join(letter for letter in name.lower() if letter.isalnum())
+    return plain.removeprefix("nvidia").removeprefix("geforce").removeprefix("rtx")

@@ -49,6 +49,14 @@ def format_quantity(value: float, unit: str) -> str:
     return f"{_digits(value)} {unit}"
 
 
+def format_count(number: float) -> str:
+    """How many, as models are called: "70.6 B", "135 M", "4096"."""
+    for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if number >= 0.9995 * size:
+            return f"{_digits(number / size)} {letter}"
+    return str(round(number))
+
+
 def format_seconds(seconds: float) -> str:
     """A duration of two or three digits: "1.6 s", "28 s", "3 min"."""
     if seconds >= 119.5:

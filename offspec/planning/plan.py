@@ -115,6 +115,24 @@ class Plan:
         device = None if limits.device is None else limits.device + vram
         return _plan_for(self.room, replace(self.demand, limits=Limits(device, limits.ram + ram)))
 
+    def with_target(self, target: ModelFiles) -> Plan:
+        """What the plan would be for the same model in another format. Raises MemoryLimitError."""
+        return _plan_for(self.room, replace(self.demand, target=target))
+
+    def largest_context(self) -> int:
+        """The most tokens that a text could have in the same memory, however many layers would then be streamed."""
+        longest = self.demand.target.config.max_context
+
+        def is_too_long(context: int) -> bool:
+            try:
+                _plan_for(replace(self.room, context=context), self.demand)
+            except MemoryLimitError:
+                return True
+            return False
+
+        candidates = range(self.context + 1, longest + 1)
+        return self.context + bisect_left(candidates, True, key=is_too_long)
+
 
 def make_plan(
     target: ModelFiles,

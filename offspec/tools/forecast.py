@@ -11,15 +11,15 @@ import torch
 
 from offspec.loaders.containers import largest_weight_file
 from offspec.loaders.formats import plan_form
-from offspec.loaders.gpus import KnownGpu, find_gpu
+from offspec.loaders.gpus import NVME_BYTES_PER_S, NVME_SOURCE, KnownGpu, find_gpu
 from offspec.loaders.hardware import Hardware, Rates, read_hardware
 from offspec.loaders.measure import measure_rates
-from offspec.loaders.units import format_quantity, format_size
+from offspec.loaders.units import format_count, format_quantity, format_size
 
-from ..checkpoints.opening import ModelFiles, Note, choose_device, locate
+from ..checkpoints.opening import DTYPES, ModelFiles, Note, choose_device, locate
 from ..drafts.base import OpenedDraft, OpenRequest
 from ..drafts.kinds import open_draft
-from ..errors import UsageError
+from ..errors import OffspecError, UsageError
 from ..loading import LoadOptions
 from ..planning.plan import Plan
 from ..planning.probe import plan_here
@@ -27,6 +27,9 @@ from ..planning.report import explain_plan, tell_tiers
 
 GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4
 GAIN_WIDTH = 64  # tokens of the pass that gains are told for
+EXAMPLE_ACCEPTED = 8  # tokens of such a pass that are accepted, for an example
+PROMPT_TOKENS = 2000  # of the prompt that the wait for a first token is told for
+FOUR_BIT = "nf4"  # what `offspec quantize` makes
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,23 @@ class Gain:
 
 
 @dataclass(frozen=True)
+class FourBit:
+    """The same model in FOUR_BIT: where layers would be, and the seconds of a pass of GAIN_WIDTH tokens."""
+
+    plan: Plan
+    pass_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"format": FOUR_BIT, "stream_bytes_per_pass": self.plan.stream_bytes, "pass_s": self.pass_s}
+
+
+@dataclass(frozen=True)
 class Forecast:
     """A plan with what it is for, the seconds of a pass at some widths (tokens → seconds), and what would help.
 
     model: as it was asked for; title: what it is. gains: of VRAM, then of RAM, in steps of GAIN_STEP_BYTES, for as long
-    as a step brings something.
+    as a step brings something. four_bit: what that format would bring; None where layers are not streamed, or in 4 bit
+    already. max_context: the largest that fits.
     """
 
     model: str
@@ -60,6 +75,23 @@ class Forecast:
     pass_s: dict[int, float]
     notes: list[Note]
     gains: list[Gain]
+    four_bit: FourBit | None
+    max_context: int
+
+    @property
+    def tree_pass_s(self) -> float:
+        """Seconds of a pass of GAIN_WIDTH tokens."""
+        return self.plan.predict_pass_s(self.rates, GAIN_WIDTH)
+
+    @property
+    def example_tokens_per_s(self) -> float:
+        """With EXAMPLE_ACCEPTED tokens of such a pass accepted, the drafting aside."""
+        return EXAMPLE_ACCEPTED / self.tree_pass_s
+
+    @property
+    def prompt_s(self) -> float | None:
+        """Seconds to the first token of a prompt of PROMPT_TOKENS; None where the context has no room for it."""
+        return self.plan.predict_pass_s(self.rates, PROMPT_TOKENS) if self.plan.context > PROMPT_TOKENS else None
 
     @property
     def where(self) -> str:
@@ -110,6 +142,10 @@ class Forecast:
             "disk_layers": list(p.on_disk),
             "stream_bytes_per_pass": self.plan.stream_bytes,
             "pass_s": self.pass_s,
+            "prompt_tokens": PROMPT_TOKENS,
+            "prompt_s": self.prompt_s,
+            "max_context": self.max_context,
+            "four_bit": self.four_bit and self.four_bit.as_dict(),
             "gain_pass_tokens": GAIN_WIDTH,
             "gains": [gain.as_dict() for gain in self.gains],
             "rates": asdict(self.rates),
@@ -144,8 +180,8 @@ def make_forecast(
 ) -> Forecast:
     """Plan for a model that may not be here, on this machine or on one with another card. options: as `Engine.load`'s.
 
-    widths: tokens of a pass. Links are measured, or taken from the card's data sheet; the disk is the one the model
-    lies on. Raises MemoryLimitError where it cannot work.
+    widths: tokens of a pass. What is here is measured, the disk being the one that the model lies on; with a card that
+    is not here every rate comes from data sheets. Raises MemoryLimitError where it cannot work.
     """
     assumed = assumptions or Assumptions()
     assumed.check()
@@ -155,22 +191,24 @@ def make_forecast(
     target, draft = _open_to_plan(options, assumed.form, "cuda" if known else place.type, notes)
     hardware = _hardware(place, known, options.ram)
     plan = plan_here(target, [draft], hardware, options.memory)
-    measured = measure_rates(
-        place,
-        target.dtype,
-        largest_weight_file(target.checkpoint.path) or target.checkpoint.path,
-        widths=widths,
-        form=target.packed_form,
-        beside_reads=bool(plan.placement.on_disk) and place.type == "cpu",
-        progress=progress,
-    )
-    rates = measured if known is None else replace(known.rates(), disk_bytes_per_s=measured.disk_bytes_per_s)
+    if known is None:
+        rates = measure_rates(
+            place,
+            target.dtype,
+            largest_weight_file(target.checkpoint.path) or target.checkpoint.path,
+            widths=widths,
+            form=target.packed_form,
+            beside_reads=bool(plan.placement.on_disk) and place.type == "cpu",
+            progress=progress,
+        )
+    else:
+        rates = _with_disk(known.rates(), NVME_BYTES_PER_S, NVME_SOURCE)
     if assumed.disk_bytes_per_s is not None:
-        rates = replace(rates, disk_bytes_per_s=assumed.disk_bytes_per_s)
+        rates = _with_disk(rates, assumed.disk_bytes_per_s, "given")
     name = hardware.gpu.name if hardware.gpu else "RAM"
     pass_s = {w: plan.predict_pass_s(rates, w) for w in widths}
     notes += explain_plan(plan)
-    if (load := psutil.getloadavg()[0]) > hardware.num_cores:
+    if known is None and (load := psutil.getloadavg()[0]) > hardware.num_cores:
         notes.append(
             Note(
                 f"this machine is busy: {load:.1f} processes share {hardware.num_cores} cores, and seconds are what "
@@ -178,9 +216,30 @@ def make_forecast(
                 advice=True,
             )
         )
+    title, gains = _title(target, assumed.form, plan), _gains(plan, rates)
+    four_bit = _four_bit(plan, rates)
     return Forecast(
-        options.model, _title(target, assumed.form, plan), name, plan, rates, pass_s, notes, _gains(plan, rates)
+        options.model, title, name, plan, rates, pass_s, notes, gains, four_bit, max_context=plan.largest_context()
     )
+
+
+def _with_disk(rates: Rates, bytes_per_s: float, source: str) -> Rates:
+    return replace(rates, disk_bytes_per_s=bytes_per_s, sources={**rates.sources, "disk_bytes_per_s": source})
+
+
+def _four_bit(plan: Plan, rates: Rates) -> FourBit | None:
+    """What the same model would be in 4 bit, in the same memory."""
+    target = plan.demand.target
+    if target.packed_form is not None or not plan.placement.streamed:
+        return None
+    dtype = next(name for name, found in DTYPES.items() if found == target.dtype)
+    device_type = "cpu" if plan.placement.limits.device is None else "cuda"
+    try:
+        packed = ModelFiles.from_config(target.checkpoint.path, FOUR_BIT, dtype, device_type, [])
+        found = plan.with_target(packed)
+    except OffspecError:  # a shape that the format does not have
+        return None
+    return FourBit(found, found.predict_pass_s(rates, GAIN_WIDTH))
 
 
 def _open_to_plan(
@@ -205,7 +264,7 @@ def _hardware(place: torch.device, known: KnownGpu | None, ram: int | None) -> H
 def _title(target: ModelFiles, form: str | None, plan: Plan) -> str:
     weights = format_size(sum(info.nbytes for w in target.stored.by_name.values() for info in w.streamed))
     parts = (
-        f"{format_quantity(target.num_parameters, '')} parameters",
+        f"{format_count(target.num_parameters)} parameters",
         form or target.packed_form or plan_form(target.checkpoint.config),
         f"{weights}; context {plan.context}",
     )

@@ -57,7 +57,34 @@ def test_json(offspec: Offspec, large: Path) -> None:
     assert len(told["resident_layers"]) == 32
     assert set(told["pass_s"]) == {"1", "16", "64", "256", "512"}
     assert told["model"] == str(large)
-    assert told["title"].startswith(f"{large.name}: 8 G parameters, nf4")
+    assert told["title"].startswith(f"{large.name}: 8 B parameters, nf4")
+
+
+def test_a_card_that_is_not_here_is_planned_for_without_measuring(
+    offspec: Offspec, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offspec.tools.forecast.measure_rates", None)
+    asked = ("plan", large, "--gpu", "4090", "--vram", "8GiB", "--ram", "4GiB", "--draft", "none", "-q")
+    told = json.loads(offspec(*asked, "--json").out)
+    assert told["rates"]["disk_bytes_per_s"] == 7e9
+    assert "data sheet" in told["rates"]["sources"]["disk_bytes_per_s"]
+    given = offspec(*asked, "--disk", "2GB")
+    assert "disk: 2 GB/s (given)" in given.out
+    assert "busy" not in offspec(*asked[:-1]).err
+
+
+def test_what_a_user_would_notice(offspec: Offspec, large: Path) -> None:
+    asked = ("plan", large, "--gpu", "rtx4090", "--vram", "8GiB", "--ram", "8GiB", "--draft", "none", "-q")
+    told, shown = json.loads(offspec(*asked, "--json").out), offspec(*asked).out
+    assert f"{8 / told['pass_s']['64']:.1f}" in shown  # tokens/s, at 8 accepted in a pass of 64
+    assert 0.99 * told["pass_s"]["512"] < told["prompt_s"] < 10 * told["pass_s"]["512"]
+    assert told["context"] < told["max_context"] == 8192
+    assert told["four_bit"]["pass_s"] < told["pass_s"]["64"] / 3
+    assert "--format nf4" in shown
+    packed = offspec(*asked, "--format", "nf4")
+    assert "instead of" not in packed.out
+    assert json.loads(offspec(*asked, "--format", "nf4", "--json").out)["four_bit"] is None
+    assert json.loads(offspec(*asked, "--context", "64", "--json").out)["prompt_s"] is None
 
 
 def test_without_a_card_all_of_it_is_in_ram(offspec: Offspec, large: Path) -> None:

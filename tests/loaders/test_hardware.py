@@ -36,7 +36,7 @@ from offspec.loaders.hardware import (
     read_memory,
 )
 from offspec.loaders.readers import FileReader
-from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
+from offspec.loaders.units import format_count, format_quantity, format_seconds, format_size, parse_size
 
 GIB, MIB = 2**30, 2**20
 CPU = torch.device("cpu")
@@ -709,6 +709,9 @@ def test_more_memory_than_there_is(text: str) -> None:
         (format_quantity(820e9, "FLOP/s"), "820 GFLOP/s"),
         (format_quantity(999.96e9, "FLOP/s"), "1 TFLOP/s"),
         (format_quantity(0.5, "B/s"), "0.5 B/s"),
+        (format_count(70.6e9), "70.6 B"),
+        (format_count(135e6), "135 M"),
+        (format_count(4096), "4096"),
         (format_seconds(1.62), "1.6 s"),
         (format_seconds(28.2), "28.2 s"),
         (format_seconds(0.013), "13 ms"),
