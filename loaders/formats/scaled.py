@@ -110,12 +110,16 @@ def _byte_values(kind: str, bits: int, device: torch.device) -> Tensor:
 
 
 def _across_bytes(raw: Tensor, bits: int) -> Tensor:
-    """Codes of 3, 5, 6 or 7 bit, some of which begin in one word and end in the next."""
-    words = raw.view(torch.int32).long().bitwise_and_(0xFFFFFFFF)
-    starts = torch.arange(words.shape[1] * _WORD_BITS // bits, device=raw.device) * bits
-    word, place = starts // _WORD_BITS, starts % _WORD_BITS
-    pairs = words[:, word] | (F.pad(words, (0, 1))[:, word + 1] << _WORD_BITS)
-    return ((pairs >> place) & ((1 << bits) - 1)).float().sub_(1 << (bits - 1))
+    """Codes of 3, 5, 6 or 7 bit, some of which begin in one byte and end in the next: eight in as many bytes."""
+    eights = F.pad(raw, (0, -raw.shape[1] % bits)).view(raw.shape[0], -1, bits).to(torch.int16)
+    values = torch.empty(*eights.shape[:2], _BYTE_BITS, device=raw.device)
+    for i in range(_BYTE_BITS):
+        first, place = divmod(i * bits, _BYTE_BITS)
+        codes = eights[..., first] >> place
+        if place + bits > _BYTE_BITS:
+            codes |= eights[..., first + 1] << (_BYTE_BITS - place)
+        values[..., i] = codes & ((1 << bits) - 1)
+    return values.view(raw.shape[0], -1).sub_(1 << (bits - 1))
 
 
 # --------------------------------------------------------------------------------------------------------- the matrix
@@ -326,7 +330,7 @@ def _numbers(info: TensorInfo, raw: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------ formats
 
 # What a module's inputs, and its outputs, are quantised with where activations are: a weight does not depend on it.
-ACTIVATIONS = r"(?:in|out)put_(?:scale|zero_point|global_scale)|activation_scale"
+ACTIVATIONS = r"(?:in|out)put_(?:scale|scale_ub|zero_point|global_scale)|activation_scale"
 _KV_CACHE = re.compile(r".+\.(?:[qkv]|kv)_(?:scale|zero_point|global_scale)", re.DOTALL)
 
 

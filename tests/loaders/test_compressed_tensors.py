@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -428,3 +430,38 @@ def test_a_part_that_is_missing(case: Case, tmp_path: Path) -> None:
     tensors, _ = compressed(noise(*case.shape), case)
     for part in tensors:
         assert MODULE in refusal(tmp_path, without(named(tensors), f"{MODULE}.{part}"), case.config)
+
+
+WORDS = ("group", "channel", "tensor", "block", "int", "float", "4x4", PACK, INT)
+KEYS = ("format", "config_groups", "sparsity_config", "transform_config", "ignore", "quant_method")
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.floats()
+    | st.integers()
+    | st.text()
+    | st.sampled_from(("group", "channel", "int", "4x4")),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+SETTINGS = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "dynamic")
+
+
+@given(
+    weights=st.none() | st.dictionaries(st.sampled_from(SETTINGS), JSON),
+    whole=st.dictionaries(
+        st.sampled_from(("format", "config_groups", "sparsity_config", "ignore", "quant_method")), JSON
+    ),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_config(weights: Json | None, whole: Json, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Either it says what these tensors are, or it is refused."""
+    tensors, expected = compressed(noise(40, 96), case := CASES["w4a16"])
+    said = case.config
+    said["config_groups"]["group_0"]["weights"] |= weights or {}
+    said |= whole
+    try:
+        weight = open_with(tmp_path_factory.mktemp("any"), named(tensors), said)[NAME]
+    except OffspecError:
+        return
+    assert equal(dense(bound(weight), torch.float32), expected)
