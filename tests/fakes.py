@@ -292,7 +292,7 @@ def build(family: Family, folder: Path) -> TinyModel:
 
     disable_progress_bar()
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_json(family)))
-    _randomise(model, torch.Generator().manual_seed(family.seed))
+    randomise(model, torch.Generator().manual_seed(family.seed))
     model.save_pretrained(folder)
     if family.old_layout:
         config_file = folder / "config.json"
@@ -304,7 +304,7 @@ def build(family: Family, folder: Path) -> TinyModel:
 
 
 @torch.no_grad()
-def _randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
+def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Weights under which every part matters: sharp attention, spread logits, norms away from 1 and biases from 0.
 
     Embeddings are small, so that what a layer adds outweighs them; a tied head would else repeat the last token.
@@ -323,4 +323,4 @@ def _randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
             parameter.copy_((0.02 if scaled else 0.15) * noise)
         else:
             gain = 2.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
-            parameter.copy_(gain * noise / parameter.shape[1] ** 0.5)
+            parameter.copy_(gain * noise / parameter.shape[-1] ** 0.5)

@@ -1,0 +1,151 @@
+"""Of a checkpoint of text and images the language model is loaded, and says what transformers says of the text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from offspec import convert
+from offspec.checkpoints.load import load_decoder
+from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.errors import CheckpointError, UnsupportedModelError
+from offspec.loaders.params import ConvertParams
+from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.planning.plan import all_resident
+
+from ..fakes import CPU, FAMILIES, Family, TinyModel, config_json, randomise
+from .model.test_decoder import NO_NODES, assert_close, chain_logits, random_tokens
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+GEMMA = {"vision_config": {"model_type": "siglip_vision_model", **VISION}, "mm_tokens_per_image": 4}
+PIXTRAL = {"vision_config": {"model_type": "pixtral", "head_dim": 16, **VISION}, "tie_word_embeddings": False}
+# No Gemma 3 caps its logits, and where config.json says so transformers does it without images only.
+UNCAPPED = replace(FAMILIES["gemma3"], settings={**FAMILIES["gemma3"].settings, "final_logit_softcapping": None})
+MODELS: dict[str, tuple[str, Family, dict[str, Any]]] = {
+    "gemma3": ("gemma3", UNCAPPED, GEMMA),
+    "mistral3": ("mistral3", FAMILIES["mistral"], PIXTRAL),
+    "mistral3-ministral": ("mistral3", FAMILIES["ministral3"], PIXTRAL),
+}
+GetModel = Callable[[str], TinyModel]
+
+
+@pytest.fixture(scope="module")
+def multimodal(tmp_path_factory: pytest.TempPathFactory) -> GetModel:
+    """A tiny random checkpoint of text and images, written by transformers, by its name in MODELS."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    built: dict[str, TinyModel] = {}
+
+    def get(name: str) -> TinyModel:
+        if name not in built:
+            model_type, text, settings = MODELS[name]
+            said = AutoConfig.for_model(model_type, text_config=config_json(text), **settings)
+            model = AutoModelForImageTextToText.from_config(said, attn_implementation="eager").eval()
+            randomise(model, torch.Generator().manual_seed(0))
+            folder = tmp_path_factory.mktemp(name)
+            model.save_pretrained(folder)
+            built[name] = TinyModel(folder, model)
+        return built[name]
+
+    return get
+
+
+def decoder_of(folder: Path, notes: list[Note] | None = None) -> Decoder:
+    files = ModelFiles.open(folder, "fp32", "cpu", [] if notes is None else notes)
+    return load_decoder(files, all_resident(files), CPU)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_greedy_text_equal_transformers(multimodal: GetModel, name: str) -> None:
+    model, tokens, notes = multimodal(name), random_tokens(40), list[Note]()
+    decoder = decoder_of(model.folder, notes)
+    assert any("the language model alone is loaded; images are not read" in note.text for note in notes)
+    with torch.no_grad():
+        assert_close(chain_logits(decoder, tokens), model.reference(torch.tensor([tokens])).logits[0])
+    prompt = random_tokens(12, seed=2)
+    generated = model.reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=16)
+    text, chain, found = CachedDecoder(decoder), prompt, list[int]()
+    for _ in range(16):
+        chain = [int(text.score(chain, *NO_NODES).argmax())]
+        found += chain
+    assert found == generated[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("beginning", ["model.language_model.", "language_model.model."])
+def test_both_ways_to_name_its_tensors(multimodal: GetModel, tmp_path: Path, beginning: str) -> None:
+    """As files have them, and as transformers 5 has them in memory."""
+    folder, tokens = multimodal("gemma3").folder, random_tokens(20)
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    renamed = {
+        name.replace("language_model.model.", beginning).replace("vision_tower.", "model.vision_tower."): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, other / "model.safetensors")
+    found, expected = (chain_logits(decoder_of(each), tokens) for each in (other, folder))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("form", ["keep", "nf4"])
+def test_a_copy_is_the_language_model_alone(multimodal: GetModel, tmp_path: Path, form: str) -> None:
+    """An ordinary checkpoint of text, for transformers, too."""
+    from transformers import AutoConfig
+
+    source, tokens = multimodal("mistral3-ministral").folder, random_tokens(20)
+    convert(source, tmp_path / "copy", ConvertParams(form))
+    said = json.loads((tmp_path / "copy" / "config.json").read_text())
+    assert (said["model_type"], said["architectures"]) == ("ministral3", ["Ministral3ForCausalLM"])
+    assert AutoConfig.from_pretrained(tmp_path / "copy").num_hidden_layers == 3
+    notes = list[Note]()
+    found, expected = (
+        chain_logits(decoder_of(tmp_path / "copy", notes), tokens),
+        chain_logits(decoder_of(source), tokens),
+    )
+    assert not any("images" in note.text for note in notes)
+    if form == "keep":
+        assert torch.equal(found, expected)
+    else:
+        assert np.corrcoef(found.flatten(), expected.flatten())[0, 1] > 0.8
+
+
+def test_it_is_planned_from_config_json_alone(multimodal: GetModel, tmp_path: Path) -> None:
+    shutil.copy(multimodal("gemma3").folder / "config.json", tmp_path)
+    notes = list[Note]()
+    planned = ModelFiles.from_config(tmp_path, "bf16", "auto", "cuda", notes)
+    opened = ModelFiles.open(multimodal("gemma3").folder, "auto", "cuda", [])
+    assert planned.config == opened.config
+    assert planned.num_parameters == opened.num_parameters
+    assert any("images are not read" in note.text for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "told"),
+    [
+        ({"model_type": "gemma3", "text_config": [1]}, CheckpointError, "text_config must be an object"),
+        ({"model_type": "gemma3"}, CheckpointError, "hidden_size"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "blip"}}, UnsupportedModelError, "'blip'"),
+    ],
+)
+def test_what_does_not_say_what_it_is_is_refused(
+    tmp_path: Path, config: dict[str, Any], error: type[Exception], told: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=told) as caught:
+        ModelFiles.from_config(tmp_path, "bf16", "auto", "cpu", [])
+    assert len(str(caught.value).splitlines()) == 1
