@@ -4,6 +4,9 @@ the text is unmoved.
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -170,6 +173,21 @@ def test_no_more_of_one_tree_than_leaves_room_for_others(models: tuple[Decoder, 
     assert isinstance(logits, RowLogits)
     text.observe(np.arange(ROOT, count), np.arange(1 + count), logits)
     assert len(recall) == 1 + 1 + MOST_NODES  # the prompt's first token, too
+
+
+def test_logits_are_capped_behind_the_correction(models: tuple[Decoder, Decoder]) -> None:
+    """Only before they are capped are they linear in the states."""
+    draft, target = (copy.copy(model) for model in models)
+    draft.config = replace(draft.config, logit_cap=1.5, logit_scale=0.5)
+    target.config = replace(target.config, logit_cap=3.0)
+    recall = Recall(draft, target)
+    recall.add(places(7, draft), places(7, target, seed=1))
+    text = RecallingText(CachedDecoder(draft), target, recall)
+    found = text.score([5, 6], *NO_NODES)
+    correction = recall.correct(CachedDecoder(draft).states([5, 6], *NO_NODES))
+    heads = (model.weights.shared("lm_head.weight") for model in (draft, target))
+    own, said = (states @ head.T for states, head in zip(correction, heads, strict=True))  # type: ignore[union-attr]
+    torch.testing.assert_close(found, 1.5 * torch.tanh((0.5 * own + said) / 1.5))
 
 
 def test_what_is_pending_is_corrected_by_all_that_is_recalled_by_now(models: tuple[Decoder, Decoder]) -> None:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.model.block import build_blocks, layer_shapes
+from offspec.model.block import ACTIVATIONS, build_blocks, layer_shapes
 from offspec.model.config import read_config
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, wanted_shapes
 from offspec.model.early_exit import EarlyExit, shared_text
+from offspec.model.families import ACTIVATIONS as KNOWN_ACTIVATIONS
 from offspec.model.names import EMBEDDING, LAYER_PREFIX
 from offspec.training.lora import Adapter, TreeRows
 
@@ -85,6 +86,23 @@ def test_what_is_done_to_the_embedding_is_done_in_every_pass(
     table *= 4
     assert torch.equal(found, run(decoder))
     assert not torch.equal(found, before)
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3", "phi3", "glm4", "granite", "olmo2", "cohere-qk-norm", "nemotron"]
+)
+def test_every_kind_of_pass_computes_what_a_family_changes(tiny_model: GetModel, family: str) -> None:
+    """Recorded rounds, a draft that learns, and an exit layer say of the same tokens what a plain pass says."""
+    decoder = tiny_model(family).decoder()
+    expected = plain_pass(decoder)
+    assert_close(static_pass(decoder), expected[1:])
+    chain = decoder.forward(torch.tensor([5, 6, 7, 8]), torch.arange(4), decoder.new_cache())
+    assert_close(trained_pass(decoder), decoder.logits(chain))
+    assert_close(shared_pass(decoder)[6:], expected)
+
+
+def test_the_activations_of_config_json_are_those_that_are_computed() -> None:
+    assert set(KNOWN_ACTIVATIONS) == ACTIVATIONS.keys()
 
 
 # ------------------------------------------------------------------------------------------------ states of layers

@@ -25,15 +25,16 @@ from offspec.loaders.formats.plain import PlainWeight
 from offspec.model.block import layer_shapes
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, check_tensors, is_ignored
-from offspec.model.rope import rotation
+from offspec.model.rope import RotaryEmbedding, rotation
 
 from ...fakes import FAMILIES, VOCAB_SIZE, TinyModel, config_json
 
 GetModel = Callable[[str], TinyModel]
 TOLERANCE = 1e-4  # fp32, max abs difference of logits that lie some units apart
 NO_NODES = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.bool_))
-# One family for every way of seeing: all, a window in all layers, a window in some, normed queries and keys with one.
-TREE_FAMILIES = ["llama-gqa", "mistral-window", "qwen2-layer-types", "qwen3-biased-window"]
+# One family for every way of seeing: all, a window in all layers, a window in some, normed queries and keys with one,
+# capped scores, layers without positions.
+TREE_FAMILIES = ["llama-gqa", "mistral-window", "qwen2-layer-types", "qwen3-biased-window", "gemma2", "cohere2"]
 
 
 def random_tokens(count: int, seed: int = 1) -> list[int]:
@@ -117,6 +118,13 @@ ROPES = {
         "original_max_position_embeddings": 4096,
     },
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "Phi-3-like": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1 + 0.03 * i for i in range(64)],
+        "long_factor": [1 + 0.9 * i for i in range(64)],
+        "original_max_position_embeddings": 128,
+    },
     "shrunk": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 0.5, "original_max_position_embeddings": 4096},
     "ramp past the end": {
         "rope_type": "yarn",
@@ -148,8 +156,26 @@ def test_rotation_equals_transformers(name: str) -> None:
     assert magnitude == pytest.approx(expected.attention_scaling, rel=1e-9)
 
 
-def test_bf16_is_as_near_to_fp32_as_transformers_is(tiny_model: GetModel) -> None:
-    model, tokens = tiny_model("llama-gqa"), random_tokens(40)
+def test_longrope_takes_the_long_factors_where_the_context_is_longer_than_the_original() -> None:
+    """As transformers does for a text of that length; up to the original context both take the short ones."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    said = config_json(FAMILIES["llama-gqa"]) | {"head_dim": 128, "rope_parameters": ROPES["Phi-3-like"]}
+    theirs, config = LlamaRotaryEmbedding(LlamaConfig(**copy.deepcopy(said))), read_config(said)
+    for context, length in ((40, 40), (128, 128), (129, 129), (256, 200)):
+        cos, sin = theirs(torch.zeros(1), torch.arange(length)[None])
+        ours = RotaryEmbedding(config.for_context(context).rope, 128, dtype=torch.float32, device=torch.device("cpu"))
+        for found, expected in zip(ours.at(torch.arange(length)), (cos, sin), strict=True):
+            torch.testing.assert_close(found[:, 0], expected[0], rtol=0, atol=1e-5)
+    short, long = (rotation(config.for_context(context).rope, 128)[0] for context in (128, 129))
+    assert torch.equal(short, rotation(config.rope, 128)[0])
+    assert not torch.equal(short, long)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma2", "gemma3", "olmo2", "cohere-qk-norm", "nemotron", "glm4"])
+def test_bf16_is_as_near_to_fp32_as_transformers_is(tiny_model: GetModel, family: str) -> None:
+    model, tokens = tiny_model(family), random_tokens(40)
     with torch.no_grad():
         exact = model.reference(torch.tensor([tokens])).logits[0]
         theirs = copy.deepcopy(model.reference).bfloat16()(torch.tensor([tokens])).logits[0].float()
