@@ -9,12 +9,12 @@ anything is computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
-from .config_values import EPS_RANGE, Json, integer, number_in, optional_number, positive
+from .config_values import EPS_RANGE, Json, integer, mapping, number_in, optional_number, positive
 from .rope_config import (
     FULL,
     LAYER_KINDS,
@@ -216,7 +216,17 @@ def _phi3(config: Json, num_layers: int) -> Fields:
         "mlp": FUSED_MLP,
         "windows": (window,) * num_layers,
         "rotary_share": read_rotary_share(config),
+        "rope": _phi3_rope(config),
     }
+
+
+def _phi3_rope(config: Json) -> RopeConfig:
+    """The first files call LongRoPE su, or yarn."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    scaling = mapping(config, key)
+    if (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
+        config = {**config, key: {**scaling, "rope_type": "longrope"}}
+    return read_rope(config)
 
 
 def _glm(config: Json, num_layers: int) -> Fields:
@@ -354,8 +364,8 @@ def _hunyuan(config: Json, num_layers: int) -> Fields:
 
 def _hunyuan_rope(config: Json) -> RopeConfig:
     """What it calls dynamic scaling with an `alpha` is another theta, whatever the text's length."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(scaling, Mapping) or "alpha" not in scaling:
+    scaling = mapping(config, "rope_scaling") or mapping(config, "rope_parameters")
+    if "alpha" not in scaling:
         return read_rope(config)
     kept = {key: value for key, value in scaling.items() if key == "rope_theta"}
     plain = read_rope({**config, "rope_scaling": None, "rope_parameters": kept})

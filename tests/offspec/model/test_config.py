@@ -151,6 +151,78 @@ def test_scaling_added_by_hand_to_a_new_config_counts() -> None:
     assert found == read_config(rope(**added, rope_theta=5000.0) | {"rope_theta": 1.0}).rope
 
 
+def windows_of(name: str, **said: Any) -> tuple[int | None, ...]:
+    return read_config(without(config_json(FAMILIES[name]), "layer_types") | said).windows
+
+
+def test_which_layers_of_a_family_have_a_window() -> None:
+    """The patterns that transformers assumes where `layer_types` is missing."""
+    assert windows_of("gemma2") == (8, None, 8, None)
+    assert windows_of("gemma3", num_hidden_layers=7) == (8, 8, 8, 8, 8, None, 8)
+    assert windows_of("gemma3", sliding_window_pattern=2) == (8, None, 8, None)
+    assert windows_of("olmo3") == windows_of("exaone4") == windows_of("cohere2") == (8, 8, 8, None)
+    assert windows_of("exaone4", sliding_window=None) == (None,) * 4
+    assert windows_of("phi3") == windows_of("starcoder2") == (9, 9, 9)
+    assert windows_of("smollm3-window") == (None, 8, 8, None)
+    without_window = without(config_json(FAMILIES["phi3"]), "sliding_window")
+    assert read_config(without_window).windows == (None, None, None)
+
+
+def test_which_layers_of_a_family_have_no_positions() -> None:
+    def unrotated(name: str, **said: Any) -> tuple[int, ...]:
+        return read_config(config_json(FAMILIES[name]) | said).unrotated
+
+    assert unrotated("cohere2") == unrotated("exaone4") == unrotated("smollm3") == (1, 3)
+    assert unrotated("exaone4", sliding_window=None) == unrotated("llama-gqa") == ()
+    assert unrotated("smollm3", no_rope_layers=[1, 1, 0, 1]) == (2,)
+    assert unrotated("granite-dense-hybrid", position_embedding_type=None) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_longrope_by_all_its_names(kind: str) -> None:
+    said = config_json(FAMILIES["phi3-longrope"])
+    found = read_config(said | {"rope_parameters": {**said["rope_parameters"], "rope_type": kind}})
+    assert found == read_config(said)
+    assert (found.rope.kind, found.rope.scaling["factor"]) == ("longrope", 2.0)
+
+
+GEMMA3_4B = {  # as Google published it: most keys are left out
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152},
+}
+
+
+def test_a_config_of_text_and_images_that_leaves_out_what_transformers_assumes() -> None:
+    config = read_config(GEMMA3_4B)
+    assert (config.model_type, config.num_heads, config.num_kv_heads, config.head_dim) == ("gemma3_text", 8, 4, 256)
+    assert (config.vocab_size, config.tied_head, config.max_context) == (262208, True, 131072)
+    assert config.windows == ((1024,) * 5 + (None,)) * 5 + (1024,) * 4
+    assert config.local_rope is not None
+    assert (config.rope.theta, config.rope.kind, config.local_rope.theta, config.local_rope.kind) == (
+        1e6,
+        "linear",
+        1e4,
+        "default",
+    )
+    assert (config.attention_scale, config.logit_cap, config.activation) == (1 / 16, None, "gelu_pytorch_tanh")
+
+
+def test_a_family_without_a_field_is_llama(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What exit layers and drafts have learnt is found by it, so fields that other families bring must not show."""
+    assert read_config(LLAMA).differences() == read_config(QWEN3).differences() == {}
+    assert read_config(config_json(FAMILIES["arcee"])).differences().keys() == {"activation", "mlp"}
+
+
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
@@ -167,6 +239,11 @@ def test_an_unknown_architecture_is_named_with_the_supported_ones(model_type: An
     [
         (without(LLAMA, "model_type"), "no architecture named"),
         (LLAMA | {"hidden_act": "mish"}, "mish"),
+        (config_json(FAMILIES["gemma3"]) | {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        (config_json(FAMILIES["granite-dense-hybrid"]) | {"num_local_experts": 8}, "num_local_experts 8"),
+        (config_json(FAMILIES["granite-dense-hybrid"]) | {"layer_types": ["mamba"] * 3}, "'mamba'"),
+        (config_json(FAMILIES["granite-dense-hybrid"]) | {"layer_types": 3}, "'mamba'"),
+        (config_json(FAMILIES["hunyuan"]) | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         (LLAMA | {"quantization_config": {"quant_method": "hqq"}}, "hqq"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "unknown"),
         (LLAMA | {"quantization_config": "4bit"}, "unknown"),
@@ -223,6 +300,16 @@ def test_sizes_must_be_there(key: str) -> None:
         (QWEN2 | {"layer_types": ["full_attention"] * 2}, "layer_types lists 2 layers, num_hidden_layers says 3"),
         (QWEN2 | {"layer_types": []}, "layer_types lists 0 layers"),
         (QWEN2 | {"layer_types": "full_attention"}, "layer_types"),
+        (
+            config_json(FAMILIES["glm"]) | {"rope_parameters": {"partial_rotary_factor": 1.5}},
+            "partial_rotary_factor must",
+        ),
+        (config_json(FAMILIES["glm4"]) | {"rope_parameters": {"partial_rotary_factor": 0.2}}, "leaves 3 of 16"),
+        (config_json(FAMILIES["smollm3"]) | {"no_rope_layers": [1]}, "no_rope_layers must list 4 layers"),
+        (config_json(FAMILIES["granite"]) | {"logits_scaling": 0}, "logits_scaling"),
+        (config_json(FAMILIES["gemma2"]) | {"attn_logit_softcapping": "50"}, "attn_logit_softcapping"),
+        (config_json(FAMILIES["cohere"]) | {"layer_norm_eps": -1}, "layer_norm_eps"),
+        (config_json(FAMILIES["ministral3"]) | {"rope_parameters": [1]}, "rope_parameters must be an object"),
         (LLAMA | {"rope_parameters": [1]}, "rope_parameters must be an object"),
         (LLAMA | {"rope_scaling": "yarn"}, "rope_scaling must be an object"),
         (rope(rope_theta="large"), "rope_theta"),
@@ -264,9 +351,9 @@ PARAMETERS = ("rope_theta", "rope_type", "type", "factor", "low_freq_factor", "h
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=500, deadline=None, derandomize=True)
 def test_whatever_stands_there_gives_a_config_or_one_line(data: st.DataObject) -> None:
-    config = dict(data.draw(st.sampled_from([LLAMA, MISTRAL, QWEN2, QWEN3])))
+    config = dict(data.draw(st.sampled_from([config_json(family) for family in FAMILIES.values()])))
     scaling = {"rope_type": data.draw(st.sampled_from(["default", "linear", "llama3", "yarn"])), "factor": 2.0}
     scaling |= data.draw(st.dictionaries(st.sampled_from(PARAMETERS), ANYTHING, max_size=2), label="scaling")
     config["rope_parameters"] = scaling

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,129 @@ LLAMA_70B = {
     "rms_norm_eps": 1e-5,
     "torch_dtype": "bfloat16",
 }
+# As published: config.json without what plans do not need, and how many parameters the hub tells (of Gemma 3, its
+# language model's). The last one is made up, of the shape of the largest dense models.
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "gemma-3-27b": (
+        27_009_346_304,
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                "head_dim": 128,
+                "hidden_size": 5376,
+                "intermediate_size": 21504,
+                "model_type": "gemma3_text",
+                "num_attention_heads": 32,
+                "num_hidden_layers": 62,
+                "num_key_value_heads": 16,
+                "query_pre_attn_scalar": 168,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+        },
+    ),
+    "phi-4": (
+        14_659_507_200,
+        {
+            "model_type": "phi3",
+            "hidden_size": 5120,
+            "intermediate_size": 17920,
+            "num_attention_heads": 40,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 10,
+            "vocab_size": 100352,
+            "max_position_embeddings": 16384,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 250000,
+            "rope_scaling": None,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "GLM-4-32B": (
+        32_566_081_536,
+        {
+            "model_type": "glm4",
+            "hidden_size": 6144,
+            "intermediate_size": 23040,
+            "num_attention_heads": 48,
+            "num_hidden_layers": 61,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "vocab_size": 151552,
+            "max_position_embeddings": 32768,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": False,
+            "rms_norm_eps": 1e-05,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "command-r": (
+        34_980_831_232,
+        {
+            "model_type": "cohere",
+            "hidden_size": 8192,
+            "intermediate_size": 22528,
+            "num_attention_heads": 64,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 64,
+            "vocab_size": 256000,
+            "max_position_embeddings": 8192,
+            "logit_scale": 0.0625,
+            "rope_theta": 8000000.0,
+            "use_qk_norm": False,
+        },
+    ),
+    "command-r-plus": (
+        103_810_674_688,
+        {
+            "model_type": "cohere",
+            "hidden_size": 12288,
+            "intermediate_size": 33792,
+            "num_attention_heads": 96,
+            "num_hidden_layers": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 256000,
+            "max_position_embeddings": 131072,
+            "logit_scale": 0.8333,
+            "rope_theta": 75000000.0,
+            "use_qk_norm": True,
+        },
+    ),
+    "starcoder2-15b": (
+        15_957_889_024,
+        {
+            "model_type": "starcoder2",
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_attention_heads": 48,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 4,
+            "vocab_size": 49152,
+            "max_position_embeddings": 16384,
+            "rope_theta": 100000,
+            "tie_word_embeddings": False,
+            "sliding_window": 4096,
+        },
+    ),
+    "made up": (
+        125_025_988_608,
+        {
+            "model_type": "mistral3",
+            "text_config": {
+                "model_type": "ministral3",
+                "head_dim": 128,
+                "hidden_size": 12288,
+                "intermediate_size": 28672,
+                "num_attention_heads": 96,
+                "num_hidden_layers": 88,
+                "num_key_value_heads": 8,
+                "vocab_size": 131072,
+                "max_position_embeddings": 262144,
+                "sliding_window": None,
+            },
+        },
+    ),
+}
 RATES = Rates(disk_bytes_per_s=5e9, host_to_device_bytes_per_s=25e9, matmul_flops={1: 1e12, 256: 1e14})
 
 
@@ -73,6 +197,34 @@ def test_a_70b_model_has_its_size(large: Path) -> None:
     weight_bytes = {"nf4": 0.5 + 1 / 64, "fp8": 1 + 4 / 128**2, "w4a16": 0.5 + 2 / 128, "nvfp4": 0.5 + 1 / 16}
     for form, nbytes in weight_bytes.items():
         assert sizes["bf16"] / sizes[form] == pytest.approx(2 / nbytes, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_of_every_layout_are_planned_from_config_json_alone(tmp_path: Path, name: str) -> None:
+    num_parameters, config = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    files = ModelFiles.from_config(tmp_path, "nf4", "auto", "cuda", [])
+    assert files.num_parameters == num_parameters
+    made = plan(tmp_path, "nf4", Limits(24 * GIB, 64 * GIB))
+    assert made.context == DEFAULT_CONTEXT
+    assert made.predict_pass_s(RATES, 64) > 0
+    assert all(item.on_device >= 0 <= item.on_host for item in made.placement.items)
+    assert any("LongRoPE" in note.text for note in explain_plan(made)) == (files.config.rope.kind == "longrope")
+
+
+def test_longrope_says_by_which_context_its_factors_were_chosen(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    mini = {
+        "hidden_size": 3072,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 131072,
+    }
+    config = PUBLISHED["phi-4"][1] | mini | {"rope_scaling": {"type": "su", **factors}}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"original_max_position_embeddings": 4096}))
+    for context, told in ((4096, "of up to 4096 tokens"), (4097, "of more than 4096 tokens")):
+        made = plan(tmp_path, "nf4", Limits(24 * GIB, 64 * GIB), MemoryOptions(context=context))
+        assert any(told in note.text for note in explain_plan(made))
 
 
 @pytest.mark.parametrize("form", ["bf16", "nf4"])
