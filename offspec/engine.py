@@ -8,11 +8,16 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from numbers import Integral
 from operator import index
+from os import PathLike, fspath
 from threading import RLock
+from types import TracebackType
 from typing import Any, TypeGuard
 
+from offspec.loaders.units import parse_size
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.retrieval import SuffixIndex
 
@@ -56,15 +61,25 @@ class Engine:
         self.draft.prepare(self.max_context)
 
     @classmethod
-    def load(cls, model: str = "builtin", **options: Any) -> Engine:
-        """Load MODEL (a folder, a hub id, or `builtin`) and its draft; what does not fit in memory is streamed.
+    def load(cls, model: str | PathLike[str] = "builtin", **options: Any) -> Engine:
+        """Load MODEL (a path, a hub id, or `builtin`) and its draft; what does not fit in memory is streamed.
 
-        options: see `offspec.loading.LoadOptions`, e.g. draft, device, dtype, vram, ram, context. What was chosen
-        automatically stands in `notes`, with its reason, where everything went in `plan`.
+        options: see `offspec.loading.LoadOptions`, e.g. draft, device, dtype, context; vram and ram also as texts like
+        "4GiB". What was chosen automatically stands in `notes`, with its reason, where everything went in `plan`.
+        The engine is its own context manager: `with Engine.load(...) as engine` closes it at the end.
         Raises OffspecError's children for whatever cannot be loaded or does not fit together.
         """
-        found = load(LoadOptions(model, **options))
-        return cls(found.target, found.tokenizer, found.draft, name=model, index=found.index)
+        name = fspath(model)
+        found = load(_load_options(name, options))
+        return cls(found.target, found.tokenizer, found.draft, name=name, index=found.index)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     @property
     def target(self) -> Decoder:
@@ -101,7 +116,7 @@ class Engine:
         return self.draft.aligner
 
     def close(self) -> None:
-        """Lets go of the memory, and joins what reads ahead; the engine cannot be used afterwards."""
+        """Lets go of the memory, and joins what reads ahead; afterwards `generate` raises UsageError."""
         self.loaded.close()
         self.draft.close()
 
@@ -163,6 +178,12 @@ class Engine:
             caches.user.check_free()
             return caches.user.begin(Request(self, text, asked, caches).run())
 
+    def complete(
+        self, prompt: Prompt, params: SamplingParams | None = None, speculation: SpeculationParams | None = None
+    ) -> str:
+        """The whole text that `generate` gives piece by piece. Raises what it does."""
+        return "".join(step.text for step in self.generate(prompt, params, speculation))
+
     def learn(self, stats: Stats) -> None:
         """Let the draft learn from what the target said in the requests so far, if it was loaded with `learn`.
 
@@ -182,6 +203,7 @@ class Engine:
         tree beside them. Where device memory runs out for it, the target is loaded anew with fewer resident layers.
         """
         with self.turn:
+            self.loaded.check()
             if num_tokens or num_nodes:
                 self.loaded.spare_nothing()
             return retry_out_of_memory(
@@ -206,6 +228,22 @@ class Engine:
             f"the prompt has {num_tokens} tokens and {where} {planned}, which leaves no room for an answer; "
             f"shorten the prompt{more}"
         )
+
+
+def _load_options(model: str, options: Mapping[str, Any]) -> LoadOptions:
+    """Sizes may be texts. Raises UsageError for an unknown name, or a size that is none."""
+    known, found = [field.name for field in fields(LoadOptions) if field.name != "model"], dict(options)
+    if unknown := [name for name in options if name not in known]:
+        near = get_close_matches(unknown[0], known, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+        raise UsageError(f"Engine.load has no option {unknown[0]!r}; {meant}")
+    for name in ("vram", "ram"):
+        size = found.get(name)
+        if isinstance(size, str):
+            found[name] = parse_size(size)
+        elif not (size is None or isinstance(size, Integral)):
+            raise UsageError(f'{name} must be a number of bytes or a text like "4GiB", not {size!r}')
+    return LoadOptions(model, **found)
 
 
 def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:

@@ -104,7 +104,7 @@ class LoadedTarget:
         self.rates: Rates | None = None
         self.link_bytes_per_s: float | None = None
         self._memory, self._streamed_before = memory, 0
-        self._has_weights = True
+        self._has_weights, self._is_closed = True, False
         self._caches = WeakSet[KVCache]()
 
     @property
@@ -170,14 +170,17 @@ class LoadedTarget:
         self._has_weights = True
 
     def check(self) -> None:
-        """Raises MemoryLimitError where the weights were to be loaded anew and could not be."""
+        """Raises UsageError after `close`, MemoryLimitError where the weights could not be loaded anew."""
+        if self._is_closed:
+            raise UsageError("this engine is closed: its weights are gone; load the model again with Engine.load")
         if not self._has_weights:
             raise MemoryLimitError(
                 "the target is no longer in memory: it ran out, and the weights could not be loaded again; load it anew"
             )
 
     def close(self) -> None:
-        """Let go of the weights, and join what reads ahead."""
+        """Let go of the weights, and join what reads ahead; once more does nothing."""
+        self._is_closed = True
         self.decoder.weights.close()
 
 

@@ -106,6 +106,7 @@ class Request:
         stream = self.engine.tokenizer.stream(self.asked.sampling.stop, skip_special_tokens=True)
         while True:
             with self.engine.turn:
+                self.engine.loaded.check()
                 verdict = retry_out_of_memory(self._iterate, self._begin_again)
             step = self._step(verdict, stream)
             yield step

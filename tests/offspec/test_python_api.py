@@ -1,0 +1,59 @@
+"""The engine in other people's programs: sizes as texts, `with`, whole texts, and what is said after `close`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.errors import UsageError
+
+from ..pair import Pair, build_pair
+
+PARAMS = SamplingParams(6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def engine(pair: Pair) -> Iterator[Engine]:
+    with Engine.load(pair.target, draft=str(pair.draft), device="cpu", ram="1GiB") as engine:
+        yield engine
+
+
+def test_a_whole_text_is_what_the_steps_bring(engine: Engine) -> None:
+    steps = list(engine.generate("def area(", PARAMS, SpeculationParams(budget=4)))
+    assert len(steps) > 1
+    assert engine.complete("def area(", PARAMS, SpeculationParams(budget=4)) == "".join(step.text for step in steps)
+
+
+def test_sizes_are_texts_or_bytes(engine: Engine) -> None:
+    assert engine.plan is not None
+    assert engine.plan.demand.options.ram == 2**30
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"ram": "plenty"}, "plenty"), ({"vram": 4.5}, "vram"), ({"vrm": "4GiB"}, "vram"), ({"xyz": 1}, "draft")],
+)
+def test_options_that_cannot_be_followed(options: dict[str, Any], named: str, pair: Pair) -> None:
+    with pytest.raises(UsageError, match=named):
+        Engine.load(pair.target, **options)
+
+
+def test_after_the_end_a_closed_engine_says_so(pair: Pair) -> None:
+    with Engine.load(pair.target, draft="none", device="cpu") as engine:
+        steps = engine.generate("def area(", PARAMS)
+        next(steps)
+    with pytest.raises(UsageError, match="closed"):
+        next(steps)
+    with pytest.raises(UsageError, match="closed"):
+        engine.complete("def area(")
+    with pytest.raises(UsageError, match="closed"):
+        engine.new_caches(16)
+    engine.close()  # once more does nothing
