@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,12 +151,13 @@ def _metadata(config: Json, written: Written) -> dict[str, Any]:
         "rope.dimension_count": _head_dim(config),
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
         "vocab_size": config["vocab_size"],
-        **_scaling(rope),
+        **_scaling(config),
         **written.differences(config),
     }
 
 
-def _scaling(rope: Json) -> dict[str, Any]:
+def _scaling(config: Json) -> dict[str, Any]:
+    rope = _rope(config)
     kind = rope.get("rope_type", "default")
     if kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
@@ -166,8 +168,9 @@ def _scaling(rope: Json) -> dict[str, Any]:
             "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
     if kind == "longrope":
-        original = {"rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
-        return original | ({"rope.scaling.attn_factor": rope["attention_factor"]} if "attention_factor" in rope else {})
+        original = rope["original_max_position_embeddings"]
+        factor = math.sqrt(1 + math.log(config["max_position_embeddings"] / original) / math.log(original))
+        return {"rope.scaling.original_context_length": original, "rope.scaling.attn_factor": factor}
     return {}
 
 
