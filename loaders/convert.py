@@ -375,11 +375,17 @@ def _items(
         if name in matrices:
             items[name] = _Item(name, infos, stored, packer)
         elif stored.is_packed or any(info.change is not None for info in infos):
-            dtype = torch.bfloat16 if stored.is_packed else FLOAT_DTYPES[stored.dtype]
-            items[name] = _Item(name, infos, stored, FloatPacker(dtype))
+            items[name] = _Item(name, infos, stored, _beside(stored, packer))
         else:
             items[name] = _Item(name, infos)
     return items
+
+
+def _beside(stored: StoredWeight, packer: Packer) -> Packer:
+    """What writes a weight that layers do not multiply with."""
+    if not stored.is_packed:
+        return FloatPacker(FLOAT_DTYPES[stored.dtype])
+    return packer if isinstance(packer, FloatPacker) else FloatPacker(torch.bfloat16)
 
 
 def _is_matrix(stored: StoredWeight, checkpoint: Checkpoint) -> bool:

@@ -190,15 +190,15 @@ def _factors(config: Json) -> dict[str, np.ndarray]:
 
 
 def _vocabulary(config: Json) -> dict[str, Any]:
-    """Bytes, and names for the other ids; nothing is merged."""
+    """Two letters and their merge, and names for the other ids."""
     size = config["vocab_size"]
-    tokens = [f"<{i}>" for i in range(size)]
+    tokens = ["<end>", "a", "b", "ab", *(f"<{i}>" for i in range(4, size))]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * size,
-        "tokenizer.ggml.merges": ["< 1"],
+        "tokenizer.ggml.token_type": [3] + [1] * (size - 1),
+        "tokenizer.ggml.merges": ["a b"],
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 0,
         "tokenizer.ggml.add_bos_token": False,

@@ -376,10 +376,20 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
         "mlp_bias": "blk.0.ffn_up.bias" in names,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
         "torch_dtype": "bfloat16",
+        **{f"{kind}_token_id": _token_id(model.metadata, name) for kind, name in _TOKENS.items()},
         "rope_theta": keys.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(keys, model),
     }
     return config | kind.differences(keys, config)
+
+
+_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # as config.json has them, and the metadata
+
+
+def _token_id(metadata: Metadata, name: str) -> int | None:
+    """None where the file names none: else a config.json means the family's own."""
+    found = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
 # ----------------------------------------------------------------------------------------------------------------- RoPE

@@ -271,7 +271,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:
 
 
 @pytest.mark.parametrize("params", [KEEP, ConvertParams()], ids=lambda params: params.format)
-@pytest.mark.parametrize("function", ["_write", "_read_back", "sync_folder", "_read", "_fill"])
+@pytest.mark.parametrize("function", ["_write", "_read_back", "sync_folder", "read_whole", "_fill"])
 def test_stopped_anywhere_it_goes_on(
     function: str, params: ConvertParams, source: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +287,7 @@ def test_stopped_anywhere_it_goes_on(
         shutil.rmtree(target)
         if not is_stopped[0]:
             break
-    assert call > 5 or (function == "_read" and params is KEEP)
+    assert call > 5 or (function == "read_whole" and params is KEEP)
 
 
 def stops(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from offspec import ConvertParams, convert
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.model.decoder import CachedDecoder, Decoder
@@ -122,3 +123,30 @@ def test_text_equals_llama_cpps(gguf_model: GetModel, family: str, tmp_path: Pat
     said = said_by_llama_cpp(path, PROMPT, NUM_TOKENS)
     assert said  # the end of a text among them, which comes early or not
     assert worst_gap(decoder_of(path), PROMPT, said) < NEAR_TIE
+
+
+@pytest.mark.parametrize(
+    "family", ["llama-gqa", "llama-llama3", "qwen3", "gemma2", "gemma3", "phi3", "glm4", "olmo3", "cohere2", "smollm3"]
+)
+def test_a_plain_copy_is_a_checkpoint_of_transformers(gguf_model: GetModel, family: str, tmp_path: Path) -> None:
+    """Names, rows and norms are Hugging Face's again, and its config.json says what the original's did."""
+    from transformers import AutoModelForCausalLM
+
+    model = gguf_model(family)
+    convert(gguf_of(model, tmp_path), tmp_path / "copy", ConvertParams("fp32"))
+    copy = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", attn_implementation="eager", dtype=torch.float32)
+    tokens = torch.tensor([PROMPT])
+    with torch.no_grad():
+        assert (copy.eval()(tokens).logits - model.reference(tokens).logits).abs().max() < TOLERANCE
+
+
+def test_quantised_tensors_say_what_their_plain_copy_says(gguf_model: GetModel, tmp_path: Path) -> None:
+    """The embedding, which is the head as well, is quantised, too."""
+    kinds = {"attn_": "Q8_0", "ffn_": "Q4_0", "token_embd": "Q8_0", "norm": "F32"}
+    path = gguf_of(gguf_model("llama-tied"), tmp_path, kinds)
+    convert(path, tmp_path / "copy", ConvertParams("fp32"))
+    plain, packed = decoder_of(tmp_path / "copy"), decoder_of(path)
+    tokens, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
+    expected = plain.logits(plain.forward(tokens, positions, plain.new_cache()))
+    found = packed.logits(packed.forward(tokens, positions, packed.new_cache()))
+    assert (found - expected).abs().max() < TOLERANCE
