@@ -6,7 +6,7 @@ from offspec.loaders.placement import Limits
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
 from ..checkpoints.opening import Note
-from ..model.rope_config import ORIGINAL_CONTEXT
+from ..model.rope_config import LONG_FACTORS, ORIGINAL_CONTEXT, SHORT_FACTORS
 from .memory import MemoryOptions
 from .plan import Plan
 
@@ -24,7 +24,7 @@ def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note
 def _rope_factors(plan: Plan) -> list[Note]:
     """Which of LongRoPE's were chosen by the context, see `ModelConfig.for_context`."""
     rope = plan.demand.target.config.rope
-    if rope.kind != "longrope":
+    if rope.kind != "longrope" or rope.scaling[SHORT_FACTORS] == rope.scaling[LONG_FACTORS]:
         return []
     original = rope.scaling[ORIGINAL_CONTEXT]
     if plan.context <= original:

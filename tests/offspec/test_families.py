@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec import Engine, SamplingParams, SpeculationParams, convert
+from offspec.checkpoints.load import LoadSettings, load_decoder, load_weights
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.model_draft import ModelDraft
+from offspec.loaders.params import ConvertParams
 from offspec.loaders.placement import Limits, Placement, Slots
 from offspec.loaders.weights import RamWeights
-from offspec.loading import LoadedTarget
-from offspec.model.decoder import Decoder, random_decoder
+from offspec.loading import LoadedTarget, PlannedMemory
+from offspec.model.block import matrix_shapes
+from offspec.model.decoder import Decoder, activation_bytes, random_decoder
 from offspec.model.names import LAYER_PREFIX, in_layer
+from offspec.planning.plan import all_resident
 from offspec.text.tokenizer import Tokenizer
 
 from ..fakes import CPU, FAMILIES, TinyModel
 from ..pair import build_pair
-from .model.test_decoder import random_tokens
+from .model.test_decoder import assert_close, chain_logits, random_tokens
 
 GetModel = Callable[[str], TinyModel]
 # One of every layout; the families of this program's beginning have tests of their own.
@@ -93,3 +101,69 @@ def test_a_random_draft_of_the_same_family_moves_nothing(
     draft = ModelDraft(random_decoder(config, 0, dtype=torch.float32, device=CPU), "random")
     for params in REQUESTS:
         assert says(engine.with_draft(draft), params, TREES)[0] == says(engine, params, PLAIN)[0]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "glm4", "cohere-qk-norm", "starcoder2"])
+def test_a_copy_in_4_bits_is_the_same_family(tiny_model: GetModel, tmp_path: Path, family: str) -> None:
+    """Fused matrices are quantised as they lie; norms, of two dimensions, too, are left alone."""
+    model, tokens = tiny_model(family), random_tokens(30)
+    convert(model.folder, tmp_path / "copy", ConvertParams("nf4"))
+    files = ModelFiles.open(tmp_path / "copy", "fp32", "cpu", [])
+    packed = {name for name, weight in files.stored.layers[0].weights.items() if weight.is_packed}
+    assert packed == {f"{name}.weight" for name in matrix_shapes(files.config)}
+    found = chain_logits(load_decoder(files, all_resident(files), CPU), tokens)
+    assert torch.corrcoef(torch.stack((found.flatten(), chain_logits(model.decoder(), tokens).flatten())))[0, 1] > 0.8
+
+
+@pytest.mark.parametrize(("context", "length"), [(128, 100), (129, 200)])
+def test_longrope_serves_the_context_that_was_planned(tiny_model: GetModel, context: int, length: int) -> None:
+    """Its original context is of 128 tokens: transformers takes other factors for longer texts."""
+    model, tokens = tiny_model("phi3-longrope"), random_tokens(length)
+    files = ModelFiles.open(model.folder, "fp32", "cpu", [])
+    plan = SimpleNamespace(context=context, demand=SimpleNamespace(target=files))
+    weights = load_weights(files, all_resident(files), CPU)
+    decoder = PlannedMemory(plan, CPU, [], lambda plan: weights).load_decoder()  # type: ignore[arg-type]
+    with torch.no_grad():
+        expected = model.reference(torch.tensor([tokens])).logits[0]
+    assert_close(chain_logits(decoder, tokens), expected)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "cohere2", "nemotron"])
+def test_a_pass_allocates_no_more_than_is_planned(tiny_model: GetModel, family: str) -> None:
+    """Of a long chain, in the dtype in which fp32 copies count most."""
+    decoder, tokens = tiny_model(family).decoder(torch.bfloat16), torch.tensor(random_tokens(256))
+    cache = decoder.new_cache()
+    cache.reserve(256)
+    with AllocatedPeak() as peak:
+        decoder.logits(decoder.forward(tokens, torch.arange(256), cache)[-64:])
+    assert 0 < peak.nbytes <= activation_bytes(decoder.config, 256, 256, 2)
+
+
+class AllocatedPeak(TorchDispatchMode):
+    """The most bytes that tensors made in its scope take at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes, self._now = 0, 0
+        self._holders: dict[int, int] = {}  # how many tensors lie in a piece of memory, by its address
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes():
+                self._hold(tensor)
+        return made
+
+    def _hold(self, tensor: Tensor) -> None:
+        address, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if address not in self._holders:
+            self._now += nbytes
+            self.nbytes = max(self.nbytes, self._now)
+        self._holders[address] = self._holders.get(address, 0) + 1
+        weakref.finalize(tensor, self._let_go, address, nbytes)
+
+    def _let_go(self, address: int, nbytes: int) -> None:
+        self._holders[address] -= 1
+        if not self._holders[address]:
+            del self._holders[address]
+            self._now -= nbytes

@@ -111,6 +111,28 @@ def test_attention_is_its_formula(heads: int, kv_heads: int, num_rows: int, mask
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("most_scores", [1, 300, 2**23])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 3), (4, 1)])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_capped_attention_is_its_formula(
+    heads: int, kv_heads: int, is_masked: bool, most_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether one head's scores fit, or those of several."""
+    monkeypatch.setattr("offspec.model.attention.CAPPED_SCORES", most_scores)
+    generator = torch.Generator().manual_seed(0)
+    queries = 3 * torch.randn(5, heads, 8, generator=generator, dtype=torch.float64)
+    keys, values = torch.randn(2, kv_heads, 20, 8, generator=generator, dtype=torch.float64)
+    mask = torch.rand(5, 20, generator=generator) < 0.5
+    mask[:, 0] = True
+    found = attend(queries, keys, values, mask if is_masked else None, scale=0.7, cap=1.5)
+    for head in range(heads):
+        shared = head // (heads // kv_heads)
+        scores = 1.5 * torch.tanh(0.7 * queries[:, head] @ keys[shared].T / 1.5)
+        if is_masked:
+            scores[~mask] = -torch.inf
+        torch.testing.assert_close(found[:, head], scores.softmax(-1) @ values[shared], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_rows", "num_keys"), [(1, 33), (7, 65), (64, 1025), (256, 700)])
