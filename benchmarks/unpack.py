@@ -1,6 +1,6 @@
-"""How fast GGUF's quantised types are unpacked on this CPU: by a compiled kernel, by torch, by gguf's numpy.
+"""How fast quantised matrices are unpacked on this CPU: by a compiled kernel, by torch, GGUF's by its package's numpy.
 
-    python benchmarks/unpack.py [--types Q4_K,Q6_K] [--dtype bf16] [--shape 4096x4096] [--rows 1,16]
+    python benchmarks/unpack.py [--types Q4_K,Q6_K,fp8,w4a16] [--dtype bf16] [--shape 4096x4096] [--rows 1,16]
 
 The ways take turns, and the median of each is shown; as in a pass no cache holds the matrices. The last columns are
 products of so many rows with the matrix as it lies. NF4, unpacked by bitsandbytes, is there to compare with.
@@ -22,9 +22,11 @@ from torch import Tensor
 from offspec.checkpoints.opening import DTYPES
 from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.gguf import QUANTISED, GgufMatrix, unpack_reference
+from offspec.loaders.formats.scaled import ScaledMatrix
 from offspec.loaders.kernels.compiler import describe_instructions
 from offspec.loaders.product_costs import sample
 
+SCALED = ("fp8", "w4a16", "w8a16", "nvfp4", "mxfp4", "w3a16")
 CACHE_BYTES, TURNS = 64 * 2**20, 7
 NUMPY_ROWS = 64  # what the gguf package unpacks of a matrix: it takes seconds for a whole one
 Ways = dict[str, Callable[[], object]]
@@ -32,7 +34,7 @@ Ways = dict[str, Callable[[], object]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", default=",".join([*QUANTISED, "nf4"]))
+    parser.add_argument("--types", default=",".join([*QUANTISED, *SCALED, "nf4"]))
     parser.add_argument("--dtype", default="bf16", choices=sorted(DTYPES), help="what is unpacked to, and of the rows")
     parser.add_argument("--shape", default="4096x4096", help="outputs x inputs")
     parser.add_argument("--rows", default="1,16", help="of products with the packed matrix")
@@ -53,8 +55,10 @@ def _rates(name: str, shape: tuple[int, int], dtype: torch.dtype, widths: Sequen
     matrices, out = _matrices(name, shape), torch.empty(shape, dtype=dtype)
     first, turns, part = matrices[0], itertools.cycle(matrices), torch.arange(min(NUMPY_ROWS, shape[0]))
     ways: Ways = {}
+    if isinstance(first, ScaledMatrix) or first.kernel is not None:
+        way = "torch" if isinstance(first, ScaledMatrix) else "kernel"
+        ways[way] = lambda: next(turns).dequantize(dtype, out)  # type: ignore[attr-defined]
     if first.kernel is not None:
-        ways["kernel"] = lambda: next(turns).dequantize(dtype, out)  # type: ignore[attr-defined]
         ways |= {f"product of {width}": _product(turns, width, shape, dtype) for width in widths}
     if isinstance(first, GgufMatrix):
         few = first.take(part)

@@ -192,7 +192,7 @@ def _block(weights: Mapping[str, Any], path: Path) -> Block:
 class CompressedTensorsFormat(ScaledFormat):
     """Recognised by what lies beside a weight."""
 
-    names = tuple(_BY_FORM)
+    names = tuple(form for form in _BY_FORM if form not in ("fp8", "int8"))  # which others size as well
     plan_forms = ("w4a16", "nvfp4")
     companions = re.compile(rf"(.+)\.(weight_(?:{'|'.join(_PARTS)})|{ACTIVATIONS})", re.DOTALL)
 
