@@ -40,6 +40,10 @@ class StoredLayer:
     def record(self) -> Record:
         return Record.of(info for weight in self.weights.values() for info in weight.streamed)
 
+    @property
+    def num_weights(self) -> int:
+        return sum(prod(weight.shape) for weight in self.weights.values())
+
     def cost(self, dtype: torch.dtype) -> LayerCost:
         """What it costs to stream it, and to keep it for computing in `dtype`."""
         converted = [w for w in self.weights.values() if not w.is_kept_as_read(dtype)]

@@ -25,7 +25,7 @@ from ..errors import OffspecError
 from .memory import MemoryOptions, MemoryUser
 from .plan import Plan, limits_of, make_plan
 
-LEAST_CHOSEN_BYTES = 256 * 2**20  # of a model's layers
+LEAST_CHOSEN_WEIGHTS = 2**26  # of a model's layers
 
 
 def plan_here(target: ModelFiles, features: Sequence[MemoryUser], hardware: Hardware, options: MemoryOptions) -> Plan:
@@ -75,7 +75,7 @@ def choose_products(models: Iterable[tuple[ModelFiles, bool]], device: torch.dev
         return
     forms = set[tuple[str, torch.dtype]]()
     for model, stays in models:
-        is_large = sum(layer.record.nbytes for layer in model.stored.layers) >= LEAST_CHOSEN_BYTES
+        is_large = sum(layer.num_weights for layer in model.stored.layers) >= LEAST_CHOSEN_WEIGHTS
         if is_large and not is_blocked(model, device):
             in_layers = [weight for layer in model.stored.layers for weight in layer.weights.values()]
             packed = [weight for weight in model.stored.shared.values() if weight.is_packed]

@@ -39,7 +39,7 @@ def test_models_that_are_large_enough(folder: Path, chosen: list[Forms], monkeyp
     nbytes = sum(layer.record.nbytes for layer in files.stored.layers)
     bf16 = ("bf16", torch.bfloat16)
     for least, expected in ((nbytes + 1, set()), (nbytes, {("F32", torch.bfloat16), bf16})):
-        monkeypatch.setattr(probe, "LEAST_CHOSEN_BYTES", least)
+        monkeypatch.setattr(probe, "LEAST_CHOSEN_WEIGHTS", least)
         choose_products([(files, False)], CPU)
         assert chosen.pop() == expected
     choose_products([(files, True)], CPU)
@@ -47,7 +47,7 @@ def test_models_that_are_large_enough(folder: Path, chosen: list[Forms], monkeyp
 
 
 def test_on_a_gpu_nothing_is_chosen(folder: Path, chosen: list[Forms], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "LEAST_CHOSEN_BYTES", 0)
+    monkeypatch.setattr(probe, "LEAST_CHOSEN_WEIGHTS", 0)
     choose_products([(ModelFiles.open(folder, "bf16", "cpu", []), False)], torch.device("cuda"))
     assert chosen == []
 
