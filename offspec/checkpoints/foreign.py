@@ -19,7 +19,7 @@ from offspec.loaders.formats import StoredWeight, blank_tensors, formats_in, sto
 from ..errors import CheckpointError, UnsupportedModelError
 from ..model.config import check_quantization
 from ..model.config_values import Json
-from ..model.foreign_config import ForeignConfig, Shape, Source
+from ..model.foreign_config import ForeignConfig, Shape, Source, is_of_experts
 from ..model.rope_config import RopeConfig
 
 if TYPE_CHECKING:
@@ -96,10 +96,23 @@ def _config(raw: Json, names: _Names, probed: Probed) -> ForeignConfig:
         kv=layouts,
         key_value_dims=probed.key_value_dims,
         has_experts=names.has_experts,
+        expert_share=_expert_share(config) if names.has_experts else 1.0,
         has_linear_head=probed.has_linear_head,
         made_elements=names.made_elements(),
         ignored=names.ignored,
     )
+
+
+def _expert_share(config: Any) -> float:
+    """How many of a layer's experts a row goes through, of how many; 1 where config.json has other names for it."""
+
+    def first(*names: str) -> int:
+        found = (getattr(config, name, None) for name in names)
+        return next((number for number in found if isinstance(number, int) and number > 0), 0)
+
+    there = first("num_local_experts", "n_routed_experts", "num_experts")
+    chosen = first("num_experts_per_tok", "moe_topk", "moe_k")
+    return min(1.0, chosen / there) if chosen and there else 1.0
 
 
 # ------------------------------------------------------------------------------------------------ names
@@ -132,7 +145,7 @@ class _Names:
         self.embedding, self.head = self._own_embedding, self._own_head
         self.is_tied = bool(causal.config.tie_word_embeddings)
         self.ignored = frozenset[str]()
-        self.has_experts = any(len(s) == 3 or ".experts." in n for n, s in self.wanted.items() if self._is_inner(n))
+        self.has_experts = any(is_of_experts(n, s) for n, s in self.wanted.items() if self._is_inner(n))
         self.shared_sources: dict[str, Source] = {}
         self.layer_sources: list[dict[str, Source]] = []
         self.shared = {name: shape for name, shape in self.wanted.items() if not self._is_inner(name)}

@@ -27,6 +27,11 @@ class Source:
     is_experts: bool = False
 
 
+def is_of_experts(name: str, shape: Shape) -> bool:
+    """Whether a layer's parameter or tensor of this name holds one expert's matrix, or those of all."""
+    return ".experts." in name or len(shape) == 3
+
+
 @dataclass(frozen=True, kw_only=True)
 class CallForm:
     """How the modules of a model are called.
@@ -49,7 +54,8 @@ class ForeignConfig(ModelConfig):
     layer_sources: of each one, parameter's path in the layer → what it is made of. shared_sources: the same by the full
     path in the model, without embedding and head. kv: what each layer keeps of a token; key_value_dims: and how many
     numbers of a head's key and value. made_elements: at most so many elements of weights are made anew in a layer.
-    ignored: full names of tensors that the checkpoint has and no module needs.
+    expert_share: how much of a layer's experts a row goes through. ignored: full names of the checkpoint's tensors that
+    no module needs.
     """
 
     raw: Json
@@ -64,6 +70,7 @@ class ForeignConfig(ModelConfig):
     kv: tuple[KVLayout, ...]
     key_value_dims: tuple[tuple[int, int], ...]
     has_experts: bool
+    expert_share: float
     has_linear_head: bool
     made_elements: int
     ignored: frozenset[str]

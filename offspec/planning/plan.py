@@ -20,6 +20,7 @@ from ..checkpoints.opening import ModelFiles
 from ..errors import MemoryLimitError, UsageError
 from ..model.block import kv_cache_bytes
 from ..model.decoder import activation_bytes
+from ..model.foreign_config import ForeignConfig, is_of_experts
 from ..model.row_logits import HEAD_ROWS
 from .memory import MemoryOptions, MemoryUse, MemoryUser, Room, add_up
 
@@ -47,11 +48,16 @@ class Demand:
 
 @dataclass(frozen=True)
 class Work:
-    """Elements that a pass multiplies: of one layer's matrices, of those unpacked for each use, of the head."""
+    """Elements that a pass multiplies: of one layer's matrices, of those unpacked for each use, of the head.
+
+    expert_elements: of a layer's experts, which are no part of layer_elements; a row goes through expert_share of them.
+    """
 
     layer_elements: int
     packed_elements: int
     head_elements: int
+    expert_elements: int = 0
+    expert_share: float = 1.0
 
     @classmethod
     def of(cls, target: ModelFiles) -> Work:
@@ -59,7 +65,13 @@ class Work:
         matrices = [w for layer in layers for w in layer.weights.values() if len(w.shape) == 2]
         packed = [w for w in matrices if w.is_packed]
         each, unpacked = (sum(math.prod(w.shape) for w in found) // len(layers) for found in (matrices, packed))
-        return cls(each, unpacked, target.config.vocab_size * target.config.hidden_size)
+        head_elements = target.config.vocab_size * target.config.hidden_size
+        if not isinstance(target.config, ForeignConfig):
+            return cls(each, unpacked, head_elements)
+        weights = [weight for layer in layers for weight in layer.weights.items()]
+        experts = sum(math.prod(w.shape) for name, w in weights if is_of_experts(name, w.shape)) // len(layers)
+        own = sum(math.prod(w.shape) for name, w in weights if len(w.shape) == 2 and not is_of_experts(name, w.shape))
+        return cls(own // len(layers), unpacked, head_elements, experts, target.config.expert_share)
 
 
 @dataclass(frozen=True)
@@ -252,6 +264,9 @@ def pass_bytes(model: ModelFiles, room: Room) -> int:
 def _layer_s(work: Work, rates: Rates, width: int) -> float:
     """Seconds of arithmetic in one layer."""
     matmul_s = work.layer_elements * _seconds_per_element(rates.matmul_flops, width)
+    used = 1 - (1 - work.expert_share) ** width  # of the experts, if each row chooses for itself
+    rows = max(1, round(width * work.expert_share / used))
+    matmul_s += work.expert_elements * used * _seconds_per_element(rates.matmul_flops, rows)
     if not work.packed_elements or not rates.dequantise_elements_per_s:
         return matmul_s
     return matmul_s + work.packed_elements / rates.dequantise_elements_per_s

@@ -28,7 +28,7 @@ from offspec.loading import LoadedTarget
 from offspec.model import decoder as decoder_module
 from offspec.model.decoder import Decoder
 from offspec.model.foreign import ForeignDecoder
-from offspec.planning.plan import all_resident
+from offspec.planning.plan import Work, all_resident
 
 from ..pair import VOCAB_SIZE, Pair, build_pair, variant
 
@@ -235,6 +235,16 @@ def test_sizes_are_planned_from_config_json_alone(models: dict[str, Foreign]) ->
         alone = ModelFiles.from_config(models[name].folder, "fp32", "fp32", "cpu", [])
         assert alone.num_parameters == there.num_parameters
         assert ModelFiles.from_config(models[name].folder, "nf4", "fp32", "cpu", []).num_parameters
+
+
+def test_a_plan_counts_the_experts_that_rows_choose(models: dict[str, Foreign]) -> None:
+    matrices = 4 * 3 * 32 * GROUPED["intermediate_size"]
+    separate, stacked = (
+        Work.of(ModelFiles.open(models[name].folder, "fp32", "cpu", [])) for name in ("mixtral", "gpt_oss")
+    )
+    assert (separate.expert_elements, separate.expert_share) == (matrices, 0.5)
+    assert separate.layer_elements == 32 * (32 + 16 + 16 + 32 + 4)  # attention and router
+    assert matrices <= stacked.expert_elements < 1.1 * matrices
 
 
 # ------------------------------------------------------------------------------------------------ refusals
