@@ -110,7 +110,7 @@ class RotaryEmbedding:
         """cos and sin [T, 1, rotary_dim] of positions [T] on the device."""
         angles = positions[:, None].float() * self._frequencies
         if self._is_interleaved:
-            angles = angles.repeat_interleave(2, dim=-1)[:, None]
+            angles = torch.stack((angles, angles), dim=-1).flatten(-2)[:, None]
         else:
             angles = torch.cat((angles, angles), dim=-1)[:, None]
         return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._magnitude).to(self._dtype)
