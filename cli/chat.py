@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,13 +31,17 @@ from .options import (
     speculation_options,
 )
 from .settings import nearest, parsed_value, settable
-from .terminal import first_pass_shown, marked, shows_colors
+from .terminal import columns, first_pass_shown, marked, shows_colors
+from .word_wrap import WordWrap
 
 if TYPE_CHECKING:
+    from offspec import Stats, Step
     from offspec.session import Session, Turn
 
 MAX_NEW_TOKENS = 1024  # in a chat the model ends its replies itself
 LEAVING = ("exit", "quit", "bye")
+OWN_SETTINGS = {"when_full", "show_stats", "wrap"}  # by click's names, beside what says how a reply is generated
+SHORTHANDS = {"verbose": "stats"}  # as Ollama calls it
 WARN_SHARE = 0.75  # of the context in use, where it is time to say so
 
 
@@ -76,6 +81,8 @@ Examples:
     metavar="FILE|none",
     help="Where typed lines are remembered. [default: a file in the user's state folder]",
 )
+@click.option("--stats", "show_stats", is_flag=True, help="Show tokens/s and other figures after each reply.")
+@click.option("--wrap/--no-wrap", default=True, show_default=True, help="On a terminal, break lines between words.")
 @click.option("--color-accepted", is_flag=True, help="Show the draft's guesses and the target's corrections apart.")
 @loading_options
 @speculation_options
@@ -90,7 +97,6 @@ def command(
     model: str,
     system: str | None,
     saved: Path | None,
-    when_full: str,
     history: str | None,
     color_accepted: bool,
     quiet: bool,
@@ -99,7 +105,7 @@ def command(
     learn_file: Path | None,
     **options: Any,
 ) -> None:
-    names = _setting_names()
+    names = _setting_names() | OWN_SETTINGS
     values = {name: options.pop(name) for name in list(options) if name in names}
     settings = Values(ctx.command, values)
     speculation = settings.params()[1]
@@ -108,12 +114,13 @@ def command(
     engine = load_engine(model, quiet=quiet, verbose=verbose, chats=True, **options)
     from offspec.session import Session
 
-    session = Session(engine, system, drops_oldest=when_full == "drop", tell=partial(_note, quiet=quiet))
+    drops_oldest = settings["when_full"] == "drop"
+    session = Session(engine, system, drops_oldest=drops_oldest, tell=partial(_note, quiet=quiet))
     chat = Chat(session, settings, marks=color_accepted and shows_colors(), quiet=quiet, verbose=verbose)
     if saved is not None:
         flags = settings.given_as_flags(ctx)
         chat.load(str(saved))
-        settings.set(flags)
+        chat.change(flags)
         if _is_flag(ctx, "system"):
             session.system = system
     on_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
@@ -175,6 +182,10 @@ class Values:
         """Raises UsageError for a value, or a combination, that cannot be meant."""
         return request_of(dict(self._values))
 
+    def __getitem__(self, name: str) -> Any:
+        """A value by click's name."""
+        return self._values[name]
+
     def set(self, changes: dict[str, Any]) -> None:
         """Change some, by their flags' names without dashes; all of them or none. Raises UsageError."""
         values = dict(self._values)
@@ -231,6 +242,11 @@ class Chat:
         self._edited: str | None = None  # a message that the next one takes the place of
         self._is_warned = False
 
+    def change(self, settings: dict[str, Any]) -> None:
+        """Set some values, by the flags' names without dashes. Raises UsageError, and changes nothing then."""
+        self.values.set(settings)
+        self.session.drops_oldest = self.values["when_full"] == "drop"
+
     def talk(self, lines: LineInput) -> int:
         """Until the end of input; returns how many lines failed."""
         num_errors = 0
@@ -273,10 +289,10 @@ class Chat:
         """Show the reply as it comes; Ctrl-C ends it, and what was said stays."""
         sampling, speculation = self.values.params()
         steps, last = self.session.reply(message, sampling, speculation, again=again), ""
+        write = self._writer()
         try:
             for step in first_pass_shown(self.session.engine, steps, quiet=self._quiet):
-                sys.stdout.write(marked(step) if self._marks else step.text)
-                sys.stdout.flush()
+                write(step)
                 last = step.text or last
         except KeyboardInterrupt:
             steps.close()
@@ -295,7 +311,19 @@ class Chat:
         if not last.endswith("\n"):
             click.echo()
         self._explain_end(sampling)
+        if self.values["show_stats"] and (turn := self.session.turns[-1]).stats is not None:
+            click.echo(f"({reply_figures(turn.stats)})", err=True)
         self._learn()
+
+    def _writer(self) -> Callable[[Step], None]:
+        """What shows the steps of a reply: with marks, with lines broken between words, or as they are."""
+        wrap = WordWrap(columns()) if self.values["wrap"] and not self._marks and shows_colors() else str
+
+        def write(step: Step) -> None:
+            sys.stdout.write(marked(step) if self._marks else wrap(step.text))
+            sys.stdout.flush()
+
+        return write
 
     def _learn(self) -> None:
         """Let the draft learn from the reply; Ctrl-C leaves that out."""
@@ -381,16 +409,23 @@ class Chat:
         except ValueError as exc:
             raise UsageError(f"/set {argument}: {exc}") from exc
         key = key.replace("_", "-").lstrip("-")
+        key = SHORTHANDS.get(key, key)
         parameter = self.values.parameters.get(key)
+        takes_several = parameter is not None and parameter.multiple
+        if not words and isinstance(parameter, click.Option) and parameter.is_flag:
+            words = ["true"]
         if words == ["none"]:
-            value: Any = [] if parameter is not None and getattr(parameter, "multiple", False) else None
-        elif parameter is not None and getattr(parameter, "multiple", False):
+            value: Any = [] if takes_several else None
+        elif takes_several and words:
             value = words
         elif len(words) != 1:
-            raise UsageError("give a setting and its value, like /set temperature 0.7; /set alone shows them")
+            raise UsageError(
+                f"give a setting and its value, like /set temperature 0.7; /set {key} none unsets it, /set alone shows "
+                "all settings"
+            )
         else:
             value = words[0]
-        self.values.set({key: value})
+        self.change({key: value})
         click.echo(f"{key} {_worded(self.values.as_dict()[key])}")
 
     def show_settings(self) -> None:
@@ -406,11 +441,10 @@ class Chat:
             state = " (stopped)" if turn.finish_reason == "interrupted" else ""
             click.echo(f">>> {turn.message}\n{turn.reply.rstrip()}{state}\n")
         engine = session.engine
-        click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}, {_turns(session)}\n")
-        self.show_settings()
+        click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}, {_turns(session)}; /set shows the settings")
 
     def stats(self, argument: str) -> None:
-        click.echo("\n".join(stats_table(self.session)))
+        click.echo("\n".join(stats_table(self.session, columns() if sys.stdout.isatty() else None)))
 
     def clear(self, argument: str) -> None:
         self.session.clear()
@@ -425,7 +459,7 @@ class Chat:
         path, before = _path(argument, "/load"), (self.session.turns, self.session.system)
         settings = self.session.load(path)
         try:
-            self.values.set(settings)
+            self.change(settings)
         except OffspecError as exc:
             self.session.turns, self.session.system = before
             raise UsageError(f"{path}: {exc}") from exc
@@ -453,7 +487,7 @@ COMMANDS = {
     "edit": Command("[TEXT]", "Change the last message and have it answered anew.", Chat.edit),
     "system": Command("[TEXT|none]", "Show or change the system message.", Chat.system),
     "set": Command("[NAME VALUE]", "Show or change settings, e.g. /set temperature 0.7.", Chat.set),
-    "show": Command("", "Show the conversation and the settings.", Chat.show),
+    "show": Command("", "Show the conversation.", Chat.show),
     "stats": Command("", "Show what each turn took.", Chat.stats),
     "clear": Command("", "Begin a new conversation.", Chat.clear),
     "save": Command("FILE", "Write conversation and settings to a file.", Chat.save),
@@ -464,26 +498,48 @@ COMMANDS = {
 KEYS = (
     '""" begins and ends a message of several lines; Alt-Enter begins a new line anywhere.',
     "Ctrl-C stops a reply and keeps it; Ctrl-D, /exit, /quit or /bye leaves. Tab completes.",
+    "/set verbose shows tokens/s after each reply.",
 )
 
 
-def stats_table(session: Session) -> list[str]:
-    """A line a turn. `new` are the tokens of the prompt that were scored, the rest was in the KV caches.
+STATS_COLUMNS = {"turn": 4, "prompt": 6, "new": 6, "reply": 6, "per pass": 8, "first s": 7, "tokens/s": 8, "seed": 10}
 
-    seed: the one that was set, or drawn.
+
+def stats_table(session: Session, width: int | None = None) -> list[str]:
+    """A line a turn, or a sentence where the table would be wider than `width`.
+
+    `new` are the tokens of the prompt that were scored, the rest was in the KV caches. seed: the one that was set, or
+    drawn.
     """
-    names = f"{'turn':>4}  {'prompt':>6}  {'new':>6}  {'reply':>6}  {'per pass':>8}  {'first s':>7}  {'tokens/s':>8}"
-    lines = [f"{names}  {'seed':>10}"]
-    for number, turn in enumerate(session.turns, 1):
-        if (s := turn.stats) is None:
-            lines.append(f"{number:>4}  (loaded)")
-            continue
-        rate = f"{s.decode_tokens_per_s:.1f}" if s.decode_tokens_per_s else "-"
-        lines.append(
-            f"{number:>4}  {s.num_prompt_tokens:>6}  {s.num_prefilled_tokens:>6}  {s.num_tokens:>6}  "
-            f"{s.tokens_per_pass:>8.2f}  {s.ttft_s:>7.2f}  {rate:>8}  {s.seed:>10}{'  lossy' * s.is_lossy}"
-        )
-    return [*lines, f"{session.num_tokens} of {session.engine.max_context} tokens of context used"]
+    rows = [_stats_cells(number, turn) for number, turn in enumerate(session.turns, 1)]
+    used = f"{session.num_tokens} of {session.engine.max_context} tokens of context used"
+    head = _stats_line(list(STATS_COLUMNS))
+    if width is None or len(head) <= width:
+        return [head, *map(_stats_line, rows), used]
+    told = [", ".join(map(" ".join, zip(STATS_COLUMNS, row, strict=False))) for row in rows]
+    return [line for text in (*told, used) for line in textwrap.wrap(text, max(width, 20), subsequent_indent="  ")]
+
+
+def _stats_line(cells: Sequence[str]) -> str:
+    return "  ".join(cell.rjust(size) for cell, size in zip(cells, STATS_COLUMNS.values(), strict=False))
+
+
+def _stats_cells(number: int, turn: Turn) -> list[str]:
+    """By STATS_COLUMNS; of a turn from a file only the first two are known."""
+    if (s := turn.stats) is None:
+        return [str(number), "(loaded)"]
+    rate = f"{s.decode_tokens_per_s:.1f}" if s.decode_tokens_per_s else "-"
+    seed = f"{s.seed}{'  lossy' * s.is_lossy}"
+    counts = map(str, (number, s.num_prompt_tokens, s.num_prefilled_tokens, s.num_tokens))
+    return [*counts, f"{s.tokens_per_pass:.2f}", f"{s.ttft_s:.2f}", rate, seed]
+
+
+def reply_figures(stats: Stats) -> str:
+    """What a reply took, in a line."""
+    rate = f", {stats.decode_tokens_per_s:.1f} tokens/s" if stats.decode_tokens_per_s else ""
+    return (
+        f"{stats.num_tokens} tokens{rate}, {stats.tokens_per_pass:.2f} tokens a pass, first after {stats.ttft_s:.2f} s"
+    )
 
 
 def _path(argument: str, command: str) -> Path:

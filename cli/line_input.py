@@ -112,6 +112,7 @@ def _prompt_session(
         complete_style=CompleteStyle.READLINE_LIKE,  # a menu would not fit a narrow terminal
         key_bindings=_bindings(),
         enable_history_search=True,
+        enable_suspend=True,
         input=source,
         output=sink,
     )

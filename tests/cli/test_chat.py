@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from offspec import Engine
+from offspec import Engine, SamplingParams
 from offspec.cli import chat as chat_module
 from offspec.cli.line_input import TerminalInput, is_open, open_history, unquoted
+from offspec.session import Session, Turn
 
 from ..pair import Pair, variant
 from .conftest import Offspec, Result
@@ -101,6 +102,51 @@ def test_commands_change_the_conversation(talk: Talk, tmp_path: Path) -> None:
         assert f"\n/{name}" in f"\n{result.out}"
 
 
+def test_a_setting_without_a_value_is_refused(talk: Talk) -> None:
+    result = talk("/set stop x", "/set stop", "/set temperature", "/set stop none", "/set")
+    assert result.code == 1
+    assert result.err.count("Error: ") == 3
+    assert result.out.splitlines()[:2] == ["stop x", "stop none"]
+
+
+def test_what_happens_when_the_context_is_full_can_be_set(talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    long = "word " * 12
+    dropped = talk(*[long] * 4)
+    assert (dropped.code, "not shown to the model any more" in dropped.err) == (0, True)
+    refused = talk("/set when_full stop", *[long] * 4, f"/save {file}")
+    assert (refused.code, refused.out.splitlines()[0]) == (1, "when-full stop")
+    assert "the context has 128" in refused.err
+    assert saved(file)["settings"]["when-full"] == "stop"
+    assert "the context has 128" in talk(f"/load {file}", long, long).err
+
+
+def test_figures_after_each_reply_on_request(talk: Talk) -> None:
+    asked = (
+        talk("hi", "ho", flags=("--stats",)),
+        talk("/set verbose", "hi", "ho"),
+        talk("/set stats true", "hi", "ho"),
+    )
+    for result in asked:
+        figures = [line for line in result.err.splitlines() if "tokens a pass" in line]
+        assert (result.code, len(figures)) == (0, 2)
+    assert "tokens a pass" not in talk("/set verbose", "/set stats false", "hi").err
+
+
+@pytest.mark.parametrize("width", [20, 40, 68])
+def test_stats_fit_a_narrow_terminal(width: int, pair: Pair) -> None:
+    session = Session(Engine.load(str(pair.target), draft="none", device="cpu"))
+    for _ in session.reply("hi", SamplingParams(8)):
+        pass
+    session.turns.append(Turn("from a file"))
+    lines = chat_module.stats_table(session, width)
+    assert max(map(len, lines)) <= width
+    assert "turn 2, prompt (loaded)" in " ".join(" ".join(lines).split())
+    wide = chat_module.stats_table(session, 80)
+    assert (len(wide), max(map(len, wide)) <= 80) == (4, True)
+    assert wide[1].split()[3] == "8"
+
+
 def test_edit_without_a_text_takes_the_next_line(talk: Talk, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     assert talk("hi", "/edit", "ho", f"/save {file}", "/edit", "/stats", "last", f"/save {file}").code == 0
@@ -142,9 +188,9 @@ def test_flags_win_over_a_loaded_file(talk: Talk, tmp_path: Path) -> None:
 
 
 def test_the_budget_that_is_found_is_called_auto(talk: Talk) -> None:
-    result = talk("/set budget 4", "/set budget auto", "/set", "/show")
+    result = talk("/set budget 4", "/set budget auto", "/set")
     lines = [line for line in result.out.splitlines() if line.startswith("budget")]
-    assert [line.split() for line in lines] == [["budget", word] for word in ("4", "auto", "auto", "auto")]
+    assert [line.split() for line in lines] == [["budget", word] for word in ("4", "auto", "auto")]
 
 
 def test_quiet_leaves_nothing_but_errors(talk: Talk, tmp_path: Path) -> None:
@@ -322,6 +368,21 @@ def test_quotes(text: str, goes_on: bool, meant: str | None) -> None:
     assert is_open(text) == goes_on
     if meant is not None:
         assert unquoted(text) == meant
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="prompt_toolkit has no pipe input there")
+def test_ctrl_z_suspends(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prompt_toolkit.application import Application
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    suspended = list[object]()
+    monkeypatch.setattr(Application, "suspend_to_background", lambda self, *args: suspended.append(self))
+    with create_pipe_input() as keys:
+        lines = TerminalInput(None, lambda text: [], source=keys, sink=DummyOutput())
+        keys.send_text("h\x1ai\r")
+        assert lines.read() == "hi"
+    assert len(suspended) == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="prompt_toolkit has no pipe input there")
