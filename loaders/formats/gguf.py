@@ -27,6 +27,7 @@ from .products import num_lanes
 QUANTISED: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.values() if kind.name in UNPACK}
 # From here on compiling, 0.1 s and more, is less than what the plain twin takes for a model of such matrices.
 WORTH_COMPILING = 1 << 18
+MOST_AT_ONCE = 1 << 22  # weights in plain torch: what lies beside the result on a GPU is then some 100 MB
 _ORDINARY_HALF = 0x2C  # the upper byte of an fp16 number between 1/16 and 1/8
 
 
@@ -89,7 +90,7 @@ def unpack_reference(matrix: GgufMatrix, out: Tensor) -> None:
     """matrix [N, K] → out, contiguous [N, K], in plain torch: what kernels are compared with, and GPUs compute."""
     kind, unpack = matrix.kind, UNPACK[matrix.kind.name]
     blocks, numbers = matrix.blocks.reshape(-1, kind.num_bytes), out.view(-1, kind.num_weights)
-    step = max(1, tile(matrix.device) // kind.num_weights)
+    step = max(1, min(tile(matrix.device), MOST_AT_ONCE) // kind.num_weights)
     for first in range(0, len(blocks), step):
         numbers[first : first + step] = unpack(blocks[first : first + step])
 
