@@ -56,7 +56,8 @@ def _rates(name: str, shape: tuple[int, int], dtype: torch.dtype, widths: Sequen
     first, turns, part = matrices[0], itertools.cycle(matrices), torch.arange(min(NUMPY_ROWS, shape[0]))
     ways: Ways = {}
     if isinstance(first, ScaledMatrix) or first.kernel is not None:
-        way = "torch" if isinstance(first, ScaledMatrix) else "kernel"
+        is_compiled = first.kernel is not None and first.kernel[0].encoding.interleave == 1
+        way = "torch" if isinstance(first, ScaledMatrix) and not is_compiled else "kernel"
         ways[way] = lambda: next(turns).dequantize(dtype, out)  # type: ignore[attr-defined]
     if first.kernel is not None:
         ways |= {f"product of {width}": _product(turns, width, shape, dtype) for width in widths}

@@ -31,6 +31,7 @@ from ..checkpoint import TensorInfo
 from ..kernels.encodings import Blocks, Int8
 from ..kernels.row_product import RowProduct
 from ..kernels.scaled import Fp8, LowFirst
+from ..kernels.unpack import Unpacker
 from ..records import FLOAT_DTYPES, typed
 from .core import Allocate, PackedMatrix, PackedStored, StoredWeight, WeightFormat, any_bytes, tile
 from .plain import PlainWeight
@@ -48,6 +49,9 @@ SCALE_DTYPES = {
 }
 EXPONENTS = ("F8_E8M0", "U8")
 _WORD_BITS, _BYTE_BITS = 32, 8
+_UNPACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# From here on compiling, 0.1 s and more, is less than what the plain twin takes for a model of such matrices.
+WORTH_COMPILING = 1 << 18
 _SPREAD_GROUP = 128  # inputs that a kernel has a scale for, where there is one for a row
 
 Block: TypeAlias = tuple[int, int]  # outputs and inputs that share a scale
@@ -195,6 +199,8 @@ class ScaledMatrix(PackedMatrix):
         num_rows, num_columns = self.layout.shape
         device = self.codes.device
         matrix = torch.empty(num_rows, num_columns, dtype=dtype, device=device) if out is None else out
+        if device.type == "cpu" and self._unpack_compiled(matrix):
+            return matrix
         scales, zeros = self._fp32_scales(), self._fp32_zeros()
         step = max(1, tile(device) // num_columns)
         for first in range(0, num_rows, step):
@@ -205,6 +211,16 @@ class ScaledMatrix(PackedMatrix):
             self._spread(torch.Tensor.mul_, values, scales, rows)
             matrix[rows] = values
         return matrix
+
+    def _unpack_compiled(self, out: Tensor) -> bool:
+        """By a kernel, where there is one, and it was compiled or will be worth it."""
+        found = self.kernel if out.dtype in _UNPACKED_DTYPES else None
+        if found is None or found[0].encoding.interleave > 1:
+            return False
+        unpacker = _unpacker(found[0], out.dtype)
+        if unpacker.is_compiled or out.numel() >= WORTH_COMPILING:
+            unpacker(found[1], out)
+        return unpacker.is_compiled
 
     def _fp32_scales(self) -> Tensor:
         scales = self.scales.float()
@@ -249,6 +265,11 @@ def _product(layout: ScaledLayout) -> tuple[RowProduct, Block] | None:
         size = _SPREAD_GROUP if is_row and width % _SPREAD_GROUP == 0 else width
         return (_four_bit_product(lanes, size), (1, size)) if height == 1 or is_row else None
     return None
+
+
+@cache
+def _unpacker(product: RowProduct, dtype: torch.dtype) -> Unpacker:
+    return Unpacker(product.encoding, dtype)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from offspec.errors import OffspecError
 from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.formats import StoredWeight, dense, formats_in, linear, stored_weights
 from offspec.loaders.formats.products import KERNEL, ProductCosts, num_lanes
+from offspec.loaders.formats.scaled import WORTH_COMPILING
 
 from .test_formats import bound, without
 
@@ -119,6 +121,17 @@ def test_several_tiles(tmp_path: Path) -> None:
     matrix[:1048] = finite(matrix[:1048])
     weight = open_with(tmp_path, {NAME: matrix, INVERSE: scales}, said(weight_block_size=[128, 128]))[NAME]
     assert_right(weight, by_definition(matrix, scales, 128, 128))
+
+
+@pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+@pytest.mark.parametrize("scales", [(1, 1), (300, 1), (3, 8)], ids=str)
+def test_large_ones_are_unpacked_by_a_kernel_to_the_same_bits(scales: tuple[int, int], tmp_path: Path) -> None:
+    matrix, config = codes(300, 1024), said(weight_block_size=[128, 128])
+    numbers = (10 ** (4 * noise(*scales))).bfloat16()
+    weight = open_with(tmp_path, {NAME: matrix, INVERSE: numbers}, config)[NAME]
+    height, width = {1: (300, 1024), 300: (1, 1024), 3: (128, 128)}[scales[0]]
+    assert math.prod(weight.shape) >= WORTH_COMPILING
+    assert_right(weight, by_definition(matrix, numbers, height, width))
 
 
 def test_as_transformers_has_it(tmp_path: Path) -> None:
