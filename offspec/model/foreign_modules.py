@@ -26,7 +26,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from offspec.loaders.checkpoint import show
 
 from ..errors import CheckpointError, UnsupportedModelError
-from .config import MAX_LAYERS
 from .config_values import MAX_SIZE, Json
 from .foreign_config import CallForm
 
@@ -34,8 +33,19 @@ ATTENTION_KINDS = ("full_attention", "sliding_attention")
 # What changes with the length of the text: a tree's nodes would be rotated otherwise than the text that they become.
 UNSTEADY_ROPE = ("dynamic", "longrope")
 MAX_BUFFER_BYTES = 64 * 2**20  # of tables that modules compute from their config
+MAX_MODULES = 1024  # of layers, and of a layer's experts
 RECURRENT = "has recurrent layers (state-space or linear attention), which cannot hold a tree of guesses"
-_IN_OUR_HANDS = ("model_type", "quantization_config", "auto_map", "transformers_version", "dtype", "torch_dtype")
+# What is decided here, or is of no use: labels of a classifier make a table as long as config.json says.
+_LEFT_OUT = (
+    "model_type",
+    "quantization_config",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "num_labels",
+    "id2label",
+    "label2id",
+)
 
 
 class RecurrentStateError(Exception):
@@ -235,7 +245,9 @@ def _find_layers(causal: Any) -> tuple[str, list[nn.Module]]:
 
 def knows(model_type: object) -> bool:
     """Whether transformers has modules that write text with such a model."""
-    return model_type in CONFIG_MAPPING and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return (
+        isinstance(model_type, str) and model_type in CONFIG_MAPPING and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
 
 
 def build(raw: Json, form: CallForm | None = None, dtype: torch.dtype = torch.float32) -> Modules:
@@ -272,17 +284,13 @@ def _refusal(raw: Json, exc: Exception) -> CheckpointError:
 
 
 def _config(raw: Json) -> Any:
-    layers = raw.get("num_hidden_layers", raw.get("n_layer", raw.get("n_layers", 1)))
-    if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
-        raise CheckpointError(f"config.json: the number of layers must be from 1 to {MAX_LAYERS}, not {show(layers)}")
-    if large := [key for key, value in raw.items() if isinstance(value, int) and abs(value) > MAX_SIZE]:
-        raise CheckpointError(f"config.json: {show(large[0])} must be at most {MAX_SIZE}")
+    _check_sizes(raw)
     model_type = raw["model_type"]
     named = raw.get("architectures") or []
     if isinstance(named, list) and named and not any("CausalLM" in str(n) or "LMHead" in str(n) for n in named):
         raise UnsupportedModelError(f"{show(named[0])} is no model that writes text; only those are supported")
     try:
-        given = {key: value for key, value in raw.items() if key not in _IN_OUR_HANDS}
+        given = {key: value for key, value in raw.items() if key not in _LEFT_OUT}
         config = transformers.AutoConfig.for_model(model_type, **given)
         config.output_attentions = config.output_hidden_states = config.output_router_logits = False
         config.return_dict = config.use_cache = True
@@ -295,6 +303,14 @@ def _config(raw: Json) -> Any:
         raise UnsupportedModelError(f"{model_type} is made of several models (images, sound); only text is supported")
     _check_kinds(config)
     return config
+
+
+def _check_sizes(raw: Json) -> None:
+    """Raises CheckpointError for more layers or experts than any model has: each of them is made of Python objects."""
+    for key, value in raw.items():
+        most = MAX_MODULES if key.endswith(("layer", "layers", "experts")) else MAX_SIZE
+        if isinstance(value, int) and abs(value) > most:
+            raise CheckpointError(f"config.json: {show(key)} must be at most {most}, not {show(value)}")
 
 
 def _check_kinds(config: Any) -> None:

@@ -19,7 +19,7 @@ from .foreign_config import CallForm
 from .foreign_modules import RECURRENT, LayerCall, Modules, RecurrentStateError, TextCache
 from .kv_cache import KVLayout
 
-MAX_PROBED_KEYS = 2**22
+MAX_PROBED_KEYS = 2**20
 OUTPUT_FORMS = (0, 1, 2, 3)  # hidden states alone, or so many values of which they are the first
 
 
@@ -121,7 +121,7 @@ class _Probe:
         for layer, (most, fewer) in enumerate(zip(*seen, strict=True)):
             if most == longest and fewer == longest - 1:
                 windows.append(None)
-            elif most == fewer:
+            elif most == fewer >= 1:
                 windows.append(most)
             else:
                 raise self.refusal(f"has a mask of its own in layer {layer}")

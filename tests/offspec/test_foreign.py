@@ -272,6 +272,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         | {"model_type": "gpt_neox", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "changes with the text's length",
     ),
+    "no window": (GROUPED | {"model_type": "mixtral", "sliding_window": 0}, "mask of its own"),
     "method": (SHAPE | {"model_type": "gpt_neox", "quantization_config": {"quant_method": "hqq"}}, "hqq"),
 }
 
@@ -302,6 +303,9 @@ def test_what_cannot_hold_a_tree_is_refused_in_one_line(what: str, tmp_path: Pat
         {"max_position_embeddings": -5},
         {"rope_parameters": 7},
         {"layer_norm_eps": "small"},
+        {"num_labels": 2**31 - 1, "num_attention_heads": 5},
+        {"model_type": ["stablelm"]},
+        {"head_dim": 2**31 - 1, "hidden_size": 2**30},
     ],
     ids=str,
 )
