@@ -245,6 +245,7 @@ def memory_flags(function: F) -> F:
         ),
         click.option(
             "--context",
+            "-c",
             type=WholeNumber(1),
             metavar="N",
             help="Tokens of prompt and answer to make room for. [default: 4096, or what the model or the memory "
@@ -389,6 +390,7 @@ def _joint_options(function: F) -> F:
 def max_new_tokens_option(default: int) -> Callable[[F], F]:
     return click.option(
         "--max-new-tokens",
+        "-n",
         type=WholeNumber(1),
         default=default,
         show_default=True,
@@ -404,6 +406,7 @@ def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_t
         max_new_tokens_option(max_new_tokens),
         click.option(
             "--temperature",
+            "--temp",
             type=Number(0),
             default=p.temperature,
             show_default=True,

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from offspec import CONVERT_FORMATS, ConvertParams, format_quantity
+from offspec.builtin import path as builtin_path
 from offspec.errors import OffspecError
 
 from .options import MODEL, OffspecCommand
@@ -18,7 +19,7 @@ from .terminal import TimeLeft, is_watched, show_line
 @click.command(
     cls=OffspecCommand,
     name="quantize",
-    help="""Make the checkpoint DST of SRC: a folder, a GGUF file or a Hugging Face hub id.
+    help="""Make the checkpoint DST of SRC: a folder, a GGUF file, a Hugging Face hub id, or `builtin`.
 
 nf4 and fp4: the matrices inside the layers become bitsandbytes' 4-bit format, as transformers would save them;
 embeddings, norms and lm_head stay in 16 or 32 bits. bf16, fp16 and fp32: quantised matrices are unpacked. keep changes
@@ -75,7 +76,13 @@ def command(
     bar = ConversionLine() if is_watched() and not quiet else None
     try:
         params = ConvertParams(form, double_quant)
-        done = convert(src, dst.expanduser(), params, revision=revision, progress=bar)
+        done = convert(
+            str(builtin_path("target")) if src == "builtin" else src,
+            dst.expanduser(),
+            params,
+            revision=revision,
+            progress=bar,
+        )
     finally:
         if bar is not None:
             bar.clear()

@@ -119,6 +119,7 @@ into the answer.
 )
 @click.argument("model", default="builtin", type=MODEL)
 @click.argument("prompt", required=False)
+@click.option("--prompt", "-p", "prompt_flag", metavar="TEXT", help="The same as PROMPT.")
 @click.option(
     "--prompt-file",
     type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
@@ -150,6 +151,7 @@ into the answer.
 def command(
     model: str,
     prompt: str | None,
+    prompt_flag: str | None,
     prompt_file: Path | None,
     prompt_ids: str | None,
     output: Path | None,
@@ -166,8 +168,10 @@ def command(
 ) -> None:
     params, speculation = request_of(options)
     options["needs_draft_model"] = speculation.is_lossy
+    if prompt_flag is not None and prompt is not None:
+        raise click.UsageError("Give PROMPT or --prompt, not both.")
     if prompt is None:
-        model, prompt = _alone(model)
+        model, prompt = _alone(model) if prompt_flag is None else (model, prompt_flag)
     ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
     asked = PromptFlags(prompt, prompt_file, ids, system, raw)
     asked.check()

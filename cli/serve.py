@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from offspec import Engine
 
 MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may say less
+# What listens everywhere → an address outside (RFC 5737, RFC 3849: nobody's), and this machine's own.
+EVERYWHERE = {"0.0.0.0": ("192.0.2.1", "127.0.0.1"), "::": ("2001:db8::1", "::1")}
 GRACE_S = 1  # for answers under way when the server is stopped
 
 
@@ -58,12 +60,21 @@ Examples:
     default="127.0.0.1",
     show_default=True,
     metavar="ADDRESS",
-    help="Where to listen; 0.0.0.0 lets other machines in.",
+    help="Address to listen on; 0.0.0.0 accepts requests from other machines.",
 )
 @click.option(
-    "--port", type=WholeNumber(0, 65535), default=8080, show_default=True, metavar="N", help="0 takes a free one."
+    "--port",
+    type=WholeNumber(0, 65535),
+    default=8080,
+    show_default=True,
+    metavar="N",
+    help="Port to listen on; 0 takes a free one.",
 )
-@click.option("--api-key", metavar="KEY", help="Refuse requests that do not bear this key.")
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    help="Reject requests without this key. OFFSPEC_API_KEY sets it, too, and does not show it in process lists.",
+)
 @loading_options
 @speculation_options
 @learning_options
@@ -86,9 +97,7 @@ def command(
     params, speculation = request_of(options)
     options["needs_draft_model"] = speculation.is_lossy
     if api_key is not None and not (api_key and api_key.isascii()):
-        raise UsageError(
-            "--api-key is empty or not ASCII, so that nobody could bear it; leave it out to let everybody in"
-        )
+        raise UsageError("--api-key must be non-empty ASCII; omit it to disable authentication")
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
     with listening(host, port) as sock:  # before gigabytes are read
         engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
@@ -99,6 +108,8 @@ def command(
 
         if not quiet:
             _tell_of_template(engine)
+            if api_key is None and not is_loopback(host):
+                _warn_of_strangers(host)
             click.echo(f"{engine.name} answers at http://{_address(sock)}/v1; Ctrl-C stops it.")
             sys.stdout.flush()
         with learning_kept(engine, learn_file, quiet=quiet), closing(Service(engine, speculation)) as service:
@@ -128,6 +139,14 @@ def _tell_of_template(engine: Engine) -> None:
         click.echo(f"offspec: {exc}. Chats are refused, text completions are answered.", err=True)
 
 
+def _warn_of_strangers(host: str) -> None:
+    click.echo(
+        f"offspec: whoever reaches {host} over the network may use this server; --api-key KEY or OFFSPEC_API_KEY "
+        "restricts it",
+        err=True,
+    )
+
+
 def listening(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises UsageError where that cannot be."""
     try:
@@ -139,5 +158,19 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def _address(sock: socket.socket) -> str:
+    """Where a client finds it: of a socket that listens everywhere, this machine's address in the network."""
     host, port = sock.getsockname()[:2]
+    if host in EVERYWHERE:
+        host = _own_address(sock.family, *EVERYWHERE[host])
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _own_address(family: int, outside: str, loopback: str) -> str:
+    """The address by which this machine would go outside; nothing is sent. loopback: where there is no network."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((outside, 9))
+        except OSError:
+            return loopback
+        found: str = probe.getsockname()[0]
+        return found

@@ -19,6 +19,7 @@ from .gguf_file import part_paths
 from .safetensors_folder import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names, why_no_folder
 
 _HUB_ID = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::([A-Za-z0-9_.-]+))?")
+NOT_HERE = "there is no folder or file of that name"
 
 
 def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -103,11 +104,13 @@ def _explain_hub_error(model: str, revision: str | None, exc: Exception) -> str:
     if isinstance(exc, errors.HFValidationError):
         return f"{model}: no such folder, and not a valid hub id ({_first_line(exc)}); check the name"
     if isinstance(exc, errors.OfflineModeIsEnabled) or isinstance(exc.__cause__, errors.OfflineModeIsEnabled):
-        return f"{model}: not completely in the local hub cache, and HF_HUB_OFFLINE forbids to download; unset it once"
+        cache = "the local hub cache does not have all of it, and HF_HUB_OFFLINE forbids downloads"
+        return f"{model}: {NOT_HERE}; {cache}: check the path, or unset HF_HUB_OFFLINE once"
     if isinstance(exc, errors.LocalEntryNotFoundError):
         reason = _first_line(exc.__cause__ or exc)
-        return f"{model}: the hub cannot be reached ({reason}); check the network, or give a local folder"
-    return f"{model}: the download failed ({_first_line(exc)}); try again, files that are complete are kept"
+        return f"{model}: {NOT_HERE}, and the hub cannot be reached ({reason}); check the path or the network"
+    failed = f"the download failed ({_first_line(exc)})"
+    return f"{model}: {NOT_HERE}, and {failed}; try again, files that are complete are kept"
 
 
 def _first_line(exc: BaseException) -> str:

@@ -198,6 +198,6 @@ def test_the_shell_completes_commands_and_flags(offspec: Offspec, monkeypatch: p
     monkeypatch.setenv("COMP_WORDS", "offspec ch")
     monkeypatch.setenv("COMP_CWORD", "1")
     assert offspec().out.splitlines() == ["plain,chat"]
-    monkeypatch.setenv("COMP_WORDS", "offspec run --temp")
+    monkeypatch.setenv("COMP_WORDS", "offspec run --temper")
     monkeypatch.setenv("COMP_CWORD", "2")
     assert offspec().out.splitlines() == ["plain,--temperature"]

@@ -142,3 +142,10 @@ def test_what_is_left_is_told_from_this_runs_pace(
     shown = capsys.readouterr().err
     assert shown.count("% of") == 2
     assert shown.endswith("60 % of 1 kB, 40 s left")
+
+
+def test_the_built_in_model_can_be_quantised(tmp_path: Path, offspec: Offspec) -> None:
+    told = json.loads(offspec("quantize", "builtin", tmp_path / "nf4", "--json").out)
+    assert told["source"] == "builtin"
+    assert 0 < told["result_bytes"] < told["source_bytes"]
+    assert offspec("run", tmp_path / "nf4", "def area(", "-n", 2, "--draft", "none").code == 0

@@ -113,6 +113,16 @@ def test_a_pipe_through_which_nothing_comes_is_told(run_args: Sequence[object]) 
     assert (result.code, bool(result.out)) == (0, True)
 
 
+def test_flags_have_the_names_that_llama_cpp_gives_them(
+    run_args: Sequence[object], pair: Pair, offspec: Offspec
+) -> None:
+    short = run_json(offspec, *run_args[:-2], "-p", "hi", "-n", 5, "-c", 64, "--temp", 0.8, "--seed", 1)
+    flags = ("--max-new-tokens", 5, "--context", 64, "--temperature", 0.8, "--seed", 1)
+    assert short["token_ids"] == run_json(offspec, *run_args[:-2], "hi", *flags)["token_ids"]
+    assert len(short["token_ids"]) == 5
+    assert "--prompt" in offspec(*run_args, "hi", "-p", "ho").refusal(2)
+
+
 def test_a_prompt_from_a_file(run_args: Sequence[object], pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
     (tmp_path / "prompt.txt").write_bytes("schön\r\n".encode())
     answer = run_json(offspec, *run_args, "--prompt-file", tmp_path / "prompt.txt", "--raw", stdin=b"not this")

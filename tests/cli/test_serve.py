@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import click
 import pytest
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -558,3 +560,31 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(offspec: Offs
         port = taken.getsockname()[1]
         result = offspec("serve", "no-such-folder", "--port", port)
     assert str(port) in result.refusal(2)
+
+
+@pytest.mark.parametrize("key", [(), ("--api-key", "hush")], ids=["open", "key"])
+def test_a_server_for_other_machines_warns_and_can_be_found(
+    key: Sequence[str], offspec: Offspec, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = list[bool]()
+
+    def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        host, port = address()
+        with socket.create_connection((host, port), timeout=LONG_S):
+            reached.append(host != "0.0.0.0")
+
+    def address() -> tuple[str, int]:
+        found = re.search(r"http://([\d.]+):(\d+)/v1", "".join(told))
+        assert found is not None
+        return found[1], int(found[2])
+
+    told, echo = list[str](), click.echo
+    monkeypatch.setattr("offspec.cli.serve.click.echo", lambda text, **more: (told.append(text), echo(text, **more)))
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        result = offspec("serve", pair.target, "--draft", "none", "--host", "0.0.0.0", "--port", 0, *key)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (result.code, reached) == (0, [True])
+    assert ("OFFSPEC_API_KEY" in result.err) == (not key)

@@ -716,14 +716,14 @@ def test_a_repository_of_pickles_is_refused(tmp_path: Path, hub: Hub) -> None:
             hub_errors.HFValidationError("Cannot have --\nin it"),
             "not a valid hub id (HFValidationError: Cannot have --)",
         ),
-        (hub_errors.OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE forbids to download; unset it"),
+        (hub_errors.OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE"),
         (
             caused(hub_errors.LocalEntryNotFoundError("not cached"), hub_errors.OfflineModeIsEnabled("offline")),
-            "HF_HUB_OFFLINE forbids to download; unset it",
+            "HF_HUB_OFFLINE",
         ),
         (
             caused(hub_errors.LocalEntryNotFoundError("Got:\nwhat"), ConnectionError("Name not known\nmore")),
-            "the hub cannot be reached (ConnectionError: Name not known); check the network",
+            "no folder or file of that name, and the hub cannot be reached (ConnectionError: Name not known)",
         ),
         (hub_errors.LocalEntryNotFoundError("not cached"), "the hub cannot be reached (LocalEntryNotFoundError: not"),
         (
