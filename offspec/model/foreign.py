@@ -60,7 +60,7 @@ class ForeignDecoder(Decoder):
         make_layer_caches: MakeLayerCaches = plain_layers,
     ) -> None:
         self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
-        self.blocks = []
+        self.blocks = []  # transformers' modules compute in their place
         self.current_layer = 0
         self.make_layer_caches = make_layer_caches
         # Two of them, because logits are asked for (recall does) while another thread is in the middle of a pass.

@@ -34,6 +34,7 @@ ATTENTION_KINDS = ("full_attention", "sliding_attention")
 UNSTEADY_ROPE = ("dynamic", "longrope")
 MAX_BUFFER_BYTES = 64 * 2**20  # of tables that modules compute from their config
 MAX_MODULES = 1024  # of layers, and of a layer's experts
+UNLIKELY = 77
 RECURRENT = "has recurrent layers (state-space or linear attention), which cannot hold a tree of guesses"
 # What is decided here, or is of no use: labels of a classifier make a table as long as config.json says.
 _LEFT_OUT = (
@@ -223,9 +224,9 @@ def _buffer(module: nn.Module, name: str) -> Tensor:
     return found
 
 
-def _blank(table: Tensor) -> float | bool:
-    """What stands in a table that nobody has computed."""
-    return float("nan") if table.is_floating_point() else -7 if table.dtype != torch.bool else False
+def _blank(table: Tensor) -> float:
+    """What stands in a table that nobody has computed: no table is full of it."""
+    return float("nan") if table.is_floating_point() else UNLIKELY
 
 
 def _find_layers(causal: Any) -> tuple[str, list[nn.Module]]:
