@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
+
+from platformdirs import user_cache_path
 
 from offspec.errors import CheckpointError
 
@@ -18,6 +21,7 @@ from .containers import is_checkpoint
 from .gguf_file import part_paths
 from .safetensors_folder import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names, why_no_folder
 
+HEADER_BYTES = 32 * 2**20  # of a GGUF file; vocabularies of 260,000 tokens with as many merges take 12 MiB
 _HUB_ID = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::([A-Za-z0-9_.-]+))?")
 NOT_HERE = "there is no folder or file of that name"
 
@@ -27,7 +31,7 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
 
     From the hub come safetensors folders, and of weights only those that are read; what else a repository holds may be
     as large again.
-    weights=False: only the JSON files, which are small, are downloaded.
+    weights=False: only the JSON files, which are small, are downloaded, or the beginnings of GGUF files.
     `revision` (branch, tag or commit) is for hub ids; a folder has none. Raises CheckpointError.
     """
     local = _local(model)
@@ -39,7 +43,8 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
             "org/name:Q4_K_M"
         )
     if match[2]:
-        return _resolve_gguf(match[1], match[2], revision)
+        download = _download_gguf if weights else _download_headers
+        return _the_file_in(match[2], download(match[1], match[2], revision), match[1])
     if not weights:
         return _download(model, revision, (CONFIG_FILE, INDEX_FILE))
     files = (CONFIG_FILE, *COMPANIONS, SINGLE_FILE, INDEX_FILE)
@@ -48,14 +53,42 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
     return _download(model, revision, (*files, *map(escape, shards))) if shards else folder
 
 
-def _resolve_gguf(repository: str, quantisation: str, revision: str | None) -> Path:
-    """The file of `repository` whose name has the quantisation in it, the first of a split set."""
+def _download_gguf(repository: str, quantisation: str, revision: str | None) -> Path:
+    """The folder of a repository whose GGUF files in this quantisation were downloaded."""
     spellings = {quantisation, quantisation.upper(), quantisation.lower()}
-    folder = _download(repository, revision, [f"*{spelling}*.gguf" for spelling in sorted(spellings)])
-    named = re.compile(rf"(.*[-._/])?{re.escape(quantisation)}([-.].*)?\.gguf", re.IGNORECASE | re.DOTALL)
+    return _download(repository, revision, [f"*{spelling}*.gguf" for spelling in sorted(spellings)])
+
+
+def _download_headers(repository: str, quantisation: str, revision: str | None) -> Path:
+    """A folder with the beginnings of these files, which are enough to plan with. Kept in the user's cache."""
+    from huggingface_hub import HfFileSystem
+
+    folder = user_cache_path("offspec") / "headers" / f"{repository.replace('/', '--')}@{revision or 'main'}"
+    base = f"{repository}@{revision}" if revision else repository
+    with _hub_errors(repository, revision):
+        system = HfFileSystem()
+        found = [str(name) for name in system.glob(f"{base}/**.gguf")]
+        for name in filter(_named_as(quantisation).fullmatch, found):
+            target = folder / name.removeprefix(f"{base}/")
+            if not target.is_file():
+                content = system.read_block(name, 0, HEADER_BYTES)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                part = target.with_suffix(".part")
+                part.write_bytes(content)
+                part.replace(target)
+    return folder
+
+
+def _named_as(quantisation: str) -> re.Pattern[str]:
+    """Names of files that have the quantisation in them as a word."""
+    return re.compile(rf"(.*[-._/])?{re.escape(quantisation)}([-.].*)?\.gguf", re.IGNORECASE | re.DOTALL)
+
+
+def _the_file_in(quantisation: str, folder: Path, repository: str) -> Path:
+    """The file in this quantisation, the first of a split set. Raises CheckpointError where it is none or several."""
     names = {file: str(file.relative_to(folder)) for file in sorted(folder.rglob("*.gguf"))}
-    found = [file for file, name in names.items() if named.fullmatch(name) and not file.name.startswith("mmproj")]
-    firsts = [file for file in found if part_paths(file)[0] == file]
+    named = [file for file, name in names.items() if _named_as(quantisation).fullmatch(name)]
+    firsts = [file for file in named if part_paths(file)[0] == file and not file.name.startswith("mmproj")]
     if not firsts:
         what = f"has no GGUF file in {quantisation}; look at its files on the hub, and name a quantisation that it has"
         raise CheckpointError(f"{repository}: {what}")
@@ -82,13 +115,19 @@ def _local(model: str) -> Path | None:
 def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
+    with _hub_errors(model, revision):
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
+
+
+@contextmanager
+def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
+    """Says in one line what went wrong. Raises CheckpointError."""
     try:
-        folder = snapshot_download(model, revision=revision, allow_patterns=list(patterns))
+        yield
     # Everything: the library's transport (requests, httpx, httpx2) and its errors' base class changed from one major
     # version to the next, and a lost connection must not be a traceback.
     except Exception as exc:
         raise CheckpointError(_explain_hub_error(model, revision, exc)) from exc
-    return Path(folder)
 
 
 def _explain_hub_error(model: str, revision: str | None, exc: Exception) -> str:

@@ -252,3 +252,27 @@ def test_a_quantisation_that_is_not_there(named: str) -> None:
 def test_a_quantisation_that_two_files_have(repository: Path) -> None:
     (repository / "other-Q4_K_M.gguf").write_bytes((repository / "name-Q4_K_M.gguf").read_bytes())
     assert "org/name:Q4_K_M: 2 files are called so" in refusal(lambda: resolve("org/name:Q4_K_M"))
+
+
+def test_to_plan_with_only_headers_are_downloaded(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[str]()
+
+    class FileSystem:
+        def glob(self, pattern: str) -> list[str]:
+            assert pattern == "org/name@v1/**.gguf"
+            return [f"org/name@v1/{path.relative_to(repository)}" for path in repository.rglob("*.gguf")]
+
+        def read_block(self, name: str, offset: int, length: int) -> bytes:
+            read.append(name)
+            return (repository / name.removeprefix("org/name@v1/")).read_bytes()[offset : offset + length][:-16]
+
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", FileSystem)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for _ in range(2):  # the second time they are there
+        first = resolve("org/name:Q8_0", "v1", weights=False)
+        assert (tmp_path / "cache") in first.parents
+        assert len(open_checkpoint(first, headers_only=True).tensors) == 2
+        assert len(read) == 2
+    assert "truncated" in refusal(lambda: open_checkpoint(first))
