@@ -16,10 +16,10 @@ import click
 from offspec.errors import StorageError
 
 from .batch import check_sink, read_prompts
+from .help_groups import OffspecCommand, option
 from .options import (
     MODEL,
     MODEL_HELP,
-    OffspecCommand,
     WholeNumber,
     learning_options,
     load_engine,
@@ -58,9 +58,9 @@ def _plot_file(ctx: click.Context, param: click.Parameter, value: Path | None) -
     name="bench",
     help=f"""Measure speculative against plain decoding on the same prompts, in the same run.
 
-{MODEL_HELP} Tokens/s count the first pass, which takes the prompt; figures are medians over repeats, with the range.
-The built-in prompts ask for code, chat, prose and something repetitive. With --accept joint there is a row for that
-too, marked lossy, and every text's likelihood under the target.
+{MODEL_HELP} Tokens/s include the first pass, which reads the prompt. Figures are medians over repeats, with the range.
+The built-in prompts ask for code, chat, prose and repetitive text. --accept joint adds a row that is marked lossy, and
+the likelihood of each text under the target.
 
 \b
 Examples:
@@ -70,38 +70,38 @@ Examples:
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)
-@click.option(
+@option(
     "--prompts",
     "prompt_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help='Prompts of your own: a text file, one a line, or .jsonl with "prompt" or "messages", and "kind".',
+    help='Prompts: a text file, one per line, or .jsonl with "prompt" or "messages", and "kind".',
 )
-@click.option(
+@option(
     "--budgets",
     default="16,64,256,auto",
     show_default=True,
     callback=several_budgets,
-    help="Tree sizes to measure, comma-separated.",
+    help="Tree sizes to measure, separated by commas.",
 )
-@click.option(
-    "--warmup", type=WholeNumber(0), default=1, show_default=True, metavar="N", help="Rounds before it counts."
+@option(
+    "--warmup", type=WholeNumber(0), default=1, show_default=True, metavar="N", help="Rounds before the measured ones."
 )
-@click.option("--repeats", type=WholeNumber(1), default=3, show_default=True, metavar="N", help="Rounds that count.")
-@click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every run as a row.")
-@click.option(
+@option("--repeats", type=WholeNumber(1), default=3, show_default=True, metavar="N", help="Measured rounds.")
+@option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a row per run.")
+@option(
     "--plot",
     "plot_file",
     type=click.Path(dir_okay=False, path_type=Path),
     callback=_plot_file,
-    help="Draw where the time goes and what was accepted, as .png or .svg; needs matplotlib.",
+    help="Plot passes and accepted tokens as .png or .svg; needs matplotlib.",
 )
 @loading_options
 @speculation_options
 @learning_options
 @partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the table goes to stderr.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object; the table goes to stderr.")
+@option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")
+@option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; show tracebacks.")
 def command(
     model: str,
     prompt_file: Path | None,
@@ -165,8 +165,8 @@ def command(
 command.params = [parameter for parameter in command.params if parameter.name not in ("budget", "learn")]
 reworded(
     command,
-    learn_file="What the draft has learnt elsewhere (offspec run --learn): read at the start.",
-    seed="The same seed gives the same text, whatever the draft. [default: 0]",
+    learn_file="What the draft learnt elsewhere (offspec run --learn), read at the start.",
+    seed="Random seed; the draft does not change the text. [default: 0]",
 )
 
 

@@ -17,12 +17,12 @@ from click.core import ParameterSource
 from offspec import SamplingParams, SpeculationParams
 from offspec.errors import OffspecError, UsageError
 
+from .help_groups import OffspecCommand, option
 from .learning import learning_kept
 from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquoted
 from .options import (
     MODEL,
     MODEL_HELP,
-    OffspecCommand,
     learning_options,
     load_engine,
     loading_options,
@@ -50,9 +50,9 @@ WARN_SHARE = 0.75  # of the context in use, where it is time to say so
     name="chat",
     help=f"""Talk to a model that has a chat template.
 
-{MODEL_HELP} What was said stays in the KV caches, so each turn scores only what is new. Type /help for the commands,
-three quotes around a message of several lines, Ctrl-C to stop a reply, Ctrl-D to leave. Where standard input is a pipe,
-each line is a message or command.
+{MODEL_HELP} Each turn computes only its new tokens; the KV cache holds the rest. Type /help for the commands, three
+quotes around a message of several lines, Ctrl-C to stop a reply, Ctrl-D to leave. From a pipe, each line is a message
+or a command.
 
 \b
 Examples:
@@ -62,34 +62,34 @@ Examples:
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)
-@click.option("--system", metavar="TEXT", help="System message.")
-@click.option(
+@option("--system", metavar="TEXT", help="System message.")
+@option(
     "--load",
     "saved",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Go on with a conversation that /save wrote; flags win over its settings.",
+    help="Continue a conversation saved with /save; flags override its settings.",
 )
-@click.option(
+@option(
     "--when-full",
     type=click.Choice(["drop", "stop"]),
     default="drop",
     show_default=True,
-    help="Where the context is full: leave out the oldest turns, or refuse the message.",
+    help="When the context is full: drop the oldest turns, or refuse the message.",
 )
-@click.option(
+@option(
     "--history",
     metavar="FILE|none",
-    help="Where typed lines are remembered. [default: a file in the user's state folder]",
+    help="File of typed lines. [default: one in the user's state folder]",
 )
-@click.option("--stats", "show_stats", is_flag=True, help="Show tokens/s and other figures after each reply.")
-@click.option("--wrap/--no-wrap", default=True, show_default=True, help="On a terminal, break lines between words.")
-@click.option("--color-accepted", is_flag=True, help="Show the draft's guesses and the target's corrections apart.")
+@option("--stats", "show_stats", is_flag=True, help="Show tokens/s and other statistics after each reply.")
+@option("--wrap/--no-wrap", default=True, show_default=True, help="On a terminal, break lines between words.")
+@option("--color-accepted", is_flag=True, help="Color accepted draft tokens green and the target's own tokens yellow.")
 @loading_options
 @speculation_options
 @learning_options
 @partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
-@click.option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")
+@option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
+@option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; show tracebacks.")
 @click.pass_context
 def command(
     ctx: click.Context,

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from .options import OffspecCommand
+from .help_groups import OffspecCommand, option
 from .settings import Settings, settable
 
 SECRETS = ("api-key",)  # whose values are not shown: what is printed here is sent with questions
@@ -48,8 +48,8 @@ The file, for example:
 """,
 )
 @click.argument("name", metavar="[COMMAND]", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@click.option("-v", "--verbose", is_flag=True, help="Traceback on errors.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 @click.pass_context
 def command(ctx: click.Context, name: str | None, as_json: bool, verbose: bool) -> None:
     commands = Commands(ctx.find_root())

@@ -12,7 +12,8 @@ import click
 from offspec import format_seconds
 from offspec.training.distill_params import DistillParams
 
-from .options import MODEL, MODEL_HELP, Number, OffspecCommand, WholeNumber, load_engine, memory_flags, research_option
+from .help_groups import OffspecCommand, option, research_option
+from .options import MODEL, MODEL_HELP, Number, WholeNumber, load_engine, memory_flags
 from .terminal import TimeLeft, is_watched, show_line
 
 P = DistillParams
@@ -23,12 +24,11 @@ P = DistillParams
     name="distill",
     help=f"""Train an exit layer, so that the first layers of MODEL draft for it: --draft self.
 
-{MODEL_HELP} The target writes texts, or reads given ones, and one transformer layer behind its layer N learns to say
-what the whole target says; of MODEL nothing is changed. For the built-in model this takes some minutes. Disk, while it
-runs: the hidden state of every token, beside the result. Memory for training: 16 bytes for each weight of one layer,
-and the head.
+{MODEL_HELP} The target writes texts, or reads given ones, and one transformer layer behind its layer N learns to
+predict what the whole target predicts. MODEL itself is not changed. The built-in model takes some minutes. A run needs
+disk space for the hidden state of every token, and memory for the head and 16 bytes for each weight of one layer.
 
-An interrupted run (Ctrl-C) goes on with --resume, and gives the same result as one that was not interrupted.
+--resume continues an interrupted run (Ctrl-C); the result is the same as without the interruption.
 
 \b
 Examples:
@@ -38,38 +38,43 @@ Examples:
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)
-@click.option(
+@option(
     "--exit-layer",
     type=int,
     required=True,
     metavar="N",
-    help="So many of the first layers draft; they have to stay in memory. A quarter of all is a good beginning.",
+    help="Number of initial layers used as the draft; they stay in memory. A quarter of all is a good start.",
 )
-@click.option(
+@option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Where the exit layer goes. [default: the user's data folder, where --draft self finds it]",
+    help="File for the exit layer. [default: in the user's data folder, where --draft self finds it]",
 )
-@click.option(
+@option(
     "--text",
     "texts",
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Learn from this text file instead of what the model writes; may be given several times.",
+    help="Learn from this text file instead of the model's own texts; may be repeated.",
 )
-@click.option("--steps", type=WholeNumber(1), default=P.steps, show_default=True, metavar="N", help="Of training.")
-@click.option(
-    "--num-texts", type=WholeNumber(1), default=P.num_texts, show_default=True, metavar="N", help="Texts to write."
+@option("--steps", type=WholeNumber(1), default=P.steps, show_default=True, metavar="N", help="Training steps.")
+@option(
+    "--num-texts",
+    type=WholeNumber(1),
+    default=P.num_texts,
+    show_default=True,
+    metavar="N",
+    help="Texts that the model writes.",
 )
-@click.option(
+@option(
     "--text-tokens",
     type=WholeNumber(2),
     default=P.text_tokens,
     show_default=True,
     metavar="N",
-    help="Tokens of each text.",
+    help="Tokens per text.",
 )
 @research_option(
     "--batch-texts",
@@ -77,15 +82,15 @@ Examples:
     default=P.batch_texts,
     show_default=True,
     metavar="N",
-    help="Texts a step learns from.",
+    help="Texts per step.",
 )
-@click.option(
+@option(
     "--temperature",
     type=Number(0, min_open=True),
     default=P.temperature,
     show_default=True,
     metavar="T",
-    help="At which the texts are written.",
+    help="Sampling temperature of the texts.",
 )
 @research_option(
     "--learning-rate",
@@ -93,30 +98,30 @@ Examples:
     default=P.learning_rate,
     show_default=True,
     metavar="R",
-    help="For a hidden size of 256; it falls with the root of the size.",
+    help="Learning rate at hidden size 256; scaled by the inverse root of the size.",
 )
 @research_option(
     "--init",
     type=click.Choice(["next", "last"]),
     default=P.init,
     show_default=True,
-    help="Begin with a copy of the layer that comes next, or of the last one, which learns faster.",
+    help="Start from a copy of the next layer, or of the last one, which learns faster.",
 )
-@click.option("--seed", type=WholeNumber(0), default=P.seed, show_default=True, metavar="S", help="Of all of it.")
-@click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
-@click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
-@click.option("--device", default="auto", metavar="auto|cpu|cuda[:N]", help="Where to compute. [default: auto]")
-@click.option(
+@option("--seed", type=WholeNumber(0), default=P.seed, show_default=True, metavar="S", help="Random seed.")
+@option("--resume", is_flag=True, help="Resume an interrupted run.")
+@option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
+@option("--device", default="auto", metavar="auto|cpu|cuda[:N]", help="Where to compute. [default: auto]")
+@option(
     "--dtype",
     type=click.Choice(["auto", "bf16", "fp16", "fp32"]),
     default="auto",
     show_default=True,
-    help="The target's arithmetic; the exit layer is trained in fp32.",
+    help="Arithmetic of the target; the exit layer is trained in fp32.",
 )
 @memory_flags
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+@option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")
+@option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; show tracebacks.")
 def command(
     model: str,
     exit_layer: int,

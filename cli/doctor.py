@@ -12,7 +12,7 @@ import click
 
 from offspec import __version__, format_quantity, format_size
 
-from .options import OffspecCommand
+from .help_groups import OffspecCommand, option
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
@@ -35,21 +35,21 @@ Example:
   offspec doctor --path ./Llama-3.1-8B --json
 """,
 )
-@click.option(
+@option(
     "--device",
     default="auto",
     metavar="auto|cpu|cuda[:N]",
-    help="Where to compute. auto: the first CUDA device, else the CPU. [default: auto]",
+    help="Where to compute. [default: auto, the first CUDA device or the CPU]",
 )
-@click.option(
+@option(
     "--path",
     type=click.Path(exists=True, path_type=Path),
-    help="The folder where models lie (or a large file), whose disk is measured. [default: the hub's cache]",
+    help="Folder of models, or a large file, whose disk is measured. [default: the hub's cache]",
 )
-@click.option("--quick", is_flag=True, help="Measure nothing, only show what the machine says of itself.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Traceback on errors.")
+@option("--quick", is_flag=True, help="Measure nothing; show what the machine reports.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 def command(device: str, path: Path | None, quick: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
     from offspec.tools.diagnosis import diagnose
 

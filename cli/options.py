@@ -18,6 +18,7 @@ from offspec import SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
 from offspec.checkpoints.small_files import MOST_TEXT_BYTES, read_small_file
 from offspec.errors import UsageError
 
+from .help_groups import option, research_option
 from .learning import learning_alone
 from .terminal import LoadingBar, is_watched
 
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from offspec import Engine
 
 F = TypeVar("F", bound=Callable[..., Any])
-MODEL_HELP = "MODEL is a folder, a Hugging Face hub id, or `builtin`."
-SHOWS_ALL = "offspec.shows_all_flags"  # set in a click context's `meta` while `--help-all` is answered
+MODEL_HELP = "MODEL is a folder, a GGUF file, a Hugging Face hub id, or `builtin`."
 IDLE_S = 3  # of a pipe, after which it is said that the prompt waits for it
 MAX_BUDGET = 8192  # a tree's mask takes its square in bytes, its logits 4 bytes times the vocabulary for each node
 
@@ -55,44 +55,6 @@ class WholeNumber(click.IntRange):
     """The same without a fraction."""
 
     name = "whole number"
-
-
-class ResearchOption(click.Option):
-    """A flag to compare methods with, or to tune one: it works like any other, but only `--help-all` shows it."""
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        return super().get_help_record(ctx) if ctx.meta.get(SHOWS_ALL) else None
-
-
-def research_option(*names: str, **settings: Any) -> Callable[[F], F]:
-    """`click.option` for a `ResearchOption`."""
-    return click.option(*names, cls=ResearchOption, **settings)
-
-
-class OffspecCommand(click.Command):
-    """A command with `--help-all` beside `--help`, and as its last line, where flags are left out."""
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        left_out = sum(isinstance(parameter, ResearchOption) for parameter in self.params)
-        return [*super().get_params(ctx), _help_all_option(left_out)]
-
-
-def _help_all_option(num_left_out: int) -> click.Option:
-    def show(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-        if value and not ctx.resilient_parsing:
-            ctx.meta[SHOWS_ALL] = True
-            click.echo(ctx.get_help(), color=ctx.color)
-            ctx.exit()
-
-    return click.Option(
-        ["--help-all"],
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        hidden=num_left_out == 0,
-        callback=show,
-        help=f"Show this with {num_left_out} more flags, for research.",
-    )
 
 
 def budget(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
@@ -142,8 +104,8 @@ def _all(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Several click options as one decorator, shown in this order."""
 
     def decorate(command: F) -> F:
-        for option in reversed(options):
-            command = option(command)
+        for decorator in reversed(options):
+            command = decorator(command)
         return command
 
     return decorate
@@ -161,19 +123,19 @@ def reworded(command: click.Command, **helps: str) -> None:
 def model_flags(function: F) -> F:
     """Which model, and what computes; `plan` has them too."""
     return _all(
-        click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub id."),
-        click.option(
+        option("--revision", metavar="REV", help="Branch, tag or commit of a hub id."),
+        option(
             "--device",
             default="auto",
             metavar="auto|cpu|cuda[:N]",
-            help="Where to compute. auto: the first CUDA device, else the CPU. [default: auto]",
+            help="Where to compute. [default: auto, the first CUDA device or the CPU]",
         ),
-        click.option(
+        option(
             "--dtype",
             type=click.Choice(["auto", "bf16", "fp16", "fp32"]),
             default="auto",
             show_default=True,
-            help="Arithmetic. auto: the checkpoint's own; fp32 on a CPU for small models.",
+            help="Arithmetic. auto: the checkpoint's own; fp32 for small models on a CPU.",
         ),
     )(function)
 
@@ -181,48 +143,44 @@ def model_flags(function: F) -> F:
 def loading_options(function: F) -> F:
     """Which model runs where."""
     return _all(
-        click.option(
+        option(
             "--draft",
             type=ModelName("auto", "self", "lookup", "none", "builtin"),
             default="auto",
             metavar="PATH|auto|self|lookup|none",
-            help="What guesses: a small model; self, the model's own first layers (offspec distill makes what that "
-            "takes); lookup, which needs none: what stood in the text before; auto: the built-in pair's own, lookup "
-            "for other models. [default: auto]",
+            help="Draft model: a path; self = early exit; lookup = n-gram lookup; none. [default: auto]",
         ),
         model_flags,
         memory_flags,
-        click.option(
+        option(
             "--threads",
             type=WholeNumber(1, os.cpu_count()),
             metavar="N",
             help="CPU threads. [default: torch's own choice]",
         ),
-        click.option(
+        option(
             "--lookup-files",
             multiple=True,
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="A text file whose wording is likely to come again (your code, your notes); may be given several "
-            "times.",
+            help="Also look up n-grams in this text file; may be repeated.",
         ),
-        click.option(
+        option(
             "--exit-file",
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="The exit layer for --draft self. [default: the one offspec distill made last for this model]",
+            help="Exit layer for --draft self. [default: the last one that offspec distill made for this model]",
         ),
-        click.option(
+        option(
             "--special-in-text",
             is_flag=True,
-            help="Messages may hold special tokens, as `<|im_end|>`; otherwise what looks like one is plain text.",
+            help="Read special tokens in messages, such as `<|im_end|>`, as tokens instead of as text.",
         ),
         research_option(
             "--no-read-ahead",
             "synchronous",
             is_flag=True,
-            help="Read each streamed layer only when it is needed, as a plain check of the ring; slower, the same "
-            "text.",
+            help="Read each streamed layer only when it is needed: slower, same text.",
         ),
     )(function)
 
@@ -230,26 +188,24 @@ def loading_options(function: F) -> F:
 def memory_flags(function: F) -> F:
     """What may be used; `plan` has them too."""
     return _all(
-        click.option(
+        option(
             "--vram",
             callback=size,
             metavar="SIZE",
-            help="Memory of the card that may be used, e.g. 20GiB; what does not fit is streamed. [default: what is "
-            "free]",
+            help="GPU memory that may be used, e.g. 20GiB. [default: what is free]",
         ),
-        click.option(
+        option(
             "--ram",
             callback=size,
             metavar="SIZE",
-            help="RAM that may be used, e.g. 48GiB; what does not fit is streamed from disk. [default: what is free]",
+            help="RAM that may be used, e.g. 48GiB. [default: what is free]",
         ),
-        click.option(
+        option(
             "--context",
             "-c",
             type=WholeNumber(1),
             metavar="N",
-            help="Tokens of prompt and answer to make room for. [default: 4096, or what the model or the memory "
-            "allows]",
+            help="Most tokens of prompt and answer. [default: 4096, or what fits]",
         ),
     )(function)
 
@@ -257,17 +213,16 @@ def memory_flags(function: F) -> F:
 def learning_options(function: F) -> F:
     """Whether the draft learns from the target."""
     return _all(
-        click.option(
+        option(
             "--learn",
             is_flag=True,
-            help="Let the draft learn from the target between requests: more is guessed right, the text stays the "
-            "same.",
+            help="Train the draft between requests; the text stays the same.",
         ),
-        click.option(
+        option(
             "--learn-file",
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="What the draft has learnt: read at the start, and with --learn written at the end.",
+            help="What the draft learnt: read at the start, with --learn written at the end.",
         ),
     )(function)
 
@@ -275,13 +230,12 @@ def learning_options(function: F) -> F:
 def speculation_options(function: F) -> F:
     """How trees are drafted."""
     return _all(
-        click.option(
+        option(
             "--budget",
             callback=budget,
             default="auto",
             metavar="auto|N",
-            help="Guessed tokens sent to the target in each pass; auto finds what pays here, 0 is plain decoding. "
-            "The text does not depend on it. [default: auto]",
+            help="Draft tokens per pass; auto adapts, 0 is plain decoding. Same text. [default: auto]",
         ),
         _tree_options,
         _guess_options,
@@ -298,22 +252,21 @@ def _tree_options(function: F) -> F:
             type=click.Choice(["coupled", "specexec"]),
             default=SpeculationParams.scoring,
             show_default=True,
-            help="How guesses are ranked: with the target's own noise and fitted sharpness, or by draft probability.",
+            help="Rank draft tokens with the target's noise and a fitted sharpness, or by draft probability.",
         ),
         research_option(
             "--tree",
             type=click.Choice(["best-first", "sequoia", "opt-tree"]),
             default=SpeculationParams.tree,
             show_default=True,
-            help="How the tree's shape is found; the last two are there to be compared with.",
+            help="Shape of the draft tree; sequoia and opt-tree are baselines.",
         ),
         research_option(
             "--stopping",
             type=click.Choice(["default", "thompson", "thompson-calibrated"]),
             default=SpeculationParams.stopping,
             show_default=True,
-            help="When drafting ends: where nothing is left to gain, or by Thompson sampling (EESD), as published or "
-            "calibrated by costs and the draft's confidence.",
+            help="Stop drafting when another round is not worth its cost, or by Thompson sampling (EESD).",
         ),
     )(function)
 
@@ -324,26 +277,27 @@ def _guess_options(function: F) -> F:
         research_option(
             "--lookup/--no-lookup",
             default=SpeculationParams.lookup,
-            help="Guess that what followed the same tokens earlier in the text follows again.",
+            help="Also draft by n-gram lookup in the text so far.",
         ),
         research_option(
             "--recycling/--no-recycling",
             default=SpeculationParams.recycling,
-            help="Guess what the target thought likely after the same token before; with --draft lookup it is always "
-            "done.",
+            help="Reuse the target's earlier top-k predictions (token recycling).",
         ),
         research_option(
             "--recall/--no-recall",
             default=SpeculationParams.recall,
-            help="Correct the draft by what the target said at places like this one.",
+            help="Correct the draft by the target's earlier predictions in similar places.",
         ),
         research_option(
             "--reuse/--no-reuse",
             default=SpeculationParams.reuse,
-            help="Keep what was drafted below the accepted token for the next tree.",
+            help="Keep draft tokens below the accepted one for the next tree.",
         ),
         research_option(
-            "--overlap/--no-overlap", default=SpeculationParams.overlap, help="Draft on while the target's pass runs."
+            "--overlap/--no-overlap",
+            default=SpeculationParams.overlap,
+            help="Keep drafting while the target's pass runs.",
         ),
     )(function)
 
@@ -356,8 +310,7 @@ def _joint_options(function: F) -> F:
             type=click.Choice(["exact", "joint"]),
             default=SpeculationParams.accept,
             show_default=True,
-            help="exact: the text of plain decoding. joint: LOSSY; several guesses at once by their joint likelihood "
-            "(MJSD).",
+            help="exact: the text of plain decoding. joint: LOSSY; accepts by joint likelihood (MJSD).",
         ),
         research_option(
             "--tau",
@@ -365,8 +318,7 @@ def _joint_options(function: F) -> F:
             default=SpeculationParams.tau,
             show_default=True,
             metavar="T",
-            help="With --accept joint: the least share of the draft's joint probability that the target must give a "
-            "guess.",
+            help="With --accept joint: least ratio of target to draft likelihood.",
         ),
         research_option(
             "--beam",
@@ -374,7 +326,7 @@ def _joint_options(function: F) -> F:
             default=SpeculationParams.beam,
             show_default=True,
             metavar="N",
-            help="With --accept joint: how many hypotheses the draft keeps.",
+            help="With --accept joint: hypotheses that the draft keeps.",
         ),
         research_option(
             "--gamma",
@@ -382,20 +334,20 @@ def _joint_options(function: F) -> F:
             default=SpeculationParams.gamma,
             show_default=True,
             metavar="N",
-            help="With --accept joint: tokens of a hypothesis.",
+            help="With --accept joint: tokens per hypothesis.",
         ),
     )(function)
 
 
 def max_new_tokens_option(default: int) -> Callable[[F], F]:
-    return click.option(
+    return option(
         "--max-new-tokens",
         "-n",
         type=WholeNumber(1),
         default=default,
         show_default=True,
         metavar="N",
-        help="Stop after N tokens.",
+        help="Generate at most N tokens.",
     )
 
 
@@ -404,39 +356,39 @@ def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_t
     p = SamplingParams
     return _all(
         max_new_tokens_option(max_new_tokens),
-        click.option(
+        option(
             "--temperature",
             "--temp",
             type=Number(0),
             default=p.temperature,
             show_default=True,
             metavar="T",
-            help="0 is greedy: always the likeliest token.",
+            help="Sampling temperature; 0 is greedy.",
         ),
         _filter_options,
-        click.option(
+        option(
             "--repetition-penalty",
             type=Number(0, min_open=True),
             default=p.repetition_penalty,
             show_default=True,
             metavar="R",
-            help="Above 1 makes tokens that were there before less likely; 1 is off.",
+            help="Above 1 makes earlier tokens less likely; 1 disables.",
         ),
-        click.option(
+        option(
             "--seed",
             type=WholeNumber(0, SEED_LIMIT - 1),
             default=p.seed,
             metavar="S",
-            help="The same seed gives the same text, whatever the draft. [default: drawn]",
+            help="Random seed; the draft does not change the text. [default: drawn]",
         ),
-        click.option(
+        option(
             "--stop",
             multiple=True,
             callback=_stops,
             metavar="TEXT",
-            help="Stop before this text; may be given several times.",
+            help="Stop before this text; may be repeated.",
         ),
-        click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token."),
+        option("--ignore-eos", is_flag=True, help="Continue after the end-of-text token."),
     )(function)
 
 
@@ -444,29 +396,29 @@ def _filter_options(function: F) -> F:
     """Which tokens may be drawn at all."""
     p = SamplingParams
     return _all(
-        click.option(
+        option(
             "--top-k",
             type=WholeNumber(0),
             default=p.top_k,
             show_default=True,
             metavar="K",
-            help="Keep the K likeliest tokens; 0 is off.",
+            help="Sample from the K most likely tokens; 0 disables.",
         ),
-        click.option(
+        option(
             "--top-p",
             type=Number(0, 1, min_open=True),
             default=p.top_p,
             show_default=True,
             metavar="P",
-            help="Keep the likeliest tokens that together hold P; 1 is off.",
+            help="Sample from the most likely tokens that hold probability P; 1 disables.",
         ),
-        click.option(
+        option(
             "--min-p",
             type=Number(0, 1, max_open=True),
             default=p.min_p,
             show_default=True,
             metavar="P",
-            help="Keep tokens at least P times as likely as the likeliest; 0 is off.",
+            help="Drop tokens less than P times as likely as the best; 0 disables.",
         ),
     )(function)
 

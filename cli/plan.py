@@ -11,7 +11,8 @@ from click.core import ParameterSource
 
 from offspec import PLAN_FORMATS, format_seconds, format_size
 
-from .options import MODEL, MODEL_HELP, ModelName, OffspecCommand, memory_flags, model_flags, size
+from .help_groups import OffspecCommand, option
+from .options import MODEL, MODEL_HELP, ModelName, memory_flags, model_flags, size
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ WIDTHS = (1, 16, 64, 256, 512)
     help=f"""Show what of a model would stay on the device, wait in RAM or come from disk, and how long a pass would
 take.
 
-{MODEL_HELP} Its weights need not be there: headers, or config.json alone, are enough, and of a hub id nothing else is
-downloaded.
+{MODEL_HELP} The weights are not needed: headers or config.json are enough, and of a hub id only these are downloaded.
 
 \b
 Examples:
@@ -36,37 +36,36 @@ Examples:
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)
-@click.option(
+@option(
     "--draft",
     type=ModelName("auto", "lookup", "none", "builtin"),
     default="auto",
     metavar="PATH|auto|lookup|none",
-    help="The small model that guesses; lookup and none take no memory; auto: the built-in pair's own, lookup for "
-    "other models. [default: auto]",
+    help="Draft model: a path; lookup and none take no memory. [default: auto, lookup unless built in]",
 )
 @model_flags
 @memory_flags
-@click.option(
+@option(
     "--gpu",
     metavar="NAME",
-    help="Plan for this card (rtx4090, 4090, a100-80, …) by its data sheet instead of what is here.",
+    help="Plan for this card by its data sheet (rtx4090, 4090, a100-80, ...).",
 )
-@click.option(
+@option(
     "--format",
     "form",
     type=click.Choice(PLAN_FORMATS),
-    help="Plan as if the model lay in this format; fp4 takes what nf4 does. [default: as it lies there]",
+    help="Plan for the model in this format; fp4 is as large as nf4. [default: its own]",
 )
-@click.option(
+@option(
     "--disk",
     "disk_rate",
     callback=size,
     metavar="SIZE",
-    help="Bytes a second that the disk delivers, e.g. 3.5GB. [default: measured; 7GB with --gpu]",
+    help="Bytes per second of the disk, e.g. 3.5GB. [default: measured; 7GB with --gpu]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@click.option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
+@option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; show tracebacks.")
 def command(model: str, disk_rate: int | None, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
     is_said = click.get_current_context().get_parameter_source("device") is ParameterSource.COMMANDLINE
     if options["gpu"] is not None and options["device"] != "auto" and is_said:

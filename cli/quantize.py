@@ -12,7 +12,8 @@ from offspec import CONVERT_FORMATS, ConvertParams, format_quantity
 from offspec.builtin import path as builtin_path
 from offspec.errors import OffspecError
 
-from .options import MODEL, OffspecCommand
+from .help_groups import OffspecCommand, option
+from .options import MODEL
 from .terminal import TimeLeft, is_watched, show_line
 
 
@@ -28,8 +29,7 @@ no tensor and only lays them out anew. Every layer gets a file of its own and is
 SRC may be in any format that offspec runs: 16 or 32 bits, AWQ, GPTQ, GGUF, fp8, compressed-tensors. A quantised SRC
 cannot become better than it is.
 
-Memory: one layer. An interrupted run goes on where it stopped when the same command is given again; until it is done
-DST has no index and cannot be loaded.
+Memory: one layer. The same command resumes an interrupted run; until it is done DST has no index and cannot be loaded.
 
 \b
 Examples:
@@ -40,7 +40,7 @@ Examples:
 )
 @click.argument("src", type=MODEL)
 @click.argument("dst", type=click.Path(path_type=Path))
-@click.option(
+@option(
     "--format",
     "form",
     type=click.Choice(CONVERT_FORMATS),
@@ -48,16 +48,16 @@ Examples:
     show_default=True,
     help="4-bit NormalFloat, 4-bit float, plain floats, or the tensors as they are.",
 )
-@click.option(
+@option(
     "--double-quant/--no-double-quant",
     default=ConvertParams.double_quant,
     show_default=True,
-    help="Quantise the scales too: 4.13 bits a weight instead of 4.5.",
+    help="Quantise the scales too: 4.13 bits per weight instead of 4.5.",
 )
-@click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Traceback on errors.")
+@option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
+@option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 def command(
     src: str,
     dst: Path,

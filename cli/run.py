@@ -19,11 +19,11 @@ from click.core import ParameterSource
 from offspec import SamplingParams, SpeculationParams
 
 from .batch import EMPTY_PROMPT, Batch, Turns
+from .help_groups import OffspecCommand, option
 from .learning import learning_kept
 from .options import (
     MODEL,
     MODEL_HELP,
-    OffspecCommand,
     learning_options,
     load_engine,
     loading_options,
@@ -119,35 +119,34 @@ into the answer.
 )
 @click.argument("model", default="builtin", type=MODEL)
 @click.argument("prompt", required=False)
-@click.option("--prompt", "-p", "prompt_flag", metavar="TEXT", help="The same as PROMPT.")
-@click.option(
+@option("--prompt", "-p", "prompt_flag", metavar="TEXT", help="The same as PROMPT.")
+@option(
     "--prompt-file",
     type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
-    help="Read the prompt from a file; from one that ends with .jsonl many, a JSON object a line.",
+    help="Read the prompt from a file, or many from a .jsonl file, one per line.",
 )
-@click.option(
+@option(
     "--output",
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
     metavar="FILE",
-    help="Where the answers to a .jsonl file go; prompts already answered there are skipped. [default: -, standard "
-    "output]",
+    help="File for the answers to a .jsonl file; prompts already answered there are skipped. [default: -, stdout]",
 )
-@click.option("--prompt-ids", metavar='"1,2,3"', help="The prompt as token ids; no template, no special tokens added.")
-@click.option("--system", metavar="TEXT", help="System message, for models with a chat template.")
-@click.option("--raw", is_flag=True, help="No chat template: continue the prompt as text.")
-@click.option(
+@option("--prompt-ids", metavar='"1,2,3"', help="Prompt as token ids, without chat template and added special tokens.")
+@option("--system", metavar="TEXT", help="System message, for models with a chat template.")
+@option("--raw", is_flag=True, help="Continue the prompt as text, without the chat template.")
+@option(
     "--color-accepted",
     is_flag=True,
-    help="On a terminal: the draft's guesses green, the target's corrections yellow (underlined with NO_COLOR).",
+    help="Color accepted draft tokens green and the target's own tokens yellow.",
 )
 @loading_options
 @speculation_options
 @learning_options
 @sampling_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of the text.")
-@click.option("--stats", "show_stats", is_flag=True, help="Figures on stderr at the end.")
-@click.option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+@option("--stats", "show_stats", is_flag=True, help="Show tokens/s and other statistics on stderr.")
+@option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
+@option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; show tracebacks.")
 def command(
     model: str,
     prompt: str | None,
@@ -197,7 +196,7 @@ def command(
 
 reworded(
     command,
-    seed="The same seed gives the same text, whatever the draft. [default: drawn, shown by --stats and --json]",
+    seed="Random seed; the draft does not change the text. [default: drawn, shown by --stats and --json]",
 )
 
 

@@ -15,11 +15,11 @@ import click
 
 from offspec.errors import TokenizerError, UsageError
 
+from .help_groups import OffspecCommand, option
 from .learning import learning_kept
 from .options import (
     MODEL,
     MODEL_HELP,
-    OffspecCommand,
     WholeNumber,
     learning_options,
     load_engine,
@@ -43,9 +43,10 @@ GRACE_S = 1  # for answers under way when the server is stopped
     name="serve",
     help=f"""Answer requests over HTTP, as OpenAI's API has them.
 
-{MODEL_HELP} /v1/chat/completions, /v1/completions and /v1/models, whole or as a stream. One request is answered at a
-time, the others wait; what a request shares with the one before it stays in the KV caches. Sampling flags hold for
-requests that do not say otherwise. Answers carry tokens/s and the other figures under "offspec".
+{MODEL_HELP} Routes: /v1/chat/completions, /v1/completions and /v1/models, with or without streaming. Requests are
+answered one at a time; the KV cache keeps what a request shares with the one before. Sampling flags are defaults that a
+request may override. Answers have tokens/s and other statistics under "offspec". Requests from browsers are rejected
+unless an API key is set.
 
 \b
 Examples:
@@ -55,14 +56,14 @@ Examples:
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)
-@click.option(
+@option(
     "--host",
     default="127.0.0.1",
     show_default=True,
     metavar="ADDRESS",
     help="Address to listen on; 0.0.0.0 accepts requests from other machines.",
 )
-@click.option(
+@option(
     "--port",
     type=WholeNumber(0, 65535),
     default=8080,
@@ -70,19 +71,17 @@ Examples:
     metavar="N",
     help="Port to listen on; 0 takes a free one.",
 )
-@click.option(
+@option(
     "--api-key",
     metavar="KEY",
-    help="Reject requests without this key. OFFSPEC_API_KEY sets it, too, and does not show it in process lists.",
+    help="Reject requests without this key; OFFSPEC_API_KEY keeps it out of process lists.",
 )
 @loading_options
 @speculation_options
 @learning_options
 @partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
-@click.option("-q", "--quiet", is_flag=True, help="No notes.")
-@click.option(
-    "-v", "--verbose", is_flag=True, help="Say what was chosen and why, and every request; traceback on errors."
-)
+@option("-q", "--quiet", is_flag=True, help="No notes.")
+@option("-v", "--verbose", is_flag=True, help="Say what was chosen and why, log requests; show tracebacks.")
 def command(
     model: str,
     host: str,

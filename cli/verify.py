@@ -12,15 +12,14 @@ from offspec import SEED_LIMIT
 from offspec.errors import VerificationError
 
 from .batch import read_prompts
+from .help_groups import OffspecCommand, option, research_option
 from .options import (
     MODEL,
     MODEL_HELP,
     Number,
-    OffspecCommand,
     WholeNumber,
     load_engine,
     loading_options,
-    research_option,
     reworded,
     several,
     several_budgets,
@@ -57,73 +56,71 @@ Example:
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)
-@click.option(
+@option(
     "--prompts",
     "prompt_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help='A text file, one prompt a line, or .jsonl with "prompt" or "messages", whose contents are taken as bare '
     "text. [default: the built-in pair's held-out prompts]",
 )
-@click.option(
+@option(
     "--max-prompts",
     type=WholeNumber(1),
     metavar="N",
     help=f"Only the first N prompts. [default: all of a file, {BUILTIN_PROMPTS} of the built-in pair's]",
 )
-@click.option(
-    "--max-new-tokens", type=WholeNumber(1), default=16, show_default=True, metavar="N", help="Tokens a prompt."
-)
+@option("--max-new-tokens", type=WholeNumber(1), default=16, show_default=True, metavar="N", help="Tokens per prompt.")
 @research_option(
     "--random-passes",
     type=WholeNumber(1),
     default=4,
     show_default=True,
     metavar="N",
-    help="Leave a text after N passes where the draft is random: it brings a token a pass.",
+    help="Stop after N passes with a random draft.",
 )
-@click.option(
+@option(
     "--temperatures",
     default="0,0.6,1",
     show_default=True,
     callback=several(Number(0)),
-    help="Comma-separated.",
+    help="Temperatures to verify, separated by commas.",
 )
-@click.option(
+@option(
     "--top-p",
     type=Number(0, 1, min_open=True),
     default=0.9,
     show_default=True,
     metavar="P",
-    help="Used at temperature 1.",
+    help="Top-p at temperature 1.",
 )
-@click.option(
+@option(
     "--budgets",
     default="1,16,256,auto",
     show_default=True,
     callback=several_budgets,
-    help="Tree sizes, comma-separated.",
+    help="Tree sizes to verify, separated by commas.",
 )
 @research_option(
     "--scorings",
     default="coupled,specexec",
     show_default=True,
     callback=several(click.Choice(["coupled", "specexec"])),
-    help="Comma-separated.",
+    help="Rankings to verify, separated by commas.",
 )
 @research_option(
     "--drafts",
     default="own,random",
     show_default=True,
     callback=several(click.Choice(["own", "random"])),
-    help="own: whatever guesses for `offspec run` with this --draft, lookups too. random: one with random weights.",
+    help="own: the draft of --draft, with lookup. random: one with random weights.",
 )
-@click.option(
+@option(
     "--seed",
     type=WholeNumber(0, SEED_LIMIT - 1),
     default=0,
     show_default=True,
     metavar="S",
-    help="Seed of the first prompt; each further prompt has the next one.",
+    help="Seed of the first prompt; each further prompt takes the next number.",
 )
 @loading_options
 @research_option(
@@ -133,11 +130,11 @@ Example:
     is_eager=True,  # what is set beforehand for other commands does not concern this one
     expose_value=False,
     callback=_refuse_joint,
-    help="exact is all that can be verified: joint acceptance is lossy (`offspec bench` shows what it does).",
+    help="Only exact: joint acceptance is lossy and has nothing to verify.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; traceback on errors.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")
+@option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; show tracebacks.")
 def command(
     model: str,
     prompt_file: Path | None,
@@ -196,7 +193,7 @@ def command(
         raise VerificationError(f"{len(report.errors)} texts differ from plain decoding; the first: {report.errors[0]}")
 
 
-reworded(command, dtype="Arithmetic. auto: fp32, where every token must be the same; in 16 bit near-ties are excused.")
+reworded(command, dtype="Arithmetic. auto: fp32, where every token must be equal; in 16 bit near-ties are excused.")
 
 
 def table(report: VerificationReport) -> str:

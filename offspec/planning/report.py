@@ -46,7 +46,7 @@ def _missing(limits: Limits, options: MemoryOptions) -> list[Note]:
     notes: list[Note] = []
     for flag, allowed, limit in (("--vram", options.vram, limits.device), ("--ram", options.ram, limits.ram)):
         if allowed is not None and limit is None:
-            notes.append(Note(f"{flag} says nothing here: the CPU computes", advice=True))
+            notes.append(Note(f"{flag} is ignored on the CPU", advice=True))
         elif allowed is not None and limit is not None and limit < allowed:
             free = f"the {format_size(limit)} that are free"
             notes.append(Note(f"{flag} {format_size(allowed)} is more than {free}; no more is used", advice=True))

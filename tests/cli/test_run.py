@@ -260,30 +260,70 @@ def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) 
     ("command", "words"),
     [
         ("run", ("[default: drawn, shown by --stats and --json]", "torch's own choice")),
-        ("chat", ("whatever the draft. [default: drawn]",)),
-        ("bench", ("whatever the draft. [default: 0]", "(offspec run --learn): read at the start.")),
+        ("chat", ("[default: drawn]",)),
+        ("bench", ("does not change the text. [default: 0]", "(offspec run --learn), read at the start")),
         ("plan", ("PATH|auto|lookup|none",)),
     ],
 )
 def test_help_holds_for_its_command(command: str, words: Sequence[str], offspec: Offspec) -> None:
-    shown = " ".join(offspec(command, "--help").out.split())
+    shown = " ".join(offspec(command, "--help-all").out.split())
     for text in words:
         assert text in shown
 
 
-EVERYDAY = ("--draft ", "--vram ", "--context ", "--budget ", "--temperature ", "--json ")
+EVERYDAY = ("--draft ", "--vram ", "--context ", "--budget ", "--temperature, ", "--json ", "--device ", "--seed ")
 RESEARCH = ("--tree ", "--stopping ", "--draft-scoring ", "--lookup ", "--recycling ", "--recall ", "--reuse ",
             "--overlap ", "--accept ", "--tau ", "--beam ", "--gamma ", "--no-read-ahead ")  # fmt: skip
+SELDOM = ("--dtype ", "--revision ", "--threads ", "--min-p ", "--learn ", "--learn-file ", "--prompt-ids ")
+HEADINGS = ["Options:", "Model:", "Draft:", "Memory:", "Sampling:", "Output:"]
 
 
-def test_research_flags_are_left_out_until_all_are_asked_for(offspec: Offspec) -> None:
+def flags_of(shown: str) -> dict[str, list[str]]:
+    """The flags under each heading, by their first name."""
+    found, heading = dict[str, list[str]](), ""
+    for line in shown.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            heading = line
+        elif line.startswith("  -"):
+            found.setdefault(heading, []).append(line.split()[0])
+    return found
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "bench"])
+def test_help_comes_by_groups(command: str, offspec: Offspec) -> None:
+    shown, everything = flags_of(offspec(command, "--help").out), flags_of(offspec(command, "--help-all").out)
+    assert list(shown) == list(everything) == HEADINGS
+    assert "--draft" in shown["Draft:"]
+    assert shown["Memory:"] == ["--vram", "--ram", "-c,"]
+    for heading, flags in shown.items():  # what is left out leaves the others in their order
+        assert [flag for flag in everything[heading] if flag in flags] == flags
+    assert sum(map(len, shown.values())) < 36
+
+
+def test_the_rest_is_left_out_until_all_is_asked_for(offspec: Offspec) -> None:
     shown, everything = offspec("run", "--help"), offspec("run", "--help-all")
     assert (shown.code, shown.err, everything.code, everything.err) == (0, "", 0, "")
-    assert all(f"\n  {flag}" in shown.out and f"\n  {flag}" in everything.out for flag in EVERYDAY)
-    assert not any(f"\n  {flag}" in shown.out for flag in RESEARCH)
-    assert all(f"\n  {flag}" in everything.out for flag in RESEARCH)
-    assert shown.out.splitlines()[-1].split()[:2] == ["--help-all", "Show"]
-    assert f"with {len(RESEARCH)} more flags" in shown.out.splitlines()[-1]
+    assert all(flag in shown.out and flag in everything.out for flag in EVERYDAY)
+    assert not any(f"\n  {flag}" in shown.out for flag in (*RESEARCH, *SELDOM))
+    assert all(f"\n  {flag}" in everything.out for flag in (*RESEARCH, *SELDOM))
+    last = shown.out.splitlines()[-1].split()
+    num_left_out = sum(map(len, flags_of(everything.out).values())) - sum(map(len, flags_of(shown.out).values()))
+    assert last == ["--help-all", "Show", str(num_left_out), "more", "flags."]
+    assert "<=" not in everything.out.partition("Options:")[2]  # ranges are said where they are left
+
+
+def test_of_few_flags_none_is_left_out(offspec: Offspec) -> None:
+    assert "--revision " in offspec("plan", "--help").out
+    assert "--help-all" not in offspec("plan", "--help").out
+
+
+@pytest.mark.parametrize("command", [*COMMANDS])
+def test_help_is_in_short_sentences(command: str, offspec: Offspec) -> None:
+    found = cli.get_command(None, command)  # type: ignore[arg-type]
+    assert found is not None
+    for parameter in found.params:
+        told = str(getattr(parameter, "help", None) or "").partition(" [default")[0]
+        assert len(told.split()) <= 20, told
 
 
 def test_a_command_without_research_flags_knows_the_word(offspec: Offspec) -> None:

@@ -127,7 +127,7 @@ def test_what_is_verified_unless_told_otherwise(
     }
     assert (engine.draft_name, engine.target.dtype) == ("lookup", torch.float32)
     assert "offspec: dtype fp32 (text is exact to the token)" in told.err
-    assert "auto: fp32" in " ".join(offspec("verify", "--help").out.split())
+    assert "auto: fp32" in " ".join(offspec("verify", "--help-all").out.split())
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkey
         (24, MemoryOptions(vram=24 * GIB, ram=64 * GIB), []),
         (24, MemoryOptions(vram=80 * GIB), ["--vram 80 GiB is more than the 24 GiB that are free; no more is used"]),
         (None, MemoryOptions(ram=99 * GIB), ["--ram 99 GiB is more than the 64 GiB that are free; no more is used"]),
-        (None, MemoryOptions(vram=1 * GIB), ["--vram says nothing here: the CPU computes"]),
+        (None, MemoryOptions(vram=1 * GIB), ["--vram is ignored on the CPU"]),
     ],
 )
 def test_what_was_allowed_and_is_not_there_is_noted(
