@@ -179,7 +179,7 @@ class Values:
         self.parameters = {key: p for key, p in settable(command).items() if p.name in values}
 
     def params(self) -> tuple[SamplingParams, SpeculationParams]:
-        """Raises UsageError for a value, or a combination, that cannot be meant."""
+        """Raises UsageError for an invalid value or combination."""
         return request_of(dict(self._values))
 
     def __getitem__(self, name: str) -> Any:

@@ -113,7 +113,7 @@ class Service:
         return self._followed(steps)
 
     def _encode(self, asked: CompletionRequest) -> list[int]:
-        """Replies that were said here become the tokens that they were said as: these are in the caches.
+        """Replies keep their original token ids: these are in the KV caches.
 
         What is far too long is refused before seconds are spent on it, in which nobody else is answered.
         """

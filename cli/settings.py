@@ -55,7 +55,7 @@ class Settings:
     ) -> None:
         """commands: every command of the program by its name.
 
-        on_fault: told once of what cannot be meant and so is not set.
+        on_fault: called once for each invalid value, which is then not set.
         """
         self._commands, self._environment, self._on_fault = commands, environment, on_fault
         self._told: set[tuple[str, str]] = set()  # sources and keys of values that several commands refuse
@@ -78,7 +78,7 @@ class Settings:
         return sorted(found, key=lambda given: (given.source == str(self.file), given.command is None))
 
     def for_command(self, name: str) -> dict[str, Given]:
-        """What is set for one command, by the key, but for values that cannot be meant."""
+        """What is set for one command, by the key, without invalid values."""
         parameters = settable(self._commands[name])
         found: dict[str, Given] = {}
         for given in self.given:
@@ -177,7 +177,7 @@ def plain(parameter: click.Parameter, value: Any) -> Any:
 
 
 def check(parameter: click.Parameter, given: Given, command: click.Command) -> None:
-    """Raises click.UsageError, with where it stands, for a value that cannot be meant."""
+    """Raises click.UsageError, with its source, for an invalid value."""
     try:
         parsed_value(parameter, given.value, command)
     except (click.ClickException, OffspecError) as exc:

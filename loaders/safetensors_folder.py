@@ -143,7 +143,7 @@ def _find_tensors(folder: Path, names: frozenset[str], *, headers_only: bool) ->
 
 def _why_no_weights(names: frozenset[str]) -> str:
     if UNFINISHED_MARKER in names:
-        return "is unfinished; give the same `offspec quantize` command again, it goes on where it stopped"
+        return "is unfinished; give the same `offspec quantize` command again, which resumes it"
     if any(fnmatch(name, "model-*-of-*.safetensors") for name in names):
         return f"has shards but no {INDEX_FILE}; download that file as well"
     if any(fnmatch(name, pattern) for name in names for pattern in _PICKLES):

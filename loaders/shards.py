@@ -139,7 +139,7 @@ def _storing(path: Path, part: Path) -> Iterator[None]:
 def cannot_write(path: Path, exc: OSError) -> StorageError:
     """The one line for a file or folder that could not be written."""
     if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "no space left on its disk; make room and run the same command again, it goes on where it stopped"
+        what = "no space left on its disk; make room and run the same command again, which resumes it"
     else:
         what = f"cannot be written ({exc.strerror or type(exc).__name__}); check that you may write there"
     return StorageError(" ".join(f"{path}: {what}".splitlines()))

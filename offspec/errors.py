@@ -1,7 +1,7 @@
 """Every error that offspec raises on purpose. The ground floor: it imports nothing.
 
     OffspecError                  the message is one line: what, where, the remedy
-    ├── UsageError                a value or a combination that cannot be meant
+    ├── UsageError                an invalid argument or combination
     ├── CheckpointError           a checkpoint is missing, damaged, or in a form that is not read
     │   └── MissingWeightsError   its weights, or some of them, are not there at all
     ├── UnsupportedModelError     the architecture, or a feature of it, is not implemented
@@ -25,7 +25,7 @@ class OffspecError(Exception):
 
 
 class UsageError(OffspecError):
-    """A value or a combination of values that cannot be meant."""
+    """An invalid argument or combination of arguments."""
 
     exit_code = 2
 

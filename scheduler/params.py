@@ -91,11 +91,11 @@ class SpeculationParams:
 
     budget: nodes of a tree, 0 for plain decoding, None for what pays here (`scheduler.budget`). scoring: coupled
     (shared noise, fitted sharpness) or specexec (cumulative draft probability). tree: how its shape is found; the
-    others are there to be compared with (`scheduler.baselines`). width: nodes expanded by one draft forward; None is
-    what pays, or an eighth of a given budget, from 16 to 64. children: candidates kept of an expanded node. max_depth:
-    longest path. stopping: when drafting ends: where nothing is left to gain, or by Thompson sampling (EESD), as
-    published or knowing costs and the draft's confidence. lookup: merge in what followed the same tokens earlier in the
-    text. recycling: merge in what the target thought likely after the same token, as where there is no draft model it
+    others are baselines (`scheduler.baselines`). width: nodes expanded by one draft forward; None is what pays, or an
+    eighth of a given budget, from 16 to 64. children: candidates kept of an expanded node. max_depth: longest path.
+    stopping: when drafting ends: when another round is not worth its cost, or by Thompson sampling (EESD), as published
+    or knowing costs and the draft's confidence. lookup: merge in what followed the same tokens earlier in the text.
+    recycling: merge in what the target thought likely after the same token, as where there is no draft model it
     is always done. recall: correct the draft by what the target said at places like this one. reuse: what was drafted
     below the accepted token stays. overlap: draft on while the target's pass runs. The text is the same whatever of
     this is set.
