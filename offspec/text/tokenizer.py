@@ -47,6 +47,11 @@ class Tokenizer:
         self._settings = settings
         self._prefix = self._prefix_ids()
 
+    @property
+    def _file(self) -> Path:
+        """What its vocabulary was read from, for messages."""
+        return self.folder if self.folder.is_file() else self.folder / "tokenizer.json"
+
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json and the small files beside it, or a GGUF file's metadata.
@@ -183,7 +188,7 @@ class Tokenizer:
             return self._backend.encode_batch([text], add_special_tokens=False)[0]
 
     def _encoding(self) -> AbstractContextManager[None]:
-        what = f"the text cannot be encoded with the tokenizer in {self.folder}"
+        what = f"the text cannot be encoded with {self._file}"
         return library_errors(what, "check that the text is valid Unicode, and that the vocabulary covers it")
 
     @cached_property
@@ -278,7 +283,7 @@ class Tokenizer:
 
     def decode_stored(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of these ids, as the library gives it."""
-        with library_errors(f"tokens cannot be decoded with the tokenizer in {self.folder}", "fetch it again"):
+        with library_errors(f"tokens cannot be decoded with {self._file}", "fetch it again"):
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @cached_property

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from offspec import Engine, builtin
+from offspec import Engine, SamplingParams, builtin
 from offspec.checkpoints.exit_layers import ExitFile, save
 from offspec.checkpoints.opening import ModelFiles
 from offspec.cli.batch import Batch, read_tasks
@@ -77,7 +77,7 @@ def read_output(prompts: Path) -> Read:
     def read(output: Path) -> None:
         before = output.read_bytes() if output.is_file() else None
         try:
-            with closing(Batch(prompts, output, {"model": "builtin"})) as batch:
+            with closing(Batch(prompts, output, {"model": "builtin"}, SamplingParams())) as batch:
                 list(batch.open_tasks)
         finally:
             assert before is None or output.read_bytes() == before

@@ -240,7 +240,10 @@ def test_it_is_unpacked(model: Model, tmp_path: Path, capsys: pytest.CaptureFixt
     assert texts[0] == texts[1]
 
 
-def test_a_copy_says_the_same(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_says_the_same(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)  # or it would be read, too
     code, _, err = offspec(capsys, "quantize", model.packed, tmp_path / "copy", "--format", "keep")
     assert (code, err) == (0, "")
     assert_alike(tmp_path / "copy", model.packed)
