@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 PLOT_SUFFIXES = (".png", ".svg")
 MAX_NEW_TOKENS = 64
+CLEARLY = 0.9  # of the fastest budget's gain: what the default has to reach, or it is told beside it
 
 
 def _plot_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
@@ -252,12 +253,20 @@ def verdict(outcome: Outcome) -> str:
     """Whether speculation pays here, and why not."""
     name, gain = outcome.best.budget_name, f"{outcome.gain:.2f}x"
     if outcome.pays:
-        return f"Speculation pays here: budget {name} has {gain} plain decoding's tokens/s."
+        return f"Speculation pays here: budget {name} has {gain} plain decoding's tokens/s{_default_beside(outcome)}."
     if outcome.pays is None:
         said = f"Speculation makes no difference here: budget {name}, the fastest, has {gain} plain decoding's tokens/s"
     else:
         said = f"Speculation does not pay here: budget {name}, the fastest, has {gain} plain decoding's tokens/s"
     return f"{said}. {_why_not(outcome)}".rstrip()
+
+
+def _default_beside(outcome: Outcome) -> str:
+    """What the default budget reaches, where another one is clearly faster."""
+    auto = outcome.auto
+    if auto is None or auto.gain.median >= CLEARLY * outcome.gain:
+        return ""
+    return f", auto (the default) {auto.gain.median:.2f}x"
 
 
 def _why_not(outcome: Outcome) -> str:

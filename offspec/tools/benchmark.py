@@ -202,10 +202,14 @@ class BenchmarkRow:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether guessing pays: the fastest exact way of it beside plain decoding, over all prompts."""
+    """Whether guessing pays: the fastest exact way of it beside plain decoding, over all prompts.
+
+    auto: the default way, where it was measured.
+    """
 
     best: BenchmarkRow
     plain: BenchmarkRow
+    auto: BenchmarkRow | None = None
 
     @property
     def gain(self) -> float:
@@ -236,6 +240,7 @@ class Outcome:
             "pays": self.pays,
             "budget": self.best.budget_name,
             "gain": self.gain,
+            "auto_gain": self.auto and self.auto.gain.median,
             "tokens_per_pass": self.best.tokens_per_pass.median,
             "pass_ratio": self.pass_ratio,
         }
@@ -269,7 +274,10 @@ class BenchmarkReport:
     def outcome(self) -> Outcome | None:
         """Whether guessing pays; None where nothing guessed."""
         best = self.best()
-        return None if best is None else Outcome(best, self._row(best.kind, budget_name(0)))
+        if best is None:
+            return None
+        auto = self._row(best.kind, budget_name(None)) if budget_name(None) in self.budget_names else None
+        return Outcome(best, self._row(best.kind, budget_name(0)), auto)
 
     def num_different(self, accept: Accept = "exact") -> int:
         """Texts of these ways that are not plain decoding's.

@@ -8,6 +8,7 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,18 @@ def test_whether_speculation_pays_is_said_and_why_not() -> None:
     assert "9.00 times as long as a plain one" in lost  # one later pass of 9 s, where plain ones take 1 s
     assert "2.00 tokens" in lost
     assert "--budget 0" in lost
+
+
+def test_a_default_that_is_slower_than_another_budget_is_told() -> None:
+    def told(decode_s: float) -> str:
+        auto = replace(run(8, 0, decode_s=decode_s), budget=None)
+        outcome = BenchmarkReport([run(0, 0), run(8, 0, decode_s=0.5), auto]).outcome()
+        assert outcome is not None
+        return verdict(outcome)
+
+    assert "budget 8 has 2.00x" in told(3.5)
+    assert "auto (the default) 0.80x" in told(3.5)
+    assert "the default" not in told(0.6)
 
 
 @pytest.mark.parametrize("columns", [30, 80, 110])
