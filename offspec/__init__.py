@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # In a source checkout the subpackages lie beside this folder, not inside it; an installed copy has them inside.
 _root = Path(__file__).resolve().parent.parent
