@@ -1,4 +1,4 @@
-"""Through a whole request with re-use and drafting ahead, both KV caches hold what a fresh prefill would leave there.
+"""Through a whole request with reuse and drafting ahead, both KV caches hold what a fresh prefill would leave there.
 
 Real decoders, driven as the engine drives them, looked at after every verdict; the verdict is the target's, or any.
 """
