@@ -1,4 +1,4 @@
-"""Record a short conversation in a real terminal as docs/chat.svg, for the README: python scripts/record_chat.py
+"""Record a short conversation in a real terminal as docs/chat.svg, for docs/usage.md: python scripts/record_chat.py
 
 tmux types and shows, rich draws the screen. Needs both, and offspec installed.
 """
