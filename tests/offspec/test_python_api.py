@@ -22,7 +22,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture
 def engine(pair: Pair) -> Iterator[Engine]:
-    with Engine.load(pair.target, draft=str(pair.draft), device="cpu", ram="1GiB") as engine:
+    with Engine.load(pair.target, draft=str(pair.draft), device="cpu", ram="8GiB") as engine:
         yield engine
 
 
@@ -34,7 +34,7 @@ def test_a_whole_text_is_what_the_steps_bring(engine: Engine) -> None:
 
 def test_sizes_are_texts_or_bytes(engine: Engine) -> None:
     assert engine.plan is not None
-    assert engine.plan.demand.options.ram == 2**30
+    assert engine.plan.demand.options.ram == 2**33
 
 
 @pytest.mark.parametrize(
