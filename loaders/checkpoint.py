@@ -170,7 +170,7 @@ class Container(Protocol):
         ...
 
     def open_config(self, path: Path) -> Checkpoint:
-        """What can be said without the weights, which may be missing: no tensors. Raises CheckpointError."""
+        """What can be said without the weights, which may be missing: its tensors, too. Raises CheckpointError."""
         ...
 
     def weight_files(self, path: Path) -> list[Path]:

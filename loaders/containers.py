@@ -19,7 +19,7 @@ def open_checkpoint(path: Path | str, *, headers_only: bool = False) -> Checkpoi
 
 
 def open_config(path: Path) -> Checkpoint:
-    """What can be said of it without its weights: no tensors. Raises CheckpointError."""
+    """What can be said of it without its weights; its tensors may be missing. Raises CheckpointError."""
     return _container(path).open_config(path)
 
 

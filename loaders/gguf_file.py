@@ -90,8 +90,10 @@ class GgufFile:
         return read_model(_file(path), headers_only=headers_only)
 
     def open_config(self, path: Path) -> GgufModel:
-        file = _file(path)
-        return GgufModel(file, _read_header(file, headers_only=True).metadata, {})
+        """With its tensors, as headers list them: the metadata do not say whether a head or a norm is there. Raises
+        MissingWeightsError for a split set that is not all there, whose tensors and types are then not known.
+        """
+        return self.open(path, headers_only=True)
 
     def weight_files(self, path: Path) -> list[Path]:
         return part_paths(_file(path))

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import escape
+from itertools import product
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -22,6 +23,7 @@ from .gguf_file import part_paths
 from .safetensors_folder import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names, why_no_folder
 
 HEADER_BYTES = 32 * 2**20  # of a GGUF file; vocabularies of 260,000 tokens with as many merges take 12 MiB
+_AROUND = ("", "*[-._/]"), ("", "[-.]*")  # a word in a file's name, as patterns of fnmatch; see `_named_as`
 _HUB_ID = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::([A-Za-z0-9_.-]+))?")
 NOT_HERE = "there is no folder or file of that name"
 
@@ -54,9 +56,12 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
 
 
 def _download_gguf(repository: str, quantisation: str, revision: str | None) -> Path:
-    """The folder of a repository whose GGUF files in this quantisation were downloaded."""
-    spellings = {quantisation, quantisation.upper(), quantisation.lower()}
-    return _download(repository, revision, [f"*{spelling}*.gguf" for spelling in sorted(spellings)])
+    """The folder of a repository whose GGUF files in this quantisation were downloaded, and no others: F16 is a part
+    of the name of BF16, and Q4_K of that of Q4_K_M.
+    """
+    spellings = sorted({quantisation, quantisation.upper(), quantisation.lower()})
+    words = [f"{before}{spelling}{after}" for spelling in spellings for before, after in product(*_AROUND)]
+    return _download(repository, revision, [f"{word}.gguf" for word in words])
 
 
 def _download_headers(repository: str, quantisation: str, revision: str | None) -> Path:
@@ -67,11 +72,11 @@ def _download_headers(repository: str, quantisation: str, revision: str | None) 
     base = f"{repository}@{revision}" if revision else repository
     with _hub_errors(repository, revision):
         system = HfFileSystem()
-        found = [str(name) for name in system.glob(f"{base}/**.gguf")]
+        found = [str(name).removeprefix(f"{base}/") for name in system.glob(f"{base}/**/*.gguf")]
         for name in filter(_named_as(quantisation).fullmatch, found):
-            target = folder / name.removeprefix(f"{base}/")
+            target = folder / name
             if not target.is_file():
-                content = system.read_block(name, 0, HEADER_BYTES)
+                content = system.read_block(f"{base}/{name}", 0, HEADER_BYTES)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 part = target.with_suffix(".part")
                 part.write_bytes(content)

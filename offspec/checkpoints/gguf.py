@@ -327,8 +327,13 @@ def translated(model: GgufModel) -> GgufCheckpoint:
         what = "is a mixture of experts, which is not read from GGUF"
         raise fault(path, f"{what}; use its safetensors checkpoint with pip install 'offspec[transformers]'")
     config = _config(keys, kind, model)
-    infos = (_translated(info, kind, config) for name, info in model.tensors.items() if not _is_unused(name))
-    return GgufCheckpoint(model, config, {info.name: info for info in infos})
+    tensors: dict[str, TensorInfo] = {}
+    for info in (info for name, info in model.tensors.items() if not _is_unused(name)):
+        named = _translated(info, kind, config)
+        if tensors.setdefault(named.name, named) is not named:
+            what = f"has {show(named.name)} twice, once as tensor {show(info.name)}; the file is damaged"
+            raise fault(info.path, f"{what}, download it again")
+    return GgufCheckpoint(model, config, tensors)
 
 
 def _is_unused(name: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offspec.loaders.checkpoint import Checkpoint, TensorInfo
+from offspec.loaders.checkpoint import Checkpoint, TensorInfo, fault, show
 
 from ..model.config import is_multimodal, text_config
 from ..model.config_values import Json
@@ -61,12 +61,17 @@ class LanguageModel:
 def language_model(checkpoint: Checkpoint) -> Checkpoint:
     """What is loaded of a checkpoint: all of it, or the language model of one of text and images.
 
-    Raises CheckpointError where config.json does not say what that model is.
+    Raises CheckpointError where config.json does not say what that model is, or a tensor is there under two names.
     """
     if not is_multimodal(checkpoint.config):
         return checkpoint
-    names = {name: _own_name(name) for name in checkpoint.tensors if not _is_of_another(name)}
-    tensors = {own: replace(checkpoint.tensors[name], name=own) for name, own in names.items()}
+    tensors: dict[str, TensorInfo] = {}
+    for name, info in checkpoint.tensors.items():
+        own = _own_name(name)
+        if own in tensors:
+            raise fault(info.path, f"has {show(own)} under another name as well, {show(name)}; download it again")
+        if not _is_of_another(name):
+            tensors[own] = replace(info, name=own)
     return LanguageModel(checkpoint, text_config(checkpoint.config), tensors)
 
 

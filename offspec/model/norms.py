@@ -12,9 +12,10 @@ NORMS = ("rms", "rms plus one", "layer", "layer plus one")
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
     """x [..., N], normed over N, times weight [N] (plus one, where `kind` says so), plus bias [N].
 
-    weight [..., N] of more dimensions, x's last ones: each row of x is normed on its own. kind: of NORMS; "rms" is
-    RMSNorm (1910.07467), "layer" LayerNorm (1607.06450). Where one is added, an RMSNorm does it in fp32, and rounds
-    once, as Gemma does; a LayerNorm adds in the weight's dtype, as Nemotron does.
+    weight [..., N] of more dimensions, x's last ones: each row of x is normed on its own. Such a weight is rounded to
+    x's dtype first: streamed it comes as the file has it, where one that stays was rounded (`StoredLayer.bind`).
+    kind: of NORMS; "rms" is RMSNorm (1910.07467), "layer" LayerNorm (1607.06450). Where one is added, an RMSNorm does
+    it in fp32, and rounds once, as Gemma does; a LayerNorm adds in the weight's dtype, as Nemotron does.
     """
     width, exact = (x.shape[-1],), torch.promote_types(x.dtype, torch.float32)
     if kind == "rms plus one":
@@ -23,5 +24,5 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: fl
         weight = weight + 1.0
     if weight.dim() > 1:
         assert kind == "layer", "no other norm has a weight for each head"
-        return (F.layer_norm(x.to(exact), width, eps=eps) * weight.to(exact)).to(x.dtype)
+        return (F.layer_norm(x.to(exact), width, eps=eps) * weight.to(x.dtype).to(exact)).to(x.dtype)
     return F.rms_norm(x, width, weight, eps) if kind == "rms" else F.layer_norm(x, width, weight, bias, eps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import struct
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fsspec.utils import glob_translate
+from huggingface_hub.utils import filter_repo_objects
 
 from offspec.errors import CheckpointError, MissingWeightsError
 from offspec.loaders.containers import open_checkpoint
@@ -72,7 +75,7 @@ def test_headers_alone(model: Path) -> None:
     model.write_bytes(content[:-40])
     assert "truncated: its tensors end at" in refusal(lambda: read_model(model))
     assert read_model(model, headers_only=True).tensors
-    assert not GgufFile().open_config(model).tensors
+    assert GgufFile().open_config(model).tensors == read_model(model, headers_only=True).tensors
 
 
 def test_strings_that_are_no_utf8_are_kept(tmp_path: Path) -> None:
@@ -254,6 +257,28 @@ def test_a_quantisation_that_two_files_have(repository: Path) -> None:
     assert "org/name:Q4_K_M: 2 files are called so" in refusal(lambda: resolve("org/name:Q4_K_M"))
 
 
+@pytest.mark.parametrize(
+    ("named", "wanted"),
+    [
+        ("F16", {"m-F16.gguf", "f16.gguf", "F16/m-F16-00001-of-00002.gguf"}),
+        ("q4_k", {"m.Q4_K.gguf"}),
+        ("Q4_K_M", {"m-Q4_K_M.gguf", "UD-Q4_K_M/m-UD-Q4_K_M-00001-of-00002.gguf"}),
+    ],
+)
+def test_no_other_quantisation_is_downloaded(named: str, wanted: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"m-F16.gguf", "f16.gguf", "F16/m-F16-00001-of-00002.gguf", "m-BF16.gguf", "m.Q4_K.gguf", "m-Q4_K_S.gguf"}
+    names |= {"m-Q4_K_M.gguf", "UD-Q4_K_M/m-UD-Q4_K_M-00001-of-00002.gguf", "F16/README.md"}
+    found = set[str]()
+
+    def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        found.update(filter_repo_objects(names, allow_patterns=allow_patterns))
+        return "nowhere"
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    refusal(lambda: resolve(f"org/name:{named}"))
+    assert found == wanted
+
+
 def test_to_plan_with_only_headers_are_downloaded(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,8 +286,8 @@ def test_to_plan_with_only_headers_are_downloaded(
 
     class FileSystem:
         def glob(self, pattern: str) -> list[str]:
-            assert pattern == "org/name@v1/**.gguf"
-            return [f"org/name@v1/{path.relative_to(repository)}" for path in repository.rglob("*.gguf")]
+            found = [f"org/name@v1/{path.relative_to(repository)}" for path in repository.rglob("*.gguf")]
+            return list(filter(re.compile(glob_translate(pattern)).match, found))  # as the library does it
 
         def read_block(self, name: str, offset: int, length: int) -> bytes:
             read.append(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,8 +14,11 @@ import pytest
 import torch
 
 from offspec import ConvertParams, convert
+from offspec.checkpoints.gguf import translated
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
+from offspec.errors import CheckpointError, MissingWeightsError
+from offspec.loaders.gguf_file import read_model
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.plan import all_resident
 
@@ -150,3 +154,29 @@ def test_quantised_tensors_say_what_their_plain_copy_says(gguf_model: GetModel, 
     expected = plain.logits(plain.forward(tokens, positions, plain.new_cache()))
     found = packed.logits(packed.forward(tokens, positions, packed.new_cache()))
     assert (found - expected).abs().max() < TOLERANCE
+
+
+def test_two_tensors_of_one_name_are_refused(gguf_model: GetModel, tmp_path: Path) -> None:
+    """Not the one that stands later is taken, silently."""
+    model = read_model(gguf_of(gguf_model("qwen3"), tmp_path))
+    twice = replace(model.tensors["blk.0.ffn_up.weight"], name="blk.00.ffn_up.weight")
+    with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight' twice, once as tensor 'blk\.00"):
+        translated(replace(model, tensors={**model.tensors, twice.name: twice}))
+
+
+def test_it_is_planned_in_another_format_as_its_folder_is(gguf_model: GetModel, tmp_path: Path) -> None:
+    """A head of its own, norms of heads and biases are in no metadata: the names of tensors tell."""
+    for family in ("llama-gqa", "qwen3", "qwen2"):
+        model = gguf_model(family)
+        found, expected = (
+            ModelFiles.from_config(path, "nf4", "bf16", "cpu", []).stored.by_name
+            for path in (gguf_of(model, tmp_path), model.folder)
+        )
+        assert {name: weight.shape for name, weight in found.items()} == {n: w.shape for n, w in expected.items()}
+
+
+def test_a_split_set_that_is_not_all_there_is_not_planned_as_bf16(gguf_model: GetModel, tmp_path: Path) -> None:
+    part = gguf_of(gguf_model("qwen3"), tmp_path).rename(tmp_path / "m-00001-of-00002.gguf")
+    for form in (None, "nf4"):
+        with pytest.raises(MissingWeightsError, match="1 of 2 parts are missing"):
+            ModelFiles.from_config(part, form, "bf16", "cpu", [])

@@ -102,6 +102,14 @@ def test_both_ways_to_name_its_tensors(multimodal: GetModel, tmp_path: Path, beg
     assert torch.equal(found, expected)
 
 
+def test_a_tensor_under_both_names_is_refused(multimodal: GetModel, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(multimodal("gemma3").folder, tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    save_file({**tensors, "model.norm.weight": torch.zeros(64)}, other / "model.safetensors")
+    with pytest.raises(CheckpointError, match="under another name as well"):
+        decoder_of(other)
+
+
 @pytest.mark.parametrize("form", ["keep", "nf4"])
 def test_a_copy_is_the_language_model_alone(multimodal: GetModel, tmp_path: Path, form: str) -> None:
     """An ordinary checkpoint of text, for transformers, too."""

@@ -26,6 +26,7 @@ from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.block import Block, PassRows, kv_cache_bytes
 from offspec.model.decoder import CachedDecoder, Decoder
 
+from ..fakes import FAMILIES, build
 from ..pair import CONFIG, CONTEXT, Pair, build_pair, variant
 
 CPU = torch.device("cpu")
@@ -45,8 +46,8 @@ def engine(pair: Pair) -> Iterator[Engine]:
     loaded.close()
 
 
-def stream(folder: Path, resident: tuple[int, ...] = (), *, synchronous: bool = False) -> Decoder:
-    files = ModelFiles.open(folder, "fp32", "cpu", [])
+def stream(folder: Path, resident: tuple[int, ...] = (), *, synchronous: bool = False, dtype: str = "fp32") -> Decoder:
+    files = ModelFiles.open(folder, dtype, "cpu", [])
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
     on_disk = tuple(i for i in range(len(costs)) if i not in resident)
     slot = max(cost.slot_bytes for cost in costs)
@@ -72,6 +73,17 @@ def test_the_text_is_that_of_a_resident_target(
     for params in REQUESTS:
         assert says(behind(engine, target), params) == says(engine, params)
     target.weights.close()
+
+
+def test_norms_of_heads_are_rounded_alike_wherever_they_lie(tmp_path: Path) -> None:
+    """They are matrices, which keep the dtype of the file while they are streamed."""
+    folder = build(FAMILIES["cohere-qk-norm"], tmp_path).folder  # in fp32
+    said = list[torch.Tensor]()
+    for resident in ((), (0, 1, 2)):
+        target = stream(folder, resident, dtype="bf16")
+        said.append(CachedDecoder(target).score(list(range(40)), *NO_NODES))
+        target.weights.close()
+    assert torch.equal(*said)
 
 
 def test_layers_stay_as_long_as_texts_are_short(engine: Engine, tmp_path: Path) -> None:
