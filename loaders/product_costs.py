@@ -51,6 +51,8 @@ CACHE_BYTES = 64 * 2**20  # of matrices that take turns, so that no cache holds 
 HOPELESS, HOPELESS_ROWS = 4, 16  # what takes so many times the best for so many rows is not tried for more
 _REVISION = 1  # of what a file says; a file of another is not read
 _POINT_S, _LEAST_RUNS = 0.012, 2
+_MOST_TRIES = 3  # of a measurement that other programs disturbed
+DISTURBED, FASTER_NOW = 1.5, 0.7  # fewer rows taking so many times as long; a product now, over what the file says
 _NOW_ROWS, _NOW_S = 16, 0.05
 _CPU = torch.device("cpu")
 
@@ -71,10 +73,11 @@ def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = Fals
         if not anew and COSTS.get(kind) is None and str(kind) in stored:
             COSTS.set(kind, stored[str(kind)])
     missing = [kind for kind in wanted if anew or COSTS.get(kind) is None]
-    for kind in missing:
-        COSTS.set(kind, measure_ways(kind))
-    if missing:
-        _write({**_read(), **{str(kind): costs for kind in missing if (costs := COSTS.get(kind)) is not None}})
+    measured = {kind: measure_ways(kind) for kind in missing}
+    for kind, costs in measured.items():
+        COSTS.set(kind, costs)
+    if kept := {str(kind): costs for kind, costs in measured.items() if is_plausible(costs)}:
+        _write({**_read(), **kept})
 
     kernels = {kind.form for kind in wanted if (costs := COSTS.get(kind)) and KERNEL in map(costs.way, ROWS)}
     for product in filter(None, map(_kernel, kernels)):
@@ -89,13 +92,17 @@ def _after_plain_ones(kind: tuple[str, torch.dtype]) -> tuple[bool, str]:
 def product_flops(form: str, dtype: torch.dtype, widths: Sequence[int] = ROWS) -> dict[int, float]:
     """Rows → FLOP/s of products with large matrices of a form, in the fastest way, unpacking counted; {} if unknown.
 
-    What was measured when the machine had nothing else to do, divided by what it is slower now.
+    What was measured when the machine had nothing else to do, divided by what it is slower now. Where it is faster now,
+    something disturbed the measurement, and it is repeated.
     """
     kind = ProductKind(form, dtype, is_large=True)
     costs = COSTS.get(kind)
     if costs is None:
         return {}
-    slower = max(1.0, _typical_s(kind) / costs.least(_NOW_ROWS))
+    if (now := _typical_s(kind)) < FASTER_NOW * costs.least(_NOW_ROWS):
+        know_products([(form, dtype)], anew=True)
+        costs = COSTS.get(kind) or costs
+    slower = max(1.0, now / costs.least(_NOW_ROWS))
     return {width: 2 * width / costs.least(width) / slower for width in widths}
 
 
@@ -183,7 +190,32 @@ def of_no_file(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
 
 
 def measure_ways(kind: ProductKind) -> WayCosts:
-    """What each way takes for products of one kind."""
+    """What each way takes for products of one kind; the least of several tries where other programs disturb them."""
+    costs = _measure_ways(kind)
+    for _ in range(_MOST_TRIES - 1):
+        if is_plausible(costs):
+            break
+        costs = _least_of(costs, _measure_ways(kind))
+    return costs
+
+
+def is_plausible(costs: WayCosts) -> bool:
+    """Whether fewer rows never take far longer than more, as only a busy machine makes it."""
+    return all(costs.least(few) <= DISTURBED * costs.least(more) for few, more in itertools.pairwise(ROWS))
+
+
+def _least_of(one: WayCosts, other: WayCosts) -> WayCosts:
+    """Of each way and number of rows the lesser time, where both have it, else the one that there is."""
+    found: dict[str, dict[int, float]] = {}
+    for costs in (one, other):
+        for way, points in costs.seconds.items():
+            known = found.setdefault(way, {})
+            for rows, seconds in points.items():
+                known[rows] = min(seconds, known.get(rows, math.inf))
+    return WayCosts(found)
+
+
+def _measure_ways(kind: ProductKind) -> WayCosts:
     shape = SHAPES[kind.is_large]
     matrices = _matrices(kind.form, shape)
     scratch = torch.empty(shape[0] * shape[1], dtype=kind.dtype)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,12 @@ from offspec.loaders.product_costs import (
     costs_file,
     forms_of,
     has_choice,
+    is_plausible,
     know_products,
     measure_ways,
     product_flops,
     sample,
+    ways_of,
 )
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -273,6 +276,48 @@ def test_each_way_takes_what_it_took(machine: Machine, costs: ProductCosts) -> N
 
 
 @needs_kernels
+def test_what_others_disturbed_is_measured_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row took longer than four: the least of both tries counts."""
+    kind, plain, calls = ProductKind("bf16", FP32, is_large=True), module._seconds, list[str]()
+
+    def seconds(way: str, form: str, rows: Tensor, *rest: Any) -> float:
+        calls.append(way)
+        is_disturbed = len(calls) <= len(ways_of(form))  # the first number of rows, in the first try
+        return plain(way, form, rows, *rest) * (100 if is_disturbed else 1)
+
+    undisturbed = measure_ways(kind)
+    monkeypatch.setattr(module, "_seconds", seconds)
+    found = measure_ways(kind)
+    for way, points in undisturbed.seconds.items():
+        assert found.seconds[way] == pytest.approx(points)
+    assert is_plausible(found)
+
+
+def test_what_stays_disturbed_is_not_kept(
+    measured: list[ProductKind], costs: ProductCosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = WayCosts({TORCH: {1: 2e-9, 4: 1e-10, 16: 4e-10}})
+    assert not is_plausible(odd)
+    monkeypatch.setattr(module, "measure_ways", lambda kind: odd)
+    know_products([("bf16", FP32)])
+    assert all(costs.get(kind) == odd for kind in kinds_of("bf16", FP32))
+    assert not costs_file().exists()
+
+
+def test_costs_of_a_busier_time_are_measured_again(
+    measured: list[ProductKind], costs: ProductCosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = WayCosts(
+        {way: {rows: 10 * seconds for rows, seconds in FOUND.seconds[way].items()} for way in FOUND.seconds}
+    )
+    for kind in kinds_of("bf16", FP32):
+        costs.set(kind, slow)
+    monkeypatch.setattr(module, "_typical_s", lambda kind: FOUND.least(16))
+    rates = product_flops("bf16", FP32)
+    assert set(measured) == kinds_of("bf16", FP32)
+    assert rates == {rows: pytest.approx(2 * rows / FOUND.least(rows)) for rows in ROWS}
+
+
 def test_packed_matrices_have_no_tiles(machine: Machine) -> None:
     for form in ("nf4", "fp4", "int8"):
         assert measure_ways(ProductKind(form, BF16, is_large=False)).seconds.keys() == {TORCH, KERNEL}
