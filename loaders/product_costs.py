@@ -74,9 +74,9 @@ def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = Fals
             COSTS.set(kind, stored[str(kind)])
     missing = [kind for kind in wanted if anew or COSTS.get(kind) is None]
     measured = {kind: measure_ways(kind) for kind in missing}
-    for kind, costs in measured.items():
-        COSTS.set(kind, costs)
-    if kept := {str(kind): costs for kind, costs in measured.items() if is_plausible(costs)}:
+    for kind, ways in measured.items():
+        COSTS.set(kind, ways)
+    if kept := {str(kind): ways for kind, ways in measured.items() if is_plausible(ways)}:
         _write({**_read(), **kept})
 
     kernels = {kind.form for kind in wanted if (costs := COSTS.get(kind)) and KERNEL in map(costs.way, ROWS)}
