@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offspec.loaders.checkpoint import Change, Checkpoint, TensorInfo, fault, reading, show
-from offspec.loaders.gguf_file import GgufModel, Metadata
+from offspec.loaders.gguf_file import GgufModel, Metadata, read_metadata
 
 from ..model.names import EMBEDDING, FINAL_NORM, HEAD, in_layer
 from ..text.gguf_tokenizer import tokenizer_json
@@ -106,9 +106,9 @@ class Architecture:
 # ------------------------------------------------------------------------------------------------------------ families
 
 
-def _windows(keys: Keys, config: Config, period: int) -> Config:
-    """Every `period`-th layer sees everything, unless the file lists them; {} without a window."""
-    if not keys.value("attention.sliding_window"):
+def _windows(keys: Keys, config: Config, period: int, default: int | None = None) -> Config:
+    """Every `period`-th layer sees everything, unless the file lists them. default: the window where none is named."""
+    if not (keys.value("attention.sliding_window") if keys.has("attention.sliding_window") else default):
         return {"sliding_window": None}
     listed, count = keys.value("attention.sliding_window_pattern"), config["num_hidden_layers"]
     if isinstance(listed, int) and not isinstance(listed, bool) and listed > 0:
@@ -117,7 +117,7 @@ def _windows(keys: Keys, config: Config, period: int) -> Config:
     if isinstance(listed, list) and len(listed) == count:
         has_window = [bool(item) for item in listed]
     kinds = ["sliding_attention" if each else "full_attention" for each in has_window]
-    return {"sliding_window": keys.integer("attention.sliding_window"), "layer_types": kinds}
+    return {"sliding_window": keys.integer("attention.sliding_window", default), "layer_types": kinds}
 
 
 def _partial_rotary(keys: Keys, config: Config) -> Config:
@@ -134,13 +134,14 @@ def _gemma_scale(config: Config, largest: int) -> int:
 
 
 def _gemma2(keys: Keys, config: Config) -> Config:
+    """The first files of Gemma 2 name neither caps nor a window: llama.cpp knows them."""
     return {
         "query_pre_attn_scalar": _gemma_scale(config, 46),
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
         "hidden_activation": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
-        **_windows(keys, config, 2),
+        **_windows(keys, config, 2, default=4096),
     }
 
 
@@ -299,7 +300,7 @@ class GgufCheckpoint:
 
     def companions(self) -> dict[str, bytes]:
         """The tokenizer, as the files of a folder. Raises TokenizerError, UnsupportedModelError."""
-        return tokenizer_json(self.model.metadata, self.tokenizer_path)
+        return tokenizer_json(read_metadata(self.tokenizer_path), self.tokenizer_path)
 
     def config_json(self) -> bytes:
         return (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
@@ -333,7 +334,8 @@ def translated(model: GgufModel) -> GgufCheckpoint:
         if tensors.setdefault(named.name, named) is not named:
             what = f"has {show(named.name)} twice, once as tensor {show(info.name)}; the file is damaged"
             raise fault(info.path, f"{what}, download it again")
-    return GgufCheckpoint(model, config, tensors)
+    # Without the lists of the vocabulary (8 MiB where it has 49,000 tokens), which would stay with the loaded model.
+    return GgufCheckpoint(replace(model, metadata=model.config), config, tensors)
 
 
 def _is_unused(name: str) -> bool:
@@ -410,10 +412,12 @@ def _rope_scaling(keys: Keys, model: GgufModel) -> Config | None:
     if (divisors := _numbers(model, "rope_freqs.weight")) is not None:  # of Llama 3.1, computed
         said = {"long_factor": divisors, "short_factor": divisors, "original_max_position_embeddings": original}
         return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, **said}
+    factor_number = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)) or 1.0
     kind = keys.value("rope.scaling.type")
+    if kind is None and factor_number != 1.0:  # files of 2023 do not name it, and call its factor scale_linear
+        kind = "linear"
     if kind in (None, "none"):
         return None
-    factor_number = keys.number("rope.scaling.factor", 1.0)
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor_number}
     if kind == "yarn":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,6 +163,32 @@ def test_two_tensors_of_one_name_are_refused(gguf_model: GetModel, tmp_path: Pat
     twice = replace(model.tensors["blk.0.ffn_up.weight"], name="blk.00.ffn_up.weight")
     with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight' twice, once as tensor 'blk\.00"):
         translated(replace(model, tensors={**model.tensors, twice.name: twice}))
+
+
+def config_of(path: Path, other: dict[str, Any]) -> Mapping[str, Any]:
+    """What config.json would say of the file with other metadata; None takes a key away."""
+    model = read_model(path)
+    metadata = {**model.metadata, **other}
+    return translated(replace(model, metadata={k: v for k, v in metadata.items() if v is not None})).config
+
+
+def test_what_early_files_do_not_name_is_as_llama_cpp_knows_it(gguf_model: GetModel, tmp_path: Path) -> None:
+    """llama.cpp, src/models/gemma2.cpp and load_hparams: windows of 4096, and a factor that scales linearly."""
+    gemma = gguf_of(gguf_model("gemma2"), tmp_path)
+    said = config_of(gemma, {"gemma2.attention.sliding_window": None})
+    assert said["sliding_window"] == 4096
+    assert said["layer_types"][:2] == [SLIDING, FULL]
+    llama = gguf_of(gguf_model("llama-gqa"), tmp_path)
+    for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
+        assert config_of(llama, {key: 4.0})["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+        assert config_of(llama, {key: 4.0, "llama.rope.scaling.type": "none"})["rope_scaling"] is None
+        assert config_of(llama, {key: 0.0})["rope_scaling"] is None
+
+
+def test_the_vocabulary_is_not_kept_with_an_open_model(gguf_model: GetModel, tmp_path: Path) -> None:
+    opened = translated(read_model(gguf_of(gguf_model("llama-gqa"), tmp_path)))
+    assert "tokenizer.ggml.tokens" not in opened.model.metadata
+    assert "tokenizer.json" in opened.companions()
 
 
 def test_it_is_planned_in_another_format_as_its_folder_is(gguf_model: GetModel, tmp_path: Path) -> None:
