@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -118,9 +117,9 @@ def grow(
 
     with ThreadPoolExecutor(num_threads) as pool:
         list(pool.map(write, wanted))
-    for companion in COMPANIONS:
-        if (source / companion).exists():
-            shutil.copyfile(source / companion, target / companion)
+    for name, content in checkpoint.companions().items():
+        if name in COMPANIONS:
+            (target / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
     (target / "config.json").write_text(json.dumps(config, indent=2))
     if layers is not None:
         return target
