@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 F = TypeVar("F", bound=Callable[..., Any])
+HELP_NAMES = ("-h", "--help")
 SHOWS_ALL = "offspec.shows_all_flags"  # set in a click context's `meta` while `--help-all` is answered
 FEW = 16  # flags that are all shown, under one heading: they fit a screen
 
@@ -67,6 +68,10 @@ def research_option(*names: str, **settings: Any) -> Callable[[F], F]:
 
 class OffspecCommand(click.Command):
     """A command with `--help` by groups, and with `--help-all` as its last line where flags are left out."""
+
+    def get_help_option_names(self, ctx: click.Context) -> list[str]:
+        """In every context, also one without a parent: click makes the option once, of what the first one says."""
+        return list(HELP_NAMES)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*super().get_params(ctx), _help_all_option(sum(map(self._is_left_out, self.params)))]

@@ -21,6 +21,8 @@ from click.shell_completion import shell_complete
 from offspec import __version__
 from offspec.errors import OffspecError
 
+from .help_groups import HELP_NAMES
+
 COMMANDS = {
     "run": "Generate text for one prompt, or for a file of them.",
     "chat": "Talk to a model.",
@@ -62,7 +64,7 @@ class LazyGroup(click.Group):
     cls=LazyGroup,
     invoke_without_command=True,
     subcommand_metavar="COMMAND [ARGS]...",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": list(HELP_NAMES), "max_content_width": 100},
 )
 @click.version_option(__version__, "--version", prog_name="offspec")
 @click.pass_context
@@ -82,7 +84,7 @@ def cli(ctx: click.Context) -> None:
         try:
             ctx.default_map = {ctx.invoked_subcommand: Settings(Commands(ctx)).defaults(ctx.invoked_subcommand)}
         except click.UsageError:
-            if not {"-h", "--help", "--help-all"} & set(ctx.obj):  # which must work whatever is set
+            if not {*HELP_NAMES, "--help-all"} & set(ctx.obj):  # which must work whatever is set
                 raise
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -116,11 +117,16 @@ class Checkpoint(Protocol):
 
 
 @dataclass(frozen=True)
-class PartialCheckpoint:
-    """Another checkpoint (a `Checkpoint`) with some of its tensors only."""
+class CheckpointView:
+    """Another checkpoint (a `Checkpoint`) with other tensors: fewer, or under other names.
+
+    other_config: None where its config is the whole one's. added_notes: after the whole one's.
+    """
 
     whole: Checkpoint
     tensors: Mapping[str, TensorInfo]
+    other_config: Mapping[str, Any] | None = None
+    added_notes: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -128,7 +134,7 @@ class PartialCheckpoint:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        return self.whole.config
+        return self.whole.config if self.other_config is None else self.other_config
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
@@ -140,19 +146,23 @@ class PartialCheckpoint:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return self.whole.notes
+        return (*self.whole.notes, *self.added_notes)
 
     def companions(self) -> Mapping[str, Path | bytes]:
         return self.whole.companions()
 
     def config_json(self) -> bytes:
-        return self.whole.config_json()
+        return self.whole.config_json() if self.other_config is None else as_config_json(self.other_config)
+
+
+def as_config_json(config: Mapping[str, Any]) -> bytes:
+    """The text of a config.json that says this."""
+    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 
 def without(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
     """All of it but the tensors of these names."""
-    kept = {name: info for name, info in checkpoint.tensors.items() if name not in names}
-    return PartialCheckpoint(checkpoint, kept)
+    return CheckpointView(checkpoint, {name: info for name, info in checkpoint.tensors.items() if name not in names})
 
 
 class Container(Protocol):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from offspec.errors import CheckpointError, StorageError, UsageError
 
-from .checkpoint import DTYPE_BYTES, Checkpoint, TensorInfo, fault, num_bytes, reading, show
+from .checkpoint import DTYPE_BYTES, Checkpoint, TensorInfo, as_config_json, fault, num_bytes, reading, show
 from .containers import open_checkpoint
 from .file_locks import try_lock
 from .formats import StoredWeight, formats_in, packer_for, stored_weights
@@ -339,7 +339,7 @@ class _Work:
         config = {key: value for key, value in self._checkpoint.config.items() if key != "quantization_config"}
         if said := self._packer.quantization_config(self._dtype()):
             config["quantization_config"] = said
-        return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+        return as_config_json(config)
 
     def _dtype(self) -> str:
         """What the matrices were; of packed ones, what is computed with them."""

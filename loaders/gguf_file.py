@@ -8,7 +8,6 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from offspec.errors import MissingWeightsError
 
-from .checkpoint import TensorInfo, fault, reading, show
+from .checkpoint import TensorInfo, as_config_json, fault, reading, show
 from .gguf_types import GGUF_TYPES
 from .small_files import open_regular
 
@@ -75,7 +74,7 @@ class GgufModel:
         return {}
 
     def config_json(self) -> bytes:
-        return (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
+        return as_config_json(self.config)
 
 
 class GgufFile:

@@ -8,7 +8,6 @@ checkpoint again. Reads nothing but headers and, of tensors, the few numbers tha
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offspec.loaders.checkpoint import Change, Checkpoint, TensorInfo, fault, reading, show
+from offspec.loaders.checkpoint import Change, Checkpoint, TensorInfo, as_config_json, fault, reading, show
 from offspec.loaders.gguf_file import GgufModel, Metadata, read_metadata
 
 from ..model.names import EMBEDDING, FINAL_NORM, HEAD, in_layer
@@ -303,7 +302,7 @@ class GgufCheckpoint:
         return tokenizer_json(read_metadata(self.tokenizer_path), self.tokenizer_path)
 
     def config_json(self) -> bytes:
-        return (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
+        return as_config_json(self.config)
 
 
 def in_our_names(checkpoint: Checkpoint) -> Checkpoint:

@@ -5,15 +5,11 @@ Knows nothing of what tensors are for.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-from offspec.loaders.checkpoint import Checkpoint, TensorInfo, fault, show
+from offspec.loaders.checkpoint import Checkpoint, CheckpointView, TensorInfo, fault, show
 
 from ..model.config import is_multimodal, text_config
-from ..model.config_values import Json
 
 # How names begin there → how they begin here. transformers writes the first two, and had the third in memory.
 BEGINNINGS = {
@@ -22,40 +18,6 @@ BEGINNINGS = {
     "model.language_model.": "model.",
 }
 OTHER_MODULES = ("vision_tower", "multi_modal_projector")  # which make of images what the language model reads
-
-
-@dataclass(frozen=True)
-class LanguageModel:
-    """A `Checkpoint` of the language model in `whole`."""
-
-    whole: Checkpoint
-    config: Json
-    tensors: Mapping[str, TensorInfo]
-
-    @property
-    def path(self) -> Path:
-        return self.whole.path
-
-    @property
-    def generation_config(self) -> Json:
-        return self.whole.generation_config
-
-    @property
-    def tokenizer_path(self) -> Path | None:
-        return self.whole.tokenizer_path
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        told = (
-            f"{self.path.name} is a model of text and images: the language model alone is loaded; images are not read"
-        )
-        return (*self.whole.notes, told)
-
-    def companions(self) -> Mapping[str, Path | bytes]:
-        return self.whole.companions()
-
-    def config_json(self) -> bytes:
-        return (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
 
 
 def language_model(checkpoint: Checkpoint) -> Checkpoint:
@@ -72,7 +34,10 @@ def language_model(checkpoint: Checkpoint) -> Checkpoint:
             raise fault(info.path, f"has {show(own)} under another name as well, {show(name)}; download it again")
         if not _is_of_another(name):
             tensors[own] = replace(info, name=own)
-    return LanguageModel(checkpoint, text_config(checkpoint.config), tensors)
+    told = (
+        f"{checkpoint.path.name} is a model of text and images: the language model alone is loaded; images are not read"
+    )
+    return CheckpointView(checkpoint, tensors, text_config(checkpoint.config), (told,))
 
 
 def _own_name(name: str) -> str:
