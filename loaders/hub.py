@@ -21,6 +21,7 @@ from .checkpoint import fault, reading, show
 from .containers import is_checkpoint
 from .gguf_file import part_paths
 from .safetensors_folder import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names, why_no_folder
+from .shards import write_verified
 
 HEADER_BYTES = 32 * 2**20  # of a GGUF file; vocabularies of 260,000 tokens with as many merges take 12 MiB
 _AROUND = ("", "*[-._/]"), ("", "[-.]*")  # a word in a file's name, as patterns of fnmatch; see `_named_as`
@@ -57,30 +58,30 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
 
 def _download_gguf(repository: str, quantisation: str, revision: str | None) -> Path:
     """The folder of a repository whose GGUF files in this quantisation were downloaded, and no others: F16 is a part
-    of the name of BF16, and Q4_K of that of Q4_K_M.
+    of the name of BF16, and Q4_K of that of Q4_K_M. mmproj files have no language model in them.
     """
     spellings = sorted({quantisation, quantisation.upper(), quantisation.lower()})
     words = [f"{before}{spelling}{after}" for spelling in spellings for before, after in product(*_AROUND)]
-    return _download(repository, revision, [f"{word}.gguf" for word in words])
+    return _download(repository, revision, [f"{word}.gguf" for word in words], ignored=["*mmproj*"])
 
 
 def _download_headers(repository: str, quantisation: str, revision: str | None) -> Path:
-    """A folder with the beginnings of these files, which are enough to plan with. Kept in the user's cache."""
-    from huggingface_hub import HfFileSystem
+    """A folder with the beginnings of these files, which are enough to plan with. Kept in the user's cache by commit.
 
-    folder = user_cache_path("offspec") / "headers" / f"{repository.replace('/', '--')}@{revision or 'main'}"
-    base = f"{repository}@{revision}" if revision else repository
+    Raises StorageError where they cannot be kept.
+    """
+    from huggingface_hub import HfApi, HfFileSystem
+
     with _hub_errors(repository, revision):
-        system = HfFileSystem()
-        found = [str(name).removeprefix(f"{base}/") for name in system.glob(f"{base}/**/*.gguf")]
-        for name in filter(_named_as(quantisation).fullmatch, found):
-            target = folder / name
-            if not target.is_file():
-                content = system.read_block(f"{base}/{name}", 0, HEADER_BYTES)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                part = target.with_suffix(".part")
-                part.write_bytes(content)
-                part.replace(target)
+        info = HfApi().model_info(repository, revision=revision)
+        names = [file.rfilename for file in info.siblings or ()]
+    folder = user_cache_path("offspec", appauthor=False) / "headers" / repository.replace("/", "--") / str(info.sha)
+    for name in filter(_named_as(quantisation).fullmatch, names):
+        target = folder / name
+        if not target.is_file():
+            with _hub_errors(repository, revision):
+                content = HfFileSystem().read_block(f"{repository}@{info.sha}/{name}", 0, HEADER_BYTES)
+            write_verified(target, [memoryview(content)])
     return folder
 
 
@@ -117,11 +118,13 @@ def _local(model: str) -> Path | None:
     return None
 
 
-def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
+def _download(model: str, revision: str | None, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path:
     from huggingface_hub import snapshot_download
 
     with _hub_errors(model, revision):
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(ignored))
+        )
 
 
 @contextmanager

@@ -60,6 +60,7 @@ def write_verified(path: Path, content: Iterable[memoryview]) -> None:
     """Write a file, whole or not at all, also when the power fails, and read it back. Raises StorageError."""
     part = path.with_name(path.name + PART_SUFFIX)
     with _storing(path, part):
+        path.parent.mkdir(parents=True, exist_ok=True)
         written = _write(part, content)
         if written != _read_back(part):
             raise StorageError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from . import smollm2 as real_model
+from .llama_cpp import LlamaCpp, running
 
 if TYPE_CHECKING:
     from offspec.loaders.formats.products import ProductCosts
@@ -52,6 +53,13 @@ def smollm2() -> Path:
     if not path.is_file():
         pytest.skip(f"{path} is not there: run scripts/fetch_smollm2")
     return path
+
+
+@pytest.fixture(scope="module")
+def llama_cpp() -> Iterator[LlamaCpp]:
+    pytest.importorskip("xllamacpp", reason="llama.cpp as an oracle: pip install xllamacpp")
+    with running() as oracle:
+        yield oracle
 
 
 @pytest.fixture

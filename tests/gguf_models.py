@@ -162,7 +162,10 @@ def _scaling(config: Json) -> dict[str, Any]:
     if kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
     if kind == "yarn":
+        usual = 0.1 * math.log(rope["factor"]) + 1
+        given = rope.get("attention_factor")
         return {
+            **({"rope.scaling.attn_factor": given / usual} if given else {}),
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": float(rope["factor"]),
             "rope.scaling.original_context_length": rope["original_max_position_embeddings"],

@@ -1,7 +1,7 @@
-"""llama.cpp as an oracle for token ids, in a process of its own: what ends it ends no tests.
+"""llama.cpp as an oracle for token ids and for greedy texts, in a process of its own: what ends it ends no tests.
 
-It is the package `xllamacpp`, whose server answers `/tokenize`. Run as a program, this reads a line of JSON for each
-question, [file, texts], and writes one with the ids of each text, without BOS, special tokens in texts included.
+It is the package `xllamacpp`, whose server answers over HTTP. Run as a program, this reads a line of JSON for each
+question, [file, path, requests], and writes one with the tokens that each request to that path was answered with.
 """
 
 from __future__ import annotations
@@ -24,10 +24,18 @@ class LlamaCpp:
         self._process = process
 
     def ids(self, file: Path, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, by the tokenizer inside of a GGUF file."""
+        """Ids of each text, by the tokenizer inside of a GGUF file, without BOS; special tokens are read as such."""
+        return self._ask(file, "tokenize", [{"content": t, "add_special": False, "parse_special": True} for t in texts])
+
+    def greedy(self, file: Path, prompt: Sequence[int], count: int) -> list[int]:
+        """The most likely continuation of a prompt, with a KV cache in fp32; shorter where the text ends."""
+        asked = {"prompt": list(prompt), "n_predict": count, "temperature": 0.0, "return_tokens": True}
+        return self._ask(file, "completion", [asked])[0]
+
+    def _ask(self, file: Path, path: str, requests: Sequence[dict[str, Any]]) -> list[list[int]]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([str(file), texts]) + "\n")
+        self._process.stdin.write(json.dumps([str(file), path, requests]) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, f"llama.cpp ended over {file}: {self._process.wait()}"
@@ -50,9 +58,9 @@ def main() -> None:
     os.dup2(2, 1)  # llama.cpp writes of its own accord
     servers: dict[str, Any] = {}
     for line in sys.stdin:
-        file, texts = json.loads(line)
+        file, path, requests = json.loads(line)
         server = servers[file] = servers.get(file) or _server(file)
-        answers.write(json.dumps([_tokenize(server.listening_address, text) for text in texts]) + "\n")
+        answers.write(json.dumps([_answer(f"{server.listening_address}/{path}", asked) for asked in requests]) + "\n")
         answers.flush()
 
 
@@ -61,15 +69,16 @@ def _server(file: str) -> Any:
 
     params = xllamacpp.CommonParams()
     params.model.path = file
-    params.n_ctx = params.n_batch = params.n_ubatch = 64
+    params.n_ctx = params.n_batch = params.n_ubatch = 128
     params.n_parallel, params.warmup, params.verbosity, params.n_gpu_layers = 1, False, -1, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     return xllamacpp.Server(params)
 
 
-def _tokenize(address: str, text: str) -> list[int]:
-    body = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
-    request = urllib.request.Request(address + "/tokenize", body, {"Content-Type": "application/json"})
+def _answer(address: str, asked: dict[str, Any]) -> list[int]:
+    request = urllib.request.Request(address, json.dumps(asked).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return list(json.load(answer)["tokens"])
 

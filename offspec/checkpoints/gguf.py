@@ -8,6 +8,7 @@ checkpoint again. Reads nothing but headers and, of tensors, the few numbers tha
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from ..model.names import EMBEDDING, FINAL_NORM, HEAD, in_layer
 from ..text.gguf_tokenizer import tokenizer_json
 
 MOST_ROPE_NUMBERS = 4096  # half a head; models have 64
+ATTENTION_FACTOR = "rope.scaling.attn_factor"
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias)", re.DOTALL)
 _UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _SHARED = {"token_embd.weight": EMBEDDING, "output.weight": HEAD, "output_norm.weight": FINAL_NORM}
@@ -406,8 +408,8 @@ def _rope_scaling(keys: Keys, model: GgufModel) -> Config | None:
     original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
     long, short = (_numbers(model, f"rope_factors_{kind}.weight") for kind in ("long", "short"))
     if long is not None and short is not None:
-        factor = {"attention_factor": keys.number("rope.scaling.attn_factor")} if _has_attention_factor(keys) else {}
-        return {"rope_type": "longrope", "long_factor": long, "short_factor": short, **factor}
+        given = {"attention_factor": keys.number(ATTENTION_FACTOR)} if keys.has(ATTENTION_FACTOR) else {}
+        return {"rope_type": "longrope", "long_factor": long, "short_factor": short, **given}
     if (divisors := _numbers(model, "rope_freqs.weight")) is not None:  # of Llama 3.1, computed
         said = {"long_factor": divisors, "short_factor": divisors, "original_max_position_embeddings": original}
         return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, **said}
@@ -415,28 +417,28 @@ def _rope_scaling(keys: Keys, model: GgufModel) -> Config | None:
     kind = keys.value("rope.scaling.type")
     if kind is None and factor_number != 1.0:  # files of 2023 do not name it, and call its factor scale_linear
         kind = "linear"
+    if kind == "yarn":
+        return {"original_max_position_embeddings": original, **_yarn(keys, factor_number)}
+    if keys.number(ATTENTION_FACTOR, 1.0) != 1.0:
+        raise fault(keys.path, f"{keys.arch}.{ATTENTION_FACTOR} is read beside YaRN and LongRoPE only")
     if kind in (None, "none"):
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor_number}
-    if kind == "yarn":
-        return {"rope_type": "yarn", "factor": factor_number, "original_max_position_embeddings": original} | _yarn(
-            keys
-        )
     raise fault(keys.path, f"{keys.arch}.rope.scaling.type {show(kind)} is not read; supported: none, linear, yarn")
 
 
-def _has_attention_factor(keys: Keys) -> bool:
-    return keys.has("rope.scaling.attn_factor")
-
-
-def _yarn(keys: Keys) -> Config:
-    """YaRN's numbers where the file has them; a multiplier is what Hugging Face calls mscale_all_dim."""
+def _yarn(keys: Keys, factor: float) -> Config:
+    """YaRN's numbers where the file has them. As in llama.cpp its attention factor multiplies the usual one, of which
+    a multiplier changes the divisor (what Hugging Face calls mscale_all_dim).
+    """
     named = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
     found = {name: keys.number(key) for name, key in named.items() if keys.has(key)}
-    if multiplier := keys.number("rope.scaling.yarn_log_multiplier", 0.0):
-        found |= {"mscale": 1.0, "mscale_all_dim": multiplier}
-    return found
+    if keys.has(ATTENTION_FACTOR) or keys.has("rope.scaling.yarn_log_multiplier"):
+        magnitude = 0.1 * math.log(max(factor, 1.0))
+        divisor = 1.0 + magnitude * keys.number("rope.scaling.yarn_log_multiplier", 0.0)
+        found["attention_factor"] = keys.number(ATTENTION_FACTOR, 1.0) * (1.0 + magnitude) / divisor
+    return {"rope_type": "yarn", "factor": factor, **found}
 
 
 def _numbers(model: GgufModel, name: str) -> list[float] | None:

@@ -229,7 +229,7 @@ def test_all_that_belongs_to_a_hub_id_comes_with_it(
     for name in beside:
         (published / name).write_text("terms")
 
-    def download(repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(repo_id: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         for name in huggingface_hub.utils.filter_repo_objects(contents(published), allow_patterns=allow_patterns):
             (tmp_path / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(published / name, tmp_path / "cache" / name)

@@ -7,10 +7,10 @@ import resource
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fsspec.utils import glob_translate
 from huggingface_hub.utils import filter_repo_objects
 
 from offspec.errors import CheckpointError, MissingWeightsError
@@ -230,7 +230,7 @@ def repository(model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for path in (folder / "Q8_0").iterdir():
         path.rename(path.with_name(path.name.replace("big", "name-Q8_0")))
 
-    def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(repository: str, **patterns: object) -> str:
         assert repository == "org/name"
         return str(folder)
 
@@ -267,11 +267,19 @@ def test_a_quantisation_that_two_files_have(repository: Path) -> None:
 )
 def test_no_other_quantisation_is_downloaded(named: str, wanted: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"m-F16.gguf", "f16.gguf", "F16/m-F16-00001-of-00002.gguf", "m-BF16.gguf", "m.Q4_K.gguf", "m-Q4_K_S.gguf"}
-    names |= {"m-Q4_K_M.gguf", "UD-Q4_K_M/m-UD-Q4_K_M-00001-of-00002.gguf", "F16/README.md"}
+    names |= {
+        "m-Q4_K_M.gguf",
+        "UD-Q4_K_M/m-UD-Q4_K_M-00001-of-00002.gguf",
+        "F16/README.md",
+        "mmproj-F16.gguf",
+        "F16/mmproj-F16.gguf",
+    }
     found = set[str]()
 
-    def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        found.update(filter_repo_objects(names, allow_patterns=allow_patterns))
+    def download(
+        repository: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        found.update(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
         return "nowhere"
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
@@ -283,21 +291,26 @@ def test_to_plan_with_only_headers_are_downloaded(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = list[str]()
+    commits = iter(["a" * 40, "a" * 40, "b" * 40])
+
+    class Api:
+        def model_info(self, name: str, *, revision: str | None) -> SimpleNamespace:
+            assert (name, revision) == ("org/name", None)
+            files = [SimpleNamespace(rfilename=str(path.relative_to(repository))) for path in repository.rglob("*")]
+            return SimpleNamespace(sha=next(commits), siblings=files)
 
     class FileSystem:
-        def glob(self, pattern: str) -> list[str]:
-            found = [f"org/name@v1/{path.relative_to(repository)}" for path in repository.rglob("*.gguf")]
-            return list(filter(re.compile(glob_translate(pattern)).match, found))  # as the library does it
-
         def read_block(self, name: str, offset: int, length: int) -> bytes:
             read.append(name)
-            return (repository / name.removeprefix("org/name@v1/")).read_bytes()[offset : offset + length][:-16]
+            path = re.sub(r"org/name@(a{40}|b{40})/", "", name)
+            return (repository / path).read_bytes()[offset : offset + length][:-16]
 
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
     monkeypatch.setattr("huggingface_hub.HfFileSystem", FileSystem)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for _ in range(2):  # the second time they are there
-        first = resolve("org/name:Q8_0", "v1", weights=False)
+    for times_read in (2, 2, 4):  # the second time they are there, the third the hub has others
+        first = resolve("org/name:Q8_0", weights=False)
         assert (tmp_path / "cache") in first.parents
         assert len(open_checkpoint(first, headers_only=True).tensors) == 2
-        assert len(read) == 2
+        assert len(read) == times_read
     assert "truncated" in refusal(lambda: open_checkpoint(first))

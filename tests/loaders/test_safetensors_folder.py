@@ -598,7 +598,7 @@ def test_download(tmp_path: Path, hub: Hub) -> None:
     [(repo_id, kwargs)] = calls
     assert (repo_id, kwargs["revision"]) == ("Qwen/Qwen2.5-0.5B", "v1")
     # HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are the library's business.
-    assert kwargs.keys() == {"revision", "allow_patterns"}
+    assert kwargs.keys() == {"revision", "allow_patterns", "ignore_patterns"}
 
 
 def downloaded(call: tuple[str, Json], *files: str) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -26,6 +24,7 @@ from offspec.planning.plan import all_resident
 from .. import fakes
 from ..fakes import VOCAB_SIZE, Family, TinyModel, build
 from ..gguf_models import write_model
+from ..llama_cpp import LlamaCpp
 
 GetModel = Callable[[str], TinyModel]
 CPU = torch.device("cpu")
@@ -65,7 +64,8 @@ OWN = {
     "starcoder2": Family("starcoder2", {"sliding_window": None, "tie_word_embeddings": True}, seed=4),
 }
 FAMILIES = (
-    *("llama-gqa", "llama-tied", "llama-llama3", "llama-linear", "llama-yarn", "ministral3", "qwen2", "qwen3"),
+    *("llama-gqa", "llama-tied", "llama-llama3", "llama-linear", "llama-yarn"),
+    *("llama-yarn-attention-factor", "ministral3", "qwen2", "qwen3"),
     *("glm4", "granite", "olmo2", "nemotron", "exaone4-full", *OWN),
 )
 
@@ -95,22 +95,6 @@ def worst_gap(decoder: Decoder, prompt: list[int], said: list[int]) -> float:
     return max(gaps)
 
 
-def said_by_llama_cpp(path: Path, prompt: list[int], count: int) -> list[int]:
-    import xllamacpp as llama
-
-    params = llama.CommonParams()
-    params.model.path = str(path)
-    params.n_ctx, params.n_parallel, params.warmup = 128, 1, False
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-    params.cache_type_k = params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    server = llama.Server(params)
-    asked = {"prompt": prompt, "n_predict": count, "temperature": 0.0, "return_tokens": True}
-    request = urllib.request.Request(f"{server.listening_address}/completion", json.dumps(asked).encode())
-    with urllib.request.urlopen(request) as answer:
-        return list(json.load(answer)["tokens"])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(gguf_model: GetModel, family: str, tmp_path: Path) -> None:
     model = gguf_model(family)
@@ -122,10 +106,9 @@ def test_logits_equal_transformers(gguf_model: GetModel, family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_equals_llama_cpps(gguf_model: GetModel, family: str, tmp_path: Path) -> None:
-    pytest.importorskip("xllamacpp")
+def test_text_equals_llama_cpps(gguf_model: GetModel, family: str, llama_cpp: LlamaCpp, tmp_path: Path) -> None:
     path = gguf_of(gguf_model(family), tmp_path)
-    said = said_by_llama_cpp(path, PROMPT, NUM_TOKENS)
+    said = llama_cpp.greedy(path, PROMPT, NUM_TOKENS)
     assert said  # the end of a text among them, which comes early or not
     assert worst_gap(decoder_of(path), PROMPT, said) < NEAR_TIE
 
@@ -183,6 +166,8 @@ def test_what_early_files_do_not_name_is_as_llama_cpp_knows_it(gguf_model: GetMo
         assert config_of(llama, {key: 4.0})["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
         assert config_of(llama, {key: 4.0, "llama.rope.scaling.type": "none"})["rope_scaling"] is None
         assert config_of(llama, {key: 0.0})["rope_scaling"] is None
+    with pytest.raises(CheckpointError, match=r"attn_factor"):
+        config_of(llama, {"llama.rope.scaling.attn_factor": 1.5})
 
 
 def test_the_vocabulary_is_not_kept_with_an_open_model(gguf_model: GetModel, tmp_path: Path) -> None:

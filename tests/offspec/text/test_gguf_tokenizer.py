@@ -6,7 +6,7 @@ import json
 import re
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -24,7 +24,7 @@ from offspec.text.gguf_pretokenizers import WORD_RULES
 from offspec.text.gguf_tokenizer import tokenizer_json
 from offspec.text.tokenizer import Tokenizer, check_vocabularies
 
-from ...llama_cpp import LlamaCpp, running
+from ...llama_cpp import LlamaCpp
 from ...loaders.gguf_writing import write_gguf
 from .varied_texts import TEXTS
 
@@ -34,13 +34,6 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endf
 
 
 # ---- the oracle ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Iterator[LlamaCpp]:
-    pytest.importorskip("xllamacpp", reason="llama.cpp as an oracle: pip install xllamacpp")
-    with running() as llama_cpp:
-        yield llama_cpp
 
 
 def parts_of(ids: Sequence[int], separator: int) -> list[list[int]]:
@@ -54,13 +47,13 @@ def parts_of(ids: Sequence[int], separator: int) -> list[list[int]]:
     return found
 
 
-def differing(oracle: LlamaCpp, file: Path) -> list[str]:
+def differing(llama_cpp: LlamaCpp, file: Path) -> list[str]:
     """Those of TEXTS that have other ids by llama.cpp than by offspec; all are asked for in one go."""
     tokenizer, together = Tokenizer.load(file), SEPARATOR.join(TEXTS)
     separator = tokenizer.token_id(SEPARATOR)
     assert separator is not None
     ours = parts_of(tokenizer.encode(together, add_special_tokens=False), separator)
-    theirs = parts_of(oracle.ids(file, [together])[0], separator)
+    theirs = parts_of(llama_cpp.ids(file, [together])[0], separator)
     return [text for text, a, b in zip(TEXTS, ours, theirs, strict=True) if a != b]
 
 
@@ -151,10 +144,10 @@ ONE_OF_EACH = list({rules: name for name, rules in reversed(WORD_RULES.items())}
 
 
 @pytest.mark.parametrize("pre", sorted(ONE_OF_EACH))
-def test_every_rule_for_words_gives_llama_cpps_ids(pre: str, oracle: LlamaCpp, tmp_path: Path) -> None:
+def test_every_rule_for_words_gives_llama_cpps_ids(pre: str, llama_cpp: LlamaCpp, tmp_path: Path) -> None:
     file = write_model(tmp_path / f"{pre}.gguf", metadata_with(pre))
     is_cut_otherwise = COARSER.get(pre, lambda text: False)
-    assert [text for text in differing(oracle, file) if not is_cut_otherwise(text)] == []
+    assert [text for text in differing(llama_cpp, file) if not is_cut_otherwise(text)] == []
 
 
 @cache
@@ -179,15 +172,15 @@ def sentencepiece_metadata() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("has_prefix", [None, True, False])
-def test_sentencepiece_gives_llama_cpps_ids(has_prefix: bool | None, oracle: LlamaCpp, tmp_path: Path) -> None:
+def test_sentencepiece_gives_llama_cpps_ids(has_prefix: bool | None, llama_cpp: LlamaCpp, tmp_path: Path) -> None:
     said = {} if has_prefix is None else {"tokenizer.ggml.add_space_prefix": has_prefix}
     file = write_model(tmp_path / "a.gguf", sentencepiece_metadata() | said)
-    assert differing(oracle, file) == []
+    assert differing(llama_cpp, file) == []
 
 
-def test_a_real_models_ids_are_llama_cpps(smollm2: Path, oracle: LlamaCpp) -> None:
+def test_a_real_models_ids_are_llama_cpps(smollm2: Path, llama_cpp: LlamaCpp) -> None:
     tokenizer = Tokenizer.load(smollm2)
-    for text, ids in zip(TEXTS, oracle.ids(smollm2, TEXTS), strict=True):
+    for text, ids in zip(TEXTS, llama_cpp.ids(smollm2, TEXTS), strict=True):
         assert tokenizer.encode(text) == ids, text
     assert tokenizer.eos_ids == {0, 2, 4}
     chat = tokenizer.render_chat([{"role": "user", "content": "Hi"}])
@@ -195,12 +188,12 @@ def test_a_real_models_ids_are_llama_cpps(smollm2: Path, oracle: LlamaCpp) -> No
     assert tokenizer.encode_chat([{"role": "user", "content": "Hi"}]) == tokenizer.encode(chat)
 
 
-def test_tokens_of_phi3_eat_the_spaces_behind_them(oracle: LlamaCpp, tmp_path: Path) -> None:
+def test_tokens_of_phi3_eat_the_spaces_behind_them(llama_cpp: LlamaCpp, tmp_path: Path) -> None:
     file = write_model(tmp_path / "a.gguf", sentencepiece_metadata() | {"general.name": "Phi-3 Mini"})
     tokenizer = Tokenizer.load(file)
     texts = ["a<|im_end|> \n b", "a</s>  b", "a<s>  b<|im_end|>", "<unk>  b    c"]
     ours = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    assert ours == oracle.ids(file, texts)
+    assert ours == llama_cpp.ids(file, texts)
     assert len(ours[0]) < len(Tokenizer.from_gguf(sentencepiece_metadata(), file).encode(texts[0]))
 
 
