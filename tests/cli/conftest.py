@@ -16,6 +16,8 @@ import pytest
 
 from offspec.cli.main import run
 
+from ..refusals import check_message
+
 if TYPE_CHECKING:
     from ..pair import Pair
 
@@ -28,12 +30,14 @@ class Result:
     out: str
     err: str
 
-    def refusal(self, code: int) -> str:
-        """The one line on stderr; fails unless nothing else was said and the exit code is `code`."""
+    def refusal(self, code: int, *words: object) -> str:
+        """The one line on stderr, which tells `words`; fails unless it is all that was said, with this exit code."""
         lines = self.err.splitlines()
         assert (self.code, self.out, len(lines)) == (code, "", 1), self
         assert lines[0].startswith("Error: "), self
-        return lines[0].removeprefix("Error: ")
+        message = lines[0].removeprefix("Error: ")
+        check_message(message, *words)
+        return message
 
 
 class Stdin(io.TextIOWrapper):

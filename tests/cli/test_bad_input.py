@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 
 from ..pair import CONTEXT, Pair, scale_weights, variant
+from ..refusals import tells
 from .conftest import Offspec
 
 Breaker = Callable[[Path, Pair], tuple[Path, Sequence[str]]]
 
 
 def no_such_folder(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
-    return folder, ("no such folder", "hub id")
+    return folder, ("folder",)
 
 
 def a_file(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
-    return pair.target / "model.safetensors", ("give the folder",)
+    return pair.target / "model.safetensors", ("the folder",)
 
 
 def empty_folder(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
@@ -38,13 +39,13 @@ def no_config(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
 def no_tokenizer(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
     variant(pair.target, folder)
     (folder / "tokenizer.json").unlink()
-    return folder, ("tokenizer.json is needed",)
+    return folder, ("tokenizer.json",)
 
 
 def truncated_weights(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
     weights = variant(pair.target, folder) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    return folder, ("truncated", "download it again")
+    return folder, ("truncated", "download")
 
 
 def lying_header(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
@@ -58,7 +59,7 @@ def missing_shard(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     weight_map = {"model.norm.weight": "model-00001-of-00002.safetensors", "x": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return folder, ("model-00002-of-00002.safetensors", "1 of 2 shards missing")
+    return folder, ("model-00002-of-00002.safetensors", "missing")
 
 
 def only_pickles(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
@@ -69,7 +70,7 @@ def only_pickles(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
 
 def unsupported_architecture(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
     variant(pair.target, folder, model_type="mamba", architectures=["MambaForCausalLM"])
-    return folder, ("mamba", "recurrent layers", "cannot hold a tree")
+    return folder, ("mamba", "recurrent")
 
 
 def other_shape(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
@@ -104,15 +105,12 @@ def test_a_model_that_cannot_run(
     breaker: Breaker, json_flag: Sequence[str], pair: Pair, tmp_path: Path, offspec: Offspec
 ) -> None:
     model, words = breaker(tmp_path / "model", pair)
-    message = offspec("run", model, "hi", "--draft", "none", "--device", "cpu", *json_flag).refusal(1)
-    assert str(model) in message or breaker is not_a_number
-    for word in words:
-        assert word in message
+    where = () if breaker is not_a_number else (model,)
+    offspec("run", model, "hi", "--draft", "none", "--device", "cpu", *json_flag).refusal(1, *where, *words)
 
 
 def test_a_draft_that_is_not_there(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
-    message = offspec("run", pair.target, "hi", "--draft", tmp_path / "draft").refusal(1)
-    assert str(tmp_path / "draft") in message
+    offspec("run", pair.target, "hi", "--draft", tmp_path / "draft").refusal(1, tmp_path / "draft")
 
 
 def test_a_draft_with_another_vocabulary(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
@@ -121,16 +119,12 @@ def test_a_draft_with_another_vocabulary(pair: Pair, tmp_path: Path, offspec: Of
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    message = offspec("run", pair.target, "hi", "--draft", folder).refusal(1)
     first = min(vocabulary["a"], vocabulary["b"])
-    assert f"token {first} is " in message
-    assert "'a'" in message
-    assert "'b'" in message
+    offspec("run", pair.target, "hi", "--draft", folder).refusal(1, first, "'a'", "'b'")
 
 
 def test_a_prompt_longer_than_the_context(run_args: Sequence[object], long_prompt: Path, offspec: Offspec) -> None:
-    message = offspec(*run_args, "--prompt-file", long_prompt).refusal(1)
-    assert f"context is {CONTEXT}" in message
+    offspec(*run_args, "--prompt-file", long_prompt).refusal(1, "context", CONTEXT)
 
 
 def test_a_prompt_that_leaves_room_for_one_token(run_args: Sequence[object], offspec: Offspec) -> None:
@@ -138,7 +132,7 @@ def test_a_prompt_that_leaves_room_for_one_token(run_args: Sequence[object], off
     result = offspec(*run_args, "--prompt-ids", ids, "--budget", "256", "--json")
     assert result.code == 0
     assert len(json.loads(result.out)["token_ids"]) == 1
-    assert offspec(*run_args, "--prompt-ids", ids + ",40").refusal(1)
+    offspec(*run_args, "--prompt-ids", ids + ",40").refusal(1, "context", CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -194,74 +188,75 @@ def test_a_flag_that_cannot_be_meant(flags: Sequence[str], run_args: Sequence[ob
 
 
 @pytest.mark.parametrize(
-    "prompt",
+    ("prompt", "words"),
     [
-        ("hi", "--prompt-ids", "1"),
-        ("hi", "--prompt-file", __file__),
-        ("--prompt-file", __file__, "--prompt-ids", "1"),
-        ("--prompt-file", "no-such-file"),
-        ("--prompt-file", "."),
-        ("--prompt-ids", "1,two"),
-        ("--prompt-ids", ""),
-        ("--prompt-ids", "1,-1"),
-        ("--prompt-ids", "1,320"),
-        ("--prompt-ids", "1", "--system", "Be brief."),
-        ("hi", "--raw", "--system", "Be brief."),
-        ("", "--raw"),
-        ("hi", "there"),
-        (),
+        (("hi", "--prompt-ids", "1"), ("--prompt-ids",)),
+        (("hi", "--prompt-file", __file__), ("--prompt-file",)),
+        (("--prompt-file", __file__, "--prompt-ids", "1"), ("--prompt-ids",)),
+        (("--prompt-file", "no-such-file"), ("no-such-file",)),
+        (("--prompt-file", "."), ("--prompt-file",)),
+        (("--prompt-ids", "1,two"), ("--prompt-ids", "1,two")),
+        (("--prompt-ids", ""), ("prompt", "empty")),
+        (("--prompt-ids", "1,-1"), (-1,)),
+        (("--prompt-ids", "1,320"), (320,)),
+        (("--prompt-ids", "1", "--system", "Be brief."), ("--prompt-ids", "--system")),
+        (("hi", "--raw", "--system", "Be brief."), ("--raw", "--system")),
+        (("", "--raw"), ("prompt", "empty")),
+        (("hi", "there"), ("there",)),
+        ((), ("--prompt-file",)),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(map(str, value)),
 )
-def test_a_prompt_that_cannot_be_meant(prompt: Sequence[str], run_args: Sequence[object], offspec: Offspec) -> None:
-    offspec(*run_args, *prompt).refusal(2)
+def test_a_prompt_that_cannot_be_meant(
+    prompt: Sequence[str], words: Sequence[object], run_args: Sequence[object], offspec: Offspec
+) -> None:
+    offspec(*run_args, *prompt).refusal(2, *words)
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--temperature", "hot"), "'hot' is not a valid number"),
-        (("--top-k", "few"), "'few' is not a valid whole number"),
-        (("--stop", ""), "'--stop': it is empty"),
+        (("--temperature", "hot"), ("hot", "number")),
+        (("--top-k", "few"), ("few", "whole number")),
+        (("--stop", ""), ("empty",)),
     ],
 )
 def test_a_refusal_in_the_users_words(
-    flags: Sequence[str], words: str, run_args: Sequence[object], offspec: Offspec
+    flags: Sequence[str], words: Sequence[str], run_args: Sequence[object], offspec: Offspec
 ) -> None:
-    assert words in offspec(*run_args, "hi", *flags).refusal(2)
+    offspec(*run_args, "hi", *flags).refusal(2, flags[0], *words)
 
 
 def test_input_that_does_not_end_is_refused(
     run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offspec.cli.options.MOST_TEXT_BYTES", 1 << 20)
-    assert "More than 1 MiB came as standard input" in offspec(*run_args, stdin=b"a" * (2 << 20)).refusal(2)
+    offspec(*run_args, stdin=b"a" * (2 << 20)).refusal(2, "1 MiB", "standard input")
     chat = offspec("chat", *run_args[1:], stdin=b"a" * (2 << 20) + b"\nhi\n")
     assert chat.code == 1
     assert len(chat.out.strip()) > 0
-    assert [line for line in chat.err.splitlines() if line.startswith("Error: ")] == [
-        "Error: More than 1 MiB came as a line of standard input; no model reads as much.",
-        "Error: 1 line failed; see the errors above",
-    ]
+    first, last = [line for line in chat.err.splitlines() if line.startswith("Error: ")]
+    assert tells(first, "1 MiB", "line", "standard input")
+    assert tells(last, "1 line")
 
 
 def test_bytes_that_are_no_text(run_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
     latin = "é".encode("latin-1")
     (tmp_path / "latin.txt").write_bytes(latin)
-    assert "standard input is not UTF-8" in offspec(*run_args, stdin=latin).refusal(2)
-    assert "latin.txt is not UTF-8" in offspec(*run_args, "--prompt-file", tmp_path / "latin.txt").refusal(2)
-    assert "PROMPT is not UTF-8" in offspec(*run_args, os.fsdecode(latin)).refusal(2)
+    offspec(*run_args, stdin=latin).refusal(2, "standard input", "UTF-8")
+    offspec(*run_args, "--prompt-file", tmp_path / "latin.txt").refusal(2, tmp_path / "latin.txt", "UTF-8")
+    offspec(*run_args, os.fsdecode(latin)).refusal(2, "PROMPT", "UTF-8")
 
 
 def test_a_system_message_without_a_chat_template(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
     folder = variant(pair.target, tmp_path / "model")
     (folder / "tokenizer_config.json").unlink()
-    assert "chat template" in offspec("run", folder, "hi", "--system", "x", "--draft", "none").refusal(1)
+    offspec("run", folder, "hi", "--system", "x", "--draft", "none").refusal(1, "chat template")
 
 
 def test_an_unknown_command_and_none(offspec: Offspec) -> None:
-    assert "did you mean bench?" in offspec("bnch").refusal(2)
-    assert "rnu" in offspec("rnu").refusal(2)
+    offspec("bnch").refusal(2, "bnch", "bench")
+    offspec("rnu").refusal(2, "rnu")
     result = offspec()
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("Usage: offspec")
@@ -281,11 +276,11 @@ def test_even_our_own_mistakes_are_one_line(
         raise MemoryError("cannot allocate\n64 GiB")
 
     monkeypatch.setattr("offspec.request.exact_walk", fail)
-    assert "MemoryError: cannot allocate 64 GiB" in offspec(*run_args, "hi").refusal(1)
+    offspec(*run_args, "hi").refusal(1, "MemoryError", "cannot allocate 64 GiB")
 
 
 def test_a_folder_that_may_not_be_listed_is_named(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
     folder = variant(pair.target, tmp_path / "model")
     shutil.rmtree(folder)
     folder.symlink_to(folder)  # a loop: it is there, and cannot be opened
-    assert str(folder) in offspec("run", folder, "hi", "--draft", "none").refusal(1)
+    offspec("run", folder, "hi", "--draft", "none").refusal(1, folder)

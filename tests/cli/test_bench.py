@@ -19,6 +19,7 @@ from offspec.tools.benchmark import Acceptance, BenchmarkReport
 
 from ..offspec.tools.test_benchmark import REPORT, run
 from ..pair import Pair
+from ..refusals import tells
 from .conftest import Offspec, Result
 
 Bench = Callable[..., Result]
@@ -48,8 +49,7 @@ def test_json_alone_on_stdout_and_the_table_beside_it(bench: Bench, monkeypatch:
     assert [line.split()[:2] for line in lines[1:10]] == [
         [row["kind"], str(row["budget"] or "plain")] for row in told["rows"]
     ]
-    assert "all texts equal plain decoding" in " ".join(result.err.split())
-    assert "the first pass with the prompt too" in result.err
+    assert "equal plain decoding" in " ".join(result.err.split())
     quiet, plain = bench("--json", "-q"), bench()
     assert (json.loads(quiet.out).keys(), quiet.err) == (told.keys(), "")
     assert (plain.out.split()[:2], plain.out.count("{"), plain.err) == (["prompts", "budget"], 0, "")
@@ -83,7 +83,7 @@ def test_files_that_cannot_be_written_are_refused_first(
     if flags[0] == "--plot":
         pytest.importorskip("matplotlib")
     monkeypatch.setattr(Engine, "load", None)
-    assert "cannot be written" in bench(flags[0], tmp_path / "no" / flags[1]).refusal(1)
+    bench(flags[0], tmp_path / "no" / flags[1]).refusal(1, tmp_path / "no" / flags[1], "written")
 
 
 def test_joint_acceptance_has_a_row_of_its_own(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_joint_acceptance_has_a_row_of_its_own(bench: Bench, monkeypatch: pytest
     assert told["num_different_texts"] == 0
     assert result.err.count("joint, lossy  ") == 3
     assert "nats/token" in result.err.splitlines()[0]
-    assert "of 2 texts differ from plain decoding, as they may" in result.err
+    assert "of 2 texts differ" in result.err
     with (tmp_path / "r.csv").open(newline="") as file:
         assert {(row["budget"], row["is_lossy"]) for row in csv.DictReader(file)} >= {
             ("joint, lossy", "True"),
@@ -120,7 +120,7 @@ def test_without_a_draft_plain_decoding_is_measured(pair: Pair, tmp_path: Path, 
     told = json.loads(result.out)
     assert [(row["kind"], row["budget"]) for row in told["rows"]] == [("prompts", 0)]
     assert told["num_runs"] == 2
-    assert "there is no draft" in " ".join(result.err.split())
+    assert "no draft" in " ".join(result.err.split())
     looked_up = json.loads(offspec(*args, "--lookup-files", tmp_path / "prompts.txt", "--budgets", "4").out)
     assert [row["budget"] for row in looked_up["rows"]] == [0, 4]
 
@@ -151,13 +151,10 @@ def test_whether_speculation_pays_is_said_and_why_not() -> None:
         assert outcome is not None
         told.append(verdict(outcome))
     paid, even, lost = told
-    assert "pays here: budget 8" in paid
+    assert tells(paid, "pays", "budget 8")
     assert "--budget 0" not in paid
-    assert "no difference" in even
-    assert "does not pay" in lost
-    assert "9.00 times as long as a plain one" in lost  # one later pass of 9 s, where plain ones take 1 s
-    assert "2.00 tokens" in lost
-    assert "--budget 0" in lost
+    assert tells(even, "no difference")
+    assert tells(lost, "not pay", "9.00 times", "2.00 tokens", "--budget 0")  # a later pass of 9 s; plain ones take 1 s
 
 
 def test_a_default_that_is_slower_than_another_budget_is_told() -> None:
@@ -167,9 +164,8 @@ def test_a_default_that_is_slower_than_another_budget_is_told() -> None:
         assert outcome is not None
         return verdict(outcome)
 
-    assert "budget 8 has 2.00x" in told(3.5)
-    assert "auto (the default) 0.80x" in told(3.5)
-    assert "the default" not in told(0.6)
+    assert tells(told(3.5), "budget 8", "2.00x", "auto", "0.80x")
+    assert "auto" not in told(0.6)
 
 
 @pytest.mark.parametrize("columns", [30, 80, 110])
@@ -183,29 +179,29 @@ def test_the_table_fits(columns: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "word"),
+    ("flags", "words"),
     [
-        (("--budgets", "0"), "plain decoding"),
-        (("--budgets", "4,many"), "many"),
-        (("--budgets", ""), "budgets"),
-        (("--repeats", "0"), "repeats"),
-        (("--warmup", "-1"), "warmup"),
-        (("--plot", "passes.gif"), ".png or .svg"),
-        (("--prompts", "no-such-file"), "no-such-file"),
-        (("--temperature", "-1"), "temperature"),
+        (("--budgets", "0"), ("--budgets", "plain decoding")),
+        (("--budgets", "4,many"), ("--budgets", "many")),
+        (("--budgets", ""), ("--budgets",)),
+        (("--repeats", "0"), ("--repeats", 0)),
+        (("--warmup", "-1"), ("--warmup", -1)),
+        (("--plot", "passes.gif"), ("--plot", "passes.gif", ".png", ".svg")),
+        (("--prompts", "no-such-file"), ("no-such-file",)),
+        (("--temperature", "-1"), ("temperature", -1)),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
+    ids=lambda value: " ".join(map(str, value)),
 )
-def test_what_cannot_be_meant(flags: Sequence[str], word: str, bench: Bench) -> None:
-    assert word in bench(*flags).refusal(2)
+def test_what_cannot_be_meant(flags: Sequence[str], words: Sequence[object], bench: Bench) -> None:
+    bench(*flags).refusal(2, *words)
 
 
 def test_prompts_that_cannot_be_read(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"prompt": "hi"}\n{\n')
-    assert "line 2: not JSON" in bench("--prompts", file).refusal(2)
+    bench("--prompts", file).refusal(2, file, "line 2", "JSON")
     file.write_text("\n")
-    assert "no prompt" in bench("--prompts", file).refusal(2)
+    bench("--prompts", file).refusal(2, file, "no prompt")
 
 
 def test_keys_of_answers_are_no_matter_where_none_are_written(bench: Bench, tmp_path: Path) -> None:
@@ -217,4 +213,4 @@ def test_keys_of_answers_are_no_matter_where_none_are_written(bench: Bench, tmp_
 def test_without_matplotlib_plots_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'offspec[bench]'" in bench("--plot", "x.svg").refusal(2)
+    bench("--plot", "x.svg").refusal(2, "--plot", "matplotlib", "pip install 'offspec[bench]'")

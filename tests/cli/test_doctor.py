@@ -95,7 +95,7 @@ def test_a_card_is_shown_with_its_memory() -> None:
 
 @pytest.mark.parametrize("arguments", [("--device", "tpu"), ("--path", "/not/there"), ("--fast",)])
 def test_wrong_usage(offspec: Offspec, arguments: tuple[str, ...]) -> None:
-    assert offspec("doctor", "--quick", *arguments).refusal(2)
+    offspec("doctor", "--quick", *arguments).refusal(2, *arguments)
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from offspec.cli.openai_api import Answer, parse
 from offspec.errors import UsageError
 from offspec.stats import Stats
 
+from ..refusals import refused
+
 DEFAULTS = SamplingParams(40, temperature=0.5, top_k=7)
 USER = {"role": "user", "content": "hi"}
 FIGURES = Stats(num_prompt_tokens=9, num_prefilled_tokens=4, num_tokens=3, num_passes=2).as_dict()
@@ -82,57 +84,58 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         ([], "object"),
         ({}, "messages"),
         ({"messages": []}, "messages"),
-        ({"messages": ["hi"]}, r"messages\[0\]"),
-        ({"messages": [USER, {"role": "robot", "content": "hi"}]}, r"messages\[1\] needs a role"),
-        ({"messages": [{"role": "user", "content": None}]}, "content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
-        ({"messages": [{**USER, "tool_calls": [{}]}]}, "tool_calls"),
-        ({"messages": [USER], "n": 2}, "n is not supported"),
-        ({"messages": [USER], "logprobs": True}, "logprobs is not supported"),
-        ({"messages": [USER], "logprobs": 0}, "logprobs is not supported"),
-        ({"messages": [USER], "guided_json": {}}, "guided_json is not supported"),
-        ({"messages": [USER], "json_schema": {}}, "json_schema is not supported"),
-        ({"messages": [USER], "structured_outputs": {"regex": "a"}}, "structured_outputs is not supported"),
-        ({"messages": [USER], "bad_words": ["a"]}, "bad_words is not supported"),
-        ({"messages": [USER], "allowed_token_ids": [1]}, "allowed_token_ids is not supported"),
-        ({"messages": [USER], "use_beam_search": True}, "use_beam_search is not supported"),
-        ({"messages": [USER], "include_stop_str_in_output": True}, "include_stop_str_in_output is not supported"),
-        ({"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt is not supported"),
-        ({"messages": [USER], "typical_p": 0.9}, "typical_p is not supported"),
-        ({"messages": [USER], "mirostat": 2}, "mirostat is not supported"),
-        ({"messages": [USER], "dry_multiplier": 0.8}, "dry_multiplier is not supported"),
-        ({"messages": [USER], "xtc_probability": 0.5}, "xtc_probability is not supported"),
-        ({"messages": [USER], "dynatemp_range": 0.5}, "dynatemp_range is not supported"),
-        ({"messages": [USER], "prompt_logprobs": 0}, "prompt_logprobs is not supported"),
-        ({"messages": [USER], "n_predict": 0}, "^n_predict must be at least 1"),
-        ({"messages": [USER], "temperature": 10**400}, "temperature is far too large"),
-        ({"messages": [USER], "tools": [{}]}, "tools"),
-        ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": [USER], "temperature": "hot"}, "temperature must be a number"),
-        ({"messages": [USER], "temperature": -1}, "temperature"),
-        ({"messages": [USER], "max_tokens": True}, "max_tokens must be a whole number"),
-        ({"messages": [{"role": ["a"], "content": "x"}]}, r"messages\[0\] needs a role"),
-        ({"messages": [{"role": "user", "content": [["x"]]}]}, "parts of type text"),
-        ({"messages": [USER], "max_tokens": 0}, "^max_tokens must be at least 1, not 0"),
-        ({"messages": [USER], "max_completion_tokens": -2}, "^max_completion_tokens must be at least 1"),
-        ({"messages": [USER], "repeat_penalty": 0}, "^repeat_penalty must be above 0"),
-        ({"messages": [USER], "seed": -2}, "^seed must be"),
-        ({"messages": [USER], "top_p": ["x" * 10**6]}, "^top_p must be a number, not .{,60}$"),
-        ({"messages": [USER], "seed": 1.5}, "seed"),
-        ({"messages": [USER], "stream": "yes"}, "stream must be true or false"),
-        ({"messages": [USER], "stop": 3}, "stop"),
-        ({"messages": [USER], "stop": ""}, "^stop must be a text or a list of texts, none of them empty$"),
-        ({"messages": [USER], "stop": [["a"]]}, "stop"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [USER, {"role": "robot", "content": "hi"}]}, "messages[1] role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0] content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0] parts text"),
+        ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0] tool_calls"),
+        ({"messages": [USER], "n": 2}, "n supported"),
+        ({"messages": [USER], "logprobs": True}, "logprobs supported"),
+        ({"messages": [USER], "logprobs": 0}, "logprobs supported"),
+        ({"messages": [USER], "guided_json": {}}, "guided_json supported"),
+        ({"messages": [USER], "json_schema": {}}, "json_schema supported"),
+        ({"messages": [USER], "structured_outputs": {"regex": "a"}}, "structured_outputs supported"),
+        ({"messages": [USER], "bad_words": ["a"]}, "bad_words supported"),
+        ({"messages": [USER], "allowed_token_ids": [1]}, "allowed_token_ids supported"),
+        ({"messages": [USER], "use_beam_search": True}, "use_beam_search supported"),
+        ({"messages": [USER], "include_stop_str_in_output": True}, "include_stop_str_in_output supported"),
+        ({"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt supported"),
+        ({"messages": [USER], "typical_p": 0.9}, "typical_p supported"),
+        ({"messages": [USER], "mirostat": 2}, "mirostat supported"),
+        ({"messages": [USER], "dry_multiplier": 0.8}, "dry_multiplier supported"),
+        ({"messages": [USER], "xtc_probability": 0.5}, "xtc_probability supported"),
+        ({"messages": [USER], "dynatemp_range": 0.5}, "dynatemp_range supported"),
+        ({"messages": [USER], "prompt_logprobs": 0}, "prompt_logprobs supported"),
+        ({"messages": [USER], "n_predict": 0}, "n_predict 1 0"),
+        ({"messages": [USER], "temperature": 10**400}, "temperature large"),
+        ({"messages": [USER], "tools": [{}]}, "tools supported"),
+        ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format supported"),
+        ({"messages": [USER], "temperature": "hot"}, "temperature number hot"),
+        ({"messages": [USER], "temperature": -1}, "temperature -1"),
+        ({"messages": [USER], "max_tokens": True}, "max_tokens number True"),
+        ({"messages": [{"role": ["a"], "content": "x"}]}, "messages[0] role"),
+        ({"messages": [{"role": "user", "content": [["x"]]}]}, "messages[0] parts text"),
+        ({"messages": [USER], "max_tokens": 0}, "max_tokens 1 0"),
+        ({"messages": [USER], "max_completion_tokens": -2}, "max_completion_tokens 1 -2"),
+        ({"messages": [USER], "repeat_penalty": 0}, "repeat_penalty above 0"),
+        ({"messages": [USER], "seed": -2}, "seed -2"),
+        ({"messages": [USER], "top_p": ["x" * 10**6]}, "top_p number"),
+        ({"messages": [USER], "seed": 1.5}, "seed 1.5"),
+        ({"messages": [USER], "stream": "yes"}, "stream true false"),
+        ({"messages": [USER], "stop": 3}, "stop text list"),
+        ({"messages": [USER], "stop": ""}, "stop text list empty"),
+        ({"messages": [USER], "stop": [["a"]]}, "stop text list"),
     ],
 )
 def test_what_cannot_be_meant_or_followed_is_named(body: Any, named: str) -> None:
-    with pytest.raises(UsageError, match=named):
+    with refused(UsageError, *named.split()) as caught:
         parse("chat", body, DEFAULTS)
+    assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize("prompt", [None, [], ["a", "b"], [True], {"text": "a"}, [1, "a"]])
 def test_more_than_one_prompt_is_refused(prompt: Any) -> None:
-    with pytest.raises(UsageError, match="prompt must be one text"):
+    with refused(UsageError, "prompt", "one text", "token ids"):
         parse("text", {"prompt": prompt}, DEFAULTS)
 
 

@@ -37,16 +37,15 @@ def large(tmp_path: Path) -> Path:
 def test_the_built_in_model_stays_in_memory(offspec: Offspec) -> None:
     result = offspec("plan", "builtin", "--device", "cpu")
     assert result.code == 0
-    assert "All 8 layers stay in memory" in result.out
+    assert "8 layers" in result.out
     assert "plain decoding" in result.out
 
 
 def test_a_model_larger_than_the_memory_allowed(offspec: Offspec, large: Path) -> None:
     result = offspec("plan", large, "--draft", "none", "--device", "cpu", "--ram", "8GiB", "-q")
     assert result.code == 0, result
-    assert "come from disk" in result.out
+    assert "from disk" in result.out
     assert "disk: 2 GB/s (2 readers)" in result.out
-    assert "may be used" in result.out
 
 
 def test_json(offspec: Offspec, large: Path) -> None:
@@ -70,7 +69,17 @@ def test_a_card_that_is_not_here_is_planned_for_without_measuring(
     assert "data sheet" in told["rates"]["sources"]["disk_bytes_per_s"]
     given = offspec(*asked, "--disk", "2GB")
     assert "disk: 2 GB/s (given)" in given.out
-    assert "busy" not in offspec(*asked[:-1]).err
+
+
+@pytest.mark.parametrize(("load", "is_busy"), [(0.0, False), (1e6, True)])
+def test_a_busy_machine_is_told_where_it_is_measured(
+    load: float, is_busy: bool, offspec: Offspec, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.getloadavg", lambda: (load, load, load))
+    asked = ("plan", large, "--draft", "none", "--ram", "8GiB")
+    assert ("busy" in offspec(*asked, "--device", "cpu").err) == is_busy
+    assert "busy" not in offspec(*asked, "--gpu", "4090").err  # a data sheet's figures are the same on a busy machine
+    assert offspec(*asked, "--device", "cpu", "-q").err == ""
 
 
 def test_what_a_user_would_notice(offspec: Offspec, large: Path) -> None:
@@ -118,7 +127,7 @@ def test_what_more_memory_would_bring(offspec: Offspec, large: Path) -> None:
         ("RAM", step * 8 * 2**30) for step in range(1, len(kept))
     ]
     shown = offspec(*asked).out
-    assert "A pass of 64 tokens takes" in shown
+    assert "64 tokens" in shown
     assert "   8 GiB more RAM" in shown
     assert "32 stay" in shown
     assert offspec("plan", large, "--gpu", "rtx4090", "--ram", "64GiB", "-q").out.count(" more ") == 0  # it all fits
@@ -134,11 +143,10 @@ def test_more_of_which_memory(offspec: Offspec, large: Path) -> None:
 
 
 def test_refusals(offspec: Offspec, large: Path) -> None:
-    refused = offspec("plan", large, "--draft", "none", "--device", "cpu", "--ram", "1GiB", "-q").refusal(1)
-    assert "1 GiB of RAM are too little: at least" in refused
-    assert "not a known card; choose one of" in offspec("plan", large, "--gpu", "rtx9999", "-q").refusal(2)
-    assert "'--ram': 'plenty' is not a size" in offspec("plan", large, "--ram", "plenty").refusal(2)
-    assert "leave one out" in offspec("plan", large, "--gpu", "rtx4090", "--device", "cpu", "-q").refusal(2)
-    assert "--disk 0 would bring nothing" in offspec("plan", large, "--disk", "0", "-q").refusal(2)
+    offspec("plan", large, "--draft", "none", "--device", "cpu", "--ram", "1GiB", "-q").refusal(1, "1 GiB", "--ram")
+    offspec("plan", large, "--gpu", "rtx9999", "-q").refusal(2, "rtx9999", "rtx4090")
+    offspec("plan", large, "--ram", "plenty").refusal(2, "--ram", "plenty", "20GiB")
+    offspec("plan", large, "--gpu", "rtx4090", "--device", "cpu", "-q").refusal(2, "--gpu rtx4090", "--device cpu")
+    offspec("plan", large, "--disk", "0", "-q").refusal(2, "--disk 0", "7GB")
     (large / "config.json").unlink()
-    assert "config.json" in offspec("plan", large, "-q").refusal(1)
+    offspec("plan", large, "-q").refusal(1, large / "config.json")

@@ -16,6 +16,7 @@ from offspec.cli.main import COMMANDS, LazyGroup, cli
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import Pair, variant
+from ..refusals import tells
 from .conftest import Offspec, finish, start
 
 KEYS = {"model", "draft", "prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "stats"}
@@ -120,7 +121,7 @@ def test_flags_have_the_names_that_llama_cpp_gives_them(
     flags = ("--max-new-tokens", 5, "--context", 64, "--temperature", 0.8, "--seed", 1)
     assert short["token_ids"] == run_json(offspec, *run_args[:-2], "hi", *flags)["token_ids"]
     assert len(short["token_ids"]) == 5
-    assert "--prompt" in offspec(*run_args, "hi", "-p", "ho").refusal(2)
+    offspec(*run_args, "hi", "-p", "ho").refusal(2, "PROMPT", "--prompt")
 
 
 def test_a_prompt_from_a_file(run_args: Sequence[object], pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
@@ -184,11 +185,12 @@ def test_a_text_that_is_cut_says_so(
     run_args: Sequence[object], pair: Pair, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert offspec(*run_args, "hi").err == ""  # just as many as were asked for
-    assert "context of 128 tokens is full" in offspec(*run_args, "hi", "--max-new-tokens", 500, "--ignore-eos").err
+    full = offspec(*run_args, "hi", "--max-new-tokens", 500, "--ignore-eos").err
+    assert tells(full, "context", 128)
     monkeypatch.setenv("OFFSPEC_MAX_NEW_TOKENS", "8")
     args = (*run_args[:-2], "hi", "--ignore-eos")
-    told = offspec(*args)
-    assert told.err == "offspec: cut at 8 tokens; --max-new-tokens N allows more\n"
+    (line,) = offspec(*args).err.splitlines()
+    assert tells(line, 8, "--max-new-tokens")
     assert offspec(*args, "-q").err == offspec(*args, "--json").err == ""
     assert "8 tokens (length)" in offspec(*args, "--stats").err
 
@@ -200,8 +202,8 @@ def test_a_rate_that_was_not_measured(run_args: Sequence[object], offspec: Offsp
 
 
 def test_an_empty_prompt_is_refused(run_args: Sequence[object], offspec: Offspec) -> None:
-    assert "the prompt is empty" in offspec(*run_args, stdin=b"").refusal(2)
-    assert "'def area(' is MODEL" in offspec("run", "def area(", stdin=b"").refusal(2)
+    offspec(*run_args, stdin=b"").refusal(2, "prompt", "empty")
+    offspec("run", "def area(", stdin=b"").refusal(2, "prompt", "empty", "'def area('", "MODEL")
 
 
 @pytest.mark.parametrize("flags", [("--stats",), ("--json",)], ids=" ".join)
@@ -243,7 +245,7 @@ def test_joint_acceptance_is_marked_lossy(run_args: Sequence[object], offspec: O
 def test_joint_acceptance_needs_a_draft_wherever_it_was_looked_for(pair: Pair, offspec: Offspec) -> None:
     args = ("run", pair.target, "hi", "--device", "cpu", "--max-new-tokens", 2, "-q")
     for draft in ((), ("--draft", "none"), ("--draft", "lookup")):
-        assert "there is none; give --draft PATH" in offspec(*args, *JOINT, *draft).refusal(2)
+        offspec(*args, *JOINT, *draft).refusal(2, "joint", "--draft")
 
 
 def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) -> None:

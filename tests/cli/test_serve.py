@@ -30,6 +30,7 @@ from offspec.session import Turn, turns_of
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import CONTEXT, Pair, variant
+from ..refusals import check_message, tells
 from .conftest import Offspec, finish, start
 
 USER = {"role": "user", "content": "hi"}
@@ -220,28 +221,29 @@ def test_an_engine_that_lost_its_target_gives_up(engine: Engine, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "said"),
+    ("path", "body", "words"),
     [
-        ("chat/completions", {"messages": [USER], "n": 2}, "n is not supported"),
-        ("chat/completions", "{", "not JSON"),
-        ("completions", {"prompt": ""}, "empty"),
-        ("completions", {"prompt": [10**6]}, "vocabulary"),
-        ("completions", {"prompt": "x" * 500}, "context"),
-        ("completions", "[" + "1," * 3_000_000 + "1]", "not JSON (it has more than 2000000 values)"),
-        ("completions", {"prompt": "x", "stop": ["a"] * 65}, "stop must be at most 64 texts"),
-        ("completions", {"prompt": "x", "stop": "a" * 2000}, "stop must be texts of at most 1024 characters"),
+        ("chat/completions", {"messages": [USER], "n": 2}, ("n", "supported")),
+        ("chat/completions", "{", ("JSON",)),
+        ("completions", {"prompt": ""}, ("prompt", "empty")),
+        ("completions", {"prompt": [10**6]}, (10**6, "vocabulary")),
+        ("completions", {"prompt": "x" * 500}, ("context", CONTEXT)),
+        ("completions", "[" + "1," * 3_000_000 + "1]", ("JSON", 2_000_000)),
+        ("completions", {"prompt": "x", "stop": ["a"] * 65}, ("stop", 64)),
+        ("completions", {"prompt": "x", "stop": "a" * 2000}, ("stop", 1024)),
     ],
 )
-def test_a_bad_request_is_told_why(client: Client, path: str, body: Any, said: str) -> None:
+def test_a_bad_request_is_told_why(client: Client, path: str, body: Any, words: tuple[object, ...]) -> None:
     reply = client.ask("POST", f"/v1/{path}", body)
     assert reply.status == 400
-    assert said in reply.body["error"]["message"]
-    assert reply.body["error"]["code"] == ("context_length_exceeded" if said == "context" else None)
+    check_message(reply.body["error"]["message"], *words)
+    assert reply.body["error"]["code"] == ("context_length_exceeded" if "context" in words else None)
 
 
 def test_a_request_that_is_too_large_is_told_so(client: Client) -> None:
     reply = client.ask("POST", "/v1/completions", " " * (33 << 20))
-    assert (reply.status, reply.body["error"]["message"]) == (413, "the request is larger than 32 MiB")
+    assert reply.status == 413
+    check_message(reply.body["error"]["message"], "32 MiB")
 
 
 def test_no_answer_names_folders_of_this_machine(client: Client, engine: Engine) -> None:
@@ -288,7 +290,9 @@ def test_of_an_error_of_others_a_client_learns_the_kind_alone(engine: Engine, mo
     with served(engine) as (client, _):
         reply = client.chat(USER)
     assert reply.status == 500
-    assert reply.body["error"]["message"].startswith("RuntimeError (unexpected")
+    check_message(reply.body["error"]["message"], "RuntimeError", "unexpected")
+    assert "/home/me" not in reply.body["error"]["message"]
+    assert "my models" not in reply.body["error"]["message"]
 
 
 def read_all(sock: socket.socket) -> str:
@@ -315,7 +319,7 @@ def test_connections_beyond_the_limit_are_refused(engine: Engine) -> None:
         assert client.ask("GET", "/health").status == 200
         kept.append(socket.create_connection(where))
         answer = asked_until(where, 503)
-        assert "as many connections" in json.loads(answer.partition("\r\n\r\n")[2])["error"]["message"]
+        check_message(json.loads(answer.partition("\r\n\r\n")[2])["error"]["message"], "connections")
         kept.pop().close()
         assert '"ok"' in asked_until(where, 200)
         for sock in kept:
@@ -338,7 +342,7 @@ def test_requests_that_do_not_come_are_not_waited_for(sent: bytes, engine: Engin
         sock.sendall(sent)
         *_, last = read_all(sock).rpartition("HTTP/1.1")
         assert last.startswith(" 408")
-        assert "did not come in time" in last
+        assert tells(last, "time")
 
 
 def test_bodies_that_do_not_come_take_bounded_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +441,8 @@ def test_web_pages_are_answered_by_no_server_without_a_key(engine: Engine) -> No
     foreign, body = {"Origin": "http://evil.example", "Content-Type": "text/plain"}, {"prompt": "hi", "max_tokens": 2}
     with served(engine) as (client, _):
         refused = client.ask("POST", "/v1/completions", body, **foreign)
-        assert (refused.status, "web pages" in refused.body["error"]["message"]) == (403, True)
+        assert refused.status == 403
+        check_message(refused.body["error"]["message"], "web pages")
         assert client.ask("POST", "/v1/completions", body, Host="a.example").status == 200
         assert client.ask("POST", "/v1/completions", body, Origin="http://localhost:3000").status == 200
     with served(engine, api_key="secret") as (client, _):
@@ -546,20 +551,19 @@ def test_a_server_of_a_model_that_cannot_chat_says_so(pair: Pair, tmp_path: Path
     assert client.ask("POST", "/v1/completions", {"prompt": "hi", "max_tokens": 2}).status == 200
     process.terminate()
     (note,) = finish(process).err.splitlines()
-    assert "no chat template" in note
-    assert "Chats are refused, text completions are answered." in note
+    assert tells(note, folder, "chat template", "completions")
 
 
 @pytest.mark.parametrize("key", ["", "schlüssel"])
 def test_a_key_that_nobody_could_bear_is_refused(offspec: Offspec, key: str) -> None:
-    assert "--api-key" in offspec("serve", "no-such-folder", "--port", 0, "--api-key", key).refusal(2)
+    offspec("serve", "no-such-folder", "--port", 0, "--api-key", key).refusal(2, "--api-key")
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(offspec: Offspec) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = offspec("serve", "no-such-folder", "--port", port)
-    assert str(port) in result.refusal(2)
+    result.refusal(2, port, "--port")
 
 
 @pytest.mark.parametrize("key", [(), ("--api-key", "hush")], ids=["open", "key"])
