@@ -40,6 +40,7 @@ from offspec.scheduler.overlap import OverlapSwitch
 from offspec.scheduler.params import MAX_ROWS, Scoring, Stopping
 
 from ..pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, scale_weights, variant
+from ..refusals import refused
 
 CPU = torch.device("cpu")
 PROMPT = "def area("
@@ -225,18 +226,18 @@ def test_prompts_in_every_form(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ("", "empty"),
-        ([], "empty"),
-        ([1, VOCAB_SIZE], f"token id {VOCAB_SIZE} is outside"),
-        ([-1], "token id -1 is outside"),
-        ([1, {"role": "user", "content": "hi"}], "a prompt is"),
-        ([{"role": "user", "content": "hi"}, 1], "a prompt is"),
-        (["hi"], "a prompt is"),
-        ([1.5], "a prompt is"),
+        ("", ("prompt", "empty")),
+        ([], ("prompt", "empty")),
+        ([1, VOCAB_SIZE], ("id", VOCAB_SIZE, "vocabulary")),
+        ([-1], ("id", -1, "vocabulary")),
+        ([1, {"role": "user", "content": "hi"}], ("prompt", "ids", "messages")),
+        ([{"role": "user", "content": "hi"}, 1], ("prompt", "ids", "messages")),
+        (["hi"], ("prompt", "ids", "messages")),
+        ([1.5], ("prompt", "ids", "messages")),
     ],
 )
-def test_prompts_that_are_refused(prompt: Any, words: str, engine: Engine) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_prompts_that_are_refused(prompt: Any, words: tuple[object, ...], engine: Engine) -> None:
+    with refused(UsageError, *words):
         engine.generate(prompt)  # at once, not at the first step
 
 
@@ -252,7 +253,7 @@ def test_max_new_tokens_is_exact(limit: int, draft: str, engines: dict[str, Engi
 
 
 def test_most_of_a_chat_far_too_long_is_not_encoded(engine: Engine) -> None:
-    with pytest.raises(ContextLengthError, match=f"the messages have more than {4 * CONTEXT} tokens"):
+    with refused(ContextLengthError, f"{4 * CONTEXT} tokens"):
         engine.encode([{"role": "user", "content": "the cat " * 100_000}])
 
 
@@ -270,7 +271,7 @@ def test_the_context_fills_to_its_last_place(num_free: int, engines: dict[str, E
 
 @pytest.mark.parametrize("num_tokens", [CONTEXT, CONTEXT + 1, 10 * CONTEXT])
 def test_a_prompt_that_leaves_no_room(num_tokens: int, engine: Engine) -> None:
-    with pytest.raises(ContextLengthError, match=f"{num_tokens} tokens .* context is {CONTEXT}"):
+    with refused(ContextLengthError, f"{num_tokens} tokens", "context", CONTEXT):
         engine.generate([40] * num_tokens)
 
 
@@ -439,7 +440,7 @@ def test_a_pass_that_fails_while_the_draft_is_at_work(
 def test_a_draft_that_fails_beside_the_pass_is_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     one = fresh(engine)
     drafts_beside(monkeypatch, lambda logits: logits * float("nan"))
-    with pytest.raises(NumericalError, match=r"^the draft's logits are not finite[^\n]*$"):
+    with refused(NumericalError, "draft", "logits", "finite"):
         steps(one, speculation=SpeculationParams(budget=8))
     assert num_threads_of_ours() == 0
     monkeypatch.undo()
@@ -482,16 +483,16 @@ def test_caches_of_an_engine_with_another_draft(maker: str, user: str, engines: 
 def test_weights_that_are_no_numbers(pair: Pair, tmp_path: Path) -> None:
     bad = {"model.norm.weight": float("nan")}
     target = scale_weights(variant(pair.target, tmp_path / "target"), bad)
-    with pytest.raises(NumericalError, match="target's logits"):
+    with refused(NumericalError, "target", "logits", "finite"):
         steps(load(target))
     draft = scale_weights(variant(pair.draft, tmp_path / "draft"), bad)
-    with pytest.raises(NumericalError, match="draft"):
+    with refused(NumericalError, "draft", "finite"):
         steps(load(pair.target, draft))
 
 
 def test_fp16_that_overflows(pair: Pair, tmp_path: Path) -> None:
     large = scale_weights(variant(pair.target, tmp_path / "target"), {"lm_head.weight": 3e5})
-    with pytest.raises(NumericalError, match="--dtype fp32"):
+    with refused(NumericalError, "--dtype fp32"):
         steps(load(large, dtype="fp16"))
     assert steps(load(large, dtype="fp32"))
 
@@ -538,7 +539,7 @@ def test_a_draft_with_another_vocabulary(
     break_draft: Any, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TieredWeights, "__init__", lambda *_, **__: pytest.fail("weights were read first"))
-    with pytest.raises(VocabularyMismatchError, match="draft"):
+    with refused(VocabularyMismatchError, "draft"):
         load(pair.target, break_draft(pair, tmp_path / "draft"))
 
 
@@ -550,21 +551,24 @@ def test_a_draft_without_a_tokenizer_of_the_same_size(pair: Pair, tmp_path: Path
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize(
-    ("config", "error"),
-    [({"model_type": "mamba"}, UnsupportedModelError), ({"hidden_size": None}, CheckpointError)],
+    ("config", "error", "word"),
+    [
+        ({"model_type": "mamba"}, UnsupportedModelError, "mamba"),
+        ({"hidden_size": None}, CheckpointError, "hidden_size"),
+    ],
 )
 def test_what_cannot_be_read_is_named(
-    role: str, config: dict[str, Any], error: type[Exception], pair: Pair, tmp_path: Path
+    role: str, config: dict[str, Any], error: type[Exception], word: str, pair: Pair, tmp_path: Path
 ) -> None:
     folder = variant(pair.target, tmp_path / "bad", **config)
-    with pytest.raises(error, match=str(folder)):
+    with refused(error, folder, word):
         load(*((folder, None) if role == "target" else (pair.target, folder)))
 
 
 def test_a_target_needs_a_tokenizer(pair: Pair, tmp_path: Path) -> None:
     folder = variant(pair.target, tmp_path / "target")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(TokenizerError, match=str(folder)):
+    with refused(TokenizerError, folder):
         load(folder)
 
 
@@ -604,7 +608,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto", notes) == choose_device("cuda", notes) == torch.device("cuda:0")
     assert [note.text for note in notes] == ["device cuda:0 (found)"]
     for wanted in ("cuda:2", "cuda:999", "cuda:-1", "cuda:x", "mps", "meta", "tpu", ""):
-        with pytest.raises(UsageError, match="--device"):
+        with refused(UsageError, "--device", *[wanted] * bool(wanted)):
             choose_device(wanted, notes)
 
 
@@ -614,12 +618,12 @@ def test_device_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[Note] = []
     assert choose_device("auto", notes) == CPU
     assert "no CUDA device" in notes[0].text
-    with pytest.raises(UsageError, match="0 CUDA devices"):
+    with refused(UsageError, "--device cuda", "0 CUDA devices"):
         choose_device("cuda", notes)
 
 
 def test_a_dtype_that_does_not_exist(pair: Pair) -> None:
-    with pytest.raises(UsageError, match="int3"):
+    with refused(UsageError, "int3"):
         load(pair.target, dtype="int3")
 
 
@@ -628,7 +632,7 @@ def test_threads(pair: Pair) -> None:
     try:
         Engine.load(str(pair.target), draft="none", threads=1)
         assert torch.get_num_threads() == 1
-        with pytest.raises(UsageError, match="threads"):
+        with refused(UsageError, "threads", 0):
             Engine.load(str(pair.target), threads=0)
     finally:
         torch.set_num_threads(before)
@@ -644,5 +648,5 @@ def test_a_model_without_a_known_draft_says_so(pair: Pair) -> None:
 
 def test_a_revision_is_refused_where_there_is_no_hub(pair: Pair) -> None:
     for model in ("builtin", str(pair.target)):
-        with pytest.raises(UsageError, match="belongs to a hub id"):
+        with refused(UsageError, "revision", "hub id"):
             Engine.load(model, revision="main")

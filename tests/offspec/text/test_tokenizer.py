@@ -22,6 +22,8 @@ from offspec.errors import ContextLengthError, TokenizerError, UsageError, Vocab
 from offspec.text.text_stream import TextStream
 from offspec.text.tokenizer import Tokenizer, check_vocabularies
 
+from ...refusals import refused
+
 CORPUS = ["the cat sat on the mat, the dog on the log. ", "def area(x):\n    return x * x\n", "naïve café 日本 😀 "] * 4
 TEXTS = ["", "the cat", " the  cat ", "naïve café 日本語 😀👩‍👩‍👧\n\n\tx", "a</s>b <|im_end|> <s>", "Ünïcödé ☃ ﬁ"]
 EMOJI = "😀"
@@ -201,9 +203,8 @@ def test_eos_text_is_one_special_token_even_where_the_file_does_not_say_so(tmp_p
 
 
 def test_text_that_is_not_unicode_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(TokenizerError, match="valid Unicode") as caught:
+    with refused(TokenizerError, tokenizer.folder, "Unicode"):
         tokenizer.encode("\ud800")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["the cat sat on the mat, ", "x", " ", "the    cat 日本", "😀\n"])
@@ -220,7 +221,7 @@ def test_most_of_a_text_far_too_long_is_not_encoded(tokenizer: Tokenizer, monkey
         return encode(self, text)
 
     monkeypatch.setattr(Tokenizer, "_encode", counted)
-    with pytest.raises(ContextLengthError, match="the prompt of 100000 characters has more than 8 tokens"):
+    with refused(ContextLengthError, "100000 characters", "8 tokens"):
         tokenizer.check_length("the cat 日" + "y" * 99_991, 8)
     assert 0 < sum(seen) < 1000
 
@@ -336,9 +337,8 @@ def test_what_the_settings_call_special_is_not_shown(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named_in_one_line(name: str, content: bytes, tmp_path: Path) -> None:
     write_folder(tmp_path, llama2_backend())
     (tmp_path / f"{name}.json").write_bytes(content)
-    with pytest.raises(TokenizerError, match=f"{name}.json") as caught:
+    with refused(TokenizerError, tmp_path / f"{name}.json"):
         Tokenizer.load(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "tokenizer_config", "generation_config", "added_tokens"])
@@ -347,11 +347,11 @@ def test_a_pipe_or_a_device_in_place_of_a_file_is_refused(name: str, tmp_path: P
     file = tmp_path / f"{name}.json"
     file.unlink(missing_ok=True)
     file.symlink_to("/dev/zero")
-    with pytest.raises(TokenizerError, match=rf"{name}\.json cannot be read \(it is a device, not a regular file\)"):
+    with refused(TokenizerError, file, "device"):
         Tokenizer.load(tmp_path)
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(TokenizerError, match=rf"{name}\.json cannot be read \(it is a pipe, not a regular file\)"):
+    with refused(TokenizerError, file, "pipe"):
         Tokenizer.load(tmp_path)
 
 
@@ -377,9 +377,8 @@ PANICS: list[tuple[str, dict[str, Any]]] = [
 def test_a_panic_of_the_library_is_one_line(part: str, content: dict[str, Any], tmp_path: Path) -> None:
     file = write_folder(tmp_path, llama2_backend()) / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {part: content}))
-    with pytest.raises(TokenizerError) as caught:
+    with refused(TokenizerError, tmp_path):
         Tokenizer.load(tmp_path).decode(Tokenizer.load(tmp_path).encode("d the cat"))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -391,7 +390,7 @@ def test_a_panic_of_the_library_is_one_line(part: str, content: dict[str, Any], 
     ],
 )
 def test_special_tokens_that_are_no_text_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"cannot be used \(.*surrogates not allowed\)"):
+    with refused(TokenizerError, tmp_path, "surrogates"):
         with_config(tmp_path, llama2_backend(), **config)
 
 
@@ -419,7 +418,7 @@ def test_an_added_token_that_no_model_has_is_refused(tmp_path: Path) -> None:
     """Its beginnings are looked for in messages, which took gigabytes."""
     backend = llama2_backend()
     backend.add_special_tokens(["a" * 100_000])
-    with pytest.raises(TokenizerError, match="an added token of 100000 characters"):
+    with refused(TokenizerError, tmp_path, "added token", "100000 characters"):
         Tokenizer.load(write_folder(tmp_path, backend))
 
 
@@ -429,7 +428,7 @@ def test_an_id_beyond_any_vocabulary_is_refused(tmp_path: Path) -> None:
     state = json.loads(file.read_text())
     state["model"]["vocab"]["b"] = 2**31
     file.write_text(json.dumps(state))
-    with pytest.raises(TokenizerError, match="a token of id 2147483648"):
+    with refused(TokenizerError, tmp_path, "id", 2**31):
         Tokenizer.load(tmp_path)
 
 
@@ -441,20 +440,20 @@ def test_an_eos_that_the_vocabulary_lacks_ends_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["</s>", True, 1.5, [1, "2"], {"id": 2}, -2, 2**31, [1, 10**30]])
 def test_an_eos_that_is_no_id_is_refused(value: Any, tmp_path: Path) -> None:
     write_folder(tmp_path, llama2_backend(), generation_config={"eos_token_id": value})
-    with pytest.raises(TokenizerError, match=r"generation_config\.json.*eos_token_id"):
+    with refused(TokenizerError, tmp_path / "generation_config.json", "eos_token_id"):
         Tokenizer.load(tmp_path)
 
 
 def test_a_bos_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"'<start>'.*tokenizer\.json lacks"):
+    with refused(TokenizerError, tmp_path, "'<start>'", "tokenizer.json"):
         with_config(tmp_path, llama2_backend(), bos_token="<start>", add_bos_token=True)
 
 
 def test_a_folder_without_tokenizer_json_says_how_to_make_it(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"no tokenizer, .*save_pretrained"):
+    with refused(TokenizerError, tmp_path, "no tokenizer", "save_pretrained"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
-    with pytest.raises(TokenizerError, match=r"only a sentencepiece tokenizer\.model, .*save_pretrained"):
+    with refused(TokenizerError, tmp_path, "tokenizer.model", "save_pretrained"):
         Tokenizer.load(tmp_path)
 
 
@@ -530,7 +529,7 @@ def test_of_several_templates_default_is_taken_and_the_jinja_file_wins(tmp_path:
 def test_without_a_template_the_remedy_is_plain_text(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, None)
     assert not tokenizer.has_chat_template
-    with pytest.raises(TokenizerError, match=r"no chat template, so it takes plain text and no messages"):
+    with refused(TokenizerError, tmp_path, "no chat template", "plain text"):
         tokenizer.render_chat(CHAT)
 
 
@@ -538,7 +537,7 @@ def test_without_a_template_the_remedy_is_plain_text(tmp_path: Path) -> None:
 def test_templates_none_of_which_is_default_are_refused_for_chats_alone(template: Any, tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, template)
     assert tokenizer.has_chat_template
-    with pytest.raises(TokenizerError, match=r'tokenizer_config\.json: "chat_template" .* has one named default'):
+    with refused(TokenizerError, tmp_path / "tokenizer_config.json", '"chat_template"', "default"):
         tokenizer.render_chat(CHAT)
     with pytest.raises((ValueError, TypeError)):
         reference(tmp_path).apply_chat_template(CHAT)
@@ -551,10 +550,10 @@ def test_templates_none_of_which_is_default_are_refused_for_chats_alone(template
         ("{% if %}", "Expected an expression"),
         ("{% unheard_of %}", "unknown tag"),
         ("{{ raise_exception('roles must\nalternate') }}", "roles must alternate"),
-        ("{{ messages[9].content.strip() }}", "has no element 9"),
+        ("{{ messages[9].content.strip() }}", "element 9"),
         ("{{ nothing + 'x' }}", "'nothing' is undefined"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+        ("{{ messages.append(1) }}", "append"),
         ("{{ 1 // 0 }}", "division"),
         ("{{ nothing | tojson }}", "not JSON serializable"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
@@ -563,11 +562,8 @@ def test_templates_none_of_which_is_default_are_refused_for_chats_alone(template
 def test_a_template_that_fails_is_one_line_with_its_file(template: str, reason: str, tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, template)
     assert tokenizer.has_chat_template  # a damaged template does not keep plain text from working
-    with pytest.raises(TokenizerError, match=reason) as caught:
+    with refused(TokenizerError, tmp_path / "tokenizer_config.json", reason, "plain text"):
         tokenizer.render_chat(CHAT)
-    assert "\n" not in str(caught.value)
-    assert "tokenizer_config.json" in str(caught.value)
-    assert "give plain text instead" in str(caught.value)
 
 
 # ---- decoding and streaming ------------------------------------------------------------------------------------------
@@ -781,7 +777,7 @@ def test_a_stop_inside_one_token_hides_the_rest_of_it(loaded: dict[str, Tokenize
 
 
 def test_an_empty_stop_string_is_a_usage_error(tokenizer: Tokenizer) -> None:
-    with pytest.raises(UsageError, match="stop string is empty"):
+    with refused(UsageError, "stop", "empty"):
         tokenizer.stream(["x", ""])
 
 
@@ -810,12 +806,11 @@ def test_vocabularies_that_differ_only_in_padding_agree(draft: dict[str, int], w
 
 def test_one_id_with_two_meanings_is_refused(with_words: Any) -> None:
     target = with_words("target", {"a": 0, "b": 1, "c": 2, "d": 3})
-    with pytest.raises(VocabularyMismatchError, match=r"token 1 is 'b' .*target but 'x' .*draft \(2 differ\).*family"):
+    with refused(VocabularyMismatchError, "token 1", "'b'", "target", "'x'", "draft", 2):
         check_vocabularies(target, with_words("draft", {"a": 0, "x": 1, "c": 2, "line\nend": 3}))
 
 
 def test_real_families_do_not_mix(loaded: dict[str, Tokenizer]) -> None:
     check_vocabularies(loaded["llama3"], loaded["llama3"])
-    with pytest.raises(VocabularyMismatchError) as caught:
+    with refused(VocabularyMismatchError):
         check_vocabularies(loaded["llama3"], loaded["llama2"])
-    assert "\n" not in str(caught.value)

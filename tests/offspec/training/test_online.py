@@ -29,6 +29,7 @@ from offspec.training.online import Aligner, AlignmentParams, Listener, Window, 
 
 from ...fakes import TinyModel
 from ...pair import VOCAB_SIZE, Pair, build_pair, scale_weights, variant
+from ...refusals import refused
 
 PROMPTS = ("def area(", "for item in", "return width")
 FAST = AlignmentParams(learning_rate=0.3, most_share=1e9)
@@ -496,7 +497,7 @@ def test_the_file_knows_the_draft_by_its_weights_and_shape(pair: Pair, tmp_path:
     other = scale_weights(variant(pair.draft, tmp_path / "other"), {"model.layers.1.mlp.up_proj.weight": 1.01})
     slower = variant(pair.draft, tmp_path / "slower", rope_theta=20000.0)
     for folder in (other, slower):
-        with pytest.raises(UsageError, match="another draft"):
+        with refused(UsageError, file, "another draft"):
             load(Pair(pair.target, folder), learn=True, learn_file=file)
     half = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="bf16", learn_file=file)
     assert half.aligner is not None  # the same draft in other arithmetic
@@ -511,35 +512,35 @@ def test_a_damaged_file_is_refused(pair: Pair, tmp_path: Path) -> None:
         about, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     name = next(iter(tensors))
     save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, file, about)
-    with pytest.raises(UsageError, match="damaged"):
+    with refused(UsageError, file, "damaged"):
         load(pair, learn_file=file)
     save_file({**tensors, name: tensors[name] * torch.inf}, file, about)
-    with pytest.raises(UsageError, match="not finite"):
+    with refused(UsageError, file, "finite"):
         load(pair, learn_file=file)
     save_file(tensors, file, {**about, "version": "9"})
-    with pytest.raises(UsageError, match="version 9"):
+    with refused(UsageError, file, "version 9"):
         load(pair, learn_file=file)
     save_file(tensors, file)
-    with pytest.raises(UsageError, match="nothing that --learn wrote"):
+    with refused(UsageError, file, "--learn"):
         load(pair, learn_file=file)
     file.write_bytes(b"not safetensors")
-    with pytest.raises(UsageError, match="safetensors"):
+    with refused(UsageError, file, "safetensors"):
         load(pair, learn_file=file)
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_loaded(pair: Pair, tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="No such file"):
+    with refused(StorageError, tmp_path / "nowhere" / "learnt.safetensors", "No such file"):
         load(pair, learn=True, learn_file=tmp_path / "nowhere" / "learnt.safetensors")
-    with pytest.raises(StorageError, match="folder"):
+    with refused(StorageError, tmp_path, "folder"):
         load(pair, learn=True, learn_file=tmp_path)
-    with pytest.raises(UsageError, match="--learn"):
+    with refused(UsageError, tmp_path / "learnt.safetensors", "--learn"):
         load(pair, learn_file=tmp_path / "learnt.safetensors")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("draft", ["none", "lookup"])
 def test_without_a_draft_model_nothing_can_learn(pair: Pair, draft: str) -> None:
-    with pytest.raises(UsageError, match="--draft"):
+    with refused(UsageError, "draft model", "--draft"):
         Engine.load(str(pair.target), draft=draft, device="cpu", learn=True)
 
 
