@@ -13,18 +13,22 @@ from dataclasses import dataclass
 
 from .compiler import Emitter
 
-Row = tuple[str, ...]  # names of what an encoding has computed of one row of the matrix
+# Names of what an encoding has computed of one row of the matrix; the first is the address where its weights begin.
+Row = tuple[str, ...]
 
 
 class Encoding(ABC):
     """One way in which weights lie, for vectors of `lanes` numbers.
 
+    size, num_bytes: so many weights take so many bytes of the first part; size is a power of two.
     step: weights a step. interleave: of each interleave · lanes weights the vectors hold every interleave-th, so that
     vector 0 begins with weights 0 and `interleave`. most_direct: rows of the other factor up to which unpacking anew
     for every few of them takes less time than a panel. declarations: of the functions that its instructions
     call, but for `llvm.fma`, which every kernel has.
     """
 
+    size: int
+    num_bytes: int
     step: int
     interleave = 1
     most_direct = 16
@@ -53,7 +57,7 @@ class Encoding(ABC):
 class Float16(Encoding):
     """bf16 or fp16, row after row."""
 
-    most_direct = 64
+    size, num_bytes, most_direct = 1, 2, 64
 
     def __init__(self, lanes: int, dtype: str) -> None:
         """dtype: bf16 or fp16."""
@@ -81,7 +85,7 @@ class Float16(Encoding):
 class Int8(Encoding):
     """Integers of 8 bit, row after row, times `unit` and a scale for each row (parts: codes, fp32 scales [N])."""
 
-    most_direct = 32
+    size, num_bytes, most_direct = 1, 1, 32
 
     def __init__(self, lanes: int, unit: float) -> None:
         super().__init__(lanes)
@@ -119,7 +123,7 @@ class FourBit(Encoding):
     fp32 [256], the outer scales fp32, and what is added to each scale, fp32 [1].
     """
 
-    interleave = 2
+    size, num_bytes, interleave = 2, 1, 2
 
     def __init__(self, lanes: int, values: Sequence[float], blocks: Blocks) -> None:
         super().__init__(lanes)
@@ -130,13 +134,14 @@ class FourBit(Encoding):
         return num_columns % self._blocks.size == 0 and self._blocks.size % self.step == 0
 
     def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
-        return (e.op(f"mul i64 {index}, {num_columns}"),)
+        first = e.op(f"mul i64 {index}, {num_columns}")
+        return e.address(parts[0], e.op(f"lshr i64 {first}, 1")), e.op(f"udiv i64 {first}, {self._blocks.size}")
 
     def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> list[str]:
         found, n = [], self.lanes
-        first = e.op(f"add i64 {row[0]}, {column}")
-        scale = splat(e, self._scale(e, parts, e.op(f"udiv i64 {first}, {self._blocks.size}")), n)
-        place = e.address(parts[0], e.op(f"lshr i64 {first}, 1"))
+        block = e.op(f"add i64 {row[1]}, {e.op(f'udiv i64 {column}, {self._blocks.size}')}")
+        scale = splat(e, self._scale(e, parts, block), n)
+        place = e.address(row[0], e.op(f"lshr i64 {column}, 1"))
         for half in (0, n):
             codes = e.op(f"load <{n} x i8>, ptr {e.address(place, str(half))}, align 1")
             low = e.op(f"zext <{n} x i8> {codes} to <{n} x i32>")  # what is above its four bits is not looked at
@@ -157,6 +162,8 @@ class FourBit(Encoding):
 
 class Unpacked(Encoding):
     """fp32, `stride` weights a row: what other encodings are unpacked to where there are many rows."""
+
+    size, num_bytes = 1, 4
 
     def __init__(self, lanes: int, stride: int) -> None:
         super().__init__(lanes)

@@ -32,9 +32,7 @@ def narrow(e: Emitter, number: str) -> str:
 class BlockEncoding(Encoding):
     """Blocks of `size` weights in `num_bytes` (parts: the blocks). A step is 32 weights, or 64 of a larger block."""
 
-    size = 32
-    num_bytes: int
-    most_direct = 4
+    size, most_direct = 32, 4
 
     def __init__(self, lanes: int) -> None:
         super().__init__(lanes)

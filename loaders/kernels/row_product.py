@@ -23,13 +23,14 @@ from .encodings import Encoding, Unpacked
 FEW_TILE_ROWS, CHUNK_BYTES = 4, 2**17
 # With one: its rows and columns, 192 KiB, and rows of x at a time, 24 KiB, which a first-level cache holds beside it.
 PANEL_ROWS, PANEL_COLUMNS, PANEL_TILE_ROWS = 48, 1024, 6
-MOST_PARTS = 5
+MOST_PARTS, CACHE_LINE = 5, 64
+UNPACK_AHEAD = 4  # rows of the matrix between the one that is unpacked to a panel and the one that is fetched meanwhile
 
 _PARTS = ", ".join(f"ptr %part{i}" for i in range(MOST_PARTS))
 _NONE = ", ".join(["ptr null"] * (MOST_PARTS - 1))
 _BLOCK = (
     f"ptr noalias %x, ptr noalias %out, {_PARTS}, "
-    "i64 %first, i64 %last, i64 %width, i64 %columns, i64 %outputs, i1 %add"
+    "i64 %first, i64 %last, i64 %width, i64 %columns, i64 %outputs, i1 %add, i1 %fetch"
 )
 _BLOCK_NAMES = _BLOCK.replace("noalias ", "")
 
@@ -55,13 +56,14 @@ begin:
   br i1 %has_few, label %few, label %part
 few:
   %few_row = phi i64 [ 0, %begin ], [ %few_next, %few ]
+  %is_new = icmp eq i64 %few_row, 0
   %few_left = sub i64 %rows, %few_row
   %few_x = mul i64 %few_row, %columns
   %few_x_own = getelementptr float, ptr %x, i64 %few_x
   %few_out = mul i64 %few_row, %outputs
   %few_out_own = getelementptr float, ptr %out, i64 %few_out
   call void @few(i64 %few_left, ptr %few_x_own, ptr %few_out_own, {_PARTS},
-    i64 %first, i64 %last, i64 %columns, i64 %columns, i64 %outputs, i1 0)
+    i64 %first, i64 %last, i64 %columns, i64 %columns, i64 %outputs, i1 0, i1 %is_new)
   %few_next = add i64 %few_row, {FEW_TILE_ROWS}
   %few_more = icmp slt i64 %few_next, %rows
   br i1 %few_more, label %few, label %next
@@ -84,7 +86,7 @@ tile:
   %out_start = add i64 %out_row, %first
   %out_own = getelementptr float, ptr %out, i64 %out_start
   call void @panel(i64 %left, ptr %x_own, ptr %out_own, ptr %panel, {_NONE},
-    i64 0, i64 %chunk_rows, i64 %width, i64 %columns, i64 %outputs, i1 %add)
+    i64 0, i64 %chunk_rows, i64 %width, i64 %columns, i64 %outputs, i1 %add, i1 0)
   %next_row = add i64 %row, {PANEL_TILE_ROWS}
   %is_more = icmp slt i64 %next_row, %rows
   br i1 %is_more, label %tile, label %part_end
@@ -157,6 +159,7 @@ class RowProduct:
                 f"declare {vector} @llvm.fma.v{lanes}f32({vector}, {vector}, {vector})\n",
                 f"declare float @llvm.vector.reduce.fadd.v{lanes}f32(float, {vector})\n",
                 "declare i64 @llvm.smin.i64(i64, i64)\n",
+                "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)\n",
                 _product("few", self.encoding, few),
                 _product("panel", Unpacked(lanes, PANEL_COLUMNS), panel),
                 _unpack(self.encoding),
@@ -196,7 +199,7 @@ def _product(name: str, encoding: Encoding, tiles: Sequence[Tile]) -> str:
 
 def _block(name: str, encoding: Encoding, tile: Tile) -> str:
     """Products of `tile.rows` rows of x with rows first .. last of the matrix, `tile.outputs` at a time while there are
-    as many; returns the first that is left. add: to what the result holds.
+    as many; returns the first that is left. add: to what the result holds. fetch: the rows behind meanwhile.
     """
     e, vector, lanes = Emitter(), encoding.vector, encoding.lanes
     chains = _chains(tile, encoding)
@@ -214,10 +217,18 @@ def _block(name: str, encoding: Encoding, tile: Tile) -> str:
     xs = [e.address("%x", e.op(f"mul i64 %columns, {i}"), "float") for i in range(tile.rows)]
     e.do("br label %step")
     e.label("step")
-    e.do("%column = phi i64 [ 0, %rows_begin ], [ %next_column, %step ]")
+    e.do("%column = phi i64 [ 0, %rows_begin ], [ %next_column, %step_end ]")
     for i, j, u in sums:
-        e.do(f"%sum{i}_{j}_{u} = phi {vector} [ zeroinitializer, %rows_begin ], [ %new{i}_{j}_{u}, %step ]")
+        e.do(f"%sum{i}_{j}_{u} = phi {vector} [ zeroinitializer, %rows_begin ], [ %new{i}_{j}_{u}, %step_end ]")
+    if name == "few" and tile.outputs > 1:
+        e.do("br i1 %fetch, label %fetch_ahead, label %compute")
+        e.label("fetch_ahead")
+        _fetch(e, encoding, [row[0] for row in matrix], "%column", len(matrix))
+        e.do("br label %compute")
+        e.label("compute")
     _step(e, encoding, tile, [encoding.vectors(e, parts, row, "%column") for row in matrix], xs)
+    e.do("br label %step_end")
+    e.label("step_end")
     e.do(f"%next_column = add i64 %column, {encoding.step}")
     e.do(f"br i1 {e.op('icmp slt i64 %next_column, %width')}, label %step, label %store")
     e.label("store")
@@ -234,6 +245,24 @@ def _block(name: str, encoding: Encoding, tile: Tile) -> str:
     e.label("end")
     e.do("ret i64 %output")
     return e.function(f"define internal i64 @{name}_{tile.rows}_{tile.outputs}({_BLOCK})")
+
+
+def _fetch(e: Emitter, encoding: Encoding, starts: Sequence[str], column: str, distance: int) -> None:
+    """Fetch into the caches what the step at `column` reads of the rows `distance` behind those at `starts`.
+
+    A CPU fetches ahead by itself where one stretch of memory is read to its end, hardly where several are by turns.
+    """
+    ahead = e.op(f"mul i64 {_bytes_of(e, encoding, '%columns')}, {distance}")
+    behind = e.op(f"add i64 {_bytes_of(e, encoding, column)}, {ahead}")
+    for start in starts:
+        for line in range(0, encoding.step * encoding.num_bytes // encoding.size, CACHE_LINE):
+            place = e.address(start, e.op(f"add i64 {behind}, {line}"))
+            e.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 3, i32 1)")
+
+
+def _bytes_of(e: Emitter, encoding: Encoding, num_weights: str) -> str:
+    """What so many weights of a row take."""
+    return e.op(f"udiv i64 {e.op(f'mul i64 {num_weights}, {encoding.num_bytes}')}, {encoding.size}")
 
 
 def _chains(tile: Tile, encoding: Encoding) -> int:
@@ -271,7 +300,9 @@ def _unpack(encoding: Encoding) -> str:
     e.do("br label %step")
     e.label("step")
     e.do("%done = phi i64 [ 0, %row ], [ %next_done, %step ]")
-    found = encoding.vectors(e, parts, row, e.op("add i64 %start, %done"))
+    column = e.op("add i64 %start, %done")
+    _fetch(e, encoding, [row[0]], column, UNPACK_AHEAD)
+    found = encoding.vectors(e, parts, row, column)
     for part, weights in enumerate(found):
         place = e.op(f"add i64 {e.op(f'add i64 {start}, %done')}, {part * encoding.lanes}")
         e.do(f"store {encoding.vector} {weights}, ptr {e.address('%panel', place, 'float')}, align 4")
