@@ -1,10 +1,10 @@
-"""offspec: runs language models far larger than the GPU, with exactly the output the model alone would have given.
+"""offspec: runs language models far larger than the GPU's memory. The output is exactly that of plain decoding.
 
     from offspec import Engine, SamplingParams
     for step in Engine.load("builtin").generate("def area(", SamplingParams(max_new_tokens=64)):
         print(step.text, end="", flush=True)
 
-Names are imported on first use (PEP 562), so that importing a subpackage does not bring in torch.
+Names are imported on first use (PEP 562), so that importing a subpackage does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
-# In a source checkout the subpackages lie beside this folder, not inside it; an installed copy has them inside.
+# In a source checkout the subpackages are beside this folder; in an installed package they are inside it.
 _root = Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "loaders").is_dir():
     __path__.append(str(_root))

@@ -1,7 +1,4 @@
-"""Work that goes on beside a pass of the target: on a thread, and on a GPU on a stream of its own.
-
-Knows nothing of what the work is.
-"""
+"""Runs work during a pass of the target: on a thread, and on a GPU in a separate stream."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ Work = Callable[[Callable[[], bool]], None]
 
 @contextmanager
 def in_background(work: Work, device: torch.device) -> Generator[None, None, None]:
-    """Run `work(is_over)` while the body runs, and wait for it at the end; what it raised is raised there.
+    """Run `work(is_over)` while the body runs; at the end wait for it, and raise its exception, if any.
 
-    `is_over()` turns true when the body has ended; the work should return soon after. On a GPU the body has to wait for
-    its own kernels, and nothing that the work makes may be touched before the end.
+    `is_over()` becomes true when the body has ended; the work should return soon after. On a GPU the body must wait for
+    its own kernels, and must not use tensors of the work before the end.
     """
     over = Event()
     errors: list[BaseException] = []
@@ -34,7 +31,7 @@ def in_background(work: Work, device: torch.device) -> Generator[None, None, Non
             else:
                 with torch.cuda.stream(stream):
                     work(over.is_set)
-        except BaseException as exc:  # noqa: BLE001 - raised where the body ends
+        except BaseException as exc:  # noqa: BLE001 - raised after the body
             errors.append(exc)
 
     thread = Thread(target=run, name="offspec-draft", daemon=True)
@@ -54,7 +51,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    """One for each device; tensors that the work leaves behind are used on it and on the main stream by turns."""
+    """One stream per device; the work and the main stream use the work's tensors alternately."""
     if device.type != "cuda":
         return None
     if device not in _streams:

@@ -1,6 +1,6 @@
-"""The engine: a target, a draft, and what was learnt of it; turns prompts into text, one request at a time or several.
+"""The engine: a target, a draft, and the estimates about it; generates text for one or several requests at a time.
 
-Knows nothing of the terminal, of files' bytes, or of how trees are drafted.
+It does not depend on the terminal, on file formats, or on how trees are drafted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.retrieval import SuffixIndex
 
 from .checkpoints.opening import Note
-from .drafts.base import NO_MODEL_TO_WEIGH, Draft
+from .drafts.base import NEEDS_DRAFT_MODEL, Draft
 from .drafts.without_model import NoDraft
 from .errors import ContextLengthError, UsageError
 from .loading import LoadedTarget, LoadOptions, load
@@ -40,9 +40,9 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class Engine:
-    """A loaded target and a draft. What is learnt of the draft is kept from request to request.
+    """A loaded target and a draft. Estimates about the draft are kept from request to request.
 
-    Several requests may be under way, in several threads, too: their passes come one after the other.
+    Several requests may run at once, also in several threads; their passes take turns.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Engine:
         name: str = "",
         index: SuffixIndex | None = None,
     ) -> None:
-        """draft: None guesses nothing. name: the model's, as it was asked for. index: of other texts to look up in."""
+        """draft: None is plain decoding. name: the model's name as given. index: of other texts for n-gram lookup."""
         self.loaded, self.tokenizer, self.draft = target, tokenizer, draft or NoDraft()
         self.name, self.lookup_index = name, index
         self.learnt = self.draft.new_learnt(target.decoder, target.predict_pass_s if target.rates else None)
@@ -62,12 +62,12 @@ class Engine:
 
     @classmethod
     def load(cls, model: str | PathLike[str] = "builtin", **options: Any) -> Engine:
-        """Load MODEL (a path, a hub id, or `builtin`) and its draft; what does not fit in memory is streamed.
+        """Load MODEL (a path, a hub id, or `builtin`) and its draft; layers that do not fit in memory are streamed.
 
-        options: see `offspec.loading.LoadOptions`, e.g. draft, device, dtype, context; vram and ram also as texts like
-        "4GiB". What was chosen automatically stands in `notes`, with its reason, where everything went in `plan`.
-        The engine is its own context manager: `with Engine.load(...) as engine` closes it at the end.
-        Raises OffspecError's children for whatever cannot be loaded or does not fit together.
+        options: the fields of `offspec.loading.LoadOptions`, e.g. draft, device, dtype, context. vram and ram may also
+        be texts like "4GiB". `notes` lists automatic choices and their reasons, `plan` shows where everything went.
+        The engine is a context manager: `with Engine.load(...) as engine` closes it at the end.
+        Raises a subclass of OffspecError if something cannot be loaded or does not match.
         """
         name = fspath(model)
         found = load(_load_options(name, options))
@@ -87,45 +87,48 @@ class Engine:
 
     @property
     def draft_name(self) -> str | None:
-        """What guesses: a model's name, `lookup`, `self`; None where nothing does."""
+        """The draft's name: a model's name, `lookup`, or `self`; None if nothing drafts."""
         return self.draft.name
 
     @property
     def max_context(self) -> int:
-        """The most a text may have in tokens."""
+        """The maximum number of tokens of prompt and answer."""
         return self.loaded.max_context
 
     @property
     def notes(self) -> list[Note]:
-        """What was chosen automatically, with its reason."""
+        """Automatic choices and their reasons."""
         return self.loaded.notes
 
     @property
     def plan(self) -> Plan | None:
-        """Where everything went; None for a target that was not loaded by a plan."""
+        """Where everything was placed; None for a target without a plan."""
         return self.loaded.plan
 
     @property
     def turn(self) -> RLock:
-        """Held by whoever computes with the models."""
+        """The lock that a request holds while it uses the models."""
         return self.loaded.turn
 
     @property
     def aligner(self) -> Aligner | None:
-        """What the draft learns with, where it may."""
+        """Trains the draft between requests; None if the draft does not learn."""
         return self.draft.aligner
 
     def close(self) -> None:
-        """Lets go of the memory, and joins what reads ahead; afterwards `generate` raises UsageError."""
+        """Free the memory and end the read-ahead threads. Afterwards `generate` raises UsageError."""
         self.loaded.close()
         self.draft.close()
 
     def with_draft(self, draft: Draft) -> Engine:
-        """The same target with another draft, of which nothing is learnt yet."""
+        """An engine with the same target and another draft, without estimates."""
         return Engine(self.loaded, self.tokenizer, draft, name=self.name, index=self.lookup_index)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: raw text, chat messages (through the chat template), or ids as they are."""
+        """Token ids of a prompt: raw text, chat messages (through the chat template), or token ids.
+
+        Raises UsageError for a prompt of another kind, an empty one, or an id outside the vocabulary.
+        """
         if isinstance(prompt, str):
             self.tokenizer.check_length(prompt, self.max_context)
             ids = self.tokenizer.encode(prompt)
@@ -134,7 +137,7 @@ class Engine:
         elif _is_ids(prompt):
             ids = [index(token) for token in prompt]
         else:
-            raise UsageError("a prompt is a text, a list of token ids, or a list of messages with role and content")
+            raise UsageError("a prompt must be a text, a list of token ids, or a list of messages (role, content)")
         if not ids:
             raise UsageError("the prompt is empty; give at least one token")
         if bad := [token for token in ids if not 0 <= token < self.target.config.vocab_size]:
@@ -150,14 +153,14 @@ class Engine:
         caches: TextCaches | None = None,
         observer: Observer | None = None,
     ) -> Generator[Step, None, None]:
-        """Generate text for a prompt, a step a pass; the text appears as it is accepted.
+        """Generate text for a prompt: an iterator with one `Step` per pass.
 
-        The text is that of plain decoding (`SpeculationParams(budget=0)`) with the same seed, token for token, whatever
-        the draft; with `SpeculationParams(accept="joint")` it is another, and the statistics say so (`is_lossy`).
+        The text equals that of plain decoding (`SpeculationParams(budget=0)`) with the same seed, token for token, for
+        any draft. With `SpeculationParams(accept="joint")` it may differ; `Stats.is_lossy` is then true.
         Closing the iterator between steps leaves the engine ready for the next request.
-        caches: kept from an earlier request (`new_caches`); what the prompt shares with its text is not scored again.
-        One request at a time may use them: UsageError until the other's iterator has ended, is closed, or is gone.
-        observer: shown every tree with its verdict, as the pass ends.
+        caches: from `new_caches`, kept from request to request; tokens that the prompt shares with the earlier text are
+        not scored again. One request at a time may use them: UsageError while another iterator is open.
+        observer: called with the tree and the verdict after every pass.
         Raises ContextLengthError or UsageError at once, NumericalError or MemoryLimitError while running.
         """
         began = time.perf_counter()
@@ -165,7 +168,7 @@ class Engine:
         params, speculation = params or SamplingParams(), speculation or SpeculationParams()
         speculation.check_sampling(params)
         if speculation.is_lossy and self.draft.decoder is None:
-            raise UsageError(NO_MODEL_TO_WEIGH)
+            raise UsageError(NEEDS_DRAFT_MODEL)
         text = self.encode(prompt)
         room = self.max_context - len(text)
         if room < 1:
@@ -174,22 +177,22 @@ class Engine:
         params = replace(params, seed=seed, max_new_tokens=min(params.max_new_tokens, room))
         asked = RequestParams(params, seed, speculation, observer, began)
         caches = caches or self.new_caches()
-        with self.turn:  # of two threads that come with the same caches, one is refused
+        with self.turn:  # if two threads use the same caches, one gets UsageError
             caches.user.check_free()
             return caches.user.begin(Request(self, text, asked, caches).run())
 
     def complete(
         self, prompt: Prompt, params: SamplingParams | None = None, speculation: SpeculationParams | None = None
     ) -> str:
-        """The whole text that `generate` gives piece by piece. Raises what it does."""
+        """The whole text that `generate` yields in steps. Raises the same errors."""
         return "".join(step.text for step in self.generate(prompt, params, speculation))
 
     def learn(self, stats: Stats) -> None:
-        """Let the draft learn from what the target said in the requests so far, if it was loaded with `learn`.
+        """Train the draft on the target's predictions in the requests so far, if it was loaded with `learn`.
 
-        To be called when a request has ended; what it took is counted in `stats`, that request's. Text does not change
-        by it. Left by an exception (Ctrl-C), the draft is as it was. Keys and values that a conversation's caches hold
-        of the draft as it was stay: they guess a little worse, and scoring them anew would cost a pass over it all.
+        Call this after a request, with its `stats`, which get the seconds, steps and losses. The text of later requests
+        does not change. After an exception (Ctrl-C), the draft is unchanged. A conversation's caches keep the draft's
+        old KV entries: they predict slightly worse, but scoring them again would cost a pass over the conversation.
         """
         if self.aligner is None or not self.aligner.is_listening:
             return
@@ -199,8 +202,10 @@ class Engine:
         stats.learnt_loss, stats.unlearnt_loss = learnt.loss, learnt.loss_before
 
     def new_caches(self, num_tokens: int = 0, num_nodes: int = 0) -> TextCaches:
-        """Empty KV caches of one text, to be kept from request to request; with room at once for so many tokens and a
-        tree beside them. Where device memory runs out for it, the target is loaded anew with fewer resident layers.
+        """Empty KV caches of one text, to pass as `caches` to several requests.
+
+        They have room for `num_tokens` tokens and a tree of `num_nodes` nodes at once, and grow as needed. If device
+        memory runs out here, the target is loaded again with fewer resident layers.
         """
         with self.turn:
             self.loaded.check()
@@ -212,7 +217,7 @@ class Engine:
 
     @property
     def guesses(self) -> bool:
-        """Whether anything does: a draft, what is looked up in its stead, or texts to look up in."""
+        """Whether anything proposes tokens: a draft model, lookup, or an index of other texts."""
         return self.draft_name is not None or self.draft.decoder is not None or self.lookup_index is not None
 
     def sharpness(self, *, greedy: bool) -> float:
@@ -221,17 +226,17 @@ class Engine:
 
     def _too_long(self, num_tokens: int) -> str:
         planned, longest = self.max_context, self.target.config.max_context
-        where, more = "the model's context is", ""
+        limit, more = "the model's context", ""
         if planned < longest:
-            where, more = "memory was planned for", f", or give --context (up to {longest})"
+            limit, more = "the planned context", f" or set a larger context, up to {longest} (--context)"
         return (
-            f"the prompt has {num_tokens} tokens and {where} {planned}, which leaves no room for an answer; "
+            f"the prompt has {num_tokens} tokens and {limit} is {planned}, which leaves no room for an answer; "
             f"shorten the prompt{more}"
         )
 
 
 def _load_options(model: str, options: Mapping[str, Any]) -> LoadOptions:
-    """Sizes may be texts. Raises UsageError for an unknown name, or a size that is none."""
+    """`LoadOptions` from keyword arguments; parses sizes. Raises UsageError for an unknown name or an invalid size."""
     known, found = [field.name for field in fields(LoadOptions) if field.name != "model"], dict(options)
     if unknown := [name for name in options if name not in known]:
         near = get_close_matches(unknown[0], known, n=1)
@@ -251,4 +256,4 @@ def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Me
 
 
 def _is_ids(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[int]]:
-    return all(hasattr(part, "__index__") for part in prompt)  # numpy's integers too, but no float
+    return all(hasattr(part, "__index__") for part in prompt)  # includes numpy's integers, excludes floats

@@ -1,41 +1,41 @@
-"""Every error that offspec raises on purpose. The ground floor: it imports nothing.
+"""All exceptions that offspec raises on purpose. This module imports nothing.
 
     OffspecError                  the message is one line: what, where, the remedy
-    ├── UsageError                an invalid argument or combination
-    ├── CheckpointError           a checkpoint is missing, damaged, or in a form that is not read
-    │   └── MissingWeightsError   its weights, or some of them, are not there at all
+    ├── UsageError                an argument or a combination is invalid
+    ├── CheckpointError           a checkpoint is missing, damaged, or in an unsupported form
+    │   └── MissingWeightsError   some or all of its weights are missing
     ├── UnsupportedModelError     the architecture, or a feature of it, is not implemented
     ├── TokenizerError            the tokenizer or chat template is missing, damaged, or refuses the input
-    ├── VocabularyMismatchError   draft and target do not speak the same tokens
-    ├── ContextLengthError        the prompt does not fit the model's context
-    ├── MemoryLimitError          what has to be in memory does not fit into what may be used
-    ├── HardwareError             a device or a disk of this machine does not answer
+    ├── VocabularyMismatchError   draft and target have different vocabularies
+    ├── ContextLengthError        the prompt does not fit the context
+    ├── MemoryLimitError          the model does not fit the memory that may be used
+    ├── HardwareError             a device or disk of this machine does not respond
     ├── StorageError              a file cannot be written: no space, no permission
-    ├── NumericalError            the model computed something that is not a number
-    └── VerificationError         speculative text was not what plain decoding gives
+    ├── NumericalError            the model computed a value that is not a number
+    └── VerificationError         speculative text differs from plain decoding's
 
-Foreign exceptions are mapped to these once, at the boundary where they arise, with `from exc`.
+Exceptions of other libraries become one of these, with `from exc`, where they arise.
 """
 
 
 class OffspecError(Exception):
-    """Base of all errors meant for a person; `exit_code` is what the CLI leaves with."""
+    """Base of all errors that are meant for the user. `exit_code` is the CLI's exit code."""
 
     exit_code = 1
 
 
 class UsageError(OffspecError):
-    """An invalid argument or combination of arguments."""
+    """An argument or a combination of arguments is invalid."""
 
     exit_code = 2
 
 
 class CheckpointError(OffspecError):
-    """A checkpoint is missing, damaged, or in a form that is not read."""
+    """A checkpoint is missing, damaged, or in an unsupported form."""
 
 
 class MissingWeightsError(CheckpointError):
-    """A checkpoint's weights, or some of them, are not there at all; what is there may be sound."""
+    """Some or all of a checkpoint's weights are missing; the other files may be valid."""
 
 
 class UnsupportedModelError(OffspecError):
@@ -47,19 +47,19 @@ class TokenizerError(OffspecError):
 
 
 class VocabularyMismatchError(OffspecError):
-    """Draft and target do not speak the same tokens."""
+    """Draft and target have different vocabularies."""
 
 
 class ContextLengthError(OffspecError):
-    """The prompt does not fit the model's context."""
+    """The prompt does not fit the context."""
 
 
 class MemoryLimitError(OffspecError):
-    """What has to be in memory does not fit into what may be used."""
+    """The model does not fit the memory that may be used."""
 
 
 class HardwareError(OffspecError):
-    """A device or a disk of this machine does not answer."""
+    """A device or disk of this machine does not respond."""
 
 
 class StorageError(OffspecError):
@@ -67,8 +67,8 @@ class StorageError(OffspecError):
 
 
 class NumericalError(OffspecError):
-    """The model computed something that is not a number."""
+    """The model computed a value that is not a number."""
 
 
 class VerificationError(OffspecError):
-    """Speculative text was not what plain decoding gives."""
+    """Speculative text differs from plain decoding's."""

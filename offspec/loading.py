@@ -1,4 +1,4 @@
-"""From a model's name to what an engine runs: files are opened and checked, memory is planned, weights are loaded."""
+"""Loads a model by name: opens and checks its files, plans memory, and loads target and draft."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ from .text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What `Engine.load` is asked for.
+    """The options of `Engine.load`.
 
-    model: a folder, a hub id, or `builtin`. draft: auto (the built-in pair's own; lookup for other models), none,
-    lookup (no model: what stood in the text before, and what the target said), self (the target's first layers and the
-    exit layer of exit_file, or the one that was made last for this target), or a model like `model`. revision: of a
-    hub id.
-    device: auto, cpu, cuda or cuda:N. dtype: auto, bf16, fp16, fp32. threads: of a CPU; None leaves torch's own number.
-    vram, ram: bytes that may be used; None is what is free. context: tokens to make room for; None is up to
-    `planning.plan.DEFAULT_CONTEXT`. tree: nodes to make room for beside them, where a larger budget will be asked for
-    than is found by itself. synchronous: read each streamed layer when it is needed (the plain twin of reading ahead).
-    progress(bytes_done, bytes_total) follows the loading of what stays. lookup_files: text files to look up in as well.
-    learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn` it
-    must be there. chats: it will be given messages; a model without a chat template is refused before its weights are
-    read. needs_draft_model: joint acceptance will be asked for; a draft without a model is refused as early.
+    model: a folder, a `.gguf` file, a hub id, or `builtin`. draft: `auto` (the built-in draft for the built-in target,
+    otherwise lookup), `none`, `lookup` (n-gram lookup and token recycling, no model), `self` (early exit: the target's
+    first layers and an exit layer), or a model like `model`. exit_file: the exit layer for `self`; None is the newest
+    one for this target. revision: branch, tag or commit of a hub id.
+    device: auto, cpu, cuda or cuda:N. dtype: auto, bf16, fp16, fp32. threads: CPU threads; None keeps torch's number.
+    vram, ram: limits in bytes; None is all that is free. context: maximum number of tokens of prompt and answer; None
+    is up to `planning.plan.DEFAULT_CONTEXT`. tree: nodes to reserve memory for, if requests will use a larger budget
+    than the automatic one. synchronous: no read-ahead; read each streamed layer when the pass needs it.
+    progress(bytes_done, bytes_total) is called while resident weights load. lookup_files: text files for n-gram lookup.
+    learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn`,
+    the file must exist. chats: prompts will be messages; a model without a chat template is refused before its weights
+    are read. needs_draft_model: requests will use joint acceptance; a draft without a model is refused equally early.
     """
 
     model: str = "builtin"
@@ -90,15 +90,15 @@ class LoadOptions:
 
 
 class LoadedTarget:
-    """A target in memory, and what was planned and measured for it. Engines that draft for it differently share one.
+    """A target in memory, with its plan and measured rates. Engines with different drafts can share one.
 
-    turn: held by whoever computes with the models. notes: what was chosen automatically, with its reason.
+    turn: the lock that a request holds while it uses the models. notes: automatic choices and their reasons.
     """
 
     def __init__(
         self, decoder: Decoder, memory: PlannedMemory | None = None, *, notes: list[Note] | None = None
     ) -> None:
-        """memory: how its weights were loaded, and can be again with fewer resident layers."""
+        """memory: the plan of its weights, and the means to load them again with fewer resident layers."""
         self.decoder, self.notes = decoder, notes if notes is not None else list[Note]()
         self.turn = RLock()
         self.rates: Rates | None = None
@@ -109,29 +109,30 @@ class LoadedTarget:
 
     @property
     def plan(self) -> Plan | None:
-        """Where everything went; None where it was not loaded by a plan."""
+        """The plan it was loaded by; None without one."""
         return None if self._memory is None else self._memory.plan
 
     @property
     def max_context(self) -> int:
-        """The most a text may have in tokens: memory may have been planned for less than the model could take."""
+        """The maximum number of tokens of a text; the plan's may be lower than the model's."""
         return self.decoder.config.max_context if self.plan is None else self.plan.context
 
     def predict_pass_s(self, width: int) -> float:
-        """Seconds that a pass over `width` tokens may take, by what was measured at the start."""
+        """Predicted seconds of a pass over `width` rows, from the rates measured while loading."""
         assert self.plan is not None
         assert self.rates is not None
         return self.plan.predict_pass_s(self.rates, width)
 
     @property
     def bytes_streamed(self) -> int:
-        """All that was moved for it so far."""
+        """Bytes of weights streamed so far."""
         return self._streamed_before + self.decoder.weights.bytes_streamed
 
     def make_kv_room(self, cache: KVCache, num_entries: int) -> None:
-        """To be called before a text's cache grows to so many entries.
+        """Call this before a text's cache grows to `num_entries` entries.
 
-        What may be used and no text's cache needs holds layers that were planned to come from disk; these give it back.
+        Memory within the limit that no text's cache needs holds some of the layers on disk. This frees these layers
+        as far as the caches need it.
         """
         plan, weights = self.plan, self.decoder.weights
         if plan is None or not isinstance(weights, TieredWeights) or plan.placement.limits.device is not None:
@@ -147,96 +148,100 @@ class LoadedTarget:
         weights.spare(unused + planned - taken)
 
     def spare_nothing(self) -> None:
-        """What holds layers only as long as no text needs it is given back."""
+        """Free all layers that are held only until a text's cache needs their memory."""
         if isinstance(self.decoder.weights, TieredWeights):
             self.decoder.weights.spare(0)
 
-    def make_room(self, told: str, give_up: Callable[[], None] = lambda: None) -> None:
-        """Load the weights anew with fewer resident layers, after device memory ran out; once.
+    def make_room(self, message: str, free_more: Callable[[], None] = lambda: None) -> None:
+        """After device memory ran out, load the weights again with fewer resident layers; possible once.
 
-        Whoever holds the decoder has the new weights. told: what torch said. give_up: lets go of what else can be made
-        anew, before weights are loaded. Raises MemoryLimitError, explained, where nothing more can be done.
+        `decoder` stays the same object, with new weights. message: torch's error. free_more: called before the weights
+        are loaded, to free other memory. Raises MemoryLimitError, with the plan's figures, if this is not possible.
         """
         if self._memory is None:
-            raise MemoryLimitError(f"{self.decoder.device} ran out of memory ({told})")
+            raise MemoryLimitError(f"{self.decoder.device} ran out of memory ({message})")
         memory = self._memory
-        memory.give_up_residents(told)
-        give_up()
+        memory.reduce_residents(message)
+        free_more()
         self._streamed_before = self.bytes_streamed
         self.decoder.weights.close()
         release_memory(memory.device)
         self._has_weights = False
-        self.decoder.weights = retry_out_of_memory(memory.load_weights, memory.give_up_residents)
+        self.decoder.weights = retry_out_of_memory(memory.load_weights, memory.reduce_residents)
         self._has_weights = True
 
     def check(self) -> None:
-        """Raises UsageError after `close`, MemoryLimitError where the weights could not be loaded anew."""
+        """Raises UsageError after `close`, MemoryLimitError if the weights could not be loaded again."""
         if self._is_closed:
-            raise UsageError("this engine is closed: its weights are gone; load the model again with Engine.load")
+            raise UsageError("this engine is closed and has no weights; load the model again (Engine.load)")
         if not self._has_weights:
             raise MemoryLimitError(
-                "the target is no longer in memory: it ran out, and the weights could not be loaded again; load it anew"
+                "the target is no longer in memory: memory ran out, and its weights could not be loaded again; "
+                "load the model again"
             )
 
     def close(self) -> None:
-        """Let go of the weights, and join what reads ahead; once more does nothing."""
+        """Free the weights and end the read-ahead threads. Repeated calls do nothing."""
         self._is_closed = True
         self.decoder.weights.close()
 
 
 class PlannedMemory:
-    """The plan by which a target's weights are loaded; where it was not enough, a leaner one.
+    """The plan that a target's weights are loaded by. If memory runs out, it is replaced by one with fewer residents.
 
-    Once while loading, and once more afterwards.
+    This can happen once while loading, and once afterwards.
     """
 
     def __init__(
         self, plan: Plan, device: torch.device, notes: list[Note], load_weights: Callable[[Plan], TieredWeights]
     ) -> None:
-        """load_weights: the target's, by a plan; may raise torch.OutOfMemoryError. notes: of what is given up."""
+        """load_weights: loads the target's by a plan; may raise torch.OutOfMemoryError. notes: get one per new plan."""
         self.plan, self.device = plan, device
-        self._can_give_up = True
+        self._can_reduce = True
         self._notes, self._load_weights = notes, load_weights
-        self._first_failure: str | None = None  # the first one, explained
+        self._first_failure: str | None = None  # the message of the first out-of-memory error
 
     def load_weights(self) -> TieredWeights:
-        """The target's, by the plan. Raises torch.OutOfMemoryError."""
+        """Load the target's weights by the plan. Raises torch.OutOfMemoryError."""
         return self._load_weights(self.plan)
 
     def load_decoder(self) -> Decoder:
-        """The same, with the decoder over them."""
+        """Load the target's weights, and make its decoder. Raises torch.OutOfMemoryError."""
         files, context = self.plan.demand.target, self.plan.context
         return decoder_over(replace(files, config=files.config.for_context(context)), self.load_weights(), self.device)
 
-    def settle(self, *, can_give_up: bool) -> None:
-        """Loading is done: what ran out until now does not count any more. can_give_up: there may be a next time."""
-        self._first_failure, self._can_give_up = None, can_give_up
+    def settle(self, *, can_reduce: bool) -> None:
+        """Call this after loading; earlier failures no longer count. can_reduce: `reduce_residents` may be used again.
 
-    def give_up_residents(self, told: str) -> None:
-        """Plan for fewer resident layers. told: what torch said.
-
-        Raises MemoryLimitError the second time, or where there may be no next one.
+        It may not if the draft shares the target's weights.
         """
-        if not self._can_give_up:
-            raise MemoryLimitError(explain_out_of_memory(self.plan, self.device, told))
+        self._first_failure, self._can_reduce = None, can_reduce
+
+    def reduce_residents(self, message: str) -> None:
+        """Plan for fewer resident layers. message: torch's error.
+
+        Raises MemoryLimitError the second time, if no layer is resident, or if `settle` forbade it.
+        """
+        if not self._can_reduce:
+            raise MemoryLimitError(explain_out_of_memory(self.plan, self.device, message))
         if self._first_failure is not None:
-            raise MemoryLimitError(f"{self._first_failure}; and so it did with fewer layers that stay")
-        self._first_failure = explain_out_of_memory(self.plan, self.device, told)
+            raise MemoryLimitError(f"{self._first_failure}; still out of memory with fewer resident layers")
+        self._first_failure = explain_out_of_memory(self.plan, self.device, message)
         release_memory(self.device)
         try:
             leaner = with_fewer_residents(self.plan)
         except MemoryLimitError as exc:
-            raise MemoryLimitError(f"{self._first_failure}; and so it did with fewer layers that stay") from exc
+            raise MemoryLimitError(f"{self._first_failure}; cannot plan with fewer resident layers") from exc
         before, now = len(self.plan.placement.resident), len(leaner.placement.resident)
         self._notes.append(
-            Note(f"{self._first_failure}; loaded again, {now} instead of {before} layers stay", advice=True)
+            Note(f"{self._first_failure}; loaded again with {now} instead of {before} resident layers", advice=True)
         )
         self.plan = leaner
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What an engine is made of."""
+    """The parts of an engine."""
 
     target: LoadedTarget
     tokenizer: Tokenizer
@@ -245,14 +250,14 @@ class Loaded:
 
 
 def load(options: LoadOptions) -> Loaded:
-    """Open, plan and load. Raises OffspecError's children for whatever cannot be loaded or does not fit together."""
+    """Open, plan and load. Raises a subclass of OffspecError if something cannot be loaded or does not match."""
     if options.threads is not None:
         if options.threads < 1:
-            raise UsageError(f"threads must be at least 1, not {options.threads}")
+            raise UsageError(f"threads must be at least 1, not {options.threads} (--threads)")
         set_num_threads(options.threads)
     notes: list[Note] = []
     device = choose_device(options.device, notes)
-    # Headers and tokenizers of both first, so that what cannot work is refused before gigabytes are read.
+    # Check headers and tokenizers of both models first, so that errors appear before gigabytes are read.
     files, tokenizer, opened = open_models(options, device.type, notes)
     features, index = list[MemoryUser]([opened]), None
     if options.lookup_files:
@@ -265,7 +270,7 @@ def load(options: LoadOptions) -> Loaded:
 
 @dataclass(frozen=True)
 class LookupIndex:
-    """An index of texts to look up in, as something that takes memory (`planning.memory.MemoryUser`)."""
+    """An index of texts for n-gram lookup, as a feature of a plan (`planning.memory.MemoryUser`)."""
 
     files: Sequence[str | Path]
 
@@ -275,7 +280,7 @@ class LookupIndex:
 
 
 def open_models(options: LoadOptions, device_type: str, notes: list[Note]) -> tuple[ModelFiles, Tokenizer, OpenedDraft]:
-    """Target, its tokenizer and the draft, checked; nothing is loaded. Raises OffspecError's children."""
+    """Open and check the target, its tokenizer and the draft; loads no weights. Raises a subclass of OffspecError."""
     path = locate(options.model, options.revision, "target")
     files = ModelFiles.open(path, options.dtype, device_type, notes)
     tokenizer = Tokenizer.load(files.checkpoint.tokenizer_path or files.checkpoint.path)
@@ -293,7 +298,7 @@ def _load_models(
     device: torch.device,
     notes: list[Note],
 ) -> tuple[LoadedTarget, Draft]:
-    if device.type == "cuda":  # what torch keeps of an engine that was closed would count as taken
+    if device.type == "cuda":  # otherwise memory that torch cached for a closed engine would count as used
         release_memory(device)
     plan = plan_here(files, features, read_hardware(device), options.memory)
     if device.type == "cuda":
@@ -307,12 +312,12 @@ def _load_models(
     memory = PlannedMemory(plan, device, notes, lambda plan: load_weights(files, plan.placement, device, settings))
 
     def load_both() -> tuple[Decoder, Draft]:
-        attach = opened.load(device)  # first: it is small, and what is wrong with it is known soon
+        attach = opened.load(device)  # the draft first: it is small, so its errors appear early
         decoder = memory.load_decoder()
         return decoder, attach(decoder)
 
-    decoder, draft = retry_out_of_memory(load_both, memory.give_up_residents)
-    memory.settle(can_give_up=draft.allows_reload)
+    decoder, draft = retry_out_of_memory(load_both, memory.reduce_residents)
+    memory.settle(can_reduce=draft.allows_reload)
     notes += _unpinned(decoder)
     target = LoadedTarget(decoder, memory, notes=notes)
     target.rates, target.link_bytes_per_s = rates, link
@@ -320,9 +325,9 @@ def _load_models(
 
 
 def _unpinned(decoder: Decoder) -> list[Note]:
-    """What the system did not allow to be page-locked."""
+    """A note if the system refused to page-lock weights in RAM."""
     if not isinstance(decoder.weights, TieredWeights) or not (unpinned := decoder.weights.unpinned_bytes):
         return []
-    what = f"the system does not allow {format_size(unpinned)} of weights in RAM to be page-locked"
-    remedy = "raise its limit (ulimit -l, the container's)"
-    return [Note(f"{what}, so they are copied more slowly; {remedy}", advice=True)]
+    what = f"the system refused to page-lock {format_size(unpinned)} of weights in RAM"
+    remedy = "raise the limit of locked memory (ulimit -l, or the container's setting)"
+    return [Note(f"{what}, so copies of them are slower; {remedy}", advice=True)]

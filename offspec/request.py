@@ -1,7 +1,7 @@
-"""One request under way: the loop that turns a prompt into text.
+"""The loop of one request, from a prompt to its text.
 
 propose (draft) → score (target) → verify (scheduler) → commit (both caches) → observe → yield.
-The first pass takes the prompt together with the first tree, so that a streamed target is walked once for both.
+The first pass takes the prompt and the first tree together, so that the weights are streamed once for both.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ Observer = Callable[[TokenTree, Verdict], None]
 
 @dataclass(frozen=True)
 class Step:
-    """What one pass brought: new token ids, the text that is certain by now, and the counters so far.
+    """The result of one pass: new token ids, the text that is final by now, and the counters so far.
 
-    finish_reason is None until the last step: eos (the model ended), stop (a stop text), length (max_new_tokens, or the
-    context is full). num_accepted of the token ids were the draft's guesses; the last of a pass is the target's alone.
-    texts[i] is what token_ids[i] made certain, often its own text; together they are `text`.
+    finish_reason is None until the last step: eos (the model ended the text), stop (a stop text), length
+    (max_new_tokens, or the context is full). The draft proposed num_accepted of the token ids; the last token of a pass
+    comes from the target alone. texts[i] is the text that became final with token_ids[i], usually that token's own;
+    joined, they are `text`.
     """
 
     token_ids: list[int]
@@ -52,7 +53,7 @@ class Step:
 
 @dataclass(frozen=True)
 class RequestParams:
-    """What a request is asked for. seed: the sampling's, drawn by now. began: when it was asked, by `perf_counter`."""
+    """The parameters of a request. seed: the sampling seed, never None. began: the start time, by `perf_counter`."""
 
     sampling: SamplingParams
     seed: int
@@ -62,10 +63,10 @@ class RequestParams:
 
 
 class Request:
-    """One request under way. `text` is the prompt and every token emitted; the caches hold all of it but the last."""
+    """A running request. `text` is the prompt and all emitted tokens; the caches hold all of it but the last token."""
 
     def __init__(self, engine: Engine, text: list[int], asked: RequestParams, caches: TextCaches) -> None:
-        """The prompt and `max_new_tokens` fit the context together."""
+        """text: the prompt's token ids. They and `max_new_tokens` must fit the context together."""
         self.engine, self.asked, self.limit = engine, asked, asked.sampling.max_new_tokens
         self.final = frozenset() if asked.sampling.ignore_eos else engine.tokenizer.eos_ids
         self._caches, self._longest = caches, len(text) + self.limit
@@ -83,26 +84,26 @@ class Request:
         )
 
     def _begin(self, text: list[int]) -> int:
-        """Caches and a drafter for what follows `text`; returns how many of its tokens the target has to score."""
+        """Prepare the caches and a drafter for `text`. Returns how many of its tokens the target must score."""
         caches, engine, speculation = self._caches, self.engine, self.asked.speculation
         num_prefilled = caches.rewind(text)
-        self.text, self.target = caches.text, caches.target  # one list: the caches know what they hold
+        self.text, self.target = caches.text, caches.target  # the same list as the caches'
         num_entries = self._longest + _tree_room(speculation, engine.target.device.type)
         engine.loaded.make_kv_room(self.target.cache, num_entries)
         self.target.cache.reserve(num_entries)
-        if caches.draft is not None:  # all that may be drafted: on a GPU it must not grow beside the target's pass
+        if caches.draft is not None:  # reserve for all rounds: on a GPU it must not grow during the target's pass
             caches.draft.reserve(self._longest + MAX_ROWS)
         asked = DraftRequest(self.sampler, self.final, num_prefilled)
         task = DraftTask(caches.draft, engine.target, asked, speculation, engine.lookup_index)
         self.drafter = engine.draft.drafter(task, engine.learnt)
         return num_prefilled
 
-    def _make_room(self, told: str) -> None:
-        """Device memory ran out: give up the text's cache, and resident layers of the target. told: what torch said."""
-        self.engine.loaded.make_room(told, self._caches.drop_target)
+    def _make_room(self, message: str) -> None:
+        """After device memory ran out, drop the text's KV cache and reload the target. message: torch's error."""
+        self.engine.loaded.make_room(message, self._caches.drop_target)
 
     def run(self) -> Generator[Step, None, None]:
-        """A step a pass, until the text ends."""
+        """One step per pass, until the text ends."""
         stream = self.engine.tokenizer.stream(self.asked.sampling.stop, skip_special_tokens=True)
         while True:
             with self.engine.turn:
@@ -113,9 +114,9 @@ class Request:
             if step.finish_reason:
                 return
 
-    def _begin_again(self, told: str) -> None:
-        """A pass ran out of device memory: do with less of it, from the same text."""
-        self._make_room(told)
+    def _begin_again(self, message: str) -> None:
+        """After a pass ran out of device memory, free some and start again from the same text."""
+        self._make_room(message)
         retry_out_of_memory(lambda: self._begin(self.text), self._make_room)
 
     def _iterate(self) -> Verdict:
@@ -167,7 +168,7 @@ class Request:
         stats.peak_device_bytes = device_bytes(self.engine.target.device)[1]
 
     def _step(self, verdict: Verdict, stream: TextStream) -> Step:
-        """The tokens of a verdict up to where the text ends, as text."""
+        """The step of a verdict: its tokens up to the end of the text."""
         tokens, texts = list[int](), list[str]()
         reason = None
         for token in verdict.tokens:
@@ -191,7 +192,7 @@ class Request:
 
 
 def _tree_room(speculation: SpeculationParams, device_type: str) -> int:
-    """The most nodes that a tree of the target may have."""
+    """The maximum number of nodes of a tree that is sent to the target."""
     if speculation.is_lossy:
         return speculation.beam * speculation.gamma
     return max_nodes(device_type) if speculation.budget is None else speculation.budget

@@ -1,8 +1,8 @@
-"""A conversation: its turns, what of it the model sees, and KV caches that are kept from turn to turn.
+"""A conversation: its turns, the turns within the context, and KV caches that are kept from turn to turn.
 
-The model is told the conversation as its chat template writes it, but replies as the tokens that it said itself: text
-does not always encode to the tokens that it was decoded from, and only the same tokens are in the caches. So a turn
-scores what is new and nothing else. Knows nothing of the terminal.
+The chat template renders the conversation, but replies keep their original token ids. Text does not always encode to
+the tokens that it was decoded from, and the caches hold the original ones. So a turn scores only new tokens.
+This module does not depend on the terminal.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from .stats import Stats
 from .text.tokenizer import Tokenizer
 
 FILE_FORMAT, FILE_VERSION = "offspec chat", 1
-SPARE_SHARE = 4  # of the context: the most that is kept free for a reply, and what is freed where it is full
+SPARE_SHARE = 4  # 1/SPARE_SHARE of the context is the most kept free for a reply, and is freed if the context is full
 INTERRUPTED = "interrupted"
 
 
 @dataclass
 class Turn:
-    """A message and its reply. token_ids: the reply's, as the model said them, without the end-of-text token.
+    """A message and its reply. token_ids: the reply's original token ids, without the end-of-text token.
 
-    finish_reason is a `Step`'s, or `interrupted`. num_dropped: turns before it that the model was not shown any more.
+    finish_reason is a `Step`'s, or `interrupted`. num_dropped: the number of earlier turns that were left out of the
+    prompt.
     """
 
     message: str
@@ -56,8 +57,8 @@ class Turn:
 class Session:
     """One conversation with an engine.
 
-    drops_oldest: where the context is full, the oldest turns are not shown to the model any more (the system message
-    always is); otherwise the next message is refused. tell(text) is called before that happens.
+    drops_oldest: if the context is full, leave out the oldest turns, but never the system message; otherwise refuse
+    the next message. tell(text) is called when turns are left out.
     """
 
     def __init__(
@@ -68,22 +69,22 @@ class Session:
         drops_oldest: bool = True,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Raises TokenizerError where the model has no chat template, or one that refuses a system message."""
+        """Raises TokenizerError if the model has no chat template, or one that refuses a system message."""
         engine.tokenizer.check_chat_template()
         self.engine, self.drops_oldest, self.turns = engine, drops_oldest, list[Turn]()
         self._tell = tell
         self._system: str | None = None
         self._caches = lasting_caches(engine)
-        self._lock = RLock()  # held while the turns are looked at and changed
+        self._lock = RLock()  # guards the turns
         self._reply = SoleUser(
-            "a reply of this conversation is under way: end it or close its iterator first, or begin another Session"
+            "a reply of this conversation is running; finish it, close its iterator, or use another Session"
         )
         self._exported = set[Path]()
         self.system = system
 
     @property
     def system(self) -> str | None:
-        """The system message. Setting it raises TokenizerError where the template refuses one."""
+        """The system message. Setting it raises TokenizerError if the template refuses it."""
         return self._system
 
     @system.setter
@@ -94,20 +95,20 @@ class Session:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the context that the conversation took with its last turn, the reply included."""
+        """Tokens of the context in use after the last turn, including the reply."""
         if not self.turns:
             return 0
         last = self.turns[-1]
         if last.stats is not None:
             return last.stats.num_prompt_tokens + last.stats.num_tokens
-        return len(self.encode(self.turns[last.num_dropped :])) + len(last.token_ids)  # it comes from a file
+        return len(self.encode(self.turns[last.num_dropped :])) + len(last.token_ids)  # a turn from a file
 
     def spare(self, params: SamplingParams) -> int:
-        """Tokens that are kept free for a reply, as long as there are turns to drop."""
+        """Tokens that are kept free for a reply, as long as there are turns to leave out."""
         return min(params.max_new_tokens, self.engine.max_context // SPARE_SHARE)
 
     def encode(self, turns: Sequence[Turn]) -> list[int]:
-        """Token ids of the system message and these turns, up to where the last one's reply begins."""
+        """Token ids of the system message and these turns, up to the start of the last turn's reply."""
         return encode_turns(self.engine.tokenizer, self.system, turns)
 
     def reply(
@@ -118,11 +119,11 @@ class Session:
         *,
         again: bool = False,
     ) -> Generator[Step, None, None]:
-        """Answer a message, a step a pass. again: in place of the last turn, which stays if nothing comes.
+        """Answer a message: an iterator with one `Step` per pass. again: the new turn replaces the last one.
 
-        Closing the iterator, or an exception in it, ends the reply and keeps what was said; a turn in which nothing was
-        said is taken back. Raises ContextLengthError or UsageError at once, NumericalError while running; UsageError
-        also where another reply is under way, in this thread or another.
+        Closing the iterator, or an exception in it, ends the reply and keeps its tokens so far. Without any token, the
+        turns stay as they were. Raises ContextLengthError or UsageError at once, NumericalError or MemoryLimitError
+        while running. Another running reply, in any thread, is a UsageError.
         """
         with self._lock:
             self._reply.check_free()
@@ -143,41 +144,41 @@ class Session:
                 yield step
 
     def _fit(self, before: Sequence[Turn], turn: Turn, params: SamplingParams) -> list[int]:
-        """The ids of as many turns as the context holds; `turn` is told how many were dropped."""
-        # What was dropped stays dropped, so that the caches' beginning stays the same from turn to turn.
+        """Token ids of as many turns as the context holds. Sets `turn.num_dropped`."""
+        # Turns that were dropped before stay dropped, so that the caches' text keeps its beginning.
         dropped = min(before[-1].num_dropped if before else 0, len(before))
         ids, limit, spare = self.encode([*before[dropped:], turn]), self.engine.max_context, self.spare(params)
         turn.num_dropped = dropped
         if not self.drops_oldest and len(ids) >= limit:
             raise ContextLengthError(
-                f"the conversation would have {len(ids)} tokens, and the context has {limit}: save it and begin anew, "
-                "take turns back, or let the oldest be dropped"
+                f"the conversation would have {len(ids)} tokens, and the context is {limit}; save it and start a new "
+                "one, undo turns, or allow dropping the oldest turns (--when-full drop)"
             )
         if not self.drops_oldest or len(ids) + spare <= limit:
             return ids
-        room = limit - limit // SPARE_SHARE  # some turns more than need be, or the next turn would begin anew again
+        room = limit - limit // SPARE_SHARE  # drop more than necessary, so that the next turns can reuse the caches
 
         def fits(dropped: int) -> bool:
             return len(self.encode([*before[dropped:], turn])) + spare <= room
 
-        # By halves: a rendering for each number of turns would take minutes.
+        # Binary search: rendering the chat once for each number of turns would take minutes.
         if number := bisect_left(range(dropped, len(before)), True, key=fits):
             turn.num_dropped += number
             ids = self.encode([*before[turn.num_dropped :], turn])
-            what = "turn is" if number == 1 else f"{number} turns are"
-            self._tell(f"the context of {limit} tokens is full: the oldest {what} not shown to the model any more")
+            what = "turn" if number == 1 else f"{number} turns"
+            self._tell(f"the context of {limit} tokens is full; the oldest {what} will be left out from now on")
         return ids
 
     def undo(self) -> Turn:
-        """Take back the last turn. Raises UsageError where there is none, or a reply is under way."""
+        """Remove the last turn and return it. Raises UsageError if there is none, or while a reply is running."""
         with self._lock:
             self._reply.check_free()
             if not self.turns:
-                raise UsageError("there is no turn to take back")
+                raise UsageError("there is no turn to undo")
             return self.turns.pop()
 
     def clear(self) -> None:
-        """Begin anew, with the same system message. Raises UsageError while a reply is under way."""
+        """Remove all turns, but keep the system message. Raises UsageError while a reply is running."""
         with self._lock:
             self._reply.check_free()
             self.turns = []
@@ -185,11 +186,11 @@ class Session:
     # ---------------------------------------------------------------------------------------- files
 
     def save(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Write the conversation, and `settings` beside it, as JSON: all of it or nothing.
+        """Write the conversation and `settings` as JSON, atomically.
 
-        Only a saved chat is overwritten. Raises StorageError.
+        Overwrites only saved chats. Raises StorageError.
         """
-        _check_free(path, "is no saved chat", _is_saved)
+        _check_free(path, "is not a saved chat", _is_saved)
         turns = [{name: value for name, value in asdict(turn).items() if name != "stats"} for turn in self.turns]
         content = {
             "format": FILE_FORMAT,
@@ -202,10 +203,11 @@ class Session:
         _write(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Take over a saved conversation, in place of this one; returns the settings that were saved with it.
+        """Replace this conversation by a saved one. Returns the saved settings.
 
-        Raises UsageError for a file that is not one, or while a reply is under way, with this conversation as it was.
-        Replies keep their tokens where these mean the same text here, so another model can go on, too.
+        Raises UsageError for any other file, or while a reply is running; this conversation is then unchanged.
+        Replies keep their token ids if these decode to the same text here, so another model can continue the
+        conversation.
         """
         saved = read_saved(path)
         with self._lock:
@@ -224,10 +226,7 @@ class Session:
         self.turns = saved.turns
 
     def export(self, path: Path) -> None:
-        """Write the conversation as Markdown, for people.
-
-        Only what was written so by this object is overwritten. Raises StorageError.
-        """
+        """Write the conversation as Markdown. Overwrites only files that this object exported. Raises StorageError."""
         _check_free(path, "was not exported from this conversation", lambda path: path.resolve() in self._exported)
         parts = [f"# {self.engine.name}"]
         if self.system is not None:
@@ -239,9 +238,9 @@ class Session:
 
 
 def lasting_caches(engine: Engine) -> TextCaches:
-    """KV caches for requests that go on from one another: what was planned for a text is taken at once.
+    """KV caches for requests that continue one another. They allocate the planned context and tree at once.
 
-    Without a plan nobody knows how much that would be.
+    Without a plan, they grow as needed.
     """
     return engine.new_caches(engine.max_context, engine.plan.tree) if engine.plan is not None else engine.new_caches()
 
@@ -250,9 +249,9 @@ def lasting_caches(engine: Engine) -> TextCaches:
 
 
 def turns_of(messages: Sequence[Message], said: Mapping[str, list[int]]) -> tuple[str | None, list[Turn]] | None:
-    """The system message and the turns of a conversation that a user's message ends; None for one of another form.
+    """The system message and the turns of alternating messages that end with a user's; None for any other form.
 
-    said: replies with the tokens that they were said as.
+    said: replies with their original token ids.
     """
     roles = [message["role"] for message in messages]
     num_system = int(roles[:1] == ["system"])
@@ -266,7 +265,7 @@ def turns_of(messages: Sequence[Message], said: Mapping[str, list[int]]) -> tupl
 
 
 def _messages(system: str | None, turns: Sequence[Turn], replies: Sequence[str]) -> list[Message]:
-    """The last turn's reply is still to come."""
+    """The turns as messages. The last turn has no reply yet."""
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     for turn, reply in zip(turns, [*replies, None], strict=True):
         messages.append({"role": "user", "content": turn.message})
@@ -278,29 +277,29 @@ def _messages(system: str | None, turns: Sequence[Turn], replies: Sequence[str])
 def encode_turns(
     tokenizer: Tokenizer, system: str | None, turns: Sequence[Turn], most_tokens: int | None = None
 ) -> list[int]:
-    """The template's text as ids, with the very tokens of each reply that stands in it as it was said.
+    """Token ids of the rendered conversation, with the original ids of each reply that the template leaves unchanged.
 
-    A second rendering with marks instead of replies shows where they stand. From a reply on that the template changes
-    (it may strip one, or leave out its reasoning) the text is encoded as it is. Raises ContextLengthError for a text
-    that is far longer than `most_tokens`.
+    A second rendering has placeholders instead of replies, and shows where the replies are. A template may change a
+    reply: strip it, or omit its reasoning. From the first changed reply on, all text is encoded anew. Raises
+    ContextLengthError if the text has far more than `most_tokens` tokens.
     """
     said = turns[:-1]
     messages = _messages(system, turns, [turn.reply for turn in said])
     if most_tokens is not None:
         tokenizer.check_messages(messages, most_tokens)
     chat = tokenizer.hide_special(messages)
-    text, marks = tokenizer.render_chat(chat.messages), [f"\ue000{i}\ue001" for i in range(len(said))]
+    text, placeholders = tokenizer.render_chat(chat.messages), [f"\ue000{i}\ue001" for i in range(len(said))]
     if most_tokens is not None:
         tokenizer.check_length(text, most_tokens)
     replies = [message["content"] for message in chat.messages if message["role"] == "assistant"]
-    standing_in = iter(marks)
+    next_one = iter(placeholders)
     rest = tokenizer.render_chat(
-        [m | {"content": next(standing_in)} if m["role"] == "assistant" else m for m in chat.messages]
+        [m | {"content": next(next_one)} if m["role"] == "assistant" else m for m in chat.messages]
     )
     ids, context = list[int](), ""
-    done = at = 0  # text[:done] is encoded, text[:at] is understood
-    for turn, reply, mark in zip(said, replies, marks, strict=True):
-        before, _, rest = rest.partition(mark)
+    done = at = 0  # text[:done] is encoded, text[:at] is matched with both renderings
+    for turn, reply, placeholder in zip(said, replies, placeholders, strict=True):
+        before, _, rest = rest.partition(placeholder)
         if not text.startswith(before + reply, at):
             break
         start, at = at + len(before), at + len(before) + len(reply)
@@ -311,7 +310,7 @@ def encode_turns(
 
 
 def _is_said(turn: Turn, tokenizer: Tokenizer) -> bool:
-    """Whether the reply's tokens are the reply. Special tokens in it come from a file that somebody else wrote."""
+    """Whether the reply's token ids decode to its text. A file by somebody else may contain special tokens: refused."""
     ids = turn.token_ids
     is_plain = tokenizer.special_in_text or tokenizer.special_ids.isdisjoint(ids)
     return bool(ids) and is_plain and tokenizer.decode(ids, skip_special_tokens=False) == turn.reply
@@ -322,7 +321,7 @@ def _is_said(turn: Turn, tokenizer: Tokenizer) -> bool:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a file holds."""
+    """The content of a saved chat."""
 
     system: str | None
     settings: dict[str, Any]
@@ -330,23 +329,23 @@ class Saved:
 
 
 def read_saved(path: Path) -> Saved:
-    """Read what `Session.save` wrote. Raises UsageError for anything else."""
+    """Read a file by `Session.save`. Raises UsageError for any other file."""
     if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe or a device may never end
-        raise UsageError(f"{path} cannot be read: it is no regular file; give a file that /save wrote")
+        raise UsageError(f"{path} cannot be read: it is not a regular file; use a file written by /save")
     try:
         content = parse_json(read_small_file(path))
     except OSError as exc:
         raise UsageError(f"{path} cannot be read: {exc.strerror}") from exc
     except ValueError as exc:
-        raise UsageError(f"{path} is no saved chat: not JSON ({exc})") from exc
+        raise UsageError(f"{path} is not a saved chat: invalid JSON ({exc}); use a file written by /save") from exc
     if not isinstance(content, dict) or content.get("format") != FILE_FORMAT:
-        raise UsageError(f'{path} is no saved chat: "format" is not "{FILE_FORMAT}"; give a file that /save wrote')
+        raise UsageError(f'{path} is not a saved chat: "format" is not "{FILE_FORMAT}"; use a file written by /save')
     version = content.get("version")
     if version != FILE_VERSION:
-        raise UsageError(f"{path} has version {version!r} of the format, and {FILE_VERSION} is read: update offspec")
+        raise UsageError(f"{path} has format version {version!r}, only {FILE_VERSION} is supported; update offspec")
     system, settings, turns = (content.get(key) for key in ("system", "settings", "turns"))
     if not (system is None or isinstance(system, str)) or not isinstance(settings, dict) or not isinstance(turns, list):
-        raise UsageError(f"{path} is damaged: system, settings or turns are not what /save writes")
+        raise UsageError(f"{path} is damaged: system, settings or turns are missing or have a wrong type")
     return Saved(system, settings, [_turn(path, number, turn) for number, turn in enumerate(turns, 1)])
 
 
@@ -356,7 +355,7 @@ def _turn(path: Path, number: int, content: Any) -> Turn:
     good = good and all(isinstance(content[name], kind) for name, kind in kinds.items())
     good = good and all(type(token) is int and 0 <= token < 2**32 for token in content["token_ids"])
     if not good or not 0 <= content["num_dropped"] < number:
-        raise UsageError(f"{path} is damaged: turn {number} is not what /save writes")
+        raise UsageError(f"{path} is damaged: turn {number} has missing, unknown or invalid fields")
     return Turn(**content)
 
 
@@ -369,9 +368,9 @@ def _is_saved(path: Path) -> bool:
 
 
 def _check_free(path: Path, fault: str, is_ours: Callable[[Path], bool]) -> None:
-    """Raises StorageError where something else than ours stands."""
+    """Raises StorageError if the file exists and is not ours."""
     if os.path.exists(path) and not is_ours(path):
-        raise StorageError(f"{path} exists and {fault}; name another file")
+        raise StorageError(f"{path} exists and {fault}; choose another file")
 
 
 def _write(path: Path, text: str) -> None:
@@ -379,5 +378,5 @@ def _write(path: Path, text: str) -> None:
     try:
         content = text.encode()
     except UnicodeEncodeError as exc:
-        raise StorageError(f"{path} cannot be written: {exc}; nothing is lost") from exc
+        raise StorageError(f"{path} cannot be written: {exc}; the conversation is still in memory") from exc
     write_atomically(path, content)

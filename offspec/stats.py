@@ -1,4 +1,4 @@
-"""What one request counted. Knows nothing of how the work is done."""
+"""The counters of one request."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import psutil
 
 @dataclass
 class Stats:
-    """Counters of one request. The engine writes them; `as_dict` adds what follows from them, None if unmeasured.
+    """Counters of one request. The engine writes them; `as_dict` adds derived rates, None if unmeasured.
 
-    num_prefilled_tokens of the prompt's were scored; the others were in caches kept from an earlier request.
-    The first pass takes the whole prompt *and* a tree, so it is the prefill and already yields tokens: prefill_s is
-    that iteration, drafting included, and ttft_s the time from the request to its tokens. decode_s is everything after
-    it. tokens_per_pass counts every pass, the first one too; 1 is plain decoding. draft_s and target_s are sums over
-    passes.
-    is_lossy: the text was accepted jointly, and may be another than plain decoding's.
-    learn_*: what the draft learnt when the request had ended (`Engine.learn`); learnt_loss is KL(target ‖ draft) a
-    token in nats, as it drafted, and unlearnt_loss that of the draft as it came.
-    stream_*: bytes of weights moved to the device for passes; None where nothing is streamed and no link is involved.
+    num_prefilled_tokens of the prompt's tokens were scored; the others were in caches from an earlier request.
+    The first pass takes the whole prompt *and* a tree, so it is the prefill and already yields tokens. prefill_s is the
+    time of this iteration, including drafting; ttft_s is the time from the request to its tokens. decode_s is the time
+    of all later iterations. tokens_per_pass includes the first pass; plain decoding has 1. draft_s and target_s are
+    sums over passes.
+    is_lossy: joint acceptance was on, so the text may differ from plain decoding's.
+    learn_*: the training after the request (`Engine.learn`). learnt_loss is KL(target ‖ draft) per token in nats, for
+    the draft as it was during the request; unlearnt_loss is that of the original draft.
+    stream_*: bytes of weights streamed to the device; None if nothing is streamed.
     """
 
     num_prompt_tokens: int = 0
@@ -54,7 +54,7 @@ class Stats:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens after the first pass ÷ decode_s; 0 where the first pass said everything and nothing was measured."""
+        """Tokens after the first pass ÷ decode_s; 0 if there was only one pass."""
         return (self.num_tokens - self.num_first_pass_tokens) / self.decode_s if self.decode_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,10 +66,10 @@ class Stats:
 
 
 def peak_host_bytes() -> int:
-    """The most physical memory this process has held, in bytes."""
+    """This process's peak physical memory, in bytes."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
-    if sys.platform == "linux":  # getrusage(2) there counts what the parent held before execve(2) as well
+    if sys.platform == "linux":  # there, getrusage(2) includes the parent's memory before execve(2)
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
     import resource

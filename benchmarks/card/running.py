@@ -83,7 +83,7 @@ def loaded(
             raise
         return decoder, guesser
 
-    decoder, guesser = retry_out_of_memory(load, memory.give_up_residents)
+    decoder, guesser = retry_out_of_memory(load, memory.reduce_residents)
     plan, kept = memory.plan, LoadedTarget(decoder, memory, notes=notes)
     kept.rates, kept.link_bytes_per_s = rates, rates.host_to_device_bytes_per_s
     tokenizer = Tokenizer.load(files.checkpoint.path)

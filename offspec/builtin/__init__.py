@@ -14,6 +14,6 @@ def path(role: str) -> Path:
 
 
 def prompts() -> list[str]:
-    """Beginnings of functions and modules that neither model has been trained on, as plain source."""
+    """Held-out prompts: beginnings of Python functions and modules that neither model was trained on."""
     lines = (_HERE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["prompt"] for line in lines]

@@ -1,1 +1,1 @@
-"""What guesses the target's tokens: kinds of draft (`base.Draft`), each one object in a file of its own."""
+"""The kinds of draft (`base.Draft`), one per file. A draft proposes the target's next tokens."""

@@ -1,7 +1,7 @@
-"""What a kind of draft is: its files, its memory, how it is loaded, what it drafts on, and what it is told.
+"""The interface of a kind of draft: its files, memory, loading, drafter, and listener.
 
-`--draft` names a kind, or a model. A kind is opened before anything is loaded (`OpenedDraft`: its files are checked and
-its memory is counted), then loaded (`Draft`). A new kind is one file with these two, and one line in `kinds.py`.
+`--draft` names a kind, or a model. First, the kind is opened: `OpenedDraft` checks its files and counts its memory.
+Then it is loaded as a `Draft`. A new kind is one file with these two classes, and one line in `kinds.py`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ..text.tokenizer import Tokenizer
 from ..training.online import Aligner
 from .learnt import EstimatesAndRecall
 
-NO_MODEL_TO_WEIGH = "joint acceptance weighs the target against a draft model, and there is none; give --draft PATH"
+NEEDS_DRAFT_MODEL = "joint acceptance needs a draft model, and none is loaded; choose one (--draft PATH)"
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """What the user says of the draft.
+    """The user's settings of the draft.
 
-    draft: auto, none, lookup, self, or a model. exit_file: of `self`. learn: it may learn between requests. learn_file:
-    what it learnt before; without `learn` it must be there. needs_model: joint
-    acceptance will be asked for.
+    draft: auto, none, lookup, self, or a model. exit_file: the exit layer for `self`. learn: the draft may learn
+    between requests. learn_file: what it learnt before; without `learn`, the file must exist. needs_model: requests
+    will use joint acceptance.
     """
 
     draft: str = "auto"
@@ -54,27 +54,29 @@ class DraftOptions:
         return self.learn or self.learn_file is not None
 
     def refuse_model_needs(self) -> None:
-        """For kinds without a model. Raises UsageError where one is needed."""
+        """For kinds without a model. Raises UsageError if a draft model is needed."""
         if self.needs_model:
-            raise UsageError(NO_MODEL_TO_WEIGH)
+            raise UsageError(NEEDS_DRAFT_MODEL)
 
     def refuse_learning(self) -> None:
-        """For kinds without a model of their own. Raises UsageError."""
+        """For kinds without a model of their own. Raises UsageError if the draft is to learn."""
         if self.learns:
-            raise UsageError("only a draft model can learn, and there is none; give one with --draft PATH")
+            raise UsageError("only a draft model can learn, and none is loaded; choose one (--draft PATH)")
 
     def refuse_exit_file(self) -> None:
-        """For kinds without an exit layer. Raises UsageError."""
+        """For kinds without an exit layer. Raises UsageError if an exit file was given."""
         if self.exit_file is not None:
-            raise UsageError(f"--exit-file {self.exit_file} is for --draft self; give that too, or leave it out")
+            raise UsageError(
+                f"--exit-file {self.exit_file} needs an early-exit draft; add --draft self, or omit the file"
+            )
 
 
 @dataclass(frozen=True)
 class OpenRequest:
-    """A draft is asked for: options, and the target that it is for.
+    """A request to open a draft: the user's options, and the target.
 
-    tokenizer: the target's; None where it is only planned for, and files may be missing. dtype: auto, bf16, fp16, fp32.
-    notes: takes down what is chosen automatically.
+    tokenizer: the target's; None if memory is only planned and files may be missing. dtype: auto, bf16, fp16, fp32.
+    notes: opening appends each automatic choice.
     """
 
     options: DraftOptions
@@ -86,19 +88,19 @@ class OpenRequest:
 
 
 class OpenedDraft(Protocol):
-    """A draft whose files were checked; nothing is loaded. It declares its memory (`planning.memory.MemoryUser`)."""
+    """A draft with checked files, not loaded yet. It declares its memory (`planning.memory.MemoryUser`)."""
 
     @property
     def models(self) -> Sequence[ModelFiles]:
-        """Those that will be loaded for it."""
+        """The models that `load` will load."""
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
-        """What it takes beside `target`."""
+        """The memory that the draft needs beside `target`."""
 
     def load(self, device: torch.device) -> Attach:
-        """Load it, before the target; what is returned makes the draft of it when the target is there, too.
+        """Load the draft's own weights before the target's. The result makes the `Draft`, given the loaded target.
 
-        Raises torch.OutOfMemoryError or OffspecError's children.
+        Raises torch.OutOfMemoryError or a subclass of OffspecError.
         """
 
 
@@ -106,7 +108,7 @@ class OpenedDraft(Protocol):
 class DraftTask:
     """One request, as a draft sees it.
 
-    text: the draft's own cached text, where it has a model. index: other texts to look up in.
+    text: the draft's own cached text; None without a draft model. index: other texts for n-gram lookup.
     """
 
     text: CachedDecoder | None
@@ -117,11 +119,12 @@ class DraftTask:
 
 
 class Draft:
-    """A loaded draft. This one has no model: subclasses say what theirs is and does.
+    """A loaded draft. This base class has no model; subclasses may have one.
 
-    name: what guesses: a model's name, `lookup`, `self`; None where nothing does. decoder: the model that drafts.
-    aligner: what the draft learns with. overlaps: it can draft while the target's pass runs. allows_reload: the target
-    may be loaded anew beside it. target_layers: the target's layers whose states it is told of after a pass.
+    name: a model's name, `lookup`, or `self`; None if nothing drafts. decoder: the draft model, or None.
+    aligner: trains the draft between requests, or None. overlaps: it can draft while the target's pass runs.
+    allows_reload: the target's weights may be loaded again while this draft exists. target_layers: the target's layers
+    whose states `TargetPass` reports to the draft.
     """
 
     overlaps = True
@@ -134,25 +137,25 @@ class Draft:
         self.aligner: Aligner | None = None
 
     def prepare(self, max_context: int) -> None:
-        """Before the first text. max_context: tokens of the longest one."""
+        """Called once, before the first text. max_context: tokens of the longest text."""
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
-        """Empty caches of one text, with room for so many tokens and a tree beside them."""
+        """Empty caches of one text, with room for `num_tokens` tokens and a tree of `num_nodes` nodes."""
         return TextCaches(CachedDecoder(target, num_tokens + num_nodes), None)
 
     def new_learnt(self, target: Decoder, predict_pass_s: Callable[[int], float] | None) -> EstimatesAndRecall:
-        """What is learnt of this draft beside this target, nothing yet.
+        """Empty estimates for this draft with this target.
 
-        predict_pass_s: what a pass may take, by rows.
+        predict_pass_s: a first estimate of a pass's seconds from its number of rows.
         """
         return EstimatesAndRecall.of(target, self.decoder, predict_pass_s)
 
     def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
-        """Those that need no model."""
+        """The guessers of one request; they need no model."""
         return [] if task.index is None else [Retrieval(task.index, learnt.retrievals)]
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
-        """What guesses in one request."""
+        """The drafter of one request."""
         guessers = self.guessers(task, learnt)
         if task.speculation.budget == 0 or not guessers:
             return NoDrafter()
@@ -166,11 +169,11 @@ class Draft:
         )
 
     def new_listener(self) -> Listener:
-        """What is told of every pass of one request beside its drafter, in order."""
+        """A function that receives every pass of one request, in order, in addition to the drafter."""
         return _ignore
 
     def close(self) -> None:
-        """Let go of its memory."""
+        """Free the draft's memory."""
 
 
 def _ignore(done: TargetPass) -> None:
@@ -182,5 +185,5 @@ Listener = Callable[[TargetPass], None]
 
 
 def controller_of(task: DraftTask, learnt: EstimatesAndRecall) -> Controller:
-    """How long to draft and how much to send, as the request asks for."""
+    """Decides how long to draft and how many nodes to send, by the request's parameters."""
     return controller_for(task.speculation, learnt.costs, max_nodes(task.target.device.type))

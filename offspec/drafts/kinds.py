@@ -1,4 +1,4 @@
-"""The kinds of draft, by the name that `--draft` gives them; any other name is a model's."""
+"""The kinds of draft by their names in `--draft`. Any other name is a model's."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
 
 
 def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
-    """What `--draft` asks for beside MODEL. Raises OffspecError's children."""
+    """Open the draft that `--draft` names for the target MODEL. Raises a subclass of OffspecError."""
     options = replace(request.options, draft=_resolve(model, request))
     return KINDS.get(options.draft, OpenedModel.open)(replace(request, options=options))
 
 
 def _resolve(model: str, request: OpenRequest) -> str:
-    """The kind or model that `auto` stands for."""
+    """The name of a kind or a model; `auto` becomes one of them."""
     if request.options.draft != "auto":
         return request.options.draft
     if model == "builtin":
         return "builtin"
-    remedy = "a small model of its family makes it faster: --draft PATH"
-    text = f"no draft is known for {model}, so only repetitions are guessed; {remedy}"
+    remedy = "a small model of the same family is faster (--draft PATH)"
+    text = f"draft: n-gram lookup, because no draft model was given for {model}; {remedy}"
     request.notes.append(Note(text, advice=True))
     return LookupDraft.NAME

@@ -1,4 +1,4 @@
-"""What was learnt of a draft beside a target, kept from request to request."""
+"""The estimates about a draft with a target, kept from request to request."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .recall import Recall
 
 @dataclass
 class EstimatesAndRecall(RunningEstimates):
-    """Calibration, costs, reliabilities, and recall: what the target said where both models were asked.
+    """Calibration, costs, reliabilities, and recall.
 
-    recall: None where no model drafts.
+    recall: the target's predictions at recent positions (`drafts.recall`); None without a draft model.
     """
 
     recall: Recall | None = None
@@ -28,7 +28,7 @@ class EstimatesAndRecall(RunningEstimates):
     def of(
         cls, target: Decoder, draft: Decoder | None, predict_pass_s: Callable[[int], float] | None
     ) -> EstimatesAndRecall:
-        """Nothing yet. predict_pass_s: a first guess of the seconds of a pass, by its rows."""
+        """Empty estimates. predict_pass_s: a first estimate of a pass's seconds from its number of rows."""
         return cls(
             TokenRecycling(target.config.vocab_size),
             costs=Costs(predict_pass_s),
@@ -38,5 +38,5 @@ class EstimatesAndRecall(RunningEstimates):
 
 
 def _is_linear(decoder: Decoder) -> bool:
-    """Whether its logits are linear in its final states, which recall relies on."""
+    """Whether its logits are linear in its final states, as recall requires."""
     return not isinstance(decoder.config, ForeignConfig) or decoder.config.has_linear_head

@@ -1,4 +1,4 @@
-"""A small model as the draft: one of the target's vocabulary, resident beside it."""
+"""A small model as the draft: it has the target's vocabulary and is resident."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest,
 from .learnt import EstimatesAndRecall
 from .recall import RecallingText, recall_bytes
 
-WALKED_SLICES = 3  # of HEAD_ROWS rows each, beside the one that is being computed
+WALKED_SLICES = 3  # slices of HEAD_ROWS rows that a walk keeps beside the current one
 
 
 class ModelDraft(Draft):
@@ -44,10 +44,10 @@ class ModelDraft(Draft):
     decoder: Decoder
 
     def __init__(self, decoder: Decoder, name: str | None, aligner: Aligner | None = None) -> None:
-        """aligner: it learns from the target, or has."""
+        """aligner: trains the draft, or applied what it learnt before."""
         super().__init__(name)
         self.decoder, self.aligner = decoder, aligner
-        self.graphs: TreeGraphs | None = None  # its rounds, captured; on a GPU
+        self.graphs: TreeGraphs | None = None  # captured rounds, on a GPU only
 
     def prepare(self, max_context: int) -> None:
         if self.decoder.device.type == "cuda" and is_static(self.decoder) and self.graphs is None:
@@ -65,7 +65,7 @@ class ModelDraft(Draft):
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
         text, speculation, request = task.text, task.speculation, task.request
-        if text is None:  # the caches were made by an engine without this draft: only guessers are left
+        if text is None:  # an engine without this draft made the caches, so only guessers can draft
             return super().drafter(task, learnt)
         if speculation.is_lossy:
             return BeamDrafter(text, request.sampler, speculation, request.final)
@@ -94,7 +94,7 @@ class ModelDraft(Draft):
         )
 
     def new_listener(self) -> Listener:
-        """The aligner takes down what the target thought, in the first pass along the prompt, too."""
+        """The aligner records the target's predictions; the first pass includes those along the prompt."""
         if self.aligner is None:
             return super().new_listener()
         return self.aligner.new_listener()
@@ -107,7 +107,7 @@ class ModelDraft(Draft):
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A draft model's files, which fit the target."""
+    """A draft model's files, checked against the target."""
 
     name: str
     files: ModelFiles
@@ -115,7 +115,7 @@ class OpenedModel:
 
     @classmethod
     def open(cls, request: OpenRequest) -> OpenedModel:
-        """Raises VocabularyMismatchError for a model with other tokens, OffspecError's children for bad files."""
+        """Raises VocabularyMismatchError for another vocabulary, another subclass of OffspecError for bad files."""
         name, options = request.options.draft, request.options
         options.refuse_exit_file()
         path = locate(name, None, "draft", weights=request.tokenizer is not None)
@@ -157,7 +157,7 @@ class OpenedModel:
 
 
 def guessing_items(draft: ModelConfig, target: ModelFiles) -> list[Item]:
-    """What a drafting model needs beside its weights and its KV cache."""
+    """The memory that a draft model needs beside its weights and its KV cache."""
     itemsize = target.dtype.itemsize
     return [
         Item("recall", on_device=recall_bytes(draft, target.config, itemsize)),
@@ -166,10 +166,10 @@ def guessing_items(draft: ModelConfig, target: ModelFiles) -> list[Item]:
 
 
 def _guessing_bytes(draft_vocabulary: int, target_vocabulary: int) -> int:
-    """What is as wide as a vocabulary, at temperature 1.
+    """Bytes of the arrays that are as wide as a vocabulary, at temperature 1.
 
-    A round's logits in fp32 with its noise, what comes of both and a copy; the noise of the positions of a tree, in
-    fp32 and fp64; logits of the parts of a tree that a walk leads through.
+    A round has its logits in fp32, its noise, their sum, and a copy. A tree has the noise of its positions in fp32 and
+    fp64. A walk has the logits of the slices of the tree that it passes through.
     """
     rounds = 4 * 4 * int(WIDTHS[-1]) * draft_vocabulary
     noise = (4 + 8) * SpeculationParams.max_depth * max(draft_vocabulary, target_vocabulary)
@@ -179,18 +179,18 @@ def _guessing_bytes(draft_vocabulary: int, target_vocabulary: int) -> int:
 def _refuse_foreign_learner(name: str, config: ModelConfig) -> None:
     if isinstance(config, ForeignConfig):
         raise UsageError(
-            f"the draft {name} computes through transformers' modules, and only offspec's own decoder can learn; "
-            "leave --learn and --learn-file out"
+            f"the draft {name} runs on transformers' modules, and only offspec's own decoder can learn; "
+            "omit learning (--learn, --learn-file)"
         )
 
 
 def _check_vocabulary(tokenizer: Tokenizer, target: ModelFiles, draft: ModelFiles) -> None:
-    """Refuse a draft with another vocabulary; a draft without a tokenizer must at least have as many tokens."""
+    """Refuse a draft with another vocabulary. A draft without a tokenizer must have the same number of tokens."""
     path, own = draft.checkpoint.path, draft.checkpoint.tokenizer_path
     if own is not None:
         check_vocabularies(tokenizer, Tokenizer.load(own))
     elif draft.config.vocab_size != target.config.vocab_size:
         raise VocabularyMismatchError(
-            f"the draft {path} has no tokenizer.json and {draft.config.vocab_size} tokens, the target has "
-            f"{target.config.vocab_size}; use a draft of the target's family"
+            f"the draft {path} has {draft.config.vocab_size} tokens and no tokenizer.json, the target has "
+            f"{target.config.vocab_size} tokens; use a draft of the target's family"
         )

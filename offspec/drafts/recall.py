@@ -1,18 +1,18 @@
-"""A draft that recalls how far from the target it was at places like this one.
+"""Recall: correct the draft's logits by its errors at similar places.
 
-A pass says what the target thinks after every node of the tree, hundreds of places of which the text takes a few, and
-the first one after every token of the prompt. None of it is waste: where the draft drafts next, it errs as it did
-there. So the last `SIZE` places are kept, each as the two final states that the models' heads made logits of, and a
-place's logits become
+A *place* is a position at which both models computed a final state. A pass gives the target's prediction after every
+node of the tree, hundreds of places, of which the text uses a few. The first pass also gives those along the prompt.
+The draft's errors at these places predict its errors at similar places. So recall keeps the last `SIZE` places, each
+as the draft's and the target's final states. The corrected logits of a new place are
 
     log q(x) + sum_i w_i (log p_i(x) - log q_i(x))
     w_i = k_i / (DOUBT + sum_j k_j),  k_i = exp(NEARNESS (cos_i - 1))
 
-with cos_i between the draft's state here and there: a kernel regression of the draft's error (Nadaraya-Watson; nearest
-neighbours on hidden states are kNN-LM's, 1911.00172). Since logits are linear in the states, the sum is taken over
-states: the target's head is multiplied once a round, and nothing is kept or computed of the size of the vocabulary for
-each place. A model that caps its logits does so behind the head: the sum is taken before, and capped as the draft's.
-What is guessed changes by it, never the text. Knows nothing of how trees grow.
+where cos_i is the cosine of the draft's states at the new place and at place i. This is a kernel regression of the
+draft's error (Nadaraya-Watson); kNN-LM (arXiv 1911.00172) uses nearest neighbours on hidden states. Logits are linear
+in the states, so the sum is taken over states: each round multiplies by the target's head once, and no place needs an
+array of the vocabulary's size. If a model caps its logits, the cap is applied after the sum, with the draft's value.
+Recall changes the drafted tokens, never the text. It does not depend on how trees grow.
 """
 
 from __future__ import annotations
@@ -33,60 +33,60 @@ from offspec.scheduler.vocabulary import Vocabulary
 from ..model.config import ModelConfig
 from ..model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
 
-SIZE = 1024  # places that are kept
-MOST_NODES = 256  # of one tree, so that a large one leaves something of those before it
-MOST_PROMPT = 512  # of a prompt, its last ones
-NEARNESS = 20.0  # how fast a place counts less with its distance; from 10 to 40 it hardly matters
-DOUBT = 0.1  # how much nearness there has to be for half of the correction to be believed
+SIZE = 1024  # number of places kept
+MOST_NODES = 256  # places kept of one tree, so that a large tree does not replace all earlier places
+MOST_PROMPT = 512  # places kept of a prompt, the last ones
+NEARNESS = 20.0  # how fast a place's weight falls with its distance; values from 10 to 40 give similar results
+DOUBT = 0.1  # the sum of k at which half of the correction is applied
 
 
 class Correction(NamedTuple):
-    """States [R, hidden] for the draft's head and for the target's, whose `linear_logits` are to be added."""
+    """States [R, hidden] for the draft's and the target's heads; the corrected logits are the sum of both results."""
 
     draft: Tensor
     target: Tensor
 
 
 class Recall:
-    """The last places at which both models were asked; the oldest ones give way."""
+    """A ring buffer of the last places at which both models computed final states."""
 
     def __init__(self, draft: Decoder, target: Decoder, size: int = SIZE) -> None:
         def room(*shape: int, of: Decoder) -> Tensor:
             return torch.zeros(size, *shape, dtype=of.dtype, device=of.device)
 
-        self._keys = room(draft.config.hidden_size, of=draft)  # of length 1
-        self._lengths = room(of=draft)
-        self._said = room(target.config.hidden_size, of=target)
-        self._count = 0  # of all that were ever added
+        self._keys = room(draft.config.hidden_size, of=draft)  # the draft's states, normalised
+        self._lengths = room(of=draft)  # their norms
+        self._target_states = room(target.config.hidden_size, of=target)
+        self._count = 0  # places added so far, including overwritten ones
 
     def __len__(self) -> int:
         return min(self._count, len(self._keys))
 
     @torch.inference_mode()
     def add(self, draft: Tensor, target: Tensor) -> None:
-        """K places: the draft's final states [K, hidden] and the target's."""
+        """Add K places: the draft's and the target's final states, [K, hidden] each."""
         size = len(self._keys)
         draft, target = draft[-size:], target[-size:]
         slots = torch.arange(self._count, self._count + len(draft), device=draft.device) % size
         self._keys[slots] = F.normalize(draft, dim=-1)
         self._lengths[slots] = draft.norm(dim=-1)
-        self._said[slots] = target
+        self._target_states[slots] = target
         self._count += len(draft)
 
     @torch.inference_mode()
     def correct(self, states: Tensor) -> Correction:
-        """For the draft's final states [R, hidden] at R new places."""
-        keys, lengths, said = (part[: len(self)] for part in (self._keys, self._lengths, self._said))
+        """The correction at R new places, from the draft's final states [R, hidden] there."""
+        keys, lengths, targets = (part[: len(self)] for part in (self._keys, self._lengths, self._target_states))
         nearness = F.normalize(states, dim=-1) @ keys.T
         weights = (NEARNESS * (nearness.float() - 1)).exp()
         weights = (weights / (DOUBT + weights.sum(-1, keepdim=True))).to(keys.dtype)
-        return Correction(states - (weights * lengths) @ keys, weights.to(said.dtype) @ said)
+        return Correction(states - (weights * lengths) @ keys, weights.to(targets.dtype) @ targets)
 
 
 def recall_bytes(draft: ModelConfig, target: ModelConfig, itemsize: int) -> int:
-    """Bytes of a `Recall`, of the states that wait for a verdict with a copy of them, and of a round that it corrects.
+    """Bytes of a `Recall`, of the states that wait for a verdict and their copy, and of one corrected round.
 
-    The round is of WIDTHS[-1] rows.
+    The round has WIDTHS[-1] rows.
     """
     rows, place = int(WIDTHS[-1]), draft.hidden_size + 1 + target.hidden_size
     waiting = 2 * (MAX_ROWS + MOST_PROMPT) * draft.hidden_size
@@ -94,14 +94,15 @@ def recall_bytes(draft: ModelConfig, target: ModelConfig, itemsize: int) -> int:
 
 
 class RecallingText:
-    """The draft's text, with logits corrected by what is recalled (a `scheduler.drafter.TreeModel`)."""
+    """The draft's text, with logits corrected by recall (a `scheduler.drafter.TreeModel`)."""
 
     def __init__(self, text: CachedDecoder, target: Decoder, recall: Recall) -> None:
-        """text: one in which nothing is pending."""
+        """text: a text without pending nodes."""
         self._text, self._target, self._recall = text, target, recall
-        self._root: Tensor | None = None  # the final state after the text's last token, [1, hidden]
-        self._before: Tensor | None = None  # those after the tokens before it that were scored with it, [B, hidden]
-        self._pending: list[Tensor] = []  # parts of [P, hidden], those after the pending nodes
+        # The draft's final states:
+        self._root: Tensor | None = None  # after the text's last token, [1, hidden]
+        self._before: Tensor | None = None  # after the earlier tokens of the same chain, [B, hidden]
+        self._pending: list[Tensor] = []  # after the pending nodes, in parts of [P, hidden]
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -117,9 +118,9 @@ class RecallingText:
 
     @torch.inference_mode()
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
-        """As `CachedDecoder.score`, corrected."""
+        """`CachedDecoder.score` with corrected logits."""
         states = self._text.states(chain, tokens, depths, mask, before=MOST_PROMPT)
-        nodes = states.clone()  # those of a static round do not outlive it
+        nodes = states.clone()  # the next replay of a captured round overwrites its states
         if chain:
             num_before = len(states) - len(tokens) - 1
             self._before, self._root, nodes = nodes[:num_before], nodes[num_before, None], nodes[num_before + 1 :]
@@ -129,7 +130,7 @@ class RecallingText:
 
     @torch.inference_mode()
     def corrected(self, rows: IntArray) -> Tensor:
-        """Logits [K, vocab] after places that were scored here, by what is recalled by now; see `LogitCorrector`."""
+        """Logits [K, vocab] of scored rows, corrected by the places known by now; see `LogitCorrector`."""
         return self._logits(self.states_at(rows))
 
     def _logits(self, states: Tensor) -> Tensor:
@@ -142,12 +143,12 @@ class RecallingText:
         return draft.capped(logits)
 
     def states_at(self, rows: IntArray) -> Tensor:
-        """The draft's final states [K, hidden] in these rows of what is pending, ROOT for the text's last token."""
+        """The draft's final states [K, hidden] at these pending rows; ROOT is the text's last token."""
         assert self._root is not None
         return torch.cat((self._root, *self._pending))[to_device(torch.from_numpy(rows + 1), self._root.device)]
 
     def observe(self, rows: IntArray, nodes: IntArray, states: TargetStates) -> None:
-        """What the target made of places that were scored here; see `LogitCorrector`."""
+        """Add scored rows as places, with the target's states after the same nodes; see `LogitCorrector`."""
         rows, nodes = rows[: 1 + MOST_NODES], nodes[: 1 + MOST_NODES]
         places = self.states_at(rows)
         if self._before is not None and (count := min(len(self._before), states.num_before)):

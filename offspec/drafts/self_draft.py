@@ -27,11 +27,11 @@ NAME = "self"
 class SelfDraft(ModelDraft):
     """An exit layer over the target's first layers.
 
-    Drafting and the pass share their caches, so they do not overlap.
+    Drafting and the target's pass share KV caches, so they do not overlap.
     """
 
     overlaps = False
-    allows_reload = False  # norm and head are the target's own
+    allows_reload = False  # it uses the target's norm and head
 
     decoder: EarlyExit
 
@@ -39,7 +39,7 @@ class SelfDraft(ModelDraft):
         super().__init__(exit_layer, NAME)
 
     def prepare(self, max_context: int) -> None:
-        """No graph captures its rounds: they walk through the target's layers."""
+        """Nothing to prepare: its rounds run through the target's layers, so no CUDA graph captures them."""
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
         return TextCaches(*shared_text(target, self.decoder, num_tokens + num_nodes))
@@ -47,43 +47,40 @@ class SelfDraft(ModelDraft):
 
 @dataclass(frozen=True)
 class OpenedSelf:
-    """An exit layer whose header fits the target."""
+    """An exit layer's file, whose header fits the target."""
 
     file: ExitFile
     models: Sequence[ModelFiles] = ()
 
     @classmethod
     def open(cls, request: OpenRequest) -> OpenedSelf:
-        """The exit layer that was asked for, or the one made last for this target.
-
-        Raises UsageError, CheckpointError.
-        """
+        """Open the given exit file, or the newest exit layer for this target. Raises UsageError, CheckpointError."""
         target, options = request.target, request.options
         refuse_foreign(target.config)
         if request.tokenizer is None:
             raise UsageError(
-                "--draft self is not planned for: plan with --draft none, and add an exit layer to what stays"
+                "plan does not support --draft self; use --draft none and add the size of one layer and its KV cache"
             )
         options.refuse_learning()
         found = ExitFile.find(target) if options.exit_file is None else ExitFile.open(options.exit_file, target)
-        layers = f"the first {found.exit_layer} of {target.config.num_layers} layers"
-        request.notes.append(Note(f"draft: {layers} and {found.path}"))
+        layers = f"the target's first {found.exit_layer} of {target.config.num_layers} layers"
+        request.notes.append(Note(f"draft: {layers}, and the exit layer {found.path}"))
         return cls(found)
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
-        """An exit layer, its KV cache, the drafted nodes' entries of the layers before it, and their hidden states.
+        """The exit layer, its KV cache, the drafted nodes' KV entries in the layers before it, and hidden states.
 
-        The layers before the exit have to stay.
+        The layers before the exit must be resident.
         """
         config, itemsize, num_first = target.config, target.dtype.itemsize, self.file.exit_layer
-        behind = range(num_first, num_first + 1)  # the exit layer's cache is like that of the layer it stands for
-        entries = kv_cache_bytes(config, room.context + MAX_ROWS, itemsize, behind)
+        replaced = range(num_first, num_first + 1)  # the exit layer's cache has the shape of this layer's
+        entries = kv_cache_bytes(config, room.context + MAX_ROWS, itemsize, replaced)
         entries += kv_cache_bytes(config, MAX_ROWS, itemsize, range(num_first))
         states = (room.context + MAX_ROWS + room.tree) * config.hidden_size * itemsize
         items = [
             Item("exit layer", on_device=self.file.num_elements * itemsize),
             Item("exit KV cache", on_device=entries),
-            Item("hidden states", on_device=2 * states),  # what is kept, and a pass's copy of it
+            Item("hidden states", on_device=2 * states),  # the kept states, and a pass's copy
             *guessing_items(config, target),
         ]
         return MemoryUse(tuple(items), num_pinned_layers=num_first)

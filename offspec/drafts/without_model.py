@@ -1,4 +1,4 @@
-"""Drafts without a model: nothing at all (`none`), and what stood in the text before (`lookup`)."""
+"""Drafts without a model: none, and n-gram lookup with token recycling (`lookup`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .learnt import EstimatesAndRecall
 
 
 class WithoutModel(Draft):
-    """A draft that has nothing to open: it is its own `OpenedDraft`."""
+    """A draft without files: it is its own `OpenedDraft`."""
 
     models: Sequence[ModelFiles] = ()
 
@@ -27,7 +27,7 @@ class WithoutModel(Draft):
 
 
 class NoDraft(WithoutModel):
-    """Guesses nothing, unless there are texts to look up in."""
+    """Proposes nothing, unless other texts for lookup are given."""
 
     @classmethod
     def open(cls, request: OpenRequest) -> NoDraft:
@@ -38,7 +38,7 @@ class NoDraft(WithoutModel):
 
 
 class LookupDraft(WithoutModel):
-    """Guesses what followed the same tokens earlier in the text, and what the target said after the same token."""
+    """Prompt lookup and token recycling: what followed the same tokens before, and the target's earlier predictions."""
 
     NAME = "lookup"
 

@@ -1,1 +1,1 @@
-"""What has to be in memory, where it goes, and what that will cost."""
+"""Plans memory: what must be in memory, where it goes, and how long a pass then takes."""

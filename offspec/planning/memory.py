@@ -1,6 +1,6 @@
-"""What takes memory beside the target's streamed layers: each feature declares its own items; planning adds them up.
+"""Memory needed beside the target's layers: each feature declares its own items, and planning adds them up.
 
-A feature is a kind of draft, a draft that learns, an index of texts. Pure: nothing is read or allocated.
+A feature is, for example, a draft or an index of texts. Pure functions: nothing is read or allocated.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..checkpoints.opening import ModelFiles
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """What the user allows: bytes of VRAM and RAM (None: what is free), and the context and the tree to make room for.
+    """The user's limits: bytes of VRAM and RAM (None: all that is free), and the context and tree to reserve.
 
-    tree: nodes, beside the context; None, or less than that, is the largest that is sent where the budget is found.
+    tree: nodes beside the context. At least the largest automatic budget is reserved, also for None.
     """
 
     vram: int | None = None
@@ -29,7 +29,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class Room:
-    """What room is made for: tokens of a text, and nodes of a tree beside it."""
+    """The space that a plan reserves: tokens of a text, and nodes of a tree beside it."""
 
     context: int
     tree: int
@@ -37,10 +37,11 @@ class Room:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What a feature takes. items: each for itself; items of one name, of several features, are added up.
+    """The memory of one feature. items: named amounts; the plan adds up items of several features with one name.
 
-    workspace_bytes: what a pass of its model allocates while it runs; passes of several models do not meet, so of all
-    features the largest counts. num_pinned_layers: so many of the target's first layers have to be resident.
+    workspace_bytes: allocated during a pass of the feature's model. Passes of several models do not run at once, so
+    the plan counts the largest workspace only. num_pinned_layers: the number of the target's first layers that must be
+    resident.
     """
 
     items: tuple[Item, ...] = ()
@@ -49,14 +50,14 @@ class MemoryUse:
 
 
 class MemoryUser(Protocol):
-    """A feature that takes memory."""
+    """A feature that needs memory."""
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
-        """What it takes beside `target`, in bytes."""
+        """The memory that it needs beside `target`, in bytes."""
 
 
 def add_up(items: Iterable[Item]) -> list[Item]:
-    """Items of one name as one, in the place of the first."""
+    """Merge items of one name into one, at the position of the first."""
     sums: dict[str, Item] = {}
     for item in items:
         known = sums.get(item.name, Item(item.name))

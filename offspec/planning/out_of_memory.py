@@ -1,7 +1,7 @@
-"""Device memory ran out though it was planned: explained in one line, and the one way to try again.
+"""Handles out of memory on the device: retries once with fewer resident layers, and explains the error in one line.
 
-A plan counts what offspec takes; another process, or a fragmented allocator, may take the rest. The plan after the
-first failure keeps fewer layers resident. Knows nothing of where weights come from or of how text is made.
+A plan counts the memory of offspec. Another process, or a fragmented allocator, may use more than the rest. This module
+neither loads weights nor generates text.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from offspec.loaders.units import format_size
 from ..errors import MemoryLimitError
 from .plan import Plan
 
-SHARE = 10  # a tenth of what the resident layers take is given up for the second try, a layer at least
+SHARE = 10  # the second try has 1/SHARE fewer bytes of resident layers, at least one layer less
 
 T = TypeVar("T")
 
 
 def retry_out_of_memory(attempt: Callable[[], T], make_room: Callable[[str], object]) -> T:
-    """`attempt()`; where device memory runs out, `make_room(what torch said)` and `attempt()` again.
+    """Return `attempt()`. If it runs out of device memory, call `make_room(torch's message)` and try again.
 
-    make_room ends it: it raises (MemoryLimitError) where no more room can be made.
+    make_room ends the loop: it raises MemoryLimitError if it cannot free more memory.
     """
     while True:
         try:
             return attempt()
         except torch.OutOfMemoryError as exc:
-            told = first_line(exc)
-        make_room(told)  # not in the handler: the traceback keeps all that was made
+            message = first_line(exc)
+        make_room(message)  # outside the handler, whose traceback keeps the attempt's tensors alive
 
 
 def with_fewer_residents(plan: Plan) -> Plan:
-    """The same in less memory, so that fewer layers stay. Raises MemoryLimitError where that cannot be."""
+    """The same plan with fewer resident layers. Raises MemoryLimitError if none is resident or it cannot fit."""
     placement, limits = plan.placement, plan.placement.limits
     sizes = [plan.layers[i].resident_bytes for i in placement.resident]
     if not sizes:
-        raise MemoryLimitError("no layer stays that could be given up")
-    given_up = max(max(sizes), sum(sizes) // SHARE)
+        raise MemoryLimitError("no layer is resident, so none can be streamed instead")
+    freed = max(max(sizes), sum(sizes) // SHARE)
     if limits.device is None:
-        return plan.with_more(ram=placement.ram_bytes - given_up - limits.ram)
-    return plan.with_more(vram=placement.device_bytes - given_up - limits.device)
+        return plan.with_more(ram=placement.ram_bytes - freed - limits.ram)
+    return plan.with_more(vram=placement.device_bytes - freed - limits.device)
 
 
-def explain_out_of_memory(plan: Plan, device: torch.device, told: str) -> str:
-    """What was planned, what was taken, and the remedy, in one line. told: what torch said."""
+def explain_out_of_memory(plan: Plan, device: torch.device, message: str) -> str:
+    """One line with the planned bytes, the allocated bytes, and the remedy. message: torch's own."""
     limits, placement = plan.placement.limits, plan.placement
     limit, planned, option = limits.ram, placement.ram_bytes, "--ram"
     if limits.device is not None:
         limit, planned, option = limits.device, placement.device_bytes, "--vram"
-    held = f", torch held {format_size(device_bytes(device)[1])} at most" if device.type == "cuda" else ""
+    peak = f", torch's peak was {format_size(device_bytes(device)[1])}" if device.type == "cuda" else ""
     return (
-        f"{device} ran out of memory: {format_size(planned)} were planned of the {format_size(limit)} that may be used"
-        f"{held} ({told}); close what else uses it, allow less with {option}, or ask for a smaller --context"
+        f"{device} ran out of memory ({message}): planned {format_size(planned)}, limit {format_size(limit)}{peak}; "
+        f"close other programs that use this memory, or set a lower limit ({option}) or a smaller context (--context)"
     )
 
 
 def first_line(exc: BaseException) -> str:
-    """What an error says, without its advice."""
+    """The first sentence of an error's message, without torch's advice."""
     line = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
     return line.split(". ")[0].rstrip(".")

@@ -1,7 +1,7 @@
-"""What has to be in memory for a target and the features beside it, where each part goes, and what a pass will take.
+"""Plans a target and its features: what must be in memory, where each part goes, and how long a pass takes.
 
-The arithmetic of models meets the arithmetic of memory here: `loaders.placement` knows neither a KV cache nor a draft.
-Pure: nothing is read, measured or allocated (`planning.probe` measures). `loading` does what `make_plan` says.
+This module turns a model's shapes into bytes; `loaders.placement` knows neither KV caches nor drafts. Pure functions:
+nothing is read, measured or allocated. `planning.probe` measures, and `loading` carries out a plan.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ..model.row_logits import HEAD_ROWS
 from .memory import MemoryOptions, MemoryUse, MemoryUser, Room, add_up
 
 DEFAULT_CONTEXT = 4096
-MIN_CONTEXT = 512  # below that a smaller default would not help anybody
-WORKSPACE_BYTES = 64 * 2**20  # what samplers, the tokenizer and the allocator's rounding take
+MIN_CONTEXT = 512  # the smallest default context; a smaller one would be of little use
+WORKSPACE_BYTES = 64 * 2**20  # samplers, the tokenizer and the allocator's rounding
 CUDA_WORKSPACE_BYTES = 300 * 2**20
-SPARE = 0.05  # of what is free now, left for whatever else runs, where no limit was given
+SPARE = 0.05  # share of the free memory left for other programs, if the user sets no limit
 PROGRAM_ITEM, EMBEDDING_ITEM = "program", "embedding"
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a plan follows from.
+    """The inputs of a plan.
 
-    features: what takes memory beside the target. program_bytes: what the process holds.
+    features: these need memory beside the target. program_bytes: RAM that the process already holds.
     """
 
     target: ModelFiles
@@ -48,9 +48,9 @@ class Demand:
 
 @dataclass(frozen=True)
 class Work:
-    """Elements that a pass multiplies: of one layer's matrices, of those unpacked for each use, of the head.
+    """Elements that a pass multiplies: of one layer's matrices, of its matrices dequantised for each use, of the head.
 
-    expert_elements: of a layer's experts, which are no part of layer_elements; a row goes through expert_share of them.
+    expert_elements: of a layer's experts, not counted in layer_elements. A row uses expert_share of them.
     """
 
     layer_elements: int
@@ -76,8 +76,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the target's layers go, and what was planned beside them. `context` is the most a text may have in tokens,
-    `tree` the most nodes of a tree beside it.
+    """Where the target's layers go, and the memory planned beside them.
+
+    `context` is the maximum number of tokens of a text, `tree` the maximum number of nodes of a tree beside it.
     """
 
     demand: Demand
@@ -96,23 +97,23 @@ class Plan:
 
     @property
     def tiers(self) -> str:
-        """How many layers lie where."""
+        """The number of layers in each tier, such as "32 resident, 48 in RAM"."""
         p = self.placement
-        tiers = (("stay", p.resident), ("wait in RAM", p.in_ram), ("come from disk", p.on_disk))
+        tiers = (("resident", p.resident), ("in RAM", p.in_ram), ("on disk", p.on_disk))
         return ", ".join(f"{len(layers)} {name}" for name, layers in tiers if layers)
 
     @property
     def stream_bytes(self) -> int:
-        """What a pass moves."""
+        """Bytes that a pass streams."""
         return sum(self.layers[i].read_bytes for i in self.placement.streamed)
 
     def predict_pass_s(self, rates: Rates, width: int) -> float:
-        """Seconds of one pass over `width` tokens (chain and tree) in the steady state."""
+        """Seconds of one pass over `width` rows (chain and tree) in the steady state."""
         head_s = self.work.head_elements * _seconds_per_element(rates.matmul_flops, min(width, HEAD_ROWS))
         return self._pass_s(rates, _layer_s(self.work, rates, width), head_s)
 
     def link_s(self, rates: Rates) -> float:
-        """Seconds of a pass in which nothing is computed: what moving the streamed layers takes."""
+        """Seconds to move the streamed layers, without computation."""
         return self._pass_s(rates, 0.0)
 
     def _pass_s(self, rates: Rates, layer_s: float, head_s: float = 0.0) -> float:
@@ -122,17 +123,17 @@ class Plan:
         return predict_pass_s(self.placement, self.layers, PassRates(compute_s, disk, link))
 
     def with_more(self, *, vram: int = 0, ram: int = 0) -> Plan:
-        """What the plan would be where so many bytes more may be used. Raises MemoryLimitError."""
+        """The plan if the limits were higher by these bytes. Raises MemoryLimitError."""
         limits = self.demand.limits
         device = None if limits.device is None else limits.device + vram
         return _plan_for(self.room, replace(self.demand, limits=Limits(device, limits.ram + ram)))
 
     def with_target(self, target: ModelFiles) -> Plan:
-        """What the plan would be for the same model in another format. Raises MemoryLimitError."""
+        """The plan for the same model in another format. Raises MemoryLimitError."""
         return _plan_for(self.room, replace(self.demand, target=target))
 
     def largest_context(self) -> int:
-        """The most tokens that a text could have in the same memory, however many layers would then be streamed."""
+        """The maximum context, in tokens, that fits the same memory; more layers may be streamed for it."""
         longest = self.demand.target.config.max_context
 
         def is_too_long(context: int) -> bool:
@@ -153,16 +154,18 @@ def make_plan(
     options: MemoryOptions,
     program_bytes: int,
 ) -> Plan:
-    """Place the target's layers within `limits`, beside its KV cache, what the features take, and everything else.
+    """Place the target's layers within `limits`, beside its KV cache, the features, and everything else.
 
-    program_bytes: what the process holds already. Without a context asked for, it is DEFAULT_CONTEXT or as much of it
-    as fits. Raises MemoryLimitError.
+    program_bytes: RAM that the process already holds. The default context is DEFAULT_CONTEXT, halved until it fits.
+    Raises MemoryLimitError, and UsageError for a context above the model's maximum.
     """
     demand = Demand(target, tuple(features), limits, options, program_bytes)
     longest, tree = target.config.max_context, max(options.tree or 0, _max_nodes(limits))
     if options.context is not None:
         if options.context > longest:
-            raise UsageError(f"--context {options.context} is more than the model's own {longest}; ask for less")
+            raise UsageError(
+                f"context {options.context} exceeds the model's maximum of {longest}; set a smaller one (--context)"
+            )
         return _plan_for(Room(options.context, tree), demand)
     context = min(longest, DEFAULT_CONTEXT)
     while True:
@@ -175,9 +178,9 @@ def make_plan(
 
 
 def limits_of(hardware: Hardware, options: MemoryOptions, own_bytes: int) -> Limits:
-    """What may be used: what is free, less a little to spare, or what was allowed if that is less.
+    """The bytes that may be used: the user's limit, at most what is free; by default a little less than what is free.
 
-    own_bytes: what this process holds of its own, which is not free any more but part of what it may use.
+    own_bytes: RAM of this process alone. It is no longer free, but counts as usable.
     """
     free_ram = hardware.ram.available_bytes + own_bytes
     ram = int(free_ram * (1 - SPARE)) if options.ram is None else min(options.ram, free_ram)
@@ -188,7 +191,7 @@ def limits_of(hardware: Hardware, options: MemoryOptions, own_bytes: int) -> Lim
 
 
 def all_resident(model: ModelFiles) -> Placement:
-    """Where a draft lies: all of it beside the arithmetic."""
+    """The placement of a draft: all layers are resident."""
     size = resident_bytes(model)
     return place([layer.cost(model.dtype) for layer in model.stored.layers], [], Limits(None, size))
 
@@ -206,7 +209,7 @@ def _plan_for(room: Room, demand: Demand) -> Plan:
 
 
 def _place(costs: list[LayerCost], items: list[Item], limits: Limits, num_pinned: int) -> Placement:
-    """`place`; where layers come from disk the embedding stays there too, to be read by row, and takes no memory."""
+    """`place`; if layers are on disk, the embedding stays on disk too, is read by row, and needs no memory."""
     without = [item for item in items if item.name != EMBEDDING_ITEM]
     try:
         placement = place(costs, items, limits, num_pinned)
@@ -215,7 +218,7 @@ def _place(costs: list[LayerCost], items: list[Item], limits: Limits, num_pinned
         if not leaner.on_disk:
             raise
         return leaner
-    # Were all layers to stay without it, the embedding would stay with them, and for that there is no room.
+    # If all layers were resident without the embedding, it would have to be in memory too, and it does not fit.
     if placement.on_disk and (leaner := place(costs, without, limits, num_pinned)).on_disk:
         return leaner
     return placement
@@ -241,19 +244,19 @@ def _items(room: Room, demand: Demand, uses: Sequence[MemoryUse]) -> list[Item]:
 
 
 def unpacking_items(model: ModelFiles) -> list[Item]:
-    """Scratch for the largest matrix that is not multiplied as it is stored; each model has its own."""
+    """Scratch for the largest matrix that is dequantised for each use; each model has its own."""
     scratch = model.stored.scratch_elements(range(model.config.num_layers), model.dtype) * model.dtype.itemsize
     return [Item("unpacking", on_device=scratch)] if scratch else []
 
 
 def resident_bytes(model: ModelFiles) -> int:
-    """What a model takes that is loaded as a whole."""
+    """Bytes of all weights of a model that is fully resident."""
     layers = (*model.stored.layers, *(StoredLayer({n: w}) for n, w in model.stored.shared.items()))
     return sum(layer.cost(model.dtype).resident_bytes for layer in layers)
 
 
 def pass_bytes(model: ModelFiles, room: Room) -> int:
-    """What a pass over a whole context and a tree together allocates."""
+    """Bytes that a pass over a whole context and a tree together allocates."""
     num_rows = room.context + room.tree
     return activation_bytes(model.config, num_rows, num_rows, model.dtype.itemsize)
 
@@ -264,7 +267,7 @@ def pass_bytes(model: ModelFiles, room: Room) -> int:
 def _layer_s(work: Work, rates: Rates, width: int) -> float:
     """Seconds of arithmetic in one layer."""
     matmul_s = work.layer_elements * _seconds_per_element(rates.matmul_flops, width)
-    used = 1 - (1 - work.expert_share) ** width  # of the experts, if each row chooses for itself
+    used = 1 - (1 - work.expert_share) ** width  # expected share of the experts, if rows choose independently
     rows = max(1, round(width * work.expert_share / used))
     matmul_s += work.expert_elements * used * _seconds_per_element(rates.matmul_flops, rows)
     if not work.packed_elements or not rates.dequantise_elements_per_s:
@@ -273,7 +276,7 @@ def _layer_s(work: Work, rates: Rates, width: int) -> float:
 
 
 def _seconds_per_element(flops: Mapping[int, float], width: int) -> float:
-    """For one weight and `width` rows: between measured widths along a line, beyond the last at its rate."""
+    """Seconds for one weight and `width` rows: linear between measured widths, at the last rate beyond them."""
     if not flops:
         return 0.0
     widths = sorted(flops)

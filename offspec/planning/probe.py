@@ -1,4 +1,4 @@
-"""What planning asks of this machine: memory that is held; rates of links and arithmetic, each in half a second."""
+"""Measures this machine for planning: memory in use, and rates of links and arithmetic, half a second each."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from ..errors import OffspecError
 from .memory import MemoryOptions, MemoryUser
 from .plan import Plan, limits_of, make_plan
 
-LEAST_CHOSEN_WEIGHTS = 2**26  # of a model's layers
+LEAST_CHOSEN_WEIGHTS = 2**26  # `choose_products` measures for models with at least so many weights in their layers
 
 
 def plan_here(target: ModelFiles, features: Sequence[MemoryUser], hardware: Hardware, options: MemoryOptions) -> Plan:
-    """`make_plan` for this process, with what it holds by now, on `hardware`."""
+    """`make_plan` for this process and its memory in use, on `hardware`."""
     held, own = _held_bytes()
     return make_plan(target, features, limits_of(hardware, options, own), options, held)
 
 
 def ram_beside_program(hardware: Hardware, options: MemoryOptions) -> int:
-    """Bytes of RAM that may be used beside what this process holds by now."""
+    """Bytes of RAM that may be used in addition to this process's memory in use."""
     held, own = _held_bytes()
     return limits_of(hardware, options, own).ram - held
 
 
 def _held_bytes() -> tuple[int, int]:
-    """What this process holds of RAM, and what of it is its own.
+    """RAM in use by this process, and the part of it that is not shared.
 
-    Mapped libraries are held, but what is available counts them already: the kernel could read them again.
+    The kernel counts the shared part, mapped libraries, as available: it could read them again.
     """
     memory = psutil.Process().memory_info()
     return memory.rss, memory.rss - getattr(memory, "shared", 0)
 
 
 def measure_link(plan: Plan, device: torch.device) -> float | None:
-    """Bytes/s at which the streamed layers can come, by a measurement of half a second for each link they come through.
+    """Bytes/s at which the links can move the streamed layers; None if nothing is streamed.
 
-    None where nothing is streamed.
+    Measures each link in use for at most half a second.
     """
     disk = link = None
     if plan.placement.on_disk:
@@ -65,11 +65,11 @@ def measure_link(plan: Plan, device: torch.device) -> float | None:
 
 
 def choose_products(models: Iterable[tuple[ModelFiles, bool]], device: torch.device) -> None:
-    """On a CPU, have matrices be multiplied in the ways that were measured to be fastest here.
+    """On a CPU, choose the fastest measured way to multiply each kind of matrix.
 
-    models: with whether all layers stay. Those that are kept in oneDNN's order where they fit are multiplied by oneDNN
-    also where they do not: to the bit alike. Products are measured in a second at most, once for each machine
-    (`loaders.product_costs`); for small models, whose passes are short anyway, nothing is.
+    models: each with whether all its layers are resident. Matrices that would be resident in oneDNN's order are
+    multiplied by oneDNN when streamed, too, so that results are identical to the bit. Each machine is measured once,
+    for at most a second (`loaders.product_costs`). Small models are not measured; their passes are short anyway.
     """
     if device.type != "cpu":
         return
@@ -84,7 +84,7 @@ def choose_products(models: Iterable[tuple[ModelFiles, bool]], device: torch.dev
 
 
 def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: float | None) -> Rates:
-    """What `Plan.predict_pass_s` needs, in a quarter of a second and 64 MiB: a first guess of a pass's seconds."""
+    """Rates for `Plan.predict_pass_s`, measured in a quarter of a second and 64 MiB: good for a first estimate."""
     form = target.packed_form
     products = product_flops(form or HALF_DTYPES.get(target.dtype, ""), target.dtype) if device.type == "cpu" else {}
     if products:
@@ -100,9 +100,9 @@ def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per
 
 
 def measure_fused_limits(models: Sequence[ModelFiles], device: torch.device) -> list[Note]:
-    """On a GPU, measure up to how many rows each shape of 4-bit matrices is multiplied packed; a second at most.
+    """On a GPU, measure the number of rows up to which each shape of 4-bit matrix is multiplied packed.
 
-    The limits hold for the process (`loaders.formats`). Returns what was found, in words.
+    Takes at most a second. The limits hold for the process (`loaders.formats`). Returns notes with the result.
     """
     kinds = {
         (weight.fused_kind, model.dtype): weight
@@ -115,9 +115,9 @@ def measure_fused_limits(models: Sequence[ModelFiles], device: torch.device) -> 
     try:
         rows = [measure_fused_rows(kinds[kind], device, kind[1]) for kind in sorted(kinds, key=str)]
     except (OffspecError, RuntimeError, AttributeError) as exc:
-        # No bitsandbytes, an older one, or no room: all are dequantised.
-        return [Note(f"4-bit matrices are dequantised for each use ({type(exc).__name__} when measuring without)")]
+        # bitsandbytes is missing or too old, or memory ran out: dequantise all of them.
+        return [Note(f"4-bit matrices are dequantised for each use (the fused kernel raised {type(exc).__name__})")]
     finally:
         release_memory(device)
     limits = f"{min(rows)} to {max(rows)} rows"
-    return [Note(f"4-bit matrices are multiplied packed up to {limits}, by their shape (measured)")]
+    return [Note(f"4-bit matrices are multiplied packed up to {limits}, depending on the shape (measured)")]

@@ -1,4 +1,4 @@
-"""A plan in words, for notes and for `offspec plan`."""
+"""Describes a plan, for notes and for `offspec plan`."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from .plan import Plan
 
 
 def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note]:
-    """What was decided; what was allowed and is not there comes first. link_bytes_per_s: as measured."""
+    """Notes on a plan; limits above the free memory come first. link_bytes_per_s: as measured."""
     where = tell_tiers(plan)
     if link_bytes_per_s is not None:
         seconds = format_seconds(plan.stream_bytes / link_bytes_per_s)
         where += f", which takes {seconds} at {format_quantity(link_bytes_per_s, 'B/s')} (measured)"
-    context = Note(f"context {plan.context} tokens (room for the KV cache was made for as many)")
+    context = Note(f"context {plan.context} tokens (the KV cache has room for as many)")
     return [*_missing(plan.demand.limits, plan.demand.options), context, *_rope_factors(plan), Note(where)]
 
 
 def _rope_factors(plan: Plan) -> list[Note]:
-    """Which of LongRoPE's were chosen by the context, see `ModelConfig.for_context`."""
+    """The set of LongRoPE's factors that the context selects; see `ModelConfig.for_context`."""
     rope = plan.demand.target.config.rope
     if rope.kind != "longrope" or rope.scaling[SHORT_FACTORS] == rope.scaling[LONG_FACTORS]:
         return []
     original = rope.scaling[ORIGINAL_CONTEXT]
     if plan.context <= original:
-        return [Note(f"LongRoPE's factors for texts of up to {original} tokens, as the context is no longer")]
-    told = f"LongRoPE's factors for texts of more than {original} tokens, as the context is longer"
-    return [Note(f"{told}; --context {original} or less for the others", advice=True)]
+        return [Note(f"LongRoPE: factors for texts of up to {original} tokens, by the context")]
+    chosen = f"LongRoPE: factors for texts of more than {original} tokens, by the context"
+    return [Note(f"{chosen}; a context of {original} or less selects the others (--context)", advice=True)]
 
 
 def tell_tiers(plan: Plan) -> str:
-    """How many layers lie where, and what of them is moved."""
+    """The number of layers in each tier, and the bytes that a pass streams."""
     p, num_layers = plan.placement, len(plan.layers)
     if not p.streamed:
-        return f"all {num_layers} layers stay in memory; nothing is moved in a pass"
-    return f"of {num_layers} layers {plan.tiers}; each pass moves {format_size(plan.stream_bytes)}"
+        return f"all {num_layers} layers are resident; nothing is streamed"
+    return f"{num_layers} layers: {plan.tiers}; each pass streams {format_size(plan.stream_bytes)}"
 
 
 def _missing(limits: Limits, options: MemoryOptions) -> list[Note]:
-    """What was allowed, but cannot be used."""
+    """Notes on limits that have no effect, or exceed the free memory."""
     notes: list[Note] = []
     for flag, allowed, limit in (("--vram", options.vram, limits.device), ("--ram", options.ram, limits.ram)):
         if allowed is not None and limit is None:
             notes.append(Note(f"{flag} is ignored on the CPU", advice=True))
         elif allowed is not None and limit is not None and limit < allowed:
-            free = f"the {format_size(limit)} that are free"
-            notes.append(Note(f"{flag} {format_size(allowed)} is more than {free}; no more is used", advice=True))
+            exceeds = f"{flag} {format_size(allowed)} exceeds the free memory"
+            notes.append(Note(f"{exceeds}; the limit is {format_size(limit)}", advice=True))
     return notes

@@ -76,7 +76,7 @@ def test_files_of_others_are_not_overwritten(talk: Talk, tmp_path: Path) -> None
     assert (result.code, "1 turn saved" in result.err) == (0, True)
     result = talk("ho", f"/save {chat}", f"/save {notes}", f"/save {exported}", f"/export {notes}", f"/export {chat}")
     assert [f"{file} exists" in result.err for file in (chat, exported, notes)] == [True, True, True]
-    assert (result.err.count("no saved chat"), "4 lines" in result.err) == (2, True)
+    assert (result.err.count("not a saved chat"), "4 lines" in result.err) == (2, True)
     assert (notes.read_text(), [turn["message"] for turn in saved(chat)["turns"]]) == ("precious", ["ho"])
 
 

@@ -44,7 +44,7 @@ def test_the_built_in_model_stays_in_memory(offspec: Offspec) -> None:
 def test_a_model_larger_than_the_memory_allowed(offspec: Offspec, large: Path) -> None:
     result = offspec("plan", large, "--draft", "none", "--device", "cpu", "--ram", "8GiB", "-q")
     assert result.code == 0, result
-    assert "from disk" in result.out
+    assert "on disk" in result.out
     assert "disk: 2 GB/s (2 readers)" in result.out
 
 
@@ -129,7 +129,7 @@ def test_what_more_memory_would_bring(offspec: Offspec, large: Path) -> None:
     shown = offspec(*asked).out
     assert "64 tokens" in shown
     assert "   8 GiB more RAM" in shown
-    assert "32 stay" in shown
+    assert "32 resident" in shown
     assert offspec("plan", large, "--gpu", "rtx4090", "--ram", "64GiB", "-q").out.count(" more ") == 0  # it all fits
 
 

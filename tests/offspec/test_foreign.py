@@ -347,5 +347,5 @@ def test_what_needs_our_own_decoder_is_refused(models: dict[str, Foreign], pair:
     foreign = str(models["stablelm"].folder)
     with pytest.raises(UsageError, match="exit layer needs offspec's own decoder"):
         Engine.load(foreign, draft="self")
-    with pytest.raises(UsageError, match="only offspec's own decoder can learn"):
+    with pytest.raises(UsageError, match=r"learn.*--learn"):
         Engine.load(str(pair.target), draft=foreign, learn=True)

@@ -259,7 +259,7 @@ def test_the_oldest_turns_are_dropped_and_that_is_said(engine: Engine) -> None:
         assert bool(told) == (turn.num_dropped > 0)
     assert len(session.turns) == 12
     assert 0 < len(told) < 6  # several turns at once, so that most turns go on from the caches
-    assert all("not shown to the model any more" in text for text in told)
+    assert all("left out" in text for text in told)
 
 
 def test_a_long_conversation_is_rendered_a_few_times_for_what_to_drop(
@@ -544,7 +544,7 @@ def test_a_conversation_has_one_reply_at_a_time(engine: Engine, tmp_path: Path) 
         lambda: session.load(tmp_path / "talk.json"),
     )
     for change in changes:
-        with refused(UsageError, "reply", "under way"):
+        with refused(UsageError, "reply", "running"):
             change()
     for _ in steps:
         pass

@@ -198,7 +198,7 @@ def test_a_context_asked_for_is_the_limit_and_is_said(pair: Pair) -> None:
     assert loaded.max_context == 40
     assert any("context 40 tokens" in note.text for note in loaded.notes)
     assert len(says(loaded, SamplingParams(100, ignore_eos=True))) < 40
-    with pytest.raises(UsageError, match=rf"--context 1000 is more than the model's own {CONTEXT}"):
+    with pytest.raises(UsageError, match=rf"1000.* {CONTEXT};.*--context"):
         Engine.load(str(pair.target), draft="none", device="cpu", context=1000)
 
 

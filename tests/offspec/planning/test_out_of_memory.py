@@ -1,4 +1,4 @@
-"""Out of memory all the same: explained, and tried once more with fewer layers that stay; the text is unmoved."""
+"""Out of memory: explained, and retried once with fewer resident layers; the text does not change."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_loading_is_tried_again_with_fewer_residents(
     (note,) = [note for note in engine.notes if "ran out of memory" in note.text]
     assert note.advice
     assert "(CUDA out of memory)" in note.text
-    assert f"{num_resident(engine)} instead of 8 layers stay" in note.text
+    assert f"{num_resident(engine)} instead of 8 resident layers" in note.text
     assert says(engine) == expected
     engine.close()
 
@@ -188,7 +188,7 @@ def test_a_target_that_could_not_be_loaded_again_says_so(scarce: Callable[..., S
     engine = load()
     scarce(CachedDecoder, "score_rows", {1})
     scarce(loading, "load_weights", {1, 2})
-    with refused(MemoryLimitError, "cpu", "out of memory", "fewer layers"):
+    with refused(MemoryLimitError, "cpu", "out of memory", "fewer resident layers"):
         says(engine)
     with refused(MemoryLimitError, "no longer in memory"):
         says(engine)
@@ -197,7 +197,7 @@ def test_a_target_that_could_not_be_loaded_again_says_so(scarce: Callable[..., S
 
 def test_loading_that_fails_twice_is_explained(scarce: Callable[..., Scarce]) -> None:
     scarce(loading, "load_weights", {1, 2})
-    with refused(MemoryLimitError, "cpu", "out of memory", "fewer layers"):
+    with refused(MemoryLimitError, "cpu", "out of memory", "fewer resident layers"):
         load()
 
 
@@ -215,11 +215,11 @@ def test_weights_that_cannot_be_loaded_again_say_so_each_time() -> None:
     engine = load()
     assert engine.plan is not None
     memory = PlannedMemory(engine.plan, engine.target.device, [], lambda plan: pytest.fail("nothing is loaded"))
-    memory.settle(can_give_up=False)
+    memory.settle(can_reduce=False)
     for told in ("the first", "the second"):
         with refused(MemoryLimitError, "cpu", "out of memory", told) as caught:
-            memory.give_up_residents(told)
-        assert "fewer layers" not in str(caught.value)
+            memory.reduce_residents(told)
+        assert "fewer" not in str(caught.value)
     assert memory.plan is engine.plan
     engine.close()
 

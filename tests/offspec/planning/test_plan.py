@@ -282,7 +282,7 @@ def test_a_default_context_shrinks_to_what_fits_one_asked_for_does_not(large: Pa
     assert MIN_CONTEXT <= tight.context < DEFAULT_CONTEXT
     with pytest.raises(MemoryLimitError, match="smaller --context"):
         plan(large, "nf4", Limits(5 * GIB, 64 * GIB), MemoryOptions(context=DEFAULT_CONTEXT))
-    with pytest.raises(UsageError, match="more than the model's own 131072"):
+    with pytest.raises(UsageError, match=r"131072.*--context"):
         plan(large, "nf4", Limits(24 * GIB, 64 * GIB), MemoryOptions(context=200_000))
 
 
@@ -313,22 +313,24 @@ def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkey
     [
         (24, MemoryOptions(), []),
         (24, MemoryOptions(vram=24 * GIB, ram=64 * GIB), []),
-        (24, MemoryOptions(vram=80 * GIB), ["--vram 80 GiB is more than the 24 GiB that are free; no more is used"]),
-        (None, MemoryOptions(ram=99 * GIB), ["--ram 99 GiB is more than the 64 GiB that are free; no more is used"]),
-        (None, MemoryOptions(vram=1 * GIB), ["--vram is ignored on the CPU"]),
+        (24, MemoryOptions(vram=80 * GIB), [("--vram", "80 GiB", "24 GiB")]),
+        (None, MemoryOptions(ram=99 * GIB), [("--ram", "99 GiB", "64 GiB")]),
+        (None, MemoryOptions(vram=1 * GIB), [("--vram", "CPU")]),
     ],
 )
 def test_what_was_allowed_and_is_not_there_is_noted(
-    large: Path, device: int | None, allowed: MemoryOptions, expected: list[str]
+    large: Path, device: int | None, allowed: MemoryOptions, expected: list[tuple[str, ...]]
 ) -> None:
     limits = Limits(None if device is None else device * GIB, 64 * GIB)
-    assert [note.text for note in explain_plan(plan(large, "nf4", limits, allowed)) if note.advice] == expected
+    advice = [note.text for note in explain_plan(plan(large, "nf4", limits, allowed)) if note.advice]
+    assert len(advice) == len(expected)
+    assert all(part in text for text, parts in zip(advice, expected, strict=True) for part in parts)
 
 
 def test_what_was_decided_is_said(large: Path) -> None:
     said = [note.text for note in explain_plan(plan(large, "nf4", Limits(24 * GIB, 64 * GIB)), 25e9)]
     assert any("context 4096" in text for text in said)
-    assert any("of 80 layers" in text and "wait in RAM" in text and "25 GB/s (measured)" in text for text in said)
+    assert any("80 layers" in text and "in RAM" in text and "25 GB/s (measured)" in text for text in said)
 
 
 def test_a_model_from_its_config_costs_what_the_real_one_does() -> None:
