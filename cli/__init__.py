@@ -1,1 +1,1 @@
-"""The terminal: thin commands over the public API of offspec. Knows nothing of how anything works."""
+"""The terminal: thin commands over the public API of offspec, without any logic of the engine."""

@@ -1,4 +1,4 @@
-"""Many prompts: JSON Lines in, JSON Lines out. What is already out is not done again."""
+"""Many prompts: JSON Lines in, JSON Lines out. Prompts already answered in the output are skipped."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ ANSWER_BEGINS = b'{"line": '
 OWN_KEYS = frozenset(
     ("line", "settings", "model", "draft", "prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "stats")
 )
-TAKEN = OWN_KEYS - {"seed"}  # keys that no line may have; its seed is the answer's, too
+TAKEN = OWN_KEYS - {"seed"}  # keys that no line may have; a line's seed is also its answer's
 
 
 @dataclass(frozen=True)
 class Task:
-    """One line of the file: the object in it, which stands in the answer too."""
+    """One line of the file. Its object is copied into the answer."""
 
     line: int
     content: Mapping[str, Any]
@@ -48,21 +48,21 @@ class Task:
 
     @property
     def text(self) -> str:
-        """The prompt without a chat template."""
+        """The prompt as plain text, without a chat template."""
         return self.prompt if isinstance(self.prompt, str) else "\n\n".join(part["content"] for part in self.prompt)
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """How this line is to be answered: its own `temperature`, `max_new_tokens`, … win. Raises UsageError."""
+        """`defaults`, overridden by the line's own `temperature`, `max_new_tokens`, …. Raises UsageError."""
         return sampling_params(self.content, defaults)
 
 
 def read_tasks(source: Path, taken: frozenset[str] = frozenset()) -> tuple[list[Task], dict[int, str]]:
-    """The tasks of a JSON Lines file, and what is wrong with the lines that are none, by their numbers.
+    """The tasks of a JSON Lines file, and the errors of its invalid lines by line number.
 
-    taken: keys that no task may have, as its answer has them.
+    taken: keys that no task may have, because its answer has them.
     """
     tasks, errors = list[Task](), dict[int, str]()
-    content = read_bytes(source).removeprefix(BOM_UTF8)  # which editors and PowerShell put there
+    content = read_bytes(source).removeprefix(BOM_UTF8)  # editors and PowerShell write it
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
@@ -81,9 +81,9 @@ def read_tasks(source: Path, taken: frozenset[str] = frozenset()) -> tuple[list[
 
 
 def read_prompts(source: Path) -> list[Task]:
-    """The prompts of a text file, one a line, or of a .jsonl file.
+    """The prompts of a text file, one per line, or of a .jsonl file.
 
-    Raises click.UsageError where there is none, or a line that is none.
+    Raises click.UsageError for a file without prompts, or with an invalid line.
     """
     if source.suffix == ".jsonl":
         tasks, errors = read_tasks(source)
@@ -93,28 +93,28 @@ def read_prompts(source: Path) -> list[Task]:
     for number, error in errors.items():
         raise click.UsageError(f"{source}, line {number}: {error}.")
     if not tasks:
-        raise click.UsageError(f"{source} holds no prompt.")
+        raise click.UsageError(f"{source} contains no prompt.")
     return tasks
 
 
 class Batch:
-    """The tasks of a prompt file, and the file that takes the answers (None: standard output).
+    """The tasks of a prompt file, and the file for the answers (None: standard output).
 
-    The output is locked until the batch is closed, so that its end is read and written by one process.
+    The batch locks the output until `close`, so that one process reads and appends to it.
     """
 
     def __init__(self, source: Path, output: Path | None, settings: Mapping[str, Any], params: SamplingParams) -> None:
-        """settings: what the answers depend on, beside the prompts and params, which lines may change for themselves.
+        """params: sampling, which a line may override. settings: everything else that the answers depend on.
 
-        Raises UsageError where there is no line, or the output has others, or is something else, or another process
-        writes to it, and StorageError where it cannot be written.
+        Raises UsageError for a source without lines, and for an output with other answers, of another type, or
+        locked by another process. Raises StorageError if the output cannot be written.
         """
         self.source, self.output, self._settings, self._params = source, output, settings, params
         self.tasks, self.errors = self._readable()
         self._num_lines = len(self.tasks) + len(self.errors)
         if not self.tasks and not self.errors:
-            raise UsageError(f"{source} holds no prompt")
-        self._done, self._num_bytes = dict[int, Answer](), 0  # of the output: answers, and how much of it they are
+            raise UsageError(f"{source} contains no prompt")
+        self._done, self._num_bytes = dict[int, Answer](), 0  # the output's answers, and their size
         self._file: BinaryIO | None = None
         try:
             if output is not None:
@@ -126,7 +126,7 @@ class Batch:
             raise
 
     def _readable(self) -> tuple[list[Task], dict[int, str]]:
-        """`read_tasks`, where settings that cannot be followed are errors too."""
+        """`read_tasks`, with lines of invalid settings among the errors."""
         found, errors = read_tasks(self.source, TAKEN)
         tasks = list[Task]()
         for task in found:
@@ -140,15 +140,15 @@ class Batch:
 
     def close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # it tries once more to write what could not be written
+            with suppress(OSError):  # close retries a write that failed
                 self._file.close()
 
     def _check_done(self) -> None:
         for task in self.tasks:
             if task.line in self._done and not self._is_answer(self._done[task.line], task):
                 raise UsageError(
-                    f"{self.output} answers another prompt, or with other settings, at line {task.line} of "
-                    f"{self.source}: give another --output"
+                    f"the answer in {self.output} to line {task.line} of {self.source} has another prompt or "
+                    "other settings: give another --output"
                 )
 
     @property
@@ -156,7 +156,7 @@ class Batch:
         return [task for task in self.tasks if task.line not in self._done]
 
     def run(self, answer: Callable[[str | Turns, SamplingParams], Answer], *, quiet: bool) -> None:
-        """Answer what is open; a task that fails is told, and the others are done. Raises OffspecError at the end."""
+        """Answer the open tasks. Reports a failed task and continues; raises OffspecError at the end if any failed."""
         for line, error in sorted(self.errors.items()):
             self._tell(line, error)
         tasks, shows, left = self.open_tasks, is_watched() and not quiet and self.output is not None, TimeLeft()
@@ -177,7 +177,7 @@ class Batch:
             show_line()
         if self.errors:
             lines = ", ".join(map(str, sorted(self.errors)))
-            again = "" if self.output is None else "; correct them and give the same command again"
+            again = "" if self.output is None else "; correct them and repeat the command"
             raise OffspecError(
                 f"{len(self.errors)} of {self._num_lines} lines of {self.source} failed ({lines}){again}"
             )
@@ -186,25 +186,25 @@ class Batch:
         click.echo(f"offspec: {self.source}, line {line}: {' '.join(error.split())}", err=True)
 
     def _locked(self, output: Path) -> BinaryIO:
-        """The output, opened and locked before a model is loaded; what is in it stays as it is."""
+        """The output, opened and locked before a model is loaded; its content does not change."""
         check_sink(output)
         if output.exists() and not output.is_file():  # reading a pipe or a device may never end
-            raise UsageError(f"{output} is no regular file: give another --output")
+            raise UsageError(f"{output} is not a regular file: give another --output")
         if output.exists() and output.samefile(self.source):
             raise UsageError(f"{output} is the prompt file itself: give another --output")
         try:
             file = output.open("ab+")
         except OSError as exc:
-            raise StorageError(f"{output} cannot be written: {exc.strerror}; choose another file") from exc
+            raise StorageError(f"cannot write {output}: {exc.strerror}; choose another file") from exc
         try:
-            lock(file, f"{output} is written by another process; wait until that one is done, or give another --output")
+            lock(file, f"another process writes to {output}; wait until it ends, or give another --output")
         except UsageError:
             file.close()
             raise
         return file
 
     def _read_done(self, output: Path, file: BinaryIO) -> None:
-        """What an earlier run wrote, but for half a line at the end, where it was stopped."""
+        """Read the answers of an earlier run, except an incomplete last line."""
         file.seek(0)
         content = file.read()
         self._num_bytes = content.rfind(b"\n") + 1
@@ -219,16 +219,16 @@ class Batch:
             raise _foreign(output, 1)
 
     def _cut_half_line(self) -> None:
-        """Only now, as nothing was to be changed before it was sure that answers would come."""
+        """Remove an incomplete last line. Called when answers are about to be written, not earlier."""
         if self._file is None or self._file.seek(0, os.SEEK_END) == self._num_bytes:
             return
         try:
             self._file.truncate(self._num_bytes)
         except OSError as exc:
-            raise StorageError(f"{self.output} cannot be written: {exc.strerror}") from exc
+            raise StorageError(f"cannot write {self.output}: {exc.strerror}") from exc
 
     def _write(self, answer: Answer) -> None:
-        """The whole line at once."""
+        """Write one line and flush it."""
         line = json.dumps(answer) + "\n"
         if self._file is None:
             sys.stdout.write(line)
@@ -244,29 +244,29 @@ class Batch:
         content = {key: value for key, value in task.content.items() if key not in OWN_KEYS}
         wanted = {**content, "settings": self._settings_of(task)}
         found = {key: record[key] for key in wanted if key in record}
-        return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # as text, NaN is NaN
+        return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # as text, NaN equals NaN
 
 
 def check_sink(file: Path) -> None:
-    """Raises StorageError, before anything is computed for it, where a file could not be written."""
+    """Raises StorageError if a file cannot be written. Called before the computation of its content."""
     if not file.exists():
         check_writable(file)
     elif not os.access(file, os.W_OK):
-        raise StorageError(f"{file} cannot be written: {os.strerror(errno.EACCES)}; choose another file")
+        raise StorageError(f"cannot write {file}: {os.strerror(errno.EACCES)}; choose another file")
 
 
 def _foreign(output: Path, line: int) -> UsageError:
-    return UsageError(f"{output}, line {line} is no answer of offspec: give another --output")
+    return UsageError(f"{output}, line {line} is not an answer of offspec: give another --output")
 
 
 def _check(content: Any, taken: frozenset[str]) -> None:
-    """Raises UsageError for an object that is no task."""
+    """Raises UsageError for an object that is not a valid task."""
     if not isinstance(content, dict) or ("prompt" in content) == ("messages" in content):
         raise UsageError('not an object with either "prompt" or "messages"')
     if content.get("prompt") == "":
         raise UsageError(EMPTY_PROMPT)
     if "prompt" in content and not isinstance(content["prompt"], str):
-        raise UsageError('"prompt" is not a text')
+        raise UsageError('"prompt" is not a string')
     messages = content.get("messages", [{"role": "", "content": ""}])
     is_chat = isinstance(messages, list) and all(
         isinstance(m, dict) and m.keys() == {"role", "content"} and all(isinstance(part, str) for part in m.values())
@@ -275,4 +275,4 @@ def _check(content: Any, taken: frozenset[str]) -> None:
     if not is_chat or not messages:
         raise UsageError('"messages" is not a list of {"role": ..., "content": ...}')
     if found := sorted(content.keys() & taken):
-        raise UsageError(f"{found[0]!r} is a key of the answer; give it another name")
+        raise UsageError(f"the key {found[0]!r} is reserved for the answer; rename it")

@@ -1,4 +1,4 @@
-"""`offspec bench`: speculative against plain decoding, measured in the same run."""
+"""`offspec bench`: compares speculative and plain decoding in one run."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 PLOT_SUFFIXES = (".png", ".svg")
 MAX_NEW_TOKENS = 64
-CLEARLY = 0.9  # of the fastest budget's gain: what the default has to reach, or it is told beside it
+CLEARLY = 0.9  # the verdict names the default's gain if it is below this share of the fastest budget's gain
 
 
 def _plot_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """A click callback: refuses what could not be written, before anything is measured."""
+    """A click callback: refuses a plot that could not be written, before the measurement starts."""
     if value is None:
         return None
     if value.suffix.lower() not in PLOT_SUFFIXES:
@@ -57,11 +57,11 @@ def _plot_file(ctx: click.Context, param: click.Parameter, value: Path | None) -
 @click.command(
     cls=OffspecCommand,
     name="bench",
-    help=f"""Measure speculative against plain decoding on the same prompts, in the same run.
+    help=f"""Compare speculative and plain decoding on the same prompts, in the same run.
 
-{MODEL_HELP} Tokens/s include the first pass, which reads the prompt. Figures are medians over repeats, with the range.
-The built-in prompts ask for code, chat, prose and repetitive text. --accept joint adds a row that is marked lossy, and
-the likelihood of each text under the target.
+{MODEL_HELP} Tokens/s include the first pass, which contains the prefill. Figures are medians over repeats, with the
+range. The built-in prompts ask for code, chat, prose and repetitive text. --accept joint adds a row that is marked
+lossy, and the likelihood of each text under the target.
 
 \b
 Examples:
@@ -88,7 +88,7 @@ Examples:
     "--warmup", type=WholeNumber(0), default=1, show_default=True, metavar="N", help="Rounds before the measured ones."
 )
 @option("--repeats", type=WholeNumber(1), default=3, show_default=True, metavar="N", help="Measured rounds.")
-@option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a row per run.")
+@option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write one row per run.")
 @option(
     "--plot",
     "plot_file",
@@ -101,8 +101,8 @@ Examples:
 @learning_options
 @partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
 @option("--json", "as_json", is_flag=True, help="Print one JSON object; the table goes to stderr.")
-@option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")
-@option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; show tracebacks.")
+@option("-q", "--quiet", is_flag=True, help="Print no progress and no notes to stderr.")
+@option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
 def command(
     model: str,
     prompt_file: Path | None,
@@ -162,11 +162,11 @@ def command(
         plot(report, f"{engine.name}, draft {engine.draft_name or 'none'}", plot_file)
 
 
-# A draft that learnt from the prompts it is measured on would say nothing: --learn-file alone, learnt elsewhere, does.
+# Measuring a draft on the prompts that it is trained on would be meaningless; --learn-file loads earlier training.
 command.params = [parameter for parameter in command.params if parameter.name not in ("budget", "learn")]
 reworded(
     command,
-    learn_file="What the draft learnt elsewhere (offspec run --learn), read at the start.",
+    learn_file="File of the draft's training (offspec run --learn), read at the start.",
     seed="Random seed; the draft does not change the text. [default: 0]",
 )
 
@@ -174,11 +174,11 @@ reworded(
 # ------------------------------------------------------------------------------------------------ the table
 
 
-WIDE = 120  # what a file or a pipe gets
+WIDE = 120  # columns of output to a file or a pipe
 
 
 def table(report: BenchmarkReport, width: int) -> list[str]:
-    """A line for each kind of prompts and budget, blocks where the terminal is narrow, and what is to be said to it."""
+    """One line per kind of prompts and budget (blocks on a narrow terminal), then verdict and remarks."""
     rows = [_cells(row) for row in report.rows()]
     sizes = [max(len(name), *(len(cells[name]) for cells in rows)) for name in rows[0]]
     lines = [
@@ -202,7 +202,7 @@ def _cells(row: BenchmarkRow) -> dict[str, str]:
         "gain": f"{row.gain.median:.2f}x" if row.budget != 0 else "",
         "first": f"{row.first_pass_s.median:.2f}",
         "later": "-" if row.later_tokens_per_s is None else f"{row.later_tokens_per_s.median:.1f}",
-        "a pass": f"{row.tokens_per_pass.median:.2f}",
+        "tokens": f"{row.tokens_per_pass.median:.2f}",
         "draft": draft,
         "target": target,
         "rest": rest,
@@ -225,77 +225,78 @@ def _remarks(report: BenchmarkReport) -> list[str]:
         "all texts equal plain decoding"
         if not different
         else (
-            f"{different} of {len(guessed)} texts differ from plain decoding; in 16-bit arithmetic near-ties may "
-            "(offspec verify tells), in fp32 none should"
+            f"{different} of {len(guessed)} texts differ from plain decoding; in 16 bit, near-ties can cause this "
+            "(run offspec verify to check), in fp32 it is an error"
         )
     )
     remarks = [
-        "tokens/s: of everything, the first pass with the prompt too, +- half the range over the repeats; first: "
-        "seconds "
-        "of that pass; later: tokens/s without it; a pass: tokens; draft, target, rest: ms of a later pass",
+        "tokens/s: of all passes including the first with the prompt, +- half the range over the repeats; first: "
+        "seconds of the first pass; later: tokens/s without it; tokens: per pass; draft, target, rest: ms "
+        "per later pass",
         same if guessed else "there is no draft",
     ]
     for name, found in report.acceptance.items():
         remarks.append(
-            f"budget {name}: {found.predicted_per_pass:.2f} guesses a pass were expected to be accepted, "
-            f"{found.accepted_per_pass:.2f} were"
+            f"budget {name}: predicted {found.predicted_per_pass:.2f} accepted nodes per pass, "
+            f"measured {found.accepted_per_pass:.2f}"
         )
     if lossy:
         remarks.append(
-            f"joint, lossy: {report.num_different('joint')} of {len(lossy)} texts differ from plain decoding, as they "
-            "may; "
-            "nats/token: log-likelihood under the target, nearer to 0 is likelier"
+            f"joint, lossy: {report.num_different('joint')} of {len(lossy)} texts differ from plain decoding, as is "
+            "expected; nats/token: log-likelihood under the target, closer to 0 is likelier"
         )
     return remarks
 
 
 def verdict(outcome: Outcome) -> str:
-    """Whether speculation pays here, and why not."""
+    """Whether speculation pays off here, and if not, why."""
     name, gain = outcome.best.budget_name, f"{outcome.gain:.2f}x"
     if outcome.pays:
-        return f"Speculation pays here: budget {name} has {gain} plain decoding's tokens/s{_default_beside(outcome)}."
+        beside = _default_beside(outcome)
+        return f"Speculation pays off here: budget {name} reaches {gain} the tokens/s of plain decoding{beside}."
+    reached = f"the fastest budget, {name}, reaches {gain} the tokens/s of plain decoding"
     if outcome.pays is None:
-        said = f"Speculation makes no difference here: budget {name}, the fastest, has {gain} plain decoding's tokens/s"
+        said = f"Speculation makes no difference here: {reached}"
     else:
-        said = f"Speculation does not pay here: budget {name}, the fastest, has {gain} plain decoding's tokens/s"
+        said = f"Speculation does not pay off here: {reached}"
     return f"{said}. {_why_not(outcome)}".rstrip()
 
 
 def _default_beside(outcome: Outcome) -> str:
-    """What the default budget reaches, where another one is clearly faster."""
+    """The default budget's gain, if another budget is clearly faster."""
     auto = outcome.auto
     if auto is None or auto.gain.median >= CLEARLY * outcome.gain:
         return ""
-    return f", auto (the default) {auto.gain.median:.2f}x"
+    return f", auto (the default) reaches {auto.gain.median:.2f}x"
 
 
 def _why_not(outcome: Outcome) -> str:
     if outcome.pass_ratio is None or outcome.added_ms is None:
         return ""
     draft, target, rest = outcome.added_ms
-    parts = {"drafting": draft, "scoring the guesses": target, "the rest": rest}
+    parts = {"drafting": draft, "scoring the draft tokens": target, "the rest": rest}
     most = max(parts, key=lambda name: parts[name])
-    took = f"A pass took {outcome.pass_ratio:.2f} times as long as a plain one"
+    took = f"A pass takes {outcome.pass_ratio:.2f} times as long as a plain one"
     cost = f", mostly for {most} ({parts[most]:.1f} ms more)" if parts[most] > 0 else ""
     return (
-        f"{took}{cost}, and brought {outcome.best.tokens_per_pass.median:.2f} tokens. It pays where passes are slow "
-        "whatever they score: a target that is streamed from RAM or disk, or one much larger than its draft; otherwise "
-        "--budget 0 decodes plainly."
+        f"{took}{cost}, and yields {outcome.best.tokens_per_pass.median:.2f} tokens. Speculation pays off if a pass "
+        "takes about as long for many tokens as for one: a target streamed from RAM or disk, or a target much larger "
+        "than its draft. --budget 0 disables speculation."
     )
 
 
 def _reliability(report: BenchmarkReport) -> list[str]:
-    """A line for each tenth of predicted probability: how many guesses of the best budget had it, and came true."""
+    """The best budget's nodes by tenths of predicted probability: mean prediction, share accepted, count."""
     best = report.best()
     bins = report.acceptance[best.budget_name].reliability() if best is not None else []
     if best is None or not bins:
         return []
     lines = [f"{predicted:9.3f}  {share:9.3f}  {count:8}" for predicted, share, count in bins]
-    return ["", f"guesses of budget {best.budget_name}:", "predicted  came true   guesses", *lines]
+    return ["", f"draft nodes of budget {best.budget_name}:", "predicted   accepted     nodes", *lines]
 
 
 def write_csv(report: BenchmarkReport, file: Path) -> None:
-    """A row a run. Raises StorageError."""
+    """Write one row per run. Raises StorageError."""
     rows = [
         {
             "kind": run.kind,
@@ -313,4 +314,4 @@ def write_csv(report: BenchmarkReport, file: Path) -> None:
             writer.writeheader()
             writer.writerows(rows)
     except OSError as exc:
-        raise StorageError(f"{file} cannot be written: {exc.strerror}; choose another --csv") from exc
+        raise StorageError(f"cannot write {file}: {exc.strerror}; choose another --csv") from exc

@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 1024  # in a chat the model ends its replies itself
 LEAVING = ("exit", "quit", "bye")
-OWN_SETTINGS = {"when_full", "show_stats", "wrap"}  # by click's names, beside what says how a reply is generated
-SHORTHANDS = {"verbose": "stats"}  # as Ollama calls it
-WARN_SHARE = 0.75  # of the context in use, where it is time to say so
+OWN_SETTINGS = {"when_full", "show_stats", "wrap"}  # by click's names, in addition to sampling and speculation
+SHORTHANDS = {"verbose": "stats"}  # Ollama's name
+WARN_SHARE = 0.75  # a note appears when this share of the context is in use
 
 
 @click.command(
     cls=OffspecCommand,
     name="chat",
-    help=f"""Talk to a model that has a chat template.
+    help=f"""Chat with a model that has a chat template.
 
-{MODEL_HELP} Each turn computes only its new tokens; the KV cache holds the rest. Type /help for the commands, three
-quotes around a message of several lines, Ctrl-C to stop a reply, Ctrl-D to leave. From a pipe, each line is a message
-or a command.
+{MODEL_HELP} Each turn computes only its new tokens; the KV cache holds the rest. Type /help for the commands. Put three
+quotes around a message of several lines. Ctrl-C stops a reply, Ctrl-D exits. From a pipe, each line is a message or a
+command.
 
 \b
 Examples:
@@ -79,17 +79,17 @@ Examples:
 @option(
     "--history",
     metavar="FILE|none",
-    help="File of typed lines. [default: one in the user's state folder]",
+    help="File for the history of typed lines. [default: in the user's state folder]",
 )
 @option("--stats", "show_stats", is_flag=True, help="Show tokens/s and other statistics after each reply.")
-@option("--wrap/--no-wrap", default=True, show_default=True, help="On a terminal, break lines between words.")
+@option("--wrap/--no-wrap", default=True, show_default=True, help="Wrap lines between words on a terminal.")
 @option("--color-accepted", is_flag=True, help="Color accepted draft tokens green and the target's own tokens yellow.")
 @loading_options
 @speculation_options
 @learning_options
 @partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
-@option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
-@option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; show tracebacks.")
+@option("-q", "--quiet", is_flag=True, help="Print no notes to stderr.")
+@option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -125,7 +125,7 @@ def command(
             session.system = system
     on_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
     if on_terminal and not quiet:
-        click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}. /help shows the commands, Ctrl-D leaves.")
+        click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}. /help shows the commands, Ctrl-D exits.")
     lines = TerminalInput(_history_file(history, quiet=quiet), chat.completions) if on_terminal else PipeInput()
     with learning_kept(engine, learn_file, quiet=quiet):
         num_errors = chat.talk(lines)
@@ -134,7 +134,7 @@ def command(
 
 
 def _setting_names() -> set[str]:
-    """What /set knows, by click's names: whatever says how tokens are guessed and chosen."""
+    """The sampling and speculation settings, by click's names."""
 
     @speculation_options
     @sampling_options
@@ -154,7 +154,7 @@ def _history_file(wanted: str | None, *, quiet: bool) -> Path | None:
         file = Path(wanted).expanduser()
     if open_history(file):
         return file
-    _note(f"{file} cannot be written, so what you type is not remembered; --history names another file", quiet=quiet)
+    _note(f"cannot write {file}, so the history of typed lines is off; --history FILE sets another file", quiet=quiet)
     return None
 
 
@@ -167,14 +167,14 @@ def _is_flag(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
-# ------------------------------------------------------------------------------------------------ what /set sets
+# ------------------------------------------------------------------------------------------------ settings
 
 
 class Values:
-    """The settings of a conversation, judged by the same click parameters as the flags."""
+    """The settings of a conversation, parsed and checked by the same click parameters as the flags."""
 
     def __init__(self, command: click.Command, values: dict[str, Any]) -> None:
-        """values: by click's names, as the command got them."""
+        """values: by click's names, as the command received them."""
         self._command, self._values = command, values
         self.parameters = {key: p for key, p in settable(command).items() if p.name in values}
 
@@ -187,13 +187,13 @@ class Values:
         return self._values[name]
 
     def set(self, changes: dict[str, Any]) -> None:
-        """Change some, by their flags' names without dashes; all of them or none. Raises UsageError."""
+        """Change settings, by their flags' names without dashes; all or none. Raises UsageError."""
         values = dict(self._values)
         for key, value in changes.items():
             if key not in self.parameters:
                 guess = nearest(key, set(self.parameters))
                 meant = f"did you mean {guess}?" if guess else f"choose one of {', '.join(self.parameters)}"
-                raise UsageError(f"there is no setting {key!r}; {meant}")
+                raise UsageError(f"unknown setting {key!r}; {meant}")
             parameter = self.parameters[key]
             try:
                 values[str(parameter.name)] = None if value is None else parsed_value(parameter, value, self._command)
@@ -207,14 +207,14 @@ class Values:
             raise exc if isinstance(exc, OffspecError) else UsageError("a setting has no value") from exc
 
     def as_dict(self) -> dict[str, Any]:
-        """By the flags' names without dashes, as the flags take them, fit for JSON."""
+        """The settings by the flags' names without dashes, as values that the flags accept and JSON can hold."""
         found = {key: self._values[str(p.name)] for key, p in self.parameters.items()}
         if found.get("budget", 0) is None:
             found["budget"] = "auto"
         return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
 
     def given_as_flags(self, ctx: click.Context) -> dict[str, Any]:
-        """Those that the command line itself gave, which win over whatever else is set."""
+        """The settings that the command line gave; they override all others."""
         return {key: value for key, value in self.as_dict().items() if _is_flag(ctx, str(self.parameters[key].name))}
 
 
@@ -223,7 +223,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the conversation: what it takes, what it does, and who does it."""
+    """A command of the conversation: its argument, its help text and its method."""
 
     takes: str
     help: str
@@ -231,7 +231,7 @@ class Command:
 
 
 class Chat:
-    """Reads lines, answers messages, does commands. An error is one line, and the conversation goes on."""
+    """Reads lines, answers messages and runs commands. An error prints one line; the conversation continues."""
 
     def __init__(
         self, session: Session, values: Values, *, marks: bool = False, quiet: bool = False, verbose: bool = False
@@ -239,16 +239,16 @@ class Chat:
         self.session, self.values = session, values
         self._marks, self._quiet, self._verbose = marks, quiet, verbose
         self._note = partial(_note, quiet=quiet)
-        self._edited: str | None = None  # a message that the next one takes the place of
+        self._edited: str | None = None  # the message that the next one replaces
         self._is_warned = False
 
     def change(self, settings: dict[str, Any]) -> None:
-        """Set some values, by the flags' names without dashes. Raises UsageError, and changes nothing then."""
+        """Change settings, by the flags' names without dashes. If it raises UsageError, nothing changes."""
         self.values.set(settings)
         self.session.drops_oldest = self.values["when_full"] == "drop"
 
     def talk(self, lines: LineInput) -> int:
-        """Until the end of input; returns how many lines failed."""
+        """Process lines until the end of input; returns the number of lines that failed."""
         num_errors = 0
         while True:
             try:
@@ -257,16 +257,16 @@ class Chat:
             except EOFError:
                 return num_errors
             except KeyboardInterrupt:
-                self._note("nothing is changed" if self._edited else "Ctrl-D leaves")
+                self._note("the message is unchanged" if self._edited else "Ctrl-D exits")
                 self._edited = None
             except BrokenPipeError:
                 raise
-            except Exception as exc:  # noqa: BLE001 (whatever it is, the conversation must not be lost)
+            except Exception as exc:  # noqa: BLE001 (no error may lose the conversation)
                 num_errors += 1
                 self._tell_error(exc)
 
     def do(self, line: str) -> bool:
-        """One message or command; False where it says to leave. Raises OffspecError."""
+        """Process one message or command; False if it ends the chat. Raises OffspecError."""
         text, again = unquoted(line), self._edited is not None
         self._edited = None
         if not line.startswith("/"):
@@ -279,14 +279,12 @@ class Chat:
         if name not in COMMANDS:
             guess = nearest(name, COMMANDS)
             meant = f"did you mean /{guess}?" if guess else "/help lists them"
-            raise UsageError(
-                f"there is no command /{name}; {meant} (a message that begins with / goes in three quotes)"
-            )
+            raise UsageError(f"unknown command /{name}; {meant} (put a message that begins with / in three quotes)")
         COMMANDS[name].do(self, argument.strip())
         return True
 
     def answer(self, message: str, *, again: bool = False) -> None:
-        """Show the reply as it comes; Ctrl-C ends it, and what was said stays."""
+        """Print the reply step by step. Ctrl-C stops it; the conversation keeps the printed part."""
         sampling, speculation = self.values.params()
         steps, last = self.session.reply(message, sampling, speculation, again=again), ""
         write = self._writer()
@@ -299,9 +297,9 @@ class Chat:
             if last:
                 click.echo()
             self._note(
-                "stopped; what was said stays"
+                "stopped; the conversation keeps this part of the reply"
                 if last
-                else "stopped before anything was said; the message is taken back"
+                else "stopped before the first token; the message is removed"
             )
             return
         except BaseException:
@@ -316,7 +314,7 @@ class Chat:
         self._learn()
 
     def _writer(self) -> Callable[[Step], None]:
-        """What shows the steps of a reply: with marks, with lines broken between words, or as they are."""
+        """A function that prints the steps of a reply: marked, wrapped between words, or unchanged."""
         wrap = WordWrap(columns()) if self.values["wrap"] and not self._marks and shows_colors() else str
 
         def write(step: Step) -> None:
@@ -326,35 +324,35 @@ class Chat:
         return write
 
     def _learn(self) -> None:
-        """Let the draft learn from the reply; Ctrl-C leaves that out."""
+        """Train the draft on the reply; Ctrl-C skips this."""
         turn = self.session.turns[-1] if self.session.turns else None
         if turn is None or turn.stats is None:
             return
         try:
             self.session.engine.learn(turn.stats)
         except KeyboardInterrupt:
-            self._note("learning stopped; the draft is as it was before this reply")
+            self._note("learning stopped; this reply does not change the draft")
 
     def _explain_end(self, sampling: SamplingParams) -> None:
-        """Why a reply ended where the model would have gone on, and when the context will be full."""
+        """Print a note if a limit cut the reply, or if the context is nearly full."""
         session = self.session
         turn = session.turns[-1] if session.turns else None
         if turn is not None and turn.finish_reason == "length":
             if len(turn.token_ids) >= sampling.max_new_tokens:
                 self._note(f"cut at {sampling.max_new_tokens} tokens; /set max-new-tokens N allows more")
             else:
-                self._note("cut: the context is full")
+                self._note("cut, because the context is full")
         limit = session.engine.max_context
         is_filling = session.num_tokens + session.spare(sampling) > WARN_SHARE * limit
         if is_filling and not self._is_warned:
-            then = "the oldest turns will be left out" if session.drops_oldest else "messages will be refused"
-            self._note(f"{session.num_tokens} of {limit} tokens of context are used; when it is full, {then}")
+            then = "the oldest turns will be dropped" if session.drops_oldest else "messages will be refused"
+            self._note(f"{session.num_tokens} of {limit} tokens of context in use; when it is full, {then}")
         self._is_warned = is_filling
 
     def _tell_error(self, error: Exception) -> None:
         message = error.message if isinstance(error, click.ClickException) else str(error)
         if not isinstance(error, (OffspecError, click.ClickException)):
-            message = f"{type(error).__name__}: {message} (unexpected; -v shows where)"
+            message = f"{type(error).__name__}: {message} (unexpected; -v shows the traceback)"
         if self._verbose:
             from traceback import format_exc
 
@@ -362,7 +360,7 @@ class Chat:
         click.echo(f"Error: {' '.join(message.split())}", err=True)
 
     def completions(self, text: str) -> Iterable[str]:
-        """What the last word of a line may become."""
+        """Completions of the last word of a line."""
         if not text.startswith("/"):
             return []
         name, space, rest = text[1:].partition(" ")
@@ -381,12 +379,12 @@ class Chat:
         if sampling.temperature == 0 or sampling.seed is not None:
             why = "temperature is 0" if sampling.temperature == 0 else "the seed is set"
             remedy = "/set temperature 0.7" if sampling.temperature == 0 else "/set seed none"
-            self._note(f"{why}, so the reply will be the same; {remedy} changes that")
+            self._note(f"{why}, so the reply will be the same; {remedy} allows another")
         self.answer(self._last().message, again=True)
 
     def undo(self, argument: str) -> None:
         taken = self.session.undo()
-        self._note(f"taken back: {_short(taken.message)}")
+        self._note(f"removed: {_short(taken.message)}")
 
     def edit(self, argument: str) -> None:
         if argument:
@@ -420,8 +418,8 @@ class Chat:
             value = words
         elif len(words) != 1:
             raise UsageError(
-                f"give a setting and its value, like /set temperature 0.7; /set {key} none unsets it, /set alone shows "
-                "all settings"
+                f"give a setting and its value, like /set temperature 0.7; /set {key} none unsets it, /set without "
+                "arguments shows all settings"
             )
         else:
             value = words[0]
@@ -448,7 +446,7 @@ class Chat:
 
     def clear(self, argument: str) -> None:
         self.session.clear()
-        self._note("a new conversation, with the same system message and settings")
+        self._note("new conversation with the same system message and settings")
 
     def save(self, argument: str) -> None:
         path = _path(argument, "/save")
@@ -477,27 +475,27 @@ class Chat:
 
     def _last(self) -> Turn:
         if not self.session.turns:
-            raise UsageError("there is no turn yet")
+            raise UsageError("the conversation has no turn yet")
         return self.session.turns[-1]
 
 
 COMMANDS = {
-    "regen": Command("", "Reply once more to the last message.", Chat.regen),
-    "undo": Command("", "Take back the last message and its reply.", Chat.undo),
-    "edit": Command("[TEXT]", "Change the last message and have it answered anew.", Chat.edit),
+    "regen": Command("", "Generate the last reply again.", Chat.regen),
+    "undo": Command("", "Remove the last message and its reply.", Chat.undo),
+    "edit": Command("[TEXT]", "Edit the last message and generate a new reply.", Chat.edit),
     "system": Command("[TEXT|none]", "Show or change the system message.", Chat.system),
     "set": Command("[NAME VALUE]", "Show or change settings, e.g. /set temperature 0.7.", Chat.set),
     "show": Command("", "Show the conversation.", Chat.show),
-    "stats": Command("", "Show what each turn took.", Chat.stats),
-    "clear": Command("", "Begin a new conversation.", Chat.clear),
-    "save": Command("FILE", "Write conversation and settings to a file.", Chat.save),
-    "load": Command("FILE", "Go on with a conversation from a file.", Chat.load),
+    "stats": Command("", "Show tokens, tokens per pass and tokens/s of each turn.", Chat.stats),
+    "clear": Command("", "Start a new conversation.", Chat.clear),
+    "save": Command("FILE", "Save conversation and settings to a file.", Chat.save),
+    "load": Command("FILE", "Continue a conversation from a file.", Chat.load),
     "export": Command("FILE.md", "Write the conversation as Markdown.", Chat.export),
-    "help": Command("", "Show this.", Chat.help),
+    "help": Command("", "Show this list.", Chat.help),
 }
 KEYS = (
-    '""" begins and ends a message of several lines; Alt-Enter begins a new line anywhere.',
-    "Ctrl-C stops a reply and keeps it; Ctrl-D, /exit, /quit or /bye leaves. Tab completes.",
+    '""" starts and ends a message of several lines; Alt-Enter inserts a line break.',
+    "Ctrl-C stops a reply and keeps its text; Ctrl-D, /exit, /quit or /bye exits. Tab completes.",
     "/set verbose shows tokens/s after each reply.",
 )
 
@@ -506,10 +504,9 @@ STATS_COLUMNS = {"turn": 4, "prompt": 6, "new": 6, "reply": 6, "per pass": 8, "f
 
 
 def stats_table(session: Session, width: int | None = None) -> list[str]:
-    """A line a turn, or a sentence where the table would be wider than `width`.
+    """One line per turn, or a sentence per turn if the table would be wider than `width`.
 
-    `new` are the tokens of the prompt that were scored, the rest was in the KV caches. seed: the one that was set, or
-    drawn.
+    new: the scored tokens of the prompt; the KV caches held the others. seed: set by the user, or random.
     """
     rows = [_stats_cells(number, turn) for number, turn in enumerate(session.turns, 1)]
     used = f"{session.num_tokens} of {session.engine.max_context} tokens of context used"
@@ -525,7 +522,7 @@ def _stats_line(cells: Sequence[str]) -> str:
 
 
 def _stats_cells(number: int, turn: Turn) -> list[str]:
-    """By STATS_COLUMNS; of a turn from a file only the first two are known."""
+    """Cells in the order of STATS_COLUMNS; a turn from a file has only the first two."""
     if (s := turn.stats) is None:
         return [str(number), "(loaded)"]
     rate = f"{s.decode_tokens_per_s:.1f}" if s.decode_tokens_per_s else "-"
@@ -535,10 +532,11 @@ def _stats_cells(number: int, turn: Turn) -> list[str]:
 
 
 def reply_figures(stats: Stats) -> str:
-    """What a reply took, in a line."""
+    """The statistics of a reply as one line."""
     rate = f", {stats.decode_tokens_per_s:.1f} tokens/s" if stats.decode_tokens_per_s else ""
     return (
-        f"{stats.num_tokens} tokens{rate}, {stats.tokens_per_pass:.2f} tokens a pass, first after {stats.ttft_s:.2f} s"
+        f"{stats.num_tokens} tokens{rate}, {stats.tokens_per_pass:.2f} tokens per pass, "
+        f"first after {stats.ttft_s:.2f} s"
     )
 
 

@@ -1,4 +1,4 @@
-"""`offspec config`: every setting, its value, and where that comes from."""
+"""`offspec config`: every setting with its value and source."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import click
 from .help_groups import OffspecCommand, option
 from .settings import Settings, settable
 
-SECRETS = ("api-key",)  # whose values are not shown: what is printed here is sent with questions
+SECRETS = ("api-key",)  # values that are not printed: people paste this output into questions
 
 
 @dataclass(frozen=True)
 class SettingRow:
-    """A setting with the commands that it holds for; `commands` is empty where all that have it agree."""
+    """A setting and its commands; `commands` is empty if the value is the same for all of them."""
 
     key: str
     value: Any
@@ -28,12 +28,12 @@ class SettingRow:
 @click.command(
     cls=OffspecCommand,
     name="config",
-    help="""Show every setting, its value, and where that comes from.
+    help="""Show every setting with its value and source.
 
-A flag wins over the environment, which wins over the file, which wins over the default. Keys of the file are flags
-without their dashes; a table like [chat] belongs to one command. In the environment the same key is
-OFFSPEC_TEMPERATURE, or OFFSPEC_CHAT_TEMPERATURE for one command. OFFSPEC_CONFIG names another file, or none where it is
-empty.
+A flag overrides the environment, the environment overrides the file, and the file overrides the default. Keys of the
+file are flags without their dashes; a table like [chat] applies to one command. The same key in the environment is
+OFFSPEC_TEMPERATURE, or OFFSPEC_CHAT_TEMPERATURE for one command. OFFSPEC_CONFIG names another file; if it is empty,
+no file is read.
 
 \b
 Example:
@@ -54,7 +54,7 @@ The file, for example:
 def command(ctx: click.Context, name: str | None, as_json: bool, verbose: bool) -> None:
     commands = Commands(ctx.find_root())
     if name is not None and name not in commands:
-        raise click.UsageError(f"there is no command {name!r}; choose one of {', '.join(commands)}")
+        raise click.UsageError(f"unknown command {name!r}; choose one of {', '.join(commands)}")
     faults: list[click.UsageError] = []
     settings = Settings(commands, on_fault=faults.append)
     rows = list(_rows(settings, commands if name is None else {name: commands[name]}))
@@ -70,7 +70,7 @@ def command(ctx: click.Context, name: str | None, as_json: bool, verbose: bool) 
 
 
 class Commands(Mapping[str, click.Command]):
-    """Every command of the program but this one, imported when it is asked for."""
+    """Every command of the program except `config`, imported on first use."""
 
     def __init__(self, ctx: click.Context) -> None:
         assert isinstance(ctx.command, click.Group)
@@ -91,7 +91,7 @@ class Commands(Mapping[str, click.Command]):
 
 
 def _rows(settings: Settings, commands: Mapping[str, click.Command]) -> Iterator[SettingRow]:
-    """One row a setting, or several where commands differ."""
+    """One row per setting, or several if its commands differ."""
     by_key: dict[str, dict[tuple[str, str], list[str]]] = {}
     values: dict[tuple[str, str], Any] = {}
     for name, command in commands.items():
@@ -112,7 +112,7 @@ def _rows(settings: Settings, commands: Mapping[str, click.Command]) -> Iterator
 
 
 def _shown(value: Any) -> str:
-    """`-` for what is not set."""
+    """A value as text; `-` if it is not set."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
@@ -123,7 +123,7 @@ def _shown(value: Any) -> str:
 def _head(settings: Settings) -> list[str]:
     if settings.file is None:
         return ["no file (OFFSPEC_CONFIG is empty)"]
-    return [f"{settings.file}{'' if settings.file.is_file() else ' (not there yet)'}"]
+    return [f"{settings.file}{'' if settings.file.is_file() else ' (does not exist)'}"]
 
 
 def _table(rows: list[SettingRow]) -> list[str]:

@@ -1,6 +1,6 @@
-"""Connections of `offspec serve` that may cost only so much: their number, how slowly they send, how much they send.
+"""Limits on connections of `offspec serve`: their number, the time that a request may take, and its size.
 
-All of it holds before a request is authenticated. What is refused is told in JSON, as OpenAI's clients read it.
+The limits apply before authentication. A refusal is JSON in the form that OpenAI's clients read.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .openai_api import failure
 
-BACKLOG = 32  # connections that the system accepts for us meanwhile; asyncio takes as many at a time
-SPARE_FILES = 4 * BACKLOG  # descriptors that stay free for files, and for connections that are being refused
+BACKLOG = 32  # connections that the system queues; asyncio accepts as many at a time
+SPARE_FILES = 4 * BACKLOG  # descriptors kept free for files, and for refusing connections
 MOST_CONNECTIONS = 512
-HEADERS_S = 10.0  # for a request's headers, once its connection is there
+HEADERS_S = 10.0  # for a request's headers, from the start of the connection
 BODY_S = 60.0  # for its body: 32 MiB at 0.5 MiB/s
 ACCEPT_FAILED = "socket.accept() out of system resource"
 
 
 def most_connections() -> int:
-    """As many as leave descriptors free, counted from what is open now; at least one."""
+    """The maximum number of connections that leaves SPARE_FILES descriptors free; at least 1."""
     if sys.platform == "win32":
         return MOST_CONNECTIONS
     import resource
@@ -41,7 +41,7 @@ def most_connections() -> int:
 
 
 def protocol(most: int, headers_s: float = HEADERS_S, body_s: float = BODY_S) -> type[H11Protocol]:
-    """uvicorn's HTTP protocol with limits, for `uvicorn.Config(http=…)`. most: connections at a time."""
+    """uvicorn's HTTP protocol with limits, for `uvicorn.Config(http=…)`. most: simultaneous connections."""
 
     class Limited(LimitedProtocol):
         most_connections, limits_s = most, {h11.IDLE: headers_s, h11.SEND_BODY: body_s}
@@ -50,7 +50,7 @@ def protocol(most: int, headers_s: float = HEADERS_S, body_s: float = BODY_S) ->
 
 
 class LimitedProtocol(H11Protocol):
-    """limits_s: how long the other side may be in a state of h11's."""
+    """limits_s: the maximum seconds that the client may stay in each state of h11."""
 
     most_connections: int
     limits_s: dict[Any, float]
@@ -63,7 +63,7 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:  # asyncio.Transport, as uvicorn has it
         super().connection_made(transport)
         if len(self.connections) > self.most_connections:
-            self._refuse(503, "the server has as many connections as it can have; try again later")
+            self._refuse(503, "the server has too many connections; try again later")
         else:
             self._set_timer()
 
@@ -81,7 +81,7 @@ class LimitedProtocol(H11Protocol):
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Start a timer for the state that the other side is in, unless it runs; uvicorn's own is for idle ones."""
+        """Start a timer for the client's state, unless one runs; uvicorn itself times idle connections."""
         state = self.conn.their_state
         if state == self._timed:
             return
@@ -99,12 +99,12 @@ class LimitedProtocol(H11Protocol):
 
     def _too_slow(self) -> None:
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
-            self._refuse(408, "the request did not come in time")
+            self._refuse(408, "the request did not arrive in time")
         else:
             self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer past h11, which may be in the middle of a request, and close."""
+        """Answer without h11, which may be in the middle of a request, and close the connection."""
         body = json.dumps(failure(message, kind="server_error" if status >= 500 else "invalid_request_error")).encode()
         reason = {408: "Request Timeout", 503: "Service Unavailable"}[status]
         head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -114,7 +114,7 @@ class LimitedProtocol(H11Protocol):
 
 
 class Seldom(logging.Filter):
-    """Lets what asyncio says of connections that cannot be accepted through once a minute, in a line."""
+    """Reduces asyncio's messages about failed accepts to one line per minute."""
 
     def __init__(self, every_s: float = 60.0) -> None:
         super().__init__()
@@ -127,18 +127,18 @@ class Seldom(logging.Filter):
         if now < self._next_s:
             return False
         self._next_s = now + self._every_s
-        record.msg, record.args, record.exc_info = "offspec: too many open files: connections wait", (), None
+        record.msg, record.args, record.exc_info = "offspec: too many open files: new connections wait", (), None
         return True
 
 
 class Bodies:
-    """How many bytes of requests are in memory, of all connections together."""
+    """The bytes of request bodies in memory, over all connections."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self._num_bytes = most_bytes, 0
 
     def take(self, num_bytes: int) -> bool:
-        """Whether there was room for them."""
+        """Reserve bytes; False if the limit does not allow it."""
         if self._num_bytes + num_bytes > self._most_bytes:
             return False
         self._num_bytes += num_bytes

@@ -1,4 +1,4 @@
-"""`offspec distill`: train the exit layer with which a model drafts for itself."""
+"""`offspec distill`: trains an exit layer, so that a model can be its own draft."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ P = DistillParams
 @click.command(
     cls=OffspecCommand,
     name="distill",
-    help=f"""Train an exit layer, so that the first layers of MODEL draft for it: --draft self.
+    help=f"""Train an exit layer, so that the first layers of MODEL become its draft (--draft self).
 
-{MODEL_HELP} The target writes texts, or reads given ones, and one transformer layer behind its layer N learns to
-predict what the whole target predicts. MODEL itself is not changed. The built-in model takes some minutes. A run needs
-disk space for the hidden state of every token, and memory for the head and 16 bytes for each weight of one layer.
+{MODEL_HELP} The target generates texts, or reads given ones. One transformer layer after layer N learns to predict the
+target's output. MODEL itself does not change. The built-in model takes some minutes. A run needs disk space for the
+hidden state of every token. It needs memory for the head, and 16 bytes for each weight of one layer.
 
---resume continues an interrupted run (Ctrl-C); the result is the same as without the interruption.
+--resume continues a run that was interrupted, for example by Ctrl-C. The result is the same as without interruption.
 
 \b
 Examples:
@@ -43,13 +43,13 @@ Examples:
     type=int,
     required=True,
     metavar="N",
-    help="Number of initial layers used as the draft; they stay in memory. A quarter of all is a good start.",
+    help="Number of initial layers used as the draft; they stay in memory. Try a quarter of all layers first.",
 )
 @option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="File for the exit layer. [default: in the user's data folder, where --draft self finds it]",
+    help="File for the exit layer. [default: in the user's data folder, for --draft self]",
 )
 @option(
     "--text",
@@ -57,7 +57,7 @@ Examples:
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Learn from this text file instead of the model's own texts; may be repeated.",
+    help="Train on this text file instead of generated texts; may be repeated.",
 )
 @option("--steps", type=WholeNumber(1), default=P.steps, show_default=True, metavar="N", help="Training steps.")
 @option(
@@ -66,7 +66,7 @@ Examples:
     default=P.num_texts,
     show_default=True,
     metavar="N",
-    help="Texts that the model writes.",
+    help="Number of texts that the model generates.",
 )
 @option(
     "--text-tokens",
@@ -98,30 +98,30 @@ Examples:
     default=P.learning_rate,
     show_default=True,
     metavar="R",
-    help="Learning rate at hidden size 256; scaled by the inverse root of the size.",
+    help="Learning rate at hidden size 256; scales with the inverse square root of the hidden size.",
 )
 @research_option(
     "--init",
     type=click.Choice(["next", "last"]),
     default=P.init,
     show_default=True,
-    help="Start from a copy of the next layer, or of the last one, which learns faster.",
+    help="Initialise with a copy of the next layer, or of the last one, which trains faster.",
 )
 @option("--seed", type=WholeNumber(0), default=P.seed, show_default=True, metavar="S", help="Random seed.")
 @option("--resume", is_flag=True, help="Resume an interrupted run.")
 @option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
-@option("--device", default="auto", metavar="auto|cpu|cuda[:N]", help="Where to compute. [default: auto]")
+@option("--device", default="auto", metavar="auto|cpu|cuda[:N]", help="Device that computes. [default: auto]")
 @option(
     "--dtype",
     type=click.Choice(["auto", "bf16", "fp16", "fp32"]),
     default="auto",
     show_default=True,
-    help="Arithmetic of the target; the exit layer is trained in fp32.",
+    help="Compute dtype of the target; the exit layer is trained in fp32.",
 )
 @memory_flags
 @option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
-@option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")
-@option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; show tracebacks.")
+@option("-q", "--quiet", is_flag=True, help="Print no progress and no notes to stderr.")
+@option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
 def command(
     model: str,
     exit_layer: int,
@@ -158,7 +158,7 @@ def command(
             progress=line,
         )
     except KeyboardInterrupt:
-        click.echo("\nInterrupted; the same command with --resume goes on from the last checkpoint.", err=True)
+        click.echo("\nInterrupted; the same command with --resume continues from the last checkpoint.", err=True)
         raise
     finally:
         if line is not None:
@@ -170,13 +170,13 @@ def command(
         click.echo(json.dumps(said | {"seconds": round(seconds, 3)}))
     else:
         click.echo(
-            f"{done.path}: the exit's likeliest token is the target's at {done.agreement:.0%} of unseen places "
-            f"(untrained {done.agreement_before:.0%}), after {format_seconds(seconds)}"
+            f"{done.path}: the exit layer predicts the target's likeliest token at {done.agreement:.0%} of held-out "
+            f"positions (untrained: {done.agreement_before:.0%}); took {format_seconds(seconds)}"
         )
 
 
 class TrainingLine:
-    """What is done, how much of it, and how long the rest will take, on one line of a terminal."""
+    """A progress line on a terminal: the phase, its progress and the time left."""
 
     def __init__(self) -> None:
         self._what, self._left = "", TimeLeft()

@@ -1,4 +1,4 @@
-"""`offspec doctor`: what this machine has, how fast it is, and what would help most."""
+"""`offspec doctor`: this machine's hardware, its measured rates, and advice."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .terminal import is_watched, show_line
 if TYPE_CHECKING:
     from offspec.tools.diagnosis import Diagnosis, ProductRate
 
-Fact = tuple[str, str, str]  # label, what, where that comes from
+Fact = tuple[str, str, str]  # label, value, source
 MAX_COLUMNS, NARROW = 100, 50
 
 
 @click.command(
     cls=OffspecCommand,
     name="doctor",
-    help="""Show what this machine has, measured, each figure with where it comes from, and what would help most.
+    help="""Show this machine's hardware and its measured rates with their sources, and advice on what to improve.
 
-Measuring takes some seconds, and writes a temporary file where the folder holds no checkpoint that can be read instead.
+The measurement takes some seconds. It writes a temporary file if the folder contains no checkpoint to read.
 
 \b
 Example:
@@ -39,16 +39,16 @@ Example:
     "--device",
     default="auto",
     metavar="auto|cpu|cuda[:N]",
-    help="Where to compute. [default: auto, the first CUDA device or the CPU]",
+    help="Device that computes. [default: auto, the first CUDA device or the CPU]",
 )
 @option(
     "--path",
     type=click.Path(exists=True, path_type=Path),
-    help="Folder of models, or a large file, whose disk is measured. [default: the hub's cache]",
+    help="Folder of models, or a large file, on the disk to measure. [default: the hub's cache]",
 )
-@option("--quick", is_flag=True, help="Measure nothing; show what the machine reports.")
+@option("--quick", is_flag=True, help="Skip the measurement; show only what the system reports.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@option("-q", "--quiet", is_flag=True, help="Print no progress to stderr.")
 @option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 def command(device: str, path: Path | None, quick: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
     from offspec.tools.diagnosis import diagnose
@@ -71,7 +71,7 @@ def command(device: str, path: Path | None, quick: bool, as_json: bool, quiet: b
 
 
 def table(found: Diagnosis, columns: int) -> str:
-    """Facts, rates and advice, in lines of at most `columns` (and at least 20)."""
+    """Facts, rates and advice, in lines of at most `columns` columns (but at least 20)."""
     facts, rates = _facts(found), _rates(found)
     label_columns = max(len(label) for label, *_ in facts + rates) + 2
     lines = [line for row in facts for line in _lines(row, label_columns, columns)]
@@ -87,7 +87,7 @@ def table(found: Diagnosis, columns: int) -> str:
 def _lines(row: Fact, label_columns: int, columns: int) -> list[str]:
     label, what, source = row
     text = f"{what} ({source})" if source else what
-    if columns < NARROW:  # a column of labels would leave no room beside it
+    if columns < NARROW:  # too narrow for a column of labels
         return [label, *_wrapped("  ", text, 2, columns)]
     return _wrapped(f"{label:<{label_columns}}", text, label_columns, columns)
 
@@ -140,7 +140,7 @@ def _rates(found: Diagnosis) -> list[Fact]:
 
 
 def _product(rate: ProductRate) -> Fact:
-    """A product, by the way that was chosen."""
+    """The rates of a matrix product, with the chosen way to multiply as the source."""
     fast = f"{format_quantity(rate.flops, 'FLOP/s')}, {format_quantity(rate.bytes_per_s, 'B/s')} of weights"
     return f"{rate.form} x {rate.rows}", fast, rate.way
 

@@ -1,6 +1,6 @@
-"""What `--help` shows: flags by groups, the everyday ones first; `--help-all` shows the others, too.
+"""`--help`: flags by groups, common flags first; `--help-all` also shows the others.
 
-Knows flags by click's names, and nothing of what they do.
+This module knows only the flags' click names.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 HELP_NAMES = ("-h", "--help")
-SHOWS_ALL = "offspec.shows_all_flags"  # set in a click context's `meta` while `--help-all` is answered
-FEW = 16  # flags that are all shown, under one heading: they fit a screen
+SHOWS_ALL = "offspec.shows_all_flags"  # set in a click context's `meta` by `--help-all`
+FEW = 16  # a command with at most so many flags shows all of them under one heading: they fit a screen
 
-# Heading → flags in the order in which they are shown; a command's other flags come first, under "Options".
+# Heading → flags in display order; a command's other flags come first, under "Options".
 OWN = "Options"
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": ("device", "dtype", "revision", "threads", "special_in_text"),
@@ -33,8 +33,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 PLACES = {name: (heading, place) for heading, names in GROUPS.items() for place, name in enumerate(names)}
 PLACES["help_all"] = ("Output", 101)
-HELP_PLACE = ("Output", 100)  # click has several names for it
-# What few people need; `--help-all` shows it.
+HELP_PLACE = ("Output", 100)  # --help has several names in click
+# Only `--help-all` shows these flags.
 ADVANCED = {
     *("dtype", "revision", "threads", "special_in_text", "lookup_files", "exit_file", "learn", "learn_file"),
     *("min_p", "repetition_penalty", "ignore_eos", "color_accepted", "wrap", "prompt_ids", "history"),
@@ -42,7 +42,7 @@ ADVANCED = {
 
 
 class OffspecOption(click.Option):
-    """A flag whose help shows no range: what it may be stands in the text, or in the refusal."""
+    """A flag whose help omits the range: the help text or the error message names it."""
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         extra = super().get_help_extra(ctx)
@@ -53,7 +53,7 @@ class OffspecOption(click.Option):
 
 
 class ResearchOption(OffspecOption):
-    """A flag to compare methods with, or to tune one: it works like any other, but only `--help-all` shows it."""
+    """A flag for comparing or tuning methods. Only `--help-all` shows it."""
 
 
 def option(*names: str, **settings: Any) -> Callable[[F], F]:
@@ -67,10 +67,10 @@ def research_option(*names: str, **settings: Any) -> Callable[[F], F]:
 
 
 class OffspecCommand(click.Command):
-    """A command with `--help` by groups, and with `--help-all` as its last line where flags are left out."""
+    """A command with `--help` by groups; its last line is `--help-all` if `--help` omits flags."""
 
     def get_help_option_names(self, ctx: click.Context) -> list[str]:
-        """In every context, also one without a parent: click makes the option once, of what the first one says."""
+        """The same names in every context: click creates the help option once, from the first context."""
         return list(HELP_NAMES)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
@@ -91,7 +91,7 @@ class OffspecCommand(click.Command):
                     formatter.write_dl([record for _, record in sorted(found, key=lambda placed: placed[0])])
 
     def _place(self, parameter: click.Parameter) -> tuple[str, int]:
-        """The heading, and where below it. A command of few flags has one heading."""
+        """The heading, and the position below it. A command with few flags has one heading."""
         if not self._has_many:
             return OWN, 0
         return HELP_PLACE if "--help" in parameter.opts else PLACES.get(str(parameter.name), (OWN, 0))

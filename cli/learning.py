@@ -1,4 +1,4 @@
-"""`--learn-file`: one process learns into a file at a time, and what was learnt outlives whatever ends the command."""
+"""`--learn-file`: one process at a time trains into a file; the training is saved however the command ends."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 def learning_alone(file: Path) -> AbstractContextManager[None]:
-    """The file is this process's to write: of two that had read it,
-    the last to end would undo what the other learnt.
+    """Lock the file for this process. Without the lock, the last of two processes would overwrite the other's
+    training.
     """
-    refusal = f"another process learns into {file}: wait until that one ends, or give another --learn-file"
+    refusal = f"another process trains into {file}: wait until it ends, or give another --learn-file"
     return locked_name(Path(os.path.realpath(file)), refusal)
 
 
 @contextmanager
 def learning_kept(engine: Engine, file: Path | None, *, quiet: bool) -> Generator[None, None, None]:
-    """Write what the draft learnt in the body to `file`, where it is to learn at all; also when an exception
-    or a signal ends the body.
+    """Save the training done in the body to `file` if learning is on, also when an exception or a signal ends the
+    body.
 
-    Raises StorageError where `file` cannot be written, with the place where it was written instead.
+    Raises StorageError if `file` cannot be written; the error names the file that was written instead.
     """
     try:
         yield
@@ -44,11 +44,11 @@ def learning_kept(engine: Engine, file: Path | None, *, quiet: bool) -> Generato
         if file is not None and aligner is not None and aligner.num_steps:
             try:
                 _save(aligner.adapter, file)
-            except (KeyboardInterrupt, SystemExit):  # a signal while it was written
+            except (KeyboardInterrupt, SystemExit):  # a signal interrupted the write
                 _save(aligner.adapter, file)
                 raise
             if not quiet and is_watched():
-                click.echo(f"offspec: what the draft learnt in {aligner.num_steps} steps is in {file}", err=True)
+                click.echo(f"offspec: saved {aligner.num_steps} training steps of the draft in {file}", err=True)
 
 
 def _save(adapter: Adapter, file: Path) -> None:
@@ -59,16 +59,16 @@ def _save(adapter: Adapter, file: Path) -> None:
         place = _saved_elsewhere(adapter, file.name)
         if place is None:
             raise StorageError(
-                f"{file} cannot be written: {why}; nor can a temporary folder, so what the draft learnt is lost"
+                f"cannot write {file}: {why}; no temporary folder can be written either, so the draft's training is "
+                "lost"
             ) from exc
         raise StorageError(
-            f"{file} cannot be written: {why}; what the draft learnt is in {place}: move it, or give --learn-file "
-            f"{place}"
+            f"cannot write {file}: {why}; the draft's training is in {place}: move it, or give --learn-file {place}"
         ) from exc
 
 
 def _saved_elsewhere(adapter: Adapter, name: str) -> Path | None:
-    """A file of that name in a new folder, on the first disk that has room for it; None where none has."""
+    """Save to a file of that name in a new folder, on the first disk with space for it; None if none has."""
     for parent in (None, Path.home(), Path.cwd()):  # None is the system's temporary folder
         with suppress(OSError):
             folder = Path(tempfile.mkdtemp(prefix="offspec-", dir=parent))

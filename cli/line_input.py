@@ -1,6 +1,6 @@
-"""Where a chat's lines come from: a terminal with history, completion and paste, or a pipe.
+"""Input of chat lines: from a terminal with history, completion and paste, or from a pipe.
 
-A message that begins with three quotes goes on until three quotes end it.
+A message that begins with three quotes ends with three quotes.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ Complete = Callable[[str], Iterable[str]]
 
 
 def is_open(text: str) -> bool:
-    """Whether a message in quotes goes on."""
+    """Whether a message in three quotes has no end yet."""
     return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.rstrip().endswith(QUOTES))
 
 
 def unquoted(text: str) -> str:
-    """A message as it is meant."""
+    """A message without its three quotes."""
     if not text.startswith(QUOTES):
         return text
     return text.rstrip().removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
 
 
 class LineInput(Protocol):
-    """One message or command after the other."""
+    """A source of messages and commands."""
 
     def read(self, proposed: str = "") -> str:
-        """The next one, quotes and all. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C.
+        """The next message or command, with its quotes. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C.
 
-        proposed: what stands in the line to be changed.
+        proposed: the initial text of the line, for editing.
         """
         ...
 
 
 class PipeInput:
-    """Lines of a pipe or file, as they are."""
+    """Lines of a pipe or file."""
 
     def read(self, proposed: str = "") -> str:
         text = self._line()
@@ -64,12 +64,12 @@ class PipeInput:
 
 
 class TerminalInput:
-    """A line editor. Enter sends, but goes on inside three quotes; Alt-Enter always begins a new line."""
+    """A line editor. Enter sends, except inside three quotes; Alt-Enter always inserts a line break."""
 
     def __init__(
         self, history: Path | None, complete: Complete, *, source: Input | None = None, sink: Output | None = None
     ) -> None:
-        """history: a file that remembers what was typed; None remembers nothing beyond this session."""
+        """history: a file for typed lines; None keeps them only during this session."""
         self._session = _prompt_session(history, complete, source, sink)
 
     def read(self, proposed: str = "") -> str:
@@ -78,7 +78,7 @@ class TerminalInput:
 
 
 def open_history(file: Path) -> bool:
-    """Make the file, for its owner only; False where that cannot be done."""
+    """Create the file with access for its owner only; False if that fails."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch(mode=0o600)

@@ -1,7 +1,7 @@
 """The `offspec` program: finds the command, and turns every error into one line and an exit code.
 
-0 done; 1 a failure while running; 2 wrong usage; 130 Ctrl-C; 143 and 129 SIGTERM and SIGHUP. Commands are imported only
-when they are called, so that `offspec --help` needs neither torch nor numpy.
+Exit codes: 0 success; 1 failure while running; 2 wrong usage; 130 Ctrl-C; 143 SIGTERM; 129 SIGHUP. Calling a command
+imports its module, so `offspec --help` needs neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from offspec.errors import OffspecError
 from .help_groups import HELP_NAMES
 
 COMMANDS = {
-    "run": "Generate text for one prompt, or for a file of them.",
-    "chat": "Talk to a model.",
-    "serve": "Answer requests over HTTP, as OpenAI's API has them.",
-    "bench": "Measure speculative against plain decoding.",
-    "plan": "Show what would go where, and how long a pass would take.",
-    "quantize": "Make a 4-bit checkpoint of a 16-bit one, or lay one out to stream well.",
-    "distill": "Train an exit layer, so that a model's first layers draft for it.",
-    "verify": "Show that speculative text equals plain decoding, token for token.",
-    "doctor": "Show what this machine has, measured, and what would help most.",
-    "config": "Show every setting and where it comes from.",
+    "run": "Generate text for one prompt, or for a file of prompts.",
+    "chat": "Chat with a model.",
+    "serve": "Serve OpenAI's API over HTTP.",
+    "bench": "Compare speculative and plain decoding.",
+    "plan": "Show where a model's layers would lie, and how long a pass would take.",
+    "quantize": "Convert a checkpoint to 4 bit or plain floats, in a layout for fast streaming.",
+    "distill": "Train an exit layer, so that a model can be its own draft.",
+    "verify": "Check that speculative text equals plain decoding, token for token.",
+    "doctor": "Show this machine's hardware, its measured rates, and advice.",
+    "config": "Show every setting with its value and source.",
 }
 COMPLETION = "_OFFSPEC_COMPLETE"  # set by the shell's completion script (click)
-ENDING_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # besides Ctrl-C
+# Signals that end the program, besides Ctrl-C.
+ENDING_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 DONE, FAILURE, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -69,7 +70,7 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, "--version", prog_name="offspec")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """offspec runs language models far larger than the GPU, with exactly the output the model alone would have given.
+    """Run language models far larger than the GPU, with exactly the output of plain decoding.
 
     \b
     Example:  offspec run builtin "def area("
@@ -77,14 +78,14 @@ def cli(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         _show(ctx.get_help())
         ctx.exit(WRONG_USAGE)
-    if ctx.invoked_subcommand != "config":  # which has nothing to be set, and shows what is wrong with a file
+    if ctx.invoked_subcommand != "config":  # config has no settings of its own, and itself reports a faulty file
         from .config import Commands
         from .settings import Settings
 
         try:
             ctx.default_map = {ctx.invoked_subcommand: Settings(Commands(ctx)).defaults(ctx.invoked_subcommand)}
         except click.UsageError:
-            if not {*HELP_NAMES, "--help-all"} & set(ctx.obj):  # which must work whatever is set
+            if not {*HELP_NAMES, "--help-all"} & set(ctx.obj):  # help must work with any settings
                 raise
 
 
@@ -97,7 +98,7 @@ def main() -> NoReturn:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """End as an exception does, so that what was learnt is written; what comes meanwhile changes nothing."""
+    """Exit by an exception, so that the draft's training is saved; later signals are ignored."""
     for other in ENDING_SIGNALS:
         signal.signal(other, signal.SIG_IGN)
     sys.exit(128 + number)
@@ -109,7 +110,7 @@ def run(args: list[str]) -> int:
     try:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" rather than a traceback
+                stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
         if sys.stdout is None:
             raise OSError("standard output is closed")
         if instruction := os.environ.get(COMPLETION):
@@ -129,18 +130,18 @@ def run(args: list[str]) -> int:
         return _fail(f"{exc.format_message()} (see {where} --help)", exc.exit_code)
     except BrokenPipeError:
         _detach_stdout()
-        return DONE  # whoever reads us has had enough, as with `| head`
+        return DONE  # the reader closed the pipe, as `| head` does
     except OSError as exc:
         _detach_stdout()
         return _fail(f"cannot read or write: {exc}", FAILURE)
     except OffspecError as exc:
         return _fail(str(exc), exc.exit_code, traceback=verbose)
-    except Exception as exc:  # noqa: BLE001 (out of memory, or a mistake of ours: still one line)
-        return _fail(f"{type(exc).__name__}: {exc} (unexpected; -v shows where)", FAILURE, traceback=verbose)
+    except Exception as exc:  # noqa: BLE001 (out of memory, or a bug: still one line)
+        return _fail(f"{type(exc).__name__}: {exc} (unexpected; -v shows the traceback)", FAILURE, traceback=verbose)
 
 
 def _fail(message: str, exit_code: int, *, traceback: bool = False) -> int:
-    """Say what went wrong, in one line whatever the message quotes; returns the exit code."""
+    """Print an error as one line, even if the message has several; returns the exit code."""
     if traceback:
         from traceback import format_exc
 
@@ -150,13 +151,13 @@ def _fail(message: str, exit_code: int, *, traceback: bool = False) -> int:
 
 
 def _show(text: str) -> None:
-    with suppress(OSError):  # where standard error cannot be written to, the exit code has to say it all
+    with suppress(OSError):  # if stderr cannot be written, only the exit code reports the error
         click.echo(text, err=True)
 
 
 def _detach_stdout() -> None:
-    """Let the interpreter's own flush at exit go nowhere, instead of failing once more."""
-    with suppress(OSError, AttributeError):  # it may be closed, or a stand-in without a descriptor
+    """Redirect stdout to the null device, so that the interpreter's flush at exit does not fail again."""
+    with suppress(OSError, AttributeError):  # stdout may be closed, or have no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

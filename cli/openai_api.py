@@ -1,12 +1,9 @@
-"""OpenAI's completions API, as JSON: what a request asks for, and how an answer is written.
+"""OpenAI's completions API as JSON: parses requests and builds answers, without HTTP or models.
 
-Knows nothing of HTTP or models.
-
-Two kinds of request, chat (`messages`) and text (`prompt`); the fields are OpenAI's, and beside them `top_k`, `min_p`,
-`repetition_penalty` (or `repeat_penalty`), `max_new_tokens`, `n_predict` and `ignore_eos`, which other local servers
-have too. Fields of
-theirs and OpenAI's that would change the answer and cannot be followed (NOT_FOLLOWED) are refused, others are ignored.
-Answers carry the engine's figures under `offspec`.
+A request is a chat (`messages`) or a text (`prompt`). Fields are OpenAI's, and the following of other local servers:
+`top_k`, `min_p`, `repetition_penalty` (or `repeat_penalty`), `max_new_tokens`, `n_predict` and `ignore_eos`. A request
+with an unsupported field that would change the answer (NOT_FOLLOWED) is refused; other unknown fields are ignored.
+Answers have the engine's statistics under `offspec`.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ Json = dict[str, Any]
 Kind = Literal["chat", "text"]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 FINISHES = {"eos": "stop", "stop": "stop", "length": "length", None: None}
-# What would change the answer, with the values that ask for nothing.
+# Unsupported fields that would change the answer, with their values that have no effect.
 NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -88,26 +85,26 @@ OURS = {
     "max_completion_tokens": "max_new_tokens",
     "n_predict": "max_new_tokens",
 }
-# What clients of llama.cpp and LM Studio mean by -1: as many as there is room for, drawn, off.
+# The meaning of -1 for clients of llama.cpp and LM Studio: as many tokens as fit, a random seed, off.
 MINUS_ONE: Json = {"max_new_tokens": sys.maxsize, "seed": None, "top_k": 0}
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """One request. prompt: a text or token ids where kind is text, messages where it is chat."""
+    """One request. prompt: a text or token ids for kind "text", messages for kind "chat"."""
 
     kind: Kind
     prompt: Prompt
     params: SamplingParams
     streams: bool = False
-    wants_usage: bool = False  # in a stream
+    wants_usage: bool = False  # whether a stream ends with the token counts
 
 
 # ------------------------------------------------------------------------------------------------ requests
 
 
 def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
-    """Read a request; what it does not say is as `defaults` have it. Raises UsageError, which names the field."""
+    """Parse a request; `defaults` apply to omitted fields. Raises UsageError, which names the field."""
     if not isinstance(body, dict):
         raise UsageError("the request is not a JSON object")
     for name, neutral in NOT_FOLLOWED.items():
@@ -115,7 +112,7 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
         if value is not None and not any(
             value == asks and isinstance(value, bool) == isinstance(asks, bool) for asks in neutral
         ):
-            raise UsageError(f"{name} is not supported here; leave it out")
+            raise UsageError(f"{name} is not supported; omit it")
     options = _field(body, "stream_options", Mapping, "an object") or {}
     return CompletionRequest(
         kind,
@@ -127,7 +124,7 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
 
 
 def sampling_params(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
-    """`defaults` with what `body` sets of them; null sets nothing. Raises UsageError, which names the field."""
+    """`defaults`, overridden by the fields of `body` that are not null. Raises UsageError, which names the field."""
     params = defaults
     for name, kind, what in FIELDS:
         if (value := _field(body, name, kind, what)) is not None:
@@ -135,13 +132,13 @@ def sampling_params(body: Mapping[str, Any], defaults: SamplingParams) -> Sampli
     if (stop := body.get("stop")) is not None:
         texts = [stop] if isinstance(stop, str) else stop
         if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-            raise UsageError("stop must be a text or a list of texts, none of them empty")
+            raise UsageError("stop must be a string or a list of strings, none of them empty")
         params = replace(params, stop=tuple(texts))
     return params
 
 
 def _with(params: SamplingParams, name: str, value: Any) -> SamplingParams:
-    """Sets a field by the client's name for it, by which it is also refused."""
+    """`params` with one field set; an error names the field as the client does."""
     ours = OURS.get(name, name)
     try:
         return replace(params, **{ours: MINUS_ONE[ours] if value == -1 and ours in MINUS_ONE else value})
@@ -150,13 +147,13 @@ def _with(params: SamplingParams, name: str, value: Any) -> SamplingParams:
 
 
 def _field(body: Mapping[str, Any], name: str, kind: Any, what: str) -> Any:
-    """A field's value, or None where there is none."""
+    """A field's value, or None if it is absent."""
     value = body.get(name)
-    is_wrong_bool = isinstance(value, bool) and kind is not bool  # which Python counts among the numbers
+    is_wrong_bool = isinstance(value, bool) and kind is not bool  # in Python, bool is a subclass of int
     if value is not None and (is_wrong_bool or not isinstance(value, kind)):
         raise UsageError(f"{name} must be {what}, not {reprlib.repr(value)}")
     if isinstance(value, int) and value.bit_length() > 64:
-        raise UsageError(f"{name} is far too large")
+        raise UsageError(f"{name} is too large: it must fit into 64 bits")
     return value
 
 
@@ -168,7 +165,7 @@ def _prompt(body: Json) -> str | list[int]:
         return prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
-    raise UsageError("prompt must be one text, or one list of token ids")
+    raise UsageError("prompt must be one string or one list of token ids")
 
 
 def _messages(body: Json) -> list[dict[str, str]]:
@@ -182,16 +179,16 @@ def _message(number: int, message: Any) -> dict[str, str]:
     where = f"messages[{number}]"
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in ROLES:
-        raise UsageError(f"{where} needs a role, one of {', '.join(ROLES)}")
+        raise UsageError(f"{where} needs a role: one of {', '.join(ROLES)}")
     if message.get("tool_calls"):
-        raise UsageError(f"{where}: tool_calls are not supported here")
+        raise UsageError(f"{where}: tool_calls are not supported")
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise UsageError(f"{where}: only parts of type text are understood")
+            raise UsageError(f"{where}: only parts of type text are supported")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise UsageError(f"{where}: content must be a text")
+        raise UsageError(f"{where}: content must be a string")
     return {"role": ROLES[role], "content": content}
 
 
@@ -199,7 +196,7 @@ def _message(number: int, message: Any) -> dict[str, str]:
 
 
 class Answer:
-    """How the answer to one request is written; all its parts bear one id."""
+    """Builds the answer to one request; all parts of a stream have the same id."""
 
     def __init__(self, asked: CompletionRequest, model: str) -> None:
         self._asked = asked
@@ -211,14 +208,14 @@ class Answer:
         }
 
     def whole(self, text: str, finish_reason: str | None, figures: Json) -> Json:
-        """All of it. figures: `Stats.as_dict`."""
+        """The whole answer as one object. figures: `Stats.as_dict`."""
         said = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": FINISHES[finish_reason]}
         kind = "chat.completion" if self._is_chat else "text_completion"
         return {**self._head, "object": kind, "choices": [choice], "usage": usage(figures), "offspec": figures}
 
     def parts(self, text: str, finish_reason: str | None, figures: Json, *, is_first: bool) -> Sequence[Json]:
-        """What a pass brought, as the parts of a stream; the last pass's say why it ended, and the figures."""
+        """The text of one pass as parts of a stream; the last pass adds the finish reason and the statistics."""
         role = {"role": "assistant"} if is_first else {}
         said = {"delta": {**role, "content": text}} if self._is_chat else {"text": text}
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": FINISHES[finish_reason]}
@@ -232,7 +229,7 @@ class Answer:
 
 
 def usage(figures: Json) -> Json:
-    """Tokens of the prompt and of the answer. cached_tokens: those that were in the KV caches already."""
+    """Tokens of the prompt and of the answer. cached_tokens: prompt tokens that the KV caches already held."""
     prompt, answer = figures["num_prompt_tokens"], figures["num_tokens"]
     return {
         "prompt_tokens": prompt,
@@ -243,5 +240,5 @@ def usage(figures: Json) -> Json:
 
 
 def failure(message: str, *, kind: str = "invalid_request_error", code: str | None = None) -> Json:
-    """An error, as OpenAI's clients read it."""
+    """An error in the form that OpenAI's clients read."""
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}

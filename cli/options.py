@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they become. Defaults are read from the dataclasses they fill."""
+"""Options that several commands share, and their conversion to parameters. Defaults come from the dataclasses."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 MODEL_HELP = "MODEL is a folder, a GGUF file, a Hugging Face hub id, or `builtin`."
-IDLE_S = 3  # of a pipe, after which it is said that the prompt waits for it
-MAX_BUDGET = 8192  # a tree's mask takes its square in bytes, its logits 4 bytes times the vocabulary for each node
+IDLE_S = 3  # after so many seconds without input, a note says that the prompt waits for the pipe
+MAX_BUDGET = 8192  # for N nodes the mask takes N² bytes, the logits 4 · N · vocabulary bytes
 
 
 class ModelName(click.types.StringParamType):
-    """A model: the shell completes folders, and what else it may be called."""
+    """A model. The shell completes folders and the given names."""
 
     def __init__(self, *names: str) -> None:
         self._names = names
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         names = [CompletionItem(name) for name in self._names if incomplete and name.startswith(incomplete)]
-        return [CompletionItem(incomplete, type="dir"), *names]  # bash forgets what comes before a folder
+        return [CompletionItem(incomplete, type="dir"), *names]  # bash drops entries before a folder
 
 
 MODEL = ModelName("builtin")
 
 
 class Number(click.FloatRange):
-    """A number within a range, and called so where a word stands in its place."""
+    """A number within a range; error messages call it a number."""
 
     name = "number"
 
 
 class WholeNumber(click.IntRange):
-    """The same without a fraction."""
+    """An integer within a range."""
 
     name = "whole number"
 
@@ -69,17 +69,17 @@ def budget(ctx: click.Context, param: click.Parameter, value: str) -> int | None
 
 
 def several_budgets(ctx: click.Context, param: click.Parameter, value: str) -> list[int | None]:
-    """A click callback: "16,64,auto"; each of them once."""
+    """A click callback: "16,64,auto" as budgets without duplicates."""
     found = [budget(ctx, param, part.strip()) for part in value.split(",")]
     if 0 in found:
-        raise click.BadParameter("0 is plain decoding, which is done anyway.")
+        raise click.BadParameter("0 is plain decoding, which always runs; leave it out.")
     return list(dict.fromkeys(found))
 
 
 def _stops(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
-    """A click callback: refuses a text that stands everywhere."""
+    """A click callback: refuses an empty stop text, which would match everywhere."""
     if not all(value):
-        raise click.BadParameter("it is empty; give a text, or leave it out.")
+        raise click.BadParameter("the text is empty; give a text, or omit the flag.")
     return value
 
 
@@ -101,7 +101,7 @@ def several(kind: click.ParamType[Any]) -> Callable[[click.Context, click.Parame
 
 
 def _all(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Several click options as one decorator, shown in this order."""
+    """Combine several click options into one decorator; help shows them in this order."""
 
     def decorate(command: F) -> F:
         for decorator in reversed(options):
@@ -112,7 +112,7 @@ def _all(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 
 def reworded(command: click.Command, **helps: str) -> None:
-    """Give shared options of a command, by their names, a help text of its own."""
+    """Replace the help texts of a command's shared options, by their names."""
     parameters = {parameter.name: parameter for parameter in command.params}
     for name, text in helps.items():
         parameter = parameters[name]
@@ -121,27 +121,27 @@ def reworded(command: click.Command, **helps: str) -> None:
 
 
 def model_flags(function: F) -> F:
-    """Which model, and what computes; `plan` has them too."""
+    """The model's revision, the device and the dtype; also for `plan`."""
     return _all(
         option("--revision", metavar="REV", help="Branch, tag or commit of a hub id."),
         option(
             "--device",
             default="auto",
             metavar="auto|cpu|cuda[:N]",
-            help="Where to compute. [default: auto, the first CUDA device or the CPU]",
+            help="Device that computes. [default: auto, the first CUDA device or the CPU]",
         ),
         option(
             "--dtype",
             type=click.Choice(["auto", "bf16", "fp16", "fp32"]),
             default="auto",
             show_default=True,
-            help="Arithmetic. auto: the checkpoint's own; fp32 for small models on a CPU.",
+            help="Compute dtype. auto: the checkpoint's own; fp32 for small models on a CPU.",
         ),
     )(function)
 
 
 def loading_options(function: F) -> F:
-    """Which model runs where."""
+    """The draft, and where target and draft run."""
     return _all(
         option(
             "--draft",
@@ -156,7 +156,7 @@ def loading_options(function: F) -> F:
             "--threads",
             type=WholeNumber(1, os.cpu_count()),
             metavar="N",
-            help="CPU threads. [default: torch's own choice]",
+            help="Number of CPU threads. [default: torch's choice]",
         ),
         option(
             "--lookup-files",
@@ -169,49 +169,49 @@ def loading_options(function: F) -> F:
             "--exit-file",
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="Exit layer for --draft self. [default: the last one that offspec distill made for this model]",
+            help="Exit layer for --draft self. [default: the latest that offspec distill made for this model]",
         ),
         option(
             "--special-in-text",
             is_flag=True,
-            help="Read special tokens in messages, such as `<|im_end|>`, as tokens instead of as text.",
+            help="Parse special tokens in messages, such as `<|im_end|>`, as tokens instead of text.",
         ),
         research_option(
             "--no-read-ahead",
             "synchronous",
             is_flag=True,
-            help="Read each streamed layer only when it is needed: slower, same text.",
+            help="Read each streamed layer only when the pass needs it: slower, same text.",
         ),
     )(function)
 
 
 def memory_flags(function: F) -> F:
-    """What may be used; `plan` has them too."""
+    """Limits of memory and context; also for `plan`."""
     return _all(
         option(
             "--vram",
             callback=size,
             metavar="SIZE",
-            help="GPU memory that may be used, e.g. 20GiB. [default: what is free]",
+            help="GPU memory limit, e.g. 20GiB. [default: the free GPU memory]",
         ),
         option(
             "--ram",
             callback=size,
             metavar="SIZE",
-            help="RAM that may be used, e.g. 48GiB. [default: what is free]",
+            help="RAM limit, e.g. 48GiB. [default: the free RAM]",
         ),
         option(
             "--context",
             "-c",
             type=WholeNumber(1),
             metavar="N",
-            help="Most tokens of prompt and answer. [default: 4096, or what fits]",
+            help="Maximum number of tokens of prompt and answer. [default: 4096, or fewer if memory is short]",
         ),
     )(function)
 
 
 def learning_options(function: F) -> F:
-    """Whether the draft learns from the target."""
+    """Training of the draft on the target's predictions."""
     return _all(
         option(
             "--learn",
@@ -222,20 +222,20 @@ def learning_options(function: F) -> F:
             "--learn-file",
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="What the draft learnt: read at the start, with --learn written at the end.",
+            help="File of the draft's training: read at the start, with --learn written at the end.",
         ),
     )(function)
 
 
 def speculation_options(function: F) -> F:
-    """How trees are drafted."""
+    """Budget, draft tree, guessers and acceptance."""
     return _all(
         option(
             "--budget",
             callback=budget,
             default="auto",
             metavar="auto|N",
-            help="Draft tokens per pass; auto adapts, 0 is plain decoding. Same text. [default: auto]",
+            help="Draft tokens per pass; auto adapts, 0 disables speculation. Same text. [default: auto]",
         ),
         _tree_options,
         _guess_options,
@@ -244,7 +244,7 @@ def speculation_options(function: F) -> F:
 
 
 def _tree_options(function: F) -> F:
-    """How a tree of guesses is grown."""
+    """Score, shape and size of the draft tree."""
     return _all(
         research_option(
             "--draft-scoring",
@@ -252,7 +252,7 @@ def _tree_options(function: F) -> F:
             type=click.Choice(["coupled", "specexec"]),
             default=SpeculationParams.scoring,
             show_default=True,
-            help="Rank draft tokens with the target's noise and a fitted sharpness, or by draft probability.",
+            help="Rank draft tokens by the target's noise and a fitted sharpness, or by draft probability.",
         ),
         research_option(
             "--tree",
@@ -272,7 +272,7 @@ def _tree_options(function: F) -> F:
 
 
 def _guess_options(function: F) -> F:
-    """What guesses are made of, and what is kept of them."""
+    """Guessers, recall, reuse and overlap."""
     return _all(
         research_option(
             "--lookup/--no-lookup",
@@ -287,7 +287,7 @@ def _guess_options(function: F) -> F:
         research_option(
             "--recall/--no-recall",
             default=SpeculationParams.recall,
-            help="Correct the draft by the target's earlier predictions in similar places.",
+            help="Correct the draft by the target's earlier predictions after similar text.",
         ),
         research_option(
             "--reuse/--no-reuse",
@@ -303,14 +303,14 @@ def _guess_options(function: F) -> F:
 
 
 def _joint_options(function: F) -> F:
-    """Whether several guesses may be accepted by their joint likelihood, and how they are drafted then."""
+    """Acceptance by joint likelihood, and the beam that it drafts."""
     return _all(
         research_option(
             "--accept",
             type=click.Choice(["exact", "joint"]),
             default=SpeculationParams.accept,
             show_default=True,
-            help="exact: the text of plain decoding. joint: LOSSY; accepts by joint likelihood (MJSD).",
+            help="exact: same text as plain decoding. joint: LOSSY; accepts by joint likelihood (MJSD).",
         ),
         research_option(
             "--tau",
@@ -318,7 +318,7 @@ def _joint_options(function: F) -> F:
             default=SpeculationParams.tau,
             show_default=True,
             metavar="T",
-            help="With --accept joint: least ratio of target to draft likelihood.",
+            help="With --accept joint: minimum ratio of target to draft likelihood.",
         ),
         research_option(
             "--beam",
@@ -326,7 +326,7 @@ def _joint_options(function: F) -> F:
             default=SpeculationParams.beam,
             show_default=True,
             metavar="N",
-            help="With --accept joint: hypotheses that the draft keeps.",
+            help="With --accept joint: number of hypotheses.",
         ),
         research_option(
             "--gamma",
@@ -352,7 +352,7 @@ def max_new_tokens_option(default: int) -> Callable[[F], F]:
 
 
 def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_tokens) -> F:
-    """How tokens are chosen, and when to stop."""
+    """Sampling and stopping."""
     p = SamplingParams
     return _all(
         max_new_tokens_option(max_new_tokens),
@@ -372,14 +372,14 @@ def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_t
             default=p.repetition_penalty,
             show_default=True,
             metavar="R",
-            help="Above 1 makes earlier tokens less likely; 1 disables.",
+            help="Values above 1 make earlier tokens less likely; 1 disables.",
         ),
         option(
             "--seed",
             type=WholeNumber(0, SEED_LIMIT - 1),
             default=p.seed,
             metavar="S",
-            help="Random seed; the draft does not change the text. [default: drawn]",
+            help="Random seed; the draft does not change the text. [default: random]",
         ),
         option(
             "--stop",
@@ -393,7 +393,7 @@ def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_t
 
 
 def _filter_options(function: F) -> F:
-    """Which tokens may be drawn at all."""
+    """Filters on the tokens to sample from."""
     p = SamplingParams
     return _all(
         option(
@@ -410,7 +410,7 @@ def _filter_options(function: F) -> F:
             default=p.top_p,
             show_default=True,
             metavar="P",
-            help="Sample from the most likely tokens that hold probability P; 1 disables.",
+            help="Sample from the most likely tokens whose probabilities sum to P; 1 disables.",
         ),
         option(
             "--min-p",
@@ -418,13 +418,13 @@ def _filter_options(function: F) -> F:
             default=p.min_p,
             show_default=True,
             metavar="P",
-            help="Drop tokens less than P times as likely as the best; 0 disables.",
+            help="Drop tokens less than P times as likely as the likeliest; 0 disables.",
         ),
     )(function)
 
 
 def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> Engine:
-    """`Engine.load` with `loading_options`, telling on stderr what was chosen and why (-v), or only what to act on."""
+    """`Engine.load` with `loading_options`. Prints advice to stderr, and with -v every automatic choice."""
     if loading.get("learn") and (file := loading.get("learn_file")) is not None:
         click.get_current_context().with_resource(learning_alone(file))
     from offspec import Engine
@@ -436,7 +436,7 @@ def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> En
         with LoadingBar(model) as bar:
             engine = Engine.load(model, progress=bar, **loading)
     engine.tokenizer.special_in_text = special_in_text
-    # Threads that read ahead end before the interpreter does, whatever ends the command.
+    # The read-ahead threads must end before the interpreter does, whatever ends the command.
     click.get_current_context().call_on_close(engine.close)
     for note in engine.notes:
         if verbose or (note.advice and not quiet):
@@ -455,7 +455,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
         raise click.UsageError("Give a PROMPT, --prompt-file, or pipe one in.")
     if argument is None or argument == "-":
         return "" if sys.stdin is None else _piped(sys.stdin.buffer.read, "standard input")
-    # What the locale could not decode is still UTF-8 as a rule: Python keeps such bytes as surrogates.
+    # Bytes that the locale cannot decode are usually UTF-8; Python keeps them as surrogates.
     words = _decoded(argument.encode("utf-8", "surrogateescape"), "PROMPT")
     if not is_piped:
         return words
@@ -465,20 +465,20 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
 
 
 def _tell_of_idle_pipe() -> None:
-    """Where nothing comes through standard input for seconds, say what is waited for: it may have been inherited."""
-    with suppress(OSError, ValueError):  # a stand-in without a descriptor, or Windows, where pipes cannot be asked
+    """Print a note if standard input stays empty for IDLE_S seconds: the process may have inherited it."""
+    with suppress(OSError, ValueError):  # stdin without a descriptor, or Windows, where select takes no pipes
         if not select.select([sys.stdin.fileno()], [], [], IDLE_S)[0]:
-            told = "offspec: reading standard input, which goes before PROMPT; `< /dev/null` leaves it out"
-            click.echo(told, err=True)
+            note = "offspec: waiting for standard input, which goes before PROMPT; `< /dev/null` skips it"
+            click.echo(note, err=True)
 
 
 def read_line() -> str:
-    """The next line of standard input with its end; empty where there is none. Raises click.UsageError."""
+    """The next line of standard input with its line end; empty at the end of input. Raises click.UsageError."""
     if sys.stdin is None:
         return ""
     try:
         return _piped(readline := sys.stdin.buffer.readline, "a line of standard input")
-    except _TooLongError:  # its rest is no line of its own
+    except _TooLongError:  # skip the rest of this line
         while (part := readline(MOST_TEXT_BYTES)) and not part.endswith(b"\n"):
             pass
         raise
@@ -489,51 +489,51 @@ class _TooLongError(click.UsageError):
 
 
 def _piped(read: Callable[[int], bytes], where: str) -> str:
-    """What comes from standard input, which need not end. Raises click.UsageError."""
+    """Text from standard input, at most MOST_TEXT_BYTES. Raises click.UsageError."""
     content = read(MOST_TEXT_BYTES + 1)
     if len(content) > MOST_TEXT_BYTES:
-        raise _TooLongError(f"More than {MOST_TEXT_BYTES >> 20} MiB came as {where}; no model reads as much.")
+        raise _TooLongError(f"Input from {where} exceeds {MOST_TEXT_BYTES >> 20} MiB; shorten it.")
     return _decoded(content, where)
 
 
 def read_file(file: Path) -> str:
-    """The text of a file, as it is. Raises click.UsageError where it is not UTF-8."""
+    """The text of a file, unchanged. Raises click.UsageError if it is not UTF-8."""
     return _decoded(read_bytes(file), str(file))
 
 
 def read_bytes(file: Path) -> bytes:
-    """What is in a file that the user names, which may be a pipe. Raises click.UsageError where it cannot be read."""
+    """The bytes of a file or pipe that the user names. Raises click.UsageError if it cannot be read."""
     try:
         return read_small_file(file, MOST_TEXT_BYTES, allow_pipe=True)
     except OSError as exc:
-        raise click.UsageError(f"{file} cannot be read: {exc.strerror}.") from exc
+        raise click.UsageError(f"Cannot read {file}: {exc.strerror}.") from exc
 
 
 def _decoded(content: bytes, where: str) -> str:
     try:
-        return content.decode("utf-8-sig")  # without the mark that editors and PowerShell put first
+        return content.decode("utf-8-sig")  # editors and PowerShell write a byte order mark
     except UnicodeDecodeError as exc:
         raise click.UsageError(f"{where} is not UTF-8 text (byte {exc.start}).") from exc
 
 
 def request_of(options: dict[str, Any]) -> tuple[SamplingParams, SpeculationParams]:
-    """Takes what `sampling_options` and `speculation_options` brought out of `options`. Raises UsageError."""
+    """Remove the values of `sampling_options` and `speculation_options` from `options`. Raises UsageError."""
     sampling, speculation = sampling_of(options), speculation_of(options)
     speculation.check_sampling(sampling)
     return sampling, speculation
 
 
 def lossy_settings(speculation: SpeculationParams) -> dict[str, Any]:
-    """What the text depends on, beside what it always does: nothing where it is plain decoding's."""
+    """The speculation settings that change the text; empty for exact acceptance."""
     names = ("accept", "tau", "beam", "gamma") if speculation.is_lossy else ()
     return {name: getattr(speculation, name) for name in names}
 
 
 def sampling_of(options: dict[str, Any]) -> SamplingParams:
-    """Takes what `sampling_options` brought out of `options`."""
+    """Remove the values of `sampling_options` from `options`."""
     return SamplingParams(**{field.name: options.pop(field.name) for field in fields(SamplingParams)})
 
 
 def speculation_of(options: dict[str, Any]) -> SpeculationParams:
-    """Takes what `speculation_options` brought out of `options`."""
+    """Remove the values of `speculation_options` from `options`."""
     return SpeculationParams(**{f.name: options.pop(f.name) for f in fields(SpeculationParams) if f.name in options})

@@ -1,4 +1,4 @@
-"""`offspec plan`: what would go where, and what a pass would take, before gigabytes are read or a card is bought."""
+"""`offspec plan`: predicts where a model's layers would lie and how long a pass would take, without its weights."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ WIDTHS = (1, 16, 64, 256, 512)
 @click.command(
     cls=OffspecCommand,
     name="plan",
-    help=f"""Show what of a model would stay on the device, wait in RAM or come from disk, and how long a pass would
-take.
+    help=f"""Show how many layers would be resident on the device, in RAM and on disk, and how long a pass would take.
 
-{MODEL_HELP} The weights are not needed: headers or config.json are enough, and of a hub id only these are downloaded.
+{MODEL_HELP} The plan needs only headers or config.json; for a hub id, only these are downloaded.
 
 \b
 Examples:
@@ -41,36 +40,36 @@ Examples:
     type=ModelName("auto", "lookup", "none", "builtin"),
     default="auto",
     metavar="PATH|auto|lookup|none",
-    help="Draft model: a path; lookup and none take no memory. [default: auto, lookup unless built in]",
+    help="Draft model: a path; lookup and none need no memory. [default: auto, lookup except for builtin]",
 )
 @model_flags
 @memory_flags
 @option(
     "--gpu",
     metavar="NAME",
-    help="Plan for this card by its data sheet (rtx4090, 4090, a100-80, ...).",
+    help="Plan for this GPU by its data sheet (rtx4090, 4090, a100-80, ...).",
 )
 @option(
     "--format",
     "form",
     type=click.Choice(PLAN_FORMATS),
-    help="Plan for the model in this format; fp4 is as large as nf4. [default: its own]",
+    help="Plan for the model in this format; fp4 is as large as nf4. [default: the model's format]",
 )
 @option(
     "--disk",
     "disk_rate",
     callback=size,
     metavar="SIZE",
-    help="Bytes per second of the disk, e.g. 3.5GB. [default: measured; 7GB with --gpu]",
+    help="Bytes per second that the disk reads, e.g. 3.5GB. [default: measured; 7GB with --gpu]",
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
-@option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; show tracebacks.")
+@option("-q", "--quiet", is_flag=True, help="Print no notes to stderr.")
+@option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
 def command(model: str, disk_rate: int | None, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
     is_said = click.get_current_context().get_parameter_source("device") is ParameterSource.COMMANDLINE
     if options["gpu"] is not None and options["device"] != "auto" and is_said:
         raise click.UsageError(
-            f"--gpu {options['gpu']} and --device {options['device']} both say what computes; leave one out."
+            f"--gpu {options['gpu']} and --device {options['device']} both name the device; omit one."
         )
     from offspec.loading import LoadOptions
     from offspec.tools.forecast import Assumptions, make_forecast
@@ -92,11 +91,11 @@ def command(model: str, disk_rate: int | None, as_json: bool, quiet: bool, verbo
 
 
 def describe(forecast: Forecast) -> list[str]:
-    """The plan as a table, and what it means in seconds."""
+    """The plan as a table, and the predicted seconds."""
     limits = forecast.plan.placement.limits
     rows = [["", forecast.device_name, "RAM"]]
     rows += [[name, _cell(device), _cell(ram)] for name, device, ram in forecast.rows()]
-    rows.append(["may be used", *(format_size(limit or 0) for limit in (limits.device, limits.ram))])
+    rows.append(["limit", *(format_size(limit or 0) for limit in (limits.device, limits.ram))])
     if not forecast.has_card:
         rows = [[name, ram] for name, _, ram in rows]
     return [forecast.title, "", *_table(rows), "", forecast.where, *_seconds(forecast), *_gains(forecast)]
@@ -117,11 +116,11 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 
 def _gains(forecast: Forecast) -> list[str]:
-    """What each 8 GiB more would bring, or that nothing would."""
+    """The gain of each additional 8 GiB of memory."""
     if not forecast.plan.placement.streamed:
         return []
     if not forecast.gains:
-        return ["", "8 GiB more of memory would bring nothing."]
+        return ["", "8 GiB more memory would not make a pass faster."]
     from offspec.tools.forecast import GAIN_WIDTH
 
     now = f"{_three_digits(forecast.tree_pass_s)} s"
@@ -130,7 +129,7 @@ def _gains(forecast: Forecast) -> list[str]:
         f"{gain.plan.tiers}"
         for gain in forecast.gains
     ]
-    return ["", f"A pass of {GAIN_WIDTH} tokens takes {now}; it would take with", *lines]
+    return ["", f"A pass of {GAIN_WIDTH} tokens takes {now}. With more memory it would take:", *lines]
 
 
 def _seconds(forecast: Forecast) -> list[str]:
@@ -145,16 +144,17 @@ def _seconds(forecast: Forecast) -> list[str]:
 
 
 def _examples(forecast: Forecast) -> list[str]:
-    """What a user would notice of these seconds, and what 4 bit would change."""
+    """Tokens/s, time to first token and largest context that follow from the plan, and a pass in 4 bit."""
     from offspec.tools.forecast import EXAMPLE_ACCEPTED, FOUR_BIT, GAIN_WIDTH, PROMPT_TOKENS
 
     lines = [
-        "With a draft, tokens/s are the tokens accepted a pass (`offspec run --stats` shows them) over its seconds:",
-        f"{EXAMPLE_ACCEPTED} accepted in a pass of {GAIN_WIDTH} are {_three_digits(forecast.example_tokens_per_s)} "
-        "tokens/s, less the drafting's own time.",
+        "With a draft, tokens/s = tokens per pass (`offspec run --stats`) ÷ seconds per pass. For example,",
+        f"{EXAMPLE_ACCEPTED} tokens per pass of {GAIN_WIDTH} give {_three_digits(forecast.example_tokens_per_s)} "
+        "tokens/s, minus the time for drafting.",
     ]
     if forecast.prompt_s is not None:
-        lines.append(f"The first token of a prompt of {PROMPT_TOKENS} comes after {format_seconds(forecast.prompt_s)}.")
+        first = format_seconds(forecast.prompt_s)
+        lines.append(f"With a prompt of {PROMPT_TOKENS} tokens, the first token comes after {first}.")
     lines.append(f"The largest context that fits is {forecast.max_context} tokens (--context).")
     if forecast.four_bit is not None:
         packed = forecast.four_bit
@@ -166,5 +166,5 @@ def _examples(forecast: Forecast) -> list[str]:
 
 
 def _three_digits(seconds: float) -> str:
-    """The digits that count: "0.000412", "0.0312", "4.20", "128"."""
+    """Three significant digits: "0.000412", "0.0312", "4.20", "128"."""
     return f"{seconds:.{max(0, 2 - math.floor(math.log10(seconds)))}f}"

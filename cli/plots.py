@@ -1,4 +1,4 @@
-"""`offspec bench --plot`: four pictures of one report. Needs matplotlib, the `bench` extra."""
+"""`offspec bench --plot`: four charts of one report. Needs matplotlib, the `bench` extra."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS = ("draft", "target", "rest")
 
 
 def plot(report: BenchmarkReport, title: str, file: Path) -> None:
-    """Draw a report into a .png or .svg file. Raises StorageError where it cannot be written."""
+    """Draw a report into a .png or .svg file. Raises StorageError if it cannot be written."""
     figure = Figure(figsize=(11, 8), layout="constrained")
     (times, lengths), (budgets, reliability) = figure.subplots(2, 2)
     _draw_times(times, report)
@@ -27,11 +27,11 @@ def plot(report: BenchmarkReport, title: str, file: Path) -> None:
     try:
         figure.savefig(file)
     except OSError as exc:
-        raise StorageError(f"{file} cannot be written: {exc.strerror}; choose another --plot") from exc
+        raise StorageError(f"cannot write {file}: {exc.strerror}; choose another --plot") from exc
 
 
 def _draw_times(axes: Any, report: BenchmarkReport) -> None:
-    """First and later passes apart: the first takes the prompt."""
+    """Time per pass, separately for first and later passes: the first contains the prefill."""
     rows = [row for row in report.rows() if row.kind == report.rows()[-1].kind]
     bars = [
         (f"{row.budget_name}, {which}", parts)
@@ -45,7 +45,7 @@ def _draw_times(axes: Any, report: BenchmarkReport) -> None:
         widths = [max(0.0, parts[index]) for _, parts in bars]
         axes.barh(labels, widths, left=left, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set(title="Where a pass's time goes", xlabel="ms a pass", ylabel="budget, pass")
+    axes.set(title="Time per pass", xlabel="ms per pass", ylabel="budget, pass")
     axes.legend()
 
 
@@ -69,13 +69,13 @@ def _draw_lengths(axes: Any, report: BenchmarkReport) -> None:
         total = max(1, found.lengths.total())
         at = [n + (offset + 0.5) * width - 0.4 for n in range(longest + 1)]
         axes.bar(at, [found.lengths[n] / total for n in range(longest + 1)], width=width, label=f"budget {name}")
-    axes.set(title="Accepted guesses of a pass", xlabel="guesses accepted", ylabel="share of passes")
+    axes.set(title="Accepted nodes per pass", xlabel="accepted nodes", ylabel="share of passes")
     if report.acceptance:
         axes.legend()
 
 
 def _draw_reliability(axes: Any, report: BenchmarkReport) -> None:
-    axes.plot((0, 1), (0, 1), linestyle="--", color="grey", label="as predicted")
+    axes.plot((0, 1), (0, 1), linestyle="--", color="grey", label="exact prediction")
     for name, found in report.acceptance.items():
         points = found.reliability()
         axes.plot([p for p, _, _ in points], [a for _, a, _ in points], marker="o", label=f"budget {name}")

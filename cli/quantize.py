@@ -1,4 +1,4 @@
-"""`offspec quantize`: make a checkpoint of another in 4 bit, in plain floats, or laid out so that it streams well."""
+"""`offspec quantize`: converts a checkpoint to 4 bit or plain floats, or only to a layout for fast streaming."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from .terminal import TimeLeft, is_watched, show_line
 @click.command(
     cls=OffspecCommand,
     name="quantize",
-    help="""Make the checkpoint DST of SRC: a folder, a GGUF file, a Hugging Face hub id, or `builtin`.
+    help="""Convert SRC into the checkpoint DST. SRC is a folder, a GGUF file, a Hugging Face hub id, or `builtin`.
 
-nf4 and fp4: the matrices inside the layers become bitsandbytes' 4-bit format, as transformers would save them;
-embeddings, norms and lm_head stay in 16 or 32 bits. bf16, fp16 and fp32: quantised matrices are unpacked. keep changes
-no tensor and only lays them out anew. Every layer gets a file of its own and is read in one piece.
+nf4 and fp4 convert the matrices inside the layers to bitsandbytes' 4-bit format, as transformers saves it. Embeddings,
+norms and lm_head keep 16 or 32 bits. bf16, fp16 and fp32 unpack quantised matrices. keep changes no tensor, only the
+layout. Every layer gets its own file, which is read in one piece.
 
-SRC may be in any format that offspec runs: 16 or 32 bits, AWQ, GPTQ, GGUF, fp8, compressed-tensors. A quantised SRC
-cannot become better than it is.
+SRC may have any format that offspec runs: 16 or 32 bits, AWQ, GPTQ, GGUF, fp8, compressed-tensors. Conversion cannot
+recover the precision that a quantised SRC has lost.
 
-Memory: one layer. The same command resumes an interrupted run; until it is done DST has no index and cannot be loaded.
+The conversion needs memory for one layer. The same command resumes an interrupted run. Until the run is complete, DST
+has no index and cannot be loaded.
 
 \b
 Examples:
@@ -46,17 +47,17 @@ Examples:
     type=click.Choice(CONVERT_FORMATS),
     default=ConvertParams.format,
     show_default=True,
-    help="4-bit NormalFloat, 4-bit float, plain floats, or the tensors as they are.",
+    help="4-bit NormalFloat, 4-bit float, plain floats, or unchanged tensors.",
 )
 @option(
     "--double-quant/--no-double-quant",
     default=ConvertParams.double_quant,
     show_default=True,
-    help="Quantise the scales too: 4.13 bits per weight instead of 4.5.",
+    help="Also quantise the scales: 4.13 bits per weight instead of 4.5.",
 )
 @option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
-@option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@option("-q", "--quiet", is_flag=True, help="Print no progress to stderr.")
 @option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 def command(
     src: str,
@@ -71,7 +72,7 @@ def command(
     from offspec import convert
 
     if revision is not None and Path(src).expanduser().exists():
-        raise click.UsageError("--revision belongs to a hub id, and SRC is on this machine.")
+        raise click.UsageError("--revision needs a hub id, but SRC is a local path.")
     start = time.monotonic()
     bar = ConversionLine() if is_watched() and not quiet else None
     try:
@@ -93,24 +94,23 @@ def command(
         click.echo(json.dumps(said | {"seconds": round(time.monotonic() - start, 3)}))
     else:
         before, after = (format_quantity(nbytes, "B") for nbytes in (done.source_bytes, done.result_bytes))
-        resumed = f", {done.num_resumed} of them from the run before" if done.num_resumed else ""
-        click.echo(
-            f"{done.path}: {before} → {after} in {done.num_files} files{resumed}, each read back and found equal"
-        )
+        resumed = f", {done.num_resumed} of them from the earlier run" if done.num_resumed else ""
+        click.echo(f"{done.path}: {before} → {after} in {done.num_files} files{resumed}, each verified after writing")
 
 
 def _warn_of_a_model_not_run(folder: Path) -> None:
-    """What is made is good for transformers all the same, so it is no failure."""
+    """Print a note if offspec cannot run the result. That is not an error: transformers may run it."""
     from offspec.checkpoints.opening import ModelFiles
 
     try:
         ModelFiles.open(folder, "auto", "cpu", [])
     except OffspecError as exc:
-        click.echo(f"offspec: it is made, but offspec itself cannot run it: {' '.join(str(exc).split())}", err=True)
+        why = " ".join(str(exc).split())
+        click.echo(f"offspec: the conversion is complete, but offspec cannot run this model: {why}", err=True)
 
 
 class ConversionLine:
-    """How much is converted and how long the rest will take, on one line of a terminal that is written over."""
+    """A progress line on a terminal: the share converted and the time left."""
 
     def __init__(self) -> None:
         self._left, self._shown = TimeLeft(), 0.0

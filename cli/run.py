@@ -1,4 +1,4 @@
-"""`offspec run`: one prompt, its text on stdout as it is accepted; or a file of prompts."""
+"""`offspec run`: generates text for one prompt, printed as it is accepted, or for a file of prompts."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from offspec.engine import Prompt
 
 STANDARD_OUTPUT = Path("-")
-INTERRUPTED = "interrupted"  # the finish_reason of a text that Ctrl-C ended
+INTERRUPTED = "interrupted"  # the finish_reason of a text that Ctrl-C stopped
 
 
 @dataclass(frozen=True)
 class PromptFlags:
-    """What the command line names as the prompt, and how it is to be read."""
+    """The flags that name the prompt, and how to interpret it."""
 
     prompt: str | None
     file: Path | None
@@ -59,29 +59,29 @@ class PromptFlags:
         return self.file is not None and self.file.suffix == ".jsonl"
 
     def check(self) -> None:
-        """Raises click.UsageError for flags that say different things."""
+        """Raises click.UsageError for flags that contradict each other."""
         if self.ids is not None and (self.prompt is not None or self.file is not None):
             raise click.UsageError("Give --prompt-ids or a prompt, not both.")
         if self.ids is not None and self.system is not None:
-            raise click.UsageError("--system needs the chat template, which --prompt-ids goes without.")
+            raise click.UsageError("--system needs the chat template, which --prompt-ids does not use.")
         if self.raw and self.system is not None:
             raise click.UsageError("--system needs the chat template, which --raw turns off.")
         if self.is_batch and self.prompt is not None:
             raise click.UsageError("Give PROMPT or --prompt-file, not both.")
 
     def words(self, model: str) -> str:
-        """The prompt's text. Raises click.UsageError where there is none."""
+        """The prompt's text. Raises click.UsageError if it is empty."""
         found = read_prompt(self.prompt, self.file)
         if not found:
             is_piped = self.prompt is None and self.file is None
-            where = f": standard input has nothing, and {model!r} is MODEL" if is_piped else ""
+            where = f": standard input is empty, and {model!r} is MODEL" if is_piped else ""
             raise click.UsageError(f"{EMPTY_PROMPT}{where}.")
         return found
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What of a request is shown."""
+    """The output flags of a request."""
 
     as_json: bool
     color_accepted: bool
@@ -89,11 +89,11 @@ class Shown:
     quiet: bool
 
     def check(self, asked: PromptFlags) -> None:
-        """Raises click.UsageError for marks where no text is shown."""
+        """Raises click.UsageError for --color-accepted without text output."""
         if self.color_accepted and self.as_json:
-            raise click.UsageError("--color-accepted marks the text, and --json shows none.")
+            raise click.UsageError("--color-accepted needs text output; omit it or --json.")
         if self.color_accepted and asked.is_batch:
-            raise click.UsageError("--color-accepted marks the text, and the answers to a .jsonl file are JSON.")
+            raise click.UsageError("--color-accepted needs text output, but the answers to a .jsonl file are JSON.")
 
 
 @click.command(
@@ -101,9 +101,9 @@ class Shown:
     name="run",
     help=f"""Generate text for one prompt; the text goes to stdout as it is accepted.
 
-{MODEL_HELP} What is piped in goes before PROMPT, with an empty line between; PROMPT "-", or none, is the pipe alone. A
-model with a chat template answers PROMPT as a message; with --raw it continues PROMPT as text. Where a setting names
-MODEL (offspec config), PROMPT may stand alone.
+{MODEL_HELP} Piped input goes before PROMPT, with an empty line between them. If PROMPT is "-" or missing, the prompt is
+the piped input alone. A model with a chat template answers PROMPT as a message; with --raw it continues PROMPT as text.
+If a setting names MODEL (offspec config), MODEL may be omitted.
 
 \b
 Examples:
@@ -112,8 +112,8 @@ Examples:
   git diff | offspec run ./Llama-3.1-8B-Instruct "Explain this change." --temperature 0.6 --stats
   offspec run builtin --prompt-file prompts.jsonl --output answers.jsonl
 
-A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}. Its own
-"temperature", "max_new_tokens", "seed", "stop" and other sampling settings win over flags; its other keys are copied
+A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}. Its
+"temperature", "max_new_tokens", "seed", "stop" and other sampling settings override flags. Its other keys are copied
 into the answer.
 """,
 )
@@ -123,7 +123,7 @@ into the answer.
 @option(
     "--prompt-file",
     type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
-    help="Read the prompt from a file, or many from a .jsonl file, one per line.",
+    help="Read the prompt from a file, or many prompts from a .jsonl file, one per line.",
 )
 @option(
     "--output",
@@ -131,7 +131,7 @@ into the answer.
     metavar="FILE",
     help="File for the answers to a .jsonl file; prompts already answered there are skipped. [default: -, stdout]",
 )
-@option("--prompt-ids", metavar='"1,2,3"', help="Prompt as token ids, without chat template and added special tokens.")
+@option("--prompt-ids", metavar='"1,2,3"', help="Prompt as token ids, without chat template and special tokens.")
 @option("--system", metavar="TEXT", help="System message, for models with a chat template.")
 @option("--raw", is_flag=True, help="Continue the prompt as text, without the chat template.")
 @option(
@@ -145,8 +145,8 @@ into the answer.
 @sampling_options
 @option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @option("--stats", "show_stats", is_flag=True, help="Show tokens/s and other statistics on stderr.")
-@option("-q", "--quiet", is_flag=True, help="No notes on stderr.")
-@option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; show tracebacks.")
+@option("-q", "--quiet", is_flag=True, help="Print no notes to stderr.")
+@option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
 def command(
     model: str,
     prompt: str | None,
@@ -177,15 +177,15 @@ def command(
     shown = Shown(as_json, color_accepted, show_stats, quiet)
     shown.check(asked)
     if output is not None and not asked.is_batch:
-        raise click.UsageError("--output takes the answers to a --prompt-file that ends with .jsonl.")
+        raise click.UsageError("--output needs a --prompt-file that ends with .jsonl.")
     if learn and learn_file is None and not asked.is_batch:
-        raise click.UsageError("--learn learns for the next prompt: give --learn-file FILE, or a .jsonl --prompt-file.")
+        raise click.UsageError("--learn helps only later prompts: give --learn-file FILE, or a .jsonl --prompt-file.")
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget, "chats": system is not None}
     load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
     if asked.is_batch:
         which = {name: options[name] for name in ("revision", "dtype")}
         settings = {"model": model, **which, "system": system, "raw": raw}
-        if speculation.is_lossy:  # only then do the answers depend on how tokens are guessed
+        if speculation.is_lossy:  # exact answers do not depend on the draft
             settings |= {"draft": options["draft"], **lossy_settings(speculation)}
         ask = partial(_answer_line, asked=asked, speculation=speculation)
         with closing(_batch_of(asked, None if output == STANDARD_OUTPUT else output, settings, params)) as batch:
@@ -196,7 +196,7 @@ def command(
 
 reworded(
     command,
-    seed="Random seed; the draft does not change the text. [default: drawn, shown by --stats and --json]",
+    seed="Random seed; the draft does not change the text. [default: random, shown by --stats and --json]",
 )
 
 
@@ -209,7 +209,7 @@ def _run_one(
     shown: Shown,
     learn_file: Path | None,
 ) -> None:
-    """Answer the one prompt, on standard output."""
+    """Answer one prompt on standard output."""
     words = asked.words(model) if asked.ids is None else ""
     engine = load()
     prompt = asked.ids if asked.ids is not None else as_prompt(engine, words, asked.system, asked.raw)
@@ -258,7 +258,7 @@ def _run_batch(
     show_stats: bool,
     quiet: bool,
 ) -> None:
-    """Answer what is still open; without anything open no model is loaded."""
+    """Answer the open tasks; if there is none, no model is loaded."""
     engine = load() if batch.open_tasks else None
     ends: list[Step] = []
 
@@ -277,7 +277,7 @@ def _run_batch(
 
 
 def _alone(argument: str) -> tuple[str, str | None]:
-    """MODEL and PROMPT for a lone argument: it is PROMPT where a setting names MODEL, and it does not look like one."""
+    """MODEL and PROMPT for a single argument: it is PROMPT if a setting names MODEL and it does not look like MODEL."""
     named = (click.get_current_context().default_map or {}).get("model")
     is_path = any(separator in argument for separator in "/\\") and not any(map(str.isspace, argument))
     if named is None or argument in (named, "builtin") or is_path or os.path.exists(argument):
@@ -286,7 +286,7 @@ def _alone(argument: str) -> tuple[str, str | None]:
 
 
 def as_prompt(engine: Engine, asked: str | Turns, system: str | None, raw: bool) -> Prompt:
-    """Messages for a model with a chat template, the bare text otherwise; messages with a system turn keep theirs."""
+    """Messages for a model with a chat template, otherwise plain text. A system message in `asked` has priority."""
     if isinstance(asked, str):
         if raw or not (engine.tokenizer.has_chat_template or system is not None):
             return asked
@@ -312,7 +312,7 @@ def _stream(
     marks: bool,
     quiet: bool,
 ) -> Step:
-    """Print each step's text as it comes, a newline at the end where the text has none; returns the last step."""
+    """Print the text step by step, ending with a newline; returns the last step."""
     shown, last = "", None
     for last in _steps(engine, prompt, params, speculation, quiet=quiet):
         sys.stdout.write(marked(last) if marks else last.text)
@@ -329,7 +329,7 @@ def _stream(
 def _steps(
     engine: Engine, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams, *, quiet: bool
 ) -> Generator[Step, None, None]:
-    """The steps of a request. Where Ctrl-C ends it after the first, one more says so, and brings nothing."""
+    """The steps of a request. If Ctrl-C stops it after the first, an empty step with INTERRUPTED follows."""
     last = None
     try:
         for last in first_pass_shown(engine, engine.generate(prompt, params, speculation), quiet=quiet):
@@ -341,19 +341,19 @@ def _steps(
 
 
 def _pass_on(last: Step) -> None:
-    """Leave as Ctrl-C does, where it ended the text."""
+    """Raise KeyboardInterrupt if Ctrl-C stopped the text, for the exit code."""
     if last.finish_reason == INTERRUPTED:
         raise KeyboardInterrupt
 
 
 def _tell_cut(engine: Engine, last: Step, params: SamplingParams) -> None:
-    """Say where a text was cut, unless --max-new-tokens asked for just that, and which flag allows more."""
+    """Print a note if a limit cut the text, with the flag that allows more; not for an explicit --max-new-tokens."""
     if last.finish_reason != "length":
         return
     planned, longest = engine.max_context, engine.target.config.max_context
     if last.stats.num_tokens < params.max_new_tokens:
         more = f"; --context N allows more, up to {longest}" if planned < longest else ""
-        click.echo(f"offspec: cut, as the context of {planned} tokens is full{more}", err=True)
+        click.echo(f"offspec: cut, because the context of {planned} tokens is full{more}", err=True)
     elif click.get_current_context().get_parameter_source("max_new_tokens") is not ParameterSource.COMMANDLINE:
         click.echo(f"offspec: cut at {params.max_new_tokens} tokens; --max-new-tokens N allows more", err=True)
 
@@ -361,7 +361,7 @@ def _tell_cut(engine: Engine, last: Step, params: SamplingParams) -> None:
 def _answer(
     engine: Engine, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams, *, quiet: bool
 ) -> tuple[dict[str, Any], Step]:
-    """Everything about one request, for JSON, and its last step."""
+    """The answer to one request as a JSON object, and its last step."""
     ids = engine.encode(prompt)
     steps = list(_steps(engine, ids, params, speculation, quiet=quiet))
     last, stats = steps[-1], steps[-1].stats
@@ -381,32 +381,30 @@ def _answer(
 
 
 def describe(last: Step) -> str:
-    """The figures of a request for a person, a few lines."""
+    """The statistics of a request as a few lines of text."""
     stats = last.stats
     passes, rate = max(stats.num_passes, 1), stats.decode_tokens_per_s
     lines = [
         f"prompt    {stats.num_prompt_tokens} tokens, first text after {stats.ttft_s:.2f} s, seed {stats.seed}",
         f"decoding  {stats.num_tokens} tokens ({last.finish_reason}), {f'{rate:.1f}' if rate else '-'} tokens/s after "
-        "the "
-        "first pass",
-        f"passes    {stats.num_passes}, {stats.tokens_per_pass:.2f} tokens each; "
-        f"draft {1e3 * stats.draft_s / passes:.1f} ms + target {1e3 * stats.target_s / passes:.1f} ms a pass",
-        f"memory    {stats.peak_host_bytes / 2**30:.2f} GiB host, {stats.peak_device_bytes / 2**30:.2f} GiB device at "
-        "the peak",
+        "the first pass",
+        f"passes    {stats.num_passes}, {stats.tokens_per_pass:.2f} tokens per pass; "
+        f"draft {1e3 * stats.draft_s / passes:.1f} ms + target {1e3 * stats.target_s / passes:.1f} ms per pass",
+        f"memory    peak {stats.peak_host_bytes / 2**30:.2f} GiB host, "
+        f"{stats.peak_device_bytes / 2**30:.2f} GiB device",
     ]
     if stats.is_lossy:
-        lines.append("lossy     accepted by joint likelihood (--accept joint): plain decoding may say something else")
+        lines.append("lossy     joint acceptance (--accept joint): plain decoding may produce another text")
     if stats.learnt_loss is not None:
         lines.append(
-            f"learning  {stats.learn_steps} steps in {stats.learn_s:.2f} s; the draft was {stats.learnt_loss:.3f} "
-            "nats from the "
-            f"target, as it came {stats.unlearnt_loss:.3f}"
+            f"learning  {stats.learn_steps} steps in {stats.learn_s:.2f} s; draft loss against the target "
+            f"{stats.learnt_loss:.3f} nats, before learning {stats.unlearnt_loss:.3f}"
         )
     return "\n".join(lines)
 
 
 def describe_batch(ends: Sequence[Step]) -> str:
-    """The figures of all requests of a batch together, for a person; ends: the last step of each."""
+    """The statistics of a batch as text. ends: the last step of each request."""
     if not ends:
         return "batch     0 prompts"
     stats = [last.stats for last in ends]
@@ -414,6 +412,6 @@ def describe_batch(ends: Sequence[Step]) -> str:
     seconds = sum(s.ttft_s + s.decode_s for s in stats)
     ended = ", ".join(f"{count} {reason}" for reason, count in Counter(last.finish_reason for last in ends).items())
     return (
-        f"batch     {len(ends)} prompts ({ended}), {num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s with the "
-        f"first passes, {num_tokens / num_passes:.2f} tokens a pass"
+        f"batch     {len(ends)} prompts ({ended}), {num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s including "
+        f"first passes, {num_tokens / num_passes:.2f} tokens per pass"
     )

@@ -1,4 +1,4 @@
-"""`offspec serve`: OpenAI's completions API over HTTP, for editors, chat windows and programs that speak it."""
+"""`offspec serve`: OpenAI's completions API over HTTP."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from .options import (
 if TYPE_CHECKING:
     from offspec import Engine
 
-MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may say less
-# What listens everywhere → an address outside (RFC 5737, RFC 3849: nobody's), and this machine's own.
+MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may request fewer
+# Wildcard address → an unassigned outside address (RFC 5737, RFC 3849), and the loopback address.
 EVERYWHERE = {"0.0.0.0": ("192.0.2.1", "127.0.0.1"), "::": ("2001:db8::1", "::1")}
-GRACE_S = 1  # for answers under way when the server is stopped
+GRACE_S = 1  # for unfinished answers when the server stops
 
 
 @click.command(
     cls=OffspecCommand,
     name="serve",
-    help=f"""Answer requests over HTTP, as OpenAI's API has them.
+    help=f"""Serve OpenAI's API over HTTP.
 
-{MODEL_HELP} Routes: /v1/chat/completions, /v1/completions and /v1/models, with or without streaming. Requests are
-answered one at a time; the KV cache keeps what a request shares with the one before. Sampling flags are defaults that a
-request may override. Answers have tokens/s and other statistics under "offspec". Requests from browsers are rejected
-unless an API key is set.
+{MODEL_HELP} Routes: /v1/chat/completions, /v1/completions and /v1/models, with or without streaming. The server answers
+one request at a time. The KV cache keeps the tokens that a request shares with the previous one. Sampling flags are
+defaults that a request may override. Answers have tokens/s and other statistics under "offspec". Requests from browsers
+are rejected unless an API key is set.
 
 \b
 Examples:
@@ -69,7 +69,7 @@ Examples:
     default=8080,
     show_default=True,
     metavar="N",
-    help="Port to listen on; 0 takes a free one.",
+    help="Port to listen on; 0 selects a free one.",
 )
 @option(
     "--api-key",
@@ -80,8 +80,8 @@ Examples:
 @speculation_options
 @learning_options
 @partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
-@option("-q", "--quiet", is_flag=True, help="No notes.")
-@option("-v", "--verbose", is_flag=True, help="Say what was chosen and why, log requests; show tracebacks.")
+@option("-q", "--quiet", is_flag=True, help="Print no notes.")
+@option("-v", "--verbose", is_flag=True, help="Explain automatic choices, log requests; show tracebacks.")
 def command(
     model: str,
     host: str,
@@ -98,7 +98,7 @@ def command(
     if api_key is not None and not (api_key and api_key.isascii()):
         raise UsageError("--api-key must be non-empty ASCII; omit it to disable authentication")
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
-    with listening(host, port) as sock:  # before gigabytes are read
+    with listening(host, port) as sock:  # before the model is loaded
         engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
         import uvicorn
 
@@ -109,7 +109,7 @@ def command(
             _tell_of_template(engine)
             if api_key is None and not is_loopback(host):
                 _warn_of_strangers(host)
-            click.echo(f"{engine.name} answers at http://{_address(sock)}/v1; Ctrl-C stops it.")
+            click.echo(f"{engine.name} is served at http://{_address(sock)}/v1; Ctrl-C stops the server.")
             sys.stdout.flush()
         with learning_kept(engine, learn_file, quiet=quiet), closing(Service(engine, speculation)) as service:
             app = application(service, params, api_key, is_private=is_loopback(host))
@@ -125,7 +125,7 @@ def command(
             logging.getLogger("asyncio").addFilter(Seldom())
             server = uvicorn.Server(config)
             service.give_up = lambda: setattr(server, "should_exit", True)
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops first, and then raises it again
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops first, then raises the signal again
             server.run(sockets=[sock])
         if service.error is not None:
             raise service.error
@@ -135,29 +135,29 @@ def _tell_of_template(engine: Engine) -> None:
     try:
         engine.tokenizer.check_chat_template()
     except TokenizerError as exc:
-        click.echo(f"offspec: {exc}. Chats are refused, text completions are answered.", err=True)
+        click.echo(f"offspec: {exc}. Chat requests will be refused; text completions work.", err=True)
 
 
 def _warn_of_strangers(host: str) -> None:
     click.echo(
-        f"offspec: whoever reaches {host} over the network may use this server; --api-key KEY or OFFSPEC_API_KEY "
-        "restricts it",
+        f"offspec: anyone on the network who can reach {host} can use this server; --api-key KEY or OFFSPEC_API_KEY "
+        "restricts access",
         err=True,
     )
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises UsageError where that cannot be."""
+    """A listening socket. Raises UsageError if host or port cannot be used."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as exc:
         raise UsageError(
-            f"cannot listen at {host} port {port} ({exc.strerror or exc}); give another --port, or --host"
+            f"cannot listen on {host} port {port} ({exc.strerror or exc}); give another --port or --host"
         ) from exc
 
 
 def _address(sock: socket.socket) -> str:
-    """Where a client finds it: of a socket that listens everywhere, this machine's address in the network."""
+    """The address for clients; for a wildcard address, this machine's address in the network."""
     host, port = sock.getsockname()[:2]
     if host in EVERYWHERE:
         host = _own_address(sock.family, *EVERYWHERE[host])
@@ -165,7 +165,7 @@ def _address(sock: socket.socket) -> str:
 
 
 def _own_address(family: int, outside: str, loopback: str) -> str:
-    """The address by which this machine would go outside; nothing is sent. loopback: where there is no network."""
+    """This machine's address towards `outside`, or `loopback` without a network. Sends nothing."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((outside, 9))

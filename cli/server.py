@@ -1,6 +1,6 @@
-"""What `offspec serve` serves: one engine for many clients, and the HTTP routes to it.
+"""The server of `offspec serve`: one engine for many clients, and its HTTP routes.
 
-Imported when a server begins, not before: it needs torch.
+Import this module only to start a server: it needs torch.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from offspec.session import Turn, encode_turns, lasting_caches, turns_of
 from .connections import Bodies
 from .openai_api import Answer, CompletionRequest, Kind, failure, parse
 
-MOST_REMEMBERED = 256  # replies whose tokens are known
+MOST_REMEMBERED = 256  # replies whose token ids are kept
 MOST_BYTES = 32 * 2**20  # of a request
-MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests that are being received
-STOPPING = failure("the server is stopping; ask again when it runs", kind="server_error")
+MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests being received
+STOPPING = failure("the server is stopping; retry when it runs again", kind="server_error")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can mean it."""
+    """Whether a host name or address is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -54,9 +54,9 @@ def is_loopback(host: str) -> bool:
 
 
 class Service:
-    """One engine for many clients: one request after the other, all on one thread, so that torch has one pool.
+    """One engine for many clients. Requests run one after another on one thread, so that torch has one thread pool.
 
-    error: what the engine cannot go on after; `give_up` is called then.
+    error: an error after which the engine cannot continue; the service then calls `give_up`.
     """
 
     def __init__(self, engine: Engine, speculation: SpeculationParams) -> None:
@@ -64,23 +64,23 @@ class Service:
         self._speculation = speculation
         self._folders = _folders(engine)
         self._caches = lasting_caches(engine)
-        self._said = OrderedDict[str, list[int]]()  # replies, with the tokens that they were said as
+        self._said = OrderedDict[str, list[int]]()  # replies and their original token ids
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offspec-serve")
         self.error: OffspecError | None = None
         self.give_up: Callable[[], None] = lambda: None
 
     def close(self) -> None:
-        """Waits for the pass that is under way."""
+        """Wait for the current pass and stop the thread."""
         self._thread.shutdown(cancel_futures=True)
 
     async def answer(
         self, asked: CompletionRequest, is_gone: Callable[[], Awaitable[bool]]
     ) -> AsyncGenerator[Step | None, None]:
-        """None when it is the request's turn and nothing speaks against it, then its steps.
+        """Yields None once the request has its turn and is valid, then its steps.
 
-        is_gone: whether who asked has left; nothing comes for one who did while waiting.
-        Raises OffspecError, without the folders of this machine: who asked need not know them.
+        is_gone: whether the client has disconnected; a client that leaves while waiting gets nothing.
+        Raises OffspecError without this machine's folders, which clients should not learn.
         """
         steps = self._steps(asked, is_gone)
         try:
@@ -105,7 +105,7 @@ class Service:
                     yield step
                     if step.finish_reason is not None:
                         break
-            finally:  # after the pass that is under way, and before the next request; then the draft learns
+            finally:  # after the current pass and before the next request; the draft then trains
                 self._thread.submit(steps.close).add_done_callback(_tell_failure)
 
     def _begin(self, asked: CompletionRequest) -> Generator[Step, None, None]:
@@ -113,9 +113,9 @@ class Service:
         return self._followed(steps)
 
     def _encode(self, asked: CompletionRequest) -> list[int]:
-        """Replies keep their original token ids: these are in the KV caches.
+        """The prompt's token ids. Replies keep their original token ids, because the KV caches contain these.
 
-        What is far too long is refused before seconds are spent on it, in which nobody else is answered.
+        Refuses a prompt that is much too long before tokenizing it, which would block other requests for seconds.
         """
         prompt, most = asked.prompt, self.engine.max_context
         if asked.kind == "chat":
@@ -123,7 +123,7 @@ class Service:
             if found is not None:
                 return encode_turns(self.engine.tokenizer, *found, most)
         elif not isinstance(prompt, str) and len(prompt) > most:
-            raise ContextLengthError(f"the prompt has {len(prompt)} tokens, and {most} fit here; shorten it")
+            raise ContextLengthError(f"the prompt has {len(prompt)} tokens, but the context is {most}; shorten it")
         return self.engine.encode(prompt)
 
     def _followed(self, steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
@@ -133,9 +133,9 @@ class Service:
                 for step in steps:
                     reply.add(step)
                     yield step
-        except GeneratorExit:  # the end was reached, or who asked has left
+        except GeneratorExit:  # the answer is complete, or the client has disconnected
             self._remember(reply)
-        except MemoryLimitError as exc:  # which leaves an engine without its target
+        except MemoryLimitError as exc:  # the engine has lost its target
             self.error = exc
             self.give_up()
             raise
@@ -151,7 +151,7 @@ class Service:
 
 def _tell_failure(ended: Future[None]) -> None:
     if not ended.cancelled() and (exc := ended.exception()) is not None:
-        click.echo(f"offspec: learning from the request failed: {type(exc).__name__}: {exc}", err=True)
+        click.echo(f"offspec: training on the request failed: {type(exc).__name__}: {exc}", err=True)
 
 
 # ------------------------------------------------------------------------------------------------ HTTP
@@ -160,9 +160,9 @@ def _tell_failure(ended: Future[None]) -> None:
 def application(
     service: Service, defaults: SamplingParams, api_key: str | None = None, *, is_private: bool = False
 ) -> Starlette:
-    """The routes. No web page should reach them without a key, though a browser lets it ask for what it may not read.
+    """The routes. Without a key, requests from web pages are refused: browsers send them even across origins.
 
-    is_private: only this machine can reach them, so that a request by another name was pointed here.
+    is_private: only this machine can reach the server, so another host name indicates DNS rebinding.
     """
     api = Api(service, defaults)
     guarded = Guard(api_key, is_private=is_private)
@@ -177,7 +177,7 @@ def application(
 
 
 class Api:
-    """What answers requests."""
+    """The handlers of the routes."""
 
     def __init__(self, service: Service, defaults: SamplingParams) -> None:
         self._service, self._defaults = service, defaults
@@ -190,7 +190,7 @@ class Api:
 
     async def model(self, request: Request) -> Response:
         if (asked := request.path_params["id"]) != self._name:
-            message = f"there is no model {asked!r}; this is {self._name}"
+            message = f"unknown model {asked!r}; this server has {self._name}"
             return JSONResponse(failure(message, code="model_not_found"), 404)
         return JSONResponse(self._described)
 
@@ -211,12 +211,12 @@ class Api:
         except OffspecError as exc:
             return _refusal(exc)
         except (ClientDisconnect, StopAsyncIteration):
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has disconnected
         except asyncio.CancelledError:
             return JSONResponse(STOPPING, 503)
 
     async def _json(self, request: Request) -> Any:
-        """Raises UsageError, TooLargeError for a body that is, or that finds no room beside others."""
+        """The body as JSON. Raises UsageError, and TooLargeError for a body over its own or the common limit."""
         stated, content = request.headers.get("content-length", ""), bytearray()
         if stated.isdecimal() and len(stated) < 19 and int(stated) > MOST_BYTES:
             raise TooLargeError(413)
@@ -235,16 +235,16 @@ class Api:
 
 
 class TooLargeError(Exception):
-    """A request's body is too large, or it finds no room beside others."""
+    """A request's body is too large by itself (413), or together with others (503)."""
 
     def __init__(self, status: int) -> None:
         self.status, self.kind = status, "invalid_request_error" if status == 413 else "server_error"
         too_large = f"the request is larger than {MOST_BYTES >> 20} MiB"
-        super().__init__(too_large if status == 413 else "other large requests are under way; try again later")
+        super().__init__(too_large if status == 413 else "the server receives other large requests; try again later")
 
 
 class Guard:
-    """Lets a handler answer only who may ask."""
+    """Lets a handler answer authorised requests only."""
 
     def __init__(self, api_key: str | None, *, is_private: bool) -> None:
         self._api_key, self._is_private = api_key, is_private
@@ -264,22 +264,22 @@ class Guard:
             if not secrets.compare_digest(borne.encode(), self._api_key.encode()):
                 return JSONResponse(failure("the API key is missing or wrong", code="invalid_api_key"), 401)
         elif not all(map(is_loopback, map(_host_of, named))):
-            who = "programs on its own machine" if self._is_private else "programs, no web pages"
-            return JSONResponse(failure(f"without --api-key this server answers {who} only"), 403)
+            who = "programs on its own machine" if self._is_private else "programs, not web pages"
+            return JSONResponse(failure(f"without --api-key this server answers only {who}"), 403)
         return None
 
 
 def public_name(model: str) -> str:
-    """A model's name without the folders that it lies in here; a hub id as it is."""
+    """A model's name without its parent folders; a hub id is unchanged."""
     path = Path(model).expanduser()
     return path.resolve().name if path.is_dir() else model
 
 
 def without_paths(message: str, folders: Sequence[Path] = ()) -> str:
-    """A message without the folders of this machine that it names; files keep their names.
+    """A message without this machine's folders; files keep their names.
 
-    folders: which are known, so that they are found whatever their names hold. Others are recognised in quotes, or
-    where they hold neither spaces nor marks.
+    folders: known folders, removed whatever characters they contain. Other folders are recognised in quotes, or if
+    they contain neither spaces nor punctuation.
     """
     for folder in folders:
         message = message.replace(f"{folder}/", "").replace(str(folder), folder.name)
@@ -288,7 +288,7 @@ def without_paths(message: str, folders: Sequence[Path] = ()) -> str:
 
 
 def _folders(engine: Engine) -> list[Path]:
-    """Those of its models, in each form that a message may name them in; the longest first."""
+    """The folders of the engine's models, in each form that a message may contain; longest first."""
     named = (Path(name) for name in (engine.name, engine.draft_name, engine.tokenizer.folder) if name is not None)
     given = [path.expanduser() for path in named if path.expanduser().is_dir()]
     forms = {form for path in given for form in (path, path.absolute(), path.resolve())}
@@ -303,7 +303,7 @@ def _host_of(url: str) -> str:
 
 
 class EventResponse(StreamingResponse):
-    """A stream of server-sent events, which itself says what it was cut off by."""
+    """A stream of server-sent events. When the server stops, the stream's last event reports it."""
 
     media_type = "text/event-stream"
 
@@ -313,8 +313,8 @@ class EventResponse(StreamingResponse):
 
 
 async def _events(answer: Answer, steps: AsyncGenerator[Step | None, None]) -> AsyncGenerator[str, None]:
-    """Server-sent events. An error in the middle, or the server's end, is an event, too: the status has been sent."""
-    made = asyncio.Queue[Step | Exception]()  # so that a client that reads slowly keeps nobody waiting
+    """Server-sent events. A later error, or the server's stop, becomes an event: the status is already sent."""
+    made = asyncio.Queue[Step | Exception]()  # a slow client must not block other requests
 
     async def make() -> None:
         try:
@@ -322,7 +322,7 @@ async def _events(answer: Answer, steps: AsyncGenerator[Step | None, None]) -> A
                 async for step in steps:
                     assert step is not None
                     made.put_nowait(step)
-        except Exception as exc:  # noqa: BLE001 (told, or raised, where the events are)
+        except Exception as exc:  # noqa: BLE001 (the loop below reports or raises it)
             made.put_nowait(exc)
 
     maker, is_first = asyncio.create_task(make()), True
@@ -368,7 +368,7 @@ async def _whole(answer: Answer, steps: AsyncGenerator[Step | None, None], reque
 
 
 def _refusal(error: OffspecError, status: int | None = None) -> Response:
-    """Whose fault it is, as a status: the request's, or ours."""
+    """An error response: status 400 for an invalid request, 500 for a server error, or `status`."""
     is_theirs = isinstance(error, (UsageError, TokenizerError, ContextLengthError))
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     kind = "invalid_request_error" if is_theirs else "server_error"
@@ -382,6 +382,7 @@ async def _not_found(request: Request, exc: Exception) -> Response:
 
 
 async def _unexpected(request: Request, exc: Exception) -> Response:
-    click.echo(f"offspec: {type(exc).__name__}: {exc} (unexpected; offspec serve -v shows where)", err=True)
-    told = f"{type(exc).__name__} (unexpected; the server's own messages say more)"  # theirs may hold anything
+    click.echo(f"offspec: {type(exc).__name__}: {exc} (unexpected; offspec serve -v shows the traceback)", err=True)
+    # The exception's own text may contain anything, so the client does not get it.
+    told = f"{type(exc).__name__} (unexpected; the server's log has details)"
     return JSONResponse(failure(told, kind="server_error"), 500)

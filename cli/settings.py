@@ -1,14 +1,14 @@
-"""Where a setting comes from: a flag, the environment, the user's file, or the default; the first that is there wins.
+"""Settings from the environment and the user's file. Priority: flag, environment, file, default.
 
-The file is `config.toml` in the user's configuration folder, or what OFFSPEC_CONFIG names (empty: none). Keys are flags
-without their dashes, and `model`; a table belongs to one command:
+The file is `config.toml` in the user's configuration folder, or the file that OFFSPEC_CONFIG names (empty: none). Keys
+are flags without their dashes, and `model`; a table applies to one command:
 
     draft = "./Llama-3.2-1B-Instruct"
     [chat]
     temperature = 0.7
 
-So do OFFSPEC_DRAFT and OFFSPEC_CHAT_TEMPERATURE. A key that nobody knows is an error: a default that is misspelt would
-otherwise be missed for months. Values are judged by the same click parameters as flags.
+OFFSPEC_DRAFT and OFFSPEC_CHAT_TEMPERATURE have the same effect. An unknown key is an error, because nobody would notice
+a misspelt default. The same click parameters check these values and flags.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FILE_VARIABLE, PREFIX = "OFFSPEC_CONFIG", "OFFSPEC_"
 
 @dataclass(frozen=True)
 class Given:
-    """A value that somebody set for `key`, for one command or (None) for all that have it; source: where."""
+    """A value for `key`, for one command or (None) for all commands that have the key. source: file or variable."""
 
     command: str | None
     key: str
@@ -45,7 +45,7 @@ def _refuse(fault: click.UsageError) -> None:
 
 
 class Settings:
-    """What the environment and the user's file set."""
+    """The settings of the environment and the user's file."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class Settings:
     ) -> None:
         """commands: every command of the program by its name.
 
-        on_fault: called once for each invalid value, which is then not set.
+        on_fault: called once for each invalid value; the value is then ignored.
         """
         self._commands, self._environment, self._on_fault = commands, environment, on_fault
         self._told: set[tuple[str, str]] = set()  # sources and keys of values that several commands refuse
 
     @cached_property
     def file(self) -> Path | None:
-        """The user's file, whether it is there or not; None where OFFSPEC_CONFIG is empty."""
+        """The user's file, which may not exist; None if OFFSPEC_CONFIG is empty."""
         named = self._environment.get(FILE_VARIABLE)
         if named is not None:
             return Path(named).expanduser() if named else None
@@ -72,13 +72,13 @@ class Settings:
 
     @cached_property
     def given(self) -> list[Given]:
-        """Everything that is set, the strongest first, but for keys that no command has."""
+        """All settings with known keys, highest priority first."""
         found = [given for given in (*self._from_environment(), *self._from_file()) if self._is_known(given)]
-        # The environment before the file, and in each of them what was said to one command before what was said to all.
+        # The environment before the file; in each of them, one command's settings before those of all commands.
         return sorted(found, key=lambda given: (given.source == str(self.file), given.command is None))
 
     def for_command(self, name: str) -> dict[str, Given]:
-        """What is set for one command, by the key, without invalid values."""
+        """The valid settings of one command, by key."""
         parameters = settable(self._commands[name])
         found: dict[str, Given] = {}
         for given in self.given:
@@ -94,7 +94,7 @@ class Settings:
         return found
 
     def defaults(self, name: str) -> dict[str, Any]:
-        """What is set for one command, as click's default_map wants it."""
+        """The settings of one command in the form of click's default_map."""
         parameters = settable(self._commands[name])
         given = self.for_command(name)
         return {str(parameters[key].name): plain(parameters[key], given[key].value) for key in given}
@@ -118,7 +118,7 @@ class Settings:
                 for inner, given in value.items():
                     yield Given(key, _dashed(inner), given, str(self.file))
             else:
-                fault = f"{self.file}: there is no command [{key}]{_instead(key, self._commands)}"
+                fault = f"{self.file}: unknown command [{key}]{_instead(key, self._commands)}"
                 self._on_fault(click.UsageError(fault))
 
     def _read(self) -> dict[str, Any]:
@@ -132,25 +132,26 @@ class Settings:
         try:
             return tomllib.loads(read_small_file(file).decode("utf-8-sig"))
         except OSError as exc:
-            self._on_fault(click.UsageError(f"the settings {file} cannot be read: {exc.strerror}"))
+            self._on_fault(click.UsageError(f"cannot read the settings file {file}: {exc.strerror}"))
         except (ValueError, RecursionError) as exc:  # TOMLDecodeError, and bytes that are not UTF-8
-            self._on_fault(click.UsageError(f"the settings {file} are not TOML: {exc}"))
+            self._on_fault(click.UsageError(f"the settings file {file} is not valid TOML: {exc}"))
         return {}
 
     def _is_known(self, given: Given) -> bool:
         names = self._commands if given.command is None else [given.command]
         keys = {key for name in names for key in settable(self._commands[name])}
         if given.key not in keys:
-            of = "no command has" if given.command is None else f"offspec {given.command} does not have"
+            of = "" if given.command is None else f" of offspec {given.command}"
             fault = (
-                f"{given.source}: {of} a setting {given.key!r}{_instead(given.key, keys)}; `offspec config` lists them"
+                f"{given.source}: unknown setting {given.key!r}{of}{_instead(given.key, keys)}; "
+                "`offspec config` lists all settings"
             )
             self._on_fault(click.UsageError(fault))
         return given.key in keys
 
 
 def settable(command: click.Command) -> dict[str, click.Parameter]:
-    """The parameters that a person may set beforehand, by the key: flags without dashes, and MODEL."""
+    """The parameters that file and environment may set, by key: flags without dashes, and MODEL."""
     found: dict[str, click.Parameter] = {}
     for parameter in command.params:
         if isinstance(parameter, click.Option) and not parameter.is_eager:
@@ -161,23 +162,23 @@ def settable(command: click.Command) -> dict[str, click.Parameter]:
 
 
 def parsed_value(parameter: click.Parameter, value: Any, command: click.Command) -> Any:
-    """A value from a file or the environment as the flag would give it. Raises click.BadParameter or OffspecError."""
+    """A value from file or environment, parsed like the flag's. Raises click.BadParameter or OffspecError."""
     if isinstance(value, bool) and not (isinstance(parameter, click.Option) and parameter.is_flag):
-        raise click.BadParameter(f"{str(value).lower()} is neither a number nor a text")
+        raise click.BadParameter(f"{str(value).lower()} is neither a number nor a string")
     if not isinstance(value, (bool, int, float, str)) and not (parameter.multiple and isinstance(value, list)):
-        raise click.BadParameter(f"{value!r} is no value for it")
+        raise click.BadParameter(f"invalid value {value!r}")
     return parameter.process_value(click.Context(command), plain(parameter, value))
 
 
 def plain(parameter: click.Parameter, value: Any) -> Any:
-    """As the command line would say it: numbers as texts, a list where a flag may be given several times."""
+    """A value as on the command line: numbers as strings, a list for a flag that may be repeated."""
     if parameter.multiple:
         return [str(part) for part in (value if isinstance(value, list) else [value])]
     return value if isinstance(value, bool) else str(value)
 
 
 def check(parameter: click.Parameter, given: Given, command: click.Command) -> None:
-    """Raises click.UsageError, with its source, for an invalid value."""
+    """Raises click.UsageError for an invalid value; the error names the value's source."""
     try:
         parsed_value(parameter, given.value, command)
     except (click.ClickException, OffspecError) as exc:
@@ -186,7 +187,7 @@ def check(parameter: click.Parameter, given: Given, command: click.Command) -> N
 
 
 def nearest(word: str, words: Mapping[str, Any] | set[str]) -> str | None:
-    """What was probably meant."""
+    """The word most similar to a misspelt one, or None."""
     return next(iter(get_close_matches(word, words, n=1)), None)
 
 

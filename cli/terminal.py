@@ -1,6 +1,6 @@
-"""What a person watches: a bar while gigabytes are loaded, a line while the first pass is under way, marked tokens.
+"""Output for a terminal: a bar during loading, a line during the first pass, and marked tokens.
 
-Everything but the text goes to stderr, and only where that is a terminal.
+Bar and line go to stderr, and only if stderr is a terminal.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
     from offspec import Engine, Step
 
-SMALL_LOAD_BYTES = 2**28  # is there before a bar could be read
+SMALL_LOAD_BYTES = 2**28  # a smaller model loads too fast for a bar
 FIRST_LOOK_S, LOOK_EVERY_S = 1.0, 0.5
 ACCEPTED, CORRECTION, PLAIN = "\x1b[32m", "\x1b[1;33m", "\x1b[0m"
 UNDERLINED = "\x1b[4m"
 
 
 def is_watched() -> bool:
-    """Whether there is a terminal on stderr."""
+    """Whether stderr is a terminal."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 def show_line(text: str = "") -> None:
-    """In place of the line that was shown so last. A terminal that is gone takes no work of hours with it."""
+    """Replace the current progress line. A closed terminal does not interrupt the work."""
     with suppress(OSError):
         click.echo(f"\r\x1b[K{text}", err=True, nl=False)
 
@@ -46,13 +46,13 @@ def columns() -> int:
 
 
 class TimeLeft:
-    """How long the rest of a job takes at the pace since the first call: an earlier run's part says nothing of it."""
+    """The estimated time left, at the rate since the first call; work of an earlier run does not count."""
 
     def __init__(self) -> None:
         self._start: tuple[float, int] | None = None
 
     def __call__(self, now: float, done: int, total: int) -> str:
-        """As in ", 40 s left"; empty in the first second. now: `time.monotonic()`; done, total: in any unit."""
+        """Text like ", 40 s left"; empty in the first second. now: `time.monotonic()`; done, total: in any unit."""
         if self._start is None:
             self._start = now, done
         seconds, since = now - self._start[0], done - self._start[1]
@@ -60,9 +60,9 @@ class TimeLeft:
 
 
 class LoadingBar:
-    """What is loaded, GB done, GB/s and how long it will take, on stderr; nothing for a model that is there at once.
+    """A progress bar on stderr: model, GB loaded, GB/s and time left; nothing for a small model.
 
-    Called with (bytes done, bytes in all), as `Engine.load` does.
+    Called with (bytes done, bytes in total), as `Engine.load` does.
     """
 
     def __init__(self, name: str) -> None:
@@ -88,7 +88,7 @@ class LoadingBar:
         )
 
         figures = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True))
-        # In a narrow terminal the figures are what counts.
+        # A narrow terminal has space for the figures only.
         around = (TextColumn("loading {task.description}"), BarColumn()) if columns() >= 80 else ()
         bar = Progress(*around, *figures, console=Console(stderr=True), transient=True)
         bar.add_task(self._name, total=bytes_total)
@@ -108,7 +108,7 @@ class LoadingBar:
 def first_pass_shown(
     engine: Engine, steps: Generator[Step, None, None], *, quiet: bool = False
 ) -> Generator[Step, None, None]:
-    """The same steps; on a terminal a line shows how far a long first pass is, until it is done. Closes `steps`."""
+    """Yields `steps` unchanged; on a terminal, a line shows the progress of a long first pass. Closes `steps`."""
     line = PassLine(engine)
     if not quiet and is_watched():
         line.start()
@@ -122,9 +122,9 @@ def first_pass_shown(
 
 
 class PassLine:
-    """Which layer a pass has reached, and at what rate weights come, so that slow is never taken for hung.
+    """A line with a pass's current layer and the rate of streaming, so that a slow pass does not look hung.
 
-    The figures are read from the engine while it computes; it does not know of it.
+    A thread reads the figures from the engine during the pass.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
@@ -138,7 +138,7 @@ class PassLine:
         self._thread.start()
 
     def done(self) -> None:
-        """Take the line away; it does not come back."""
+        """Remove the line for good."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
@@ -153,7 +153,7 @@ class PassLine:
             show_line()
 
     def text(self) -> str:
-        """The line as it is now."""
+        """The current text of the line."""
         target, seconds = self._engine.target, self._clock() - self._began
         layer, layers = target.current_layer + 1, target.config.num_layers
         moved = target.weights.bytes_streamed - self._bytes_before
@@ -163,13 +163,13 @@ class PassLine:
 
 
 def shows_colors() -> bool:
-    """Whether stdout takes escape codes: a terminal that is not a dumb one."""
+    """Whether stdout accepts escape codes: a terminal other than TERM=dumb."""
     return sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def marked(step: Step) -> str:
-    """A step's text, the draft's guesses apart from the target's corrections: by colour, or underlined
-    with NO_COLOR.
+    """A step's text, with accepted draft tokens and the target's own tokens in two colours (NO_COLOR: the target's are
+    underlined).
     """
     accepted, correction = ("", UNDERLINED) if os.environ.get("NO_COLOR") else (ACCEPTED, CORRECTION)
     cut = step.num_accepted
@@ -178,7 +178,7 @@ def marked(step: Step) -> str:
 
 
 def _styled(text: str, style: str) -> str:
-    """Line by line, so that a colour never reaches beyond a line's end."""
+    """Style each line separately, so that a colour ends at the line's end."""
     if not style:
         return text
     return "\n".join(f"{style}{line}{PLAIN}" if line else "" for line in text.split("\n"))

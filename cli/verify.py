@@ -1,4 +1,4 @@
-"""`offspec verify`: decode prompts plainly and speculatively, and compare the token ids."""
+"""`offspec verify`: decodes prompts with and without speculation, and compares the token ids."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from .terminal import is_watched, show_line
 if TYPE_CHECKING:
     from offspec.tools.verification import VerificationReport
 
-BUILTIN_PROMPTS = 20  # of the held-out ones: with all settings that is minutes, not half an hour
+BUILTIN_PROMPTS = 20  # with all settings these take minutes; all held-out prompts take half an hour
 
 
 def _refuse_joint(ctx: click.Context, param: click.Parameter, value: str) -> None:
-    """A click callback: says why what `run` and `bench` have is not here."""
+    """A click callback: refuses joint acceptance, which `run` and `bench` have."""
     if value == "joint":
         raise click.BadParameter(
-            "joint acceptance is lossy, so there is no text that it must equal; `offspec bench` shows what it does."
+            "joint acceptance is lossy, so its text need not equal plain decoding; use `offspec bench` to measure it."
         )
 
 
 @click.command(
     cls=OffspecCommand,
     name="verify",
-    help=f"""Show that speculative text equals plain decoding, token for token.
+    help=f"""Check that speculative text equals plain decoding, token for token.
 
 Decodes held-out prompts plainly, then with every combination of the settings below, and compares token ids. In fp32
-every token must be the same; in 16-bit arithmetic a difference is excused where the target itself was undecided.
-Leaves with 1 if any text differs. The built-in pair takes some minutes on one core. {MODEL_HELP}
+every token must be equal. In 16-bit arithmetic, a difference is allowed at a near-tie of the target's logits. The exit
+code is 1 if any text differs. The built-in pair takes some minutes on one core. {MODEL_HELP}
 
 \b
 Example:
@@ -60,14 +60,14 @@ Example:
     "--prompts",
     "prompt_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help='A text file, one prompt a line, or .jsonl with "prompt" or "messages", whose contents are taken as bare '
-    "text. [default: the built-in pair's held-out prompts]",
+    help='Prompts: a text file, one per line, or .jsonl with "prompt" or "messages", used as plain text. '
+    "[default: the built-in pair's held-out prompts]",
 )
 @option(
     "--max-prompts",
     type=WholeNumber(1),
     metavar="N",
-    help=f"Only the first N prompts. [default: all of a file, {BUILTIN_PROMPTS} of the built-in pair's]",
+    help=f"Use only the first N prompts. [default: all of a file, or {BUILTIN_PROMPTS} of the built-in pair's]",
 )
 @option("--max-new-tokens", type=WholeNumber(1), default=16, show_default=True, metavar="N", help="Tokens per prompt.")
 @research_option(
@@ -112,7 +112,7 @@ Example:
     default="own,random",
     show_default=True,
     callback=several(click.Choice(["own", "random"])),
-    help="own: the draft of --draft, with lookup. random: one with random weights.",
+    help="own: the draft of --draft, with lookup. random: a draft with random weights.",
 )
 @option(
     "--seed",
@@ -120,21 +120,21 @@ Example:
     default=0,
     show_default=True,
     metavar="S",
-    help="Seed of the first prompt; each further prompt takes the next number.",
+    help="Seed of the first prompt; each further prompt has the next seed.",
 )
 @loading_options
 @research_option(
     "--accept",
     type=click.Choice(["exact", "joint"]),
     default="exact",
-    is_eager=True,  # what is set beforehand for other commands does not concern this one
+    is_eager=True,  # settings for other commands do not apply here
     expose_value=False,
     callback=_refuse_joint,
     help="Only exact: joint acceptance is lossy and has nothing to verify.",
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@option("-q", "--quiet", is_flag=True, help="No progress and notes on stderr.")
-@option("-v", "--verbose", is_flag=True, help="Say what was chosen and why; show tracebacks.")
+@option("-q", "--quiet", is_flag=True, help="Print no progress and no notes to stderr.")
+@option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
 def command(
     model: str,
     prompt_file: Path | None,
@@ -161,7 +161,7 @@ def command(
         prompts = builtin.prompts()[: max_prompts or BUILTIN_PROMPTS]
     else:
         prompts = [task.text for task in read_prompts(prompt_file)][:max_prompts]
-    if dtype == "auto":  # what is compared is the algorithm
+    if dtype == "auto":  # fp32 has no near-ties, so any difference is an error of the algorithm
         dtype = "fp32"
         if verbose:
             click.echo("offspec: dtype fp32 (text is exact to the token)", err=True)
@@ -170,7 +170,7 @@ def command(
     if not engine.guesses and "random" in drafts:
         settings = [setting for setting in settings if setting.draft == "random"]
         if "own" in drafts and not quiet:
-            click.echo("offspec: without a --draft nothing guesses, so only the random one is verified", err=True)
+            click.echo("offspec: without --draft, only the random draft is verified", err=True)
 
     def progress(done: int, total: int) -> None:
         if not quiet and is_watched():
@@ -193,11 +193,11 @@ def command(
         raise VerificationError(f"{len(report.errors)} texts differ from plain decoding; the first: {report.errors[0]}")
 
 
-reworded(command, dtype="Arithmetic. auto: fp32, where every token must be equal; in 16 bit near-ties are excused.")
+reworded(command, dtype="Compute dtype. auto: fp32, where all tokens must be equal; 16 bit allows near-ties.")
 
 
 def table(report: VerificationReport) -> str:
-    """Settings and tokens per pass, and the verdict."""
+    """Tokens per pass by setting, and the verdict."""
     lines = [f"{'temperature':>11}  {'top-p':>5}  {'draft':<6}  {'scoring':<8}  {'budget':>6}  tokens per pass"]
     for s, tokens_per_pass in zip(report.settings, report.tokens_per_pass, strict=True):
         lines.append(

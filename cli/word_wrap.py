@@ -1,21 +1,21 @@
-"""Text that comes piece by piece, broken between words at the right edge of a terminal. Knows nothing of chats."""
+"""Wraps text that arrives piece by piece, between words at the right edge of a terminal."""
 
 from __future__ import annotations
 
 from wcwidth import wcwidth
 
-FENCE = "```"  # begins and ends lines that stay as they are
+FENCE = "```"  # starts and ends lines that are not wrapped
 
 
 class WordWrap:
-    """Called with each piece of a text, in order; returns what to write instead.
+    """Called with each piece of a text, in order; returns the text to write instead.
 
-    A word that reaches the edge is taken back and written on the next line. Words longer than a line, and lines of code
-    between fences, are left to the terminal.
+    A word that reaches the edge is erased and written on the next line. The terminal itself breaks words longer than a
+    line, and lines of code between fences.
     """
 
     def __init__(self, columns: int) -> None:
-        """columns: of the terminal. The last one stays free: behind it terminals disagree where the cursor is."""
+        """columns: the terminal's width. The last one stays free: terminals differ in the cursor's place there."""
         self._columns, self._limit = columns, max(1, columns - 1)
         self._line, self._in_code = "", False
         self._column = 0  # of the cursor
@@ -45,7 +45,7 @@ class WordWrap:
         return (f"\x1b[{before}D\x1b[K" if before else "") + f"\n{self._word}"
 
     def _space(self, char: str) -> str:
-        if self._column > self._limit:  # behind a word that the terminal broke
+        if self._column > self._limit:  # after a word that the terminal broke
             self._column %= self._columns
         self._end_word()
         self._column += max(1, wcwidth(char))

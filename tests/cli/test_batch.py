@@ -97,7 +97,7 @@ def test_a_broken_line_is_told_and_the_others_are_done(batch: Run, source: Path,
         (b'{"text": "x"}', ("object", "prompt", "messages")),
         (b'{"prompt": "a", "messages": []}', ("object", "prompt", "messages")),
         (b'{"prompt": ""}', ("prompt", "empty")),
-        (b'{"prompt": 5}', ('"prompt"', "text")),
+        (b'{"prompt": 5}', ('"prompt"', "string")),
         (b'{"messages": []}', ('"messages"', "list")),
         (b'{"messages": [{"role": "user"}]}', ('"messages"', "list")),
         (b'{"prompt": "a", "text": "b"}', ("'text'",)),
@@ -200,13 +200,13 @@ def test_an_output_of_something_else_is_left_alone(batch: Run, source: Path, tmp
     batch("--output", output).refusal(2, output, "line 1", "--output")
     assert output.read_bytes() == before
     output.write_text("notes of mine\n")
-    batch("--output", output).refusal(2, output, "line 1", "no answer", "--output")
+    batch("--output", output).refusal(2, output, "line 1", "answer", "--output")
     assert output.read_text() == "notes of mine\n"
     for line in ("[" * 100_000, '{"line": []}', '{"line": 1'):
         output.write_text(f"{line}\n")
-        batch("--output", output).refusal(2, output, "line 1", "no answer", "--output")
+        batch("--output", output).refusal(2, output, "line 1", "answer", "--output")
     output.write_text("notes of mine, and no newline")
-    batch("--output", output).refusal(2, output, "line 1", "no answer", "--output")
+    batch("--output", output).refusal(2, output, "line 1", "answer", "--output")
     assert output.read_text() == "notes of mine, and no newline"
     output.write_text('{"line": 1, "score": 2}\n{"line": 2}')
     batch("--output", output).refusal(2, output, "another prompt", "line 1", "--output")
@@ -253,7 +253,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(batch: Run, source: Path
 def test_figures_of_all_prompts_together(batch: Run) -> None:
     result = batch("--stats")
     assert result.err.startswith("batch     3 prompts (3 length), 36 tokens, ")
-    assert "tokens/s with the first passes" in result.err
+    assert "tokens/s including first passes" in result.err
 
 
 def test_what_lossy_answers_depend_on_is_remembered(batch: Run, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_plots(name: str, begins: bytes, bench: Bench, tmp_path: Path) -> None:
     content = (tmp_path / name).read_bytes()
     assert content.startswith(begins)
     if name.endswith("svg"):
-        for title in (b"Where a pass", b"Tokens per pass against budget", b"Accepted guesses", b"Reliability"):
+        for title in (b"Time per pass", b"Tokens per pass against budget", b"Accepted nodes", b"Reliability"):
             assert title in content
 
 
@@ -128,7 +128,7 @@ def test_without_a_draft_plain_decoding_is_measured(pair: Pair, tmp_path: Path, 
 def test_what_was_not_measured_is_a_dash(bench: Bench) -> None:
     result = bench("--max-new-tokens", 1, "--json")
     lines = result.err.splitlines()
-    assert lines[0].split()[-6:] == ["later", "a", "pass", "draft", "target", "rest"]
+    assert lines[0].split()[-5:] == ["later", "tokens", "draft", "target", "rest"]
     assert lines[1].split()[-5:] == ["-", "1.00", "-", "-", "-"]
     row = json.loads(result.out)["rows"][0]
     assert (row["later_tokens_per_s"], row["later_pass_ms"]) == (None, None)
@@ -137,8 +137,8 @@ def test_what_was_not_measured_is_a_dash(bench: Bench) -> None:
 def test_the_fastest_budget_s_reliability_is_shown(bench: Bench) -> None:
     result = bench("--json")
     lines = result.err.splitlines()
-    heading = next(line for line in lines if line.startswith("guesses of budget "))
-    bins = json.loads(result.out)["acceptance"][heading.split()[3].rstrip(":")]["reliability"]
+    heading = next(line for line in lines if line.startswith("draft nodes of budget "))
+    bins = json.loads(result.out)["acceptance"][heading.split()[4].rstrip(":")]["reliability"]
     shown = [line.split() for line in lines[lines.index(heading) + 2 :]]
     assert [int(count) for *_, count in shown] == [found["num_nodes"] for found in bins]
     assert float(shown[0][0]) == pytest.approx(bins[0]["predicted"], abs=1e-3)

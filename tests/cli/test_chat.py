@@ -129,9 +129,9 @@ def test_figures_after_each_reply_on_request(talk: Talk) -> None:
         talk("/set stats true", "hi", "ho"),
     )
     for result in asked:
-        figures = [line for line in result.err.splitlines() if "tokens a pass" in line]
+        figures = [line for line in result.err.splitlines() if "tokens per pass" in line]
         assert (result.code, len(figures)) == (0, 2)
-    assert "tokens a pass" not in talk("/set verbose", "/set stats false", "hi").err
+    assert "tokens per pass" not in talk("/set verbose", "/set stats false", "hi").err
 
 
 @pytest.mark.parametrize("width", [20, 40, 68])

@@ -118,7 +118,7 @@ def test_the_table_says_where_commands_differ(file: Path, offspec: Offspec) -> N
 def test_a_file_that_is_not_there_yet(offspec: Offspec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("OFFSPEC_CONFIG")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert tells(offspec("config").out.splitlines()[0], "config.toml", "not there")
+    assert tells(offspec("config").out.splitlines()[0], "config.toml", "exist")
 
 
 @pytest.mark.parametrize(

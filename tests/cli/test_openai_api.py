@@ -122,9 +122,9 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         ({"messages": [USER], "top_p": ["x" * 10**6]}, "top_p number"),
         ({"messages": [USER], "seed": 1.5}, "seed 1.5"),
         ({"messages": [USER], "stream": "yes"}, "stream true false"),
-        ({"messages": [USER], "stop": 3}, "stop text list"),
-        ({"messages": [USER], "stop": ""}, "stop text list empty"),
-        ({"messages": [USER], "stop": [["a"]]}, "stop text list"),
+        ({"messages": [USER], "stop": 3}, "stop string list"),
+        ({"messages": [USER], "stop": ""}, "stop string list empty"),
+        ({"messages": [USER], "stop": [["a"]]}, "stop string list"),
     ],
 )
 def test_what_cannot_be_meant_or_followed_is_named(body: Any, named: str) -> None:
@@ -135,7 +135,7 @@ def test_what_cannot_be_meant_or_followed_is_named(body: Any, named: str) -> Non
 
 @pytest.mark.parametrize("prompt", [None, [], ["a", "b"], [True], {"text": "a"}, [1, "a"]])
 def test_more_than_one_prompt_is_refused(prompt: Any) -> None:
-    with refused(UsageError, "prompt", "one text", "token ids"):
+    with refused(UsageError, "prompt", "one string", "token ids"):
         parse("text", {"prompt": prompt}, DEFAULTS)
 
 

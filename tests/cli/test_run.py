@@ -261,8 +261,8 @@ def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("run", ("[default: drawn, shown by --stats and --json]", "torch's own choice")),
-        ("chat", ("[default: drawn]",)),
+        ("run", ("[default: random, shown by --stats and --json]", "torch's choice")),
+        ("chat", ("[default: random]",)),
         ("bench", ("does not change the text. [default: 0]", "(offspec run --learn), read at the start")),
         ("plan", ("PATH|auto|lookup|none",)),
     ],

@@ -56,7 +56,7 @@ def test_a_first_conversation(tmp_path: Path, environment: dict[str, str]) -> No
     file, later = tmp_path / "talk.json", tmp_path / "later.json"
     with Tmux(tmp_path, environment) as terminal:
         start(terminal)
-        assert "/help shows the commands, Ctrl-D leaves." in terminal.screen
+        assert "/help shows the commands, Ctrl-D exits." in terminal.screen
         assert ask(terminal, "def area(").startswith("def ")
 
         ask(terminal, '"""', "def volume(width,", "           height):", '"""')
@@ -67,14 +67,14 @@ def test_a_first_conversation(tmp_path: Path, environment: dict[str, str]) -> No
         terminal.type("def endless(")
         terminal.wait(lambda screen: "def endless(\ndef " in screen)  # the reply has begun
         terminal.press("C-c")
-        terminal.wait(lambda screen: "(stopped; what was said stays)" in screen and ready(screen))
+        terminal.wait(lambda screen: "(stopped; " in screen and ready(screen))
         ask(terminal, "/set ignore-eos false")
         ask(terminal, "/set max-new-tokens 60")
         assert ask(terminal, "def again(")
 
         first = ask(terminal, "/regen")
         assert "temperature is 0, so the reply will be the same" in first
-        assert "taken back: def again(" in ask(terminal, "/undo")
+        assert "removed: def again(" in ask(terminal, "/undo")
         assert "did you mean /regen?" in ask(terminal, "/regn")
         assert "3 turns saved in talk.json" in ask(terminal, "/save talk.json")
         terminal.press("C-d")
@@ -93,7 +93,7 @@ def test_a_first_conversation(tmp_path: Path, environment: dict[str, str]) -> No
         terminal.press(*["Up"] * 5)  # past this conversation's four lines: the history knows those of the first one
         terminal.wait(lambda screen: screen.endswith(">>> /save talk.json"))
         terminal.press("C-c")
-        terminal.wait(lambda screen: ready(screen) and "(Ctrl-D leaves)" in screen)
+        terminal.wait(lambda screen: ready(screen) and "(Ctrl-D exits)" in screen)
         terminal.press("/", "s", "a", "Tab")
         terminal.wait(lambda screen: screen.endswith(">>> /save"))
         terminal.type(" later.json")
