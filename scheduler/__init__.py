@@ -1,1 +1,1 @@
-"""Guesses to tokens: trees, drafting, sampling, verification. Knows nothing of files, devices or architectures."""
+"""From predictions to tokens: trees, drafting, sampling, verification. Independent of files and architectures."""

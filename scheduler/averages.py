@@ -1,4 +1,4 @@
-"""Averages in which older observations count less, and when to try again what did not pay."""
+"""Averages in which older observations count less, and intervals for retrying a choice that did not pay off."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from .tree import FloatArray
 
 
 class DecayingSum:
-    """A sum in which what was added earlier counts less: each addition first multiplies it by `forgetting`."""
+    """A sum with exponential decay: each addition first multiplies the sum by `forgetting`."""
 
     def __init__(self, forgetting: float, initial: float | FloatArray = 0.0) -> None:
         self.forgetting = forgetting
         self.value = initial
 
     def add(self, amount: float | FloatArray, forgetting: float | None = None) -> None:
-        """forgetting: in place of the usual one."""
+        """forgetting: the factor for this addition; None is the usual one."""
         self.value = (self.forgetting if forgetting is None else forgetting) * self.value + amount
 
 
 class DecayingRatio:
-    """The ratio of two decaying sums (tokens per second, accepted per predicted): a mean weighted by the denominators.
+    """The ratio of two decaying sums, such as tokens per second: a mean weighted by the denominators.
 
-    initial: both sums before the first observation. Without it the ratio is 0 until something was observed.
+    initial: both sums before the first observation. If it is 0, the ratio is 0 until the first observation.
     """
 
     def __init__(self, forgetting: float, initial: float = 0.0) -> None:
@@ -39,7 +39,7 @@ class DecayingRatio:
 class MovingAverage:
     """An exponential moving average: each observation moves it by `rate` of the way.
 
-    initial None: the first observation is taken as it is, and until then the value is 0.
+    initial None: the value is 0 until the first observation, and then equals it.
     """
 
     def __init__(self, rate: float, initial: float | None = None) -> None:
@@ -53,7 +53,7 @@ class MovingAverage:
 
 
 class Retry:
-    """When to try again what did not pay: after `first` occasions, then twice as many each time, up to `longest`."""
+    """When to retry a choice that did not pay off: after `first` occasions, then twice as many, up to `longest`."""
 
     def __init__(self, first: int = 8, longest: int = 128) -> None:
         self._first, self._longest = first, longest
@@ -64,7 +64,7 @@ class Retry:
         return self._passed >= self._length
 
     def wait(self) -> None:
-        """An occasion passed; if it was one at which a try was due, the next wait is the longer one."""
+        """Count one occasion. If a retry was due at it, the next wait is twice as long."""
         if self.is_due:
             self._length, self._passed = min(2 * self._length, self._longest), 0
         self._passed += 1
@@ -73,7 +73,7 @@ class Retry:
         self._length, self._passed = self._first, 0
 
     def is_worth_trying(self, *, pays: bool) -> bool:
-        """Whether to do it on this occasion: where it pays (by what is known), and where a try is due."""
+        """Whether to make the choice now: if it pays off by the current estimates, or if a retry is due."""
         if pays:
             self.reset()
             return True

@@ -1,6 +1,6 @@
-"""How long to draft and how many nodes to send: fixed, or by the marginal rate.
+"""Controllers decide how long to draft and how many nodes to send: a fixed number, or by the marginal rate.
 
-A controller sees probabilities and seconds, never tokens or models.
+A controller's input is probabilities and seconds, not tokens or models.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from .averages import DecayingRatio
 from .costs import WIDTHS, Costs
 from .tree import FloatArray
 
-RATE_FORGETTING = 0.95  # of tokens and seconds, each pass: what `recent rate` means
+RATE_FORGETTING = 0.95  # of tokens and seconds per pass; defines the recent rate
 
 
 @dataclass(frozen=True)
 class DraftingState:
-    """What a drafter knows before its next round.
+    """The input of a controller before the next draft round.
 
-    best: probabilities of the best candidates, falling, at most the controller's limit. open: of those among them that
-    could be expanded, falling. profile [C]: typical probabilities of a node's children. num_chain: rows that the
-    target's pass has beside the nodes. spent_s: the drafting of this pass so far. overhead_s: what a pass with a tree
-    takes beside drafting and scoring it; 0 once something has been drafted.
+    best: probabilities of the best candidates, descending, at most the controller's limit. open: probabilities of those
+    among them that can be expanded, descending. profile [C]: typical probabilities of a node's children. num_chain:
+    rows of the target's pass in addition to the nodes. spent_s: seconds of drafting for this pass so far. overhead_s:
+    seconds of a pass with a tree in addition to drafting and scoring; 0 once a round has run.
     """
 
     best: FloatArray
@@ -38,23 +38,23 @@ class DraftingState:
 class Controller(Protocol):
     @property
     def limit(self) -> int:
-        """The most nodes that it would send."""
+        """The maximum number of nodes to send."""
 
     def width(self, state: DraftingState) -> int:
-        """How many nodes the next round of the draft is to expand; 0 ends the drafting."""
+        """The number of nodes to expand in the next draft round; 0 ends the drafting."""
 
     def size(self, state: DraftingState) -> int:
-        """How many of the best candidates to send."""
+        """The number of the best candidates to send."""
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """What a whole iteration brought and took."""
+        """Record the tokens and seconds of one iteration: drafting, pass and verdict."""
 
 
 class FixedBudget:
-    """Always the same number of nodes, drafted to the end."""
+    """Sends a fixed number of nodes, and drafts until no candidate is open."""
 
     def __init__(self, budget: int, width: int | None = None) -> None:
-        """width: None is an eighth of the budget, from 16 to 64."""
+        """width: nodes per draft round; None is an eighth of the budget, from 16 to 64."""
         self.limit, self._width = budget, width or min(64, max(16, budget // 8))
 
     def width(self, state: DraftingState) -> int:
@@ -68,15 +68,15 @@ class FixedBudget:
 
 
 class MarginalRate:
-    """Tokens for seconds: nodes are sent, and rounds drafted, while they earn more than the recent rate.
+    """Sends nodes and drafts rounds as long as they add more tokens per second than the recent rate.
 
-    With R tokens/s over the last passes, a tree of k nodes is worth 1 + sum of the k best probabilities - R * seconds
-    of its pass (the ratio of sums is maximal where this difference is, with R the best ratio: Dinkelbach 1967). A round
-    is drafted when what it may add to that worth exceeds R * its own seconds. Before there is a rate, the tree at hand
-    gives one.
+    With R tokens/s over the last passes, the worth of a tree of k nodes is 1 + the sum of the k best probabilities
+    - R * seconds of its pass. (With R the best ratio, the difference and the ratio of the sums have the same maximum:
+    Dinkelbach 1967.) A round runs if its possible gain in worth exceeds R * its seconds. Before the first pass, R is
+    the predicted rate of the current tree.
     """
 
-    FIRST_NODES = 64  # where nothing is known of the target's passes yet
+    FIRST_NODES = 64  # while the cost of the target's passes is unknown
 
     def __init__(self, costs: Costs, limit: int) -> None:
         self._limit, self._costs = limit, costs
@@ -90,7 +90,7 @@ class MarginalRate:
         self._recent_rate.observe(num_tokens, seconds)
 
     def rate(self, state: DraftingState) -> float:
-        """Tokens/s: that of the last passes, or what the tree at hand promises."""
+        """Tokens/s of the last passes, or the predicted rate of the current tree."""
         if self._recent_rate.value:
             return self._recent_rate.value
         tokens, seconds = self._tokens_and_seconds(state)
@@ -115,24 +115,24 @@ class MarginalRate:
         return int(widths[best]) if worth[best] > 0 else 0
 
     def _wants_plain(self, state: DraftingState, rate: float) -> bool:
-        """Whether a pass without a tree might be the best choice, and has hardly been tried."""
+        """Whether a pass without a tree could be the best choice, but has hardly been tried."""
         curve = self._costs.target
         plain_s = float(curve.seconds(np.array([state.num_chain]))[0])
         return curve.weight(state.num_chain) < 0.25 and self._recent_rate.value > 0 and 1 / plain_s > 0.5 * rate
 
     def _tokens_and_seconds(self, state: DraftingState) -> tuple[FloatArray, FloatArray]:
-        """Expected tokens, and seconds of the pass, for the k best candidates, k = 0 .. all."""
+        """Expected tokens, and seconds of the pass, for the k best candidates, k = 0 to all."""
         tokens = np.concatenate(([1.0], 1 + state.best.cumsum()))
         return tokens, self._costs.target.seconds(np.arange(len(tokens)) + state.num_chain)
 
     def _gains(self, state: DraftingState, rate: float) -> FloatArray:
-        """Tokens that expanding each open node may add: its likely children, less what a node must bring to be sent."""
+        """Tokens that the expansion of each open node may add: its likely children minus the price of their rows."""
         size = self.size(state)
         step = max(8, size // 8)
         now, then = self._costs.target.seconds(np.array([size, size + step]) + state.num_chain)
         price = rate * (then - now) / step
         if len(state.best) >= self.limit:
-            price = max(price, state.best[-1])  # another one has to go
+            price = max(price, state.best[-1])  # the new node replaces the least likely one
         children = state.open[: WIDTHS[-1], None] * state.profile
         gains: FloatArray = np.maximum(children - price, 0.0).sum(-1)
         return gains

@@ -1,6 +1,6 @@
-"""How a draft's probabilities compare with what the target chooses, learnt from every verified node.
+"""Calibration of a draft's probabilities against the target's choices, learnt from every verified node.
 
-Kept from request to request. Knows nothing of models, trees or time.
+It is kept from request to request.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from .tree import FloatArray
 # Sixths, so that exp(v / s) is a power of exp(v / 6) for each s: `child_scores.log_normalisers` multiplies instead.
 SIXTHS = (20, 15, 12, 10, 9, 7, 6, 5, 3, 2)
 GRID = 6 / np.array(SIXTHS)
-UNIT = SIXTHS.index(6)  # where GRID is 1: the draft's own probabilities
+UNIT = SIXTHS.index(6)  # GRID[UNIT] is 1: the draft's own probabilities
 
 
 class Sharpness:
     """Online maximum likelihood of s over `GRID`, with exponential forgetting.
 
-    s says how far draft and target log-probabilities typically lie apart: a child's log-probability is taken to be log
-    softmax(v / s). The prior counts as `PRIOR_NODES` nodes that speak for `prior`, so that the first verified nodes
-    already move it.
+    s measures how far the log-probabilities of draft and target typically differ: the estimate of a child's
+    log-probability is log softmax(v / s). The prior counts as `PRIOR_NODES` nodes for `prior`, so the first verified
+    nodes already change s.
     """
 
     FORGETTING = 0.99
@@ -46,9 +46,9 @@ class Sharpness:
 
 
 class Trust:
-    """Accepted over predicted nodes: what is left to correct when the sharpness has done what it can.
+    """Accepted over predicted nodes: the correction that remains after the sharpness.
 
-    A draft that is worth nothing stays far too sure of itself at every sharpness of the grid; its trust goes to zero.
+    A useless draft is overconfident at every sharpness of the grid; its trust goes to zero.
     """
 
     FORGETTING = 0.9
@@ -62,15 +62,15 @@ class Trust:
         return min(1.0, self._ratio.value)
 
     def observe(self, predicted: float, accepted: int) -> None:
-        """One tree: the sum of its nodes' probabilities, and how many were accepted."""
-        forgetting = self.FORGETTING ** min(1.0, predicted)  # little evidence does not displace much
+        """Record one tree: the sum of its nodes' probabilities, and the number of accepted nodes."""
+        forgetting = self.FORGETTING ** min(1.0, predicted)  # little evidence replaces little of the past
         self._ratio.observe(accepted, predicted, forgetting)
 
 
 class Profile:
-    """The typical probabilities of a node's children, best first: what one more expanded node may bring."""
+    """The typical probabilities of a node's children, best first: the possible gain of expanding one more node."""
 
-    RATE = 0.02  # of each expanded node
+    RATE = 0.02  # weight of each expanded node
 
     def __init__(self) -> None:
         self._mean = DecayingSum(1 - self.RATE, np.power(0.5, np.arange(1, 17)))
@@ -80,7 +80,7 @@ class Profile:
         return np.asarray(self._mean.value)
 
     def observe(self, probabilities: FloatArray) -> None:
-        """Children's probabilities [R, C] of R expanded nodes."""
+        """Record the children's probabilities [R, C] of R expanded nodes."""
         num_rows, num_children = probabilities.shape
         size = max(num_children, len(self.values))
         rate = 1 - (1 - self.RATE) ** num_rows
@@ -90,30 +90,29 @@ class Profile:
 
 
 class DraftCalibration:
-    """All that is learnt about a draft in one mode of choosing.
+    """The calibration of a draft in one mode: greedy or sampled, coupled or not.
 
-    trust: in what the draft says. guesser_trust: in guessers, where the draft was asked about their guess and thinks
-    less of it.
+    trust: in the draft's probabilities. guesser_trust: in guessers' claims for candidates that the draft scores lower.
     """
 
     def __init__(self, sharpness: float, *, coupled: bool) -> None:
-        """coupled: the draft sees the target's noise; else its probabilities count as they are, at a sharpness of 1."""
+        """coupled: the draft uses the target's noise; otherwise the sharpness is always 1."""
         self._coupled = coupled
         self.sharpness, self.trust, self.guesser_trust, self.profile = Sharpness(sharpness), Trust(), Trust(), Profile()
 
     @property
     def index(self) -> int:
-        """Of GRID: the sharpness to judge by."""
+        """Index in GRID of the sharpness to use."""
         return self.sharpness.index if self._coupled else UNIT
 
     def observe_choice(self, log_probabilities: FloatArray) -> None:
-        """As `Sharpness.observe`, in a mode that has a sharpness."""
-        if self._coupled:  # values without the noise would say nothing about values with it
+        """As `Sharpness.observe`; does nothing in a mode without sharpness."""
+        if self._coupled:  # values without noise give no information about values with noise
             self.sharpness.observe(log_probabilities)
 
 
 class Calibration:
-    """Of greedy and of sampled requests, each for coupled scoring and for SpecExec's, whose values lack the noise."""
+    """The calibrations of greedy and sampled requests, each for coupled scoring and for SpecExec's, without noise."""
 
     def __init__(self) -> None:
         self._modes = {

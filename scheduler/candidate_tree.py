@@ -1,6 +1,6 @@
-"""A tree while it is drafted: every candidate that was seen, which of them have been expanded, and the best of them.
+"""A tree during drafting: all candidates, their expansion, and the best of them.
 
-Numpy throughout, no Python work per node. Knows nothing of models, budgets, or who guesses.
+All operations are numpy's, without Python work per node.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
 
 @dataclass(frozen=True)
 class ChildScores:
-    """What the draft thinks of the children of R expanded nodes, best first.
+    """The draft's values of the children of R expanded nodes, best first.
 
     tokens, values [R, C]: candidates and their v = log q + G. normalisers [R, S]: logsumexp(v / s) over the whole
-    vocabulary for each s of `calibration.GRID`, so that any s can be judged later.
+    vocabulary for each s of `calibration.GRID`, so that scores for any s can be computed later.
     """
 
     tokens: IntArray
@@ -28,7 +28,7 @@ class ChildScores:
 
     @classmethod
     def joined(cls, parts: Sequence[ChildScores]) -> ChildScores:
-        """The rows of several as one."""
+        """Concatenate the rows of several ChildScores."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(np.concatenate(columns) for columns in zip(*map(_columns, parts), strict=True)))
@@ -37,14 +37,14 @@ class ChildScores:
         return ChildScores(*(column[indices] for column in _columns(self)))
 
     def replaced(self, indices: IntArray, others: ChildScores) -> ChildScores:
-        """With these rows in the place of those at `indices`."""
+        """A copy in which the rows of `others` replace those at `indices`."""
         columns = [column.copy() for column in _columns(self)]
         for column, other in zip(columns, _columns(others), strict=True):
             column[indices] = other
         return ChildScores(*columns)
 
     def log_probabilities(self, index: int) -> FloatArray:
-        """[R, C]: log softmax(v / s) for s = GRID[index]; never above 0, so that scores fall along a path."""
+        """[R, C]: log softmax(v / s) for s = GRID[index]; at most 0, so that scores never rise along a path."""
         scores: FloatArray = self.values / GRID[index] - self.normalisers[:, index, None]
         return np.minimum(scores, 0.0)
 
@@ -61,9 +61,9 @@ def _columns(scores: ChildScores) -> list[np.ndarray]:
     return [getattr(scores, field.name) for field in fields(scores)]
 
 
-# A candidate. parent: its index, or ROOT. row: its place among the expanded nodes, which is the draft's pending region;
-# -1 where it has none. value: v at its parent, -inf where the model has not been asked. claim: the score that a guesser
-# gave it, -inf where none did. score: the better of the claim and what the model makes of it.
+# A candidate. parent: the parent's index, or ROOT. row: its place among the expanded nodes, which is the draft's
+# pending region; -1 if not expanded. value: v at its parent, -inf if the model has not scored it. claim: a guesser's
+# score, -inf if there is none. score: the maximum of the claim and the model's score.
 NODE = np.dtype(
     [
         ("token", np.int64),
@@ -77,7 +77,7 @@ NODE = np.dtype(
 )
 
 NO_THRESHOLD = (0, 0), -np.inf
-BELOW_FINAL = -2  # in place of a node's index: it is none, for it lies below a final token
+BELOW_FINAL = -2  # instead of an index: not a candidate, because it is below a final token
 
 
 class CandidateTree:
@@ -92,14 +92,14 @@ class CandidateTree:
         self.num_expanded = 0
         self._final = np.array(sorted(final), dtype=np.int64)
         self._child_scores: list[ChildScores] = []  # the root's, then those of the expanded nodes, by row
-        self._ancestors = np.zeros((64, 64), dtype=np.bool_)  # [row, row]: who sees whom
-        self._guessed = np.empty(0, dtype=np.int64)  # nodes that a guesser named
-        # What `best` was asked last, and the least score that it found: nodes that are added can but raise it.
+        self._ancestors = np.zeros((64, 64), dtype=np.bool_)  # [row, row]: the attention mask
+        self._guessed = np.empty(0, dtype=np.int64)  # nodes that a guesser proposed
+        # The arguments of the last `best`, and the lowest score that it returned: added nodes can only raise it.
         self._threshold = NO_THRESHOLD
 
     @property
     def is_rooted(self) -> bool:
-        """Whether the root's children are there."""
+        """Whether the root has been expanded."""
         return bool(self._child_scores)
 
     @property
@@ -111,15 +111,15 @@ class CandidateTree:
     # ------------------------------------------------------------------------------------------------ growing
 
     def add(self, parents: IntArray, scores: ChildScores, index: int) -> None:
-        """The children of the nodes `parents` [R] (or [ROOT]), in the order of their rows, with s = GRID[index]."""
+        """Add the children of the nodes `parents` [R] (or [ROOT]), in the order of their rows, with s = GRID[index]."""
         self._child_scores.append(scores)
         there = self._already_there(parents, scores)
         self._append(parents, scores, index, ~there)
-        if there.any():  # such a node may be one of `parents`, too: its children's scores count from its own
+        if there.any():  # such a node may be one of `parents`, and its children's scores depend on its own
             self.rescore(index)
 
     def _append(self, parents: IntArray, scores: ChildScores, index: int, wanted: BoolArray) -> None:
-        """Those children of `parents` [R] that are `wanted` [R, C], as candidates."""
+        """Append those children of `parents` [R] that are `wanted` [R, C] as candidates."""
         sums = scores.log_probabilities(index) + self._of("score", parents, 0.0)[:, None]
         depths = self.depths(parents) + 1
         row, column = np.nonzero(wanted & (sums > -np.inf))
@@ -129,7 +129,7 @@ class CandidateTree:
         new["value"], new["score"] = scores.values[row, column], sums[row, column]
 
     def _more(self, count: int) -> np.ndarray:
-        """The last `count` of `nodes`, which are new and to be filled in."""
+        """Extend `nodes` by `count` and return the new ones, uninitialised."""
         size = len(self.nodes)
         if size + count > len(self._room):
             room = np.empty(max(size + count, 2 * len(self._room)), dtype=NODE)
@@ -139,18 +139,18 @@ class CandidateTree:
         return self.nodes[size:]
 
     def _of(self, name: str, nodes: IntArray, root: float) -> np.ndarray:
-        """A field of these nodes; `root` for those that are ROOT."""
+        """A field of these nodes; `root` is the value for ROOT."""
         found = np.full(len(nodes), root, dtype=NODE[name])
         inner = np.flatnonzero(nodes != ROOT)
         found[inner] = self.nodes[name][nodes[inner]]
         return found
 
     def depths(self, nodes: IntArray) -> IntArray:
-        """Of these nodes; ROOT's is 0."""
+        """Depths of these nodes; ROOT's is 0."""
         return self._of("depth", nodes, 0)
 
     def _already_there(self, parents: IntArray, scores: ChildScores) -> BoolArray:
-        """[R, C]: children that a guesser named before; these nodes take the model's values."""
+        """[R, C]: the children that a guesser proposed before; their nodes get the model's values."""
         there = np.zeros(scores.tokens.shape, dtype=np.bool_)
         guessed = self._guessed
         for node in guessed[np.isin(self.nodes["parent"][guessed], parents)] if len(guessed) else ():
@@ -161,7 +161,7 @@ class CandidateTree:
         return there
 
     def add_guesses(self, tree: TokenTree, index: int) -> None:
-        """A guesser's tree below the same root; a node that is there already keeps the better score."""
+        """Add a guesser's tree below the same root; an existing node keeps the better score."""
         alike = np.flatnonzero(np.isin(self.nodes["token"], tree.tokens))
         pairs = zip(self.nodes["parent"][alike].tolist(), self.nodes["token"][alike].tolist(), strict=True)
         known, size, new = dict(zip(pairs, alike.tolist(), strict=True)), len(self.nodes), list[tuple[float, ...]]()
@@ -189,10 +189,10 @@ class CandidateTree:
         self._guessed = np.flatnonzero(np.isfinite(self.nodes["claim"]))
 
     def disputed(self, places: IntArray, index: int) -> tuple[IntArray, FloatArray]:
-        """Children of `places` (nodes, or ROOT) to which the model gives less than the guesser that named them.
+        """Children of `places` (nodes, or ROOT) whose guesser gives them a higher probability than the model does.
 
-        Of places that the model was asked about. Returns these nodes, and the log-probability that the guesser gave
-        each of them after its parent.
+        Only places that the model has expanded count. Returns these nodes, and the guesser's log-probability of each
+        after its parent.
         """
         guessed = self._guessed[np.isin(self.nodes["parent"][self._guessed], places)]
         parents, values = self.nodes["parent"][guessed], self.nodes["value"][guessed]
@@ -204,14 +204,14 @@ class CandidateTree:
         return guessed[is_disputed], claims[is_disputed]
 
     def revise(self, parents: IntArray, scores: ChildScores, index: int) -> None:
-        """New scores of the children of `parents` [R], ROOT or expanded nodes; all is judged anew with s = GRID[index].
+        """Replace the scores of the children of `parents` [R], ROOT or expanded nodes; rescore with s = GRID[index].
 
-        Children that the model does not name any more are no candidates, unless a guesser named them.
+        Children that the model no longer proposes are removed, unless a guesser proposed them.
         """
         nodes, values = self.nodes, scores.values
         rows = self._of("row", parents, ROOT) + 1
         self._child_scores = [self.child_scores.replaced(rows, scores)]
-        # Of a row in `rows`; the last entry serves nodes whose parent the model was not asked about.
+        # A row's place in `rows`; the last entry is for nodes whose parent has not been expanded.
         place = np.full(self.num_expanded + 2, -1)
         place[rows] = np.arange(len(rows))
         place = place[self._score_rows()]
@@ -226,7 +226,7 @@ class CandidateTree:
         self.rescore(index)
 
     def rescore(self, index: int) -> None:
-        """Judge every candidate anew with s = GRID[index], from the root downwards."""
+        """Recompute the score of every candidate with s = GRID[index], from the root downwards."""
         nodes, self._threshold = self.nodes, NO_THRESHOLD
         if not len(nodes):
             return
@@ -241,12 +241,12 @@ class CandidateTree:
             nodes["score"][level] = np.maximum(base + np.minimum(gains[level], 0.0), nodes["claim"][level])
 
     def _score_rows(self) -> IntArray:
-        """For every node its parent's row of `child_scores`, in which it may stand; -1 where the parent has none."""
+        """For every node, its parent's row of `child_scores`; -1 if the parent has not been expanded."""
         rows = self.nodes["row"][self.nodes["parent"]]
         return np.where(self.nodes["parent"] == ROOT, 0, np.where(rows >= 0, rows + 1, -1))
 
     def expand(self, nodes: IntArray) -> BoolArray:
-        """Give these nodes their rows; returns their mask over the pending region, bool [R, P + R]."""
+        """Assign rows to these nodes; returns their mask over the pending region, bool [R, P + R]."""
         first, last = self.num_expanded, self.num_expanded + len(nodes)
         if last > len(self._ancestors):
             self._ancestors = np.pad(self._ancestors, (0, max(last - len(self._ancestors), len(self._ancestors))))
@@ -257,7 +257,7 @@ class CandidateTree:
         above = self.nodes["row"][parents[inner]]
         self._ancestors[rows[inner]] = self._ancestors[above]
         self._ancestors[rows, rows] = True
-        if len(above) and above.max() >= first:  # a guesser's parent and child may come in one batch, in this order
+        if len(above) and above.max() >= first:  # a batch may contain a guesser's parent and then its child
             for row, parent in zip(rows[inner], above, strict=True):
                 self._ancestors[row] |= self._ancestors[parent]
         self.num_expanded = last
@@ -278,17 +278,17 @@ class CandidateTree:
         return near[np.argsort(-scores, kind="stable")][:count]
 
     def probabilities(self, nodes: IntArray, trust: float) -> FloatArray:
-        """That these nodes are accepted: `trust` times what the model says, or what a guesser claims, as it stands."""
+        """Acceptance probabilities of these nodes: `trust` times the model's probability, or a guesser's claim."""
         found: FloatArray = np.where(self.is_claimed(nodes), 1.0, trust) * np.exp(self.nodes["score"][nodes])
         return found
 
     def is_claimed(self, nodes: IntArray) -> BoolArray:
-        """Which of these nodes have their score from a guesser."""
+        """Which of these nodes have a guesser's score."""
         found: BoolArray = self.nodes["score"][nodes] <= self.nodes["claim"][nodes]
         return found
 
     def rows(self, path: IntArray) -> list[int]:
-        """The rows of these nodes, as far as they have been expanded."""
+        """The rows of the expanded ones among these nodes."""
         return [int(row) for row in self.nodes["row"][path] if row >= 0]
 
     def expanded(self, count: int) -> IntArray:
@@ -297,19 +297,19 @@ class CandidateTree:
         return nodes[np.argsort(-self.nodes["score"][nodes], kind="stable")][:count]
 
     def open_among(self, nodes: IntArray, max_depth: int) -> IntArray:
-        """Those of `nodes` that could still gain from being expanded, in the same order."""
+        """Those of `nodes` that can be expanded, in the same order."""
         is_open = (self.nodes["row"][nodes] < 0) & (self.nodes["depth"][nodes] < max_depth)
         if len(self._final):
             is_open &= ~np.isin(self.nodes["token"][nodes], self._final)
         return nodes[is_open]
 
     def child(self, node: int, token: int) -> int | None:
-        """The candidate `token` below `node` (or ROOT)."""
+        """The candidate `token` below `node` (or ROOT), or None."""
         found = np.flatnonzero((self.nodes["parent"] == node) & (self.nodes["token"] == token))
         return int(found[0]) if len(found) else None
 
     def path_tokens(self, nodes: IntArray) -> list[list[int]]:
-        """For each node the tokens from the root's child down to it."""
+        """For each node, the tokens from the root's child down to it."""
         return [self._path(int(node)) for node in nodes]
 
     def _path(self, node: int) -> list[int]:
@@ -321,7 +321,7 @@ class CandidateTree:
 
     def tree(self, nodes: IntArray) -> TokenTree:
         """These nodes (as `best` returns them) as a tree, in the same order."""
-        renumbered = np.full(len(self.nodes) + 1, ROOT)  # the last entry serves parent ROOT
+        renumbered = np.full(len(self.nodes) + 1, ROOT)  # the last entry is for parent ROOT
         renumbered[nodes] = np.arange(len(nodes))
         picked = self.nodes[nodes]
         return TokenTree(
@@ -334,11 +334,10 @@ class CandidateTree:
     # ------------------------------------------------------------------------------------------------ from pass to pass
 
     def reroot(self, node: int) -> IntArray:
-        """Make the expanded candidate `node` the root: what is not below it is forgotten.
+        """Make the expanded candidate `node` the root and drop all candidates that are not below it.
 
-        Returns the rows that stay, ascending.
-
-        Depths and scores count from the new root; the rows that stay are numbered from 0 in their order.
+        Depths and scores then count from the new root, and the kept rows are numbered from 0 in their order. Returns
+        the kept rows, ascending.
         """
         row = int(self.nodes["row"][node])
         kept = np.flatnonzero(self._ancestors[: self.num_expanded, row])[1:]  # the first is the node itself

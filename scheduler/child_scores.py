@@ -1,9 +1,9 @@
 """A draft's logits as scores of the children of tree nodes.
 
-A child x of a node is scored by how likely the *target* is to choose it. The target will choose argmax(log p + G) with
-noise G that is known beforehand, so the draft looks at v(x) = log q(x) + G(seed, position, x), and takes log softmax(v
-/ s) for the log-probability: s, the sharpness, is how far the two models' log-probabilities typically lie apart
-(`calibration.Sharpness`). With no noise and s = 1 this is SpecExec's cumulative probability (2406.02532).
+The score of a child x estimates the probability that the *target* chooses x. The target chooses argmax(log p + G), and
+the noise G is known in advance. So the draft computes v(x) = log q(x) + G(seed, position, x) and estimates the
+log-probability as log softmax(v / s). The sharpness s measures how far the two models' log-probabilities typically
+differ (`calibration.Sharpness`). Without noise and with s = 1, this is SpecExec's cumulative probability (2406.02532).
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class ChildScorer:
     """Scores the likeliest children of nodes by a draft's logits, for one request."""
 
     def __init__(self, vocabulary: Vocabulary, sampler: Sampler, num_children: int, *, coupled: bool) -> None:
-        """vocabulary: the draft's. num_children: kept of each node. coupled: the draft sees the target's noise."""
+        """vocabulary: the draft's. num_children: kept per node. coupled: the draft uses the target's noise."""
         self._vocabulary, self._sampler = vocabulary, sampler
         self._num_children = min(num_children, vocabulary.num_known(sampler.vocab_size))
         self._has_noise = coupled and not sampler.is_greedy
 
     def score(self, logits: Tensor, paths: Sequence[Sequence[int]], positions: IntArray) -> ChildScores:
-        """Of R rows of draft logits [R, C], the best children of each.
+        """The best children for each of R rows of draft logits [R, C].
 
-        paths: for each row the tokens between the text and the children. positions [R]: the children's.
-        Raises NumericalError where the logits are not numbers.
+        paths: for each row, the tokens between the text and the children. positions [R]: the children's positions.
+        Raises NumericalError if logits are not finite.
         """
         values = self._sampler.process(self._vocabulary.over_target(logits, self._sampler.vocab_size), paths)
         if self._has_noise:
             values = values + self._sampler.noise_rows(positions.tolist())[:, : values.shape[1]]
         best, tokens = values.topk(self._num_children, dim=-1)
-        # Tokens are exact in a double, so that there is one transfer.
+        # Doubles hold tokens exactly, so one transfer suffices.
         parts = torch.cat((tokens.double(), best.double(), _power_sums(values).double()), dim=-1).cpu().numpy()
         count = tokens.shape[1]
         normalisers = _log_normalisers(parts[:, 2 * count :])
@@ -54,22 +54,22 @@ class ChildScorer:
 
 
 def draft_not_finite() -> NumericalError:
-    """The draft's logits are not numbers."""
+    """The error for draft logits that are not finite."""
     return NumericalError("the draft's logits are not finite (NaN or infinity); try --dtype fp32 or another draft")
 
 
 # ------------------------------------------------------------------------------------------------ normalisers
-# logsumexp(v / s) for every s of `calibration.GRID`. With e = exp((v - max v) / 6) each is the logarithm of a sum of
-# some e^k, and that an inner product of two small powers of e: one exponential for each value and one matrix product
-# give all.
+# logsumexp(v / s) for every s of `calibration.GRID`. With e = exp((v - max v) / 6), each is the logarithm of a sum of
+# some e^k, which is an inner product of two small powers of e. So one exponential per value and one matrix product
+# suffice.
 
 _POWERS = (1, 2, 4, 5, 10)  # every one of SIXTHS is the sum of two of them
 _PAIRS = np.array(
     [next((i, j) for i, a in enumerate(_POWERS) for j, b in enumerate(_POWERS) if a + b == k) for k in SIXTHS]
 )
-# Logits whose powers are in memory at a time: what a core's cache holds, and on a GPU 40 MB, so that launches are few.
+# Logits whose powers are in memory at a time: they fit a core's cache; on a GPU 40 MB, to keep launches few.
 SLICE_ELEMENTS = {"cpu": 2**17, "cuda": 2**21}
-# Values that one product of the batch sums over. cuBLAS gives each to one block, however long it is
+# Length of the sums in one product of the batch. cuBLAS computes each in one block, whatever its length
 # (NVIDIA/cutlass#1033).
 PRODUCT_WIDTH = {"cuda": 2048}
 
@@ -80,7 +80,7 @@ def log_normalisers(values: Tensor) -> FloatArray:
 
 
 def _power_sums(values: Tensor) -> Tensor:
-    """[R, 25 + 1]: the sums of all products of two powers, and the greatest value."""
+    """[R, 25 + 1]: the sums of all products of two powers, and the maximum of the row."""
     step = max(1, SLICE_ELEMENTS[values.device.type] // values.shape[1])
     return torch.cat([_power_sums_of(rows) for rows in values.split(step)])  # type: ignore[no-untyped-call]
 

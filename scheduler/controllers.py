@@ -1,4 +1,4 @@
-"""Which controller the parameters call for."""
+"""Selects the controller for given parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .params import MAX_NODES, SpeculationParams
 
 
 def controller_for(params: SpeculationParams, costs: Costs, max_nodes: int = MAX_NODES) -> Controller:
-    """What the parameters call for. max_nodes: of a tree where they leave the budget to be found."""
+    """The controller for `params`. max_nodes: limit of a tree whose budget is found at run time."""
     budget = params.budget
     inner = MarginalRate(costs, max_nodes) if budget is None else FixedBudget(budget, params.width)
     if params.stopping == "default":

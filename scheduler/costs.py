@@ -1,4 +1,4 @@
-"""What draft rounds and target passes cost, learnt while running. Knows nothing of trees, models or tokens."""
+"""The cost of draft rounds and target passes by number of rows, learnt at run time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .tree import FloatArray, IntArray
 Predict = Callable[[int], float]
 MOST_ROWS = 4096
 _LOGS = np.log2(np.maximum(np.arange(MOST_ROWS + 1), 1))
-WIDTHS = np.array([4, 8, 16, 32, 64])  # of draft rounds; few, so that each can be captured as a graph
+WIDTHS = np.array([4, 8, 16, 32, 64])  # of draft rounds; so few that each can have a captured graph
 
 
 class CostCurve:
-    """Seconds of one forward as a function of its rows, which never falls.
+    """Seconds of one forward as a non-decreasing function of its rows.
 
-    Learnt at knots half an octave apart: each observation moves those near it. Where none came near, the prior's shape
-    holds, scaled to what was seen; without a prior the hopeful guess, so that what might be better is tried: as many
-    rows fewer as seconds fewer, and no seconds more for more rows. Where knots disagree, those farther from the last
-    observation give way, for they may be stale.
+    The curve has knots half an octave apart; each observation updates the knots near it. Knots without observations
+    follow the prior's shape, scaled to the observed knots. Without a prior, their estimate is optimistic, so that
+    better widths are tried: seconds proportional to rows below the observed knots, constant above them. If knots
+    violate the order, those farther from the last observation change, because they may be stale.
     """
 
     KNOTS = np.arange(0, 2 * np.log2(MOST_ROWS) + 1) / 2  # log2 of rows
-    RATE = 0.15  # of each observation, at its own place
-    FORGETTING = 0.99  # so that what has not been seen for some hundred passes may be tried again
-    LITTLE = 0.02  # weight of what is only inferred, against what was observed there
+    RATE = 0.15  # weight of an observation at its own number of rows
+    FORGETTING = 0.99  # so that a width not observed for some hundred passes may be tried again
+    LITTLE = 0.02  # weight of an inferred value against observed ones
 
     def __init__(self, prior: Predict | None = None) -> None:
         """prior: predicted seconds for a number of rows."""
@@ -52,15 +52,15 @@ class CostCurve:
         self._seconds = None
 
     def weight(self, rows: int) -> float:
-        """How much has been observed near this number of rows, from 0 to 1."""
+        """The weight of observations near this number of rows, from 0 to 1."""
         return float(np.interp(math.log2(min(max(rows, 1), MOST_ROWS)), self.KNOTS, self._weights))
 
     def best_width(self) -> int:
-        """The number of rows that a second is best spent on."""
+        """The number of rows with the lowest cost per row."""
         return int(WIDTHS[(self.seconds(WIDTHS) / WIDTHS).argmin()])
 
     def seconds(self, rows: IntArray) -> FloatArray:
-        """Of forwards with these numbers of rows."""
+        """Seconds of forwards with these numbers of rows."""
         if self._seconds is None:
             knots = (self._sums + self.LITTLE * self._inferred()) / (self._weights + self.LITTLE)
             last = self._last
@@ -71,7 +71,7 @@ class CostCurve:
         return curve
 
     def _inferred(self) -> FloatArray:
-        """What the knots that were seen say of the others."""
+        """Values of all knots, inferred from the observed ones."""
         seen = np.flatnonzero(self._weights > self.LITTLE)
         if not len(seen):
             return np.ones_like(self.KNOTS) if self._prior is None else self._prior
@@ -79,7 +79,7 @@ class CostCurve:
         if self._prior is not None:
             ratios: FloatArray = np.interp(self.KNOTS, self.KNOTS[seen], known / self._prior[seen])
             return self._prior * ratios
-        right = np.searchsorted(seen, np.arange(len(self.KNOTS)))  # the first that was seen, there or beyond
+        right = np.searchsorted(seen, np.arange(len(self.KNOTS)))  # the first observed knot, at or after each
         above, below = np.minimum(right, len(seen) - 1), np.maximum(right - 1, 0)
         fewer = known[above] * 2 ** np.minimum(self.KNOTS - self.KNOTS[seen[above]], 0.0)
         least: FloatArray = np.where(right > 0, np.maximum(known[below], fewer), fewer)
@@ -87,7 +87,7 @@ class CostCurve:
 
 
 class Costs:
-    """Of one pair of models; kept from request to request."""
+    """The costs of one pair of models, kept from request to request."""
 
     def __init__(self, target: Predict | None = None, draft: Predict | None = None) -> None:
         self.target, self.draft = CostCurve(target), CostCurve(draft)
@@ -95,7 +95,7 @@ class Costs:
 
     @property
     def overhead_s(self) -> float:
-        """Of a pass with a tree, beside drafting and scoring it."""
+        """Seconds of a pass with a tree in addition to drafting and scoring."""
         return self._overhead.value
 
     def observe_overhead(self, seconds: float) -> None:

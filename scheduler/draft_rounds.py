@@ -1,6 +1,6 @@
-"""Rounds of the draft: which nodes it has scored, what it thinks of their children, and its KV entries for them.
+"""Rounds of the draft: its scored nodes, the scores of their children, and its KV entries for them.
 
-Best-first growth in batches (SpecExec, 2406.02532, section 4). Knows nothing of seconds, or of how much pays.
+Best-first growth in batches (SpecExec, 2406.02532, section 4). The caller decides how many rounds to run.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .params import MAX_ROWS
 from .tree import ROOT, FloatArray, IntArray
 from .verify import TargetStates
 
-MAX_CORRECTED = int(WIDTHS[-1])  # nodes whose logits are corrected after a pass, the likeliest ones
+MAX_CORRECTED = int(WIDTHS[-1])  # the likeliest nodes, whose logits are corrected after a pass
 
 
 class DraftRounds:
     """A candidate tree below the text's last token, and the draft that scores its nodes.
 
-    When the target's own next token is a node that has been expanded, what is below it stays, with its KV entries.
+    If the target's next token is an expanded node, the subtree below it stays, with its KV entries.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class DraftRounds:
         calibration: DraftCalibration,
         corrector: LogitCorrector | None = None,
     ) -> None:
-        """scorer, calibration, corrector: the model's; not every model has a corrector."""
+        """scorer, calibration, corrector: of the model; None for a model without a corrector."""
         self._model = model
         self._sampler, self._final = request.sampler, request.final
         self._scorer, self._calibration, self._corrector = scorer, calibration, corrector
@@ -46,9 +46,9 @@ class DraftRounds:
         self.max_depth = self.model_depth = 0
 
     def begin(self, text: Sequence[int], max_depth: int) -> None:
-        """The tree is to be one for what follows `text`, at most max_depth deep."""
+        """Start a tree of continuations of `text`, at most max_depth deep."""
         self._text, self._position, self.max_depth = text, len(text), max_depth
-        # Positions beyond the draft's context would be guessed badly or not at all.
+        # The draft predicts positions beyond its context badly, or not at all.
         self.model_depth = min(max_depth, self._model.max_context - len(text))
 
     @property
@@ -58,7 +58,7 @@ class DraftRounds:
 
     @property
     def room(self) -> int:
-        """How many more nodes can be expanded."""
+        """The number of nodes that can still be expanded."""
         return MAX_ROWS - self.tree.num_expanded
 
     def best(self, count: int) -> IntArray:
@@ -66,17 +66,17 @@ class DraftRounds:
         return self.tree.best(count, self.max_depth)
 
     def open_among(self, nodes: IntArray) -> IntArray:
-        """Those of `nodes` that the draft could expand, in the same order."""
+        """Those of `nodes` that the draft can expand, in the same order."""
         return self.tree.open_among(nodes, self.model_depth)
 
     def probabilities(self, nodes: IntArray) -> FloatArray:
-        """That these nodes are accepted."""
+        """The acceptance probabilities of these nodes."""
         return self.tree.probabilities(nodes, self._calibration.trust.value)
 
     # ------------------------------------------------------------------------------------------------ growing
 
     def expand_root(self) -> int:
-        """Score the text's tokens that are new to the draft, and the root's children; how many tokens these were."""
+        """Score the text's tokens that are new to the draft, and add the root's children; returns the token count."""
         chain = self._model.vocabulary.text(self._text[self._model.length :])
         none = np.empty(0, dtype=np.int64)
         logits = self._model.score(chain, none, none, np.empty((0, 0), dtype=np.bool_))
@@ -84,15 +84,15 @@ class DraftRounds:
         return len(chain)
 
     def expand(self, nodes: IntArray) -> int:
-        """One round: score these nodes, and add their children; how many nodes these were."""
+        """One round: score these nodes and add their children; returns the node count."""
         mask = self.tree.expand(nodes)
         picked = self.tree.nodes[nodes]
-        tokens = self._model.vocabulary.inputs(picked["token"])  # guessers may know tokens that the draft does not
+        tokens = self._model.vocabulary.inputs(picked["token"])  # guessers may know more tokens than the draft
         self._add_children(nodes, self._model.score([], tokens, picked["depth"], mask))
         return len(nodes)
 
     def extend(self, width: int, is_over: Callable[[], bool]) -> None:
-        """Rounds of `width` nodes until `is_over`, of the likeliest candidates to be the next root or below it."""
+        """Run rounds of `width` nodes until `is_over`. They expand the candidates that are likeliest to be kept."""
         tree = self.tree
         while not is_over() and tree.is_rooted and width <= self.room:
             nodes = self.open_among(tree.best(tree.num_expanded + 8 * width, self.model_depth))
@@ -101,7 +101,7 @@ class DraftRounds:
             self.expand(nodes[:width])
 
     def rejudge(self) -> None:
-        """Judge again what stayed from the last tree, which was drafted before the last verdict."""
+        """Rescore the kept part of the last tree, which was drafted before the last verdict."""
         tree = self.tree
         if self._corrector is None:
             tree.rescore(self._calibration.index)
@@ -112,20 +112,20 @@ class DraftRounds:
         tree.revise(nodes, self._children(nodes, logits), self._calibration.index)
 
     def _add_children(self, nodes: IntArray, logits: Tensor) -> None:
-        """Of the nodes just expanded."""
+        """Add the children of nodes just expanded."""
         self.tree.add(nodes, self._children(nodes, logits), self._calibration.index)
 
     def _children(self, nodes: IntArray, logits: Tensor) -> ChildScores:
-        """Of `nodes` [R] (ROOT first, if it is one of them), by draft logits [R, C]."""
+        """Scores of the children of `nodes` [R] (ROOT first, if it is among them), from draft logits [R, C]."""
         paths = self.tree.path_tokens(nodes) if self._sampler.needs_history else [[]] * len(nodes)
         return self._scorer.score(logits, paths, self._position + self.tree.depths(nodes))
 
     # ------------------------------------------------------------------------------------------------ a verdict
 
     def correct(self, sent: IntArray, states: TargetStates) -> None:
-        """Tell the corrector what the target said after the root and those of the nodes `sent` that the draft scored.
+        """Give the corrector the target's states at the root and at those of the nodes `sent` that the draft scored.
 
-        states: the target's, the root's row, then those of `sent`.
+        states: of the target's pass; row 0 is the root's, then those of `sent`.
         """
         if self._corrector is None or not self.tree.is_rooted:
             return
@@ -134,7 +134,7 @@ class DraftRounds:
         self._corrector.observe(np.append(np.array([ROOT]), rows[scored]), np.append(np.array([0]), scored + 1), states)
 
     def keep(self, path: IntArray, tokens: Sequence[int], *, reuse: bool) -> None:
-        """Commit the accepted nodes `path`; with `reuse`, what is below the last of `tokens`, the new root, stays."""
+        """Commit the accepted nodes `path`; with `reuse`, keep the subtree below the last of `tokens`, the new root."""
         tree = self.tree
         rows = tree.rows(path)
         if reuse and len(rows) == len(path):

@@ -1,4 +1,4 @@
-"""What a drafter is, what it is told of a request, and what it may ask of a model. Knows no way of drafting."""
+"""Protocols of drafters and of the models that they use; the description of a request."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from .vocabulary import Vocabulary
 
 
 class TreeModel(Protocol):
-    """What a drafter needs of a model: score tokens behind one text, and remember those that became part of it."""
+    """A drafter's interface to a model: score tokens after one text, and keep those that became part of it."""
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Which of the target's tokens it reads and guesses."""
+        """The target's tokens that the model reads and predicts."""
 
     @property
     def max_context(self) -> int: ...
 
     @property
     def length(self) -> int:
-        """Tokens of the text it holds."""
+        """The number of the text's tokens in the model's KV cache."""
 
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
-        """Commit chain; add R tree nodes, pending. Logits [(1 if chain) + R, C], C columns of `vocabulary`.
+        """Commit chain; add R tree nodes as pending. Logits [(1 if chain) + R, C], C columns of `vocabulary`.
 
-        chain, tokens: `vocabulary.inputs` of the target's. mask: bool [R, P + R], see `TokenTree.mask`; P nodes are
-        pending.
+        chain, tokens: `vocabulary.inputs` of the target's tokens. mask: bool [R, P + R], see `TokenTree.mask`; P nodes
+        are already pending.
         """
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
-        """Commit the pending nodes `path`; `pending`, nodes below them, stay pending; the others are forgotten.
+        """Commit the pending nodes `path`; the nodes `pending` below them stay pending; drop the others.
 
-        Both ascend, and so do the two one after the other. What stays is numbered from 0 in its order.
+        path followed by pending is ascending. The nodes that stay pending are numbered from 0 in their order.
         """
 
 
 class LogitCorrector(Protocol):
-    """Corrects a `TreeModel`'s logits by what the target said after nodes that the model had scored too."""
+    """Corrects a `TreeModel`'s logits by the target's predictions at nodes that both models scored."""
 
     def observe(self, rows: IntArray, nodes: IntArray, states: TargetStates) -> None:
-        """Told before these are kept or forgotten.
+        """Record the target's states at K nodes. Called before `TreeModel.keep`.
 
-        rows [K]: of the model's pending region, ROOT for the text's last token. nodes [K]: their rows of the target's
+        rows [K]: of the model's pending region, ROOT for the text's last token. nodes [K]: their rows in the target's
         pass.
         """
 
     def corrected(self, rows: IntArray) -> Tensor:
-        """Logits [K, C] after these of what is pending (ROOT first), as the model would give them now."""
+        """Corrected logits [K, C] of these pending rows (ROOT first), with all corrections observed so far."""
 
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What a drafter is told of one request.
+    """The input of a drafter for one request.
 
-    sampler: the target's. final: tokens that end the text, after which nothing is guessed. num_unscored: tokens of the
-    text that the target's first pass has to score; None: as many as the draft has to.
+    sampler: the target's. final: tokens that end the text and have no children. num_unscored: tokens of the text that
+    the target's first pass scores; None: as many as the draft scores.
     """
 
     sampler: Sampler
@@ -70,24 +70,24 @@ class DraftRequest:
 
 
 class Drafter(Protocol):
-    """Guesses trees for one request: propose and observe by turns; after an error in between, make a new one."""
+    """Proposes trees for one request. Calls of propose and observe alternate; after an error, create a new drafter."""
 
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
-        """A tree of guesses for what follows `text` (all tokens so far), at most max_depth deep."""
+        """A tree of continuations of `text` (all tokens so far), at most max_depth deep."""
 
     @property
     def wants_overlap(self) -> bool:
-        """Whether `extend` is worth calling beside the pass that comes."""
+        """Whether to call `extend` during the next pass."""
 
     def extend(self, is_over: Callable[[], bool]) -> None:
-        """Between propose and observe, perhaps on another thread: draft beside the target's pass, until `is_over`."""
+        """Draft during the target's pass until `is_over`. Called between propose and observe, maybe on a thread."""
 
     def observe(self, done: TargetPass) -> None:
-        """What the target made of the tree that was proposed last."""
+        """Record the target's pass over the tree that was proposed last."""
 
 
 class SequentialDrafter:
-    """The part of a drafter that does nothing while the target's pass runs."""
+    """Base of drafters that do not draft during the target's pass."""
 
     wants_overlap = False
 
@@ -96,7 +96,7 @@ class SequentialDrafter:
 
 
 class NoDrafter(SequentialDrafter):
-    """Guesses nothing: plain decoding."""
+    """Proposes empty trees: plain decoding."""
 
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
         return TokenTree.empty()
@@ -106,12 +106,12 @@ class NoDrafter(SequentialDrafter):
 
 
 class NoModel:
-    """A TreeModel that is never asked: its context has no room for anything."""
+    """A TreeModel for drafters without a model: its context of 0 prevents every call."""
 
     vocabulary, max_context, length = Vocabulary(1), 0, 0
 
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
-        raise AssertionError("there is no model to ask")
+        raise AssertionError("NoModel cannot score")
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         pass

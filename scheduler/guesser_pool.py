@@ -1,7 +1,4 @@
-"""Guessers beside the draft, or in its stead: which to ask, how far to believe them, and what asking them is worth.
-
-Knows nothing of how they guess, or of models.
-"""
+"""A request's guessers, beside the draft or instead of it: which to call, their trust, and the worth of their calls."""
 
 from __future__ import annotations
 
@@ -20,46 +17,46 @@ from .sampling import Sampler
 from .tree import IntArray
 from .verify import TargetPass
 
-MAX_GUESSES = 64  # nodes that one guesser may add
-LEAST_TRUST = 1e-6  # in guessers
+MAX_GUESSES = 64  # nodes per guesser
+LEAST_TRUST = 1e-6  # lower bound of the trust in guessers
 
 
 class GuesserWorth:
-    """Whether what a guesser promises is worth its seconds; where it is not, it is asked again now and then."""
+    """Whether a guesser's expected tokens are worth its seconds; if not, it is retried at growing intervals."""
 
-    RATE = 0.1  # of each time it is asked
-    HOPE = 0.02  # tokens that are never ruled out: beside a pass that takes long, asking costs less than that
+    RATE = 0.1  # weight of each call
+    HOPE = 0.02  # tokens added to the estimate: if passes are slow, a call costs less than this
 
     def __init__(self) -> None:
         self._tokens, self._seconds, self._retry = MovingAverage(self.RATE), MovingAverage(self.RATE), Retry()
 
     def is_due(self, tokens_per_s: float) -> bool:
-        """Whether to ask it now, where seconds are otherwise worth so much."""
+        """Whether to call the guesser now. tokens_per_s: the recent rate, which prices the call's seconds."""
         pays = self._tokens.value + self.HOPE >= tokens_per_s * self._seconds.value
         return self._retry.is_worth_trying(pays=pays)
 
     def observe(self, num_tokens: float, seconds: float) -> None:
-        """That it promised, and took, once."""
+        """Record one call: its expected tokens and its seconds."""
         self._tokens.observe(num_tokens)
         self._seconds.observe(seconds)
 
 
 class GuesserPool:
-    """The guessers of one request. Their trees join the candidates; the better score of a node counts."""
+    """The guessers of one request. Their trees are added to the candidates; a node keeps its better score."""
 
     def __init__(
         self, guessers: Sequence[Guesser], sampler: Sampler, calibration: DraftCalibration, clock: Clock
     ) -> None:
         self._guessers = [(guesser, GuesserWorth()) for guesser in guessers]
         self._sampler, self._calibration, self._clock = sampler, calibration, clock
-        self._asked: list[tuple[GuesserWorth, float]] = []  # for the tree at hand, with the seconds they took
+        self._asked: list[tuple[GuesserWorth, float]] = []  # guessers called for the current tree, and their seconds
 
     def ask(
         self, tree: CandidateTree, text: Sequence[int], max_nodes: int, max_depth: int, tokens_per_s: float | None
     ) -> None:
-        """Add to `tree` what those guess who are worth asking.
+        """Add the trees of the guessers that are worth their time to `tree`.
 
-        tokens_per_s: what seconds are worth otherwise; None asks all of them.
+        tokens_per_s: the recent rate, which prices their seconds; None calls all of them.
         """
         self._asked = []
         for guesser, worth in self._guessers:
@@ -73,21 +70,21 @@ class GuesserPool:
 
     @property
     def was_asked(self) -> bool:
-        """Whether any was, for the tree at hand."""
+        """Whether any guesser was called for the current tree."""
         return bool(self._asked)
 
     @property
     def _log_trust(self) -> float:
-        """What guessers' log-probabilities lose, since the draft often knows better."""
+        """The log of the trust in guessers, added to their log-probabilities."""
         return math.log(max(self._calibration.guesser_trust.value, LEAST_TRUST))
 
     def learn_worth(self, num_tokens: float) -> None:
-        """num_tokens: that the guessers' nodes of the tree at hand promise, less what their rows cost."""
+        """num_tokens: expected of the guessers' nodes in the current tree, minus the cost of their rows."""
         for worth, seconds in self._asked:
             worth.observe(num_tokens, seconds)
 
     def learn_trust(self, tree: CandidateTree, places: IntArray, tokens: Sequence[int]) -> None:
-        """From what they named, sent or not, where the target went on and the draft had said otherwise.
+        """Update the trust from disputed proposals, sent or not, at places that the target's text reached.
 
         places: the root, then the accepted nodes. tokens: the target's choice at each of them.
         """
@@ -102,6 +99,6 @@ class GuesserPool:
             self._calibration.guesser_trust.observe(predicted, sum(right))
 
     def observe(self, done: TargetPass) -> None:
-        """As `Guesser.observe`, to all of them."""
+        """Call `Guesser.observe` of all guessers."""
         for guesser, _ in self._guessers:
             guesser.observe(done)

@@ -1,11 +1,10 @@
 """Multi-token joint decoding with a draft (MJSD, Qin et al., 2407.09722; later MTAD, MMTAD): lossy, never the default.
 
-Greedy decoding takes the likeliest token each time; joint decoding (MJGD) looks for the gamma tokens that are likeliest
-*together*, which no model finds without trying them all. So the draft looks for them, by beam search on q(x1..xi), and
-the target judges all its beams in one pass. i tokens of a beam are accepted where min(1, p(x1..xi) / q(x1..xi)) >= tau;
-the most that are accepted anywhere is what the text gets, and one token by the target behind them. The condition is on
-the joint probability alone: a token that fails it may lie in the middle, where those behind it make up for it. Knows
-models only through the `TreeModel` protocol.
+Greedy decoding takes the likeliest token at each step. Joint decoding (MJGD) searches for the gamma tokens that are
+likeliest *together*; an exact search would try all sequences. So the draft searches by beam search on q(x1..xi), and
+the target scores all beams in one pass. The first i tokens of a beam are accepted if min(1, p(x1..xi) / q(x1..xi)) >=
+tau. The text gets the longest accepted prefix, and one token of the target after it. The condition is on the joint
+probability alone: a token in the middle may fail it if later tokens compensate.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from .sampling import Sampler, not_finite
 from .tree import ROOT, FloatArray, IntArray, TokenTree
 from .verify import Logits, TargetPass, Verdict
 
-SLICE_ROWS = 32  # whose double-precision logits are in memory at a time
+SLICE_ROWS = 32  # rows whose double-precision logits are in memory at a time
 
 # ------------------------------------------------------------------------------------------------ the draft
 
 
 class BeamDrafter(SequentialDrafter):
-    """Beam search for the `gamma` tokens that the draft holds likeliest together, one per request.
+    """Beam search for the `gamma` tokens with the highest joint probability under the draft; one per request.
 
-    Every hypothesis that was in the beam at some length is sent, beam x gamma nodes at most: those that fell out later
-    cost a row each, and may be what the target likes best where the longer ones fail. `final` tokens (end of text) end
-    a hypothesis, which keeps its place in the beam for as long as it is among the likeliest. `TokenTree.scores` are log
-    q(x1..xi), as the sampler's parameters make q of the draft's logits.
+    The tree contains every hypothesis that was in the beam at some length, at most beam x gamma nodes. A hypothesis
+    that left the beam costs a row per node, and may be the best one if the longer ones fail. `final` tokens (end of
+    text) end a hypothesis, which stays in the beam while it is among the likeliest. `TokenTree.scores` are log
+    q(x1..xi); q is the draft's distribution after the sampler's parameters.
     """
 
     def __init__(
         self, model: TreeModel, sampler: Sampler, params: SpeculationParams, final: Collection[int] = ()
     ) -> None:
-        # Of one node's children no more than the beam's width can be in the beam.
+        # The beam can contain at most `beam` children of one node.
         self._draft = LayeredDraft(model, sampler, params.beam, coupled=False)
         self._params, self._final = params, sorted(final)
         self._rows: IntArray = np.empty(0, dtype=np.int64)
@@ -88,11 +87,11 @@ class BeamDrafter(SequentialDrafter):
 def joint_walk(
     tree: TokenTree, logits: Logits, sampler: Sampler, position: int, *, tau: float, final: Collection[int] = ()
 ) -> Verdict:
-    """The longest prefix that is accepted jointly (2407.09722), and the target's greedy token behind it.
+    """The longest jointly accepted prefix (2407.09722), and the target's greedy token after it.
 
     tree: its scores are log q(x1..xi). logits: fp32 [1 + N, V], the target's after the root, then after each node.
-    position: that of the token after the root. The sampler is greedy; p is what its parameters make of the logits.
-    Raises NumericalError where logits are not numbers.
+    position: of the token after the root. The sampler is greedy; p is the distribution of the processed logits.
+    Raises NumericalError if logits are not finite.
     """
     end = _end_of_accepted(tree, log_likelihoods(tree, logits, sampler, position), tau, final)
     path = tree.path(end)
@@ -103,7 +102,7 @@ def joint_walk(
 def log_likelihoods(tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> FloatArray:
     """[N]: log p(x1..xi) of the path down to each node; `logits`, `position` and errors as in `joint_walk`."""
     found = np.zeros(len(tree))
-    inner = np.unique(tree.parents)  # the nodes, ROOT among them, whose children are to be judged
+    inner = np.unique(tree.parents)  # the nodes that have children, including ROOT
     for first in range(0, len(inner), SLICE_ROWS):
         nodes = inner[first : first + SLICE_ROWS]
         paths = [tree.tokens[tree.path(node)].tolist() if sampler.needs_history else [] for node in nodes.tolist()]
@@ -123,10 +122,10 @@ def log_likelihoods(tree: TokenTree, logits: Logits, sampler: Sampler, position:
 
 
 def _end_of_accepted(tree: TokenTree, likelihoods: FloatArray, tau: float, final: Collection[int]) -> int:
-    """The last node of the accepted path; ROOT where none is accepted.
+    """The last node of the accepted path; ROOT if no path is accepted.
 
-    Of paths that are equally long it is the one that the target holds likeliest. A text that has ended is as long as
-    one likes (what follows is certain under both models), so it is compared with the longest.
+    Among paths of equal length, the likeliest under the target wins. A path with a final token counts as long as the
+    longest, because its continuation is certain under both models.
     """
     passed = likelihoods - tree.scores >= math.log(tau)  # min(1, p / q) >= tau, as tau is at most 1
     if not passed.any():

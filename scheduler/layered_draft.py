@@ -1,4 +1,4 @@
-"""A draft that is asked once for each layer of a tree. Knows the model only through the `TreeModel` protocol."""
+"""A draft with one forward per level of a tree, for beams and baselines."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .drafter import TreeModel
 from .sampling import Sampler
 from .tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
 
-UNEXPANDED = -2  # as a node's row; ROOT (-1) is the root's
+UNEXPANDED = -2  # the row of a node without a row; ROOT (-1) is the root's row
 
 
 @dataclass(frozen=True)
 class LayerCandidates:
-    """The draft's choices for the children of the R nodes of one layer, best first.
+    """The draft's candidates for the children of the R nodes of one layer, best first.
 
-    tokens [R, C]: -1 where the parameters exclude what is left. log_probabilities [R, C]: -inf there, never above 0.
-    first_row: the row of the layer's first node, ROOT (-1) for the root.
+    tokens [R, C]: -1 for places that the sampling parameters exclude. log_probabilities [R, C]: -inf at these places,
+    at most 0. first_row: the row of the layer's first node, ROOT (-1) for the root.
     """
 
     tokens: IntArray
@@ -30,9 +30,9 @@ class LayerCandidates:
 
 
 class LayeredDraft:
-    """The draft's side of one tree: a forward a layer.
+    """The draft's part of one tree: one forward per layer.
 
-    A node that has been expanded has a row, its place in the draft's pending region; the root's is ROOT.
+    An expanded node has a row, its place in the draft's pending region; the root's row is ROOT.
     """
 
     def __init__(self, model: TreeModel, sampler: Sampler, num_children: int, *, coupled: bool) -> None:
@@ -42,26 +42,26 @@ class LayeredDraft:
         self.layers: list[LayerCandidates] = []
 
     def room(self, text: Sequence[int], max_depth: int) -> int:
-        """How deep a tree below `text` may be; beyond the draft's context it would guess badly or not at all."""
+        """The maximum depth of a tree below `text`, within the draft's context."""
         return min(max_depth, self.model.max_context - len(text))
 
     def forget(self) -> None:
-        """There is no tree."""
+        """Drop the current tree."""
         self.layers = []
 
     def begin(self, text: Sequence[int]) -> LayerCandidates:
-        """LayerCandidates for the root's children."""
+        """Start a tree: the candidates for the root's children."""
         self._position, self._num_rows = len(text), 0
         self._paths: list[list[int]] = [[]]
         self._mask: BoolArray = np.zeros((1, 0), dtype=np.bool_)  # of the last layer, over all rows so far
         self.layers = []
         chain = self.model.vocabulary.text(text[self.model.length :])
-        assert chain, "propose without an observe since the last one"
+        assert chain, "propose was called twice without observe"
         none = np.empty(0, dtype=np.int64)
         return self._add(self.model.score(chain, none, none, np.empty((0, 0), dtype=np.bool_)), ROOT)
 
     def expand(self, parent_rows: IntArray, tokens: IntArray) -> tuple[IntArray, LayerCandidates]:
-        """The next layer's nodes [W], each below a row of the last layer: their rows, and what may follow them."""
+        """Expand the next layer's nodes [W], each below a row of the last layer: their rows and their candidates."""
         parents = parent_rows - self.layers[-1].first_row
         rows = np.arange(self._num_rows, self._num_rows + len(tokens))
         self._mask = np.hstack((self._mask[parents], np.eye(len(tokens), dtype=np.bool_)))
@@ -75,7 +75,7 @@ class LayeredDraft:
         return rows, self._add(logits, int(rows[0]))
 
     def _add(self, logits: Tensor, first_row: int) -> LayerCandidates:
-        """The candidates of a layer's logits [R, V]; its nodes' children all stand at one position."""
+        """The candidates from a layer's logits [R, V]; all children of a layer have the same position."""
         logits = self.model.vocabulary.over_target(logits, self.sampler.vocab_size)
         values = self.sampler.process(logits, self._paths)
         if self._has_noise:
@@ -101,7 +101,7 @@ class LayeredDraft:
 
 
 def subtree(kept: IntArray, tokens: IntArray, parents: IntArray, depths: IntArray, scores: FloatArray) -> TokenTree:
-    """The nodes `kept`, in that order, as a tree; their parents are among them and come first."""
-    renumbered = np.full(len(tokens) + 1, ROOT)  # the last entry serves parent -1
+    """The nodes `kept`, in that order, as a tree. `kept` contains the parent of each node before the node."""
+    renumbered = np.full(len(tokens) + 1, ROOT)  # the last entry is for parent -1
     renumbered[kept] = np.arange(len(kept))
     return TokenTree(tokens[kept], renumbered[parents[kept]], depths[kept], scores[kept])

@@ -1,4 +1,4 @@
-"""All that is learnt about a target and its draft while running, kept from request to request."""
+"""The scheduler's running estimates about a target and its draft, kept from request to request."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from .reliability import Reliability
 
 @dataclass
 class RunningEstimates:
-    """Of one target with one draft, or with none. Drafters and guessers write to its parts.
+    """The estimates for one target with one draft or none. Drafters and guessers update the parts.
 
-    recycling: the guesser itself, whose table outlives a request. calibration: how far the draft is right. costs:
-    seconds of draft rounds and target passes. overlap_switch: whether drafting beside the pass pays; None: it does.
-    acceptance: by rank, for Sequoia's shape. lookups, retrievals: how often guesses from the text itself, and from
-    other texts, come true.
+    recycling: the guesser with its table. calibration: of the draft's probabilities. costs: seconds of draft rounds and
+    target passes. overlap_switch: whether drafting during the pass pays off; None: always on. acceptance: by rank, for
+    Sequoia's shape. lookups, retrievals: acceptance of proposals from the text itself, and from other texts.
     """
 
     recycling: TokenRecycling
@@ -35,10 +34,10 @@ class RunningEstimates:
     def nothing(
         cls, vocab_size: int, predict: Predict | None = None, *, shares_cores: bool = False
     ) -> RunningEstimates:
-        """Before the first request.
+        """The estimates before the first request.
 
-        vocab_size: the target's. predict: seconds of its passes by their rows. shares_cores: draft and target are
-        computed by the same cores.
+        vocab_size: the target's. predict: seconds of its passes by number of rows. shares_cores: the same cores compute
+        draft and target.
         """
         switch = OverlapSwitch(shares_cores=shares_cores)
         return cls(TokenRecycling(vocab_size), costs=Costs(predict), overlap_switch=switch)

@@ -1,8 +1,8 @@
-"""Guessers: trees without a model. What followed the last tokens where they stood before is likely to follow again.
+"""Guessers propose trees without a model: a continuation of the last tokens from an earlier place often recurs.
 
-Prompt lookup finds the longest n-grams at the end of the text that it had earlier, in prompt or output (Saxena 2023;
-LLMA, 2304.04487), and makes one tree of all that followed them. How likely a guess is follows from how long the match
-is and from whether the matches agree; `reliability` learns it while running. Knows nothing of models or files.
+Prompt lookup finds the longest n-grams at the text's end that also occur earlier, in prompt or output (Saxena 2023;
+LLMA, 2304.04487), and merges their continuations into one tree. The probability of a proposal depends on the length of
+the match and on the agreement of the matches; `reliability` learns it at run time.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from .sampling import Sampler
 from .tree import ROOT, IntArray, TokenTree, trimmed
 from .verify import TargetPass, Verdict
 
-NO_TOKEN = -1  # in place of a token: no token
+NO_TOKEN = -1  # padding
 
 
 class Guesser(Protocol):
-    """Guesses without a model. `guess` and `observe` by turns, with the same text; from turn to turn the text grows."""
+    """Proposes trees without a model. Calls of `guess` and `observe` alternate, on one text that grows."""
 
     def guess(self, text: Sequence[int], sampler: Sampler, max_nodes: int, max_depth: int) -> TokenTree:
-        """Guesses for what follows `text`, best first; scores: log P(the target's text comes down to the node)."""
+        """Proposed continuations of `text`, best first; scores: log P(the target's text reaches the node)."""
 
     def observe(self, done: TargetPass) -> None:
-        """What the target made of a pass, whoever guessed its tree."""
+        """Record a pass of the target; its tree may come from any drafter."""
 
 
 # ------------------------------------------------------------------------------------------------ matches → tree
 
-MATCH_LENGTHS = np.array([1, 2, 3, 4, 6, 9, 13, 19, 28])  # from each of these on, matches are of one kind
-ONCE, AGREED, FIRST, OTHER = range(4)  # a single match; all of several; the longest (most frequent, latest); the others
+MATCH_LENGTHS = np.array([1, 2, 3, 4, 6, 9, 13, 19, 28])  # lower bounds of the classes of match lengths
+# Support of a node: by a single match; by all of several; the longest (most frequent, latest) sibling; another sibling.
+ONCE, AGREED, FIRST, OTHER = range(4)
 NUM_SUPPORTS = 4
 
 
 def match_reliability() -> Reliability:
-    """For guesses from matches: a kind for each match length and support."""
+    """The reliability of proposals from matches: one kind per match length and support."""
     once = MATCH_LENGTHS / (MATCH_LENGTHS + 3)
     prior = np.stack([once, once**0.7, 0.8 * once, 0.15 * once], axis=-1)
     return Reliability(prior.ravel())
 
 
 class Matches:
-    """Makes a tree of the continuations of matches, scored by what came of earlier ones."""
+    """Merges the continuations of matches into a tree, scored by the acceptance of earlier ones."""
 
     def __init__(self, reliability: Reliability) -> None:
         self._reliability = reliability
@@ -55,8 +56,8 @@ class Matches:
     def tree(self, rows: IntArray, lengths: IntArray, sampler: Sampler, position: int, max_nodes: int) -> TokenTree:
         """The best nodes of the trie of M continuations.
 
-        rows [M, D]: tokens that followed a match, padded with NO_TOKEN; the preferred ones first. lengths [M]: tokens
-        matched. position: that of the first token guessed.
+        rows [M, D]: tokens after a match, padded with NO_TOKEN; preferred rows first. lengths [M]: matched tokens.
+        position: of the first proposed token.
         """
         trie = Trie(rows, lengths)
         waits = waits_of(trie.tokens, trie.depths, sampler, position)
@@ -66,7 +67,7 @@ class Matches:
         return trimmed(tree, max_nodes)
 
     def observe(self, verdict: Verdict) -> None:
-        """What the target made of the tree that was made last."""
+        """Learn from the verdict on the last tree."""
         if self._last is not None:
             self._reliability.observe(self._last, verdict)
         self._last = None
@@ -76,14 +77,14 @@ class Trie:
     """The paths of M rows as N nodes, in order of depth: tokens, parents, depths and kinds [N]."""
 
     def __init__(self, rows: IntArray, lengths: IntArray) -> None:
-        """rows [M, D]: token ids, padded with NO_TOKEN. lengths [M]: how many tokens matched before the row."""
+        """rows [M, D]: token ids, padded with NO_TOKEN. lengths [M]: number of matched tokens before the row."""
         num_rows, max_depth = rows.shape
         order = np.lexsort(rows.T[::-1]) if max_depth else np.arange(num_rows)
         rows, lengths = rows[order], lengths[order]
         is_token = np.logical_and.accumulate(rows != NO_TOKEN, axis=1)
         differs = np.ones_like(is_token)
         differs[1:] = rows[1:] != rows[:-1]
-        # A node is a stretch of one column where the sorted rows begin alike. It starts in the first of them.
+        # A node is a range of one column in which the sorted rows have a common prefix. It starts at the first row.
         starts = (np.logical_or.accumulate(differs, axis=1) & is_token).T
         self._is_token = is_token.T
         self._nodes = starts.cumsum().reshape(starts.shape) - 1  # [D, M]: the node of each cell that is a token
@@ -101,7 +102,7 @@ class Trie:
         longest, first = np.zeros_like(self.tokens), np.full_like(self.tokens, len(preference))
         np.maximum.at(longest, node, lengths[row])
         np.minimum.at(first, node, preference[row])
-        matched = longest + self.depths - 1  # the path down to the parent has matched too
+        matched = longest + self.depths - 1  # includes the path down to the parent
         best_first = np.lexsort((first, -num_rows, -matched, self.parents))
         is_best = np.empty(len(self.tokens), dtype=np.bool_)
         is_best[best_first] = np.diff(self.parents[best_first], prepend=ROOT - 1) != 0
@@ -122,10 +123,10 @@ class Trie:
 
 
 class NGramIndex:
-    """Where the n-grams of a growing text stood. Work is per new token; a lookup does not depend on the text's length.
+    """The places of the n-grams of a growing text. Work is per new token; a lookup's cost is independent of the length.
 
-    An n-gram is filed under its own key only if its last n - 1 tokens had been filed before: what is rare is found by
-    a short key. So a token takes two or three entries as a rule, MAX_ORDER where the text repeats itself.
+    An n-gram has its own key only if its last n - 1 tokens had an entry before: a short key suffices for rare n-grams.
+    So a token usually adds two or three entries, and MAX_ORDER if the text repeats itself.
     """
 
     MAX_ORDER = 8
@@ -134,14 +135,14 @@ class NGramIndex:
     def __init__(self) -> None:
         self._tokens = np.empty(1024, dtype=np.int64)
         self._length = 0
-        # Keys are hashes of n-grams; matches are compared, so that a collision costs nothing.
+        # Keys are hashes of n-grams. `_match_lengths` compares the tokens, so collisions are harmless.
         self.places: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
         return self._length
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Tokens that the text has grown by."""
+        """Append new tokens of the text."""
         first, last = self._length, self._length + len(tokens)
         if last > len(self._tokens):
             self._tokens = np.concatenate((self._tokens[:first], np.empty(max(first, len(tokens)), dtype=np.int64)))
@@ -160,24 +161,24 @@ class NGramIndex:
                 return
 
     def continuations(self, max_matches: int, depth: int) -> tuple[IntArray, IntArray]:
-        """rows [M, depth]: what followed where the text's end stood before, longest and latest first; lengths [M]."""
+        """rows [M, depth]: continuations of matches of the text's end, longest and latest first; lengths [M]."""
         recent = self._tokens[max(self._length - self.MAX_ORDER, 0) : self._length].tolist()
         found: dict[int, None] = {}
         for n in range(1, len(recent) + 1):
             if (places := self.places.get(_key(recent, n))) is None:
                 break
-            # The first place was filed under no longer key than this, so it may match for longer than the others.
+            # The first place has no entry under a longer key, so its match may be longer than the others'.
             found.update(dict.fromkeys((places[0], *places[-max_matches:])))
         starts = np.array(list(found), dtype=np.int64)
         lengths = self._match_lengths(starts)
         best = np.lexsort((-starts, -lengths))[:max_matches]
         best = best[lengths[best] > 0]
         starts, lengths = starts[best], lengths[best]
-        # A match that reaches the end of the text is a period, so it goes round (as LZ77 copies from its own output).
+        # A match that reaches the text's end is periodic, so its continuation wraps around (as in LZ77).
         return self._tokens[starts[:, None] + np.arange(depth) % (self._length - starts[:, None])], lengths
 
     def _match_lengths(self, starts: IntArray) -> IntArray:
-        """How many tokens before each of these places are those before the end, up to MAX_MATCH."""
+        """For each place, the number of tokens before it that equal those before the text's end, up to MAX_MATCH."""
         back = np.arange(1, min(self.MAX_MATCH, self._length) + 1)
         places = starts[:, None] - back
         equal = (self._tokens[places] == self._tokens[self._length - back]) & (places >= 0)
@@ -190,7 +191,7 @@ def _key(tokens: list[int], n: int) -> int:
 
 
 class PromptLookup:
-    """Looks the end of the text up in the text itself; one per request. The reliability may outlive it."""
+    """Looks up the end of the text in the text itself; one per request. Requests may share the reliability."""
 
     MAX_MATCHES = 32
 

@@ -1,8 +1,8 @@
-"""Best-first drafting on a small model (SpecExec, 2406.02532, section 4), on guessers, or both.
+"""Best-first drafting with a small model (SpecExec, 2406.02532, section 4), with guessers, or with both.
 
-What is sent is the best of all candidates seen. Who does what: `draft_rounds` asks the model, `guesser_pool` the
-guessers, `pricing` says how long to draft and how much to send, `overlap` whether to go on beside the pass; after the
-verdict `verdict_learning` corrects what is believed of the draft.
+The tree contains the best of all candidates. `draft_rounds` runs the model and `guesser_pool` the guessers. `pricing`
+decides how long to draft and how many nodes to send, `overlap` whether to draft during the pass. After the verdict,
+`verdict_learning` updates the calibration.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .verify import TargetPass
 
 
 class ModelDrafter:
-    """Trees of the likeliest candidates, the draft's and the guessers', one drafter per request.
+    """Proposes trees of the likeliest candidates of draft and guessers; one drafter per request.
 
-    Each round expands the best open candidates with one forward of the draft. When the target's own next token is an
-    expanded candidate, what was drafted below it stays with its KV entries (`--no-reuse` forgets it).
+    Each round expands the best open candidates with one forward of the draft. If the target's next token is an expanded
+    candidate, the subtree below it stays with its KV entries (`--no-reuse` drops it).
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class ModelDrafter:
         controller: Controller | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """model: None leaves the guessing to the guessers, whose trees are merged with the model's own otherwise.
+        """model: None drafts with guessers alone; otherwise their trees are merged with the model's.
 
-        corrector: the model's, where it has one. controller: where there is none, what `params` call for.
+        corrector: the model's, or None. controller: None selects one by `params`.
         """
         self._params, self._request = params, request
         is_coupled = params.scoring == "coupled"
@@ -69,12 +69,12 @@ class ModelDrafter:
 
     @property
     def candidates(self) -> CandidateTree:
-        """All that was drafted or guessed below the text's last token, by now."""
+        """All candidates below the text's last token."""
         return self._rounds.tree
 
     @property
     def sent(self) -> IntArray:
-        """The candidates that the tree proposed last was made of, in its nodes' order."""
+        """The candidates in the last proposed tree, in the order of its nodes."""
         return self._sent
 
     # ------------------------------------------------------------------------------------------------ a tree
@@ -95,16 +95,16 @@ class ModelDrafter:
         return tree
 
     def _num_chain(self) -> int:
-        """Rows of the target's pass beside the nodes: the last token; in the first pass all of the text that is new."""
+        """Rows of the target's pass in addition to the nodes: the last token; in the first pass, all new tokens."""
         if not self._pricing.is_first:
             return 1
         unscored = self._request.num_unscored
         return self._rounds.num_unscored if unscored is None else unscored
 
     def _draft(self) -> None:
-        """Ask the guessers, then the draft, and choose what to send."""
+        """Run the guessers, then the draft, and select the nodes to send."""
         rounds, pricing = self._rounds, self._pricing
-        # With a budget that is given trees depend on nothing that is measured.
+        # With a given budget, trees must not depend on measured times.
         is_priced = self._params.budget is None
         rate = pricing.tokens_per_s if is_priced else None
         self._guessers.ask(rounds.tree, self._text, pricing.limit, rounds.max_depth, rate)
@@ -112,13 +112,13 @@ class ModelDrafter:
             self._grow()
         best = rounds.best(pricing.limit)
         self._sent = best[: pricing.size(rounds.probabilities(best))]
-        if is_priced and self._guessers.was_asked and not pricing.is_first:  # when they take in the whole text
+        if is_priced and self._guessers.was_asked and not pricing.is_first:  # the first pass indexes the whole text
             guessed = self._sent[rounds.tree.is_claimed(self._sent)]
             num_tokens = float(rounds.probabilities(guessed).sum())
             self._guessers.learn_worth(pricing.worth(num_tokens, len(guessed), len(self._sent)))
 
     def _grow(self) -> None:
-        """Rounds of the draft, for as long as they are worth it."""
+        """Run draft rounds while they are worth their cost."""
         rounds, pricing = self._rounds, self._pricing
         if rounds.tree.is_rooted:
             rounds.rejudge()
@@ -137,7 +137,7 @@ class ModelDrafter:
         return self._rounds.tree.is_rooted and self._overlap.is_on
 
     def extend(self, is_over: Callable[[], bool]) -> None:
-        """Go on where `propose` stopped."""
+        """Continue the rounds of `propose` during the pass."""
         self._rounds.extend(self._draft_costs.best_width(), is_over)
 
     # ------------------------------------------------------------------------------------------------ a verdict

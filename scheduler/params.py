@@ -1,6 +1,6 @@
-"""What a user can set about choosing and guessing tokens; the CLI's defaults are read from here.
+"""User settings of sampling and speculation; the CLI reads its defaults from here.
 
-Imports neither torch nor numpy, so that `--help` answers at once.
+This module imports neither torch nor numpy, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, Literal, get_args
 from offspec.errors import UsageError
 
 SEED_LIMIT = 1 << 64
-MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop texts, and characters of one: each token's text is looked through for all
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop texts, and characters of each: every token's text is searched for all
 _STOP_LENGTH = f"texts of at most {MAX_STOP_LENGTH} characters"
-MAX_NODES = 1024  # of a tree where the budget is found
-DEFAULT_NODES = 64  # of a tree of the baselines that do not find their own budget, where none is given
-# The same where a CPU computes: arithmetic for so many rows takes longer there than any disk takes for 16-bit weights
-# (512 operations for each weight, a TFLOP/s for 4 GB/s), and KV entries for more are memory that layers could stay in.
+MAX_NODES = 1024  # per tree, if the budget is found at run time
+DEFAULT_NODES = 64  # per tree of baselines that need a budget, if none is given
+# MAX_NODES on a CPU. For so many rows, arithmetic takes longer than reading 16-bit weights from any disk (512
+# operations per weight: 1 TFLOP/s for 4 GB/s), and KV entries of more rows would take memory from resident layers.
 CPU_MAX_NODES = 256
-MAX_ROWS = 3072  # expanded candidates that wait in the draft's KV cache at a time
-MAX_JOINT_NODES = 256  # of a tree that is accepted jointly: the logits of all of it are in memory at a time
+MAX_ROWS = 3072  # expanded candidates pending in the draft's KV cache at a time
+MAX_JOINT_NODES = 256  # per jointly accepted tree, because all its logits are in memory at a time
 Accept = Literal["exact", "joint"]
 Scoring = Literal["coupled", "specexec"]
 Tree = Literal["best-first", "sequoia", "opt-tree"]
@@ -31,12 +31,12 @@ NUMBERS: dict[str, tuple[type, str]] = {"int": (Integral, "a whole number"), "fl
 
 
 def max_nodes(device_type: str) -> int:
-    """The largest tree that is sent where the budget is found."""
+    """The maximum number of nodes per tree if the budget is found at run time."""
     return CPU_MAX_NODES if device_type == "cpu" else MAX_NODES
 
 
 def _check_numbers(params: Any) -> None:
-    """Raises UsageError where what should be a number is none; numpy's are numbers."""
+    """Raises UsageError for a field that should be a number but is not; numpy's numbers are accepted."""
     for field in fields(params):
         kind, _, none = str(field.type).partition(" | ")
         value, (wanted, what) = getattr(params, field.name), NUMBERS.get(kind, (object, "anything"))
@@ -48,11 +48,11 @@ def _check_numbers(params: Any) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop; the defaults are greedy.
+    """Sampling and stopping; the defaults are greedy.
 
-    temperature 0 is greedy and ignores top_k, top_p and min_p. top_k 0, top_p 1 and min_p 0 are off. The repetition
-    penalty (CTRL, 1909.05858, as transformers applies it) weighs every token of the prompt and of the text so far.
-    seed None draws one; the statistics tell which. Raises UsageError for a value outside its range.
+    temperature 0 is greedy and ignores top_k, top_p and min_p. top_k 0, top_p 1 and min_p 0 disable the filters. The
+    repetition penalty (CTRL, 1909.05858, as in transformers) applies to every token of the prompt and of the text so
+    far. seed None selects a random one, which the statistics report. Raises UsageError for a value out of range.
     """
 
     max_new_tokens: int = 256
@@ -87,25 +87,24 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SpeculationParams:
-    """How the tree is drafted.
+    """Drafting and acceptance. Only `accept="joint"` changes the text.
 
-    budget: nodes of a tree, 0 for plain decoding, None for what pays here (`scheduler.budget`). scoring: coupled
-    (shared noise, fitted sharpness) or specexec (cumulative draft probability). tree: how its shape is found; the
-    others are baselines (`scheduler.baselines`). width: nodes expanded by one draft forward; None is what pays, or an
-    eighth of a given budget, from 16 to 64. children: candidates kept of an expanded node. max_depth: longest path.
-    stopping: when drafting ends: when another round is not worth its cost, or by Thompson sampling (EESD), as published
-    or knowing costs and the draft's confidence. lookup: merge in what followed the same tokens earlier in the text.
-    recycling: merge in what the target thought likely after the same token, as where there is no draft model it
-    is always done. recall: correct the draft by what the target said at places like this one. reuse: what was drafted
-    below the accepted token stays. overlap: draft on while the target's pass runs. The text is the same whatever of
-    this is set.
+    budget: nodes per tree; 0 is plain decoding; None finds the budget at run time (`scheduler.budget`). scoring:
+    coupled (shared noise, fitted sharpness) or specexec (cumulative draft probability). tree: best-first, or the shape
+    of a baseline (`scheduler.baselines`). width: nodes expanded by one draft forward; None finds it at run time, or is
+    an eighth of a given budget, from 16 to 64. children: candidates kept per expanded node. max_depth: longest path.
+    stopping: default stops when another round is not worth its cost; thompson samples (EESD) as published;
+    thompson-calibrated also uses costs and the draft's confidence. lookup: merge in n-gram lookup in the text.
+    recycling: merge in the target's earlier top-k predictions after the same token; always on without a draft model.
+    recall: correct the draft by the target's predictions at similar places. reuse: keep the subtree below the accepted
+    token. overlap: draft during the target's pass.
 
-    accept: exact, or joint (`scheduler.joint`), which is lossy: it takes the longest guess whose joint likelihood is
-    `tau` of the draft's own or more, in (0, 1]. What is guessed is then a beam search of the draft, `beam` wide and
-    `gamma` tokens deep, and the settings above, which say how an exact tree is drafted, stay as they are. The three say
-    nothing where accept is exact.
+    accept: exact, or joint (`scheduler.joint`), which is lossy: it accepts the longest path whose joint probability
+    under the target is at least `tau`, in (0, 1], times that under the draft. Joint acceptance drafts by beam search,
+    `beam` wide and `gamma` tokens deep, and the drafting settings above must have their defaults. Exact acceptance
+    ignores tau, beam and gamma.
 
-    Raises UsageError for a value out of range, or for settings that do not go together.
+    Raises UsageError for a value out of range, and for incompatible settings.
     """
 
     budget: int | None = None
@@ -142,14 +141,14 @@ class SpeculationParams:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the text may be another than plain decoding's."""
+        """Whether the text may differ from plain decoding."""
         return self.accept == "joint"
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Raises UsageError where tokens that are chosen like this cannot be accepted like this."""
+        """Raises UsageError for joint acceptance with a temperature above 0."""
         if self.is_lossy and sampling.temperature > 0:
             raise UsageError(
-                "joint acceptance looks for the likeliest text, so temperature must be 0, "
+                "joint acceptance searches for the likeliest text, so temperature must be 0, "
                 f"not {sampling.temperature:g}; to sample, use accept exact"
             )
 
@@ -157,11 +156,10 @@ class SpeculationParams:
         for name in ("budget", "scoring", "tree", "width", "stopping"):
             if (value := getattr(self, name)) != getattr(SpeculationParams, name):
                 raise UsageError(
-                    f"{name} {value} says how an exact tree is drafted, and joint acceptance drafts a beam "
-                    f"(beam, gamma); leave {name} out, or use accept exact"
+                    f"{name} {value} applies to exact acceptance only, and joint acceptance drafts a beam "
+                    f"(beam, gamma); omit {name}, or use accept exact"
                 )
         if self.beam * self.gamma > MAX_JOINT_NODES:
             raise UsageError(
-                f"beam x gamma is the size of the tree and must be at most {MAX_JOINT_NODES}, "
-                f"not {self.beam * self.gamma}"
+                f"beam x gamma, the size of the tree, must be at most {MAX_JOINT_NODES}, not {self.beam * self.gamma}"
             )

@@ -1,7 +1,4 @@
-"""Seconds and tokens of one request's passes: measures them, and asks the controller what drafting is worth.
-
-Knows nothing of tokens' ids, of trees' shapes or of models.
-"""
+"""Measures the seconds and tokens of one request's passes, and asks the controller how much to draft."""
 
 from __future__ import annotations
 
@@ -21,35 +18,35 @@ NONE = np.empty(0)
 
 
 class PassPricing:
-    """The clock of a request: a pass begins, rounds are drafted, the tree is sent, the verdict comes."""
+    """The clock of a request. Order of calls per pass: begin, round (any number), send, judged, end."""
 
     def __init__(self, controller: Controller, costs: Costs, calibration: DraftCalibration, clock: Clock) -> None:
         self._controller, self._costs, self._calibration, self._clock = controller, costs, calibration, clock
         self._recent_rate, self._retry = DecayingRatio(RATE_FORGETTING), Retry()
         self._began = self._sent = self._judged = self._rounds_s = 0.0
         self._num_chain = 0
-        self.is_first = True  # it has the prompt in it, and says nothing of the rate
+        self.is_first = True  # the first pass contains the prefill and does not count for the rate
 
     def begin(self, num_chain: int) -> None:
-        """A pass, with so many rows beside the nodes."""
+        """Start a pass. num_chain: its rows in addition to the nodes."""
         self._began, self._rounds_s, self._num_chain = self._clock(), 0.0, num_chain
 
     @property
     def limit(self) -> int:
-        """The most nodes that would be sent."""
+        """The maximum number of nodes to send."""
         return self._controller.limit
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the last passes; 0 before the first."""
+        """Tokens/s of the last passes; 0 before the first."""
         return self._recent_rate.value
 
     def width(self, best: FloatArray, open_nodes: FloatArray) -> int:
-        """Nodes of the next round, by the probabilities of the best candidates and of the open ones among them."""
+        """Nodes of the next round, from the probabilities of the best candidates and of the open ones among them."""
         return self._controller.width(self._state(best, open_nodes))
 
     def size(self, best: FloatArray) -> int:
-        """How many of the best candidates to send."""
+        """The number of the best candidates to send."""
         return self._controller.size(self._state(best, NONE))
 
     def _state(self, best: FloatArray, open_nodes: FloatArray) -> DraftingState:
@@ -57,14 +54,14 @@ class PassPricing:
         return DraftingState(best, open_nodes, profile, self._num_chain, self._clock() - self._began)
 
     def is_worth_a_round(self) -> bool:
-        """Whether asking the draft at all promises anything; where it does not, it is asked again now and then."""
+        """Whether a first draft round pays off; if not, it is retried at growing intervals."""
         root = np.array([self._calibration.trust.value])
         profile, overhead_s = self._calibration.profile.values, self._costs.overhead_s
         state = DraftingState(NONE, root, profile, self._num_chain, 0.0, overhead_s)
         return self._retry.is_worth_trying(pays=self._controller.width(state) > 0)
 
     def round(self, draft: Callable[[], int]) -> None:
-        """Do one round of the draft, which returns its rows, and learn what it took."""
+        """Run one draft round, which returns its number of rows, and record its seconds."""
         began = self._clock()
         rows = draft()
         seconds = self._clock() - began
@@ -73,24 +70,24 @@ class PassPricing:
             self._costs.draft.observe(rows, seconds)
 
     def worth(self, num_tokens: float, num_nodes: int, num_sent: int) -> float:
-        """num_tokens, expected of num_nodes of the num_sent nodes, less what their rows cost at the recent rate."""
+        """num_tokens, expected from num_nodes of the num_sent nodes, minus their rows' cost at the recent rate."""
         rows = self._num_chain + num_sent
         without, all_of_them = self._costs.target.seconds(np.array([rows - num_nodes, rows]))
         return float(num_tokens - self.tokens_per_s * (all_of_them - without))
 
     def send(self) -> float:
-        """The tree is sent. Returns the seconds since the last one was."""
+        """Record that the tree is sent. Returns the seconds since the previous tree."""
         last, self._sent = self._sent, self._clock()
         return self._sent - last
 
     def judged(self, num_nodes: int) -> None:
-        """The target's pass is over: learn what its rows took."""
+        """Record the end of the target's pass, and its seconds by number of rows."""
         self._judged = self._clock()
         if (rows := self._num_chain + num_nodes) <= MOST_ROWS:
             self._costs.target.observe(rows, self._judged - self._sent)
 
     def end(self, num_tokens: int) -> None:
-        """All that follows from the verdict is done: learn what the whole pass brought."""
+        """Record the end of the iteration, and its tokens."""
         if not self.is_first:
             seconds = self._clock() - self._began
             self._controller.observe(num_tokens, seconds)

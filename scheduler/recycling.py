@@ -1,7 +1,7 @@
-"""Token recycling (2408.08696): what the target thought likely after a token, it may choose after that token again.
+"""Token recycling (2408.08696): reuses the target's earlier top-k predictions after the same token.
 
-Every verified node leaves the target's likeliest successors of its token, which would otherwise be thrown away.
-Followed from the last token on they make a tree. Knows nothing of models.
+Every verified node gives the target's likeliest successors of its token, which other methods discard. The successors of
+the last token, their successors and so on form a tree.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .verify import TargetPass
 
 
 class SuccessorTable:
-    """The target's likeliest successors of the tokens seen last, with their probabilities, in bounded memory.
+    """The target's likeliest successors of recently seen tokens, with their probabilities, in bounded memory.
 
-    Rows are given out to tokens as they come; when all are taken, the one given out longest ago changes hands. With
-    a vocabulary of 128k that is 1.1 MB; a row for every token would be 6 MB.
+    Each new token gets a row; if all rows are in use, it replaces the token whose row was assigned first. With a
+    vocabulary of 128k the table has 1.1 MB; one row per token would need 6 MB.
     """
 
     NUM_ROWS = 1 << 14
@@ -41,7 +41,7 @@ class SuccessorTable:
         return sum(array.nbytes for array in (self._row_of, self._token_of, self._successors, self._probabilities))
 
     def store(self, tokens: IntArray, logits: torch.Tensor) -> None:
-        """Logits [R, V] of the target after each of `tokens` [R]; of a token that comes twice the last is kept."""
+        """Store the target's logits [R, V] after each of `tokens` [R]; the last row of a repeated token counts."""
         best, successors = logits.topk(self._successors.shape[1])
         probabilities = (best - logits.logsumexp(-1, keepdim=True)).exp().cpu().numpy()
         rows = [self._row(int(token)) for token in tokens]
@@ -59,7 +59,7 @@ class SuccessorTable:
         return int(self._row_of[token])
 
     def successors(self, tokens: IntArray) -> tuple[IntArray, FloatArray]:
-        """Likeliest successors [R, K] of each token [R], best first, -1 where none is known; their probabilities."""
+        """Likeliest successors [R, K] of each token [R], best first, -1 for unknown ones; their probabilities."""
         rows = self._row_of[tokens]
         known = (rows >= 0)[:, None]
         successors = np.where(known, self._successors[rows], -1).astype(np.int64)
@@ -67,17 +67,15 @@ class SuccessorTable:
 
 
 class TokenRecycling:
-    """Follows the target's earlier successors, best first; may serve request after request of one target.
+    """Proposes the target's earlier successors, best first. One instance may serve all requests of one target.
 
-    A guess's kind is its rank among the successors, and how probable the target found it where it last saw them.
-    num_spare_rows: so many of a pass's first rows are kept whether the text went there or not. The engine computes
-    logits in blocks of 64 rows, and the root is in the first, so these are there anyway; without them it is far worse.
+    A proposal's kind is its rank among the successors and its stored probability. num_spare_rows: number of the first
+    rows of a pass that are stored even if the text did not reach them. The engine computes logits in blocks of 64 rows,
+    and the root is in the first block, so these rows are free; without them, acceptance is much lower.
     """
 
-    PROBABILITIES = np.array(
-        [0.0, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9, 0.98]
-    )  # from each of these on, guesses are of a kind
-    RANKS = np.array([0, 1, 2, 4])  # likewise
+    PROBABILITIES = np.array([0.0, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9, 0.98])  # lower bounds of the classes
+    RANKS = np.array([0, 1, 2, 4])  # lower bounds of the classes
 
     def __init__(self, vocab_size: int, reliability: Reliability | None = None, num_spare_rows: int = 64) -> None:
         self.table = SuccessorTable(vocab_size)
@@ -87,14 +85,14 @@ class TokenRecycling:
 
     @classmethod
     def new_reliability(cls) -> Reliability:
-        """Takes each kind at first for half as probable as it was."""
+        """The initial reliability: each kind has half of its stored probability."""
         middle = np.sqrt(np.maximum(cls.PROBABILITIES, 0.003) * np.append(cls.PROBABILITIES[1:], 1.0))
         return Reliability(np.tile(middle / 2, len(cls.RANKS)))
 
     def guess(self, text: Sequence[int], sampler: Sampler, max_nodes: int, max_depth: int) -> TokenTree:
         tree, kinds, waits = TokenTree.empty(), np.empty(0, dtype=np.int64), np.empty(0)
         open_nodes, tokens = np.array([ROOT]), np.array([text[-1]], dtype=np.int64)
-        # Scores fall along a path, so that below a node that is not among the best none can be: levels suffice.
+        # Scores fall along a path, so a node outside the best has no child among the best: levels suffice.
         for depth in range(1, max_depth + 1):
             level, level_kinds, level_waits = self._level(tree, open_nodes, tokens, depth, sampler, len(text))
             first, tree = len(tree), _joined(tree, level)
@@ -111,7 +109,7 @@ class TokenRecycling:
     def _level(
         self, tree: TokenTree, parents: IntArray, tokens: IntArray, depth: int, sampler: Sampler, position: int
     ) -> tuple[TokenTree, IntArray, FloatArray | None]:
-        """The children of these nodes, which hold these tokens: nodes, kinds, waits."""
+        """The children of the nodes `parents` with `tokens`: nodes, kinds, waits."""
         successors, probabilities = self.table.successors(tokens)
         row, rank = np.nonzero(successors >= 0)
         successors, kinds = successors[row, rank], self._kinds(rank, probabilities[row, rank])
@@ -133,12 +131,12 @@ class TokenRecycling:
         tokens = np.concatenate(([done.text[-1]], done.tree.tokens))
         spare = set(range(min(self._num_spare_rows, len(tokens))))
         path = [0, *(node + 1 for node in done.verdict.path)]
-        rows = [*sorted(spare.difference(path)), *path]  # what the text did comes last, and is kept
+        rows = [*sorted(spare.difference(path)), *path]  # rows of the text come last, so they count
         self.table.store(tokens[rows], torch.stack([done.logits[row] for row in rows]))
 
 
 def _joined(upper: TokenTree, lower: TokenTree) -> TokenTree:
-    """Nodes `lower`, whose parents are numbers of `upper`, behind those of `upper`."""
+    """Append the nodes `lower`, whose parents are indices into `upper`, to `upper`."""
     return TokenTree(
         np.concatenate((upper.tokens, lower.tokens)),
         np.concatenate((upper.parents, lower.parents)),

@@ -1,7 +1,6 @@
-"""Retrieval (REST, 2311.08252): what followed the last tokens in a body of other texts, found by a sorted index.
+"""Retrieval (REST, 2311.08252): proposes continuations of the last tokens in other texts, by a sorted index.
 
-`SuffixIndex` is two arrays of numbers, in memory or mapped from a file; it does not know which. Knows nothing of files,
-text or models.
+`SuffixIndex` consists of two arrays of integers, in memory or mapped from a file.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from .verify import TargetPass
 
 Int32Array = npt.NDArray[np.int32]
 
-MAX_MATCH = 16  # tokens that the index is sorted by, backwards
-SHARD_TOKENS = 1 << 22  # sorted apart, so that sorting takes some 200 MB however long the texts are
-_BEFORE = NO_TOKEN - 1  # stands before the first token of a shard
+MAX_MATCH = 16  # number of tokens in a sort key, read backwards
+SHARD_TOKENS = 1 << 22  # shards are sorted separately, so that sorting takes some 200 MB for texts of any length
+_BEFORE = NO_TOKEN - 1  # padding before the first token of a shard
 
 
 class SuffixIndex:
-    """Finds where a sequence of tokens stands in `tokens` [N], in some 20 steps for each token that matches.
+    """Finds a sequence of tokens in `tokens` [N], in some 20 steps per matching token.
 
-    order [N]: places in `tokens`, in each shard sorted by the tokens that end there, read backwards. So all places
-    where the same n tokens end lie together, and n + 1 tokens narrow that stretch. tokens: NO_TOKEN between texts.
+    order [N]: places in `tokens`, sorted in each shard by the tokens that end there, read backwards. So all places
+    where the same n tokens end are adjacent, and n + 1 tokens narrow that range. tokens: NO_TOKEN between texts.
     """
 
     def __init__(self, tokens: Int32Array, order: Int32Array) -> None:
         self.tokens, self.order = np.asarray(tokens), np.asarray(order)  # a memmap's own indexing is slow
 
     def continuations(self, context: Sequence[int], max_matches: int, depth: int) -> tuple[IntArray, IntArray]:
-        """rows [M, depth]: what follows the context's end, longest matches first, padded with NO_TOKEN; lengths [M].
+        """rows [M, depth]: continuations of the context's end, longest match first, padded with NO_TOKEN; lengths [M].
 
-        Of more than `max_matches` equally long ones, some spread evenly over what stands before them.
+        If more than `max_matches` matches have equal length, an even sample over their preceding tokens is used.
         """
         shards = range(0, len(self.tokens), SHARD_TOKENS)
         found = [part for first in shards for part in self._matches(context, first, max_matches)]
@@ -51,12 +50,12 @@ class SuffixIndex:
         return rows.astype(np.int64), lengths[longest]
 
     def _matches(self, context: Sequence[int], first: int, max_matches: int) -> Iterator[tuple[IntArray, int]]:
-        """Places in one shard where the context's last tokens end, and how many of these: most first."""
+        """Places in one shard where the context's last tokens end, and the match lengths, longest first."""
         stretches = self._stretches(context, first)
         inner = (0, 0)
         while stretches and max_matches > 0:
             length, outer = len(stretches), stretches.pop()
-            # What is in the outer stretch and not in the inner one, which is part of it.
+            # The places of the outer range without the inner one, which it contains.
             before = inner[0] - outer[0] if inner[1] > inner[0] else 0
             gap = inner[1] - inner[0]
             total = outer[1] - outer[0] - gap
@@ -67,7 +66,7 @@ class SuffixIndex:
             yield self.order[picks].astype(np.int64), length
 
     def _stretches(self, context: Sequence[int], first: int) -> list[tuple[int, int]]:
-        """For n = 1, 2, …, as far as there are any: the stretch of `order` where the context's last n tokens end."""
+        """For n = 1, 2, … while matches exist: the range of `order` where the context's last n tokens end."""
         tokens, stretches = self.tokens, list[tuple[int, int]]()
         start, end = first, min(first + SHARD_TOKENS, len(tokens))
         for back, token in enumerate(reversed(context[-MAX_MATCH:])):
@@ -84,11 +83,11 @@ class SuffixIndex:
 
 
 def sorted_places(tokens: Int32Array, first: int, last: int) -> Int32Array:
-    """The places first … last - 1, a shard, by the MAX_MATCH tokens that end there, read backwards.
+    """The places first … last - 1, a shard, sorted by the MAX_MATCH tokens that end there, read backwards.
 
-    Prefix doubling (Manber and Myers 1993), stopped once ranks tell MAX_MATCH tokens apart; equal ones by place.
+    Prefix doubling (Manber and Myers 1993), until ranks distinguish MAX_MATCH tokens; equal keys are sorted by place.
     """
-    rank = tokens[first:last].astype(np.int64) - _BEFORE  # 0 is before the shard
+    rank = tokens[first:last].astype(np.int64) - _BEFORE  # 0 means before the shard
     width = 1
     while True:
         keys = rank << 32
@@ -109,7 +108,7 @@ def build_index(tokens: Int32Array) -> SuffixIndex:
 
 
 class Retrieval:
-    """Looks the end of the text up in other texts; may serve request after request."""
+    """Looks up the end of the text in other texts. One instance may serve many requests."""
 
     MAX_MATCHES = 64
 

@@ -1,9 +1,8 @@
-"""Logits to tokens: the processed distribution, and the one token it gives for a seed and a position.
+"""From logits to tokens: the processed distribution, and the token for a seed and a position.
 
-The token at position t is `argmax_x (log p(x) + G(seed, t, x))` with Gumbel noise G that is a pure function of seed,
-position and token (Gumbel-max: an exact sample of p). So the text is a function of target, prompt, parameters and seed
-alone, whatever was guessed on the way. At temperature 0 there is no noise and the token is the argmax.
-Knows nothing of trees' shapes, models or text.
+The token at position t is `argmax_x (log p(x) + G(seed, t, x))`. The Gumbel noise G is a pure function of seed,
+position and token (Gumbel-max: an exact sample of p). So the text depends only on target, prompt, parameters and seed,
+not on the draft. At temperature 0 there is no noise and the token is the argmax.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ def gumbel(seed: int, position: int, vocab_size: int, device: torch.device | str
     """Standard Gumbel noise, float64 [vocab_size], a pure function of (seed, position, token).
 
     Counter-based: splitmix64 (Steele et al., OOPSLA 2014) of a key hashed from seed and position, in wrapping int64
-    arithmetic, so that every device draws the same uniforms (its logarithm may differ in the last place).
+    arithmetic. So every device has the same uniforms; their logarithms may differ in the last bit.
     """
     return gumbel_of(seed, position, torch.arange(vocab_size, device=device))
 
 
 def gumbel_of(seed: int, position: int | Sequence[int], tokens: Tensor) -> Tensor:
-    """`gumbel` of these tokens [N] alone, float64 [N], on their device; position: one, or one for each of them."""
+    """`gumbel` of these tokens [N] only, float64 [N], on their device. position: one for all, or one per token."""
     if isinstance(position, int):
         return _gumbel(_key(seed, position), tokens)
     keys = {each: _key(seed, each) for each in set(position)}
@@ -64,14 +63,14 @@ def _gumbel(keys: int | Tensor, tokens: Tensor) -> Tensor:
     words = (words ^ _shifted(words, 30)) * _signed(0xBF58476D1CE4E5B9)
     words = (words ^ _shifted(words, 27)) * _signed(0x94D049BB133111EB)
     words = words ^ _shifted(words, 31)
-    uniform = (_shifted(words, 12).double() + 0.5) * 2.0**-52  # exact, so in (0, 1): with 53 bits it would round to 1
+    uniform = (_shifted(words, 12).double() + 0.5) * 2.0**-52  # exact, so in (0, 1); 53 bits would round to 1
     return -torch.log(-torch.log(uniform))
 
 
 class Sampler:
-    """Chooses tokens for one request, and shows a drafter the same noise.
+    """Chooses tokens for one request, and gives drafters the same noise.
 
-    vocab_size is the target's; logits of a draft may have fewer columns. `extend` tells it the text, for the penalty.
+    vocab_size: the target's; a draft's logits may have fewer columns. `extend` records the text, for the penalty.
     """
 
     def __init__(self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
@@ -87,11 +86,11 @@ class Sampler:
 
     @property
     def needs_history(self) -> bool:
-        """Whether a row's distribution depends on which tokens came before it, beyond the logits."""
+        """Whether a row's distribution depends on the preceding tokens, in addition to the logits."""
         return self.params.repetition_penalty != 1
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Tokens that have become part of the text (the prompt's, then every emitted one)."""
+        """Record tokens of the text: the prompt, then every emitted token."""
         if self.needs_history:
             self._seen[torch.tensor(tokens, dtype=torch.long, device=self.device)] = True
         self._length += len(tokens)
@@ -100,19 +99,19 @@ class Sampler:
                 del kept[position]
 
     def noise(self, position: int) -> Tensor:
-        """G(seed, position, ·), float64 [vocab_size]; kept until the text has moved past it."""
+        """G(seed, position, ·), float64 [vocab_size]; cached until the text has passed the position."""
         if position not in self._noise:
             self._noise[position] = gumbel(self.seed, position, self.vocab_size, self.device)
         return self._noise[position]
 
     def noise_rows(self, positions: Sequence[int]) -> Tensor:
-        """The noise at each of R positions in fp32, [R, vocab_size]: exact enough to guess with."""
+        """The noise at each of R positions, [R, vocab_size]; fp32 is precise enough for drafting."""
         for position in set(positions) - self._rounded.keys():
             self._rounded[position] = self.noise(position).float()
         return torch.stack([self._rounded[position] for position in positions])
 
     def process(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Log-probabilities up to a constant per row, [R, V], of what the parameters make of logits [R, V].
+        """Apply the parameters to logits [R, V]: log-probabilities up to a constant per row, [R, V].
 
         Excluded tokens are -inf. paths[r]: the tokens between the text and row r, for the repetition penalty.
         Order as in transformers: penalty, temperature, top-k, top-p, min-p. Greedy: penalty only.
@@ -122,7 +121,7 @@ class Sampler:
             logits = self._penalised(logits, paths)
         if self.is_greedy:
             return logits
-        # From the maximum, so that no temperature above 0 is too small to divide by.
+        # Relative to the maximum, so that division by any temperature above 0 is safe.
         logits = (logits - logits.max(-1, keepdim=True).values) / p.temperature
         if 0 < p.top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(p.top_k).values[:, -1:], -math.inf)
@@ -135,7 +134,7 @@ class Sampler:
     def choose(self, logits: Tensor, position: int, path: Sequence[int]) -> int:
         """The token at `position`, given the logits [V] after text + path.
 
-        Raises NumericalError where the logits are not numbers.
+        Raises NumericalError if the logits are not finite.
         """
         values = self.process(logits[None].double(), [path])[0]
         if not self.is_greedy:
@@ -147,9 +146,9 @@ class Sampler:
 
     def _penalised(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         seen = self._seen[: logits.shape[-1]].expand_as(logits).clone()
-        # A path may lead through tokens that only the target has; those have no column here.
+        # A path may contain tokens that only the target knows; those have no column here.
         places = [(row, token) for row, path in enumerate(paths) for token in path if token < logits.shape[-1]]
-        if places:  # both indices in one tensor: on a GPU each is a copy that waits
+        if places:  # both indices in one tensor: on a GPU, each tensor is a synchronous copy
             rows, tokens = torch.tensor(places, device=seen.device).T
             seen[rows, tokens] = True
         penalty = self.params.repetition_penalty
@@ -157,28 +156,28 @@ class Sampler:
 
 
 def not_finite(position: int) -> NumericalError:
-    """The target's logits for the token at `position` are not numbers."""
+    """The error for target logits at `position` that are not finite."""
     return NumericalError(
         f"the target's logits for position {position} are not finite (NaN or infinity); "
         "try --dtype fp32, and check the checkpoint's weights"
     )
 
 
-HEAD = 1024  # likeliest tokens among which the nucleus is looked for, before the whole vocabulary is sorted
+HEAD = 1024  # number of likeliest tokens to search for the nucleus before sorting the whole vocabulary
 
 
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Keep the head: a token stays while those before it hold less than top_p (Holtzman et al., 1904.09751).
+    """Keep the nucleus: a token stays if the likelier ones sum to less than top_p (Holtzman et al., 1904.09751).
 
-    Of equal tokens those with smaller ids come first. Sorting a vocabulary takes longer than all the rest of a draft's
-    round, so rows whose nucleus ends among the HEAD likeliest are settled by these.
+    Among equal tokens, smaller ids come first. Sorting a vocabulary takes longer than the rest of a draft round, so
+    only rows whose nucleus exceeds the HEAD likeliest tokens are sorted fully.
     """
     normaliser = logits.logsumexp(-1, keepdim=True)
     best, order = logits.topk(min(HEAD, logits.shape[-1]), dim=-1)
     order, by_id = order.sort(dim=-1)
     best, by_value = best.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
     before = _mass_before(best, normaliser)
-    # It ends above the least of them: tokens outside that equal the least may belong before it.
+    # The nucleus must end above the least likely of them: tokens outside with an equal value may precede it.
     least = best[..., -1:]
     is_settled = ((before >= top_p) & (best > least)).any(-1) | (least[..., 0] == -math.inf)
     dropped = torch.ones_like(logits, dtype=torch.bool)

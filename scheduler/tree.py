@@ -1,4 +1,4 @@
-"""The token tree: guesses for what follows a text, each node one token. Knows nothing of models or of who guessed."""
+"""The token tree: proposed continuations of a text, one token per node."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
-ROOT = -1  # as a node's parent: the text's last token
+ROOT = -1  # parent index that stands for the root, the text's last token
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """N guessed tokens below a root, parents before children.
+    """N proposed tokens below a root, parents before children.
 
     tokens [N]: token ids. parents [N]: index of the parent, ROOT (-1) for the root's children. depths [N]: 1 for the
-    root's children. scores [N]: log-probability of the path down to the node, as its drafter sees it.
-    The root itself, the last token of the text, is not a node.
+    root's children. scores [N]: the drafter's estimate of the log-probability of the path down to the node.
+    The root, which is the text's last token, is not a node.
     """
 
     tokens: IntArray
@@ -36,7 +36,7 @@ class TokenTree:
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> TokenTree:
-        """One path, of which nothing is in doubt."""
+        """A single path with scores of 0."""
         num_tokens = len(tokens)
         places = np.arange(num_tokens)
         return cls(np.array(tokens, dtype=np.int64), places - 1, places + 1, np.zeros(num_tokens))
@@ -45,7 +45,7 @@ class TokenTree:
         return len(self.tokens)
 
     def mask(self) -> BoolArray:
-        """Bool [N, N]: node i (row) sees node j when j is i itself or one of its ancestors."""
+        """Bool [N, N]: node i (row) sees node j if j is i itself or one of its ancestors."""
         rows = np.arange(len(self))
         mask = np.eye(len(self), dtype=np.bool_)
         ancestors = self.parents
@@ -55,7 +55,7 @@ class TokenTree:
         return mask
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` (ROOT for the root) that holds `token`."""
+        """The child of `node` (ROOT for the root) with `token`, or None."""
         found = np.flatnonzero((self.parents == node) & (self.tokens == token))
         return int(found[0]) if len(found) else None
 
@@ -69,8 +69,8 @@ class TokenTree:
 
 
 def trimmed(tree: TokenTree, budget: int) -> TokenTree:
-    """The best `budget` nodes, best first. Scores must not rise along a path: then these nodes are a tree."""
-    best = np.argsort(-tree.scores, kind="stable")[:budget]  # stable: a parent comes before a child that is as good
-    renumbered = np.full(len(tree) + 1, ROOT)  # the last entry serves parent -1
+    """The best `budget` nodes, best first. Scores must not rise along a path, so that these nodes form a tree."""
+    best = np.argsort(-tree.scores, kind="stable")[:budget]  # stable: a parent precedes a child with an equal score
+    renumbered = np.full(len(tree) + 1, ROOT)  # the last entry is for parent -1
     renumbered[best] = np.arange(len(best))
     return TokenTree(tree.tokens[best], renumbered[tree.parents[best]], tree.depths[best], tree.scores[best])

@@ -1,4 +1,4 @@
-"""What a verdict says of the draft: how far to trust it, and how sharp its probabilities are."""
+"""Updates a draft's trust, sharpness and profile from a verdict."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .verify import Verdict
 
 
 def learn_trust(trust: Trust, candidates: CandidateTree, sent: IntArray, tree: TokenTree, verdict: Verdict) -> None:
-    """From the draft's own nodes of what was sent: `tree`, made of the candidates `sent`."""
+    """Update the trust from the draft's own nodes of `tree`, which consists of the candidates `sent`."""
     own = ~candidates.is_claimed(sent)
     if own.any():
         trust.observe(float(np.exp(tree.scores[own]).sum()), int(own[verdict.path].sum()))
 
 
 def learn_trust_unsent(trust: Trust, candidates: CandidateTree, best: IntArray, verdict: Verdict) -> None:
-    """Where nothing was sent: from the best candidate, if any. Else a draft once out of favour would stay so."""
+    """Update the trust from the best candidate if the tree was empty; otherwise a low trust could never rise again."""
     for guess in candidates.nodes[best[:1]]:
         trust.observe(float(np.exp(guess["score"])), int(guess["token"] == verdict.tokens[0]))
 
@@ -28,7 +28,7 @@ def learn_trust_unsent(trust: Trust, candidates: CandidateTree, best: IntArray, 
 def learn_children(
     calibration: DraftCalibration, candidates: CandidateTree, path: IntArray, tokens: Sequence[int]
 ) -> None:
-    """Sharpness: from the target's choices at the root and after the accepted `path`. Profile: from all rows."""
+    """Update the sharpness from the target's choices at the root and along `path`, and the profile from all rows."""
     if not candidates.is_rooted:
         return
     scores = candidates.child_scores

@@ -1,4 +1,4 @@
-"""From a scored tree to the tokens it yields. Knows nothing of models, caches or how the tree was drafted."""
+"""Verification: from a scored tree to its accepted nodes and tokens."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .tree import ROOT, TokenTree
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one pass yields: the accepted nodes, root downwards, and the tokens chosen at the root and at each of them.
+    """The result of one pass: the accepted nodes, root downwards, and the target's token at the root and at each node.
 
-    One token more than nodes: the last one was chosen by the target where the tree had no such child.
+    tokens has one more entry than path: the target's last choice is not in the tree.
     """
 
     path: list[int]
@@ -24,16 +24,16 @@ class Verdict:
 
 
 class Logits(Protocol):
-    """fp32 logits [rows, V], a tensor or computed when a row is asked for."""
+    """fp32 logits [rows, V]: a tensor, or computed on access to a row."""
 
     def __getitem__(self, row: int) -> Tensor: ...
 
 
 class TargetStates(Protocol):
-    """Hidden states of the target behind the rows of a pass, computed when they are asked for.
+    """Hidden states of the target's pass, computed on access.
 
-    num_before: rows of the pass before the root's: the text's tokens that it scored beside the last one. layer_states:
-    [num_before + 1 + N, hidden] after the layers that the pass was asked for, by their numbers.
+    num_before: rows before the root's, which are the text's scored tokens before the last one. layer_states:
+    [num_before + 1 + N, hidden] after each requested layer, by layer number.
     """
 
     @property
@@ -43,17 +43,17 @@ class TargetStates(Protocol):
     def layer_states(self) -> Mapping[int, Tensor]: ...
 
     def states(self, rows: Sequence[int]) -> Tensor:
-        """[len(rows), hidden]: what the head made the logits of these rows from."""
+        """[len(rows), hidden]: the final states of these rows, the input of the head."""
 
     def states_before(self, count: int) -> Tensor:
-        """[count, hidden]: the same of the last `count` rows before the root's."""
+        """[count, hidden]: the final states of the last `count` rows before the root's."""
 
     def before(self, first: int, last: int) -> Tensor:
-        """fp32 logits [last - first, V] of rows first .. last of the num_before."""
+        """fp32 logits [last - first, V] of rows first to last - 1 of the num_before rows."""
 
 
 class NoStates:
-    """Of a pass that is played back or made up: there are none."""
+    """The empty states of a replayed or simulated pass."""
 
     num_before = 0
     layer_states: Mapping[int, Tensor] = {}
@@ -70,9 +70,9 @@ class NoStates:
 
 @dataclass(frozen=True)
 class TargetPass:
-    """What one pass of the target brought: every kind of draft and every guesser is told this one value.
+    """One pass of the target, as every draft and guesser receives it.
 
-    text: all tokens before the pass; it may grow afterwards. tree: what the pass judged, whoever guessed it. logits:
+    text: all tokens before the pass; it may grow afterwards. tree: the verified tree, from any drafter. logits:
     fp32 [1 + N, V], the root's row, then the nodes'.
     """
 
@@ -84,10 +84,10 @@ class TargetPass:
 
 
 def exact_walk(tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
-    """Walk down the tree with the target's own choices; what is returned is what plain decoding would have said.
+    """Walk down the tree by the target's own choices; the tokens equal those of plain decoding.
 
-    logits: fp32 [1 + N, V], the target's after the root, then after each node. position: that of the token after the
-    root. Only nodes on the walk are sampled.
+    logits: fp32 [1 + N, V], the target's after the root, then after each node. position: of the token after the root.
+    Only nodes on the walk are sampled.
     """
     node, path, tokens = ROOT, list[int](), list[int]()
     while True:

@@ -1,9 +1,9 @@
-"""Which of the target's tokens a draft can read and guess. Knows nothing of trees, texts or models.
+"""The vocabulary of a draft: the target's tokens that it reads and predicts.
 
-A draft may have the target's token ids, a few fewer or a few more of them (models of one family padded differently), or
-a selection: drafts that were cut to the frequent tokens (FR-Spec, 2502.14856), and EAGLE-3 heads (2503.01840), whose
-logits have a column for each of some 32k tokens, with a table d2t from column to token. Text, trees and noise go by the
-target's ids; only what goes into the draft and what comes out of it is translated here.
+A draft may have the target's token ids, or a few fewer or more of them (models of one family differ in padding). It may
+also have a selection: drafts cut to the frequent tokens (FR-Spec, 2502.14856), and EAGLE-3 heads (2503.01840), whose
+logits have columns for some 32k tokens and a table d2t from column to token. Text, trees and noise use the target's
+ids; this module translates only the draft's inputs and outputs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .tree import IntArray
 
 
 class Vocabulary:
-    """A draft's vocabulary, in terms of the target's token ids: `Vocabulary(size)` has the target's ids, up to `size`.
+    """A draft's vocabulary in terms of the target's token ids. `Vocabulary(size)` has the target's ids below `size`.
 
-    Column i of the logits is then token i, and a token that the draft does not know is read as its last one.
+    Column i of the logits is then token i, and an unknown token is read as the draft's last one.
     """
 
     def __init__(self, size: int, columns: IntArray | None = None, input_of: IntArray | None = None) -> None:
-        """size: of the draft's embedding. columns, input_of: see `mapped`, which makes them."""
+        """size: rows of the draft's embedding. columns, input_of: created by `mapped`."""
         self._size, self._columns, self._input_of = size, columns, input_of
         self._tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
@@ -32,45 +32,45 @@ class Vocabulary:
     def mapped(cls, columns: Sequence[int] | IntArray, num_inputs: int | None = None) -> Vocabulary:
         """Column i of the draft's logits [.., C] is the target's token columns[i].
 
-        num_inputs: rows of its embedding, where that goes by the target's ids (EAGLE-3's is the target's own). None: it
-        was cut like the head, row i for token columns[i], and a token that has none is read as the last one. Raises
-        ValueError where the table is none: empty, a negative id, or an id twice.
+        num_inputs: rows of the draft's embedding, if it uses the target's ids (EAGLE-3 uses the target's embedding).
+        None: the embedding is cut like the head, with row i for token columns[i], and other tokens are read as the last
+        row. Raises ValueError for a table that is empty, or has a negative or repeated id.
         """
         table = np.asarray(columns, dtype=np.int64)
         if table.ndim != 1 or not len(table) or table.min() < 0 or len(np.unique(table)) < len(table):
             raise ValueError("a draft's vocabulary is a list of different token ids of the target, one for each column")
         if num_inputs is not None:
             return cls(num_inputs, table)
-        input_of = np.full(int(table.max()) + 2, len(table) - 1)  # the last entry: every token of a greater id
+        input_of = np.full(int(table.max()) + 2, len(table) - 1)  # the last entry is for all greater ids
         input_of[table] = np.arange(len(table))
         return cls(len(table), table, input_of)
 
     @classmethod
     def from_offsets(cls, offsets: Sequence[int] | IntArray, num_inputs: int | None = None) -> Vocabulary:
-        """As `mapped`, of a table as EAGLE-3's checkpoints store it: d2t [C], column i being token i + d2t[i]."""
+        """As `mapped`, from the table d2t [C] of EAGLE-3's checkpoints: column i is token i + d2t[i]."""
         return cls.mapped(np.arange(len(offsets)) + np.asarray(offsets, dtype=np.int64), num_inputs)
 
     def num_known(self, target_size: int) -> int:
-        """How many of the target's `target_size` tokens the draft can guess."""
+        """The number of the target's `target_size` tokens that the draft can predict."""
         if self._columns is None:
             return min(self._size, target_size)
         return int((self._columns < target_size).sum())
 
     def inputs(self, tokens: IntArray) -> IntArray:
-        """The ids [N] that the draft's embedding is given for the target's tokens [N]."""
+        """The draft's input ids [N] for the target's tokens [N]."""
         if self._input_of is None:
             return np.minimum(tokens, self._size - 1)
         return self._input_of[np.minimum(tokens, len(self._input_of) - 1)]
 
     def text(self, tokens: Iterable[int]) -> list[int]:
-        """As `inputs`, of a stretch of text."""
+        """As `inputs`, for a sequence of tokens of a text."""
         found: list[int] = self.inputs(np.array(list(tokens), dtype=np.int64)).tolist()
         return found
 
     def over_target(self, logits: Tensor, target_size: int) -> Tensor:
-        """Logits [R, T], column i the target's token i, T <= target_size, of the draft's logits [R, C].
+        """The draft's logits [R, C] over the target's ids: [R, T] with T <= target_size, column i for token i.
 
-        Tokens that the draft does not know have -inf, or no column where none of a greater id is known either.
+        Unknown tokens have -inf. There are no columns after the last known token.
         """
         if self._columns is None:
             return logits[:, :target_size]
@@ -90,7 +90,7 @@ class Vocabulary:
             logits.index_add_(1, columns, target_logits[:, tokens].to(logits.dtype))
 
     def _table(self, target_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Columns [K] of the draft's logits and the target's tokens [K] that they stand for."""
+        """Columns [K] of the draft's logits, and their target tokens [K]."""
         if (target_size, device) not in self._tables:
             assert self._columns is not None
             columns = np.flatnonzero(self._columns < target_size)

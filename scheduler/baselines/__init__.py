@@ -1,1 +1,1 @@
-"""Published methods that best-first drafting is compared with. Nothing outside of a comparison needs them."""
+"""Baselines: published methods for comparison with best-first drafting."""

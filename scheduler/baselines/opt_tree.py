@@ -1,7 +1,7 @@
-"""OPT-Tree (2406.17276): the nodes that the draft itself holds likeliest in this step, found a layer at a time.
+"""OPT-Tree (2406.17276): the likeliest nodes under the draft in each step, found layer by layer.
 
-Judged by the draft's own probabilities as published; `coupled` lets it see the target's noise as well (see
-`child_scores`), a stronger baseline than the paper's.
+As published, it uses the draft's own probabilities. `coupled` also uses the target's noise (see `child_scores`), which
+is a stronger baseline than the paper's.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from ..verify import TargetPass
 
 
 class OptTreeDrafter(SequentialDrafter):
-    """The nodes that the draft holds likeliest in this step, as many as the budget allows; one per request.
+    """Proposes the draft's likeliest nodes within the budget (OPT-Tree, 2406.17276, section 3); one per request.
 
-    OPT-Tree, 2406.17276, section 3.
-
-    Each layer adds its best `budget` candidates to the pool; the tree is the best `budget` of the pool by path
-    probability, whose sum is the expected number of accepted tokens. Drafting ends when a layer adds no more than
-    `threshold` tokens to that. A layer is worth its time while it adds more tokens than the loop yields meanwhile: the
-    authors run 0.5 on a resident 7B, beside a streamed target it is some hundredths. The paper gives every node
-    `budget` candidates, here it is `children` of them.
+    Each layer adds its best `budget` candidates to a pool. The tree is the best `budget` nodes of the pool by path
+    probability; their sum is the expected number of accepted tokens. Drafting ends when a layer adds at most
+    `threshold` tokens to that sum. A layer pays off if it adds more tokens than the loop emits in the same time. The
+    authors use 0.5 for a resident 7B; for a streamed target, some hundredths are right. The paper keeps `budget`
+    candidates per node, this class keeps `children`.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class OptTreeDrafter(SequentialDrafter):
             # Scores fall along a path and the sort is stable, so these form a tree, parents first.
             best = np.argsort(-scores, kind="stable")[:budget]
             before, expected = expected, float(np.exp(scores[best]).sum())
-            # What is not among the best by now has no child that could be.
+            # A node outside the best has no child among the best.
             nodes = best[(best >= first) & ~np.isin(tokens[best], self._final)]
             if depth == max_depth or expected - before <= self._threshold or not len(nodes):
                 break

@@ -1,7 +1,7 @@
-"""Sequoia's trees (2402.12374): a shape that is fixed before a token is known, for the acceptance measured so far.
+"""Sequoia (2402.12374): a tree shape that is fixed before drafting, optimal for the acceptance measured so far.
 
-The draft is asked once a layer. Judged by the draft's own probabilities as published; `coupled` lets it see the
-target's noise as well (see `child_scores`), a stronger baseline than the paper's.
+The draft runs once per layer. As published, it uses the draft's own probabilities. `coupled` also uses the target's
+noise (see `child_scores`), which is a stronger baseline than the paper's.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..verify import TargetPass
 
 @dataclass(frozen=True)
 class Topology:
-    """The shape of a tree of N nodes whose tokens are still open, likeliest node first, so parents before children.
+    """The shape of a tree of N nodes without tokens, likeliest node first, so parents precede children.
 
-    parents [N]: index of the parent, ROOT (-1) for the root's children. ranks [N]: which of the draft's choices after
-    the parent it is, 0 for the first. depths [N]: 1 for the root's children. probabilities [N]: that it is accepted.
+    parents [N]: index of the parent, ROOT (-1) for the root's children. ranks [N]: rank among the draft's choices after
+    the parent, from 0. depths [N]: 1 for the root's children. probabilities [N]: acceptance probabilities.
     """
 
     parents: IntArray
@@ -41,21 +41,21 @@ class Topology:
 
     @property
     def expected_tokens(self) -> float:
-        """Tokens that a pass is expected to yield: one for each accepted node, and the target's own."""
+        """Expected tokens of a pass: one per accepted node, and the target's own token."""
         return 1 + float(self.probabilities.sum())
 
 
 def best_topology(acceptance: FloatArray, num_nodes: int, max_depth: int) -> Topology:
     """The tree of at most `num_nodes` nodes and depth `max_depth` with the most expected tokens (Sequoia, section 3.1).
 
-    acceptance [C], each in [0, 1]: how likely the child of a given rank is the one accepted, once its parent is.
-    Sequoia assumes that this depends on the rank alone, so a node's probability is the product along its path, and a
-    tree is expected to yield 1 + the sum over its nodes. The paper finds its maximum by a dynamic programme over size,
-    depth and branches, in which a node's children are its first k. The exact walk needs no such order, and a product of
-    numbers up to 1 never grows along a path: so the `num_nodes` likeliest of all paths are a tree, no tree sums to
-    more, and a heap finds them in O(N log N). Where acceptance falls with the rank, the two agree; the tests hold this
-    against the published recurrence, and both against every tree there is. The first n nodes are the best tree of n
-    nodes. Paths that are never accepted are left out. Among equals the shallower comes first.
+    acceptance [C], each in [0, 1]: the probability that the child of a given rank is accepted if its parent is
+    accepted. Sequoia assumes that it depends on the rank alone. So a node's probability is the product along its path,
+    and the expected tokens of a tree are 1 + the sum over its nodes. The paper maximises this by a dynamic programme
+    over size, depth and branches, in which a node's children are its first k. The exact walk does not need that order,
+    and a product of numbers up to 1 never grows along a path. So the `num_nodes` likeliest of all paths form a tree, no
+    tree has a greater sum, and a heap finds it in O(N log N). If acceptance falls with the rank, both methods agree;
+    the tests compare this one with the published recurrence, and both with all possible trees. The first n nodes are
+    the best tree of n nodes. Paths with probability 0 are omitted. Among equals, the shallower comes first.
     """
     assert ((acceptance >= 0) & (acceptance <= 1)).all()
     order = np.argsort(-acceptance, kind="stable")
@@ -80,10 +80,10 @@ def best_topology(acceptance: FloatArray, num_nodes: int, max_depth: int) -> Top
 
 
 def best_size(acceptance: FloatArray, max_depth: int, pass_s: FloatArray, round_s: float) -> tuple[int, int]:
-    """Nodes and depth that yield the most tokens per second, fewest first (Sequoia, section 3.3).
+    """Nodes and depth with the most tokens per second; among equals, the smallest (Sequoia, section 3.3).
 
-    pass_s [1 + N]: seconds of a target pass over 0 to N nodes. round_s: seconds of one draft forward; each layer takes
-    one. (0, 0) where no tree is worth drafting.
+    pass_s [1 + N]: seconds of a target pass over 0 to N nodes. round_s: seconds of one draft forward, one per layer.
+    (0, 0) if no tree is worth its cost.
     """
     best = (1 / float(pass_s[0]), 0, 0)
     for limit in range(1, max_depth + 1):
@@ -97,10 +97,9 @@ def best_size(acceptance: FloatArray, max_depth: int, pass_s: FloatArray, round_
 
 
 class RankAcceptance:
-    """How often the target's token was the draft's choice of each rank, over the verified nodes that were expanded.
+    """The share of verified, expanded nodes at which the target's token had each rank among the draft's choices.
 
-    The prior counts as `PRIOR_NODES` nodes of which the first choice met half, and those behind it less by the square
-    of their rank.
+    The prior counts as `PRIOR_NODES` nodes with an acceptance of 0.5 / (rank + 1)².
     """
 
     PRIOR_NODES = 4.0
@@ -110,7 +109,7 @@ class RankAcceptance:
         self._counts = Counter[int]()
 
     def observe(self, rank: int | None) -> None:
-        """The rank of the target's token at one verified node; None where it was not among the candidates."""
+        """Record the rank of the target's token at one verified node; None if it was not a candidate."""
         self.num_nodes += 1
         if rank is not None:
             self._counts[rank] += 1
@@ -124,13 +123,13 @@ class RankAcceptance:
 
 
 class MeasuredAcceptance:
-    """How often a draft's ranks were right, kept from request to request; modes with other ranks are kept apart."""
+    """A draft's acceptance by rank, kept from request to request, separately for modes with different ranks."""
 
     def __init__(self) -> None:
         self._modes = defaultdict[str, RankAcceptance](RankAcceptance)
 
     def ranks(self, *, greedy: bool, coupled: bool) -> RankAcceptance:
-        """Of greedy requests, of sampled ones, or of sampled ones whose ranks are taken under the shared noise."""
+        """The acceptance of greedy requests, of sampled ones, or of sampled ones ranked with the shared noise."""
         return self._modes["greedy" if greedy else "coupled" if coupled else "sampled"]
 
 
@@ -138,14 +137,13 @@ class MeasuredAcceptance:
 
 
 class SequoiaDrafter(SequentialDrafter):
-    """A tree of the shape that is best for the acceptance measured so far (Sequoia, section 3.1), one per request.
+    """Proposes trees of the best shape for the acceptance measured so far (Sequoia, section 3.1); one per request.
 
-    A node of rank r holds the draft's (r+1)-th likeliest token: by logits when greedy, by processed probability when
-    sampling. Sequoia draws its children from the draft without replacement, for an acceptance test that wants draws;
-    here the target chooses by its own noise, whatever was guessed, so the children to have are the likeliest. With
-    `coupled` they are the first of log q + G, which is a draw without replacement (Gumbel top-k) under the target's own
-    noise. A node that cannot be (nothing is left at its rank, or its parent is a `final` token) leaves its place empty,
-    for the shape does not know the text.
+    A node of rank r has the draft's (r+1)-th likeliest token: by logits if greedy, by processed probability if
+    sampling. Sequoia draws children from the draft without replacement, because its acceptance test needs draws. Here
+    the target chooses by its own noise, so the best children are the likeliest. With `coupled` they are the first of
+    log q + G, which is a draw without replacement (Gumbel top-k) under the target's noise. The shape is independent of
+    the text, so a node that cannot exist (no token has its rank, or its parent is a `final` token) stays empty.
     """
 
     def __init__(

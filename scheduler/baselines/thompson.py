@@ -1,6 +1,6 @@
-"""To stop drafting by Thompson sampling (EESD, 2406.03853), as published and with costs in view.
+"""Stops drafting by Thompson sampling (EESD, 2406.03853), as published, or with measured costs.
 
-To be compared with `budget.MarginalRate`. Knows nothing of tokens or models.
+A baseline for `budget.MarginalRate`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ THOMPSON_WIDTH = 16  # nodes that a round expands
 
 
 class ThompsonSampling:
-    """Another controller's trees, with the drafting stopped by Thompson sampling (EESD, 2406.03853, section 3.3).
+    """Another controller's trees; Thompson sampling decides when drafting stops (EESD, 2406.03853, section 3.3).
 
-    After each round theta is drawn from Beta(alpha, beta) and a coin with that bias decides whether to draft on. A
-    verdict of r accepted tokens after n rounds, each of which made the tree a level deeper, adds r to alpha and n - r
-    to beta.
+    After each round, theta is drawn from Beta(alpha, beta), and a coin with that bias decides whether to continue. Each
+    round makes the tree one level deeper. A verdict of r accepted tokens after n rounds adds r to alpha and n - r to
+    beta.
 
-    That coin is blind to what a round costs, and to what the draft thinks of its guesses. The calibrated variant, which
-    is given `costs`, acts on what was drawn as if it were so: theta is the chance that a level holds if the one above
-    it did (beta counts the walks that ended within the tree, older ones less and less), another round adds theta ** (n
-    + 1) tokens, and is drafted while these exceed the recent rate * its seconds. `CONFIDENCE` further counts are shared
-    out by the chance of a level that the nodes still open imply. Until costs are known these counts decide.
+    That coin ignores the cost of a round and the draft's confidence. The calibrated variant has `costs` and interprets
+    theta as the probability that a level is accepted if the level above it is. Its beta counts the walks that ended
+    within the tree; older walks count less. Another round then adds theta ** (n + 1) tokens, and runs while these
+    exceed the recent rate * its seconds. `CONFIDENCE` additional counts are divided by the level probability that the
+    open nodes imply. Until costs are known, the coin decides with these counts.
     """
 
     CONFIDENCE = 4.0
@@ -40,7 +40,7 @@ class ThompsonSampling:
 
     @property
     def counts(self) -> tuple[float, float]:
-        """alpha and beta: for another round, and against it."""
+        """alpha and beta: counts for another round and against it."""
         return self._accepted, self._against
 
     @property
@@ -51,7 +51,7 @@ class ThompsonSampling:
         if not len(state.open):
             return 0
         width = min(THOMPSON_WIDTH, len(state.open))
-        if len(state.best) and not self._goes_on(state.open, width):  # the root is always asked
+        if len(state.best) and not self._goes_on(state.open, width):  # the root is always expanded
             return 0
         self._num_rounds += 1
         return width
