@@ -6,7 +6,7 @@
     │   └── MissingWeightsError   some or all of its weights are missing
     ├── UnsupportedModelError     the architecture, or a feature of it, is not implemented
     ├── TokenizerError            the tokenizer or chat template is missing, damaged, or refuses the input
-    ├── VocabularyMismatchError   draft and target have different vocabularies
+    ├── VocabularyMismatchError   draft and target have too few tokens in common
     ├── ContextLengthError        the prompt does not fit the context
     ├── MemoryLimitError          the model does not fit the memory that may be used
     ├── HardwareError             a device or disk of this machine does not respond
@@ -47,7 +47,7 @@ class TokenizerError(OffspecError):
 
 
 class VocabularyMismatchError(OffspecError):
-    """Draft and target have different vocabularies."""
+    """Draft and target have too few tokens in common."""
 
 
 class ContextLengthError(OffspecError):

@@ -25,7 +25,7 @@ from offspec.scheduler.verify import TargetPass
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
 from ..model.decoder import CachedDecoder, Decoder
-from ..model.text_caches import TextCaches
+from ..model.text_caches import DraftText, TextCaches
 from ..planning.memory import MemoryUse, Room
 from ..text.tokenizer import Tokenizer
 from ..training.online import Aligner
@@ -111,7 +111,7 @@ class DraftTask:
     text: the draft's own cached text; None without a draft model. index: other texts for n-gram lookup.
     """
 
-    text: CachedDecoder | None
+    text: DraftText | None
     target: Decoder
     request: DraftRequest
     speculation: SpeculationParams

@@ -1,4 +1,4 @@
-"""A small model as the draft: it has the target's vocabulary and is resident."""
+"""A small model as the draft, resident: it has the target's vocabulary, or one that shares many tokens with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import MAX_ROWS, SpeculationParams
 
 from ..checkpoints.load import LoadSettings, load_decoder
-from ..checkpoints.opening import ModelFiles, locate
+from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import UsageError, VocabularyMismatchError
 from ..model.block import kv_cache_bytes
 from ..model.config import ModelConfig
@@ -34,6 +34,7 @@ from ..training.online import Aligner, AlignmentParams, check_learning, learning
 from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
 from .learnt import EstimatesAndRecall
 from .recall import RecallingText, recall_bytes
+from .reencoded_text import OtherVocabulary
 
 WALKED_SLICES = 3  # slices of HEAD_ROWS rows that a walk keeps beside the current one
 
@@ -43,20 +44,36 @@ class ModelDraft(Draft):
 
     decoder: Decoder
 
-    def __init__(self, decoder: Decoder, name: str | None, aligner: Aligner | None = None) -> None:
-        """aligner: trains the draft, or applied what it learnt before."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        name: str | None,
+        aligner: Aligner | None = None,
+        other: OtherVocabulary | None = None,
+        *,
+        is_larger: bool = False,
+    ) -> None:
+        """aligner: trains the draft, or applied what it learnt before. other: the draft's vocabulary if not the target's.
+
+        is_larger: the draft has more weights than the target, and they take more memory.
+        """
         super().__init__(name)
-        self.decoder, self.aligner = decoder, aligner
+        self.decoder, self.aligner, self.other, self._is_larger = decoder, aligner, other, is_larger
         self.graphs: TreeGraphs | None = None  # captured rounds, on a GPU only
 
     def prepare(self, max_context: int) -> None:
         if self.decoder.device.type == "cuda" and is_static(self.decoder) and self.graphs is None:
-            self.graphs = TreeGraphs(self.decoder, max_context + 1 + MAX_ROWS)
+            self.graphs = TreeGraphs(self.decoder, self._num_entries(max_context) + 1 + MAX_ROWS)
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
-        drafted = num_tokens + MAX_ROWS if num_tokens else 0
+        drafted = self._num_entries(num_tokens) + MAX_ROWS if num_tokens else 0
         text = CachedDecoder(self.decoder, drafted) if self.graphs is None else self.graphs.text(drafted)
-        return TextCaches(CachedDecoder(target, num_tokens + num_nodes), text)
+        draft = text if self.other is None else self.other.text(text)
+        return TextCaches(CachedDecoder(target, num_tokens + num_nodes), draft)
+
+    def _num_entries(self, num_tokens: int) -> int:
+        """Entries of the draft's cache for a text of `num_tokens` of the target's tokens."""
+        return num_tokens if self.other is None else self.other.reencoder.num_entries(num_tokens)
 
     def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
         looked_up: list[Guesser] = [PromptLookup(learnt.lookups)] if task.speculation.lookup else []
@@ -71,6 +88,9 @@ class ModelDraft(Draft):
             return BeamDrafter(text, request.sampler, speculation, request.final)
         if speculation.budget == 0:
             return NoDrafter()
+        if self._is_larger and speculation.budget is None and task.target.weights.is_resident:
+            # A round brings one token more at best, and takes longer than the pass that would bring it.
+            return super().drafter(task, learnt)
         if not self.overlaps:
             speculation = replace(speculation, overlap=False)
         is_coupled = speculation.scoring == "coupled"
@@ -107,28 +127,38 @@ class ModelDraft(Draft):
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A draft model's files, checked against the target."""
+    """A draft model's files, checked against the target.
+
+    other: the draft's vocabulary, if it is another one than the target's. is_larger: see `ModelDraft`.
+    """
 
     name: str
     files: ModelFiles
     options: DraftOptions
+    other: OtherVocabulary | None = None
+    is_larger: bool = False
 
     @classmethod
     def open(cls, request: OpenRequest) -> OpenedModel:
-        """Raises VocabularyMismatchError for another vocabulary, another subclass of OffspecError for bad files."""
+        """Raises VocabularyMismatchError where too few tokens are shared, another OffspecError for bad files."""
         name, options = request.options.draft, request.options
         options.refuse_exit_file()
         path = locate(name, None, "draft", weights=request.tokenizer is not None)
         asked = (request.dtype, request.device_type, request.notes)
         if request.tokenizer is None:
-            files = ModelFiles.from_config(path, None, *asked)
-        else:
-            files = ModelFiles.open(path, *asked)
-            _check_vocabulary(request.tokenizer, request.target, files)
-            if options.learns:
-                _refuse_foreign_learner(name, files.config)
-                check_learning(options.learn_file, has_draft=True, writes=options.learn)
-        return cls(name, files, options)
+            return cls(name, ModelFiles.from_config(path, None, *asked), options)
+        files = ModelFiles.open(path, *asked)
+        other = _other_vocabulary(request.tokenizer, request.target, files)
+        if options.learns:
+            _refuse_foreign_learner(name, files.config)
+            _refuse_other_vocabulary(name, other)
+            check_learning(options.learn_file, has_draft=True, writes=options.learn)
+        if other is not None:
+            request.notes.append(other.note(name))
+        if is_larger := _is_larger(files, request.target):
+            text = f"the draft {name} is larger than the target, so it is asked only where layers are streamed, or"
+            request.notes.append(Note(f"{text} where --budget says how many nodes to send", advice=True))
+        return cls(name, files, options, other, is_larger)
 
     @property
     def models(self) -> Sequence[ModelFiles]:
@@ -136,11 +166,12 @@ class OpenedModel:
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         files, itemsize = self.files, self.files.dtype.itemsize
+        context = room.context if self.other is None else self.other.reencoder.num_entries(room.context)
         items = [
             *unpacking_items(files),
             Item("draft", on_device=resident_bytes(files)),
-            Item("draft KV cache", on_device=kv_cache_bytes(files.config, room.context + MAX_ROWS, itemsize)),
-            *guessing_items(files.config, target),
+            Item("draft KV cache", on_device=kv_cache_bytes(files.config, context + MAX_ROWS, itemsize)),
+            *guessing_items(files.config, target, is_mapped=self.other is not None),
         ]
         if self.options.learns:
             params = AlignmentParams()
@@ -153,15 +184,25 @@ class OpenedModel:
         settings = LoadSettings(is_written=options.learns)
         decoder = load_decoder(self.files, all_resident(self.files), device, settings)
         aligner = open_aligner(decoder, options.learn_file, listens=options.learn) if options.learns else None
-        return lambda target: ModelDraft(decoder, self.name, aligner)
+        return lambda target: ModelDraft(decoder, self.name, aligner, self.other, is_larger=self.is_larger)
 
 
-def guessing_items(draft: ModelConfig, target: ModelFiles) -> list[Item]:
-    """The memory that a draft model needs beside its weights and its KV cache."""
-    itemsize = target.dtype.itemsize
+def _is_larger(draft: ModelFiles, target: ModelFiles) -> bool:
+    """Whether a pass of the draft takes longer than a pass of a resident target."""
+    weights = [sum(layer.num_weights for layer in model.stored.layers) for model in (draft, target)]
+    return weights[0] > weights[1] and resident_bytes(draft) > resident_bytes(target)
+
+
+def guessing_items(draft: ModelConfig, target: ModelFiles, *, is_mapped: bool = False) -> list[Item]:
+    """The memory that a draft model needs beside its weights and its KV cache.
+
+    is_mapped: its logits are spread over the target's vocabulary.
+    """
+    itemsize, size = target.dtype.itemsize, draft.vocab_size
+    columns = max(size, target.config.vocab_size) if is_mapped else size
     return [
         Item("recall", on_device=recall_bytes(draft, target.config, itemsize)),
-        Item("guessing", on_device=_guessing_bytes(draft.vocab_size, target.config.vocab_size)),
+        Item("guessing", on_device=_guessing_bytes(columns, target.config.vocab_size)),
     ]
 
 
@@ -184,13 +225,30 @@ def _refuse_foreign_learner(name: str, config: ModelConfig) -> None:
         )
 
 
-def _check_vocabulary(tokenizer: Tokenizer, target: ModelFiles, draft: ModelFiles) -> None:
-    """Refuse a draft with another vocabulary. A draft without a tokenizer must have the same number of tokens."""
+def _refuse_other_vocabulary(name: str, other: OtherVocabulary | None) -> None:
+    if other is not None:
+        raise UsageError(
+            f"the draft {name} has another vocabulary than the target, and only a draft with the target's can learn "
+            "from it; leave --learn and --learn-file out"
+        )
+
+
+def _other_vocabulary(tokenizer: Tokenizer, target: ModelFiles, draft: ModelFiles) -> OtherVocabulary | None:
+    """The draft's vocabulary, or None if it is the target's.
+
+    Raises VocabularyMismatchError where too few tokens are shared. A draft without a tokenizer must have the same
+    number of tokens.
+    """
     path, own = draft.checkpoint.path, draft.checkpoint.tokenizer_path
     if own is not None:
-        check_vocabularies(tokenizer, Tokenizer.load(own))
+        drafts = Tokenizer.load(own)
+        try:
+            check_vocabularies(tokenizer, drafts)
+        except VocabularyMismatchError:
+            return OtherVocabulary.of(tokenizer, drafts, target.config.vocab_size, draft.config.vocab_size)
     elif draft.config.vocab_size != target.config.vocab_size:
         raise VocabularyMismatchError(
             f"the draft {path} has {draft.config.vocab_size} tokens and no tokenizer.json, the target has "
             f"{target.config.vocab_size} tokens; use a draft of the target's family"
         )
+    return None

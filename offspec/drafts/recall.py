@@ -31,7 +31,8 @@ from offspec.scheduler.verify import TargetStates
 from offspec.scheduler.vocabulary import Vocabulary
 
 from ..model.config import ModelConfig
-from ..model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
+from ..model.decoder import BoolArray, Decoder, IntArray
+from ..model.text_caches import DraftText
 
 SIZE = 1024  # number of places kept
 MOST_NODES = 256  # places kept of one tree, so that a large tree does not replace all earlier places
@@ -96,7 +97,7 @@ def recall_bytes(draft: ModelConfig, target: ModelConfig, itemsize: int) -> int:
 class RecallingText:
     """The draft's text, with logits corrected by recall (a `scheduler.drafter.TreeModel`)."""
 
-    def __init__(self, text: CachedDecoder, target: Decoder, recall: Recall) -> None:
+    def __init__(self, text: DraftText, target: Decoder, recall: Recall) -> None:
         """text: a text without pending nodes."""
         self._text, self._target, self._recall = text, target, recall
         # The draft's final states:

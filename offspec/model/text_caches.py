@@ -9,11 +9,15 @@ import gc
 from collections.abc import Generator, Sequence
 from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import ref
 
+from torch import Tensor
+
+from offspec.scheduler.drafter import TreeModel
+
 from ..errors import UsageError
-from .decoder import CachedDecoder
+from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
 
 G = TypeVar("G", bound=Generator[Any, None, None])
 
@@ -43,6 +47,24 @@ class SoleUser:
         return user is not None and getgeneratorstate(user) != GEN_CLOSED
 
 
+class DraftText(TreeModel, Protocol):
+    """A draft's side of a text: `CachedDecoder` is one, and whatever else a kind of draft makes of its decoder."""
+
+    @property
+    def decoder(self) -> Decoder: ...
+
+    def states(
+        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
+    ) -> Tensor:
+        """As `CachedDecoder.states`, maybe without the rows `before`."""
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` of the target's tokens, committed and pending."""
+
+    def truncate(self, length: int) -> None:
+        """Forget the text from position `length` on."""
+
+
 class TextCaches:
     """`text` is what has been scored or emitted so far; either cache holds a beginning of it, and maybe pending nodes.
 
@@ -50,7 +72,7 @@ class TextCaches:
     the next `rewind`. `user` is the steps of the request that is under way: one at a time, or their texts would mix.
     """
 
-    def __init__(self, target: CachedDecoder, draft: CachedDecoder | None) -> None:
+    def __init__(self, target: CachedDecoder, draft: DraftText | None) -> None:
         """Both of them empty."""
         self.text: list[int] = []
         self.target, self.draft = target, draft

@@ -24,6 +24,7 @@ from . import chat_template
 from .gguf_tokenizer import read_gguf
 from .special_text import EncodedText, HiddenChat, SpecialText
 from .text_stream import REPLACEMENT, Detokenizer, TextStream
+from .token_bytes import token_bytes
 from .tokenizer_files import (
     TokenizerSettings,
     add_missing,
@@ -95,6 +96,16 @@ class Tokenizer:
     @property
     def bos_id(self) -> int | None:
         return self._special_id("bos_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        """The tokenizer's own; `eos_ids` has all that end a text."""
+        return self._special_id("eos_token")
+
+    @cached_property
+    def token_bytes(self) -> Mapping[int, bytes] | None:
+        """The bytes of every token that stands for text; None where they depend on a token's neighbours."""
+        return token_bytes(self._backend)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:

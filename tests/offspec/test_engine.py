@@ -520,10 +520,12 @@ def test_a_draft_with_less_padding(vocab_size: int, pair: Pair, engines: dict[st
 
 
 def other_vocabulary(pair: Pair, folder: Path) -> Path:
+    """One whose tokens' text depends on their neighbours; others are drafted for (`test_other_vocabulary`)."""
     variant(pair.draft, folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     (folder / "tokenizer.json").write_text(json.dumps(content))
     return folder
 

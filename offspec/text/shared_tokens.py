@@ -1,0 +1,115 @@
+"""Tokens that two vocabularies have in common: those that stand for the same bytes, and special ones of the same role.
+
+How much of a text they make up decides whether a model can draft for another one of another vocabulary. It is measured
+on a text of this module, as no text of the user's is there yet. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import VocabularyMismatchError
+from .tokenizer import Tokenizer
+
+# A run of right guesses ends at the first token that is not shared. With a share s of shared tokens it has s / (1 - s)
+# tokens at most on average: a third of a token at a quarter, which hardly any draft is worth asking for.
+LEAST_SHARE = 0.25
+
+SAMPLE = """\
+The committee met on Tuesday, 14 March 2023, and agreed that the report should be published before the end of the
+year. "We don't know yet," she said, "whether 3.5 million people will be affected, but the first results look good."
+Water boils at 100 °C; at higher altitudes it boils at lower temperatures because the pressure of the air is lower.
+
+def mean(values: list[float], default: float = 0.0) -> float:
+    \"\"\"The arithmetic mean of `values`.\"\"\"
+    if not values:
+        return default
+    return sum(values) / len(values)
+
+for (int i = 0; i < count; i++) { total += items[i].price * 1.19; }
+SELECT name, COUNT(*) FROM users WHERE created_at > '2024-01-01' GROUP BY name;
+
+1. **Install** the package: `pip install example`
+2. Open <https://example.org/docs> and read *Getting started*.
+
+Die Sitzung wurde verschoben, weil nicht genügend Mitglieder anwesend waren. Le musée est fermé le lundi, mais l'entrée
+est gratuite. La biblioteca abrirá mañana a las nueve. Сегодня хорошая погода. 今天天气很好,我们去公园吧。
+"""
+
+
+@dataclass(frozen=True)
+class SharedTokens:
+    """What a target's and a draft's tokenizer have in common.
+
+    to_draft: target id → draft id, one to one. share: of the tokens that either makes of SAMPLE, those that the other
+    has, too; the smaller of the two shares, as a draft of bytes says little of words, and of words little of bytes.
+    ratio: tokens of SAMPLE by the draft's tokenizer for each of the target's.
+    """
+
+    to_draft: Mapping[int, int]
+    share: float
+    ratio: float
+
+    @classmethod
+    def of(cls, target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int) -> SharedTokens:
+        """Of models that know so many ids.
+
+        Raises VocabularyMismatchError where they share too little, or where a token's bytes cannot be told.
+        """
+        _check_bytes_known(target, "target")
+        _check_bytes_known(draft, "draft")
+        their_ids = ids_by_bytes(draft, draft_size)
+        pairs = {i: their_ids[text] for text, i in ids_by_bytes(target, target_size).items() if text in their_ids}
+        ours, theirs = (tokenizer.encode(SAMPLE, add_special_tokens=False) for tokenizer in (target, draft))
+        shared = {*pairs.values()}
+        share = min(sum(i in pairs for i in ours) / len(ours), sum(i in shared for i in theirs) / len(theirs))
+        if share < LEAST_SHARE:
+            raise VocabularyMismatchError(
+                f"the draft's vocabulary is another one: {target.folder} and {draft.folder} share {share:.0%} of the "
+                f"tokens of a sample text, and at least {LEAST_SHARE:.0%} are needed for guesses to pay off: choose a "
+                "draft of the target's family, or --draft lookup"
+            )
+        roles = _equal_roles(target, draft).items()
+        special = {i: other for i, other in roles if i < target_size and other < draft_size}
+        return cls(pairs | special, share, len(theirs) / len(ours))
+
+
+def _check_bytes_known(tokenizer: Tokenizer, role: str) -> None:
+    if tokenizer.token_bytes is None:
+        raise VocabularyMismatchError(
+            f"the draft's vocabulary is another one, and which text the tokens of the {role} {tokenizer.folder} stand "
+            "for is known of byte-level BPE and sentencepiece only: choose a draft of the target's family, or "
+            "--draft lookup"
+        )
+
+
+def ids_by_bytes(tokenizer: Tokenizer, size: int) -> dict[bytes, int]:
+    """Of ids below `size`; of tokens that stand for the same bytes, the one that texts are encoded to.
+
+    Sentencepiece has a token for each byte beside each ASCII character's own. The tokenizer is one whose `token_bytes`
+    are known.
+    """
+    contents, found = tokenizer.token_bytes, dict[bytes, int]()
+    assert contents is not None
+    is_for_bytes = {i for i in contents if tokenizer.byte_anchor is not None and tokenizer.token_text(i)[:3] == "<0x"}
+    for token_id in sorted(filter(size.__gt__, contents), key=lambda i: (i in is_for_bytes, i)):
+        found.setdefault(contents[token_id], token_id)
+    return found
+
+
+def _equal_roles(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
+    """Special tokens of one name which both or neither of the two end answers with; and what each calls its EOS.
+
+    What leads every text is left out: the draft's text begins with its own.
+    """
+    pairs = dict[int, int]()
+    ours, theirs = (tokenizer.special_ids - {*tokenizer.encode("")} for tokenizer in (target, draft))
+    for token_id in sorted(ours):
+        other = draft.token_id(target.token_text(token_id))
+        if other in theirs and (token_id in target.eos_ids) == (other in draft.eos_ids):
+            pairs[token_id] = other
+    eos, other = target.eos_id, draft.eos_id
+    if eos is not None and other is not None and eos not in pairs and other not in pairs.values():
+        pairs[eos] = other
+    return pairs

@@ -1,0 +1,76 @@
+"""Which bytes of a text each token stands for, by what its tokenizer's decoder does. Knows nothing of models."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_SPACE = "▁"
+
+
+def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
+    """Token id → its bytes, of all tokens but special ones and those that stand for no text.
+
+    None for a tokenizer that is neither byte-level BPE nor of sentencepiece's kind: what its tokens stand for depends
+    on their neighbours.
+    """
+    steps = _decoder_steps(backend)
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" in kinds:
+        convert = _byte_level
+    elif "Metaspace" in kinds or any(step["type"] == "Replace" and _replaces_space(step) for step in steps):
+        convert = _sentencepiece if "ByteFallback" in kinds else _plain
+    else:
+        return None
+    added = backend.get_added_tokens_decoder()
+    found = dict[int, bytes]()
+    for text, token_id in backend.get_vocab(with_added_tokens=True).items():
+        if (token := added.get(token_id)) is None:
+            content = convert(text)
+        else:
+            content = None if token.special else token.content.encode("utf-8", "surrogatepass")
+        if content:
+            found[token_id] = content
+    return found
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The decoder's parts, as the library writes them."""
+    if backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())
+    parts: list[dict[str, Any]] = state.get("decoders", [state])
+    return parts
+
+
+def _replaces_space(step: dict[str, Any]) -> bool:
+    return bool(step.get("pattern") == {"String": _SPACE} and step.get("content") == " ")
+
+
+def byte_alphabet() -> list[str]:
+    """The character that byte-level vocabularies write for each byte (GPT-2, encoder.py)."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+_BYTES = {char: byte for byte, char in enumerate(byte_alphabet())}
+
+
+def _byte_level(text: str) -> bytes | None:
+    """None for a token with a character that no byte is written as."""
+    content = [_BYTES.get(char, -1) for char in text]
+    return None if -1 in content else bytes(content)
+
+
+def _plain(text: str) -> bytes:
+    return text.replace(_SPACE, " ").encode("utf-8", "surrogatepass")
+
+
+def _sentencepiece(text: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(text)
+    return bytes([int(match[1], 16)]) if match else _plain(text)

@@ -1,0 +1,201 @@
+"""Engines whose draft has another vocabulary: the text is plain decoding's, and guesses come true all the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.drafts.model_draft import ModelDraft
+from offspec.errors import UsageError
+from offspec.model.cuda_graphs import TreeGraphs, as_it_is
+from offspec.scheduler.params import MAX_ROWS
+from offspec.session import Session
+
+from ..pair import Pair, build_pair, variant
+from ..refusals import refused, tells
+from ..vocabularies import EOS, backends
+
+PROMPT = "def area("
+PLAIN = SpeculationParams(budget=0)
+SAMPLING = {
+    "greedy": SamplingParams(24, seed=0),
+    "warm": SamplingParams(24, temperature=1.0, seed=2, ignore_eos=True),
+    "everything": SamplingParams(24, temperature=1.3, top_k=40, top_p=0.95, repetition_penalty=0.8, seed=4),
+}
+SPECULATION = {
+    "auto": SpeculationParams(),
+    "small": SpeculationParams(budget=8),
+    "large": SpeculationParams(budget=64, recycling=True),
+    "specexec": SpeculationParams(budget=32, scoring="specexec", recall=False),
+    "sequoia": SpeculationParams(budget=32, tree="sequoia"),
+    "opt-tree": SpeculationParams(budget=32, tree="opt-tree", reuse=False),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"), max_position_embeddings=256)
+
+
+def reordered(pair: Pair, folder: Path) -> Path:
+    """The draft with its tokens in another order: as good as it was."""
+    variant(pair.draft, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    order = torch.randperm(len(vocabulary), generator=torch.Generator().manual_seed(3)).tolist()
+    content["model"]["vocab"] = {token: order[token_id] for token, token_id in vocabulary.items()}
+    for token in content["added_tokens"]:
+        token["id"] = order[token["id"]]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = tensors[name].clone()
+        rows[order] = tensors[name][: len(order)]
+        tensors[name] = rows
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def with_tokenizer(pair: Pair, folder: Path, name: str) -> Path:
+    """The draft's weights with a tokenizer that they were not made for."""
+    variant(pair.draft, folder)
+    backends()[name].save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    return folder
+
+
+def load(pair: Pair, draft: Path | str, **options: Any) -> Engine:
+    return Engine.load(str(pair.target), draft=str(draft), device="cpu", dtype="fp32", **options)
+
+
+@pytest.fixture(scope="module")
+def engines(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
+    root = tmp_path_factory.mktemp("drafts")
+    drafts: dict[str, Path | str] = {"none": "none", "own": pair.draft, "reordered": reordered(pair, root / "order")}
+    drafts |= {name: with_tokenizer(pair, root / name, name) for name in ("prose", "spaces")}
+    return {name: load(pair, draft) for name, draft in drafts.items()}
+
+
+def ids(engine: Engine, sampling: SamplingParams, speculation: SpeculationParams, **options: Any) -> list[int]:
+    prompt = options.pop("prompt", PROMPT)
+    return [t for step in engine.generate(prompt, sampling, speculation, **options) for t in step.token_ids]
+
+
+def tokens_per_pass(engine: Engine, sampling: SamplingParams) -> float:
+    speculation = SpeculationParams(budget=32, lookup=False, recall=False)
+    return list(engine.generate(PROMPT, sampling, speculation))[-1].stats.tokens_per_pass
+
+
+@pytest.mark.parametrize("draft", ["reordered", "prose", "spaces"])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_the_text_is_plain_decodings(draft: str, sampling: str, engines: dict[str, Engine]) -> None:
+    expected = ids(engines["none"], SAMPLING[sampling], PLAIN)
+    for speculation in SPECULATION.values():
+        assert ids(engines[draft], SAMPLING[sampling], speculation) == expected
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "warm"])
+def test_a_draft_with_its_tokens_in_another_order_guesses_as_well(sampling: str, engines: dict[str, Engine]) -> None:
+    own, reordered = (tokens_per_pass(engines[name], SAMPLING[sampling]) for name in ("own", "reordered"))
+    assert own > 1.5
+    assert reordered > 0.8 * own  # what the random target says is not always encoded as it said it
+
+
+@pytest.mark.parametrize("draft", ["reordered", "spaces"])
+def test_rounds_of_static_shapes_serve_it_too(draft: str, engines: dict[str, Engine]) -> None:
+    """As a GPU captures them."""
+    engine = engines[draft]
+    assert isinstance(engine.draft, ModelDraft)
+    fresh = engine.with_draft(ModelDraft(engine.draft.decoder, draft, other=engine.draft.other))
+    fresh.draft.graphs = TreeGraphs(engine.draft.decoder, 400 + MAX_ROWS, as_it_is)
+    for sampling in SAMPLING.values():
+        expected = ids(engines["none"], sampling, PLAIN)
+        assert ids(fresh, sampling, SpeculationParams(budget=32, recycling=True)) == expected
+
+
+@pytest.mark.parametrize("draft", ["prose", "spaces"])
+def test_a_text_of_split_characters_is_plain_decodings(draft: str, engines: dict[str, Engine]) -> None:
+    """The prompt ends inside a character."""
+    prompt = engines["none"].encode("naïve café 日本 😀")[:-1]
+    for sampling in SAMPLING.values():
+        expected = ids(engines["none"], sampling, PLAIN, prompt=prompt)
+        assert ids(engines[draft], sampling, SpeculationParams(budget=32), prompt=prompt) == expected
+
+
+@pytest.mark.parametrize("draft", ["reordered", "spaces"])
+def test_a_conversation_is_plain_decodings(draft: str, engines: dict[str, Engine]) -> None:
+    """Turns go on from the caches, one is cut short, and one is taken back."""
+
+    def replies(engine: Engine, speculation: SpeculationParams) -> list[str]:
+        session, sampling = Session(engine), SamplingParams(20, seed=1)
+        for message in ("print the items", "and the width"):
+            list(session.reply(message, sampling, speculation))
+        interrupted = session.reply("never mind", sampling, speculation)
+        next(interrupted)
+        interrupted.close()
+        session.undo()
+        list(session.reply("return it", sampling, speculation))
+        return [turn.reply for turn in session.turns]
+
+    found = replies(engines[draft], SpeculationParams(budget=16))
+    assert len(found) == 3
+    assert found == replies(engines["none"], PLAIN)
+
+
+def test_caches_that_are_rewound_are_as_good_as_new(engines: dict[str, Engine]) -> None:
+    engine, sampling = engines["reordered"], SAMPLING["greedy"]
+    caches = engine.new_caches(64, 32)
+    for prompt in ("def area(width", "def area(wid", "for item in", "def area(width, height):\n    return"):
+        text = engine.encode(prompt)
+        found = ids(engine, sampling, SpeculationParams(budget=16), prompt=text, caches=caches)
+        assert found == ids(engines["none"], sampling, PLAIN, prompt=text)
+
+
+def test_learning_from_the_target_needs_its_vocabulary(pair: Pair, tmp_path: Path) -> None:
+    with refused(UsageError, "vocabulary", "--learn"):
+        load(pair, with_tokenizer(pair, tmp_path / "prose", "prose"), learn=True)
+
+
+def test_joint_acceptance_has_a_beam_of_shared_tokens(engines: dict[str, Engine]) -> None:
+    sampling = SamplingParams(20)
+    found = ids(engines["reordered"], sampling, SpeculationParams(accept="joint"))
+    assert found
+    assert len(found) <= 20
+
+
+def test_what_is_shared_is_said(pair: Pair, tmp_path: Path) -> None:
+    engine = load(pair, with_tokenizer(pair, tmp_path / "prose", "prose"))
+    shared = [note for note in engine.notes if tells(note.text, "vocabulary", "share", tmp_path / "prose")]
+    assert len(shared) == 1
+    assert "%" in shared[0].text
+
+
+def test_a_larger_draft_is_asked_where_layers_are_streamed_or_with_a_budget(pair: Pair, tmp_path: Path) -> None:
+    large = build_pair(tmp_path, num_layers=4).draft
+    engine = load(pair, large)
+    assert any(tells(note.text, "larger", large, "--budget") for note in engine.notes)
+    sampling = SamplingParams(30, ignore_eos=True)
+    expected = ids(engine, sampling, PLAIN)
+    auto = SpeculationParams(lookup=False)
+    last = list(engine.generate(PROMPT, sampling, auto))[-1]
+    assert last.stats.num_drafted_tokens == 0
+    assert ids(engine, sampling, SpeculationParams(budget=16, lookup=False)) == expected
+
+
+@pytest.mark.parametrize("direction", ["it drafts", "it is drafted for"])
+def test_a_real_models_text_is_plain_decodings(direction: str, smollm2: Path) -> None:
+    """SmolLM2, of 49,152 tokens, and the built-in pair's models, of 4096."""
+    models = ("builtin", str(smollm2)) if direction == "it drafts" else (str(smollm2), "builtin")
+    prompt = "def mean(values):\n    return "
+    with Engine.load(models[0], draft=models[1], device="cpu", dtype="fp32", context=256) as engine:
+        for sampling in (SamplingParams(12), SamplingParams(8, temperature=1.0, seed=1)):
+            expected = ids(engine, sampling, PLAIN, prompt=prompt)
+            steps = list(engine.generate(prompt, sampling, SpeculationParams(budget=16, lookup=False)))
+            assert [token for step in steps for token in step.token_ids] == expected
+            assert len(steps) < len(expected), "some guesses come true"
