@@ -53,9 +53,10 @@ class ModelDraft(Draft):
         *,
         is_larger: bool = False,
     ) -> None:
-        """aligner: trains the draft, or applied what it learnt before. other: the draft's vocabulary if not the target's.
+        """aligner: trains the draft, or applied what it learnt before.
 
-        is_larger: the draft has more weights than the target, and they take more memory.
+        other: the draft's vocabulary, if it is not the target's. is_larger: the draft has more weights than the
+        target, and they take more memory.
         """
         super().__init__(name)
         self.decoder, self.aligner, self.other, self._is_larger = decoder, aligner, other, is_larger
