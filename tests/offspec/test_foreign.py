@@ -21,7 +21,7 @@ from offspec.checkpoints.conversion import convert
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.drafts.without_model import LookupDraft
-from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError, UsageError
+from offspec.errors import CheckpointError, UnsupportedModelError, UsageError
 from offspec.loaders.params import ConvertParams
 from offspec.loaders.placement import Limits, Placement, Slots
 from offspec.loading import LoadedTarget
@@ -31,6 +31,7 @@ from offspec.model.foreign import ForeignDecoder
 from offspec.planning.plan import Work, all_resident
 
 from ..pair import VOCAB_SIZE, Pair, build_pair, variant
+from ..refusals import check_message, refused, tells
 
 CPU = torch.device("cpu")
 PROMPT = [5, 9, 33, 70, 71, 72, 40, 41, 9, 33, 70, 71, 72, 40, 41, 9, 33]
@@ -225,7 +226,7 @@ def test_the_path_that_a_model_takes_is_told(models: dict[str, Foreign]) -> None
     notes = list[Note]()
     ModelFiles.open(models["mixtral"].folder, "fp32", "cpu", notes)
     told = [note.text for note in notes]
-    assert any("transformers' own modules (model_type mixtral)" in text for text in told)
+    assert any(tells(text, "transformers", "mixtral") for text in told)
     assert any("llama.cpp" in text for text in told)
 
 
@@ -251,28 +252,28 @@ def test_a_plan_counts_the_experts_that_rows_choose(models: dict[str, Foreign]) 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "recurrent layers": ({"model_type": "mamba", "hidden_size": 32}, "recurrent layers"),
+    "recurrent layers": ({"model_type": "mamba", "hidden_size": 32}, "recurrent"),
     "hybrid layers": (
         GROUPED | {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]},
-        "recurrent layers",
+        "recurrent",
     ),
-    "jamba": (GROUPED | {"model_type": "jamba", "use_mamba_kernels": False}, "recurrent layers"),
+    "jamba": (GROUPED | {"model_type": "jamba", "use_mamba_kernels": False}, "recurrent"),
     "alibi": (SHAPE | {"model_type": "falcon", "alibi": True}, "ALiBi"),
-    "bloom": ({"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 2}, "counts positions by itself"),
+    "bloom": ({"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 2}, "positions"),
     "masks inside": (
         {"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-        "masks of its own",
+        "masks",
     ),
     "encoder": ({"model_type": "bart", "is_encoder_decoder": True}, "encoder"),
-    "unknown": ({"model_type": "no_such_model"}, "nor known to the installed transformers"),
-    "own code": ({"model_type": "no_such_model", "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "never run"),
-    "no text": (SHAPE | {"model_type": "gpt_neox", "architectures": ["GPTNeoXModel"]}, "writes text"),
+    "unknown": ({"model_type": "no_such_model"}, "transformers"),
+    "own code": ({"model_type": "no_such_model", "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map"),
+    "no text": (SHAPE | {"model_type": "gpt_neox", "architectures": ["GPTNeoXModel"]}, "GPTNeoXModel"),
     "dynamic RoPE": (
         SHAPE
         | {"model_type": "gpt_neox", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-        "changes with the text's length",
+        "dynamic",
     ),
-    "no window": (GROUPED | {"model_type": "mixtral", "sliding_window": 0}, "mask of its own"),
+    "no window": (GROUPED | {"model_type": "mixtral", "sliding_window": 0}, "mask"),
     "method": (SHAPE | {"model_type": "gpt_neox", "quantization_config": {"quant_method": "hqq"}}, "hqq"),
 }
 
@@ -281,11 +282,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_hold_a_tree_is_refused_in_one_line(what: str, tmp_path: Path) -> None:
     config, told = REFUSED[what]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError) as refused:
+    with refused(UnsupportedModelError, tmp_path, told):
         ModelFiles.from_config(tmp_path, "bf16", "auto", "cpu", [])
-    assert told in str(refused.value)
-    assert str(tmp_path) in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -313,39 +311,38 @@ def test_a_lying_config_is_refused_in_one_line(
     settings: dict[str, Any], models: dict[str, Foreign], tmp_path: Path
 ) -> None:
     folder = variant(models["stablelm"].folder, tmp_path / "lying", **settings)
-    with pytest.raises(OffspecError) as refused:
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
         ModelFiles.open(folder, "auto", "cpu", [])
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 600
+    check_message(str(caught.value), folder)
+    assert len(str(caught.value)) < 600
 
 
 def test_tensors_that_do_not_fit_are_refused(models: dict[str, Foreign], tmp_path: Path) -> None:
-    for number, (change, told) in enumerate(
-        (
-            ({"model.layers.1.block_sparse_moe.experts.2.w1.weight": None}, "experts"),
-            ({"model.norm.weight": None}, "missing"),
-            ({"model.layers.0.block_sparse_moe.experts.1.w2.weight": torch.zeros(3, 3)}, "shape"),
-            ({"model.layers.0.self_attn.q_proj.weight": torch.zeros(3, 3)}, "shape"),
-            ({"model.layers.0.self_attn.surprise.weight": torch.zeros(3)}, "no place"),
-        )
-    ):
+    cases: tuple[tuple[dict[str, Any], type[Exception], tuple[str, ...]], ...] = (
+        ({"model.layers.1.block_sparse_moe.experts.2.w1.weight": None}, CheckpointError, ("experts",)),
+        ({"model.norm.weight": None}, CheckpointError, ("missing",)),
+        ({"model.layers.0.block_sparse_moe.experts.1.w2.weight": torch.zeros(3, 3)}, CheckpointError, ("[3, 3]",)),
+        ({"model.layers.0.self_attn.q_proj.weight": torch.zeros(3, 3)}, CheckpointError, ("[3, 3]",)),
+        ({"model.layers.0.self_attn.surprise.weight": torch.zeros(3)}, UnsupportedModelError, ("surprise",)),
+    )
+    for number, (change, error, words) in enumerate(cases):
         folder = shutil.copytree(models["mixtral"].folder, tmp_path / str(number))
         tensors = load_file(folder / "model.safetensors") | change
         save_file({n: t for n, t in tensors.items() if t is not None}, folder / "model.safetensors")
-        with pytest.raises((CheckpointError, UnsupportedModelError), match=told):
+        with refused(error, folder, *words):
             ModelFiles.open(folder, "auto", "cpu", [])
 
 
 def test_without_transformers_the_remedy_is_named(models: dict[str, Foreign], monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
-    with pytest.raises(UnsupportedModelError, match=r"pip install 'offspec\[transformers\]'"):
+    with refused(UnsupportedModelError, models["stablelm"].folder, "pip install 'offspec[transformers]'"):
         ModelFiles.open(models["stablelm"].folder, "auto", "cpu", [])
 
 
 def test_what_needs_our_own_decoder_is_refused(models: dict[str, Foreign], pair: Pair) -> None:
     foreign = str(models["stablelm"].folder)
-    with pytest.raises(UsageError, match="exit layer needs offspec's own decoder"):
+    with refused(UsageError, "exit layer", "decoder"):
         Engine.load(foreign, draft="self")
-    with pytest.raises(UsageError, match=r"learn.*--learn"):
+    with refused(UsageError, "learn", "--learn"):
         Engine.load(str(pair.target), draft=foreign, learn=True)

@@ -31,6 +31,7 @@ from offspec.planning.probe import plan_here
 
 from ..loaders.test_grouped import Quantised, said_by
 from ..pair import Pair, build_pair, variant
+from ..refusals import refused
 
 CPU = torch.device("cpu")
 NO_NODES = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), bool)
@@ -196,9 +197,8 @@ def test_a_bias_that_holds_something_is_refused(pair: Pair, tmp_path: Path) -> N
     tensors = load_file(file)
     tensors[name][3] = 0.5
     save_file(tensors, file)
-    with pytest.raises(UnsupportedModelError, match=name) as caught:
+    with refused(UnsupportedModelError, model.packed, name):
         Engine.load(str(model.packed), draft="none", device="cpu")
-    assert len(str(caught.value).splitlines()) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ commands

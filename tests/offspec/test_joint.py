@@ -15,6 +15,7 @@ from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.scheduler.tree import FloatArray
 
 from ..pair import CONTEXT, Pair, build_pair, variant
+from ..refusals import refused
 from ..scheduler.fakes import Rule, RuleModel
 from ..scheduler.test_joint import generate
 from .test_engine import PROMPT, ids, load, steps, text
@@ -113,7 +114,7 @@ def test_caches_go_on_from_request_to_request(engine: Engine) -> None:
 def test_it_needs_a_draft_and_no_temperature(pair: Pair, engine: Engine) -> None:
     for draft in ("none", "lookup"):
         alone = Engine.load(str(pair.target), draft=draft, device="cpu")
-        with pytest.raises(UsageError, match="against a draft"):
+        with refused(UsageError, "joint", "--draft"):
             alone.generate(PROMPT, speculation=JOINT)  # at once, not at the first step
-    with pytest.raises(UsageError, match="temperature must be 0"):
+    with refused(UsageError, "joint", "temperature", 0, 1, "exact"):
         engine.generate(PROMPT, SamplingParams(temperature=1.0), JOINT)

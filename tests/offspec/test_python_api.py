@@ -11,6 +11,7 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
 
 from ..pair import Pair, build_pair
+from ..refusals import refused
 
 PARAMS = SamplingParams(6, ignore_eos=True)
 
@@ -42,7 +43,7 @@ def test_sizes_are_texts_or_bytes(engine: Engine) -> None:
     [({"ram": "plenty"}, "plenty"), ({"vram": 4.5}, "vram"), ({"vrm": "4GiB"}, "vram"), ({"xyz": 1}, "draft")],
 )
 def test_options_that_cannot_be_followed(options: dict[str, Any], named: str, pair: Pair) -> None:
-    with pytest.raises(UsageError, match=named):
+    with refused(UsageError, named):
         Engine.load(pair.target, **options)
 
 
@@ -50,10 +51,10 @@ def test_after_the_end_a_closed_engine_says_so(pair: Pair) -> None:
     with Engine.load(pair.target, draft="none", device="cpu") as engine:
         steps = engine.generate("def area(", PARAMS)
         next(steps)
-    with pytest.raises(UsageError, match="closed"):
+    with refused(UsageError, "closed"):
         next(steps)
-    with pytest.raises(UsageError, match="closed"):
+    with refused(UsageError, "closed"):
         engine.complete("def area(")
-    with pytest.raises(UsageError, match="closed"):
+    with refused(UsageError, "closed"):
         engine.new_caches(16)
     engine.close()  # once more does nothing

@@ -25,7 +25,7 @@ from offspec.session import Session, Turn, lasting_caches
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import CONTEXT, Pair, build_pair, variant
-from ..refusals import refused
+from ..refusals import refused, tells
 
 GREEDY = SamplingParams(max_new_tokens=9)
 WARM = SamplingParams(max_new_tokens=9, temperature=0.6, seed=3)
@@ -259,7 +259,7 @@ def test_the_oldest_turns_are_dropped_and_that_is_said(engine: Engine) -> None:
         assert bool(told) == (turn.num_dropped > 0)
     assert len(session.turns) == 12
     assert 0 < len(told) < 6  # several turns at once, so that most turns go on from the caches
-    assert all("left out" in text for text in told)
+    assert all(tells(text, "context", CONTEXT, "oldest") for text in told)
 
 
 def test_a_long_conversation_is_rendered_a_few_times_for_what_to_drop(

@@ -21,7 +21,7 @@ from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.decoder import CachedDecoder
 from offspec.model.kv_cache import KVCache
 
-from ...refusals import refused
+from ...refusals import refused, tells
 
 TOLD = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.65 GiB\nSee documentation"
 PARAMS = SamplingParams(24, temperature=1.0, seed=5, ignore_eos=True)
@@ -83,10 +83,9 @@ def test_loading_is_tried_again_with_fewer_residents(
     assert num_resident(engine) < 8
     assert engine.plan is not None
     assert placed[-1].resident == engine.plan.placement.resident
-    (note,) = [note for note in engine.notes if "ran out of memory" in note.text]
+    (note,) = [note for note in engine.notes if "out of memory" in note.text]
     assert note.advice
-    assert "(CUDA out of memory)" in note.text
-    assert f"{num_resident(engine)} instead of 8 resident layers" in note.text
+    assert tells(note.text, "CUDA out of memory", num_resident(engine), 8, "layers")
     assert says(engine) == expected
     engine.close()
 

@@ -31,6 +31,8 @@ from offspec.planning.probe import measure_link
 from offspec.planning.report import explain_plan
 from offspec.tools.forecast import Assumptions, make_forecast
 
+from ...refusals import refused, tells
+
 GIB = 2**30
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"],
@@ -222,7 +224,7 @@ def test_longrope_says_by_which_context_its_factors_were_chosen(tmp_path: Path) 
     }
     config = PUBLISHED["phi-4"][1] | mini | {"rope_scaling": {"type": "su", **factors}}
     (tmp_path / "config.json").write_text(json.dumps(config | {"original_max_position_embeddings": 4096}))
-    for context, told in ((4096, "of up to 4096 tokens"), (4097, "of more than 4096 tokens")):
+    for context, told in ((4096, "up to 4096"), (4097, "more than 4096")):
         made = plan(tmp_path, "nf4", Limits(24 * GIB, 64 * GIB), MemoryOptions(context=context))
         assert any(told in note.text for note in explain_plan(made))
 
@@ -280,9 +282,9 @@ def test_a_default_context_shrinks_to_what_fits_one_asked_for_does_not(large: Pa
     assert plan(large, "nf4", Limits(24 * GIB, 64 * GIB)).context == DEFAULT_CONTEXT
     tight = plan(large, "nf4", Limits(5 * GIB, 64 * GIB))
     assert MIN_CONTEXT <= tight.context < DEFAULT_CONTEXT
-    with pytest.raises(MemoryLimitError, match="smaller --context"):
+    with refused(MemoryLimitError, "--context"):
         plan(large, "nf4", Limits(5 * GIB, 64 * GIB), MemoryOptions(context=DEFAULT_CONTEXT))
-    with pytest.raises(UsageError, match=r"131072.*--context"):
+    with refused(UsageError, "--context", 200_000, 131_072):
         plan(large, "nf4", Limits(24 * GIB, 64 * GIB), MemoryOptions(context=200_000))
 
 
@@ -324,13 +326,13 @@ def test_what_was_allowed_and_is_not_there_is_noted(
     limits = Limits(None if device is None else device * GIB, 64 * GIB)
     advice = [note.text for note in explain_plan(plan(large, "nf4", limits, allowed)) if note.advice]
     assert len(advice) == len(expected)
-    assert all(part in text for text, parts in zip(advice, expected, strict=True) for part in parts)
+    assert all(tells(text, *words) for text, words in zip(advice, expected, strict=True))
 
 
 def test_what_was_decided_is_said(large: Path) -> None:
     said = [note.text for note in explain_plan(plan(large, "nf4", Limits(24 * GIB, 64 * GIB)), 25e9)]
-    assert any("context 4096" in text for text in said)
-    assert any("80 layers" in text and "in RAM" in text and "25 GB/s (measured)" in text for text in said)
+    assert any(tells(text, "context", 4096) for text in said)
+    assert any(tells(text, "80 layers", "RAM", "25 GB/s", "measured") for text in said)
 
 
 def test_a_model_from_its_config_costs_what_the_real_one_does() -> None:
@@ -349,7 +351,7 @@ def test_headers_alone_are_enough_to_plan_and_not_to_load(tmp_path: Path) -> Non
     file.write_bytes(content[: 8 + int.from_bytes(content[:8], "little")])
     whole = ModelFiles.open(builtin_path("target"), "auto", "cpu", [])
     assert ModelFiles.from_config(folder, None, "auto", "cpu", []).num_parameters == whole.num_parameters
-    with pytest.raises(CheckpointError, match="truncated"):
+    with refused(CheckpointError, file, "truncated"):
         ModelFiles.open(folder, "auto", "cpu", [])
 
 
@@ -360,10 +362,10 @@ def test_weights_that_are_not_all_there_are_sized_by_the_config_and_damaged_ones
     whole = ModelFiles.open(folder, "auto", "cpu", [])
     content = file.read_bytes()
     file.write_bytes(content[:100])
-    with pytest.raises(CheckpointError, match="truncated: header promises"):
+    with refused(CheckpointError, file, "truncated", "header"):
         ModelFiles.from_config(folder, None, "auto", "cpu", notes)
     file.write_bytes(content[:9] + b"!" + content[10:])
-    with pytest.raises(CheckpointError, match="the file is damaged"):
+    with refused(CheckpointError, file, "damaged"):
         ModelFiles.from_config(folder, None, "auto", "cpu", notes)
     assert not notes
     file.write_text("version https://git-lfs.github.com/spec/v1\n")
@@ -373,8 +375,8 @@ def test_weights_that_are_not_all_there_are_sized_by_the_config_and_damaged_ones
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}))
     opened.append(ModelFiles.from_config(folder, None, "auto", "cpu", notes))
     assert {files.num_parameters for files in opened} == {whole.num_parameters}
-    told = [note.text for note in notes if note.text.startswith("sizes of model")]
-    assert told == ["sizes of model as bf16, from config.json alone (its weights are not all there)"] * 3
+    told = [note.text for note in notes if tells(note.text, "model", "bf16", "config.json", "weights")]
+    assert len(told) == 3
 
 
 def test_a_forecast_for_a_card_that_is_not_here(large: Path) -> None:
@@ -411,5 +413,5 @@ def test_the_largest_context_is_the_last_that_fits(large: Path) -> None:
     most = plan(large, "nf4", limits).largest_context()
     assert DEFAULT_CONTEXT < most < LLAMA_70B["max_position_embeddings"]  # type: ignore[operator]
     assert plan(large, "nf4", limits, MemoryOptions(context=most)).context == most
-    with pytest.raises(MemoryLimitError):
+    with refused(MemoryLimitError, "--context"):
         plan(large, "nf4", limits, MemoryOptions(context=most + 1))

@@ -26,6 +26,7 @@ from offspec.text.tokenizer import Tokenizer, check_vocabularies
 
 from ...llama_cpp import LlamaCpp
 from ...loaders.gguf_writing import write_gguf
+from ...refusals import refused
 from .varied_texts import TEXTS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -237,7 +238,7 @@ def test_a_copy_of_a_gguf_file_has_its_tokenizer(tmp_path: Path) -> None:
 
 def test_a_file_whose_tokenizer_is_not_read_is_not_copied(tmp_path: Path) -> None:
     file = write_model(tmp_path / "a.gguf", metadata_with("future-bpe"))
-    with pytest.raises(UnsupportedModelError, match="future-bpe"):
+    with refused(UnsupportedModelError, file, "future-bpe"):
         convert(file, tmp_path / "copy", ConvertParams(format="fp32"))
 
 
@@ -326,91 +327,88 @@ def test_cases_and_marks_beyond_ascii_count_where_the_models_own_rule_says_so() 
 # ---- what nobody should trust ----------------------------------------------------------------------------------------
 
 
-def refused(metadata: Mapping[str, Any], *says: str, error: type[Exception] = TokenizerError) -> None:
+def check_refused(metadata: Mapping[str, Any], *words: object, error: type[Exception] = TokenizerError) -> None:
+    """In one line of bounded length, soon, and with the remedy: the model's safetensors checkpoint."""
     start = time.monotonic()
-    with pytest.raises(error) as caught:
+    with refused(error, "some.gguf", "safetensors", *words) as caught:
         Tokenizer.from_gguf(metadata, Path("some.gguf"))
-    message = str(caught.value)
     assert time.monotonic() - start < 10
-    assert "\n" not in message
-    assert len(message) < 500
-    for part in ("some.gguf", "safetensors", *says):
-        assert part in message
+    assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("kind", ["bert", "rwkv", "plamo2", "t5", "gemma4", "none", "\n" * 10**6])
 def test_a_kind_of_tokenizer_that_is_not_read_is_refused(kind: str) -> None:
-    refused(metadata_with(model=kind), "gpt2 and llama", error=UnsupportedModelError)
+    check_refused(metadata_with(model=kind), "gpt2", "llama", error=UnsupportedModelError)
 
 
 @pytest.mark.parametrize("pre", [None, "", "future-bpe", "x" * 10**6])
 def test_an_unknown_rule_for_words_is_not_guessed(pre: str | None) -> None:
-    refused(metadata_with(**{"tokenizer.ggml.pre": pre}), "tokenizer.ggml.pre", error=UnsupportedModelError)
+    check_refused(metadata_with(**{"tokenizer.ggml.pre": pre}), "tokenizer.ggml.pre", error=UnsupportedModelError)
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "words"),
     [
-        ({"model": None}, "no tokenizer"),
-        ({"model": 7}, "tokenizer.ggml.model is 7"),
-        ({"pre": ["qwen2"]}, "tokenizer.ggml.pre"),
-        ({"tokens": None}, "tokens is missing"),
-        ({"tokens": []}, "tokens is missing or empty"),
-        ({"tokens": "abc"}, "tokens is 'abc'"),
-        ({"tokens": [1, 2]}, "tokens holds 1"),
-        ({"tokens": ["", "[EMPTY_0]"]}, "are both '[EMPTY_0]'"),
-        ({"tokens": ["a", "\udcff"]}, "no UTF-8"),
-        ({"token_type": [1]}, "types of 1"),
-        ({"token_type": "1"}, "token_type is '1'"),
-        ({"token_type": [True]}, "token_type holds True"),
-        ({"scores": [0.5]}, "scores of 1"),
-        ({"merges": None}, "merges is missing"),
-        ({"merges": [["a", "b"]]}, "merges holds ['a', 'b']"),
-        ({"merges": ["a zzzz"]}, "merge 0 is 'a zzzz'"),
-        ({"merges": ["ab"]}, "merge 0 is 'ab'"),
-        ({"merges": [""]}, "merge 0 is ''"),
-        ({"merges": [" "]}, "merge 0 is ' '"),
-        ({"merges": ["a \udcff"]}, "merge 0"),
-        ({"eos_token_id": 10**6}, "eos_token_id is 1000000"),
-        ({"bos_token_id": 2**40}, "bos_token_id is"),
-        ({"eot_token_id": -5}, "eot_token_id is -5"),
-        ({"eot_token_id": "</s>"}, "eot_token_id is '</s>'"),
-        ({"eot_token_id": True}, "eot_token_id is True"),
-        ({"add_bos_token": 1}, "add_bos_token is 1"),
-        ({"add_bos_token": True, "bos_token_id": None}, "begin with BOS"),
-        ({"tokenizer.chat_template": 5}, "chat_template is 5"),
-        ({"tokenizer.chat_template": "{{ \udcff }}"}, "chat_template is no UTF-8"),
-        ({"general.name": b"x"}, "general.name"),
+        ({"model": None}, ["no tokenizer"]),
+        ({"model": 7}, ["tokenizer.ggml.model", "7"]),
+        ({"pre": ["qwen2"]}, ["tokenizer.ggml.pre"]),
+        ({"tokens": None}, ["tokens", "missing"]),
+        ({"tokens": []}, ["tokens", "empty"]),
+        ({"tokens": "abc"}, ["tokens", "'abc'"]),
+        ({"tokens": [1, 2]}, ["tokens", "1"]),
+        ({"tokens": ["", "[EMPTY_0]"]}, ["'[EMPTY_0]'"]),
+        ({"tokens": ["a", "\udcff"]}, ["UTF-8"]),
+        ({"token_type": [1]}, ["types", "1"]),
+        ({"token_type": "1"}, ["token_type", "'1'"]),
+        ({"token_type": [True]}, ["token_type", "True"]),
+        ({"scores": [0.5]}, ["scores", "1"]),
+        ({"merges": None}, ["merges", "missing"]),
+        ({"merges": [["a", "b"]]}, ["merges", "['a', 'b']"]),
+        ({"merges": ["a zzzz"]}, ["merge 0", "'a zzzz'"]),
+        ({"merges": ["ab"]}, ["merge 0", "'ab'"]),
+        ({"merges": [""]}, ["merge 0", "''"]),
+        ({"merges": [" "]}, ["merge 0", "' '"]),
+        ({"merges": ["a \udcff"]}, ["merge 0"]),
+        ({"eos_token_id": 10**6}, ["eos_token_id", "1000000"]),
+        ({"bos_token_id": 2**40}, ["bos_token_id", "1099511627776"]),
+        ({"eot_token_id": -5}, ["eot_token_id", "-5"]),
+        ({"eot_token_id": "</s>"}, ["eot_token_id", "'</s>'"]),
+        ({"eot_token_id": True}, ["eot_token_id", "True"]),
+        ({"add_bos_token": 1}, ["add_bos_token", "1"]),
+        ({"add_bos_token": True, "bos_token_id": None}, ["BOS"]),
+        ({"tokenizer.chat_template": 5}, ["chat_template", "5"]),
+        ({"tokenizer.chat_template": "{{ \udcff }}"}, ["chat_template", "UTF-8"]),
+        ({"general.name": b"x"}, ["general.name"]),
     ],
 )
-def test_damaged_metadata_are_refused(changed: dict[str, Any], says: str) -> None:
-    refused(metadata_with(**changed), says)
+def test_damaged_metadata_are_refused(changed: dict[str, Any], words: list[str]) -> None:
+    check_refused(metadata_with(**changed), *words)
 
 
 def test_metadata_of_absurd_size_are_refused() -> None:
-    refused(metadata_with(tokens=["same"] * 10**6), "tokens 0 and 1 are both 'same'")
-    refused(metadata_with(tokens=["x"] * (2**22 + 1)), "no model has more than")
-    refused(metadata_with(merges=["x y"] * (2**21 + 1)), "no model has more than")
-    refused(metadata_with(merges=["x" * 10**7]), "merge 0")
+    check_refused(metadata_with(tokens=["same"] * 10**6), "tokens 0 and 1", "'same'")
+    check_refused(metadata_with(tokens=["x"] * (2**22 + 1)), "tokens", 2**22 + 1, 2**22)
+    check_refused(metadata_with(merges=["x y"] * (2**21 + 1)), "merges", 2**21 + 1, 2**21)
+    check_refused(metadata_with(merges=["x" * 10**7]), "merge 0")
 
 
 def test_scores_that_are_no_numbers_are_refused() -> None:
     num_tokens = len(metadata_with()["tokenizer.ggml.tokens"])
-    refused(metadata_with(scores=[float("nan")] * num_tokens), "not a number")
+    check_refused(metadata_with(scores=[float("nan")] * num_tokens), "scores", "number")
 
 
 def test_tokens_of_absurd_length_are_refused() -> None:
-    refused(with_tokens(("x" * 10**7, CONTROL)), "10000000 characters")
+    check_refused(with_tokens(("x" * 10**7, CONTROL)), "10000000 characters")
     long = dict(sentencepiece_metadata())
     long["tokenizer.ggml.tokens"] = [*long["tokenizer.ggml.tokens"], "x" * 10**7]
     long["tokenizer.ggml.token_type"] = [*long["tokenizer.ggml.token_type"], NORMAL]
     long["tokenizer.ggml.scores"] = [*long["tokenizer.ggml.scores"], 0.0]
-    refused(long, "10000000 characters")
+    check_refused(long, "10000000 characters")
 
 
 def test_a_vocabulary_whose_tokens_all_make_each_other_is_refused() -> None:
     texts = ["".join(letters) for length in range(1, 18) for letters in product("ab", repeat=length)]
-    refused({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", *texts]}, "make each other")
+    check_refused({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", *texts]}, "tokens", 2**21)
 
 
 def test_ids_that_no_token_has_count_for_nothing_where_nothing_depends_on_them() -> None:
@@ -423,7 +421,7 @@ def test_ids_that_no_token_has_count_for_nothing_where_nothing_depends_on_them()
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"a\.gguf"):
+    with refused(CheckpointError, tmp_path / "a.gguf"):
         Tokenizer.load(tmp_path / "a.gguf")
 
 

@@ -16,6 +16,7 @@ from offspec.errors import TokenizerError
 from offspec.session import Turn, encode_turns
 from offspec.text.tokenizer import Tokenizer
 
+from ...refusals import refused
 from .test_tokenizer import CHATML, llama2_backend, llama3_backend, reference, trained_byte_level, write_folder
 
 LLAMA3 = """{{- bos_token }}{%- for message in messages %}{{- '<|start_header_id|>' + message['role']
@@ -220,7 +221,7 @@ def test_what_only_the_special_token_can_write_is_refused(tmp_path: Path) -> Non
     config = {"chat_template": "{% for m in messages %}{{ m.content }} <end>{% endfor %}"}
     ours = Tokenizer.load(write_folder(tmp_path, backend, tokenizer_config=config))
     assert ours.encode_chat(chat("a a")) == [1, 1, 0]
-    with pytest.raises(TokenizerError, match=r"holds '<end>', .*--special-in-text"):
+    with refused(TokenizerError, "'<end>'", "--special-in-text"):
         ours.encode_chat(chat("a <end> a"))
 
 
@@ -248,5 +249,5 @@ def test_thoughts_of_the_assistant_are_the_templates_to_find(loaded: dict[str, t
 
 
 def test_a_message_that_is_not_unicode_is_refused(loaded: dict[str, tuple[Tokenizer, Any]]) -> None:
-    with pytest.raises(TokenizerError, match="surrogates not allowed"):
+    with refused(TokenizerError, "surrogates"):
         loaded["chatml"][0].encode_chat(chat("a \ud800"))

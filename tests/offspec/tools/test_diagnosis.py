@@ -14,6 +14,8 @@ from offspec.loaders.product_costs import ProductRate
 from offspec.tools import diagnosis
 from offspec.tools.diagnosis import MAX_ADVICE, Diagnosis, diagnose
 
+from ...refusals import refused, tells
+
 GIB = 2**30
 
 RATES = Rates(3.4e9, 25e9, 900e9, {64: 40e12}, 200e9, {"disk_bytes_per_s": "4 readers of 8 MiB, direct; shard"})
@@ -40,7 +42,7 @@ PRODUCT = ProductRate("nf4", 64, "kernel", 5e11, 4e9)
 
 def test_arithmetic_is_told_by_the_products_that_were_measured() -> None:
     """70.6e9 weights, twice 64 FLOP each at 5e11 a second: 18 s."""
-    assert "takes about 18" in replace(CPU_ONLY, products=(PRODUCT,)).advice[2]
+    assert tells(replace(CPU_ONLY, products=(PRODUCT,)).advice[2], "18.1 s")
 
 
 def with_rates(found: Diagnosis, **changes: Any) -> Diagnosis:
@@ -52,62 +54,60 @@ def with_ram(found: Diagnosis, **changes: Any) -> Diagnosis:
 
 
 def test_a_good_desktop_is_told_what_streaming_costs() -> None:
-    assert DESKTOP.advice == [
-        "This disk delivers 3.4 GB/s: a 70B model in NF4 (40 GB) takes 11.8 s a pass from disk, and 1.6 s from RAM "
-        "where 40 GB of it are free; 53.7 GB are free now."
-    ]
+    (line,) = DESKTOP.advice
+    assert tells(line, "3.4 GB/s", "70B", "NF4", "40 GB", "11.8 s", "1.6 s", "53.7 GB")
 
 
 def test_a_cpu_is_told_what_it_waits_for() -> None:
     """70.6e9 weights, twice 64 FLOP each at 1e11 a second, and unpacked at 1e9 a second: 161 s."""
     reading, arithmetic = CPU_ONLY.advice[1:]
-    assert "from disk, and needs no reading where 40 GB of RAM are free" in reading
-    assert arithmetic.startswith("The arithmetic of that pass, over 64 tokens, takes about 3 min on this CPU")
+    assert tells(reading, "disk", "40 GB", "RAM")
+    assert tells(arithmetic, "64 tokens", "3 min", "CPU")
 
 
 def test_a_small_machine_is_told_of_a_small_model() -> None:
     small = with_ram(CPU_ONLY, total_bytes=16 * GIB, machine_bytes=16 * GIB, available_bytes=10 * GIB)
-    assert any("an 8B model in NF4 (5.7 GB) takes 1.7 s a pass" in text for text in small.advice)
+    assert any(tells(text, "8B", "NF4", "5.7 GB", "1.7 s") for text in small.advice)
 
 
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (replace(DESKTOP, load_average=30.0), "This machine is busy: 30.0 processes share 16 cores"),
+        (replace(DESKTOP, load_average=30.0), ("busy", 30, "16 cores")),
         (
             with_ram(DESKTOP, total_bytes=6 * GIB, limit="cgroup v2 memory.max of /"),
-            "may use 6 GiB of the machine's 64 GiB of RAM (cgroup v2 memory.max of /)",
+            ("6 GiB", "64 GiB", "cgroup v2 memory.max of /"),
         ),
-        (replace(DESKTOP, bitsandbytes_version=None), "pip install bitsandbytes"),
-        (replace(CPU_ONLY, torch_has_gpus=False), "This torch (2.9.0+cu130) is built for CPUs only"),
-        (CPU_ONLY, "torch finds no graphics card"),
+        (replace(DESKTOP, bitsandbytes_version=None), ("pip install bitsandbytes",)),
+        (replace(CPU_ONLY, torch_has_gpus=False), ("torch", "2.9.0+cu130", "CPUs")),
+        (CPU_ONLY, ("torch", "graphics card")),
         (
             with_rates(DESKTOP, sources={"disk_bytes_per_s": "1 reader, through the page cache, refused"}),
-            "(ext4) refuses direct reads",
+            ("ext4", "direct reads"),
         ),
         (
             replace(with_rates(DESKTOP, sources={"disk_bytes_per_s": "through the page cache"}), disk=None),
-            "This file system refuses direct reads",
+            ("file system", "direct reads"),
         ),
-        (with_rates(DESKTOP, disk_bytes_per_s=5e8), "500 MB/s is slow: an NVMe SSD reads 3 to 7 GB/s"),
-        (with_rates(DESKTOP, host_to_device_bytes_per_s=3e9), "The link to the card delivers 3 GB/s"),
+        (with_rates(DESKTOP, disk_bytes_per_s=5e8), ("500 MB/s", "NVMe")),
+        (with_rates(DESKTOP, host_to_device_bytes_per_s=3e9), ("link", "3 GB/s")),
         (
             replace(DESKTOP, hardware=replace(DESKTOP.hardware, gpu=replace(CARD, free_bytes=10 * GIB))),
-            "Other programs hold 14 GiB of the card's 24 GiB",
+            ("14 GiB", "card", "24 GiB"),
         ),
-        (with_ram(DESKTOP, available_bytes=8 * GIB), "Only 8 GiB of 64 GiB of RAM are free"),
+        (with_ram(DESKTOP, available_bytes=8 * GIB), ("8 GiB", "64 GiB", "RAM")),
         (
             replace(DESKTOP, disk=Disk(Path("/models"), "ext4", "/dev/sda", 9 * 10**9)),
-            "/models has 9 GB left: too little for a 70B model in NF4 (40 GB)",
+            ("/models", "9 GB", "70B", "40 GB"),
         ),
         (
             with_rates(DESKTOP, matmul_flops={64: 1e11}),
-            "on this card, more than the reading: a smaller model, or a faster card",
+            ("card", "smaller model"),
         ),
     ],
 )
-def test_what_is_wrong_is_told(found: Diagnosis, words: str) -> None:
-    assert any(words in text for text in found.advice), found.advice
+def test_what_is_wrong_is_told(found: Diagnosis, words: tuple[object, ...]) -> None:
+    assert any(tells(text, *words) for text in found.advice), found.advice
 
 
 def test_a_faster_disk_is_not_advised_to_who_waits_for_arithmetic() -> None:
@@ -183,5 +183,5 @@ def test_a_disk_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(UsageError, match="is not a device"):
+    with refused(UsageError, "tpu", "device"):
         diagnose("tpu", quick=True)

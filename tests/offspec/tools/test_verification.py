@@ -20,6 +20,7 @@ from offspec.scheduler.verify import Verdict
 from offspec.tools.verification import NEAR_TIE, Setting, VerificationReport, settings_of, verify
 
 from ...pair import build_pair
+from ...refusals import refused
 
 PROMPTS = ["def area(", "for item in"]
 
@@ -174,17 +175,22 @@ def test_no_difference_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    "values",
-    [(-1.0, 1.0, 8, "coupled"), (0.0, 0.0, 8, "coupled"), (0.0, 1.0, -1, "coupled"), (0.0, 1.0, 8, "other")],
+    ("values", "words"),
+    [
+        ((-1.0, 1.0, 8, "coupled"), ("temperature", -1)),
+        ((0.0, 0.0, 8, "coupled"), ("top_p", 0)),
+        ((0.0, 1.0, -1, "coupled"), ("budget", -1)),
+        ((0.0, 1.0, 8, "other"), ("scoring", "other")),
+    ],
 )
-def test_settings_that_cannot_be_meant(values: tuple[Any, Any, Any, Any]) -> None:
-    with pytest.raises(UsageError):
+def test_settings_that_cannot_be_meant(values: tuple[Any, Any, Any, Any], words: tuple[object, ...]) -> None:
+    with refused(UsageError, *words):
         Setting(*values, draft="own")
 
 
 def test_own_needs_something_that_guesses(engine: Engine) -> None:
     alone = engine.with_draft(NoDraft())
-    with pytest.raises(UsageError, match="--draft"):
+    with refused(UsageError, "--draft"):
         verify(alone, PROMPTS, [setting()])
     assert verify(alone, PROMPTS, [setting(draft="random")], max_new_tokens=4).is_exact
 
