@@ -155,5 +155,5 @@ def test_what_does_not_say_what_it_is_is_refused(
     tmp_path: Path, config: dict[str, Any], error: type[Exception], told: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with refused(error, tmp_path, *told.split()):
+    with refused(error, *told.split()):
         ModelFiles.from_config(tmp_path, "bf16", "auto", "cpu", [])
