@@ -55,6 +55,8 @@ class MovingAverage:
 class Retry:
     """When to retry a choice that did not pay off: after `first` occasions, then twice as many, up to `longest`."""
 
+    STRIDE = 4  # occasions
+
     def __init__(self, first: int = 8, longest: int = 128) -> None:
         self._first, self._longest = first, longest
         self._length, self._passed = first, 0
@@ -62,6 +64,19 @@ class Retry:
     @property
     def is_due(self) -> bool:
         return self._passed >= self._length
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether it did not pay on the last occasion."""
+        return self._passed > 0
+
+    @property
+    def wants_look(self) -> bool:
+        """Whether to find out on this occasion if it pays by now, which takes time itself.
+
+        On the first ones after it did, and then on every STRIDE-th.
+        """
+        return self._passed <= self.STRIDE or self._passed % self.STRIDE == 0
 
     def wait(self) -> None:
         """Count one occasion. If a retry was due at it, the next wait is twice as long."""

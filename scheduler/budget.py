@@ -14,6 +14,7 @@ from .averages import DecayingRatio
 from .costs import WIDTHS, Costs
 from .tree import FloatArray
 
+PLAIN_ROWS = 1
 RATE_FORGETTING = 0.95  # of tokens and seconds per pass; defines the recent rate
 
 
@@ -90,13 +91,24 @@ class MarginalRate:
         self._recent_rate.observe(num_tokens, seconds)
 
     def rate(self, state: DraftingState) -> float:
-        """Tokens/s of the last passes, or the predicted rate of the current tree."""
+        """Tokens/s of the last passes; before the first, the predicted rate of the tree or of plain decoding."""
         if self._recent_rate.value:
             return self._recent_rate.value
         tokens, seconds = self._tokens_and_seconds(state)
-        return float((tokens / (state.spent_s + seconds)).max())
+        return max(float((tokens / (state.spent_s + seconds)).max()), self._plain_rate())
+
+    def _plain_rate(self) -> float:
+        """Tokens/s of plain passes, where they have been seen; else 0."""
+        curve = self._costs.target
+        return 0.0 if self._is_new(PLAIN_ROWS) else 1 / float(curve.seconds(np.array([PLAIN_ROWS]))[0])
+
+    def _is_new(self, rows: int) -> bool:
+        """Whether passes with about so many rows have hardly been seen."""
+        return self._costs.target.weight(rows) < 0.25
 
     def size(self, state: DraftingState) -> int:
+        if not len(state.best):
+            return 0
         tokens, seconds = self._tokens_and_seconds(state)
         return int((tokens - self.rate(state) * seconds).argmax())
 
@@ -116,9 +128,9 @@ class MarginalRate:
 
     def _wants_plain(self, state: DraftingState, rate: float) -> bool:
         """Whether a pass without a tree could be the best choice, but has hardly been tried."""
-        curve = self._costs.target
-        plain_s = float(curve.seconds(np.array([state.num_chain]))[0])
-        return curve.weight(state.num_chain) < 0.25 and self._recent_rate.value > 0 and 1 / plain_s > 0.5 * rate
+        if not self._recent_rate.value or not self._is_new(state.num_chain):
+            return False
+        return 1 / float(self._costs.target.seconds(np.array([state.num_chain]))[0]) > 0.5 * rate
 
     def _tokens_and_seconds(self, state: DraftingState) -> tuple[FloatArray, FloatArray]:
         """Expected tokens, and seconds of the pass, for the k best candidates, k = 0 to all."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -35,21 +36,24 @@ class CostCurve:
         self._prior = None if prior is None else np.array([prior(round(2**x)) for x in self.KNOTS])
         self._sums, self._weights = np.zeros_like(self.KNOTS), np.zeros_like(self.KNOTS)
         self._last = 0  # knot nearest to the last observation
-        self._seconds: FloatArray | None = None
-
-    @property
-    def is_known(self) -> bool:
-        return self._prior is not None or bool(self._weights.any())
+        self._seconds: FloatArray | None = None  # at the knots
+        self.is_known = prior is not None
 
     def observe(self, rows: int, seconds: float) -> None:
         place = math.log2(min(max(rows, 1), MOST_ROWS))
-        rates = self.RATE * np.exp(-0.5 * ((self.KNOTS - place) / 0.25) ** 2)
-        rates[rates < self.LITTLE * self.RATE] = 0.0
+        rates, self._last = self._nearness(place)
         shape = 1.0 if self._prior is None else self._prior / np.interp(place, self.KNOTS, self._prior)
         self._sums = self.FORGETTING * self._sums + rates * (seconds * shape - self._sums)
         self._weights = self.FORGETTING * self._weights + rates * (1 - self._weights)
-        self._last = int(np.abs(self.KNOTS - place).argmin())
-        self._seconds = None
+        self._seconds, self.is_known = None, True
+
+    @classmethod
+    @cache
+    def _nearness(cls, place: float) -> tuple[FloatArray, int]:
+        """How much an observation at `place` counts for each knot, and which knot is the nearest."""
+        rates: FloatArray = cls.RATE * np.exp(-0.5 * ((cls.KNOTS - place) / 0.25) ** 2)
+        rates[rates < cls.LITTLE * cls.RATE] = 0.0
+        return rates, int(np.abs(cls.KNOTS - place).argmin())
 
     def weight(self, rows: int) -> float:
         """The weight of observations near this number of rows, from 0 to 1."""
@@ -66,8 +70,8 @@ class CostCurve:
             last = self._last
             knots[last:] = np.maximum.accumulate(knots[last:])
             knots[last::-1] = np.minimum.accumulate(knots[last::-1])
-            self._seconds = np.interp(_LOGS, self.KNOTS, knots)
-        curve: FloatArray = self._seconds[np.minimum(rows, MOST_ROWS)]
+            self._seconds = knots
+        curve: FloatArray = np.interp(_LOGS[np.minimum(rows, MOST_ROWS)], self.KNOTS, self._seconds)
         return curve
 
     def _inferred(self) -> FloatArray:

@@ -52,6 +52,11 @@ class DraftRounds:
         self.model_depth = min(max_depth, self._model.max_context - len(text))
 
     @property
+    def is_untouched(self) -> bool:
+        """Whether the tree is empty: no candidates, and no row that the draft has scored."""
+        return not len(self.tree.nodes) and not self.tree.is_rooted
+
+    @property
     def num_unscored(self) -> int:
         """Tokens of the text that the draft has not scored yet."""
         return len(self._text) - self._model.length

@@ -61,7 +61,8 @@ class ModelDrafter:
         self._rounds = DraftRounds(model, request, scorer, self._calibration, corrector)
         self._guessers = GuesserPool(guessers, request.sampler, self._calibration, clock)
         controller = controller or controller_for(params, learnt.costs)
-        self._pricing = PassPricing(controller, learnt.costs, self._calibration, clock)
+        retry = self._calibration.retry if params.budget is None else None
+        self._pricing = PassPricing(controller, learnt.costs, self._calibration, clock, retry)
         self._draft_costs = learnt.costs.draft
         self._overlap = Overlap(allowed=params.overlap and params.reuse, switch=learnt.overlap_switch)
         self._text: Sequence[int] = ()
@@ -87,10 +88,12 @@ class ModelDrafter:
         self._sent = np.empty(0, dtype=np.int64)
         if rounds.max_depth > 0 and pricing.limit > 0:
             self._draft()
-        tree = rounds.tree.tree(self._sent)
+        tree, num_tokens = TokenTree.empty(), 1.0
+        if len(self._sent):
+            tree, num_tokens = rounds.tree.tree(self._sent), 1 + float(rounds.probabilities(self._sent).sum())
         cycle_s = pricing.send()
         if self._overlap.is_learning and not pricing.is_first:
-            self._overlap.observe(1 + float(rounds.probabilities(self._sent).sum()), cycle_s)
+            self._overlap.observe(num_tokens, cycle_s)
         self._overlap.begin(is_on=self.wants_overlap)
         return tree
 
@@ -110,8 +113,9 @@ class ModelDrafter:
         self._guessers.ask(rounds.tree, self._text, pricing.limit, rounds.max_depth, rate)
         if rounds.model_depth > 0 and (rounds.tree.is_rooted or pricing.is_worth_a_round()):
             self._grow()
-        best = rounds.best(pricing.limit)
-        self._sent = best[: pricing.size(rounds.probabilities(best))]
+        if not rounds.is_untouched:
+            best = rounds.best(pricing.limit)
+            self._sent = best[: pricing.size(rounds.probabilities(best))]
         if is_priced and self._guessers.was_asked and not pricing.is_first:  # the first pass indexes the whole text
             guessed = self._sent[rounds.tree.is_claimed(self._sent)]
             num_tokens = float(rounds.probabilities(guessed).sum())
@@ -143,10 +147,16 @@ class ModelDrafter:
     # ------------------------------------------------------------------------------------------------ a verdict
 
     def observe(self, done: TargetPass) -> None:
+        self._pricing.judged(len(done.tree))
+        self._guessers.observe(done)
+        if not self._rounds.is_untouched:  # where nothing pays, passes follow each other as in plain decoding
+            self._learn(done)
+        self._pricing.end(len(done.verdict.tokens))
+
+    def _learn(self, done: TargetPass) -> None:
+        """From a verdict on what was drafted or guessed, sent or not; and keep what is left of it."""
         tree, verdict = done.tree, done.verdict
         rounds, path = self._rounds, self._sent[verdict.path]
-        self._pricing.judged(len(tree))
-        self._guessers.observe(done)
         if len(tree):
             learn_trust(self._calibration.trust, rounds.tree, self._sent, tree, verdict)
         elif rounds.tree.is_rooted:
@@ -155,4 +165,3 @@ class ModelDrafter:
         rounds.correct(self._sent, done.states)
         learn_children(self._calibration, rounds.tree, path, verdict.tokens)
         rounds.keep(path, verdict.tokens, reuse=self._params.reuse)
-        self._pricing.end(len(verdict.tokens))

@@ -20,16 +20,26 @@ NONE = np.empty(0)
 class PassPricing:
     """The clock of a request. Order of calls per pass: begin, round (any number), send, judged, end."""
 
-    def __init__(self, controller: Controller, costs: Costs, calibration: DraftCalibration, clock: Clock) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        costs: Costs,
+        calibration: DraftCalibration,
+        clock: Clock,
+        retry: Retry | None = None,
+    ) -> None:
+        """retry: of earlier requests, if the draft may be switched off as it was there."""
         self._controller, self._costs, self._calibration, self._clock = controller, costs, calibration, clock
-        self._recent_rate, self._retry = DecayingRatio(RATE_FORGETTING), Retry()
+        self._recent_rate, self._retry = DecayingRatio(RATE_FORGETTING), retry or Retry()
         self._began = self._sent = self._judged = self._rounds_s = 0.0
         self._num_chain = 0
+        self._rests = False  # nothing is drafted in this pass, and its seconds are known
         self.is_first = True  # the first pass contains the prefill and does not count for the rate
 
     def begin(self, num_chain: int) -> None:
         """Start a pass. num_chain: its rows in addition to the nodes."""
         self._began, self._rounds_s, self._num_chain = self._clock(), 0.0, num_chain
+        self._rests = False
 
     @property
     def limit(self) -> int:
@@ -54,11 +64,21 @@ class PassPricing:
         return DraftingState(best, open_nodes, profile, self._num_chain, self._clock() - self._began)
 
     def is_worth_a_round(self) -> bool:
-        """Whether a first draft round pays off; if not, it is retried at growing intervals."""
+        """Whether a first draft round pays off; if not, it is retried at growing intervals.
+
+        A first pass has no rate to judge by: it continues as the last request ended.
+        """
+        retry = self._retry
+        looks = not retry.is_pausing if self.is_first else retry.wants_look
+        self._rests = not looks and not self.is_first
+        return retry.is_worth_trying(pays=looks and self._promises_tokens())
+
+    def _promises_tokens(self) -> bool:
+        """Whether a first round is expected to bring more tokens than its seconds bring otherwise."""
         root = np.array([self._calibration.trust.value])
         profile, overhead_s = self._calibration.profile.values, self._costs.overhead_s
         state = DraftingState(NONE, root, profile, self._num_chain, 0.0, overhead_s)
-        return self._retry.is_worth_trying(pays=self._controller.width(state) > 0)
+        return self._controller.width(state) > 0
 
     def round(self, draft: Callable[[], int]) -> None:
         """Run one draft round, which returns its number of rows, and record its seconds."""
@@ -83,7 +103,7 @@ class PassPricing:
     def judged(self, num_nodes: int) -> None:
         """Record the end of the target's pass, and its seconds by number of rows."""
         self._judged = self._clock()
-        if (rows := self._num_chain + num_nodes) <= MOST_ROWS:
+        if (rows := self._num_chain + num_nodes) <= MOST_ROWS and (num_nodes or not self._rests):
             self._costs.target.observe(rows, self._judged - self._sent)
 
     def end(self, num_tokens: int) -> None:

@@ -126,7 +126,8 @@ class RecallingText:
             num_before = len(states) - len(tokens) - 1
             self._before, self._root, nodes = nodes[:num_before], nodes[num_before, None], nodes[num_before + 1 :]
             states = states[num_before:]
-        self._pending.append(nodes)
+        if len(tokens):
+            self._pending.append(nodes)
         return self._logits(states)
 
     @torch.inference_mode()
@@ -163,4 +164,5 @@ class RecallingText:
         if self._pending:
             places = torch.cat(self._pending)
             self._root = places[path[-1], None].clone() if path else self._root
-            self._pending = [places[to_device(torch.tensor(pending, dtype=torch.int64), places.device)]]
+            kept = to_device(torch.tensor(pending, dtype=torch.int64), places.device)
+            self._pending = [places[kept]] if pending else []

@@ -63,6 +63,18 @@ def test_what_does_not_pay_is_tried_after_ever_longer_waits() -> None:
     assert [retry.is_worth_trying(pays=False) for _ in range(4)] == [False, False, True, False], "from the start again"
 
 
+def test_the_longer_something_has_not_paid_the_more_seldom_it_is_looked_at() -> None:
+    retry, looks = Retry(first=16), list[int]()
+    assert not retry.is_pausing
+    for occasion in range(16):
+        looks += [occasion] if retry.wants_look else []
+        retry.is_worth_trying(pays=False)
+        assert retry.is_pausing
+    assert looks == [0, 1, 2, 3, 4, 8, 12]
+    retry.is_worth_trying(pays=True)
+    assert (retry.wants_look, retry.is_pausing) == (True, False)
+
+
 def test_asking_whether_a_try_is_due_changes_nothing() -> None:
     retry, due = Retry(4, 4), list[int]()
     for occasion in range(20):

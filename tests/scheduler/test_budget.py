@@ -138,6 +138,19 @@ def test_rounds_are_drafted_while_they_pay(round_s: float, widths: set[int]) -> 
     assert controller.width(state_of(np.full(100, 0.5), np.full(100, 0.5))) in widths
 
 
+def test_a_first_tree_has_to_earn_what_plain_passes_do_where_these_are_known() -> None:
+    """The prompt makes a first pass long, and any tree beside it looks cheap."""
+    best, price = np.array([0.9, 0.5, 0.1]), 0.3
+    for seen, size in ((False, 3), (True, 2)):
+        costs = Costs(lambda rows: price * rows)
+        for _ in range(20 * seen):
+            costs.target.observe(1, 1.0)  # so a row more takes what would bring 0.3 tokens
+            costs.target.observe(90, 90 * price)
+            costs.target.observe(128, 128 * price)
+        state = DraftingState(best, NONE, PROFILE, num_chain=100, spent_s=0.0)
+        assert MarginalRate(costs, MAX_NODES).size(state) == size
+
+
 def test_nothing_open_ends_the_drafting() -> None:
     assert MarginalRate(Costs(), MAX_NODES).width(state_of(np.full(3, 0.5))) == 0
 
@@ -207,6 +220,18 @@ def test_a_random_draft_ends_in_plain_passes(slope: float, round_s: float) -> No
     assert text.rounds(100, 300) <= 6  # the pauses are 8, 16, .. 128 long
     assert all(rows == 0 for rows in text.target.batches[-64:])
     assert text.rate > 0.95
+
+
+def test_a_draft_that_is_switched_off_does_not_change_the_trees_of_a_budget() -> None:
+    sampler, learnt = Sampler(SamplingParams(), 1, VOCAB_SIZE), learnt_of(costs=Costs(lambda _: 1.0))
+    for _ in range(3):
+        learnt.calibration.of(greedy=True).retry.wait()
+    trees = []
+    for budget in (None, 4):
+        model = TimedModel(GOOD, VOCAB_SIZE, clock := VirtualClock(), lambda _: 0.01)
+        drafter = ModelDrafter(model, DraftRequest(sampler), SpeculationParams(budget), learnt, clock=clock)
+        trees.append(drafter.propose(PROMPT, 8))
+    assert [len(tree) for tree in trees] == [0, 4]
 
 
 def test_a_good_draft_after_a_bad_stretch_is_used_again() -> None:

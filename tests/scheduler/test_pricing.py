@@ -86,19 +86,41 @@ def test_rows_cost_what_the_last_passes_would_have_brought_meanwhile() -> None:
     assert pricing.worth(0.7, num_nodes=2, num_sent=6) == pytest.approx(0.7 - 5 / 2.75 * (whole - without))
 
 
+class Useless:
+    """A draft whose rounds take longer than all that they could bring, request after request."""
+
+    def __init__(self, pass_s: float = 1.0) -> None:
+        self.clock, self.costs, self.pass_s = VirtualClock(), Costs(lambda _: 1.0, lambda _: 50.0), pass_s
+        self.calibration = Calibration().of(greedy=True)
+        for _ in range(20):
+            self.costs.target.observe(1, 1.0)
+
+    def asked(self, num_passes: int) -> list[int]:
+        """In which passes of a request it is asked, the first being 0."""
+        controller, retry = MarginalRate(self.costs, MAX_NODES), self.calibration.retry
+        pricing = PassPricing(controller, self.costs, self.calibration, self.clock, retry)
+        asked = []
+        for number in range(num_passes):
+            pricing.begin(num_chain=1)
+            asked += [number] if pricing.is_worth_a_round() else []
+            pricing.send()
+            self.clock.now += self.pass_s
+            pricing.judged(0)
+            pricing.end(1)
+        return asked
+
+
 def test_a_draft_that_promises_nothing_is_asked_now_and_then() -> None:
-    """Rounds that take longer than all that they could bring."""
-    clock, costs = VirtualClock(), Costs(lambda _: 1.0, lambda _: 50.0)
-    for _ in range(20):
-        costs.target.observe(1, 1.0)
-    pricing = PassPricing(MarginalRate(costs, MAX_NODES), costs, Calibration().of(greedy=True), clock)
-    pricing.is_first = False
-    asked = []
-    for number in range(1, 60):
-        pricing.begin(num_chain=1)
-        pricing.send()
-        clock.now += 1.0
-        pricing.judged(0)
-        pricing.end(1)
-        asked += [number] if pricing.is_worth_a_round() else []
-    assert asked == [8, 24, 56]
+    assert Useless().asked(60) == [7, 23, 55]
+
+
+def test_the_next_request_goes_on_where_the_draft_did_not_pay() -> None:
+    draft = Useless()
+    assert [draft.asked(20) for _ in range(3)] == [[7], [3], [15]]
+
+
+def test_plain_passes_are_measured_when_the_draft_is_looked_at() -> None:
+    """So that those between are as quick as plain decoding's, and a change is seen nevertheless."""
+    draft = Useless(pass_s=3.0)
+    draft.asked(100)
+    assert float(draft.costs.target.seconds(np.array([1]))[0]) == pytest.approx(3.0, rel=0.05)
