@@ -1,1 +1,1 @@
-"""Models' files, opened and understood, before a weight is in memory."""
+"""Opens models' files and interprets them, before weights are loaded."""

@@ -1,7 +1,4 @@
-"""Files that are written whole or not at all, and locks on what one process alone may write.
-
-Knows nothing of what is in them.
-"""
+"""Atomic writes of files, and locks on files that only one process may write."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from ..errors import StorageError, UsageError
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put `content` where `path` is, all of it or nothing: a file beside it is written and renamed.
+    """Write `content` to `path` atomically: write a temporary file in the same folder and rename it.
 
-    A link stays, and the file that it leads to is written. A file that is there keeps its mode; a new one is the
-    user's alone. Raises StorageError.
+    A link stays a link; its target is written. An existing file keeps its mode; a new one is readable by the user
+    only. Raises StorageError.
     """
     _check_kind(path)
     target = Path(os.path.realpath(path))
@@ -41,11 +38,13 @@ def write_atomically(path: Path, content: bytes) -> None:
                 os.unlink(name)
             raise
     except OSError as exc:
-        raise StorageError(f"{path} cannot be written: {exc.strerror}; nothing is lost, choose another file") from exc
+        raise StorageError(
+            f"{path} cannot be written: {exc.strerror}; the existing files are unchanged, choose another file"
+        ) from exc
 
 
 def check_writable(path: Path) -> None:
-    """Raises StorageError where `write_atomically` could not put a file at `path`; leaves nothing behind."""
+    """Raises StorageError if `write_atomically` could not write `path`. Leaves no files."""
     _check_kind(path)
     target = Path(os.path.realpath(path))
     try:
@@ -55,27 +54,24 @@ def check_writable(path: Path) -> None:
 
 
 def _check_kind(path: Path) -> None:
-    """Renaming would put a file in the place of a device or a pipe."""
+    """Raises StorageError for anything but a regular file: renaming would replace a device or a pipe."""
     if os.path.isdir(path):
-        raise StorageError(f"{path} cannot be written: it is a folder; name a file in it")
+        raise StorageError(f"{path} cannot be written: it is a folder; choose a file in it")
     if os.path.exists(path) and not os.path.isfile(path):
-        raise StorageError(f"{path} cannot be written: it is no regular file; choose another file")
+        raise StorageError(f"{path} cannot be written: it is not a regular file; choose another file")
 
 
 def lock(file: IO[Any], refusal: str) -> None:
-    """Keep other processes from locking an open file until it is closed.
-
-    Raises UsageError(refusal) where one has it.
-    """
+    """Lock an open file until it is closed. Raises UsageError(refusal) if another process has locked it."""
     if not try_lock(file.fileno()):
         raise UsageError(refusal)
 
 
 @contextmanager
 def locked_name(path: Path, refusal: str) -> Iterator[None]:
-    """Be the only process that works on `path`, which need not exist; a hidden file beside it bears the lock meanwhile.
+    """Lock the name `path`, which need not exist, by a temporary hidden file in the same folder.
 
-    Raises UsageError(refusal) where another process is, StorageError where that file cannot be made.
+    Raises UsageError(refusal) if another process holds the lock, StorageError if the file cannot be created.
     """
     name = path.with_name(f".{path.name}.lock")
     try:
@@ -86,7 +82,7 @@ def locked_name(path: Path, refusal: str) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # Windows keeps an open file: it stays there, empty and without a lock
+            with suppress(OSError):  # Windows cannot delete an open file; it stays, empty and unlocked
                 name.unlink()
 
 
@@ -98,7 +94,7 @@ def _opened_and_locked(name: Path, refusal: str) -> IO[bytes]:
             if os.path.samestat(os.fstat(file.fileno()), name.stat()):
                 return file
         except FileNotFoundError:
-            pass  # between open and lock, whoever had it took it away
+            pass  # its previous owner deleted it between open and lock
         except BaseException:
             file.close()
             raise

@@ -1,4 +1,4 @@
-"""`offspec.convert`: makes another checkpoint of one whose layers are named as this program's models name them."""
+"""`offspec.convert`: converts a checkpoint to another weight format, under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def convert(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Makes the checkpoint `target` of the checkpoint `source` (a path or a hub id), or goes on with it.
+    """Convert the checkpoint `source` (a path or a hub id) to the checkpoint `target`; resumes if interrupted.
 
-    `progress(bytes_done, bytes_total)` counts bytes of the source; its first call tells what was there already.
-    Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to go on).
+    `progress(bytes_done, bytes_total)` counts bytes of the source; its first call reports the bytes done before.
+    Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to resume).
     """
     params = params or ConvertParams()
     understand = _language_model if params.format == "keep" else _without_blanks
@@ -45,16 +45,16 @@ def convert(
 
 
 def _language_model(checkpoint: Checkpoint) -> Checkpoint:
-    """All that is read of it, under our names: of a model of text and images, the language model."""
+    """The checkpoint under Hugging Face's names; of a multimodal model, the language model only."""
     return language_model(in_our_names(checkpoint))
 
 
 def _without_blanks(checkpoint: Checkpoint) -> Checkpoint:
-    """Under our names, and without tensors that hold nothing and would have no place in a plain checkpoint."""
+    """`_language_model` without blank tensors, which have no place in a plain checkpoint."""
     named = _language_model(checkpoint)
     try:
         wanted = wanted_shapes(read_config(named.config))
-    except (CheckpointError, UnsupportedModelError):  # what is made is good for other programs all the same
+    except (CheckpointError, UnsupportedModelError):  # other programs may still support the result
         return named
     blank = blank_tensors(named.tensors, wanted)
     return without(named, blank) if blank else named

@@ -1,7 +1,7 @@
-"""Models that offspec has no code for and transformers has: config.json and names of tensors → `ForeignConfig`.
+"""Models that only transformers supports: config.json and names of tensors → `ForeignConfig`.
 
-transformers' own mapping of names says which tensors of a checkpoint a parameter of its modules is made of. Imports
-transformers only when such a model is opened.
+transformers' own mapping of names tells which tensors of a checkpoint form a parameter of its modules. This module
+imports transformers only when such a model is opened.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from ..model.foreign_modules import Modules
     from ..model.foreign_probe import Probed
 
-REMEDY = "pip install 'offspec[transformers]' runs many more, more slowly"
+REMEDY = "pip install 'offspec[transformers]' adds many more models, which run more slowly"
 
 
 def is_installed() -> bool:
-    """Whether the transformers package is there."""
+    """Whether the transformers package is installed."""
     return importlib.util.find_spec("transformers") is not None
 
 
 def read_foreign_config(raw: Json, checkpoint: Checkpoint | None, refused: UnsupportedModelError) -> ForeignConfig:
-    """The shape of a model that `model.config` has `refused`, as transformers' modules have it.
+    """The shape of a model that `model.config` refused with the error `refused`, by transformers' modules.
 
-    checkpoint: None where only sizes are wanted. Raises `refused`, with what would help, where transformers is not
-    installed or does not know the model either; UnsupportedModelError, CheckpointError.
+    checkpoint: None if only sizes are needed. Raises `refused`, with a remedy, if transformers is not installed or does
+    not know the model either; UnsupportedModelError, CheckpointError.
     """
     if raw.get("is_causal") is False:
         raise refused
@@ -49,7 +49,7 @@ def read_foreign_config(raw: Json, checkpoint: Checkpoint | None, refused: Unsup
     from ..model.foreign_probe import probe
 
     if not knows(raw.get("model_type")):
-        needs_code = "; it needs code of its own (auto_map), which is never run" if "auto_map" in raw else ""
+        needs_code = "; it needs its own code (auto_map), which offspec never runs" if "auto_map" in raw else ""
         raise UnsupportedModelError(f"{refused}, nor known to the installed transformers{needs_code}") from refused
     names = _Names(build(raw))
     if checkpoint is not None:
@@ -63,7 +63,7 @@ def _config(raw: Json, names: _Names, probed: Probed) -> ForeignConfig:
     config = modules.causal.config
     table = modules.embedding.weight
     if modules.head is None or modules.head.weight.shape[1] != table.shape[1]:
-        raise UnsupportedModelError(f"{config.model_type}'s head is not as wide as its embedding")
+        raise UnsupportedModelError(f"{config.model_type}'s head and embedding differ in width")
     layers, sources = names.layers, names.layer_sources
     shapes = [shape for layer in layers for shape in layer.values() if len(shape) > 1]
     return ForeignConfig(
@@ -104,7 +104,7 @@ def _config(raw: Json, names: _Names, probed: Probed) -> ForeignConfig:
 
 
 def _expert_share(config: Any) -> float:
-    """How many of a layer's experts a row goes through, of how many; 1 where config.json has other names for it."""
+    """The share of a layer's experts that a row uses; 1 if config.json has other names for it."""
 
     def first(*names: str) -> int:
         found = (getattr(config, name, None) for name in names)
@@ -120,14 +120,14 @@ def _expert_share(config: Any) -> float:
 
 @dataclass
 class _Collected:
-    """The tensors that a parameter is made of: pattern of their names → names. converter: transformers' own."""
+    """The tensors of one parameter: pattern of their names → names. converter: transformers' own."""
 
     converter: Any = None
     names: dict[str | None, list[str]] = field(default_factory=dict)
 
 
 class _Names:
-    """Which names the checkpoint has for the parameters of `modules`; until `match` is called, the parameters' own."""
+    """The checkpoint's names for the parameters of `modules`; before `match` is called, the parameters' own."""
 
     def __init__(self, modules: Modules) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -155,7 +155,7 @@ class _Names:
         return name.startswith(self.module_prefix)
 
     def _separate_experts(self) -> Iterable[tuple[str, Shape]]:
-        """The layers' parameters as checkpoints have them: an expert's matrix by itself."""
+        """The layers' parameters as checkpoints store them: each expert's matrix is separate."""
         for name, shape in self.wanted.items():
             if self._is_inner(name) and len(shape) == 3:
                 yield from ((f"{name}.{expert}.weight", shape[1:]) for expert in range(shape[0]))
@@ -163,7 +163,7 @@ class _Names:
                 yield name, shape
 
     def _layers(self, inner: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """By layers, and by short names, what `inner` has by names that begin with the modules' prefix."""
+        """The values of `inner` by layer and short name. The keys of `inner` begin with the modules' prefix."""
         layers: list[dict[str, Any]] = [{} for _ in self.modules.layers]
         for name, found in inner.items():
             number, _, short = name.removeprefix(self.module_prefix).partition(".")
@@ -171,7 +171,7 @@ class _Names:
         return layers
 
     def made_elements(self) -> int:
-        """Elements of a layer's parameters that are no linear module's matrix, one expert for all of them."""
+        """Elements of a layer's parameters other than linear modules' matrices, counting one expert only."""
         linear = {
             f"{name}.weight"
             for name, module in self.modules.causal.named_modules()
@@ -189,7 +189,7 @@ class _Names:
     # ---------------------------------------------------------------------------------------- a checkpoint's
 
     def match(self, checkpoint: Checkpoint) -> None:
-        """Raises UnsupportedModelError, CheckpointError where the checkpoint's tensors are not these modules'."""
+        """Raises UnsupportedModelError or CheckpointError if the checkpoint's tensors do not fit these modules."""
         renamed = {name: self._renamed(name)[0] for name in checkpoint.tensors}
         self.prefix = self._prefix(renamed)
         blank = blank_tensors(checkpoint.tensors, self.wanted)
@@ -219,14 +219,14 @@ class _Names:
                 names = [name for part in source.names for name in part]
                 if wrong := [name for name in names if not name.startswith(prefix)]:
                     raise UnsupportedModelError(
-                        f"tensor {show(wrong[0])} is not named as its layer's other tensors are"
+                        f"tensor {show(wrong[0])} has another prefix than its layer's other tensors"
                     )
                 self.layers[index] |= {name.removeprefix(prefix): stored[name].shape for name in names}
                 short = tuple(tuple(name.removeprefix(prefix) for name in part) for part in source.names)
                 self.layer_sources[index][path] = Source(short, source.is_experts)
 
     def _renamed(self, name: str) -> tuple[str, str | None]:
-        """The parameter that a tensor belongs to, and the pattern of the converter that says so."""
+        """The parameter that a tensor belongs to, and the pattern of the matching converter."""
         from transformers.core_model_loading import rename_source_key
 
         causal = self.modules.causal
@@ -236,14 +236,14 @@ class _Names:
         return found
 
     def _prefix(self, renamed: Mapping[str, str]) -> str:
-        """What comes before a layer's number in the checkpoint's names."""
+        """The prefix before a layer's number in the checkpoint's names."""
         for name, target in renamed.items():
             if target.startswith(f"{self.module_prefix}0.") and (found := re.match(r"(|.*?\.)0\.", name)):
                 return found[1]
         raise CheckpointError(f"no tensor is one of {self.module_prefix}0.*; the checkpoint does not match config.json")
 
     def _is_ignored(self, name: str, target: str) -> bool:
-        """What transformers leaves out, too: what another kind of model has, tables that are computed."""
+        """Whether transformers also ignores it: another kind of model's tensors, computed tables."""
         if target in self.wanted:
             return False
         patterns: Collection[str] = self.modules.causal._keys_to_ignore_on_load_unexpected or ()
@@ -262,13 +262,13 @@ class _Names:
         return found
 
     def _source(self, target: str, found: _Collected, stored: Mapping[str, StoredWeight]) -> Source:
-        """Raises CheckpointError where shapes do not fit, UnsupportedModelError for an order that is not read."""
+        """Raises CheckpointError for wrong shapes, UnsupportedModelError for an unsupported order of storage."""
         shape = self.wanted[target]
         if found.converter is None:
             (names,) = found.names.values()
             if len(names) > 1 or stored[names[0]].shape != shape:
                 there = list(stored[names[0]].shape)
-                raise CheckpointError(f"tensor {show(names[0])} has shape {there}, config.json calls for {list(shape)}")
+                raise CheckpointError(f"tensor {show(names[0])} has shape {there}, config.json requires {list(shape)}")
             return Source(((names[0],),))
         operations = [(type(op).__name__, getattr(op, "dim", None)) for op in found.converter.operations]
         patterns = found.converter.source_patterns
@@ -277,8 +277,8 @@ class _Names:
         if not is_list or len(shape) != 3 or (len(parts) > 1) != (len(operations) > 1):
             kinds = ", ".join(kind for kind, _ in operations)
             raise UnsupportedModelError(
-                f"tensors like {show(next(iter(found.names.values()))[0])} are stored in another order than they are "
-                f"computed with ({kinds}), which is not read"
+                f"tensors like {show(next(iter(found.names.values()))[0])} are stored in an order that transformers "
+                f"converts while loading ({kinds}); this conversion is not supported"
             )
         self._check_experts(target, parts, stored)
         return Source(parts, is_experts=True)
@@ -296,7 +296,7 @@ class _Names:
             if any(len(s) != 2 or s[1] != columns for s in shapes) or sum(s[0] for s in shapes) != rows:
                 found = ", ".join(str(list(s)) for s in shapes)
                 raise CheckpointError(
-                    f"tensor {show(names[0])} has shape {found}, config.json calls for {[rows, columns]}"
+                    f"tensor {show(names[0])} has shape {found}, config.json requires {[rows, columns]}"
                 )
 
     def _check_missing(self, sources: Mapping[str, Source]) -> None:
@@ -306,5 +306,5 @@ class _Names:
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """A key that sorts numbers as numbers."""
+    """A sort key that orders numbers numerically."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]

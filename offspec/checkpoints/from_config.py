@@ -1,8 +1,6 @@
-"""A checkpoint that is not here: what its weights would be like, from config.json alone.
+"""The weights of a checkpoint by config.json alone, for plans: names, shapes and sizes, but nothing to load.
 
-For plans; nothing can be loaded.
-
-The sizes are those that each weight format says of itself (`WeightFormat.sized`).
+Each weight format computes its own sizes (`WeightFormat.sized`).
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ def stored_from_config(config: ModelConfig, form: str) -> StoredModel:
 
 
 class _Layer:
-    """Lays weights out one after another in a file of their own."""
+    """Lays out weights one after another in an imaginary file."""
 
     def __init__(self, form: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._form, self._shapes, self._end = form, shapes, 0
@@ -39,7 +37,7 @@ class _Layer:
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         weight = format_named(self._form).sized(self._form, name, shape, self._allocate)
-        assert weight is not None, "what PLAN_FORMATS names can be sized"
+        assert weight is not None, "each of PLAN_FORMATS implements `sized`"
         return weight
 
     def _allocate(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:

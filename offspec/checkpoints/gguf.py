@@ -1,9 +1,9 @@
 """GGUF files as checkpoints: llama.cpp's names of tensors and metadata → Hugging Face's, family by family.
 
-What a file means is written down in llama.cpp's conversion (convert_hf_to_gguf.py, gguf-py's constants) and in how it
-reads it (llama-model.cpp, `load_hparams`); `ARCHITECTURES` says the same the other way around. What llama.cpp changed
-of the numbers is a `Change` of the tensor, which the weight formats undo: a copy made from a GGUF file is a normal
-checkpoint again. Reads nothing but headers and, of tensors, the few numbers that scale RoPE.
+The sources are llama.cpp's conversion (convert_hf_to_gguf.py, gguf-py's constants) and its reader (llama-model.cpp,
+`load_hparams`); `ARCHITECTURES` is the inverse of both. llama.cpp changes some weights. Such a tensor has a `Change`,
+which the weight formats undo, so a copy made from a GGUF file is a normal checkpoint again. This module reads only
+headers and the few numbers that scale RoPE.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offspec.loaders.gguf_file import GgufModel, Metadata, read_metadata
 from ..model.names import EMBEDDING, FINAL_NORM, HEAD, in_layer
 from ..text.gguf_tokenizer import tokenizer_json
 
-MOST_ROPE_NUMBERS = 4096  # half a head; models have 64
+MOST_ROPE_NUMBERS = 4096  # half a head's dimensions; models have 64
 ATTENTION_FACTOR = "rope.scaling.attn_factor"
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias)", re.DOTALL)
 _UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -53,7 +53,7 @@ _LLAMA = {**_ATTENTION, **_MLP, **_NORMS}
 
 
 class Keys:
-    """The metadata of one architecture, checked as it is asked for. Raises CheckpointError."""
+    """The metadata of one architecture; each value is checked when it is read. Raises CheckpointError."""
 
     def __init__(self, path: Path, metadata: Metadata, arch: str) -> None:
         self.path, self.arch, self._metadata = path, arch, metadata
@@ -71,8 +71,8 @@ class Keys:
             value = value[0]
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            what = "differs from layer to layer, which is not read" if isinstance(value, list) else "is no such number"
-            raise fault(self.path, f"{self.arch}.{key} must be a positive number, and {show(value)} {what}")
+            why = "; a value per layer is not supported" if isinstance(value, list) else ""
+            raise fault(self.path, f"{self.arch}.{key} must be a positive integer, not {show(value)}{why}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -88,11 +88,11 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp keeps one family of models.
+    """How llama.cpp stores one family of models.
 
-    model_type, class_name: of the family in Hugging Face's config.json. names: of the tensors in a layer, without
-    .weight and .bias. differences: the fields of config.json beside those that all have. has_paired_heads: Q's and K's
-    rows lie in llama.cpp's order. norm_offset: what is added to the weights of norms.
+    model_type, class_name: the family's in Hugging Face's config.json. names: of the tensors in a layer, without
+    .weight and .bias. differences: the family's additional fields of config.json. has_paired_heads: Q's and K's rows
+    are in llama.cpp's order. norm_offset: llama.cpp added this to the weights of norms.
     """
 
     model_type: str
@@ -108,7 +108,10 @@ class Architecture:
 
 
 def _windows(keys: Keys, config: Config, period: int, default: int | None = None) -> Config:
-    """Every `period`-th layer sees everything, unless the file lists them. default: the window where none is named."""
+    """Fields for sliding windows. Every `period`-th layer has none, unless the file lists the layers.
+
+    default: the window if the file does not name one.
+    """
     if not (keys.value("attention.sliding_window") if keys.has("attention.sliding_window") else default):
         return {"sliding_window": None}
     listed, count = keys.value("attention.sliding_window_pattern"), config["num_hidden_layers"]
@@ -122,20 +125,20 @@ def _windows(keys: Keys, config: Config, period: int, default: int | None = None
 
 
 def _partial_rotary(keys: Keys, config: Config) -> Config:
-    """Where not the whole head is turned."""
-    turned = keys.integer("rope.dimension_count", config["head_dim"])
-    return {} if turned == config["head_dim"] else {"partial_rotary_factor": turned / config["head_dim"]}
+    """The field for RoPE on a part of a head."""
+    rotated = keys.integer("rope.dimension_count", config["head_dim"])
+    return {} if rotated == config["head_dim"] else {"partial_rotary_factor": rotated / config["head_dim"]}
 
 
 def _gemma_scale(config: Config, largest: int) -> int:
-    """llama.cpp knows the largest model by its number of layers: there a query is scaled by hidden size and heads."""
+    """The query's scale. llama.cpp recognises the largest model, which has another scale, by its number of layers."""
     if config["num_hidden_layers"] == largest:
         return int(config["hidden_size"]) // int(config["num_attention_heads"])
     return int(config["head_dim"])
 
 
 def _gemma2(keys: Keys, config: Config) -> Config:
-    """The first files of Gemma 2 name neither caps nor a window: llama.cpp knows them."""
+    """Early files of Gemma 2 name neither caps nor a window; these defaults are llama.cpp's."""
     return {
         "query_pre_attn_scalar": _gemma_scale(config, 46),
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
@@ -182,7 +185,7 @@ def _granite(keys: Keys, config: Config) -> Config:
 
 
 def _olmo2(keys: Keys, config: Config) -> Config:
-    """With windows it is OLMo 3."""
+    """With sliding windows, the model is OLMo 3."""
     if not keys.value("attention.sliding_window"):
         return {}
     return {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], **_windows(keys, config, 4)}
@@ -197,7 +200,7 @@ def _cohere2(keys: Keys, config: Config) -> Config:
 
 
 def _mistral3(keys: Keys, config: Config) -> Config:
-    """The text of Mistral 3: Ministral 3 where far positions are scaled, else Mistral's layers as they are."""
+    """Mistral 3's language model: Ministral 3 if queries are scaled by position, else a plain Mistral."""
     if not keys.has("attention.temperature_scale"):
         return {"sliding_window": None}
     scaling = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {"rope_type": "default"})}
@@ -216,7 +219,7 @@ def _mistral3(keys: Keys, config: Config) -> Config:
 
 
 def _smollm3(keys: Keys, config: Config) -> Config:
-    """Every fourth layer has no RoPE, which llama.cpp does not write down."""
+    """Every fourth layer has no RoPE; llama.cpp's files do not state this."""
     return {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(config["num_hidden_layers"])]}
 
 
@@ -289,7 +292,7 @@ class GgufCheckpoint:
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     notes: tuple[str, ...] = ()
-    generation_config: Mapping[str, Any] = field(default_factory=dict)  # which tokens end a text, the tokenizer says
+    generation_config: Mapping[str, Any] = field(default_factory=dict)  # empty: the tokenizer knows the end tokens
 
     @property
     def path(self) -> Path:
@@ -308,34 +311,34 @@ class GgufCheckpoint:
 
 
 def in_our_names(checkpoint: Checkpoint) -> Checkpoint:
-    """The same under Hugging Face's names, whatever container it came in. Raises CheckpointError."""
+    """The checkpoint under Hugging Face's names, for any container. Raises CheckpointError."""
     return translated(checkpoint) if isinstance(checkpoint, GgufModel) else checkpoint
 
 
 def translated(model: GgufModel) -> GgufCheckpoint:
-    """The model under Hugging Face's names. Raises CheckpointError for what is not read."""
+    """The model under Hugging Face's names. Raises CheckpointError for an unsupported model."""
     path, metadata = model.path, model.metadata
     arch = metadata.get("general.architecture")
     if metadata.get("general.type", "model") != "model" or arch == "clip":
         raise fault(
-            path, f"is no language model, but {show(metadata.get('general.type', arch))}; name the model's file"
+            path, f"is not a language model, but {show(metadata.get('general.type', arch))}; choose the model's file"
         )
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        what = f"has the architecture {show(arch)}, which is not read from GGUF; supported: {supported}"
-        raise fault(path, f"{what}; use the safetensors checkpoint that it was made from")
+        what = f"has the architecture {show(arch)}, which is not supported in GGUF files; supported: {supported}"
+        raise fault(path, f"{what}; use the original safetensors checkpoint")
     keys, kind = Keys(path, metadata, arch), ARCHITECTURES[arch]
     if keys.value("expert_count"):
-        what = "is a mixture of experts, which is not read from GGUF"
+        what = "is a mixture of experts, which is not supported in GGUF files"
         raise fault(path, f"{what}; use its safetensors checkpoint with pip install 'offspec[transformers]'")
     config = _config(keys, kind, model)
     tensors: dict[str, TensorInfo] = {}
     for info in (info for name, info in model.tensors.items() if not _is_unused(name)):
         named = _translated(info, kind, config)
         if tensors.setdefault(named.name, named) is not named:
-            what = f"has {show(named.name)} twice, once as tensor {show(info.name)}; the file is damaged"
-            raise fault(info.path, f"{what}, download it again")
-    # Without the lists of the vocabulary (8 MiB where it has 49,000 tokens), which would stay with the loaded model.
+            what = f"has {show(named.name)} twice, once as tensor {show(info.name)}"
+            raise fault(info.path, f"{what}; the file is damaged, download it again")
+    # Drop the vocabulary's lists (8 MiB for 49,000 tokens), so that they do not stay in memory with the model.
     return GgufCheckpoint(replace(model, metadata=model.config), config, tensors)
 
 
@@ -344,7 +347,7 @@ def _is_unused(name: str) -> bool:
 
 
 def _translated(info: TensorInfo, kind: Architecture, config: Mapping[str, Any]) -> TensorInfo:
-    """The tensor under its name; one that is not known keeps its own, by which the decoder refuses it."""
+    """The tensor under Hugging Face's name. An unknown tensor keeps its name, and the decoder refuses it."""
     if (match := _LAYER.fullmatch(info.name)) is None:
         base, _, suffix = info.name.rpartition(".")
         name = _SHARED.get(info.name) or (FINAL_NORM.replace("weight", suffix) if base == "output_norm" else info.name)
@@ -362,7 +365,7 @@ def _change(name: str, kind: Architecture, config: Mapping[str, Any]) -> Change 
 
 
 def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
-    """What config.json would say."""
+    """The fields of config.json."""
     heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
     eps_key = "attention.layer_norm_rms_epsilon" if kind.eps_key == "rms_norm_eps" else "attention.layer_norm_epsilon"
     names = model.tensors.keys()
@@ -391,11 +394,11 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
     return config | kind.differences(keys, config)
 
 
-_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # as config.json has them, and the metadata
+_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # name in config.json → name in the metadata
 
 
 def _token_id(metadata: Metadata, name: str) -> int | None:
-    """None where the file names none: else a config.json means the family's own."""
+    """None if the file names none; without the field, config.json would mean the family's default."""
     found = metadata.get(f"tokenizer.ggml.{name}_token_id")
     return found if isinstance(found, int) and not isinstance(found, bool) else None
 
@@ -404,33 +407,34 @@ def _token_id(metadata: Metadata, name: str) -> int | None:
 
 
 def _rope_scaling(keys: Keys, model: GgufModel) -> Config | None:
-    """The field of config.json; None where frequencies are what the base gives."""
+    """The field rope_scaling of config.json; None without scaling."""
     original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
     long, short = (_numbers(model, f"rope_factors_{kind}.weight") for kind in ("long", "short"))
     if long is not None and short is not None:
         given = {"attention_factor": keys.number(ATTENTION_FACTOR)} if keys.has(ATTENTION_FACTOR) else {}
         return {"rope_type": "longrope", "long_factor": long, "short_factor": short, **given}
-    if (divisors := _numbers(model, "rope_freqs.weight")) is not None:  # of Llama 3.1, computed
-        said = {"long_factor": divisors, "short_factor": divisors, "original_max_position_embeddings": original}
-        return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, **said}
+    if (divisors := _numbers(model, "rope_freqs.weight")) is not None:  # Llama 3.1's scaling, computed beforehand
+        factors = {"long_factor": divisors, "short_factor": divisors, "original_max_position_embeddings": original}
+        return {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, **factors}
     factor_number = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)) or 1.0
     kind = keys.value("rope.scaling.type")
-    if kind is None and factor_number != 1.0:  # files of 2023 do not name it, and call its factor scale_linear
+    if kind is None and factor_number != 1.0:  # files of 2023 have no type, and call the factor scale_linear
         kind = "linear"
     if kind == "yarn":
         return {"original_max_position_embeddings": original, **_yarn(keys, factor_number)}
     if keys.number(ATTENTION_FACTOR, 1.0) != 1.0:
-        raise fault(keys.path, f"{keys.arch}.{ATTENTION_FACTOR} is read beside YaRN and LongRoPE only")
+        raise fault(keys.path, f"{keys.arch}.{ATTENTION_FACTOR} is supported with YaRN and LongRoPE only")
     if kind in (None, "none"):
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor_number}
-    raise fault(keys.path, f"{keys.arch}.rope.scaling.type {show(kind)} is not read; supported: none, linear, yarn")
+    what = f"{keys.arch}.rope.scaling.type {show(kind)} is not supported"
+    raise fault(keys.path, f"{what}; supported: none, linear, yarn")
 
 
 def _yarn(keys: Keys, factor: float) -> Config:
-    """YaRN's numbers where the file has them. As in llama.cpp its attention factor multiplies the usual one, of which
-    a multiplier changes the divisor (what Hugging Face calls mscale_all_dim).
+    """YaRN's parameters in the file. As in llama.cpp, the file's attention factor multiplies the usual one. A
+    multiplier (Hugging Face's mscale_all_dim) changes the usual factor's divisor.
     """
     named = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
     found = {name: keys.number(key) for name, key in named.items() if keys.has(key)}
@@ -442,12 +446,12 @@ def _yarn(keys: Keys, factor: float) -> Config:
 
 
 def _numbers(model: GgufModel, name: str) -> list[float] | None:
-    """The contents of a small tensor of fp32; None where there is none, or the file ends behind its header."""
+    """The contents of a small fp32 tensor; None if it is missing, or the file has its header only."""
     info = model.tensors.get(name)
     if info is None:
         return None
     if info.dtype != "F32" or len(info.shape) != 1 or info.shape[0] > MOST_ROPE_NUMBERS:
-        raise fault(info.path, f"tensor {show(name)} is {info.dtype} {list(info.shape)}, not numbers of RoPE")
+        raise fault(info.path, f"tensor {show(name)} is {info.dtype} {list(info.shape)}, not RoPE factors")
     with reading(info.path), info.path.open("rb") as file:
         file.seek(info.offset)
         content = file.read(info.nbytes)

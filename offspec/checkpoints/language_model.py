@@ -1,7 +1,4 @@
-"""The language model of a checkpoint of text and images: its tensors, under the names that it has alone.
-
-Knows nothing of what tensors are for.
-"""
+"""Extracts the language model of a multimodal checkpoint: its tensors, under the names of a pure language model."""
 
 from __future__ import annotations
 
@@ -11,19 +8,19 @@ from offspec.loaders.checkpoint import Checkpoint, CheckpointView, TensorInfo, f
 
 from ..model.config import is_multimodal, text_config
 
-# How names begin there → how they begin here. transformers writes the first two, and had the third in memory.
+# A multimodal checkpoint's prefixes → a language model's. transformers writes the first two; the third is in memory.
 BEGINNINGS = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-OTHER_MODULES = ("vision_tower", "multi_modal_projector")  # which make of images what the language model reads
+OTHER_MODULES = ("vision_tower", "multi_modal_projector")  # they encode images
 
 
 def language_model(checkpoint: Checkpoint) -> Checkpoint:
-    """What is loaded of a checkpoint: all of it, or the language model of one of text and images.
+    """The part of a checkpoint that is loaded: all of it, or of a multimodal model the language model.
 
-    Raises CheckpointError where config.json does not say what that model is, or a tensor is there under two names.
+    Raises CheckpointError if config.json does not describe the language model, or a tensor has two names.
     """
     if not is_multimodal(checkpoint.config):
         return checkpoint
@@ -31,13 +28,11 @@ def language_model(checkpoint: Checkpoint) -> Checkpoint:
     for name, info in checkpoint.tensors.items():
         own = _own_name(name)
         if own in tensors:
-            raise fault(info.path, f"has {show(own)} under another name as well, {show(name)}; download it again")
+            raise fault(info.path, f"has {show(own)} under another name too, {show(name)}; download it again")
         if not _is_of_another(name):
             tensors[own] = replace(info, name=own)
-    told = (
-        f"{checkpoint.path.name} is a model of text and images: the language model alone is loaded; images are not read"
-    )
-    return CheckpointView(checkpoint, tensors, text_config(checkpoint.config), (told,))
+    note = f"{checkpoint.path.name} is a multimodal model; offspec loads its language model only and reads no images"
+    return CheckpointView(checkpoint, tensors, text_config(checkpoint.config), (note,))
 
 
 def _own_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Weights of a model whose files were opened, loaded where a placement puts them; and the decoder over them."""
+"""Loads an opened model's weights by a placement, and makes its decoder."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ..model.foreign_config import ForeignConfig
 from ..process import disable_cudnn_attention
 from .opening import ModelFiles
 
-LEAST_BLOCKED_BYTES = 512 * 2**20  # of a model; below that a pass is short anyway
+LEAST_BLOCKED_BYTES = 512 * 2**20  # a smaller model's passes are short anyway
 
 
 @dataclass(frozen=True)
 class LoadSettings:
     """How weights are loaded.
 
-    has_far_embedding: the embedding may lie away from the device, unless the head needs it. synchronous: read each
-    streamed layer when it is needed (the plain twin of reading ahead). is_written: the weights will be written to
-    (`--learn`), and have to lie as they are. progress(bytes_done, bytes_total): follows the loading of what stays.
+    has_far_embedding: the embedding may stay off the device, unless it is also the head. synchronous: no read-ahead;
+    read each streamed layer when the pass needs it. is_written: training will change the weights (`--learn`), so they
+    keep their memory layout. progress(bytes_done, bytes_total): called while resident weights load.
     """
 
     has_far_embedding: bool = False
@@ -40,7 +40,7 @@ DEFAULT = LoadSettings()
 def load_weights(
     model: ModelFiles, placement: Placement, device: torch.device, settings: LoadSettings = DEFAULT
 ) -> TieredWeights:
-    """Load what stays, arm the stream for the rest.
+    """Load the resident layers, and prepare the stream for the others.
 
     Raises torch.OutOfMemoryError, MemoryLimitError, CheckpointError.
     """
@@ -66,22 +66,22 @@ def load_decoder(
 
 
 def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device) -> Decoder:
-    """The decoder of these files over weights that were loaded: offspec's own, or transformers' modules."""
+    """The decoder of a model with loaded weights: offspec's own, or transformers' modules."""
     if isinstance(model.config, ForeignConfig):
-        from ..model.foreign import ForeignDecoder  # here, because it imports transformers
+        from ..model.foreign import ForeignDecoder  # imported here, because it imports transformers
 
         return ForeignDecoder(model.config, weights, dtype=model.dtype, device=device)
     return Decoder(model.config, weights, dtype=model.dtype, device=device)
 
 
 def is_blocked(model: ModelFiles, device: torch.device) -> bool:
-    """Whether layers of the model are kept in oneDNN's order where all stay: large ones of 16-bit floats, on a CPU.
+    """Whether a fully resident model is kept in oneDNN's order: a large one of 16-bit floats, on a CPU.
 
-    Nothing but the model and the machine decides it, so that the same request is computed alike each time.
+    It depends on the model and the machine only, so that equal requests are computed identically.
     """
     layers = model.stored.layers
     is_large = sum(layer.record.nbytes for layer in layers) >= LEAST_BLOCKED_BYTES
     is_plain = not any(weight.is_packed for layer in layers for weight in layer.weights.values())
-    if isinstance(model.config, ForeignConfig):  # its modules take parameters that are no matrix of a product, too
+    if isinstance(model.config, ForeignConfig):  # its modules also use matrices for other things than products
         return False
     return device.type == "cpu" and is_large and is_plain and is_blocking_supported(model.dtype)

@@ -1,4 +1,4 @@
-"""Models' files, opened and understood: headers, config.json, dtype, tokenizer, but no weights in memory yet."""
+"""Opens a model's files: headers, config.json, dtype and tokenizer, but no weights."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from .language_model import language_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMALL_MODEL_BYTES = 2 * 2**30
-COMPARED_BYTES = 2**24  # at a time
+COMPARED_BYTES = 2**24  # bytes compared at a time
 
 
 @dataclass(frozen=True)
 class Note:
-    """Something that was chosen automatically, with its reason; `advice` when the user could do something about it."""
+    """An automatic choice and its reason. advice: the user could improve it."""
 
     text: str
     advice: bool = False
@@ -50,7 +50,7 @@ class Note:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A checkpoint whose headers are what its config.json calls for, and the dtype to compute in."""
+    """A checkpoint whose headers match its config.json, and the dtype to compute in."""
 
     checkpoint: Checkpoint
     config: ModelConfig
@@ -61,20 +61,20 @@ class ModelFiles:
     def open(
         cls, path: Path, dtype: str, device_type: str, notes: list[Note], *, headers_only: bool = False
     ) -> ModelFiles:
-        """Read headers. dtype: auto, bf16, fp16 or fp32; what auto chose is noted. Raises OffspecError's children."""
+        """Read headers. dtype: auto, bf16, fp16 or fp32; notes get auto's choice. Raises a subclass of OffspecError."""
         checkpoint = language_model(in_our_names(open_checkpoint(path, headers_only=headers_only)))
-        notes += [Note(told) for told in (*checkpoint.notes, *format_notes(checkpoint))]
+        notes += [Note(text) for text in (*checkpoint.notes, *format_notes(checkpoint))]
         config = _config(path, checkpoint.config, checkpoint, notes)
         if config.tied_head and not headers_only and _has_another_head(checkpoint, config):
             config = replace(config, tied_head=False)
             notes.append(
-                Note(f"{path.name} has a head of its own, though config.json says that its embedding serves for it")
+                Note(f"{path.name} has a separate head, although config.json says that its embedding is the head")
             )
         ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
         ignored |= blank_tensors(checkpoint.tensors, wanted_shapes(config))
         try:
             stored = StoredModel.of(checkpoint, layer_prefix=config.layer_prefix, ignore=ignored)
-        except CheckpointError as exc:  # target or draft? tensors' names do not tell
+        except CheckpointError as exc:  # name the model: it may be the target or the draft
             if str(path) in str(exc):
                 raise
             raise CheckpointError(f"{path}: {exc}") from exc
@@ -83,18 +83,18 @@ class ModelFiles:
 
     @classmethod
     def from_config(cls, path: Path, form: str | None, dtype: str, device_type: str, notes: list[Note]) -> ModelFiles:
-        """What `open` would give, to plan with: of headers or config.json alone, too, or in another format.
+        """A model to plan with: from headers, or from config.json alone, also in another format `form`.
 
-        Raises OffspecError's children, also for weights that are there and damaged.
+        Raises a subclass of OffspecError, also for damaged weights.
         """
         why = "as asked"
         if form is None:
             try:
                 return cls.open(path, dtype, device_type, notes, headers_only=True)
             except MissingWeightsError:
-                why = "its weights are not all there"
+                why = "weights are missing"
         checkpoint = language_model(in_our_names(open_config(path)))
-        notes += [Note(told) for told in checkpoint.notes]
+        notes += [Note(text) for text in checkpoint.notes]
         config, form = _config(path, checkpoint.config, None, notes), form or plan_form(checkpoint.config)
         stored = stored_from_config(config, form)
         notes.append(Note(f"sizes of {path.name} as {form}, from config.json alone ({why})"))
@@ -102,7 +102,7 @@ class ModelFiles:
 
     @cached_property
     def packed_form(self) -> str | None:
-        """The format of most of what is unpacked for each use, as the first layer has it; None where nothing is."""
+        """The format of most of the first layer's packed weights; None if it has none."""
         elements = Counter[str]()
         for weight in self.stored.layers[0].weights.values():
             if weight.is_packed:
@@ -115,7 +115,7 @@ class ModelFiles:
 
 
 def _config(path: Path, raw: Mapping[str, Any], checkpoint: Checkpoint | None, notes: list[Note]) -> ModelConfig:
-    """By offspec's own decoder, or else by transformers' modules. checkpoint: None where its weights are not there."""
+    """The config for offspec's own decoder, or else for transformers' modules. checkpoint: None without weights."""
     try:
         try:
             return read_config(raw)
@@ -123,22 +123,22 @@ def _config(path: Path, raw: Mapping[str, Any], checkpoint: Checkpoint | None, n
             found = read_foreign_config(raw, checkpoint, exc)
             notes += _foreign_notes(path.name, found)
             return found
-    except (CheckpointError, UnsupportedModelError) as exc:  # target or draft? it cannot know which file it reads
+    except (CheckpointError, UnsupportedModelError) as exc:  # name the model: it may be the target or the draft
         raise type(exc)(f"{path}: {exc}") from exc
 
 
 def _foreign_notes(name: str, config: ForeignConfig) -> list[Note]:
-    """What somebody should know whose model transformers' modules compute."""
-    how = f"{name} computes through transformers' own modules (model_type {config.model_type})"
-    notes = [Note(f"{how}: slower than offspec's decoder", advice=True)]
+    """Notes on a model that transformers' modules run."""
+    how = f"{name} runs on transformers' own modules (model_type {config.model_type})"
+    notes = [Note(f"{how}, which are slower than offspec's decoder", advice=True)]
     if config.has_experts:
-        every = "a pass reads every expert of a layer, whichever it needs"
-        notes.append(Note(f"{name} has experts, and {every}; llama.cpp with experts on the CPU is faster", advice=True))
+        every = "a pass reads all experts of a layer, not only those in use"
+        notes.append(Note(f"{name} has experts: {every}; llama.cpp with experts on the CPU is faster", advice=True))
     return notes
 
 
 def _has_another_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Whether there is a head that is not the embedding's copy; transformers (from 5 on) does not tie these, either."""
+    """Whether there is a head that differs from the embedding; transformers 5 and later does not tie these, either."""
     head, embedding = (checkpoint.tensors.get(name) for name in (config.own_head_name, config.embedding_name))
     if head is None or embedding is None:
         return False
@@ -159,7 +159,7 @@ def count_parameters(stored: StoredModel) -> int:
 
 
 def choose_device(wanted: str, notes: list[Note]) -> torch.device:
-    """`auto` is the first CUDA device where there is one. Raises UsageError for a device that is not there."""
+    """`auto` is the first CUDA device, or the CPU. Raises UsageError for a missing device."""
     if wanted == "auto":
         has_cuda = torch.cuda.is_available()
         notes.append(Note("device cuda:0 (found)" if has_cuda else "device cpu (no CUDA device found)"))
@@ -172,7 +172,8 @@ def choose_device(wanted: str, notes: list[Note]) -> torch.device:
     number, count = int(named[1] or 0), torch.cuda.device_count()
     if number >= count:
         raise UsageError(
-            f"--device {wanted}: this machine has {count} CUDA devices; use --device cpu or another number"
+            f"--device {wanted} does not exist: this machine has {count} CUDA devices; use --device cpu or another "
+            "number"
         )
     return torch.device("cuda", number)
 
@@ -180,34 +181,32 @@ def choose_device(wanted: str, notes: list[Note]) -> torch.device:
 def choose_dtype(
     wanted: str, name: str, config: ModelConfig, stored: StoredModel, device_type: str, notes: list[Note]
 ) -> torch.dtype:
-    """`auto`: the checkpoint's own, but fp32 on a CPU for a model so small that exact text costs nothing."""
+    """`auto` is the checkpoint's dtype, but fp32 for a small model on a CPU, where exact text costs little."""
     if wanted != "auto":
         if wanted not in DTYPES:
-            raise UsageError(f"--dtype {wanted} is not known; use auto, {', '.join(DTYPES)}")
+            raise UsageError(f"--dtype {wanted} is unknown; use auto, {', '.join(DTYPES)}")
         return DTYPES[wanted]
     if device_type == "cpu" and 4 * count_parameters(stored) <= SMALL_MODEL_BYTES:
-        notes.append(Note(f"dtype fp32 for {name} (small enough; text is exact to the token)"))
+        notes.append(Note(f"dtype fp32 for {name} (a small model; the text is exact to the token)"))
         return torch.float32
     kept = stored.shared[config.embedding_name].dtype
     chosen = {"F16": torch.float16, "F32": torch.float32}.get(kept, torch.bfloat16)
     is_slow = device_type == "cpu" and chosen is torch.float16 and "avx512_bf16" in instructions()
-    remedy = "; on a CPU --dtype bf16 may be several times as fast" if is_slow else ""
+    remedy = "; bf16 may be several times as fast on this CPU (--dtype bf16)" if is_slow else ""
     notes.append(Note(f"dtype {str(chosen).removeprefix('torch.')} for {name} (the checkpoint's own){remedy}", is_slow))
     return chosen
 
 
 def open_target(model: str, revision: str | None, dtype: str, device_type: str) -> ModelFiles:
-    """MODEL's files, as a target. Raises OffspecError's children."""
+    """Open MODEL as a target. Raises a subclass of OffspecError."""
     return ModelFiles.open(locate(model, revision, "target"), dtype, device_type, [])
 
 
 def locate(model: str, revision: str | None, role: str, *, weights: bool = True) -> Path:
-    """Where MODEL lies; a hub id is downloaded, its weights only if they are wanted.
+    """The path of MODEL; a hub id is downloaded first, its weights only if `weights` is true.
 
-    role: target or draft, of `builtin`.
-
-    Raises OffspecError's children.
+    role: target or draft; for `builtin`. Raises a subclass of OffspecError.
     """
     if revision is not None and (model == "builtin" or Path(model).expanduser().is_dir()):
-        raise UsageError(f"revision {revision!r} belongs to a hub id, and {model} is on this machine; leave it out")
+        raise UsageError(f"revision {revision!r} needs a hub id, and {model} is a local model; omit it (--revision)")
     return builtin.path(role) if model == "builtin" else resolve(model, revision, weights=weights)

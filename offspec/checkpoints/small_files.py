@@ -1,4 +1,4 @@
-"""Small files that a user names, and JSON, for the terminal: bounded, as `loaders.small_files` has them."""
+"""Bounded reading of small files and JSON, re-exported from `loaders.small_files` for the CLI."""
 
 from offspec.loaders.small_files import MOST_TEXT_BYTES, parse_json, read_small_file
 

@@ -1,1 +1,1 @@
-"""What measures, checks and explains: for `offspec bench`, `verify`, `plan` and `doctor`."""
+"""Measurements, checks and reports for `offspec bench`, `verify`, `plan` and `doctor`."""

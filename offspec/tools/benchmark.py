@@ -1,9 +1,9 @@
-"""Speculative against plain decoding on the same prompts in the same run. Knows nothing of the terminal or of plots.
+"""Compares speculative with plain decoding on the same prompts in the same run. It does not depend on the terminal.
 
-Every repeat runs each prompt plainly and with every budget, one after the other, so that a machine that slows down
-slows all of them. Figures are medians over repeats with the range; the first pass, which takes the prompt, always
-counts. A lossy way (joint acceptance) has rows of its own, is never counted among the texts that should equal plain
-decoding's, and brings the likelihood of all texts under the target with it, which is what it is judged by.
+Every repeat runs each prompt plainly and with every budget, one after the other, so that a slower machine slows all of
+them. Figures are medians and ranges over repeats; they include the first pass, which takes the prompt. Joint
+acceptance (lossy) has its own rows, and its texts are not expected to equal plain decoding's. With it, the report has
+the likelihood of all texts under the target, by which lossy texts are judged.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ..model.decoder import CachedDecoder
 from ..stats import Stats
 
 NUM_BINS = 10
-EVEN = 0.03  # a gain or loss that is too small to speak of
+EVEN = 0.03  # a smaller gain or loss is not reported
 ALL = "all"
-Parts = tuple[float, float, float]  # drafting, the target, the rest
+Parts = tuple[float, float, float]  # drafting, target, rest
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A prompt and what kind of text it asks for."""
+    """A prompt and the kind of its text."""
 
     kind: str
     prompt: str | Sequence[Message]
 
     def for_model(self, engine: Engine) -> Prompt:
-        """Messages become bare text for a model without a chat template."""
+        """The prompt; for a model without a chat template, messages become plain text."""
         if isinstance(self.prompt, str) or engine.tokenizer.has_chat_template:
             return self.prompt
         return "\n\n".join(message["content"] for message in self.prompt)
@@ -73,8 +73,8 @@ WORKLOADS = (
 class Run:
     """One request.
 
-    budget: 0 is plain decoding, None the budget that is found while running, or a lossy one's beam. first: the figures
-    after its first pass. log_likelihood: log p of the text under the target, in nats a token, where it was asked for.
+    budget: 0 is plain decoding, None the automatic one; with joint acceptance, the beam. first: the counters after the
+    first pass. log_likelihood: log p of the text under the target, in nats per token; None if not requested.
     """
 
     workload: int
@@ -98,10 +98,10 @@ class Run:
 
 @dataclass
 class Acceptance:
-    """What became of the trees of one budget, over all recorded passes.
+    """Acceptance of the trees of one budget, over all recorded passes.
 
-    lengths[n]: passes in which n guesses were accepted. By predicted probability of a node, in NUM_BINS equal bins: how
-    many nodes there were, the sum of what was predicted for them, and how many were accepted.
+    lengths[n]: the number of passes with n accepted nodes. The lists have NUM_BINS equal bins of a node's predicted
+    probability: the number of nodes, the sum of their predicted probabilities, and the number of accepted ones.
     """
 
     lengths: Counter[int] = field(default_factory=Counter)
@@ -124,7 +124,7 @@ class Acceptance:
 
     @property
     def predicted_per_pass(self) -> float:
-        """Guesses that were expected to be accepted in a pass; to be compared with how many were."""
+        """Nodes per pass predicted to be accepted; compare it with `accepted_per_pass`."""
         return sum(self.predicted) / max(1, self.lengths.total())
 
     @property
@@ -132,7 +132,7 @@ class Acceptance:
         return sum(self.accepted) / max(1, self.lengths.total())
 
     def reliability(self) -> list[tuple[float, float, int]]:
-        """(predicted, accepted, nodes) of each bin that has nodes: mean probability and the share that came true."""
+        """(predicted, accepted, nodes) of each bin with nodes: mean predicted probability, accepted share, number."""
         return [(p / n, a / n, n) for p, a, n in zip(self.predicted, self.accepted, self.num_nodes, strict=True) if n]
 
     def as_dict(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Figure:
-    """The median over repeats, and the range."""
+    """The median and the range over repeats."""
 
     median: float
     low: float
@@ -164,10 +164,10 @@ class Figure:
 class BenchmarkRow:
     """One kind of prompts (or `all`) with one budget.
 
-    tokens_per_s: all tokens over all seconds, the first pass included. gain: that over plain decoding's, repeat by
-    repeat. later_tokens_per_s: after the first pass. first_*, later_*: milliseconds of a pass in drafting, in the
-    target, and in the rest. What is later is None where the first pass said everything. log_likelihood: log p under
-    the target in nats a token, the mean over texts; None where there is no lossy way to judge.
+    tokens_per_s: all tokens ÷ all seconds, including the first pass. gain: tokens_per_s ÷ plain decoding's, for each
+    repeat. later_tokens_per_s: after the first pass. first_*, later_*: milliseconds per pass in drafting, target, and
+    rest; later_* is None if all texts ended with the first pass. log_likelihood: log p under the target in nats per
+    token, the mean over texts; None without a lossy run.
     """
 
     kind: str
@@ -202,9 +202,9 @@ class BenchmarkRow:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether guessing pays: the fastest exact way of it beside plain decoding, over all prompts.
+    """Whether speculation pays off: the fastest exact budget compared with plain decoding, over all prompts.
 
-    auto: the default way, where it was measured.
+    auto: the automatic budget's row; None if it was not measured.
     """
 
     best: BenchmarkRow
@@ -217,19 +217,19 @@ class Outcome:
 
     @property
     def pays(self) -> bool | None:
-        """None where it makes no difference."""
+        """None if the difference is below EVEN."""
         return None if abs(self.gain - 1) < EVEN else self.gain > 1
 
     @property
     def pass_ratio(self) -> float | None:
-        """Seconds of a pass with guesses over a plain one's, first passes aside; None where there were no others."""
+        """Seconds of a speculative pass ÷ a plain one's, without first passes; None if there were no others."""
         if self.best.later_ms is None or self.plain.later_ms is None:
             return None
         return _ratio(sum(self.best.later_ms), sum(self.plain.later_ms)) or None
 
     @property
     def added_ms(self) -> Parts | None:
-        """What a pass with guesses takes more than a plain one, in drafting, in the target, and in the rest."""
+        """Additional milliseconds of a speculative pass over a plain one: drafting, target, rest."""
         if self.best.later_ms is None or self.plain.later_ms is None:
             return None
         draft, target, rest = (a - b for a, b in zip(self.best.later_ms, self.plain.later_ms, strict=True))
@@ -248,7 +248,7 @@ class Outcome:
 
 @dataclass
 class BenchmarkReport:
-    """What `measure` found."""
+    """The result of `measure`."""
 
     runs: list[Run] = field(default_factory=list)
     acceptance: dict[str, Acceptance] = field(default_factory=dict)
@@ -262,17 +262,17 @@ class BenchmarkReport:
         return list(dict.fromkeys(run.budget_name for run in self.runs))
 
     def rows(self) -> list[BenchmarkRow]:
-        """By kind and budget, lossy ways behind the exact ones; `all` at the end where there are several kinds."""
+        """Rows by kind and budget, lossy ones last; the kind `all` is added at the end if there are several kinds."""
         kinds = [*self.kinds, ALL] if len(self.kinds) > 1 else self.kinds
         return [self._row(kind, name) for kind in kinds for name in self.budget_names]
 
     def best(self) -> BenchmarkRow | None:
-        """The exact way of guessing with the most tokens/s over everything; None where there is none."""
+        """The exact speculative row with the most tokens/s over all prompts; None if there is none."""
         rows = [row for row in self.rows()[-len(self.budget_names) :] if row.budget != 0 and row.accept == "exact"]
         return max(rows, key=lambda row: row.tokens_per_s.median, default=None)
 
     def outcome(self) -> Outcome | None:
-        """Whether guessing pays; None where nothing guessed."""
+        """Whether speculation pays off; None if no exact budget was measured."""
         best = self.best()
         if best is None:
             return None
@@ -280,9 +280,9 @@ class BenchmarkReport:
         return Outcome(best, self._row(best.kind, budget_name(0)), auto)
 
     def num_different(self, accept: Accept = "exact") -> int:
-        """Texts of these ways that are not plain decoding's.
+        """The number of texts that differ from plain decoding's.
 
-        Of exact ones in fp32 none; in 16 bit near-ties may fall the other way.
+        For exact runs in fp32 it is 0; in 16 bit, near-ties may be decided differently.
         """
         plain = {(run.workload, run.repeat): run.token_ids for run in self.runs if run.budget == 0}
         return sum(run.token_ids != plain[run.workload, run.repeat] for run in self.runs if run.accept == accept)
@@ -343,7 +343,7 @@ def _later_tokens_per_s(runs: Sequence[Run]) -> float | None:
 
 
 def _parts(stats: Stats) -> Parts:
-    """Seconds in drafting, in the target, and in the rest, up to now."""
+    """Seconds so far in drafting, target, and rest."""
     return stats.draft_s, stats.target_s, stats.prefill_s + stats.decode_s - stats.draft_s - stats.target_s
 
 
@@ -358,7 +358,7 @@ def _mean_ms(parts: Sequence[Parts], count: int) -> Parts:
 
 
 def budget_name(budget: int | None, accept: Accept = "exact") -> str:
-    """plain, auto, or the number of nodes; what is not exact says so."""
+    """The name of a budget: plain, auto, or the number of nodes; "joint, lossy" for joint acceptance."""
     if accept == "joint":
         return "joint, lossy"
     return "auto" if budget is None else str(budget or "plain")
@@ -380,11 +380,11 @@ def measure(
 ) -> BenchmarkReport:
     """Run every workload plainly and with each of `speculations`, `num_repeats` times.
 
-    They have different budgets above 0; one may be lossy.
+    speculations: different budgets above 0; one may be lossy.
 
-    Warm-up rounds come first and are not recorded; the draft's calibration is kept from run to run, as in a chat.
-    Without a seed it is 0, so that every repeat has the same text. progress(runs done, runs in all). Raises what
-    `Engine.generate` does.
+    Warm-up rounds come first and are not recorded. The draft's calibration is kept from run to run, as in a chat.
+    The default seed is 0, so that every repeat has the same text. progress(runs done, number of runs). Raises the
+    errors of `Engine.generate`.
     """
     if params.seed is None:
         params = replace(params, seed=0)
@@ -413,7 +413,7 @@ def measure(
 def _rounds(
     num_warmups: int, num_repeats: int, workloads: Sequence[Workload], ways: Sequence[SpeculationParams]
 ) -> Iterator[tuple[int, int, SpeculationParams]]:
-    """(repeat, index of the workload, way); repeats below 0 are warm-ups."""
+    """(repeat, index of the workload, speculation); repeats below 0 are warm-ups."""
     for repeat in range(-num_warmups, num_repeats):
         for index in range(len(workloads)):
             for way in ways:
@@ -424,9 +424,9 @@ def _rounds(
 
 
 def token_log_likelihoods(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> FloatArray:
-    """[N]: log p of each of N tokens behind the prompt and those before it, in nats.
+    """[N]: log p of each of N tokens after the prompt and the tokens before it, in nats.
 
-    Under the target alone, in one pass, without penalty and temperature, whoever chose the tokens.
+    Uses the target alone, in one pass, without repetition penalty and temperature.
     """
     tree, target = TokenTree.chain(tokens), CachedDecoder(engine.target)
     logits = target.score_rows(prompt, tree.tokens, tree.depths, tree.mask())
@@ -435,7 +435,7 @@ def token_log_likelihoods(engine: Engine, prompt: Sequence[int], tokens: Sequenc
 
 
 class _Likelihoods:
-    """Each text is scored once: most of them are the same, and a pass may take seconds."""
+    """Scores each distinct text once: most texts are equal, and a pass may take seconds."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

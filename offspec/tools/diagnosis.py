@@ -1,7 +1,7 @@
-"""What this machine has, how fast it is, and what would help most, in plain words. Knows nothing of the terminal.
+"""Describes this machine: its hardware, measured rates, and advice. It does not depend on the terminal.
 
-The advice speaks of two models that people know. It is division, not a plan: `offspec plan MODEL` places a model layer
-by layer.
+The advice uses a 70B or an 8B model as an example and divides bytes by rates. It is not a plan: `offspec plan MODEL`
+places a model layer by layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offspec.loaders.formats.products import HALF_DTYPES
 from offspec.loaders.hardware import Disk, Hardware, read_disk, read_hardware
 from offspec.loaders.kernels.compiler import describe_instructions
 from offspec.loaders.measure import WIDTHS, Progress, measure_rates
-from offspec.loaders.product_costs import ProductRate as ProductRate  # as the terminal shows it
+from offspec.loaders.product_costs import ProductRate as ProductRate  # re-exported for the CLI
 from offspec.loaders.product_costs import has_choice, know_products, product_rates
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
@@ -27,14 +27,14 @@ from ..checkpoints.opening import Note, choose_device
 from ..errors import HardwareError
 
 MAX_ADVICE = 4
-TREE_TOKENS = 64  # a pass that the advice speaks of; one of the widths that are measured
+TREE_TOKENS = 64  # rows of the pass in the advice; one of the measured widths
 SLOW_DISK, SLOW_LINK = 1.5e9, 8e9  # bytes/s: any NVMe disk reads more, PCIe 3.0 x16 copies 12
-LITTLE = 0.8  # of what there should be
+LITTLE = 0.8  # a smaller share of the expected memory is reported
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model to speak of, with its embedding and head in 16 bits."""
+    """An example model, with its embedding and head in 16 bits."""
 
     name: str
     nbytes: float
@@ -47,7 +47,7 @@ SMALL = Model("an 8B model in NF4", 5.7e9, 8e9)
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Facts and rates for one compute device, and the disk that models lie on. disk_reason: why `disk` is None."""
+    """Facts and rates of one compute device, and of the disk with the models. disk_reason: why `disk` is None."""
 
     device: str
     device_reason: str
@@ -57,23 +57,23 @@ class Diagnosis:
     torch_version: str
     torch_has_gpus: bool
     bitsandbytes_version: str | None
-    load_average: float  # processes that want a core, over the last minute, before anything was measured
-    instructions: str = ""  # of the CPU's, which products are computed with
-    products: tuple[ProductRate, ...] = ()  # where the CPU computes: which way was chosen for how many rows
+    load_average: float  # runnable processes over the last minute, before the measurements
+    instructions: str = ""  # the CPU's instructions that products use
+    products: tuple[ProductRate, ...] = ()  # on a CPU: the fastest way to multiply, for each number of rows
 
     @property
     def model(self) -> Model:
-        """The one to speak of: the large one where there is hope for it."""
+        """The example model: the large one if there is a GPU, or enough RAM for it."""
         has_room = self.hardware.gpu is not None or self.hardware.ram.total_bytes >= LARGE.nbytes
         return LARGE if has_room else SMALL
 
     @property
     def advice(self) -> list[str]:
-        """What to know and what to do, the most useful first."""
+        """Facts to know and things to do, the most useful first."""
         return [text for find in ADVICE if (text := find(self)) is not None][:MAX_ADVICE]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; sizes in bytes, rates a second."""
+        """For JSON; sizes in bytes, rates per second."""
         disk = None if self.disk is None else {**asdict(self.disk), "path": str(self.disk.path)}
         return {**asdict(self), "disk": disk, "advice": self.advice}
 
@@ -81,10 +81,10 @@ class Diagnosis:
 def diagnose(
     device: str = "auto", path: Path | None = None, *, quick: bool = False, progress: Progress = lambda what: None
 ) -> Diagnosis:
-    """Look at this machine; quick leaves out the measuring.
+    """Describe this machine. quick: do not measure.
 
-    device: auto, cpu, cuda or cuda:N. path: the folder where models lie, or a file of one; by default the hub's cache.
-    Raises UsageError for a device that is not there, HardwareError for one that does not answer.
+    device: auto, cpu, cuda or cuda:N. path: a folder with models, or a model's file; the default is the hub's cache.
+    Raises UsageError for a missing device, HardwareError for one that does not respond.
     """
     notes: list[Note] = []
     place = choose_device(device, notes)
@@ -117,14 +117,14 @@ def diagnose(
 
 
 def measure_products(dtype: torch.dtype) -> tuple[ProductRate, ...]:
-    """The fastest ways to multiply rows of `dtype` with matrices of 16 bit and of NF4, measured anew and kept."""
+    """The fastest ways to multiply rows of `dtype` with 16-bit and NF4 matrices; measures and caches them anew."""
     forms = [form for form in (HALF_DTYPES[dtype], "nf4") if has_choice(form)]
     know_products([(form, dtype) for form in forms], anew=True)
     return tuple(rate for form in forms for rate in product_rates(form, dtype, WIDTHS))
 
 
 def models_folder() -> Path:
-    """The hub's cache, or the folder in which it would be made."""
+    """The hub's cache, or its nearest existing parent folder."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     cache = Path(HF_HUB_CACHE).absolute()
@@ -132,7 +132,7 @@ def models_folder() -> Path:
 
 
 def dtype_of(hardware: Hardware) -> torch.dtype:
-    """What large models compute in: bf16, but for cards before Ampere, which do it in software."""
+    """The dtype for large models: bf16, or fp16 on cards before Ampere, which compute bf16 in software."""
     too_old = hardware.gpu is not None and hardware.gpu.capability < (8, 0)
     return torch.float16 if too_old else torch.bfloat16
 
@@ -153,8 +153,8 @@ def _busy_processor(d: Diagnosis) -> str | None:
     if not is_measured or d.load_average <= h.num_cores:
         return None
     return (
-        f"This machine is busy: {d.load_average:.1f} processes share {h.num_cores} cores. The figures above are what "
-        "is left for offspec; measure again when it is idle to see what it can do."
+        f"This machine is busy: {d.load_average:.1f} processes share {h.num_cores} cores, so the rates above are too "
+        "low. Measure again when it is idle."
     )
 
 
@@ -164,7 +164,7 @@ def _tight_container(d: Diagnosis) -> str | None:
         return None
     return (
         f"This container may use {format_size(ram.total_bytes)} of the machine's {format_size(ram.machine_bytes)} of "
-        f"RAM ({ram.limit}): raise its limit first, every GiB more is a GiB less to read in each pass."
+        f"RAM ({ram.limit}). Raise this limit first: each GiB more is a GiB less to read per pass."
     )
 
 
@@ -172,8 +172,8 @@ def _no_bitsandbytes(d: Diagnosis) -> str | None:
     if d.bitsandbytes_version is not None:
         return None
     return (
-        "bitsandbytes is not installed, so 4-bit models cannot be loaded, and these move a quarter of the bytes: "
-        "pip install bitsandbytes."
+        "bitsandbytes is not installed, so NF4 and FP4 models cannot be loaded. They stream a quarter of the bytes of "
+        "16-bit models: pip install bitsandbytes."
     )
 
 
@@ -182,10 +182,10 @@ def _no_gpu(d: Diagnosis) -> str | None:
         return None
     if not d.torch_has_gpus:
         return (
-            f"This torch ({d.torch_version}) is built for CPUs only: if there is a graphics card in this machine, "
-            "install torch for it (https://pytorch.org/get-started/locally)."
+            f"This torch ({d.torch_version}) is built for CPUs only. If this machine has a graphics card, install "
+            "torch for it (https://pytorch.org/get-started/locally)."
         )
-    return "torch finds no graphics card: if there is one, see whether its driver is loaded (nvidia-smi)."
+    return "torch finds no graphics card. If there is one, check that its driver is loaded (nvidia-smi)."
 
 
 def _reading(d: Diagnosis) -> str | None:
@@ -194,18 +194,17 @@ def _reading(d: Diagnosis) -> str | None:
         return None
     size, free = format_quantity(model.nbytes, "B"), format_quantity(ram.available_bytes, "B")
     text = (
-        f"This disk delivers {format_quantity(rates.disk_bytes_per_s, 'B/s')}: {model.name} ({size}) takes "
-        f"{format_seconds(model.nbytes / rates.disk_bytes_per_s)} a pass from disk"
+        f"This disk reads {format_quantity(rates.disk_bytes_per_s, 'B/s')}. From disk, {model.name} ({size}) takes "
+        f"{format_seconds(model.nbytes / rates.disk_bytes_per_s)} per pass"
     )
-    enough = f"{free} are free now"
     if rates.host_to_device_bytes_per_s is None:
-        return f"{text}, and needs no reading where {size} of RAM are free; {enough}."
+        return f"{text}. With {size} of free RAM it reads nothing; {free} are free now."
     link_s = format_seconds(model.nbytes / rates.host_to_device_bytes_per_s)
-    return f"{text}, and {link_s} from RAM where {size} of it are free; {enough}."
+    return f"{text}. From RAM it takes {link_s}, with {size} of free RAM; {free} are free now."
 
 
 def _arithmetic(d: Diagnosis) -> str | None:
-    """Worth telling where arithmetic, not reading, is what one waits for: on a CPU."""
+    """Reported if arithmetic takes longer than reading, usually on a CPU."""
     rates, model = d.hardware.rates, d.model
     flops, unpacked = rates.matmul_flops.get(TREE_TOKENS), rates.dequantise_elements_per_s
     if flops is None or rates.disk_bytes_per_s is None:
@@ -217,8 +216,8 @@ def _arithmetic(d: Diagnosis) -> str | None:
         return None
     where, better = ("CPU", "a graphics card") if d.hardware.gpu is None else ("card", "a faster card")
     return (
-        f"The arithmetic of that pass, over {TREE_TOKENS} tokens, takes about {format_seconds(seconds)} on this "
-        f"{where}, more than the reading: a smaller model, or {better}, gains more than a faster disk."
+        f"The arithmetic of such a pass, over {TREE_TOKENS} tokens, takes about {format_seconds(seconds)} on this "
+        f"{where}, longer than reading. A smaller model or {better} helps more than a faster disk."
     )
 
 
@@ -227,7 +226,7 @@ def _page_cache(d: Diagnosis) -> str | None:
         return None
     system = "This file system" if d.disk is None else f"This file system ({d.disk.file_system})"
     return (
-        f"{system} refuses direct reads, so weights pass through the page cache, which costs time and memory: keep "
+        f"{system} refuses direct reads, so weights go through the page cache, which costs time and memory. Store "
         "models on a local disk with ext4, xfs or btrfs."
     )
 
@@ -237,8 +236,8 @@ def _slow_disk(d: Diagnosis) -> str | None:
     if rate is None or rate >= SLOW_DISK or _arithmetic(d) is not None:
         return None
     return (
-        f"{format_quantity(rate, 'B/s')} is slow: an NVMe SSD reads 3 to 7 GB/s, and models that lie on one are "
-        "streamed so many times faster (--path measures another folder)."
+        f"{format_quantity(rate, 'B/s')} is slow: an NVMe SSD reads 3 to 7 GB/s, and streams models faster by the "
+        "same factor (--path measures another folder)."
     )
 
 
@@ -247,8 +246,8 @@ def _slow_link(d: Diagnosis) -> str | None:
     if rate is None or rate >= SLOW_LINK:
         return None
     return (
-        f"The link to the card delivers {format_quantity(rate, 'B/s')}, where PCIe 4.0 x16 gives 25 GB/s: see whether "
-        "the card sits in the slot with all lanes, and without a riser."
+        f"The link to the card copies {format_quantity(rate, 'B/s')}; PCIe 4.0 x16 copies 25 GB/s. Check that the card "
+        "is in a slot with all lanes, and without a riser."
     )
 
 
@@ -257,8 +256,8 @@ def _busy_gpu(d: Diagnosis) -> str | None:
     if gpu is None or gpu.free_bytes >= LITTLE * gpu.total_bytes:
         return None
     return (
-        f"Other programs hold {format_size(gpu.total_bytes - gpu.free_bytes)} of the card's "
-        f"{format_size(gpu.total_bytes)}: what they give back holds more layers that need not be streamed."
+        f"Other programs use {format_size(gpu.total_bytes - gpu.free_bytes)} of the card's "
+        f"{format_size(gpu.total_bytes)}. Close them, so that more layers are resident."
     )
 
 
@@ -267,8 +266,8 @@ def _busy_ram(d: Diagnosis) -> str | None:
     if ram.available_bytes >= ram.total_bytes / 2:
         return None
     return (
-        f"Only {format_size(ram.available_bytes)} of {format_size(ram.total_bytes)} of RAM are free: what other "
-        "programs give back need not be read from disk."
+        f"Only {format_size(ram.available_bytes)} of {format_size(ram.total_bytes)} of RAM are free. Close other "
+        "programs, so that less is read from disk."
     )
 
 
@@ -276,7 +275,7 @@ def _full_disk(d: Diagnosis) -> str | None:
     if d.disk is None or d.disk.free_bytes >= d.model.nbytes:
         return None
     free, size = (format_quantity(nbytes, "B") for nbytes in (d.disk.free_bytes, d.model.nbytes))
-    return f"{d.disk.path} has {free} left: too little for {d.model.name} ({size})."
+    return f"{d.disk.path} has {free} of free space, too little for {d.model.name} ({size})."
 
 
 ADVICE: tuple[Callable[[Diagnosis], str | None], ...] = (

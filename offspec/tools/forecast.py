@@ -1,4 +1,4 @@
-"""What running a model would be like, here or with another card, before its weights are read: `offspec plan`."""
+"""Predicts memory and seconds per pass of a model, here or with another card, without its weights: `offspec plan`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from ..planning.probe import plan_here
 from ..planning.report import explain_plan, tell_tiers
 
 GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4
-GAIN_WIDTH = 64  # tokens of the pass that gains are told for
-EXAMPLE_ACCEPTED = 8  # tokens of such a pass that are accepted, for an example
-PROMPT_TOKENS = 2000  # of the prompt that the wait for a first token is told for
-FOUR_BIT = "nf4"  # what `offspec quantize` makes
+GAIN_WIDTH = 64  # rows of the pass that gains are predicted for
+EXAMPLE_ACCEPTED = 8  # accepted tokens of such a pass, in the example
+PROMPT_TOKENS = 2000  # the prompt's length in the prediction of the time to first token
+FOUR_BIT = "nf4"  # the default format of `offspec quantize`
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What `more_bytes` more of one kind of memory would bring: where layers would be, and the seconds of a pass."""
+    """The effect of `more_bytes` more of one kind of memory: the new plan, and the seconds of its pass."""
 
     memory: str
     more_bytes: int
@@ -49,7 +49,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class FourBit:
-    """The same model in FOUR_BIT: where layers would be, and the seconds of a pass of GAIN_WIDTH tokens."""
+    """The same model in FOUR_BIT: the plan, and the seconds of a pass of GAIN_WIDTH rows."""
 
     plan: Plan
     pass_s: float
@@ -60,11 +60,11 @@ class FourBit:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan with what it is for, the seconds of a pass at some widths (tokens → seconds), and what would help.
+    """A plan, predicted seconds of a pass at some widths (rows → seconds), and possible improvements.
 
-    model: as it was asked for; title: what it is. gains: of VRAM, then of RAM, in steps of GAIN_STEP_BYTES, for as long
-    as a step brings something. four_bit: what that format would bring; None where layers are not streamed, or in 4 bit
-    already. max_context: the largest that fits.
+    model: the name as given; title: its size and format. gains: more VRAM, then more RAM, in steps of GAIN_STEP_BYTES,
+    as long as a step changes the placement. four_bit: the same model in that format; None if nothing is streamed, or
+    it has 4 bits already. max_context: the largest context that fits, in tokens.
     """
 
     model: str
@@ -80,46 +80,46 @@ class Forecast:
 
     @property
     def tree_pass_s(self) -> float:
-        """Seconds of a pass of GAIN_WIDTH tokens."""
+        """Seconds of a pass of GAIN_WIDTH rows."""
         return self.plan.predict_pass_s(self.rates, GAIN_WIDTH)
 
     @property
     def example_tokens_per_s(self) -> float:
-        """With EXAMPLE_ACCEPTED tokens of such a pass accepted, the drafting aside."""
+        """Tokens/s with EXAMPLE_ACCEPTED accepted tokens per pass, without the time of drafting."""
         return EXAMPLE_ACCEPTED / self.tree_pass_s
 
     @property
     def prompt_s(self) -> float | None:
-        """Seconds to the first token of a prompt of PROMPT_TOKENS; None where the context has no room for it."""
+        """Seconds to the first token of a prompt of PROMPT_TOKENS; None if it does not fit the context."""
         return self.plan.predict_pass_s(self.rates, PROMPT_TOKENS) if self.plan.context > PROMPT_TOKENS else None
 
     @property
     def where(self) -> str:
-        """How many layers lie where, in a sentence."""
-        told = tell_tiers(self.plan)
-        return f"{told[0].upper()}{told[1:]}."
+        """A sentence with the number of layers in each tier."""
+        text = tell_tiers(self.plan)
+        return f"{text[0].upper()}{text[1:]}."
 
     @property
     def has_card(self) -> bool:
         return self.plan.placement.limits.device is not None
 
     def rows(self) -> list[tuple[str, int, int]]:
-        """(what, bytes of the card, bytes of RAM) of everything planned, and the sums; all is RAM without a card."""
+        """(name, bytes of VRAM, bytes of RAM) of each planned item, and their total; without a card all is RAM."""
         p, layers = self.plan.placement, self.plan.layers
         rows = [(item.name, item.on_device, item.on_host) for item in p.items]
         kept = sum(layers[i].resident_bytes for i in p.resident)
         waiting = sum(layers[i].slot_bytes for i in p.in_ram)
-        rows.append((f"layers that stay ({len(p.resident)})", kept, 0))
+        rows.append((f"resident layers ({len(p.resident)})", kept, 0))
         if p.in_ram:
-            rows.append((f"layers that wait ({len(p.in_ram)})", 0, waiting))
+            rows.append((f"layers in RAM ({len(p.in_ram)})", 0, waiting))
         if p.streamed:
-            rows.append(("layers in flight", p.slots.num * p.slots.nbytes, p.slots.num_host * p.slots.nbytes))
+            rows.append(("streaming buffers", p.slots.num * p.slots.nbytes, p.slots.num_host * p.slots.nbytes))
         if not self.has_card:
-            rows = [(what, 0, device + ram) for what, device, ram in rows]
-        return [*rows, ("together", sum(row[1] for row in rows), sum(row[2] for row in rows))]
+            rows = [(name, 0, device + ram) for name, device, ram in rows]
+        return [*rows, ("total", sum(row[1] for row in rows), sum(row[2] for row in rows))]
 
     def sources(self) -> list[tuple[str, str]]:
-        """What the rates are that the seconds follow from, and where they come from."""
+        """(name, rate and its source) of each link that the prediction uses."""
         p, rates = self.plan.placement, self.rates
         links = [("disk", rates.disk_bytes_per_s, "disk_bytes_per_s", bool(p.on_disk))]
         links.append(("link", rates.host_to_device_bytes_per_s, "host_to_device_bytes_per_s", self.has_card))
@@ -154,10 +154,10 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What is planned for where it is not this machine, or not this file.
+    """Assumptions about another machine, or another format of the model.
 
-    gpu: a card that is not here, by name. form: the format to assume (`PLAN_FORMATS`). disk_bytes_per_s: what the disk
-    would deliver.
+    gpu: the name of a card that is not in this machine. form: the format to assume (`PLAN_FORMATS`). disk_bytes_per_s:
+    the disk's assumed rate.
     """
 
     gpu: str | None = None
@@ -165,10 +165,10 @@ class Assumptions:
     disk_bytes_per_s: float | None = None
 
     def check(self) -> None:
-        """Raises UsageError."""
+        """Raises UsageError for a disk rate that is not positive."""
         rate = self.disk_bytes_per_s
         if rate is not None and not rate > 0:
-            raise UsageError(f"--disk {rate} would bring nothing; give what it delivers in a second, e.g. 7GB")
+            raise UsageError(f"the disk's rate must be above 0 bytes per second, not --disk {rate}; for example 7GB")
 
 
 def make_forecast(
@@ -178,10 +178,10 @@ def make_forecast(
     widths: Sequence[int] = (1,),
     progress: Callable[[str], None] = lambda what: None,
 ) -> Forecast:
-    """Plan for a model that may not be here, on this machine or on one with another card. options: as `Engine.load`'s.
+    """Predict a model, which need not be downloaded, on this machine or with another card. options: `Engine.load`'s.
 
-    widths: tokens of a pass. What is here is measured, the disk being the one that the model lies on; with a card that
-    is not here every rate comes from data sheets. Raises MemoryLimitError where it cannot work.
+    widths: rows of a pass. This machine's rates are measured, on the disk with the model. With another card, all rates
+    come from data sheets. Raises MemoryLimitError if the model does not fit.
     """
     assumed = assumptions or Assumptions()
     assumed.check()
@@ -211,8 +211,8 @@ def make_forecast(
     if known is None and (load := psutil.getloadavg()[0]) > hardware.num_cores:
         notes.append(
             Note(
-                f"this machine is busy: {load:.1f} processes share {hardware.num_cores} cores, and seconds are what "
-                "is left for offspec",
+                f"this machine is busy: {load:.1f} processes share {hardware.num_cores} cores, so the measured rates "
+                "are too low",
                 advice=True,
             )
         )
@@ -228,7 +228,7 @@ def _with_disk(rates: Rates, bytes_per_s: float, source: str) -> Rates:
 
 
 def _four_bit(plan: Plan, rates: Rates) -> FourBit | None:
-    """What the same model would be in 4 bit, in the same memory."""
+    """The same model in 4 bit, in the same memory."""
     target = plan.demand.target
     if target.packed_form is not None or not plan.placement.streamed:
         return None
@@ -237,7 +237,7 @@ def _four_bit(plan: Plan, rates: Rates) -> FourBit | None:
     try:
         packed = ModelFiles.from_config(target.checkpoint.path, FOUR_BIT, dtype, device_type, [])
         found = plan.with_target(packed)
-    except OffspecError:  # a shape that the format does not have
+    except OffspecError:  # the format does not support this shape
         return None
     return FourBit(found, found.predict_pass_s(rates, GAIN_WIDTH))
 
@@ -245,7 +245,7 @@ def _four_bit(plan: Plan, rates: Rates) -> FourBit | None:
 def _open_to_plan(
     options: LoadOptions, form: str | None, device_type: str, notes: list[Note]
 ) -> tuple[ModelFiles, OpenedDraft]:
-    """Target and draft; of hub ids only config.json is downloaded."""
+    """Open target and draft; for hub ids, only config.json is downloaded."""
     path = locate(options.model, options.revision, "target", weights=False)
     target = ModelFiles.from_config(path, form, options.dtype, device_type, notes)
     request = OpenRequest(options.drafting, target, None, options.dtype, device_type, notes)
@@ -253,7 +253,7 @@ def _open_to_plan(
 
 
 def _hardware(place: torch.device, known: KnownGpu | None, ram: int | None) -> Hardware:
-    """This machine's, with another card where one is assumed, and then with so much RAM at least."""
+    """This machine's hardware. With an assumed card, RAM is at least `ram` bytes."""
     hardware = read_hardware(place)
     if known is None:
         return hardware

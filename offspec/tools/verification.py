@@ -1,9 +1,8 @@
-"""Shows that speculative text is plain decoding's, token for token. Knows nothing of the terminal.
+"""Checks that speculative text equals plain decoding's, token for token. It does not depend on the terminal.
 
-Each prompt is decoded plainly once per temperature; then the same request runs with every budget, scoring and draft
-asked for, and the token ids are compared. A random draft's guesses are worth nothing, so that a text takes a pass for
-each token: it is left after some passes, each over a whole tree. A difference is explained: how far apart the target
-held the two tokens.
+Each prompt is decoded plainly once per temperature. Then the same request runs with every given budget, scoring and
+draft, and the token ids are compared. With a random draft nearly every token takes a pass, so such texts stop after a
+few passes, each over a whole tree. A difference is reported with the distance of the target's values for both tokens.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from ..model.foreign_config import ForeignConfig
 from ..model.rope_config import RopeConfig
 from .benchmark import budget_name
 
-# How far apart two tokens' values may lie to count as a near-tie; in fp32 no difference is excused.
+# The largest distance of two tokens' values that counts as a near-tie; in fp32 there are none.
 NEAR_TIE = {torch.float32: 0.0, torch.float16: 0.05, torch.bfloat16: 0.25}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way of guessing, for one way of choosing. `draft` is own (the engine as it is) or random.
+    """One combination of speculation and sampling. `draft` is `own` (the engine's) or `random`.
 
-    budget None is the one that is found while running. Raises UsageError for a bad value.
+    budget None is the automatic one. Raises UsageError for an invalid value.
     """
 
     temperature: float
@@ -68,9 +67,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a text left plain decoding's. A token is None where that text had ended.
+    """The first position at which a text differs from plain decoding's. A token is None if that text had ended.
 
-    gap: the distance of the two tokens' values (logits / T + noise); None where the target rules one of them out.
+    gap: the distance of the two tokens' values (logits / T + noise); None if sampling excludes one of them.
     """
 
     setting: Setting
@@ -85,7 +84,7 @@ class Difference:
         plain, speculative = (
             "the end" if token is None else f"token {token}" for token in (self.plain_token, self.speculative_token)
         )
-        apart = "too far apart for any arithmetic" if self.gap is None else f"{self.gap:.3g} apart"
+        apart = "one of them is excluded by sampling" if self.gap is None else f"{self.gap:.3g} apart"
         return (
             f"prompt {self.prompt_index}, position {self.token_index}: {speculative} instead of {plain}, {apart} "
             f"({self.setting})"
@@ -94,7 +93,7 @@ class Difference:
 
 @dataclass
 class VerificationReport:
-    """What `verify` found. `tokens_per_pass[i]` belongs to `settings[i]`."""
+    """The result of `verify`. `tokens_per_pass[i]` belongs to `settings[i]`."""
 
     num_prompts: int
     num_tokens: int = 0
@@ -131,7 +130,7 @@ def settings_of(
     scorings: Sequence[Scoring],
     drafts: Sequence[str],
 ) -> list[Setting]:
-    """Every combination, grouped by temperature; top_p counts at temperature 1 only."""
+    """Every combination, grouped by temperature; top_p is used at temperature 1 only."""
     return [
         Setting(temperature, top_p if temperature == 1 else 1.0, budget, scoring, draft)
         for temperature, draft, scoring, budget in itertools.product(temperatures, drafts, scorings, budgets)
@@ -148,17 +147,17 @@ def verify(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> VerificationReport:
-    """Compare every setting with plain decoding on every prompt. progress(settings done, settings in all).
+    """Compare every setting with plain decoding on every prompt. progress(settings done, number of settings).
 
-    random_passes: after how many passes a text is left where the draft is random.
-    Raises UsageError where a setting asks for the engine's own guesses and it has none.
+    random_passes: with a random draft, stop each text after so many passes.
+    Raises UsageError if a setting uses the engine's own draft and it has none.
     """
     engines = {draft: _with_draft(engine, draft) for draft in {setting.draft for setting in settings}}
     report = VerificationReport(num_prompts=len(prompts))
     ids = [engine.tokenizer.encode(prompt) for prompt in prompts]
     plain: dict[tuple[float, float], list[list[int]]] = {}
     for done, setting in enumerate(settings):
-        # Another seed for each prompt, so that more of the noise is exercised.
+        # Each prompt has another seed, so that the test covers more noise.
         params = [setting.sampling(max_new_tokens, (seed + i) % SEED_LIMIT) for i in range(len(ids))]
         key = (setting.temperature, setting.top_p)
         if key not in plain:
@@ -171,7 +170,7 @@ def verify(
         for i, (prompt, p, wanted) in enumerate(zip(ids, params, plain[key], strict=True)):
             found = _run(engines[setting.draft], prompt, p, setting.speculation(), max_passes)
             num_tokens, num_passes = num_tokens + len(found.tokens), num_passes + found.num_passes
-            compared = wanted[: len(found.tokens)] if found.was_left else wanted
+            compared = wanted[: len(found.tokens)] if found.was_stopped else wanted
             report.differences += _differences(engine, setting, i, prompt, p, compared, found.tokens)
         report.num_tokens += num_tokens
         report.settings.append(setting)
@@ -185,12 +184,12 @@ def _with_draft(engine: Engine, draft: str) -> Engine:
     if draft == "random":
         return engine.with_draft(ModelDraft(_random_draft(engine), "random"))
     if not engine.guesses:
-        raise UsageError("there is nothing of its own that guesses: give --draft, or use --drafts random")
+        raise UsageError("the engine has no draft; choose one (--draft), or verify a random one (--drafts random)")
     return engine
 
 
 def _random_draft(engine: Engine) -> Decoder:
-    """As small as a draft can be: its guesses are worth nothing, and nobody planned for its memory."""
+    """A draft of the smallest possible size, because its memory is not planned."""
     config = engine.target.config
     if isinstance(config, ForeignConfig):
         config = config.as_native()
@@ -214,11 +213,11 @@ def _random_draft(engine: Engine) -> Decoder:
 
 @dataclass(frozen=True)
 class _Text:
-    """What one request gave; was_left: the rest was not waited for."""
+    """The result of one request. was_stopped: it stopped after `max_passes`, before the end of its text."""
 
     tokens: list[int]
     num_passes: int
-    was_left: bool
+    was_stopped: bool
 
 
 def _run(
@@ -231,8 +230,8 @@ def _run(
     with closing(engine.generate(prompt, params, speculation)) as request:
         steps = list(itertools.islice(request, max_passes))
     tokens = [token for step in steps for token in step.token_ids]
-    was_left = len(steps) == max_passes and steps[-1].finish_reason is None
-    return _Text(tokens, steps[-1].stats.num_passes, was_left)
+    was_stopped = len(steps) == max_passes and steps[-1].finish_reason is None
+    return _Text(tokens, steps[-1].stats.num_passes, was_stopped)
 
 
 def _differences(
@@ -254,7 +253,7 @@ def _differences(
 
 
 def _gap(engine: Engine, text: list[int], params: SamplingParams, a: int, b: int) -> float | None:
-    """How far apart the target holds two tokens after a text, noise included; None where it excludes one of them."""
+    """The distance of two tokens' values after a text, including noise; None if sampling excludes one of them."""
     target, device = engine.target, engine.target.device
     hidden = target.forward(torch.tensor(text), torch.arange(len(text), device=device), target.new_cache())
     sampler = Sampler(params, params.seed or 0, target.config.vocab_size, device)

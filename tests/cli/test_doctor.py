@@ -47,7 +47,7 @@ def test_the_table(offspec: Offspec, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "bf16 x 1    30 GFLOP/s, 30 GB/s of weights (torch)" in lines
     assert "bf16 x 256  200 GFLOP/s, 800 MB/s of weights (kernel)" in lines
     assert "NF4         - (not measured: bitsandbytes is missing)" in lines
-    assert any(line.startswith("- This disk delivers 2 GB/s: ") for line in lines)
+    assert any(line.startswith("- This disk reads 2 GB/s") for line in lines)
 
 
 @pytest.mark.usefixtures("measured")

@@ -86,7 +86,11 @@ def test_streamed_it_says_the_same(engine: Engine, smollm2: Path) -> None:
     """With 64 MiB beside all that is no layer, some of which read ahead."""
     common = ["--draft", "none", "--dtype", "fp32", "--context", 512, "-q", "--json"]
     plan = json.loads(offspec("plan", smollm2, *common))
-    rest = sum(row["ram_bytes"] for row in plan["memory"] if not row["what"].startswith(("layers", "together")))
+    rest = sum(
+        row["ram_bytes"]
+        for row in plan["memory"]
+        if not row["what"].startswith(("resident layers", "layers in RAM", "streaming buffers", "total"))
+    )
     question = PROMPTS[0]
     answer = json.loads(
         offspec(

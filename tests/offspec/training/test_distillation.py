@@ -349,7 +349,7 @@ def test_files_that_are_no_exit_layers_are_refused(files: ModelFiles, trained: D
     with refused(CheckpointError, broken, "read"):
         ExitFile.open(broken, files)
     save_file({"a": torch.zeros(1)}, other := tmp_path / "other.safetensors")
-    with refused(CheckpointError, other, "no exit layer"):
+    with refused(CheckpointError, other, "not an exit layer"):
         ExitFile.open(other, files)
     os.mkfifo(pipe := tmp_path / "pipe.safetensors")
     with refused(CheckpointError, pipe, "pipe"):
