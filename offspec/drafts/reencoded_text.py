@@ -70,11 +70,11 @@ class TargetText:
     def __init__(self, reencoder: Reencoder) -> None:
         self._reencoder = reencoder
         self.string = ""
-        self._ends: list[int] = []  # in the string, of each token
+        self.ends: list[int] = []  # in the string, of each token
         self._first: int | None = None  # of the tokens that are text
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self.ends)
 
     def extend(self, tokens: Sequence[int]) -> None:
         pieces = []
@@ -85,13 +85,13 @@ class TargetText:
                 self._first, piece = len(self), self._reencoder.first_piece(piece)
             pieces.append(piece)
             end += len(piece)
-            self._ends.append(end)
+            self.ends.append(end)
         self.string += "".join(pieces)
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on."""
-        del self._ends[length:]
-        self.string = self.string[: self._ends[-1] if self._ends else 0]
+        del self.ends[length:]
+        self.string = self.string[: self.ends[-1] if self.ends else 0]
         if self._first is not None and self._first >= length:
             self._first = None
 
@@ -145,10 +145,10 @@ class OwnTokens:
                 return token
         return 0 if latest - BOUNDARY <= least else latest
 
-    def extend(self, ids: Sequence[int], ends: Sequence[int]) -> None:
-        """Nodes that came true."""
+    def extend(self, ids: Sequence[int], end: int) -> None:
+        """A node that came true: its tokens, which are cut at its end only."""
         self.ids += ids
-        self.ends += ends
+        self.ends += [end] * len(ids)
 
     def truncate(self, end: int, most: int) -> None:
         """Keep the tokens that end at `end` of the string or before it, and of these no more than `most`."""
@@ -227,10 +227,9 @@ class ReencodedText:
         firsts = [0, *accumulate(map(len, self._pending))]
         rows = [[row for node in nodes for row in range(firsts[node], firsts[node + 1])] for nodes in (path, pending)]
         self._text.keep(*rows)
-        for node in path:
-            self._read.extend(self._tokens[node : node + 1])
-            ids, end = self._pending[node], len(self._read.string)
-            self._own.extend(ids, [end] * len(ids))
+        self._read.extend([self._tokens[node] for node in path])
+        for node, end in zip(path, self._read.ends[len(self._read) - len(path) :], strict=True):
+            self._own.extend(self._pending[node], end)
         self._pending = [self._pending[node] for node in pending]
         self._tokens = [self._tokens[node] for node in pending]
 

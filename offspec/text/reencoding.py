@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import accumulate
 from typing import NamedTuple
 
+from ..errors import TokenizerError
 from .shared_tokens import SharedTokens, ids_by_bytes
 from .tokenizer import Tokenizer
 
 FIRST_SPECIAL = 256  # characters from here on are special tokens, those below are bytes
 SPARE = 1.25
+MOST_BYTES = 32  # of a token that is looked for in a text which the tokenizer would change
 _PARTS = re.compile(r"[\x00-\xff]+|[^\x00-\xff]")
 _BAD_BYTES = re.compile("([\udc80-\udcff]+)")  # as `surrogateescape` writes them
 _CONTEXTS = "\n", "a"  # tried before a text to which the tokenizer would add a space at its beginning
@@ -44,14 +48,16 @@ class Reencoder:
         self._lead = frozenset(target.encode("")) if self.prefix else frozenset[int]()
         self._target_adds_space, self._draft_adds_space = _adds_space(target), _adds_space(draft)
         self._ids = ids_by_bytes(draft, draft_size)
-        self._longest = max(map(len, self._ids))
+        self._longest = min(MOST_BYTES, max(map(len, self._ids)))
         self.stand_in = next(iter(self.prefix), next(iter(self._ids.values())))  # read where there is nothing to read
         self._node_ids: dict[int, list[int]] = {}
 
     def piece(self, token: int) -> str:
         """What the target's token is in a string."""
         content = self._target_bytes.get(token)
-        return chr(FIRST_SPECIAL + token) if content is None else content.decode("latin-1")
+        if content is None:
+            return chr(min(FIRST_SPECIAL + token, sys.maxunicode))
+        return content.decode("latin-1")
 
     def first_piece(self, piece: str) -> str:
         """The first piece of a string that is text: the space that tokenizers of one kind put there is the draft's."""
@@ -98,28 +104,36 @@ class Reencoder:
         done = 0
         for part in _BAD_BYTES.split(content.decode("utf-8", "surrogateescape")):
             stretch = part.encode("utf-8", "surrogateescape")
-            is_good = part and not _BAD_BYTES.match(part)
-            for token, end in (self._of_text(part) if is_good else None) or self._longest_first(stretch):
+            is_bad = _BAD_BYTES.match(part)
+            for token, end in self._longest_first(stretch) if is_bad else self._of_text(part):
                 yield token, done + end
             done += len(stretch)
 
-    def _of_text(self, text: str) -> list[tuple[int, int]] | None:
-        """As the draft's tokenizer has it; None where that would change the text."""
+    def _of_text(self, text: str) -> Iterator[tuple[int, int]]:
+        """As the draft's tokenizer has it; where that would change the text, of as few characters as possible not."""
         content = text.encode()
         for ids in self._encodings(text):
             if b"".join(self._draft_bytes.get(token, b"") for token in ids) == content:
-                return list(zip(ids, accumulate(len(self._draft_bytes[token]) for token in ids), strict=True))
-        return None
+                yield from zip(ids, accumulate(len(self._draft_bytes[token]) for token in ids), strict=True)
+                return
+        at = text.rfind(" ", 1, len(text) // 2 + 1)
+        if at < 1 and (at := text.find(" ", 1)) < 1:
+            yield from self._longest_first(content)
+            return
+        yield from self._of_text(text[:at])
+        start = len(text[:at].encode())
+        yield from ((token, start + end) for token, end in self._of_text(text[at:]))
 
     def _encodings(self, text: str) -> Iterator[list[int]]:
-        """What the tokenizer may make of a text inside of another one, the best first."""
-        if not self._draft_adds_space:
-            yield self._draft.encode(text, add_special_tokens=False)
-            return
-        if text.startswith(" "):  # which the tokenizer puts back
-            yield self._draft.encode(text[1:], add_special_tokens=False)
-        for context in _CONTEXTS:
-            yield self._draft.encode_after(context, text)
+        """What the tokenizer may make of a text inside of another one, the best first; none where it fails."""
+        with suppress(TokenizerError):  # characters that the vocabulary does not cover
+            if not self._draft_adds_space:
+                yield self._draft.encode(text, add_special_tokens=False)
+                return
+            if text.startswith(" "):  # which the tokenizer puts back
+                yield self._draft.encode(text[1:], add_special_tokens=False)
+            for context in _CONTEXTS:
+                yield self._draft.encode_after(context, text)
 
     def _longest_first(self, content: bytes) -> Iterator[tuple[int, int]]:
         """The longest token at each place; bytes without one are left out."""

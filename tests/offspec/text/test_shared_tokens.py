@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from offspec.errors import VocabularyMismatchError
 from offspec.text.reencoding import FIRST_SPECIAL, Reencoder
@@ -220,3 +220,29 @@ def test_byte_level_tokens_written_by_themselves() -> None:
     assert found[state["Ġ"]] == b" "
     assert found[state["Ċ"]] == b"\n"
     assert sorted(text for text in found.values() if len(text) == 1) == [bytes([byte]) for byte in range(256)]
+
+
+def test_what_the_drafts_tokenizer_would_change_is_kept_and_the_rest_is_encoded_as_ever(tmp_path: Path) -> None:
+    """It composes characters, reads special tokens in texts, and some tokens of it are of characters only."""
+    backend = backends()["code"]
+    backend.normalizer = normalizers.NFC()
+    theirs = Tokenizer.load(write(tmp_path / "composing", backend))
+    ours = Tokenizer.load(write(tmp_path / "plain", backends()["prose"]))
+    reencoder = Reencoder(ours, theirs, shared_of(ours, theirs), theirs.vocab_size)
+    around = "def area(width, height):\n    return width * height\n"
+    for text in ("cafe\u0301", f"an {TURN} in a text"):
+        string = f"{around} {text} {around}".encode().decode("latin-1")
+        ids = reencoder.encode(string).ids
+        assert texts_bytes(theirs, ids).decode("latin-1") == string
+        assert ids[: len(theirs.encode(around)) - 1] == theirs.encode(around)[:-1]
+        assert ids[-len(theirs.encode(around)) + 1 :] == theirs.encode(around)[1:]
+
+
+def test_a_text_that_the_drafts_vocabulary_does_not_cover_is_read_as_far_as_it_does(tmp_path: Path) -> None:
+    words = Backend(models.Unigram([("▁the", -1.0), ("▁", -2.0), ("a", -2.0), ("b", -3.0)]))  # without a token for what is unknown
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    theirs = Tokenizer.load(write(tmp_path / "few", words))
+    ours = Tokenizer.load(write(tmp_path / "plain", backends()["prose"]))
+    shared = SharedTokens({}, 1.0, 1.0)
+    reencoder = Reencoder(ours, theirs, shared, theirs.vocab_size)
+    assert [theirs.token_text(token) for token in reencoder.encode(" thexyz ab").ids] == ["▁the", "▁", "a", "b"]
