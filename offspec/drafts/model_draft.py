@@ -74,7 +74,7 @@ class ModelDraft(Draft):
 
     def _num_entries(self, num_tokens: int) -> int:
         """Entries of the draft's cache for a text of `num_tokens` of the target's tokens."""
-        return num_tokens if self.other is None else self.other.reencoder.num_entries(num_tokens)
+        return _num_entries(num_tokens, self.decoder.config, self.other)
 
     def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
         looked_up: list[Guesser] = [PromptLookup(learnt.lookups)] if task.speculation.lookup else []
@@ -167,7 +167,7 @@ class OpenedModel:
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         files, itemsize = self.files, self.files.dtype.itemsize
-        context = room.context if self.other is None else self.other.reencoder.num_entries(room.context)
+        context = _num_entries(room.context, files.config, self.other)
         items = [
             *unpacking_items(files),
             Item("draft", on_device=resident_bytes(files)),
@@ -186,6 +186,11 @@ class OpenedModel:
         decoder = load_decoder(self.files, all_resident(self.files), device, settings)
         aligner = open_aligner(decoder, options.learn_file, listens=options.learn) if options.learns else None
         return lambda target: ModelDraft(decoder, self.name, aligner, self.other, is_larger=self.is_larger)
+
+
+def _num_entries(num_tokens: int, draft: ModelConfig, other: OtherVocabulary | None) -> int:
+    """Entries of the draft's cache for `num_tokens` of the target's; with another vocabulary, what it can read."""
+    return num_tokens if other is None else min(other.reencoder.most_tokens(num_tokens), draft.max_context)
 
 
 def _is_larger(draft: ModelFiles, target: ModelFiles) -> bool:

@@ -56,7 +56,8 @@ class OtherVocabulary:
         shared = f"they share {self.shared.share:.0%} of a sample text's tokens"
         return Note(
             f"the draft {name} has another vocabulary than the target: {shared}, and only shared tokens are guessed, "
-            "so fewer guesses are accepted than of a draft with the target's vocabulary"
+            "so fewer guesses are accepted than of a draft with the target's vocabulary",
+            advice=True,
         )
 
     def text(self, text: CachedDecoder) -> ReencodedText:
@@ -242,7 +243,8 @@ class ReencodedText:
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` entries: the target's tokens of a text, and MAX_ROWS nodes."""
-        self._text.reserve(self._reencoder.num_entries(capacity - MAX_ROWS) + MAX_ROWS)
+        num_tokens = self._reencoder.most_tokens(capacity - MAX_ROWS)
+        self._text.reserve(min(num_tokens, self._text.max_context) + MAX_ROWS)
 
 
 class _NodeRows(NamedTuple):

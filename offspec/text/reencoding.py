@@ -69,8 +69,8 @@ class Reencoder:
         """Whether a piece is a special token, and no bytes."""
         return piece >= chr(FIRST_SPECIAL)
 
-    def num_entries(self, num_tokens: int) -> int:
-        """Room for the draft's tokens of a text of so many of the target's, which need not be like SAMPLE."""
+    def most_tokens(self, num_tokens: int) -> int:
+        """The draft's tokens for `num_tokens` of the target's: an estimate from SAMPLE, with something to spare."""
         return math.ceil(max(1.0, SPARE * self._shared.ratio) * num_tokens)
 
     def node_ids(self, token: int) -> list[int]:

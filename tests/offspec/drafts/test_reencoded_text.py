@@ -226,6 +226,9 @@ def test_room_is_made_for_the_drafts_tokens(both: Callable[[str, str], Both]) ->
     text, inner = pair.text()
     text.reserve(len(pair.target.encode(TEXT)) + 4096)
     assert inner.capacity >= len(pair.canonical(TEXT)) + 1000
+    short, inner = pair.text(max_context=50)
+    short.reserve(100_000)
+    assert 50 < inner.capacity < 10_000  # it never holds more than it can read
 
 
 def test_special_characters_are_no_bytes(both: Callable[[str, str], Both]) -> None:

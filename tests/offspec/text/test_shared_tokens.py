@@ -239,7 +239,9 @@ def test_what_the_drafts_tokenizer_would_change_is_kept_and_the_rest_is_encoded_
 
 
 def test_a_text_that_the_drafts_vocabulary_does_not_cover_is_read_as_far_as_it_does(tmp_path: Path) -> None:
-    words = Backend(models.Unigram([("▁the", -1.0), ("▁", -2.0), ("a", -2.0), ("b", -3.0)]))  # without a token for what is unknown
+    words = Backend(
+        models.Unigram([("▁the", -1.0), ("▁", -2.0), ("a", -2.0), ("b", -3.0)])
+    )  # without a token for what is unknown
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     theirs = Tokenizer.load(write(tmp_path / "few", words))
     ours = Tokenizer.load(write(tmp_path / "plain", backends()["prose"]))
