@@ -1,1 +1,1 @@
-"""Bytes to tensors: checkpoints and where their weights live. Knows nothing of tokens, trees or architectures."""
+"""From bytes to tensors: checkpoints, and where their weights lie. Independent of tokens, trees and architectures."""

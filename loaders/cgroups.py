@@ -1,7 +1,7 @@
-"""What a container allows this process: the limits of its control groups, version 1 and 2.
+"""Limits that a container sets for this process, by its control groups, version 1 and 2.
 
-A group's limit binds everything below it, so each group from the process's own up to the topmost visible one is asked.
-Functions take the root folder, so that a tree of files can stand in for the kernel's. Knows nothing of the machine.
+A group's limit applies to everything below it, so this module reads each group from the process's own up to the topmost
+visible one. Functions take the root folder, so that tests can replace the kernel's files.
 Formats: https://docs.kernel.org/admin-guide/cgroup-v2.html and .../cgroup-v1/memory.html
 """
 
@@ -18,7 +18,7 @@ _UNLIMITED_BYTES = 2**60  # version 1 writes "no limit" as the largest multiple 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """One group's limit, what is still free below it, and the file that says so."""
+    """One group's limit, the memory still available below it, and the file that sets it."""
 
     limit_bytes: int
     available_bytes: int
@@ -27,7 +27,7 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class CpuQuota:
-    """Processor time per time: 1.5 is one and a half processors."""
+    """A quota of processor time: 1.5 means one and a half processors."""
 
     num_cpus: float
     source: str
@@ -42,7 +42,7 @@ class _Group:
     path: str
 
     def number(self, name: str) -> int | None:
-        """The number in a file of this group; None where it says "max", or there is no such file."""
+        """The number in a file of this group; None if it contains "max" or does not exist."""
         try:
             return int(self.text(name))
         except ValueError:
@@ -51,7 +51,7 @@ class _Group:
     def text(self, name: str) -> str:
         try:
             return (self.folder / name).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError):  # not there in the root group, or not for us to see
+        except (OSError, UnicodeDecodeError):  # missing in the root group, or not readable
             return ""
 
     def source(self, name: str) -> str:
@@ -59,13 +59,13 @@ class _Group:
 
 
 def memory_limits(root: Path = ROOT) -> list[MemoryLimit]:
-    """Every memory limit that binds this process; swap does not count. Empty where there is none."""
+    """Every memory limit of this process, without swap."""
     found = (_memory_limit(group) for group in _groups(root, "memory"))
     return [limit for limit in found if limit is not None]
 
 
 def _memory_limit(group: _Group) -> MemoryLimit | None:
-    # memory.high does not kill, but what is beyond it is throttled until it is gone: a limit all the same.
+    # memory.high does not kill, but throttles a process beyond it: it is a limit as well.
     names = ("memory.limit_in_bytes",) if group.version == 1 else ("memory.max", "memory.high")
     limits = [(limit, name) for name in names if (limit := group.number(name)) is not None and limit < _UNLIMITED_BYTES]
     if not limits:
@@ -77,13 +77,13 @@ def _memory_limit(group: _Group) -> MemoryLimit | None:
 
 
 def _reclaimable_bytes(group: _Group) -> int:
-    """Page cache that the kernel drops before anything fails.
+    """Page cache that the kernel can drop before allocations fail.
 
-    Both lists count, as they do in the kernel's own MemAvailable: a file read twice is "active", and still only a copy.
-    What is mapped stays: programs and libraries, which would be read again at once.
+    Active and inactive files count, as in the kernel's MemAvailable. Mapped files do not count: they are programs and
+    libraries, which would be read again at once.
     """
     stat = dict(line.split()[:2] for line in group.text("memory.stat").splitlines() if len(line.split()) >= 2)
-    names = ("total_inactive_file", "total_active_file", "total_mapped_file")  # total_: with the groups below it
+    names = ("total_inactive_file", "total_active_file", "total_mapped_file")  # total_: includes the groups below
     if group.version == 2:
         names = ("inactive_file", "active_file", "file_mapped")
     inactive, active, mapped = (int(stat.get(name, "0")) for name in names)
@@ -91,7 +91,7 @@ def _reclaimable_bytes(group: _Group) -> int:
 
 
 def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
-    """The tightest limit of processor time that binds this process; None where there is none."""
+    """The lowest limit of processor time of this process; None if there is none."""
     found = [quota for group in _groups(root, "cpu") if (quota := _cpu_quota(group)) is not None]
     return min(found, key=lambda quota: quota.num_cpus, default=None)
 
@@ -99,7 +99,7 @@ def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
 def _cpu_quota(group: _Group) -> CpuQuota | None:
     if group.version == 1:
         name = "cpu.cfs_quota_us"
-        quota, period = group.number(name), group.number("cpu.cfs_period_us")  # a quota of -1 is none
+        quota, period = group.number(name), group.number("cpu.cfs_period_us")  # a quota of -1 means no limit
     else:
         name = "cpu.max"
         match = re.fullmatch(r"(\d+) (\d+)", group.text(name))
@@ -107,11 +107,11 @@ def _cpu_quota(group: _Group) -> CpuQuota | None:
     return CpuQuota(quota / period, group.source(name)) if quota and period and quota > 0 else None
 
 
-# ------------------------------------------------------------------------------------------------ which groups bind
+# ------------------------------------------------------------------------------------------------ the groups
 
 
 def _groups(root: Path, controller: str) -> Iterator[_Group]:
-    """The process's group and all above it, in each hierarchy that may limit `controller`."""
+    """The process's group and its ancestors, in each hierarchy that may limit `controller`."""
     own = _own_paths(root, controller)
     for version, mounted, mount_point in _mounts(root, controller):
         if version in own:
@@ -122,7 +122,7 @@ def _groups(root: Path, controller: str) -> Iterator[_Group]:
 
 
 def _own_paths(root: Path, controller: str) -> dict[int, str]:
-    """Version → this process's group. Version 2 has one hierarchy for all controllers, called 0."""
+    """Version → this process's group. Version 2 has one hierarchy for all controllers, with number 0."""
     paths = {}
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "", "")
@@ -147,9 +147,9 @@ def _mounts(root: Path, controller: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _below(own: str, mounted: str) -> PurePosixPath:
-    """The group's path below the mount. A container may see its own group mounted as the top, under another name."""
+    """The group's path below the mount. A container may see its own group mounted as the root, under another name."""
     path = PurePosixPath(own)
-    # A path with ".." leads out of our cgroup namespace, where we cannot look.
+    # A path with ".." leads out of this cgroup namespace, which is not visible.
     if ".." in path.parts or not path.is_relative_to(mounted):
         return PurePosixPath()
     return path.relative_to(mounted)

@@ -1,7 +1,7 @@
-"""A checkpoint: which tensors lie where, and what else is known of a model before a byte of its weights is read.
+"""A checkpoint: where its tensors lie, and a model's other metadata, before any weights are read.
 
-`Checkpoint` is what every container of weights looks like once it is opened, `Container` what opens one; the first is
-`safetensors_folder`. Knows nothing of any container, of what the tensors mean, and does not load them.
+`Checkpoint` is the interface of every opened container, and `Container` opens one; `safetensors_folder` is the first.
+This module knows no specific container, and loads no tensors.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class Change:
-    """How a container's numbers differ from those that the architecture of its config means.
+    """The difference between a container's numbers and those that the architecture of its config expects.
 
-    num_heads: not 0 where the rows are those of so many heads, and in each head rows i and i + head_dim / 2, which RoPE
-    turns together, lie side by side (llama.cpp's order for Llama's queries and keys).
-    added: was added to every number (llama.cpp keeps Gemma's norms as 1 + w).
+    num_heads: if not 0, the rows belong to so many heads, and in each head, rows i and i + head_dim / 2, which RoPE
+    rotates together, are adjacent (llama.cpp's order for Llama's queries and keys).
+    added: the value added to every number (llama.cpp stores Gemma's norms as 1 + w).
     """
 
     num_heads: int = 0
@@ -51,10 +51,10 @@ class Change:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `nbytes` bytes from byte `offset` (absolute) of file `path`.
+    """The location of a tensor: `nbytes` bytes from byte `offset` (absolute) of file `path`.
 
-    dtype: as safetensors spells it ("BF16"), or a container's own name, which a registered weight format understands.
-    change: None where its numbers are those that the config means.
+    dtype: safetensors' name ("BF16"), or a container's own name, which a registered weight format reads.
+    change: None if the numbers are those that the config expects.
     """
 
     name: str
@@ -67,47 +67,47 @@ class TensorInfo:
 
     @property
     def alignment(self) -> int:
-        """Of its first byte in memory, so that it can be used where it was read to; 1 where only its format knows."""
+        """The alignment that its first byte needs in memory to be used without a copy; 1 if only its format knows."""
         return DTYPE_BYTES.get(self.dtype, 1)
 
 
 class Checkpoint(Protocol):
-    """A model's weights and what belongs to them: read, and found consistent; no weights are in memory."""
+    """A model's metadata and tensor locations, read and checked for consistency; no weights are in memory."""
 
     @property
     def path(self) -> Path:
-        """The folder or file, for messages; its last part is the model's name."""
+        """The folder or file, for messages; its last component is the model's name."""
         ...
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What config.json says, or would."""
+        """The content of config.json, or its equivalent."""
         ...
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """What generation_config.json says; {} where there is none."""
+        """The content of generation_config.json; {} if there is none."""
         ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """By full name."""
+        """The tensors by full name."""
         ...
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """Where its tokenizer is read from (`Tokenizer.load`): a folder with tokenizer.json, a GGUF file, or None."""
+        """The argument of `Tokenizer.load`: a folder with tokenizer.json, a GGUF file, or None."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What somebody who loads it should be told, a sentence each."""
+        """Notes for the user who loads it, one sentence each."""
         ...
 
     def companions(self) -> Mapping[str, Path | bytes]:
-        """Files that a copy of it needs beside weights and config.json, by their path in its folder; or their content.
+        """Files that a copy needs besides weights and config.json: path in the folder → source path or content.
 
-        Raises CheckpointError for one that may not be copied.
+        Raises CheckpointError for a file that may not be copied.
         """
         ...
 
@@ -118,9 +118,9 @@ class Checkpoint(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointView:
-    """Another checkpoint (a `Checkpoint`) with other tensors: fewer, or under other names.
+    """A `Checkpoint` with the files of `whole`, but fewer or renamed tensors.
 
-    other_config: None where its config is the whole one's. added_notes: after the whole one's.
+    other_config: None for the config of `whole`. added_notes: appended to the notes of `whole`.
     """
 
     whole: Checkpoint
@@ -156,50 +156,50 @@ class CheckpointView:
 
 
 def as_config_json(config: Mapping[str, Any]) -> bytes:
-    """The text of a config.json that says this."""
+    """A config as the text of a config.json."""
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 
 def without(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
-    """All of it but the tensors of these names."""
+    """The checkpoint without the tensors of these names."""
     return CheckpointView(checkpoint, {name: info for name, info in checkpoint.tensors.items() if name not in names})
 
 
 class Container(Protocol):
-    """One way in which a checkpoint lies on disk. An instance is registered once, in `containers.CONTAINERS`."""
+    """One way to store a checkpoint on disk. Each is registered once, in `containers.CONTAINERS`."""
 
     def recognises(self, path: Path) -> bool:
-        """Whether this folder or file, which is there, is one, sound or not."""
+        """Whether this existing folder or file is of this container, valid or not."""
         ...
 
     def open(self, path: Path, *, headers_only: bool = False) -> Checkpoint:
-        """Reads what is needed to know its tensors. Raises CheckpointError, MissingWeightsError for one.
+        """Read and check the headers. Raises CheckpointError, or its subclass MissingWeightsError.
 
-        headers_only: files may end behind their headers, as when only these were fetched, to plan with.
+        headers_only: files may end after their headers, for example if only these were downloaded for a plan.
         """
         ...
 
     def open_config(self, path: Path) -> Checkpoint:
-        """What can be said without the weights, which may be missing: its tensors, too. Raises CheckpointError."""
+        """Read only the config; weights, and the list of tensors, may be missing. Raises CheckpointError."""
         ...
 
     def weight_files(self, path: Path) -> list[Path]:
-        """The files there that hold weights, whether or not all of them are there."""
+        """The existing files with weights; the set may be incomplete."""
         ...
 
 
 def num_bytes(checkpoint: Checkpoint) -> int:
-    """Bytes of all tensors as they are stored."""
+    """Bytes of all tensors as stored."""
     return sum(info.nbytes for info in checkpoint.tensors.values())
 
 
 def fault(where: Path, what: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
-    """A one-line CheckpointError, also where a path has line breaks in it."""
+    """A one-line CheckpointError, even if the path contains line breaks."""
     return kind(" ".join(f"{where}: {what}".splitlines()))
 
 
 def show(value: object) -> str:
-    """A foreign value, safe to print: on one line, no longer than a line should be, however large or deep it is."""
+    """An untrusted value as one short line, for any size or depth of the value."""
     shortener = reprlib.Repr()
     shortener.maxstring, shortener.maxlist, shortener.maxlevel = 120, 8, 2
     return shortener.repr(value)[:150]
@@ -207,9 +207,9 @@ def show(value: object) -> str:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Says in one line which file cannot be read, and why. Raises CheckpointError."""
+    """Turn an OSError in the body into a one-line CheckpointError with file and reason."""
     try:
         yield
     except OSError as exc:
         reason = exc.strerror or type(exc).__name__
-        raise fault(path, f"cannot be read ({reason}); check that it is there and that you may read it") from exc
+        raise fault(path, f"cannot be read ({reason}); check that it exists and that you may read it") from exc

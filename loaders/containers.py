@@ -1,4 +1,4 @@
-"""Which containers of checkpoints there are, and which of them a path is."""
+"""The list of checkpoint containers, and the functions that select one by path."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from .gguf_file import GgufFile
 from .registry import Registry
 from .safetensors_folder import SafetensorsFolder
 
-_LAST = SafetensorsFolder()  # says what is wrong with a path that is none
+_LAST = SafetensorsFolder()  # also reports the error for a path of no container
 CONTAINERS = Registry[Container](GgufFile(), _LAST)
 
 
 def open_checkpoint(path: Path | str, *, headers_only: bool = False) -> Checkpoint:
-    """Opens whatever container it is (`Container.open`). Raises CheckpointError, MissingWeightsError for one."""
+    """Open a path with its container (`Container.open`). Raises CheckpointError or MissingWeightsError."""
     return _container(Path(path)).open(Path(path), headers_only=headers_only)
 
 
 def open_config(path: Path) -> Checkpoint:
-    """What can be said of it without its weights; its tensors may be missing. Raises CheckpointError."""
+    """Open a path without its weights (`Container.open_config`). Raises CheckpointError."""
     return _container(path).open_config(path)
 
 
@@ -29,7 +29,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def largest_weight_file(path: Path) -> Path | None:
-    """The largest file there that holds weights, to measure a disk with; None where there is none."""
+    """The largest file with weights, for measuring the disk; None if there is none."""
     return max(_container(path).weight_files(path), key=lambda file: file.stat().st_size, default=None)
 
 

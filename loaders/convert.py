@@ -1,11 +1,11 @@
-"""Makes a checkpoint of another: NF4, FP4 or plain floats of whatever is read, or the same tensors layer by layer.
+"""Converts a checkpoint to NF4, FP4 or plain floats, or copies its tensors into one file per layer.
 
-The result has one safetensors file for each layer, its data beginning on a page, so that a layer is one contiguous
-read; all else lies in the first file. It is a normal checkpoint for `transformers` and bitsandbytes. Memory: one layer
-of the result and one tensor of the source. A conversion that was interrupted goes on with the first file that is
-missing, and the result is the same to the last bit; until it is complete the folder has no index and a marker, and
-nobody reads it. Knows nothing of architectures: a matrix inside a layer is multiplied with, and quantised; everything
-else is kept, unless a folder of safetensors cannot say it as it is.
+The result has one safetensors file per layer, with page-aligned data, so that one contiguous read loads a layer; the
+first file contains all other tensors. It is a normal checkpoint for `transformers` and bitsandbytes. Memory: one layer
+of the result and one tensor of the source. An interrupted conversion resumes with the first missing file, and its
+result is bit-identical. Until it is complete, the folder has a marker and no index, so no reader accepts it. The
+conversion is independent of architectures: it quantises the matrices inside layers. Other tensors are unchanged, unless
+safetensors cannot store them unchanged.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from .weights import split_names
 
 _SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _SPARE_BYTES = 2**20  # headers, config.json, tokenizer
-_LAYOUT = 1  # of the result; a conversion begun by another version of offspec may not be mixed with this one's
+_LAYOUT = 1  # version of the result's layout; a run may not resume a conversion with another layout
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What came of it. `num_resumed` of `num_files` were there from an earlier run."""
+    """The result of a conversion. An earlier run wrote `num_resumed` of the `num_files`."""
 
     path: Path
     format: str
@@ -72,7 +72,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Item:
-    """A tensor of the source as it is, or a weight of it that `packer` writes anew."""
+    """A tensor of the source to copy, or a weight that `packer` converts."""
 
     name: str
     infos: tuple[TensorInfo, ...]
@@ -96,7 +96,7 @@ class _Item:
 
 @dataclass(frozen=True)
 class _Shard:
-    """One file of the result, and what goes into it."""
+    """One file of the result and its items."""
 
     name: str
     items: tuple[_Item, ...]
@@ -116,12 +116,12 @@ def convert(
     progress: Progress | None = None,
     understand: Callable[[Checkpoint], Checkpoint] = lambda checkpoint: checkpoint,
 ) -> Conversion:
-    """Makes the checkpoint `target` of the checkpoint `source` (a path or a hub id), or goes on with it.
+    """Convert the checkpoint `source` (a path or a hub id) into the checkpoint `target`, or resume the conversion.
 
-    layer_prefix: what the names of tensors inside layers begin with, up to the layer's number.
-    understand: the checkpoint under the names that the result shall have.
-    `progress(bytes_done, bytes_total)` counts bytes of the source; its first call tells what was there already.
-    Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to go on).
+    layer_prefix: prefix of tensor names inside layers, up to the layer's number.
+    understand: maps the source checkpoint to the tensor names of the result.
+    `progress(bytes_done, bytes_total)` counts bytes of the source; its first call reports the bytes of an earlier run.
+    Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to resume).
     """
     params = params or ConvertParams()
     folder = resolve(str(source), revision)
@@ -142,7 +142,7 @@ def convert(
 
 @dataclass
 class _Counter:
-    """Bytes of the source that are done."""
+    """Counts the converted bytes of the source."""
 
     total: int
     tell: Progress | None
@@ -158,16 +158,16 @@ class _Counter:
 
 
 def _check_folders(source: Path, target: Path) -> None:
-    """The result must not end up in, or on top of, what it is made of."""
+    """Raises UsageError if the result would lie in the source, or the source in the result."""
     if target.exists() and not target.is_dir():
         raise UsageError(f"{target}: is a file; name a new folder for the result")
     one, other = source.resolve(), target.resolve()
     if one == other or one in other.parents or other in one.parents:
-        raise UsageError(f"{target}: lies in SRC, or SRC in it ({source}); name a new folder elsewhere")
+        raise UsageError(f"{target}: is inside SRC, or SRC is inside it ({source}); name a new folder elsewhere")
 
 
 def _job(checkpoint: Checkpoint, params: ConvertParams) -> dict[str, Any]:
-    """Everything that the result depends on; two runs with equal jobs make equal files."""
+    """Everything that the result depends on; runs with equal jobs write equal files."""
     said: dict[str, Any] = {**asdict(params), "layout": _LAYOUT, "source": _fingerprint(checkpoint)}
     if (packer := packer_for(params)) is not None:
         said |= packer.versions
@@ -175,7 +175,7 @@ def _job(checkpoint: Checkpoint, params: ConvertParams) -> dict[str, Any]:
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
-    """Changes with the source: its headers, config.json, and its files' sizes and times, not with their contents."""
+    """A hash of the source's headers, its config.json, and its files' sizes and times; not of their contents."""
     tensors = sorted((i.name, i.dtype, i.shape, i.path.name, i.offset) for i in checkpoint.tensors.values())
     paths = sorted({info.path for info in checkpoint.tensors.values()})
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
@@ -184,7 +184,7 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
 
 @contextmanager
 def _claimed(target: Path, job: Mapping[str, Any]) -> Iterator[None]:
-    """The folder is this job's, begun by this run or an earlier one, and no other run's at the same time."""
+    """Lock the folder for this job; it must be empty or contain an unfinished result of the same job."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         entries = set(os.listdir(target)) - {MARKER}
@@ -195,17 +195,17 @@ def _claimed(target: Path, job: Mapping[str, Any]) -> Iterator[None]:
         raise cannot_write(target, exc) from exc
     try:
         if not try_lock(marker.fileno()):
-            raise UsageError(f"{target}: another process is making it; wait for that one, or stop it")
+            raise UsageError(f"{target}: another process writes to it; wait until that process ends, or stop it")
         marker.seek(0)
         begun = marker.read()
         if entries:
             _check_same(target, begun, job)
             _remove_parts(target)
-        else:  # nothing was made yet, so nothing can be mixed up
+        else:  # no files exist yet, so an old marker can be replaced
             _write_marker(target, marker, job)
         yield
     finally:
-        with suppress(OSError):  # it tries once more to write what could not be written
+        with suppress(OSError):  # close retries a write that failed
             marker.close()
 
 
@@ -233,12 +233,12 @@ def _check_same(target: Path, begun: str, job: Mapping[str, Any]) -> None:
             "of other weights" if "source" in different else ", ".join(f"{k} {show(before.get(k))}" for k in different)
         )
     raise UsageError(
-        f"{target}: holds an unfinished result ({what}); delete it, or name a new folder, or repeat the first command"
+        f"{target}: contains an unfinished result ({what}); delete it, name a new folder, or repeat the first command"
     )
 
 
 def _remove_parts(target: Path) -> None:
-    """Half a file that a killed run left is written anew, and its space may be needed for it."""
+    """Delete incomplete files of a killed run; they are written again and may need the space."""
     for part in target.glob(f"*{PART_SUFFIX}"):
         try:
             part.unlink()
@@ -250,8 +250,8 @@ def _check_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target).free
     if needed > free:
         raise StorageError(
-            f"{target}: {format_quantity(needed, 'B')} are still to be written, its disk has "
-            f"{format_quantity(free, 'B')} free; make room and run the same command again, or choose another disk"
+            f"{target}: the result needs {format_quantity(needed, 'B')} more, but the disk has only "
+            f"{format_quantity(free, 'B')} free; free space and repeat the command, or choose another disk"
         )
 
 
@@ -259,11 +259,11 @@ def _check_space(target: Path, needed: int) -> None:
 
 
 class _Work:
-    """Which files the result has, and how each is made."""
+    """The files of the result, and their creation."""
 
     def __init__(self, checkpoint: Checkpoint, target: Path, params: ConvertParams, layer_prefix: str) -> None:
         self._checkpoint, self._target, self._packer = checkpoint, target, packer_for(params)
-        found = checkpoint.companions()  # what is refused is refused before hours of work
+        found = checkpoint.companions()  # errors come before hours of work
         self._companions = {name: path for name, path in found.items() if not name.endswith(PART_SUFFIX)}
         if self._packer is None:
             items = {info.name: _Item(info.name, (info,)) for info in checkpoint.tensors.values()}
@@ -273,7 +273,7 @@ class _Work:
             if params.format in QUANT_TYPES:
                 _refuse_four_bit(checkpoint, weights)
             items = _items(checkpoint, weights, self._packer, layer_prefix)
-            self._packer.prepare()  # what is not installed is to be known before anything is written
+            self._packer.prepare()  # reports missing packages before anything is written
         self._quantised = [item for item in items.values() if item.packer is not None]
         layers, shared = split_names(items, layer_prefix)
         groups = [shared, *(layer.values() for layer in layers)] if shared else [layer.values() for layer in layers]
@@ -283,7 +283,7 @@ class _Work:
         ]
 
     def is_finished(self, shard: _Shard) -> bool:
-        """A file under its final name was read back before it got it; here, that nobody replaced it is checked."""
+        """Whether the file has the expected tensors. Its content was verified before it got its final name."""
         try:
             return read_header(self._target / shard.name).keys() == self._names(shard)
         except CheckpointError:
@@ -293,7 +293,7 @@ class _Work:
         return {item.name + suffix for item in shard.items for suffix in item.suffixes}
 
     def result_bytes(self, shards: Iterable[_Shard]) -> int:
-        """What the files will take; a little more where an exact figure is not worth computing."""
+        """Bytes of the files, rounded up where an exact figure would be costly."""
         return sum(item.result_bytes for shard in shards for item in shard.items) + _SPARE_BYTES
 
     def pieces(self, shard: _Shard, counter: _Counter) -> Iterator[Piece]:
@@ -306,11 +306,11 @@ class _Work:
                 yield Piece(info.name, info.dtype, info.shape, partial(_chunks, info, counter))
 
     def publish(self) -> int:
-        """Puts what is not weights in place, the index last: with it the folder is a checkpoint. Returns its bytes."""
+        """Write all files except weights, the index last: it makes the folder a checkpoint. Returns its bytes."""
         headers = {shard.name: read_header(self._target / shard.name) for shard in self.shards}
         tensors = {name: info for infos in headers.values() for name, info in infos.items()}
         if self._quantised:
-            stored_weights(tensors)  # refused by our own reader, it would be worth nothing
+            stored_weights(tensors)  # offspec itself must be able to read the result
         for name, found in self._companions.items():
             self._put(name, found if isinstance(found, bytes) else _read_file(found))
         self._put(CONFIG_FILE, self._config())
@@ -342,31 +342,31 @@ class _Work:
         return as_config_json(config)
 
     def _dtype(self) -> str:
-        """What the matrices were; of packed ones, what is computed with them."""
+        """The dtype of the source's matrices; BF16 for packed ones."""
         dtypes = {item.stored.dtype for item in self._quantised if item.stored is not None}
         return min(dtypes & FLOAT_DTYPES.keys(), default="BF16")
 
 
 def _refuse_foreign(checkpoint: Checkpoint) -> None:
-    """What a folder of safetensors has no way to say."""
+    """Raises CheckpointError for tensors that safetensors cannot store unchanged."""
     for info in checkpoint.tensors.values():
         if info.dtype not in DTYPE_BYTES or info.change is not None:
             remedy = f"use --format {', '.join(FLOAT_FORMATS)} or {', '.join(QUANT_TYPES)}"
-            raise fault(info.path, f"tensor {show(info.name)} is {info.dtype} as GGUF has it; {remedy}")
+            raise fault(info.path, f"tensor {show(info.name)} is {info.dtype} in GGUF's layout; {remedy}")
 
 
 def _refuse_four_bit(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -> None:
-    """What is in bitsandbytes' 4-bit form already would only lose by it."""
+    """Raises CheckpointError for weights in bitsandbytes' 4-bit format, which would only lose precision."""
     if done := next((weight for weight in weights.values() if weight.dtype in QUANT_TYPES), None):
-        remedy = "use the 16-bit checkpoint, or --format keep to lay out this one anew"
-        what = f"{show(done.name)} is quantised already ({done.dtype})"
+        remedy = "use the 16-bit checkpoint, or --format keep to change only the layout"
+        what = f"{show(done.name)} is already quantised ({done.dtype})"
         raise CheckpointError(f"{checkpoint.path}: {what}; {remedy}")
 
 
 def _items(
     checkpoint: Checkpoint, weights: Mapping[str, StoredWeight], packer: Packer, layer_prefix: str
 ) -> dict[str, _Item]:
-    """The weights: matrices inside layers for `packer`, others unpacked where they are not plain."""
+    """The items: `packer` converts matrices inside layers; other packed weights are unpacked."""
     layers, _ = split_names(weights, layer_prefix)
     matrices = {name for layer in layers for name in layer.values() if _is_matrix(weights[name], checkpoint)}
     items: dict[str, _Item] = {}
@@ -382,21 +382,21 @@ def _items(
 
 
 def _beside(stored: StoredWeight, packer: Packer) -> Packer:
-    """What writes a weight that layers do not multiply with."""
+    """The packer of a weight that is not a matrix of a layer."""
     if not stored.is_packed:
         return FloatPacker(FLOAT_DTYPES[stored.dtype])
     return packer if isinstance(packer, FloatPacker) else FloatPacker(torch.bfloat16)
 
 
 def _is_matrix(stored: StoredWeight, checkpoint: Checkpoint) -> bool:
-    """Whether a layer multiplies with it. Refuses what a Linear does not have."""
-    is_norm = stored.name.endswith("norm.weight")  # of each head
+    """Whether it is a matrix of a layer. Raises CheckpointError for shapes that no linear layer has."""
+    is_norm = stored.name.endswith("norm.weight")  # norms per head are 2-D
     if len(stored.shape) == 2 and stored.name.endswith(".weight") and not is_norm:
         return bool(math.prod(stored.shape))
     if len(stored.shape) != 1 and not is_norm:
         where = next((info.path for info in stored.streamed), checkpoint.path)
-        what = f"tensor {show(stored.name)} of shape {list(stored.shape)} is no linear layer's"
-        raise fault(where, f"{what}; such models are not quantised by this version")
+        what = f"tensor {show(stored.name)} of shape {list(stored.shape)} does not belong to a linear layer"
+        raise fault(where, f"{what}; this version does not quantise such models")
     return False
 
 
@@ -421,10 +421,7 @@ def _once(content: memoryview) -> Iterable[memoryview]:
 
 
 def read_whole(stored: StoredWeight) -> Tensor:
-    """The whole weight, in the dtype it has; a packed one in fp32, and fp64 too, which is what it is quantised from.
-
-    Raises CheckpointError.
-    """
+    """The whole weight in its own dtype; packed and fp64 weights in fp32. Raises CheckpointError."""
     parts = [torch.empty(info.nbytes, dtype=torch.uint8) for info in stored.streamed]
     for info, part in zip(stored.streamed, parts, strict=True):
         _fill(info, 0, part.numpy().data)
@@ -435,7 +432,7 @@ def read_whole(stored: StoredWeight) -> Tensor:
 
 
 def _chunks(info: TensorInfo, counter: _Counter) -> Iterator[memoryview]:
-    """The tensor's bytes as they are, some at a time."""
+    """The tensor's bytes in chunks."""
     buffer = memoryview(bytearray(min(CHUNK_BYTES, info.nbytes)))
     for first in range(0, info.nbytes, CHUNK_BYTES):
         chunk = buffer[: min(CHUNK_BYTES, info.nbytes - first)]
@@ -445,7 +442,7 @@ def _chunks(info: TensorInfo, counter: _Counter) -> Iterator[memoryview]:
 
 
 def _fill(info: TensorInfo, first: int, buffer: memoryview) -> None:
-    """Bytes `first` .. of a tensor."""
+    """Fill `buffer` with a tensor's bytes from `first` on."""
     try:
         with info.path.open("rb", buffering=0) as file:
             file.seek(info.offset + first)
@@ -455,9 +452,9 @@ def _fill(info: TensorInfo, first: int, buffer: memoryview) -> None:
             forget_cached(file.fileno(), info.offset + first, buffer.nbytes)
     except OSError as exc:
         reason = exc.strerror or type(exc).__name__
-        raise fault(info.path, f"cannot be read ({reason}); check the disk, then run the same command again") from exc
+        raise fault(info.path, f"cannot be read ({reason}); check the disk, then repeat the command") from exc
     if done < buffer.nbytes:
-        raise fault(info.path, f"ends before tensor {show(info.name)} does; something changed it, download it again")
+        raise fault(info.path, f"ends inside tensor {show(info.name)}: the file was changed; download it again")
 
 
 def _read_file(path: Path) -> bytes:

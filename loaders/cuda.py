@@ -1,8 +1,8 @@
-"""The link to a CUDA device: pinned host memory, device slots, and the thread that copies ahead on a stream of its own.
+"""The link to a CUDA device: pinned host memory, device slots, and the thread that copies ahead on its own stream.
 
-The same `Ring` drives it as drives the disk. Nothing here waits for what the device computes: a slot's `ready` event
-makes the computing stream wait for the copy, its `free` event makes the copy wait for the computing.
-Beside it what else is CUDA's own: the allocator's limit, memory given back, and ranges for a profiler.
+The same `Ring` drives the link and the disk. The host does not wait for the device here: a slot's `ready` event makes
+the compute stream wait for the copy, and its `free` event makes the copy wait for the compute stream.
+The module also contains the allocator's limit, the release of memory, and ranges for a profiler.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .readers import HostBuffer
 from .records import ALIGNMENT, Record
 from .stream import Fill, Stream, Unit
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only for the one that was current
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only for the current one
 
 
 def pin(buffer: HostBuffer, device: torch.device) -> bool:
-    """Page-lock memory in place, for copies to `device` at the link's full speed; False where the system refuses.
+    """Page-lock memory in place, for copies to `device` at the link's full speed; False if the system refuses.
 
-    Registered where it lies: torch's own pinned allocator would round the size up to a power of two. A refusal is no
-    fault: copies are slower then. But CUDA keeps it as this thread's last error, which the next kernel to be launched
-    would be blamed for (torch reads it after each launch), so one is launched here to take it.
+    Registering in place saves memory: torch's pinned allocator would round the size up to a power of two. After a
+    refusal, copies are only slower. But CUDA stores it as this thread's last error, which torch would report after the
+    next kernel launch. So this function launches a kernel to clear the error.
     """
     if buffer.nbytes == 0:
         return True
@@ -43,24 +43,24 @@ def pin(buffer: HostBuffer, device: torch.device) -> bool:
 
 
 def pin_whole(whole: HostBuffer, parts: Sequence[HostBuffer], device: torch.device) -> list[HostBuffer]:
-    """`pin` memory in one piece; where the system refuses (WSL, containers), as many of its parts as it allows.
+    """`pin` memory in one piece; if the system refuses (WSL, containers), pin as many of its parts as it allows.
 
-    Returns what is to be unpinned.
+    Returns the buffers to unpin later.
     """
     return [whole] if pin(whole, device) else list(takewhile(lambda part: pin(part, device), parts))
 
 
 def unpin(buffer: HostBuffer, device: torch.device) -> None:
-    """Undo `pin`, before the memory goes. No copy from it may be under way."""
+    """Undo `pin`, before the memory is freed. No copy from it may be running."""
     with torch.cuda.device(device):
         torch.cuda.cudart().cudaHostUnregister(buffer.address)  # type: ignore[no-untyped-call]
 
 
 def limit_memory(nbytes: int | None, device: torch.device) -> None:
-    """Let torch take at most `nbytes` of the device beyond what it holds now; None: all of it. Peaks count from here.
+    """Limit torch to `nbytes` more device memory than it holds now; None removes the limit. Resets peak statistics.
 
-    What goes beyond raises torch.OutOfMemoryError, as if the device were that small. The CUDA context (some hundred MB)
-    and the code of kernels are not torch's and stay outside.
+    An allocation beyond the limit raises torch.OutOfMemoryError. The CUDA context (some hundred MB) and the code of
+    kernels are not torch's and do not count.
     """
     total = torch.cuda.mem_get_info(device)[1]
     allowed = total if nbytes is None else torch.cuda.memory_reserved(device) + nbytes
@@ -69,7 +69,7 @@ def limit_memory(nbytes: int | None, device: torch.device) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give back what nothing refers to any more, from Python's cycles to torch's cache."""
+    """Free unreferenced memory: Python's reference cycles, and on a GPU torch's cache."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -77,14 +77,14 @@ def release_memory(device: torch.device) -> None:
 
 
 def device_bytes(device: torch.device) -> tuple[int, int]:
-    """Device memory that torch holds now, and the most it has held, its cache included; zeros for a CPU."""
+    """Bytes of device memory that torch holds now, and the peak, including its cache; zeros for a CPU."""
     if device.type != "cuda":
         return 0, 0
     return torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """A range on a profiler's time line (NVTX); nothing where no device is in use."""
+    """A range in a profiler's timeline (NVTX); without CUDA, a null context."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext()
     marked: AbstractContextManager[None] = torch.cuda.nvtx.range(name)
@@ -92,17 +92,17 @@ def span(name: str) -> AbstractContextManager[None]:
 
 
 class DeviceSlot:
-    """A slot in device memory; its events order the copying and the computing streams."""
+    """A slot in device memory; its events order the copy stream and the compute stream."""
 
-    @torch.inference_mode(False)  # another thread writes to it, which a tensor made in inference mode would refuse
+    @torch.inference_mode(False)  # another thread writes to it, which inference tensors do not allow
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
         self._nbytes, self._device = nbytes, device
-        self.shift = 0  # where what is in it begins, from 0 to ALIGNMENT; who fills it says so
-        # blocking: who waits for `ready` on the host sleeps, and leaves its core to others.
+        self.shift = 0  # offset of the content, from 0 to ALIGNMENT; set when the slot is filled
+        # blocking: a host thread that waits for `ready` sleeps and frees its core.
         self.ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.free = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.free.record(torch.cuda.current_stream(device))  # whatever used this memory before comes first
+        self.free.record(torch.cuda.current_stream(device))  # after any earlier use of this memory
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -112,20 +112,19 @@ class DeviceSlot:
         torch.cuda.current_stream(self._device).wait_event(self.ready)
 
     def leave(self) -> None:
-        """Returns when the layer has arrived: the device goes on with it, and only then is more put into its queue.
+        """Record the end of use, and wait until the layer has arrived before the host queues more kernels.
 
-        A pass is some thousand kernels, a queue holds about a thousand, and who finds it full may hold up what other
-        threads launch: the draft's rounds.
+        A pass has some thousand kernels, and the queue holds about a thousand. A thread that waits at a full queue may
+        block launches of other threads, such as the draft's rounds.
         """
         self.free.record(torch.cuda.current_stream(self._device))
         self.ready.synchronize()
 
 
 class DeviceFiller:
-    """Copies layers into device slots: from pinned RAM where they lie there, else from the host ring's slots.
+    """Copies layers into device slots, from pinned RAM or from the slots of the host ring.
 
-    in_ram: unit → its bytes. on_disk: the stream that reads the other units (None where there are none).
-    records: of all of them.
+    in_ram: unit → its bytes. on_disk: the stream that reads the other units, or None. records: of all units.
     """
 
     def __init__(
@@ -149,8 +148,7 @@ class DeviceFiller:
     def close(self) -> None:
         self._work.put(None)
         self._thread.join()
-        # A fill is done when its copy is queued. Pinned memory may not go, nor a slot's be given to others, before it
-        # is through.
+        # A fill is done when its copy is queued. Pinned memory and slots may be freed only after the copy.
         self._stream.synchronize()
         if self._on_disk is not None:
             self._on_disk.close()
@@ -174,7 +172,7 @@ class DeviceFiller:
         assert self._on_disk is not None
         with self._on_disk.lend(unit) as buffer:
             self._copy(slot, buffer[: self._records[unit].nbytes])
-            slot.ready.synchronize()  # this thread waits, not the one that computes: the host slot is read into next
+            slot.ready.synchronize()  # in this thread, because the next read overwrites the host slot
 
     def _copy(self, slot: DeviceSlot, source: torch.Tensor) -> None:
         nbytes = source.numel()

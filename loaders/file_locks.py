@@ -1,6 +1,6 @@
-"""Advisory locks on open files. A lock ends when its file is closed, so with its process, however that ends.
+"""Advisory locks on open files. A lock ends when its file is closed, at the latest when its process ends.
 
-Linux and macOS: flock. Windows: one byte far behind the content, as others cannot read locked bytes.
+Linux and macOS: flock. Windows: one byte far after the content, because others cannot read locked bytes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ _LOCKED_BYTE = 2**31 - 2  # Windows: the C library seeks in 32 bits
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed; False where another open file has the lock, in this process or another.
+    """Lock an open file until it is closed; False if another open file has the lock, in this process or another.
 
-    True without a lock on file systems that have none: work goes on there as if it were alone.
+    On file systems without locks it returns True and locks nothing.
     """
     try:
         _lock(descriptor)
-    except (BlockingIOError, PermissionError):  # PermissionError is what Windows says
+    except (BlockingIOError, PermissionError):  # PermissionError: on Windows
         return False
     except OSError:
         pass

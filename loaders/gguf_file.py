@@ -1,8 +1,8 @@
-"""GGUF files: metadata, and where each tensor lies; headers only, each validated first.
+"""GGUF files: metadata and tensor locations. Reads headers only, and checks each before use.
 
-One model is one file, or a set of `NAME-00001-of-0000N.gguf`. Nothing in a file is believed before it is checked:
-lengths, counts, types and offsets all come from strangers. Names of tensors, and what the metadata means, are
-llama.cpp's (`offspec.checkpoints.gguf` translates them); shapes are torch's, outputs first.
+One model is one file, or a set of `NAME-00001-of-0000N.gguf`. Files are untrusted: lengths, counts, types and offsets
+are checked before use. Tensor names and metadata keys are llama.cpp's (`offspec.checkpoints.gguf` translates them);
+shapes are in torch's order, outputs first.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -26,11 +26,11 @@ from .small_files import open_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MOST_HEADER_BYTES = 2**27  # vocabularies of 260,000 tokens with as many merges take 12 MiB
+MOST_HEADER_BYTES = 2**27  # vocabularies of 260,000 tokens with as many merges have 12 MiB
 MOST_KEYS = 2**16
 MOST_TENSORS = 2**18
 MOST_VALUES = 2**22  # in all arrays together
-MOST_STRING_BYTES = 2**24  # a chat template has some thousands
+MOST_STRING_BYTES = 2**24  # a chat template has some thousand bytes
 MOST_NAME_BYTES = 2**10
 MOST_PARTS = 1000
 MOST_DIMENSIONS = 4
@@ -48,9 +48,9 @@ Metadata = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class GgufModel:
-    """A model's files (a `checkpoint.Checkpoint`): the metadata of the first, the tensors of all by llama.cpp's names.
+    """A model's files (a `checkpoint.Checkpoint`): metadata of the first file, tensors of all by llama.cpp's names.
 
-    config: the metadata without its lists, which has other keys than a config.json.
+    config: the metadata without its lists; its keys differ from those of a config.json.
     """
 
     path: Path
@@ -78,7 +78,7 @@ class GgufModel:
 
 
 class GgufFile:
-    """The container: a file, any part of a split set, or a folder that holds one model in GGUF and no safetensors."""
+    """The container: a file, any part of a split set, or a folder with one GGUF model and no safetensors."""
 
     def recognises(self, path: Path) -> bool:
         if not path.is_dir():
@@ -89,8 +89,8 @@ class GgufFile:
         return read_model(_file(path), headers_only=headers_only)
 
     def open_config(self, path: Path) -> GgufModel:
-        """With its tensors, as headers list them: the metadata do not say whether a head or a norm is there. Raises
-        MissingWeightsError for a split set that is not all there, whose tensors and types are then not known.
+        """Read config and tensor list: the metadata alone do not tell whether a head or a norm exists. Raises
+        MissingWeightsError for an incomplete split set, because its tensor list is incomplete.
         """
         return self.open(path, headers_only=True)
 
@@ -99,18 +99,18 @@ class GgufFile:
 
 
 def _file(path: Path) -> Path:
-    """The model's first file, where a folder is named. Raises CheckpointError where it has several."""
+    """`path` itself, or the first file of the model in a folder. Raises CheckpointError for several models."""
     if not path.is_dir():
         return path
     found = _models(path)
     if len(found) > 1:
         names = ", ".join(show(file.name) for file in found[:8])
-        raise fault(path, f"holds {len(found)} models in GGUF; name the file of one: {names}")
+        raise fault(path, f"contains {len(found)} GGUF models; name one file: {names}")
     return found[0]
 
 
 def _models(folder: Path) -> list[Path]:
-    """The first files of the models in a folder; what encodes images beside one (mmproj) is none."""
+    """The first files of the models in a folder, without image encoders (mmproj)."""
     with reading(folder):
         files = sorted(file for file in folder.glob("*.gguf") if file.is_file())
     firsts = {_PART.sub(r"\1-of-\3", file.name): file for file in reversed(files)}
@@ -118,7 +118,7 @@ def _models(folder: Path) -> list[Path]:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is one, by its name or its first bytes; sound or not."""
+    """Whether a file is GGUF by its name or its first bytes, valid or not."""
     if path.suffix.lower() == ".gguf":
         return path.is_file()
     try:
@@ -129,9 +129,9 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_model(path: Path, *, headers_only: bool = False) -> GgufModel:
-    """The model of this file, all parts of a split set together; `path` may be any of them.
+    """The model of this file, with all parts of a split set; `path` may be any part.
 
-    headers_only: files may end behind their headers. Raises CheckpointError, MissingWeightsError for a missing part.
+    headers_only: files may end after their headers. Raises CheckpointError; MissingWeightsError for a missing part.
     """
     parts = part_paths(path)
     headers = [_read_header(part, headers_only=headers_only) for part in parts]
@@ -140,45 +140,43 @@ def read_model(path: Path, *, headers_only: bool = False) -> GgufModel:
     tensors: dict[str, TensorInfo] = {}
     for part, header in zip(parts, headers, strict=True):
         if twice := tensors.keys() & header.tensors.keys():
-            raise fault(part, f"tensor {show(min(twice))} is in another part as well; {_AGAIN}")
+            raise fault(part, f"tensor {show(min(twice))} is also in another part; {_AGAIN}")
         tensors |= header.tensors
     promised = headers[0].metadata.get("split.tensors.count", len(tensors))
     if len(parts) > 1 and promised != len(tensors):
-        raise fault(parts[0], f"promises {show(promised)} tensors, its parts have {len(tensors)}; {_AGAIN}")
+        raise fault(parts[0], f"declares {show(promised)} tensors, but its parts have {len(tensors)}; {_AGAIN}")
     return GgufModel(path, headers[0].metadata, tensors)
 
 
 def read_metadata(path: Path) -> Metadata:
-    """What the first part says of the model. Bytes of strings that are no UTF-8 are escaped as Python's
-    `surrogateescape` does. Raises CheckpointError.
-    """
+    """The metadata of the first part. Strings are decoded as UTF-8 with `surrogateescape`. Raises CheckpointError."""
     return _read_header(part_paths(path)[0], headers_only=True).metadata
 
 
 def part_paths(path: Path) -> list[Path]:
-    """All files of the model that `path` is, or is a part of, in their order. Raises CheckpointError."""
+    """All files of the model to which `path` belongs, in order. Raises CheckpointError."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
     stem, number, count = match[1], int(match[2]), int(match[3])
     if not 1 <= number <= count <= MOST_PARTS:
-        raise fault(path, f"is named as part {number} of {count}, and there are at most {MOST_PARTS}; rename it")
+        raise fault(path, f"its name says part {number} of {count}, but the limit is {MOST_PARTS} parts; rename it")
     paths = [path.with_name(f"{stem}-{part:05d}-of-{match[3]}.gguf") for part in range(1, count + 1)]
     if missing := [part for part in paths if not part.is_file()]:
-        what = f"{len(missing)} of {count} parts are missing, the first is {missing[0].name}; download the whole set"
+        what = f"{len(missing)} of {count} parts are missing, first {missing[0].name}; download the whole set"
         raise fault(path, what, MissingWeightsError)
     return paths
 
 
 def _check_part(path: Path, metadata: Metadata, index: int, count: int) -> None:
-    """A part says which it is; a set whose parts are copies or of another set is none."""
+    """Raises CheckpointError if a part's own number or count differs from its name's."""
     number, total = metadata.get("split.no", 0), metadata.get("split.count", 0)
     if count == 1 and total in (0, 1):
         return
     if (number, total) != (index, count):
-        named = f"part {index + 1} of {count} by its name" if count > 1 else "one file by its name"
-        what = f"is {named}, but says that it is part {show(number)} (from 0) of {show(total)}"
-        raise fault(path, f"{what}; give it the name that it was published under, or download the whole set again")
+        named = f"part {index + 1} of {count} by its name" if count > 1 else "a single file by its name"
+        what = f"is {named}, but its metadata say part {show(number)} (from 0) of {show(total)}"
+        raise fault(path, f"{what}; restore its original name, or download the whole set again")
 
 
 # ------------------------------------------------------------------------------------------------------------ a header
@@ -209,14 +207,14 @@ def _read_header(path: Path, *, headers_only: bool) -> _Header:
         if tensor.name in tensors:
             cursor.refuse(f"has the tensor {show(tensor.name)} twice")
         if tensor.offset % alignment:
-            cursor.refuse(f"tensor {show(tensor.name)} begins at {tensor.offset}, no multiple of {alignment}")
+            cursor.refuse(f"tensor {show(tensor.name)} begins at {tensor.offset}, not a multiple of {alignment}")
         tensors[tensor.name] = tensor.placed(path, start)
     _check_layout(cursor, tensors.values(), None if headers_only else file_bytes)
     return _Header(metadata, tensors)
 
 
 class _Cursor:
-    """A place in a header. Nothing is read, or allocated, beyond `end`."""
+    """A read position in a header. It reads and allocates nothing beyond `end`."""
 
     def __init__(self, path: Path, file: BinaryIO, end: int) -> None:
         self.path, self.at, self._file, self._end = path, 0, file, end
@@ -227,7 +225,7 @@ class _Cursor:
 
     def bytes(self, count: int) -> bytes:
         if count > self._end - self.at:
-            self.refuse(f"needs {count} bytes at {self.at}, and its header can have {self._end} at most")
+            self.refuse(f"needs {count} bytes at {self.at}, but its header ends at {self._end} at the latest")
         content = self._file.read(count)
         if len(content) < count:
             self.refuse(f"ends at {self.at + len(content)}, inside its header")
@@ -241,33 +239,33 @@ class _Cursor:
         return list(struct.unpack(f"<{count}{kind}", self.bytes(count * struct.calcsize("<" + kind))))
 
     def count_values(self, count: int) -> None:
-        """An array of so many is about to be read."""
+        """Count the values of an array before it is read; raises CheckpointError beyond the limit."""
         self._values_left -= count
         if self._values_left < 0:
-            self.refuse(f"has arrays of more than {MOST_VALUES} values, which no model has")
+            self.refuse(f"has arrays with more than {MOST_VALUES} values, more than any model needs")
 
     def string(self, most: int = MOST_STRING_BYTES) -> str:
         length = self.number("Q")
         if length > most:
-            self.refuse(f"has a string of {length} bytes at {self.at}, where {most} are the most")
+            self.refuse(f"has a string of {length} bytes at {self.at}, but the limit is {most}")
         return self.bytes(length).decode("utf-8", "surrogateescape")
 
 
 def _read_start(cursor: _Cursor, file_bytes: int) -> tuple[int, int]:
-    """Numbers of tensors and of keys."""
+    """The numbers of tensors and of keys."""
     if (magic := cursor.bytes(min(len(MAGIC), file_bytes))) != MAGIC:
         if magic == b"vers":
             what = "is a git-lfs pointer, not the weights; run `git lfs pull` in its folder"
             raise fault(cursor.path, what, MissingWeightsError)
-        raise fault(cursor.path, f"is no GGUF file: it begins with {show(magic)}; download it again")
+        raise fault(cursor.path, f"is not a GGUF file: it begins with {show(magic)}; download it again")
     version = cursor.number("I")
     if version not in VERSIONS:
         is_swapped = version and version % 2**16 == 0
-        what = "is big-endian" if is_swapped else f"has version {version} of GGUF, and {VERSIONS} are read"
-        raise fault(cursor.path, f"{what}; convert the model anew with a current llama.cpp on a usual machine")
+        what = "is big-endian" if is_swapped else f"has GGUF version {version}, but only {VERSIONS} are supported"
+        raise fault(cursor.path, f"{what}; convert the model again with a current llama.cpp on a little-endian machine")
     num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
     if num_tensors > MOST_TENSORS or num_keys > MOST_KEYS:
-        cursor.refuse(f"promises {num_tensors} tensors and {num_keys} keys, which no model has")
+        cursor.refuse(f"declares {num_tensors} tensors and {num_keys} keys, more than any model has")
     return num_tensors, num_keys
 
 
@@ -277,14 +275,14 @@ def _read_value(cursor: _Cursor, kind: int, key: str) -> Any:
     if kind in _NUMBERS:
         return cursor.number(_NUMBERS[kind])
     if kind != _ARRAY:
-        cursor.refuse(f"key {show(key)} has a value of type {kind}, which GGUF does not have")
+        cursor.refuse(f"key {show(key)} has a value of type {kind}, which GGUF does not define")
     item_kind, count = cursor.number("I"), cursor.number("Q")
     cursor.count_values(count)
     if item_kind == _STRING:
         return [cursor.string() for _ in range(count)]
     if item_kind in _NUMBERS:
         return cursor.numbers(_NUMBERS[item_kind], count)
-    return cursor.refuse(f"key {show(key)} is an array of type {item_kind}, which is not read")
+    return cursor.refuse(f"key {show(key)} is an array of type {item_kind}, which is not supported")
 
 
 @dataclass(frozen=True)
@@ -293,7 +291,7 @@ class _Description:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    offset: int  # behind the header
+    offset: int  # from the end of the header
 
     def placed(self, path: Path, start: int) -> TensorInfo:
         return TensorInfo(self.name, self.dtype, self.shape, path, start + self.offset, self.nbytes)
@@ -311,11 +309,11 @@ def _read_description(cursor: _Cursor) -> _Description:
     number, offset = cursor.number("I"), cursor.number("Q")
     if number not in GGUF_TYPES:
         supported = ", ".join(known.name for known in GGUF_TYPES.values())
-        what = f"tensor {show(name)} is of ggml's type {number}, which is not read; supported: {supported}"
+        what = f"tensor {show(name)} has ggml type {number}, which is not supported; supported: {supported}"
         raise fault(cursor.path, what)
     kind = GGUF_TYPES[number]
     if sizes[0] % kind.num_weights:
-        refuse(f"has rows of {sizes[0]}, which {kind.name} cannot have: its blocks have {kind.num_weights}")
+        refuse(f"has rows of {sizes[0]} weights, but {kind.name} needs multiples of {kind.num_weights}")
     nbytes = math.prod(sizes) // kind.num_weights * kind.num_bytes
     return _Description(name, kind.name, tuple(reversed(sizes)), nbytes, offset)
 
@@ -328,16 +326,17 @@ def _alignment(cursor: _Cursor, metadata: Metadata) -> int:
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     is_number = isinstance(alignment, int) and not isinstance(alignment, bool)
     if not is_number or not 1 <= alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
-        cursor.refuse(f"has general.alignment {show(alignment)}, which is no power of two")
+        cursor.refuse(f"has general.alignment {show(alignment)}, which is not a power of two up to {MOST_ALIGNMENT}")
     return int(alignment)
 
 
 def _check_layout(cursor: _Cursor, tensors: Iterable[TensorInfo], file_bytes: int | None) -> None:
-    """No tensor overlaps another, none ends behind the file (where its length counts)."""
+    """Raises CheckpointError if tensors overlap, or end after `file_bytes` (unless None)."""
     end = 0
     for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
         if info.offset < end:
-            cursor.refuse(f"tensor {show(info.name)} overlaps the one before it")
+            cursor.refuse(f"tensor {show(info.name)} overlaps the previous one")
         end = info.offset + info.nbytes
     if file_bytes is not None and end > file_bytes:
-        raise fault(cursor.path, f"truncated: its tensors end at {end}, the file has {file_bytes}; download it again")
+        what = f"truncated: its tensors end at byte {end}, but the file has {file_bytes}"
+        raise fault(cursor.path, f"{what}; download it again")

@@ -1,4 +1,4 @@
-"""The types of a GGUF file's tensors, as ggml numbers and names them, and what a block of each takes.
+"""The tensor types of GGUF files, with ggml's numbers and names, and the size of a block of each.
 
 Source: ggml's `ggml.h` and `ggml-quants.h`; the numbers are part of the file format.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GgufType:
-    """A block of `num_weights` along a row takes `num_bytes`. A plain float is a block of one."""
+    """A block of `num_weights` weights along a row has `num_bytes` bytes. A plain float is a block of one."""
 
     name: str
     num_weights: int

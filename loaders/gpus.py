@@ -1,10 +1,11 @@
-"""Cards and disks that one does not have: what their makers say of them, for plans. Knows nothing of this machine.
+"""Data sheets of GPUs and disks, for plans of other machines.
 
-bf16 FLOP/s: dense (sheets' headlines assume 2:4 sparsity, which is twice that), products summed in fp32. GeForce cards
-do 512 of these a clock and multiprocessor, half of what the same chip does on a professional card: NVIDIA's whitepapers
+bf16 FLOP/s: dense (data sheets' headlines assume 2:4 sparsity, which is twice that), products summed in fp32. GeForce
+cards do 512 of these per clock and multiprocessor, half as many as the same chip on a professional card: NVIDIA's
+whitepapers
 "Ampere GA102" (RTX 3090: 71 TFLOPS), "Ada" (RTX 4090: 165.2, RTX 4080: 97.5) and "RTX Blackwell" (RTX 5090: 209.5,
 RTX 5080: 112.6), in their tables "Peak BF16 Tensor TFLOPS with FP32 Accumulate". Data sheets: A100, H100, H200, L40S,
-A6000. Links: what pinned copies reach, PCIe 4.0 x16: 24-26 GB/s on eight RTX 4090
+A6000. Links: rates of pinned copies. PCIe 4.0 x16: 24-26 GB/s on eight RTX 4090
 (https://github.com/NVIDIA/nvbandwidth/issues/15); 3.0 x16: 12.2 GB/s (P100,
 https://github.com/mpicbg-scicomp/gearshifft/pull/82); 5.0 x16 is taken as twice 4.0.
 """
@@ -21,14 +22,14 @@ from .units import GIB
 PCIE4_X8, PCIE4_X16, PCIE5_X16 = 12.5e9, 25e9, 50e9  # bytes/s
 
 NVME_BYTES_PER_S = 7e9  # sequential reads of a good PCIe 4.0 x4 SSD by its data sheet
-NVME_SOURCE = "data sheet of an NVMe SSD with PCIe 4.0; --disk gives another"
+NVME_SOURCE = "data sheet of an NVMe SSD with PCIe 4.0; --disk sets another rate"
 
-# Shares of a data sheet's figure that code in daily use reaches; guesses, on the careful side.
+# Shares of a data sheet's figure that real code reaches; conservative estimates.
 MATMUL_SHARE, MEMORY_SHARE, DEQUANTISE_SHARE = 0.7, 0.8, 0.5
-# Of 24 GiB torch sees 23.65 on an RTX 4090, of which the CUDA context takes half a GiB more.
+# On an RTX 4090, torch sees 23.65 of 24 GiB, and the CUDA context takes another half GiB.
 USABLE_SHARE, CONTEXT_BYTES = 0.985, GIB // 2
 _WIDTHS = (1, 8, 64, 256, 1024)
-_NF4_BYTES, _BF16_BYTES = 0.5 + 1 / 64, 2  # a weight, with a byte of absmax for each 64
+_NF4_BYTES, _BF16_BYTES = 0.5 + 1 / 64, 2  # per weight, with one byte of absmax per 64 weights
 
 
 @dataclass(frozen=True)
@@ -43,20 +44,20 @@ class KnownGpu:
     host_to_device_bytes_per_s: float
 
     def gpu(self) -> Gpu:
-        """The card as if it were here, and nobody else used it."""
+        """The card as an unused GPU."""
         free_bytes = int(self.total_bytes * USABLE_SHARE) - CONTEXT_BYTES
         return Gpu(self.name, 0, self.total_bytes, free_bytes, self.capability)
 
     def rates(self) -> Rates:
-        """What to expect of it; the disk is not the card's, so that is left open."""
-        source = f"data sheet of the {self.name}, less what practice leaves"
+        """The expected rates of the card, without a disk rate."""
+        source = f"data sheet of the {self.name}, reduced to realistic shares"
         memory = MEMORY_SHARE * self.memory_bytes_per_s
         fields = ("host_to_device_bytes_per_s", "memory_bytes_per_s", "matmul_flops", "dequantise_elements_per_s")
         return Rates(
             host_to_device_bytes_per_s=self.host_to_device_bytes_per_s,
             memory_bytes_per_s=memory,
-            # Each weight of 2 bytes is read once and used twice a row: `width` FLOP a byte, until arithmetic is the
-            # limit.
+            # Each weight has 2 bytes, is read once and needs 2 FLOP per row: `width` FLOP per byte, up to the limit of
+            # arithmetic.
             matmul_flops={width: min(width * memory, MATMUL_SHARE * self.bf16_flops) for width in _WIDTHS},
             dequantise_elements_per_s=DEQUANTISE_SHARE * self.memory_bytes_per_s / (_NF4_BYTES + _BF16_BYTES),
             sources=dict.fromkeys(fields, source),
@@ -86,7 +87,7 @@ KNOWN_GPUS = {
 
 
 def find_gpu(name: str) -> KnownGpu:
-    """A card by its key in any spelling, as "GeForce RTX 4090" or "4090". Raises UsageError for an unknown one."""
+    """A card by its key in any spelling, such as "GeForce RTX 4090" or "4090". Raises UsageError for an unknown one."""
     wanted = _plain(name)
     for key, gpu in KNOWN_GPUS.items():
         if wanted == _plain(key):

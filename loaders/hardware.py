@@ -1,7 +1,6 @@
-"""What this machine has: RAM, cores, a GPU and a disk, each with the place its number comes from.
+"""This machine's RAM, cores, GPU and disk, each with the source of its number.
 
-Facts only, read in milliseconds; how fast it all is stands in `measure.py`. torch is imported only to ask for a GPU.
-Knows nothing of models or tokens, and does not decide what goes where.
+These facts are read in milliseconds; `measure.py` measures rates. torch is imported only to query a GPU.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Memory:
-    """RAM that this process may use. Swap does not count: what is swapped is slower than what is streamed.
+    """RAM that this process may use. Swap does not count, because swapping is slower than streaming.
 
-    total_bytes: the machine's, or what its container allows if that is less. available_bytes: what can be taken now,
-    where page cache counts as free. limit: what sets available_bytes, "MemAvailable" or the file of a control group.
+    total_bytes: the machine's RAM, or its container's limit if that is less. available_bytes: RAM that can be allocated
+    now; page cache counts as free. limit: the source of available_bytes, "MemAvailable" or a control group's file.
     """
 
     total_bytes: int
@@ -40,7 +39,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device. free_bytes: what no other program holds; torch's own cache in this process counts as taken."""
+    """A CUDA device. free_bytes: unused memory; torch's cache in this process counts as used."""
 
     name: str
     index: int
@@ -51,10 +50,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast this machine is; None (or no entry) is not measured. `sources`: for each field how, or why not.
+    """Measured rates of this machine; None (or no entry) means not measured. sources: method or reason for each field.
 
-    matmul_flops: rows of activations → FLOP/s, against weights that no cache holds (two FLOP a weight and row).
-    memory_bytes_per_s: the compute device's own memory, reading and writing. dequantise_elements_per_s: NF4 weights/s.
+    matmul_flops: rows of activations → FLOP/s, with weights that fit no cache (two FLOP per weight and row).
+    memory_bytes_per_s: of the compute device's memory, reads plus writes. dequantise_elements_per_s: NF4 weights/s.
     """
 
     disk_bytes_per_s: float | None = None
@@ -67,7 +66,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One machine as one compute device sees it. cores_limit: what num_cores comes from."""
+    """One machine from the view of one compute device. cores_limit: the source of num_cores."""
 
     ram: Memory
     cpu_name: str
@@ -79,7 +78,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Disk:
-    """The file system that a folder lies on."""
+    """The file system of a folder."""
 
     path: Path
     file_system: str  # "ext4"
@@ -88,14 +87,14 @@ class Disk:
 
 
 def read_hardware(device: torch.device) -> Hardware:
-    """What is there, for computing on `device`; nothing is measured. Raises HardwareError where a GPU fails."""
+    """The hardware for computing on `device`, without measurements. Raises HardwareError if the GPU fails."""
     num_cores, cores_limit = read_cores()
     gpu = read_gpu(device) if device.type == "cuda" else None
     return Hardware(read_memory(), read_cpu_name(), num_cores, cores_limit, gpu)
 
 
 def read_memory(root: Path = ROOT) -> Memory:
-    """RAM within the tightest limit of the control groups this process is in."""
+    """RAM within the lowest limit of this process's control groups."""
     machine, limits = psutil.virtual_memory(), memory_limits(root)
     total = min([machine.total, *(limit.limit_bytes for limit in limits)])
     rooms = [(machine.available, "MemAvailable"), *((limit.available_bytes, limit.source) for limit in limits)]
@@ -104,7 +103,7 @@ def read_memory(root: Path = ROOT) -> Memory:
 
 
 def read_gpu(device: torch.device) -> Gpu:
-    """Raises HardwareError where the driver does not answer, or has no memory left for a context."""
+    """Query a GPU. Raises HardwareError if the driver does not answer or has no memory for a context."""
     import torch
 
     try:
@@ -114,20 +113,20 @@ def read_gpu(device: torch.device) -> Gpu:
     except (RuntimeError, AssertionError) as exc:  # torch built without CUDA asserts
         reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
         raise HardwareError(
-            f"{device} cannot be used ({reason}); see what nvidia-smi says, or use --device cpu"
+            f"{device} cannot be used ({reason}); check the output of nvidia-smi, or use --device cpu"
         ) from exc
     return Gpu(properties.name, index, total_bytes, free_bytes, (properties.major, properties.minor))
 
 
 def read_disk(path: Path) -> Disk:
-    """The file system of a file or folder. Raises HardwareError where it does not answer."""
+    """The file system of a file or folder. Raises HardwareError if the system does not answer."""
     real = path.resolve()
     try:
         mounts = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
         free_bytes = psutil.disk_usage(os.fspath(real)).free
     except OSError as exc:
         raise HardwareError(f"{path}: its disk does not answer ({exc.strerror or exc}); choose another folder") from exc
-    mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)  # the last of equals would hide the first
+    mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)  # of equal mount points, the first
     return Disk(path, mount.fstype if mount else "unknown", mount.device if mount else "unknown", free_bytes)
 
 
@@ -135,7 +134,7 @@ def read_disk(path: Path) -> Disk:
 
 
 def read_cores(root: Path = ROOT) -> tuple[int, str]:
-    """Cores that arithmetic can use, and what says so: affinity, SMT siblings counted once, control groups' quota."""
+    """Cores for arithmetic, and their source: affinity, control groups' quota, or hardware. SMT siblings count once."""
     cpus, num_there = _usable_cpus(), os.cpu_count() or 1
     num_cores = len({_siblings(root, cpu) for cpu in cpus})
     source = "hardware"
@@ -145,7 +144,7 @@ def read_cores(root: Path = ROOT) -> tuple[int, str]:
         source = f"hardware: {num_there} processors share them"
     quota = cpu_quota(root)
     if quota is not None and quota.num_cpus < num_cores:
-        # One thread more than the quota pays for, and all of them wait for the one that was stopped.
+        # With more threads than the quota allows, all of them would wait for a throttled one.
         return max(1, int(quota.num_cpus)), quota.source
     return num_cores, source
 
@@ -157,7 +156,7 @@ def _usable_cpus() -> set[int]:
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """A text that the hardware threads of one core share; where the kernel does not tell, each is a core."""
+    """An identifier common to the hardware threads of one core; without the kernel's file, each thread is a core."""
     try:
         return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
@@ -165,7 +164,7 @@ def _siblings(root: Path, cpu: int) -> str:
 
 
 def read_cpu_name(root: Path = ROOT) -> str:
-    """The processor's name as it gives it itself, on one line."""
+    """The processor's own name, on one line."""
     try:
         lines = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Finds a model: a local folder or file, or a hub id, whose files are downloaded where they are not cached.
+"""Finds a model: a local folder or file, or a hub id, whose files are downloaded unless they are cached.
 
-A hub id is `org/name`, or `org/name:Q4_K_M` for the GGUF file in that quantisation, as llama.cpp writes it.
+A hub id is `org/name`, or `org/name:Q4_K_M` for the GGUF file in that quantisation, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ from .gguf_file import part_paths
 from .safetensors_folder import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names, why_no_folder
 from .shards import write_verified
 
-HEADER_BYTES = 32 * 2**20  # of a GGUF file; vocabularies of 260,000 tokens with as many merges take 12 MiB
+HEADER_BYTES = 32 * 2**20  # of a GGUF file; vocabularies of 260,000 tokens with as many merges have 12 MiB
 _AROUND = ("", "*[-._/]"), ("", "[-.]*")  # a word in a file's name, as patterns of fnmatch; see `_named_as`
 _HUB_ID = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::([A-Za-z0-9_.-]+))?")
-NOT_HERE = "there is no folder or file of that name"
+NOT_HERE = "no folder or file has that name"
 
 
 def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The path of a local checkpoint, or the folder of a hub id ("org/name"), downloaded where it is not cached.
+    """The path of a local checkpoint, or the folder of a hub id ("org/name"), downloaded unless it is cached.
 
-    From the hub come safetensors folders, and of weights only those that are read; what else a repository holds may be
-    as large again.
-    weights=False: only the JSON files, which are small, are downloaded, or the beginnings of GGUF files.
-    `revision` (branch, tag or commit) is for hub ids; a folder has none. Raises CheckpointError.
+    Of a hub repository, only the needed weights are downloaded, because other files may double the size.
+    weights=False: download only the small JSON files, or the headers of GGUF files.
+    revision: branch, tag or commit of a hub id. Raises CheckpointError.
     """
     local = _local(model)
     if local is not None:
         return local
     if (match := _HUB_ID.fullmatch(model)) is None:
         raise CheckpointError(
-            f"{show(model)}: no such folder or file; give a local one, or a hub id of the form org/name or "
+            f"{show(model)}: no such folder or file; give a local path, or a hub id of the form org/name or "
             "org/name:Q4_K_M"
         )
     if match[2]:
@@ -52,13 +51,13 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
         return _download(model, revision, (CONFIG_FILE, INDEX_FILE))
     files = (CONFIG_FILE, *COMPANIONS, SINGLE_FILE, INDEX_FILE)
     folder = _download(model, revision, files)
-    shards = shard_names(folder)  # whatever they are called
+    shards = shard_names(folder)  # their names may be arbitrary
     return _download(model, revision, (*files, *map(escape, shards))) if shards else folder
 
 
 def _download_gguf(repository: str, quantisation: str, revision: str | None) -> Path:
-    """The folder of a repository whose GGUF files in this quantisation were downloaded, and no others: F16 is a part
-    of the name of BF16, and Q4_K of that of Q4_K_M. mmproj files have no language model in them.
+    """Download a repository's GGUF files in exactly this quantisation; returns the folder. F16 must not match BF16, nor
+    Q4_K match Q4_K_M. mmproj files contain no language model.
     """
     spellings = sorted({quantisation, quantisation.upper(), quantisation.lower()})
     words = [f"{before}{spelling}{after}" for spelling in spellings for before, after in product(*_AROUND)]
@@ -66,9 +65,9 @@ def _download_gguf(repository: str, quantisation: str, revision: str | None) -> 
 
 
 def _download_headers(repository: str, quantisation: str, revision: str | None) -> Path:
-    """A folder with the beginnings of these files, which are enough to plan with. Kept in the user's cache by commit.
+    """A folder with the headers of these files, which suffice for a plan. The user's cache keeps them by commit.
 
-    Raises StorageError where they cannot be kept.
+    Raises StorageError if they cannot be written.
     """
     from huggingface_hub import HfApi, HfFileSystem
 
@@ -86,23 +85,21 @@ def _download_headers(repository: str, quantisation: str, revision: str | None) 
 
 
 def _named_as(quantisation: str) -> re.Pattern[str]:
-    """Names of files that have the quantisation in them as a word."""
+    """A pattern for names of GGUF files that contain the quantisation as a word."""
     return re.compile(rf"(.*[-._/])?{re.escape(quantisation)}([-.].*)?\.gguf", re.IGNORECASE | re.DOTALL)
 
 
 def _the_file_in(quantisation: str, folder: Path, repository: str) -> Path:
-    """The file in this quantisation, the first of a split set. Raises CheckpointError where it is none or several."""
+    """The file in this quantisation, or the first of a split set. Raises CheckpointError for none or several."""
     names = {file: str(file.relative_to(folder)) for file in sorted(folder.rglob("*.gguf"))}
     named = [file for file, name in names.items() if _named_as(quantisation).fullmatch(name)]
     firsts = [file for file in named if part_paths(file)[0] == file and not file.name.startswith("mmproj")]
     if not firsts:
-        what = f"has no GGUF file in {quantisation}; look at its files on the hub, and name a quantisation that it has"
+        what = f"has no GGUF file in {quantisation}; choose a quantisation from the repository's files on the hub"
         raise CheckpointError(f"{repository}: {what}")
     if len(firsts) > 1:
         several = ", ".join(show(names[file]) for file in firsts[:8])
-        raise CheckpointError(
-            f"{repository}:{quantisation}: {len(firsts)} files are called so ({several}); give a path"
-        )
+        raise CheckpointError(f"{repository}:{quantisation}: {len(firsts)} files match ({several}); give a path")
     return firsts[0]
 
 
@@ -129,11 +126,11 @@ def _download(model: str, revision: str | None, patterns: Sequence[str], ignored
 
 @contextmanager
 def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Says in one line what went wrong. Raises CheckpointError."""
+    """Turn an exception in the body into a one-line CheckpointError."""
     try:
         yield
-    # Everything: the library's transport (requests, httpx, httpx2) and its errors' base class changed from one major
-    # version to the next, and a lost connection must not be a traceback.
+    # All exceptions: the library's transport (requests, httpx, httpx2) and the base class of its errors differ between
+    # major versions, and a lost connection must not end in a traceback.
     except Exception as exc:
         raise CheckpointError(_explain_hub_error(model, revision, exc)) from exc
 
@@ -141,23 +138,25 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
 def _explain_hub_error(model: str, revision: str | None, exc: Exception) -> str:
     from huggingface_hub import errors
 
-    if isinstance(exc, errors.GatedRepoError):  # a RepositoryNotFoundError too, so it comes first
+    if isinstance(exc, errors.GatedRepoError):  # a subclass of RepositoryNotFoundError, so it comes first
         page = f"https://huggingface.co/{model}"
-        return f"{model}: gated on the hub; accept its terms at {page} and set HF_TOKEN to a token of that account"
+        return f"{model}: gated on the hub; accept its terms at {page}, and set HF_TOKEN to a token of your account"
     if isinstance(exc, errors.RepositoryNotFoundError):
-        return f"{model}: neither a folder here nor a model on the hub; check the name, or set HF_TOKEN if private"
+        return (
+            f"{model}: neither a local folder nor a model on the hub; check the name, or for a private one set HF_TOKEN"
+        )
     if isinstance(exc, errors.RevisionNotFoundError):
-        return f"{model}: no revision {show(revision or 'main')} on the hub; name a branch, tag or commit that it has"
+        return f"{model}: the hub has no revision {show(revision or 'main')}; give an existing branch, tag or commit"
     if isinstance(exc, errors.HFValidationError):
         return f"{model}: no such folder, and not a valid hub id ({_first_line(exc)}); check the name"
     if isinstance(exc, errors.OfflineModeIsEnabled) or isinstance(exc.__cause__, errors.OfflineModeIsEnabled):
-        cache = "the local hub cache does not have all of it, and HF_HUB_OFFLINE forbids downloads"
+        cache = "the local hub cache is incomplete, and HF_HUB_OFFLINE forbids downloads"
         return f"{model}: {NOT_HERE}; {cache}: check the path, or unset HF_HUB_OFFLINE once"
     if isinstance(exc, errors.LocalEntryNotFoundError):
         reason = _first_line(exc.__cause__ or exc)
         return f"{model}: {NOT_HERE}, and the hub cannot be reached ({reason}); check the path or the network"
     failed = f"the download failed ({_first_line(exc)})"
-    return f"{model}: {NOT_HERE}, and {failed}; try again, files that are complete are kept"
+    return f"{model}: {NOT_HERE}, and {failed}; try again: complete files are kept"
 
 
 def _first_line(exc: BaseException) -> str:

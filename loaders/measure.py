@@ -1,7 +1,7 @@
-"""How fast this machine is: disk, link to the GPU, memory, matrix products, NF4; each measured in less than a second.
+"""Measures rates of this machine: disk, link to the GPU, memory, matrix products, NF4; each in less than a second.
 
-Every function works on memory and files of its own and leaves nothing behind. Knows nothing of models, and does not
-decide what goes where. One figure is a short sample: other programs' work shows in it, as it would in a pass.
+Every function uses its own memory and temporary files. A figure is a short sample: the load of other programs affects
+it, as it would affect a pass.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from .units import MIB, format_size
 
 WIDTHS = (1, 8, 64, 256)
 THREADS = (1, 2, 4)
-TEMPORARY_BYTES = 768 * MIB  # what is written where there is no checkpoint to read: a part for each number of threads
-LEAST_BYTES = 64 * MIB  # of a file that is worth measuring
-ROOM_BYTES = 768 * MIB  # what measuring takes, twice over: a container kills whoever takes more than it has
-_SPARE_BYTES = 1024 * MIB  # left free on the disk, whatever is measured
+TEMPORARY_BYTES = 768 * MIB  # size of the temporary file, which has a part for each number of threads
+LEAST_BYTES = 64 * MIB  # smallest file to measure with
+ROOM_BYTES = 768 * MIB  # twice the memory of a measurement: a container kills processes beyond its limit
+_SPARE_BYTES = 1024 * MIB  # always left free on the disk
 _MIN_REPEATS, _MAX_REPEATS = 3, 50
 
 Progress = Callable[[str], None]
@@ -61,16 +61,16 @@ def measure_rates(
     seconds: float = 0.5,
     progress: Progress = lambda what: None,
 ) -> Rates:
-    """Everything that can be measured here, each for about `seconds`; what fails is None, and `sources` says why.
+    """All rates of this machine, each measured for about `seconds`; a failed one is None, with its reason in `sources`.
 
-    path: a file to read, or a folder (see `measure_disk`). widths: rows of the matrix products. form: of the matrices,
-    where they are not plain ones of `dtype`; a CPU's products with them are measured as a whole, of a GPU what
-    unpacking takes (None: NF4). beside_reads: measure products and unpacking while `path`, if it is a
-    large file, is read as in a pass whose layers come from disk: readers take their share of a CPU, and threads that
-    share a matrix wait for the one that was held up. progress is told what is being measured.
+    path: a file to read, or a folder (see `measure_disk`). widths: rows of the matrix products. form: format of packed
+    matrices; None for plain ones of `dtype`. On a CPU, whole products with packed matrices are measured; on a GPU,
+    their unpacking (None: NF4). beside_reads: if `path` is a large file, read it during the measurement of products and
+    unpacking, as in a pass with layers on disk: readers use a share of the CPU, and threads that share a matrix wait
+    for the slowest. progress is called with the name of each measurement.
     """
     if (free := read_memory().available_bytes) < ROOM_BYTES:
-        why = f"not measured: only {format_size(free)} of RAM are free, and measuring takes some"
+        why = f"not measured: only {format_size(free)} of RAM are free, and this needs {format_size(ROOM_BYTES)}"
         return Rates(sources=dict.fromkeys((field.name for field in fields(Rates) if field.name != "sources"), why))
     sources: dict[str, str] = {}
     beside_reads = beside_reads and path.is_file() and path.stat().st_size >= READ_BYTES
@@ -85,7 +85,7 @@ def measure_rates(
         progress(what)
         try:
             value, sources[field] = measure()
-        except (OffspecError, RuntimeError, MemoryError, OSError) as exc:  # one that fails must not cost the others
+        except (OffspecError, RuntimeError, MemoryError, OSError) as exc:  # must not prevent the others
             value, sources[field] = None, f"not measured: {_first_line(exc)}"
         return value
 
@@ -119,11 +119,11 @@ def _disk(path: Path, seconds: float) -> tuple[float, str]:
 
 def _host_to_device(device: torch.device, seconds: float) -> tuple[float | None, str]:
     rate = measure_host_to_device(device, seconds=seconds)
-    return rate, "pinned memory to the GPU" if rate is not None else "none: the CPU computes where the weights are"
+    return rate, "pinned memory to the GPU" if rate is not None else "none: the CPU computes in RAM"
 
 
 def _memory(device: torch.device, seconds: float) -> tuple[float, str]:
-    return measure_memory(device, seconds=seconds), "copy within memory, bytes read and written"
+    return measure_memory(device, seconds=seconds), "copy within memory, reads plus writes"
 
 
 def _matmul(
@@ -140,7 +140,7 @@ def _matmul(
 
 
 def _dequantise(device: torch.device, dtype: torch.dtype, form: str, seconds: float, reads: Reads) -> tuple[float, str]:
-    _measured(form)[0].prepare()  # imported before anything is read beside it
+    _measured(form)[0].prepare()  # import before the concurrent reads start
     with reads():
         return measure_dequantise(device, dtype, form, seconds=seconds), f"whole matrices of {form} to {_name(dtype)}"
 
@@ -158,7 +158,7 @@ def _first_line(exc: BaseException) -> str:
 
 @dataclass(frozen=True)
 class DiskRate:
-    """The best rate of `num_threads` readers; `reason` says why page cache was involved, "" where it was not."""
+    """The rate of the best number of readers. reason: why reads used the page cache; "" for direct reads."""
 
     bytes_per_s: float
     num_threads: int
@@ -174,16 +174,16 @@ class DiskRate:
 def measure_disk(
     path: Path, *, threads: Sequence[int] = THREADS, seconds: float = 1.0, temporary_bytes: int = TEMPORARY_BYTES
 ) -> DiskRate:
-    """Sequential reads past the page cache, with each number of threads in turn on a part of the file of its own.
+    """The rate of sequential reads without the page cache; each number of threads reads its own part of the file.
 
-    path: a file; or a folder, where the largest file of weights is read, or, if there is none, a temporary file of up
-    to `temporary_bytes` that is written first. Raises HardwareError where there is nothing to read and no room to
-    write, CheckpointError where a read fails.
+    path: a file, or a folder. In a folder, the largest file with weights is read; if there is none, a temporary file of
+    up to `temporary_bytes` is written first. Raises HardwareError if there is no file and no space for one, and
+    CheckpointError if a read fails.
     """
     with _file_to_read(path, temporary_bytes) as (file, name), _reading() as reader:
         size = align_down(file.stat().st_size)
         if size == 0:
-            raise HardwareError(f"{file}: too small to measure a disk with; name a larger file, or a folder")
+            raise HardwareError(f"{file}: too small to measure a disk; name a larger file, or a folder")
         part_bytes = align_down(size // len(threads)) or size
         buffers = [HostBuffer(min(READ_BYTES, part_bytes)) for _ in range(max(threads))]
         _touch(reader, file, buffers)
@@ -198,7 +198,7 @@ def measure_disk(
 
 @contextmanager
 def _file_to_read(path: Path, temporary_bytes: int) -> Iterator[tuple[Path, str]]:
-    """The file, and what to call it."""
+    """The file, and its name for reports."""
     if path.is_file():
         yield path, path.name
         return
@@ -215,7 +215,7 @@ def _temporary_file(folder: Path, nbytes: int) -> Iterator[Path]:
     with _writing(folder):
         room = shutil.disk_usage(folder).free - _SPARE_BYTES
         if room < min(nbytes, LEAST_BYTES):
-            raise HardwareError(f"{folder}: too full to measure; free some space, or name a file to read")
+            raise HardwareError(f"{folder}: not enough free disk space to measure; free some, or name a file to read")
         number, name = tempfile.mkstemp(dir=folder, prefix=".offspec-", suffix=".tmp")
     try:
         with _writing(folder), os.fdopen(number, "wb", buffering=0) as file:
@@ -230,17 +230,17 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        raise HardwareError(f"{folder}: cannot be written to ({exc.strerror or exc}); name a file to read") from exc
+        raise HardwareError(f"{folder}: cannot be written ({exc.strerror or exc}); name a file to read") from exc
 
 
 def _write(file: int, nbytes: int, seconds: float = 1.0) -> None:
-    """Bytes that no file system can compress, until there are `nbytes` or the time is up; onto the disk itself."""
+    """Write incompressible bytes to the disk itself, until `nbytes` are written or the time is over."""
     block = os.urandom(READ_BYTES)
     deadline = time.perf_counter() + seconds
     written = 0
     while written < nbytes and (written < LEAST_BYTES or time.perf_counter() < deadline):
         written += os.write(file, block[: nbytes - written])
-        if written % LEAST_BYTES == 0:  # now and then, else a slow disk owes seconds of work when the time is up
+        if written % LEAST_BYTES == 0:  # otherwise a slow disk would need seconds for the last fsync
             os.fsync(file)
     os.fsync(file)
     _drop_cache(file)
@@ -261,7 +261,7 @@ def _reading() -> Iterator[FileReader]:
 
 
 def _touch(reader: FileReader, file: Path, buffers: Sequence[HostBuffer]) -> None:
-    """One read into each buffer, so that its pages are there; and where that went through the cache, an empty cache."""
+    """Read once into each buffer, so that its pages are mapped; then drop the page cache if reads used it."""
     for buffer in buffers:
         reader.read(file, 0, buffer.view, buffer.nbytes)
     if file in reader.fallbacks:
@@ -270,13 +270,13 @@ def _touch(reader: FileReader, file: Path, buffers: Sequence[HostBuffer]) -> Non
 
 
 def _read_part(reader: FileReader, file: Path, part: range, buffers: Sequence[HostBuffer], seconds: float) -> float:
-    """Bytes/s of one reader for each buffer, who share a part of the file, until it is read or the time is up."""
+    """Bytes/s of readers that share a part of the file, one per buffer, until it is read or the time is over."""
     left = iter(part[:: buffers[0].nbytes])
     deadline = time.perf_counter() + seconds
 
     def work(buffer: HostBuffer) -> int:
         done = 0
-        for offset in left:  # one iterator for all: each next() is one step of the interpreter
+        for offset in left:  # one iterator for all threads: next() is atomic under the GIL
             nbytes = min(buffer.nbytes, part.stop - offset)
             reader.read(file, offset, buffer.view[:nbytes], nbytes)
             done += nbytes
@@ -292,7 +292,7 @@ def _read_part(reader: FileReader, file: Path, part: range, buffers: Sequence[Ho
 
 @contextmanager
 def reads_in_flight(file: Path) -> Iterator[None]:
-    """Reads a file over and over, as a ring does, while something else is measured. Raises CheckpointError."""
+    """Read a file repeatedly, as a ring does, during the body. Raises CheckpointError."""
     offsets = itertools.cycle(range(0, file.stat().st_size, READ_BYTES))
     is_over = threading.Event()
 
@@ -323,9 +323,9 @@ def measure_matmul(
     num_weights: int = 4,
     seconds: float = 1.0,
 ) -> dict[int, float]:
-    """width → FLOP/s of [width, K] @ [N, K].T, with shape (N, K) and enough weights in turn that no cache holds them.
+    """width → FLOP/s of [width, K] @ [N, K].T, with shape (N, K) and alternating weights that fit no cache.
 
-    Where one round would take too long, N is cut down. Raises RuntimeError as torch does, out of memory for one.
+    If one round would take too long, N is reduced. Raises torch's RuntimeError, for example out of memory.
     """
     weights = [_filled(shape, dtype, device) for _ in range(num_weights)]  # 64 MiB each in 16-bit
     return {width: _matmul_flops(weights, width, seconds / len(widths)) for width in widths}
@@ -340,7 +340,7 @@ def _matmul_flops(weights: Sequence[torch.Tensor], width: int, seconds: float) -
             F.linear(rows, weight[:num])
 
     least = min(512, num_outputs)
-    # The first of the two also warms up.
+    # The first run is also the warm-up.
     trial_s = min(device_seconds(rows.device, partial(multiply, least)) for _ in range(2))
     affordable = int(least * seconds / (_MIN_REPEATS * trial_s))
     num = num_outputs if affordable >= num_outputs else max(least, affordable // least * least)
@@ -348,13 +348,13 @@ def _matmul_flops(weights: Sequence[torch.Tensor], width: int, seconds: float) -
 
 
 def _filled(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Ordinary numbers: denormal ones slow a CPU down, and equal ones let a GPU clock higher than weights do."""
+    """Normal numbers: denormals slow a CPU down, and with constants a GPU clocks higher than with weights."""
     row = torch.randn(shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
     return row.expand(shape).contiguous()
 
 
 def measure_memory(device: torch.device, *, nbytes: int = 128 * MIB, seconds: float = 1.0) -> float:
-    """Bytes/s, read and written, of a copy within the device's memory."""
+    """Bytes/s, reads plus writes, of a copy within the device's memory."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / typical_seconds(device, lambda: target.copy_(source), seconds)
@@ -378,14 +378,13 @@ def measure_dequantise(
     num_weights: int = 4,
     seconds: float = 1.0,
 ) -> float:
-    """Weights/s of a packed format that become `dtype`, a whole matrix at a time; of those that cannot be sized, NF4's.
+    """Weights/s of dequantising whole matrices of a packed format to `dtype`; NF4's for formats without `sized`.
 
-    On a CPU NF4 raises OffspecError without bitsandbytes.
-
-    As in a pass no cache holds the matrices, and between two of them the result of the last one is multiplied with.
+    As in a pass, the matrices fit no cache, and each result is multiplied before the next matrix. On a CPU, NF4 without
+    bitsandbytes raises OffspecError.
     """
     known, form = _measured(form)
-    if device.type == "cpu":  # a GPU computes without it, too
+    if device.type == "cpu":  # a GPU does not need it
         known.prepare()
     stored = known.sized(form, "weight", shape, of_no_file)
     assert stored is not None
@@ -398,7 +397,7 @@ def measure_dequantise(
 
 
 def _measured(form: str) -> tuple[WeightFormat, str]:
-    """The format that is measured for `form`, and its form."""
+    """The format to measure for `form`, and its form."""
     known = format_named(form)
     return (known, form) if known.sized(form, "weight", (64, 256), of_no_file) else (format_named("nf4"), "nf4")
 
@@ -410,18 +409,18 @@ def _packed_sample(stored: StoredWeight, device: torch.device) -> PackedWeight:
 
 
 FUSED_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-FUSED_GAIN = 0.9  # of the plain product's seconds: what is no faster than this is not worth another rounding
+FUSED_GAIN = 0.9  # share of the plain product's seconds; a smaller gain does not justify a different rounding
 
 
 def measure_fused_rows(stored: StoredWeight, device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> int:
-    """Find out for how many rows a matrix like `stored` is better not dequantised, and have its `linear` do so.
+    """Measure and set the number of rows up to which the fused product is faster for matrices like `stored`.
 
-    The widths of FUSED_WIDTHS are tried until the fused product is not faster any more, or is none: from some width on
-    bitsandbytes dequantises after all, in memory that nobody planned for. 0 where it never is, or where this device and
-    layout have none. Kept for as long as the process lives (`FUSED_ROWS`).
+    It tries FUSED_WIDTHS until the fused product is no longer faster, or dequantises: from some width on, bitsandbytes
+    dequantises into memory that no plan contains. 0 if the fused product is never faster, or if this device and layout
+    have none. `FUSED_ROWS` keeps the result until the process ends.
     """
     shape = stored.shape
-    FUSED_ROWS.set(shape, dtype, device, 0)  # so that `linear` below is the plain product
+    FUSED_ROWS.set(shape, dtype, device, 0)  # `linear` below must be the plain product
     samples = [_packed_sample(stored, device) for _ in range(2)]
     if any(sample.fused_linear is None for sample in samples):
         return 0
@@ -450,7 +449,7 @@ def _fused(x: torch.Tensor, matrix: PackedWeight, bias: torch.Tensor | None, scr
 
 
 def _allocated(device: torch.device) -> int:
-    """Bytes of device memory that were ever asked for; 0 for a CPU."""
+    """Total bytes of device memory allocated so far; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0))
@@ -462,11 +461,11 @@ def _allocated(device: torch.device) -> int:
 def typical_seconds(
     device: torch.device, work: Callable[[], object], seconds: float, before: Callable[[], object] = lambda: None
 ) -> float:
-    """The median of as many runs as fit into `seconds`, a few at least unless even those take far longer.
+    """The median of as many runs as fit into `seconds`; at least a few runs, unless they take far longer.
 
-    before: what is done before each run, and not counted.
+    before: called before each run; its time does not count.
     """
-    device_seconds(device, work)  # pages are mapped, kernels chosen and clocks raised by the first run
+    device_seconds(device, work)  # warm-up: maps pages, selects kernels and raises clocks
     began, times = time.perf_counter(), list[float]()
     while len(times) < _MAX_REPEATS:
         before()
@@ -478,7 +477,7 @@ def typical_seconds(
 
 
 def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """How long the work takes on the device itself, launching left out. Never zero."""
+    """Seconds of the work on the device itself, without launches. Never zero."""
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device)
         start, end = _timing_event(), _timing_event()

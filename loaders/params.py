@@ -1,4 +1,4 @@
-"""What a user can set when a checkpoint is converted or planned for, with the CLI's defaults. Imports no torch."""
+"""User settings of conversion and planning, with the CLI's defaults. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ CONVERT_FORMATS = (*QUANT_TYPES, *FLOAT_FORMATS, "keep")
 GROUPED_METHODS = ("awq", "gptq")
 FP8_METHODS = ("fp8", "fbgemm_fp8")
 COMPRESSED_TENSORS = "compressed-tensors"
-QUANT_METHODS = ("bitsandbytes", *GROUPED_METHODS, *FP8_METHODS, COMPRESSED_TENSORS)  # whose checkpoints are read
+QUANT_METHODS = ("bitsandbytes", *GROUPED_METHODS, *FP8_METHODS, COMPRESSED_TENSORS)  # methods that offspec reads
 PLAN_FORMATS = ("bf16", "fp16", "fp32", "fp8", "nf4", "w4a16", "nvfp4")
 
 
 @dataclass(frozen=True)
 class ConvertParams:
-    """What `offspec quantize` makes.
+    """The result of `offspec quantize`.
 
-    format: nf4, fp4, one of FLOAT_FORMATS (quantised matrices are unpacked), or keep (the same tensors, only laid out
-    anew). double_quant: scales of nf4 and fp4 in 8 bit instead of 32.
+    format: nf4, fp4, one of FLOAT_FORMATS (quantised matrices are unpacked), or keep (the same tensors in a new
+    layout). double_quant: store scales of nf4 and fp4 in 8 bit instead of 32.
     """
 
     format: str = "nf4"
@@ -29,6 +29,6 @@ class ConvertParams:
 
     def __post_init__(self) -> None:
         if self.format not in CONVERT_FORMATS:
-            raise UsageError(f"format {self.format!r} is not known; use {', '.join(CONVERT_FORMATS)}")
+            raise UsageError(f"unknown format {self.format!r}; use {', '.join(CONVERT_FORMATS)}")
         if self.format not in QUANT_TYPES and not self.double_quant:
-            raise UsageError(f"format {self.format} quantises nothing, so there is no double quantisation to leave out")
+            raise UsageError(f"double_quant=False needs format {' or '.join(QUANT_TYPES)}, not {self.format}")

@@ -1,7 +1,7 @@
-"""Decides what stays on the device, what waits in RAM, what stays on disk, and says what a pass will then take.
+"""Decides which layers are resident, in RAM or on disk, and predicts the seconds of a pass.
 
-Pure functions of numbers: nothing is read, measured or allocated here. Knows nothing of models: a layer is its bytes
-and its work; everything else that needs memory is an `Item` with a name that people understand.
+These are pure functions of numbers: they read, measure and allocate nothing. A layer is its bytes and its compute time;
+everything else that needs memory is an `Item` with a readable name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_SLOTS, MIN_SLOTS = 3, 2
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs. read_bytes come through the link; slot_bytes hold them; resident_bytes if it stays."""
+    """Bytes of one layer: read_bytes through the link, slot_bytes of its slot, resident_bytes if it is resident."""
 
     read_bytes: int
     slot_bytes: int
@@ -28,9 +28,9 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Item:
-    """Memory that is not a layer's: `on_device` bytes beside the arithmetic, `on_host` bytes in RAM.
+    """Memory besides layers: `on_device` bytes on the compute device, `on_host` bytes in RAM.
 
-    Where the CPU computes the two are the same memory and both count.
+    If the CPU computes, both are in RAM and both count.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Limits:
-    """Memory that may be used, in bytes: the device's own (None: the CPU computes, all is RAM), and RAM."""
+    """Memory limits in bytes: of the device (None: the CPU computes in RAM), and of RAM."""
 
     device: int | None
     ram: int
@@ -48,9 +48,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Slots:
-    """Memory through which streamed layers come, `nbytes` for each slot.
+    """Slots for streamed layers, `nbytes` each.
 
-    num: beside the arithmetic. num_host: in RAM, where a GPU's layers come from disk.
+    num: on the compute device. num_host: in RAM, for a GPU's layers on disk.
     """
 
     num: int
@@ -60,7 +60,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each layer lies, by index, the slots through which the streamed ones come, and what all of it takes."""
+    """The layers of each tier, by index, the slots for streamed layers, and the total bytes."""
 
     resident: tuple[int, ...]
     in_ram: tuple[int, ...]
@@ -73,26 +73,26 @@ class Placement:
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        """The layers that come through a link in every pass, in order."""
+        """The layers that every pass streams, in order."""
         return tuple(sorted(self.in_ram + self.on_disk))
 
 
 def spread(num_layers: int, num_chosen: int) -> tuple[int, ...]:
-    """`num_chosen` of the layers, as evenly as can be: what is chosen hides the transfers of what lies between."""
+    """`num_chosen` of the layers, evenly spaced: compute time of resident layers hides transfers of those between."""
     return tuple((2 * i + 1) * num_layers // (2 * num_chosen) for i in range(num_chosen))
 
 
 def scattered(num_layers: int) -> tuple[int, ...]:
-    """All layers in an order whose every beginning lies about evenly among them (van der Corput's)."""
+    """All layers in an order whose every prefix is spread about evenly (van der Corput's sequence)."""
     bits = max(1, (num_layers - 1).bit_length())
     return tuple(i for i in (int(f"{n:0{bits}b}"[::-1], 2) for n in range(1 << bits)) if i < num_layers)
 
 
 def place(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, num_pinned: int = 0) -> Placement:
-    """As many residents as fit, the rest in RAM where it all fits beside, else on disk.
+    """Place as many layers as fit on the device, as many of the rest as fit in RAM, and the others on disk.
 
-    num_pinned: so many of the first layers have to be resident, because they draft. Raises MemoryLimitError, with the
-    numbers and the remedy, where not even streaming every other layer fits.
+    num_pinned: number of first layers that must be resident, because they draft. Raises MemoryLimitError, with the
+    numbers and the remedy, if not even streaming all other layers fits.
     """
     if limits.device is None:
         return _place_on_cpu(layers, items, limits, num_pinned)
@@ -128,7 +128,7 @@ def _fill(
     slot_bytes: int,
     num_pinned: int = 0,
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-    """Fill one tier with layers of these sizes: which stay, which do not, how many slots these need, all bytes used."""
+    """Fill one tier with layers of these sizes: kept layers, remaining layers, slots for the latter, bytes used."""
     taken = sum(size for _, size in needs)
     kept, num_slots = _keep(sizes, limit - taken, slot_bytes, num_pinned)
     if kept is None:
@@ -138,7 +138,7 @@ def _fill(
 
 
 def _keep(sizes: Sequence[int], room: int, slot_bytes: int, num_pinned: int) -> tuple[tuple[int, ...] | None, int]:
-    """The most layers that fit in `room` beside slots for the others, and how many slots; None where too few fit."""
+    """The most layers that fit in `room` together with slots for the others, and the slots; None if too few fit."""
     if sum(sizes) <= room:
         return tuple(range(len(sizes))), 0
     num_free = len(sizes) - num_pinned
@@ -158,14 +158,14 @@ def _slot_bytes(layers: Sequence[LayerCost]) -> int:
 def _refusal(
     tier: str, limit: int, needs: Sequence[tuple[str, int]], slot_bytes: int, pinned: Sequence[int] = ()
 ) -> str:
-    slots, first = f"{MIN_SLOTS} layers in flight", f"{len(pinned)} before the exit, which draft,"
+    slots, first = f"{MIN_SLOTS} slots for streamed layers", f"{len(pinned)} draft layers before the exit"
     wanted = [*needs, (slots, MIN_SLOTS * slot_bytes), (first, sum(pinned))]
     parts = ", ".join(f"{name} {format_size(size)}" for name, size in sorted(wanted, key=lambda need: -need[1]) if size)
     smaller = "an exit layer after fewer layers" if pinned else "a smaller draft"
     return (
-        f"{format_size(max(limit, 0))} of {tier} are too little: "
-        f"at least {format_size(sum(size for _, size in wanted))} are needed "
-        f"({parts}); allow more with --{tier.lower()}, ask for a smaller --context, or take {smaller}"
+        f"{format_size(max(limit, 0))} of {tier} are not enough: "
+        f"the model needs at least {format_size(sum(size for _, size in wanted))} "
+        f"({parts}); allow more with --{tier.lower()}, reduce --context, or use {smaller}"
     )
 
 
@@ -174,7 +174,7 @@ def _refusal(
 
 @dataclass(frozen=True)
 class PassRates:
-    """Measured rates. compute_s[i]: seconds of arithmetic in layer i; link rates in bytes/s."""
+    """Measured rates. compute_s[i]: compute seconds of layer i; link rates in bytes/s."""
 
     compute_s: tuple[float, ...]
     disk_bytes_per_s: float
@@ -182,11 +182,11 @@ class PassRates:
 
 
 def predict_pass_s(placement: Placement, layers: Sequence[LayerCost], rates: PassRates) -> float:
-    """Seconds of one pass in the steady state: the third, where the ring is played through slot by slot."""
+    """Seconds of one pass in the steady state: the third pass of a slot-by-slot simulation of the ring."""
     on_disk, streamed = set(placement.on_disk), set(placement.streamed)
     now = disk_free = link_free = began = 0.0
     freed, host_freed = deque([0.0] * placement.slots.num), deque([0.0] * placement.slots.num_host)
-    # The ring reads ahead, so a layer's transfer begins as soon as link and slot are free, whatever is computing.
+    # The ring reads ahead: a layer's transfer begins as soon as link and slot are free, independent of computation.
     for _ in range(3):
         began = now
         for i, compute_s in enumerate(rates.compute_s):

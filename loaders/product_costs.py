@@ -1,7 +1,7 @@
-"""What each way to multiply takes on this machine's CPU: measured once, in less than a second, and kept in a file.
+"""Costs of each way to multiply on this machine's CPU: measured once, in less than a second, and kept in a file.
 
-The file lies in the user's cache folder, one for each CPU, version of torch and number of threads; without it, or where
-it cannot be written, each process measures anew.
+The user's cache folder has one file per CPU, version of torch and number of threads. If the file cannot be written,
+each process repeats the measurement.
 """
 
 from __future__ import annotations
@@ -47,20 +47,22 @@ from .small_files import parse_json, read_small_file
 
 ROWS = (1, 4, 16, 64, 256)
 SHAPES = {True: (4096, 2048), False: (512, 2048)}  # of a large matrix and a small one
-CACHE_BYTES = 64 * 2**20  # of matrices that take turns, so that no cache holds them
-HOPELESS, HOPELESS_ROWS = 4, 16  # what takes so many times the best for so many rows is not tried for more
-_REVISION = 2  # of what a file says; a file of another is not read
+CACHE_BYTES = 64 * 2**20  # total size of the alternating matrices, which fit no cache
+HOPELESS, HOPELESS_ROWS = 4, 16  # a way this many times slower than the best at so many rows is not tried for more rows
+_REVISION = 2  # of the file's content; files of other revisions are ignored
 _POINT_S, _LEAST_RUNS = 0.012, 2
-_MOST_TRIES = 3  # of a measurement that other programs disturbed
-DISTURBED, FASTER_NOW = 1.5, 0.7  # fewer rows taking so many times as long; a product now, over what the file says
+_MOST_TRIES = 3  # repetitions of a disturbed measurement
+# A measurement is disturbed if fewer rows take this many times as long as more rows, or if a product now takes less
+# than this share of the file's seconds.
+DISTURBED, FASTER_NOW = 1.5, 0.7
 _NOW_ROWS, _NOW_S = 16, 0.05
 _CPU = torch.device("cpu")
 
 
 def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = False) -> None:
-    """Have `formats.linear` take the fastest ways for weights of these forms and rows of these dtypes, on the CPU.
+    """Make `formats.linear` use the fastest ways for weights of these forms and rows of these dtypes on the CPU.
 
-    They are read from the file, or measured; anew: measured in any case.
+    The costs are read from the file, or measured. anew: always measure.
     """
     wanted = [
         ProductKind(form, dtype, is_large)
@@ -85,15 +87,15 @@ def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = Fals
 
 
 def _after_plain_ones(kind: tuple[str, torch.dtype]) -> tuple[bool, str]:
-    """A packed matrix is unpacked to a plain one, which is then multiplied in the way that was measured for it."""
+    """Sort key: plain forms first, because products with an unpacked matrix use the way measured for the plain form."""
     return kind[0] not in HALF_DTYPES.values(), str(kind)
 
 
 def product_flops(form: str, dtype: torch.dtype, widths: Sequence[int] = ROWS) -> dict[int, float]:
-    """Rows → FLOP/s of products with large matrices of a form, in the fastest way, unpacking counted; {} if unknown.
+    """Rows → FLOP/s of products with large matrices of a form, in the fastest way with unpacking; {} if unknown.
 
-    What was measured when the machine had nothing else to do, divided by what it is slower now. Where it is faster now,
-    something disturbed the measurement, and it is repeated.
+    The stored figures are divided by the machine's current slowdown. If it is faster now, the stored measurement was
+    disturbed and is repeated.
     """
     kind = ProductKind(form, dtype, is_large=True)
     costs = COSTS.get(kind)
@@ -108,9 +110,9 @@ def product_flops(form: str, dtype: torch.dtype, widths: Sequence[int] = ROWS) -
 
 @dataclass(frozen=True)
 class ProductRate:
-    """How fast products of so many rows with large matrices of a form are, and in which way.
+    """The rate of products of `rows` rows with large matrices of a form, and the way used.
 
-    bytes_per_s: of the weights, as they lie.
+    bytes_per_s: of the stored weights.
     """
 
     form: str
@@ -121,7 +123,7 @@ class ProductRate:
 
 
 def product_rates(form: str, dtype: torch.dtype, widths: Sequence[int]) -> list[ProductRate]:
-    """What was measured for a form; nothing where it was not."""
+    """The measured rates for a form; [] if it was not measured."""
     costs = COSTS.get(ProductKind(form, dtype, is_large=True))
     if costs is None:
         return []
@@ -131,7 +133,7 @@ def product_rates(form: str, dtype: torch.dtype, widths: Sequence[int]) -> list[
 
 
 def _bytes_per_weight(form: str) -> float:
-    """Of a large matrix as it lies, scales counted."""
+    """Bytes per weight of a large stored matrix, including scales."""
     if form in HALF_DTYPES.values():
         return 2.0
     rows, columns = SHAPES[True]
@@ -140,29 +142,29 @@ def _bytes_per_weight(form: str) -> float:
 
 
 def form_of(stored_dtype: str) -> str:
-    """What products call weights that `StoredWeight.dtype` calls so."""
+    """The form for a `StoredWeight.dtype`."""
     return {"BF16": "bf16", "F16": "fp16"}.get(stored_dtype, stored_dtype)
 
 
 def forms_of(stored: Iterable[StoredWeight], dtype: torch.dtype, *, is_kept: bool) -> set[tuple[str, torch.dtype]]:
-    """(form, dtype of the rows) of the products with these matrices; is_kept: what is not packed stays in `dtype`."""
+    """(form, dtype of the rows) of products with these matrices; is_kept: plain matrices are kept in `dtype`."""
     found = set[tuple[str, torch.dtype]]()
     for weight in stored:
         if len(weight.shape) == 2:
             if weight.is_packed or not is_kept or weight.is_kept_as_read(dtype):
                 found.add((form_of(weight.dtype), dtype))
-            if dtype in HALF_DTYPES:  # what it is unpacked to, or kept as
+            if dtype in HALF_DTYPES:  # the form after unpacking, or of kept matrices
                 found.add((HALF_DTYPES[dtype], dtype))
     return found
 
 
 def has_choice(form: str) -> bool:
-    """Whether there are several ways to multiply with weights of a form here."""
+    """Whether this machine has several ways to multiply with weights of a form."""
     return form in HALF_DTYPES.values() or _kernel(form) is not None
 
 
 def _kernel(form: str) -> RowProduct | None:
-    """The kernel for weights of a form; None where there is none."""
+    """The kernel for weights of a form, or None."""
     dtype = next((dtype for dtype, name in HALF_DTYPES.items() if name == form), None)
     if dtype is not None:
         return half_product(dtype)
@@ -172,7 +174,7 @@ def _kernel(form: str) -> RowProduct | None:
 
 
 def sample(form: str, shape: tuple[int, int]) -> Weight | None:
-    """A matrix of a form with ordinary numbers; None for a form that cannot be sized."""
+    """A matrix of a form with normal numbers; None for a form that cannot be sized."""
     dtype = next((dtype for dtype, name in HALF_DTYPES.items() if name == form), None)
     if dtype is not None:
         row = torch.randn(shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -182,7 +184,7 @@ def sample(form: str, shape: tuple[int, int]) -> Weight | None:
 
 
 def of_no_file(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    """A tensor that lies in no file, for `WeightFormat.sized`."""
+    """A tensor without a file, for `WeightFormat.sized`."""
     return TensorInfo(name, dtype, shape, Path(), 0, DTYPE_BYTES[dtype] * math.prod(shape))
 
 
@@ -190,7 +192,7 @@ def of_no_file(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
 
 
 def measure_ways(kind: ProductKind) -> WayCosts:
-    """What each way takes for products of one kind; the least of several tries where other programs disturb them."""
+    """The costs of each way for products of one kind; the minimum of several tries if other programs disturb them."""
     costs = _measure_ways(kind)
     for _ in range(_MOST_TRIES - 1):
         if is_plausible(costs):
@@ -200,12 +202,12 @@ def measure_ways(kind: ProductKind) -> WayCosts:
 
 
 def is_plausible(costs: WayCosts) -> bool:
-    """Whether fewer rows never take far longer than more, as only a busy machine makes it."""
+    """Whether fewer rows never take far longer than more rows, which happens only on a busy machine."""
     return all(costs.least(few) <= DISTURBED * costs.least(more) for few, more in itertools.pairwise(ROWS))
 
 
 def _least_of(one: WayCosts, other: WayCosts) -> WayCosts:
-    """Of each way and number of rows the lesser time, where both have it, else the one that there is."""
+    """For each way and number of rows, the minimum of both times, or the only time."""
     found: dict[str, dict[int, float]] = {}
     for costs in (one, other):
         for way, points in costs.seconds.items():
@@ -232,7 +234,7 @@ def _measure_ways(kind: ProductKind) -> WayCosts:
 
 
 def _typical_s(kind: ProductKind) -> float:
-    """Seconds for each weight of products with _NOW_ROWS rows, as other programs let them be now."""
+    """Seconds per weight of products with _NOW_ROWS rows under the machine's current load."""
     shape = SHAPES[True]
     matrices = itertools.cycle(_matrices(kind.form, shape))
     rows, scratch = _rows(_NOW_ROWS, shape[1], kind.dtype), torch.empty(shape[0] * shape[1], dtype=kind.dtype)
@@ -246,7 +248,7 @@ def _typical_s(kind: ProductKind) -> float:
 
 
 def _matrices(form: str, shape: tuple[int, int]) -> list[Weight]:
-    """As many as no cache holds."""
+    """Enough matrices to fit no cache."""
     num_bytes = shape[0] * shape[1] * _bytes_per_weight(form)
     made = [sample(form, shape) for _ in range(max(2, int(CACHE_BYTES / num_bytes)))]
     return [matrix for matrix in made if matrix is not None]
@@ -257,14 +259,14 @@ def _rows(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def ways_of(form: str) -> list[str]:
-    """The ways to multiply with weights of a form here."""
+    """The ways to multiply with weights of a form on this machine."""
     if form not in HALF_DTYPES.values():
         return [TORCH, KERNEL]
     return [TORCH, TILES, KERNEL] if num_lanes() else [TORCH, TILES]
 
 
 def _seconds(way: str, form: str, rows: torch.Tensor, matrices: Sequence[Weight], scratch: torch.Tensor) -> float:
-    """The least of some runs: what other programs take is no part of it."""
+    """The minimum of some runs, which excludes the load of other programs."""
     turns = itertools.cycle(matrices)
     COSTS.forced, COSTS.forced_form = way, form
     try:
@@ -283,7 +285,7 @@ def _seconds(way: str, form: str, rows: torch.Tensor, matrices: Sequence[Weight]
 
 
 def costs_file() -> Path:
-    """Where the costs of this machine are kept."""
+    """The file with the costs of this machine."""
     from platformdirs import user_cache_path
 
     identity = json.dumps([_REVISION, _processor(), sorted(instructions()), torch.get_num_threads(), *_versions()])
@@ -292,7 +294,7 @@ def costs_file() -> Path:
 
 
 def _processor() -> str:
-    """The CPU's model, as the system calls it."""
+    """The system's name for the CPU model."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -312,7 +314,7 @@ def _versions() -> list[str]:
 
 
 def _read() -> dict[str, WayCosts]:
-    """What the file says; nothing where it is not there, or says something else than it should."""
+    """The content of the file; {} if it is missing or invalid."""
     try:
         said = parse_json(read_small_file(costs_file()))
         return {kind: _way_costs(ways) for kind, ways in said.items()}
@@ -321,14 +323,14 @@ def _read() -> dict[str, WayCosts]:
 
 
 def _way_costs(said: Mapping[str, Any]) -> WayCosts:
-    """Raises ValueError, OverflowError, AttributeError, TypeError for what cannot be costs of ways."""
+    """Parse the costs of ways. Raises ValueError, OverflowError, AttributeError or TypeError for invalid content."""
     if TORCH not in said or not said.keys() <= {TORCH, TILES, KERNEL}:
         raise ValueError("other ways")
     return WayCosts({way: _points(points) for way, points in said.items()})
 
 
 def _points(said: Mapping[str, Any]) -> Seconds:
-    """Raises the same for what cannot be seconds by rows."""
+    """Parse seconds by rows. Raises the same errors."""
     points = {int(rows): float(seconds) for rows, seconds in said.items()}
     if not points or not all(rows in ROWS and 0 < seconds < 1 for rows, seconds in points.items()):
         raise ValueError("no seconds")
@@ -336,7 +338,7 @@ def _points(said: Mapping[str, Any]) -> Seconds:
 
 
 def _write(costs: Mapping[str, WayCosts]) -> None:
-    """All or nothing; where it cannot be written the next process measures again."""
+    """Write the file atomically; if that fails, the next process repeats the measurement."""
     content = json.dumps({kind: known.seconds for kind, known in costs.items()}, indent=1)
     file = costs_file()
     with contextlib.suppress(OSError):

@@ -1,7 +1,6 @@
-"""Bytes of files into memory: large reads that go past the page cache where the file system allows it.
+"""Reads bytes of files into memory, in large reads that bypass the page cache if the file system allows it.
 
-What is read passes through no cache, so the memory used is the memory that was planned. `HostBuffer` is the memory to
-read into. Knows nothing of tensors, of what the bytes mean, or of when they are needed.
+Without the page cache, the memory in use is the planned memory. `HostBuffer` is the memory to read into.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import torch
 
 from .checkpoint import fault
 
-BLOCK_BYTES = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of, on every disk we know
-READ_BYTES = 8 * 2**20  # one read: large enough for full speed, small enough that cancelling is quick
+BLOCK_BYTES = 4096  # O_DIRECT needs offsets, lengths and addresses in multiples of this, on all common disks
+READ_BYTES = 8 * 2**20  # one read: large enough for full speed, small enough for quick cancellation
 HUGE_PAGE_BYTES = 2 * 2**20
 
 
@@ -35,10 +34,10 @@ def align_up(number: int, multiple: int = BLOCK_BYTES) -> int:
 
 
 class HostBuffer:
-    """`nbytes` of private anonymous memory: huge pages where the kernel has them, aligned for O_DIRECT and for them.
+    """`nbytes` of private anonymous memory, aligned for O_DIRECT, in huge pages if the kernel supports them.
 
-    Into ordinary pages the same disk reads at a half to a third of the speed. `tensor` (uint8, [nbytes]) and `view`
-    are the same memory, which lives as long as anything refers to it.
+    With ordinary pages, the same disk reads at a half to a third of the speed. `tensor` (uint8, [nbytes]) and `view`
+    are the same memory, which is freed with its last reference.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -50,7 +49,7 @@ class HostBuffer:
 
     @classmethod
     def side_by_side(cls, sizes: Sequence[int]) -> tuple[HostBuffer, list[HostBuffer]]:
-        """One buffer, and in it one after the other buffers of these sizes, each where O_DIRECT can read to."""
+        """One buffer, and consecutive parts of it with these sizes, each aligned for O_DIRECT."""
         starts = [0, *accumulate(align_up(size) for size in sizes)]
         whole, parts = cls(starts[-1]), [cls.__new__(cls) for _ in sizes]
         for part, start, size in zip(parts, starts, sizes, strict=False):
@@ -70,19 +69,19 @@ def _private_memory(nbytes: int) -> memoryview:
     except OSError as exc:
         raise MemoryError(f"cannot map {nbytes} bytes ({exc.strerror})") from exc
     if alignment == HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel built without them: ordinary pages are slower, not wrong
+        with suppress(OSError):  # without kernel support, ordinary pages are only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % alignment
     return memoryview(memory)[start : start + nbytes]
 
 
 class Reader(Protocol):
-    """Reads parts of files; may be called from several threads at once."""
+    """Reads parts of files. Thread-safe."""
 
     def read(self, path: Path, offset: int, out: memoryview, least: int) -> None:
-        """Fill `out` with the bytes of `path` from `offset` on, at least `least` of them: the file may end there.
+        """Fill `out` with the bytes of `path` from `offset` on, at least `least` bytes: the file may end after them.
 
-        Raises CheckpointError naming file, offset and cause.
+        Raises CheckpointError with file, offset and cause.
         """
         ...
 
@@ -90,9 +89,9 @@ class Reader(Protocol):
 
 
 class FileReader:
-    """Reads past the page cache (O_DIRECT) where file system and alignment allow it, and through it where not.
+    """Reads with O_DIRECT if file system and alignment allow it, otherwise through the page cache.
 
-    `fallbacks` says for which files that was and why. With direct=False it is the plain twin.
+    `fallbacks` maps files read through the page cache to the reason. direct=False is the plain twin.
     """
 
     def __init__(self, *, direct: bool = True) -> None:
@@ -119,7 +118,7 @@ class FileReader:
             rest = out[done:]
             count = self._read_some(path, offset + done, rest)
             if count == 0:
-                raise fault(path, f"ends at byte {offset + done}, within its data; it was cut off: download it again")
+                raise fault(path, f"ends at byte {offset + done}, inside its data: it is truncated; download it again")
             done += count
 
     def _read_some(self, path: Path, offset: int, out: memoryview) -> int:
@@ -132,7 +131,7 @@ class FileReader:
                 self.fallbacks[path] = f"the file system refuses direct reads ({exc.strerror})"
         file = self._open(path, direct=False)
         count = _pread_into(file, out, offset, self._lock)
-        if hasattr(os, "posix_fadvise"):  # what was read once a pass is of no use to the page cache
+        if hasattr(os, "posix_fadvise"):  # each pass reads the data once, so caching is useless
             os.posix_fadvise(file, offset, count, os.POSIX_FADV_DONTNEED)
         return count
 
@@ -145,20 +144,20 @@ class FileReader:
 
 
 class FileStates:
-    """Whether files are still what they were: device, inode, size and time of change.
+    """Detects changed files by device, inode, size and modification time.
 
-    A file that is gone is not judged: who has it open goes on reading what was in it.
+    A deleted file is not an error: open descriptors still read its content.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._before = {path: state for path in paths if (state := _state(path)) is not None}
 
     def check(self) -> None:
-        """Raises CheckpointError for a file that was rewritten or replaced. A call to the system a file."""
+        """Raises CheckpointError for a file that was rewritten or replaced. Needs one system call per file."""
         for path, before in self._before.items():
             if _state(path) not in (before, None):
                 raise fault(
-                    path, "was changed while it was in use, so the model is not the one that was loaded; load it again"
+                    path, "was changed while in use, so its weights may differ from the loaded ones; load it again"
                 )
 
 
@@ -179,7 +178,7 @@ def _is_aligned(offset: int, out: memoryview) -> bool:
 def _pread_into(file: int, out: memoryview, offset: int, lock: threading.Lock) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(file, [out], offset)
-    with lock:  # Windows has one position a file
+    with lock:  # Windows has one position per file
         os.lseek(file, offset, os.SEEK_SET)
         content = os.read(file, len(out))
     out[: len(content)] = content

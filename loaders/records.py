@@ -1,7 +1,7 @@
-"""A layer as one record: which stretches of which files have to be read to have all of its tensors side by side.
+"""A layer as one record: the extents of files to read into one buffer to have all of its tensors.
 
-Checkpoints keep a layer's tensors together as a rule, but not always: sorted by dtype, or cut by a shard's end, they
-lie in several stretches. Knows nothing of what a tensor means, and reads nothing.
+Checkpoints usually store a layer's tensors together, but not always: sorted by dtype, or split at a shard's end, they
+lie in several extents. This module only computes extents; it reads nothing.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from .checkpoint import TensorInfo
 from .readers import BLOCK_BYTES, READ_BYTES, align_down, align_up
 
-MAX_GAP_BYTES = 128 * 1024  # a hole this small is cheaper to read than to seek over
+MAX_GAP_BYTES = 128 * 1024  # reading a gap of this size is cheaper than a separate read
 LOOSE_ALIGNMENT = 64
-ALIGNMENT = 16  # of the operands that a GPU's fast products take
+ALIGNMENT = 16  # that a GPU's fast products need for operands
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """uint8 [nbytes] → [nbytes / itemsize] of `dtype`, without a copy where the alignment allows it."""
+    """uint8 [nbytes] → [nbytes / itemsize] of `dtype`, without a copy if the alignment allows it."""
     return (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)
 
 
 @dataclass(frozen=True)
 class Extent:
-    """`nbytes` of `path` from byte `offset`, to be put at `start` of the record; the file has at least `least`."""
+    """`nbytes` of `path` from byte `offset`, to read to `start` in the record; the file contains at least `least`."""
 
     path: Path
     offset: int
@@ -41,7 +41,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class Record:
-    """Where the tensors of one unit of loading lie on disk, and where in a buffer of `nbytes` they come to lie.
+    """The tensors of one unit: their extents on disk, and their places in a buffer of `nbytes`.
 
     places: full tensor name → (start, bytes) in the buffer.
     """
@@ -52,7 +52,7 @@ class Record:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that are read to have it, those between its tensors included."""
+        """Bytes to read, including gaps between tensors."""
         return sum(extent.least for extent in self.extents)
 
     @cached_property
@@ -62,30 +62,29 @@ class Record:
 
     @cached_property
     def shift(self) -> int:
-        """By how many bytes a record has to begin later in memory for the most of its bytes to lie where ALIGNMENT
-        wants them.
+        """The offset of the record in memory, in bytes, that aligns the most of its bytes to ALIGNMENT.
 
-        Files align their tensors as a whole to 8 bytes only. A multiple of 4, so that numbers of up to 4 bytes still
-        lie where they may.
+        Files align their data to 8 bytes only. The offset is a multiple of 4, so that numbers of up to 4 bytes stay
+        aligned.
         """
         shifts = range(0, ALIGNMENT, 4)
         aligned = {s: sum(n for start, n in self.places.values() if (start + s) % ALIGNMENT == 0) for s in shifts}
         return max(shifts, key=lambda s: (aligned[s], -s))
 
     def on(self, device: torch.device, raw: torch.Tensor) -> torch.Tensor:
-        """The record's bytes `raw` on `device`: the same tensor on the host, else in memory of its own, shifted."""
+        """The record's bytes `raw` on `device`: the same tensor on a CPU, otherwise a shifted copy."""
         if device.type == "cpu":
             return raw
         out = torch.empty(raw.numel() + ALIGNMENT, dtype=torch.uint8, device=device)[self.shift :][: raw.numel()]
         return out.copy_(raw)
 
     def parts(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Each tensor's bytes (uint8, 1-D) in a buffer that holds the record, as views."""
+        """Each tensor's bytes (uint8, 1-D) as views of a buffer with the record."""
         return {name: buffer[start : start + nbytes] for name, (start, nbytes) in self.places.items()}
 
     @classmethod
     def of(cls, infos: Iterable[TensorInfo]) -> Record:
-        """The record of some tensors, stretches that are close together merged, all of them aligned for O_DIRECT."""
+        """The record of some tensors, with close extents merged and all of them aligned for O_DIRECT."""
         ordered = sorted(infos, key=lambda info: (info.path, info.offset))
         loose = [info for info in ordered if info.offset % info.alignment]
         extents, places, end = list[Extent](), dict[str, tuple[int, int]](), 0
@@ -95,7 +94,7 @@ class Record:
             extents.append(Extent(group[0].path, first, align_up(least), least, end))
             places |= {info.name: (end + info.offset - first, info.nbytes) for info in group}
             end += align_up(least)
-        for info in loose:  # the file keeps it where no tensor of its dtype could point to, so it goes elsewhere
+        for info in loose:  # misaligned for its dtype in the file, so it gets its own extent
             extents.append(Extent(info.path, info.offset, info.nbytes, info.nbytes, end))
             places[info.name] = (end, info.nbytes)
             end += align_up(info.nbytes, LOOSE_ALIGNMENT)
@@ -103,7 +102,7 @@ class Record:
 
 
 def _stretches(infos: Iterable[TensorInfo]) -> Iterator[list[TensorInfo]]:
-    """Runs of tensors (by path and offset) that one read takes along together."""
+    """Runs of tensors (by path and offset) for one extent each."""
     for _, group in groupby(infos, key=lambda info: info.path):
         run, end = list[TensorInfo](), 0
         for info in group:

@@ -1,4 +1,4 @@
-"""A list of known kinds, each added once: checkpoint containers and weight formats."""
+"""A list of known kinds, such as checkpoint containers or weight formats. Each kind is added once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Kinds in the order in which they are asked whether something is theirs; what is added later is asked first."""
+    """Kinds in the order in which they are tried; kinds added later are tried first."""
 
     def __init__(self, *kinds: T) -> None:
         self._kinds = list(kinds)
@@ -18,7 +18,7 @@ class Registry(Generic[T]):
         return iter(tuple(self._kinds))
 
     def add(self, kind: T) -> None:
-        """Asked before all that are there."""
+        """Add a kind, which is tried before all others."""
         assert kind not in self._kinds, "registered twice"
         self._kinds.insert(0, kind)
 

@@ -1,7 +1,7 @@
-"""Folders of *.safetensors with a config.json: which tensors lie where, headers only, each validated first.
+"""Folders of *.safetensors with a config.json. Reads headers only, and checks each before use.
 
-Nothing in a file is believed before it is checked: lengths, names, types and offsets all come from strangers. Only
-safetensors is read, because a pickle can run code. Knows nothing of what the tensors mean, and does not load them.
+Files are untrusted: lengths, names, types and offsets are checked before use. Pickles are refused, because they can run
+code.
 Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, then the data without holes).
 """
 
@@ -25,9 +25,9 @@ from .small_files import MOST_JSON_BYTES, open_regular, parse_json, read_small_f
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
-UNFINISHED_MARKER = "offspec-quantize.json"  # in what `convert` has begun and not finished
+UNFINISHED_MARKER = "offspec-quantize.json"  # in an unfinished result of `convert`
 
-# What belongs to a checkpoint beside weights, index and config.json: tokenizer, chat templates, the terms it is under.
+# Files of a checkpoint besides weights, index and config.json: tokenizer, chat templates, licences.
 COMPANIONS = (
     *("generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template*", "additional_chat_templates/*", "quantize_config.json"),
@@ -36,27 +36,27 @@ COMPANIONS = (
 
 _LENGTH_BYTES = 8
 _MAX_RANK = 64  # torch's own limit
-_MAX_ELEMENTS = 2**60  # beyond any disk, and small enough that byte counts stay within 64 bits
+_MAX_ELEMENTS = 2**60  # larger than any disk; byte counts still fit into 64 bits
 _LFS_POINTER = b"version https://git-lfs"
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 _PICKLE_REFUSED = (
-    "holds pickled weights only, which can run code and are not read; on a machine you trust convert them with "
+    "contains only pickled weights, which can run code and are not supported; convert them on a machine you trust with "
     "transformers: AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)"
 )
 _NO_WEIGHTS = (
-    f"holds neither {SINGLE_FILE} nor {INDEX_FILE}; choose a model that is published as safetensors, or name the "
-    "quantisation of one in GGUF as org/name:Q4_K_M"
+    f"contains neither {SINGLE_FILE} nor {INDEX_FILE}; choose a model published as safetensors, or for GGUF name the "
+    "quantisation, as in org/name:Q4_K_M"
 )
 
 
 @dataclass(frozen=True)
 class SafetensorsCheckpoint:
-    """A folder of weights whose headers have been read and found consistent (a `checkpoint.Checkpoint`)."""
+    """A folder of weights with consistent headers (a `checkpoint.Checkpoint`)."""
 
     path: Path
     config: dict[str, Any]
-    generation_config: dict[str, Any]  # {} where the folder has none
+    generation_config: dict[str, Any]  # {} if the folder has none
     tensors: dict[str, TensorInfo]  # by full name
     notes: tuple[str, ...] = ()
 
@@ -65,12 +65,12 @@ class SafetensorsCheckpoint:
         return self.path if (self.path / "tokenizer.json").is_file() else None
 
     def companions(self) -> dict[str, Path]:
-        """Links that lead out of the folder are refused: a stranger's checkpoint could have any file copied so."""
+        """See `Checkpoint`. Refuses links that lead out of the folder: they could make offspec copy any file."""
         found = sorted({path for pattern in COMPANIONS for path in self.path.glob(pattern) if path.is_file()})
         for path in (self.path / CONFIG_FILE, *found):
             if not _belongs(path.resolve(), self.path.resolve()):
                 what = f"is a link to {show(str(path.resolve()))}, outside of the checkpoint, and is not followed"
-                raise fault(path, f"{what}; put a copy in its place, or remove it")
+                raise fault(path, f"{what}; replace the link by a copy, or remove it")
         return {str(path.relative_to(self.path)): path for path in found}
 
     def config_json(self) -> bytes:
@@ -80,17 +80,17 @@ class SafetensorsCheckpoint:
 
 
 class SafetensorsFolder:
-    """The container that is asked last: a folder that is none is refused with what would have to be there."""
+    """The container that is tried last; it reports the missing files of an invalid folder."""
 
     def recognises(self, path: Path) -> bool:
         return path.is_dir()
 
     def open(self, path: Path, *, headers_only: bool = False) -> SafetensorsCheckpoint:
         names = _list_folder(path)
-        # Weights come first: a folder of pickles or GGUF often lacks config.json too, and that is not its trouble.
+        # Weights come first: a folder of pickles or GGUF often also lacks config.json, which is not its main problem.
         tensors = _find_tensors(path, names, headers_only=headers_only)
         if CONFIG_FILE not in names:
-            raise fault(path, "has no config.json, which says how the model is built; download it again, completely")
+            raise fault(path, "has no config.json, which describes the architecture; download the complete model again")
         config = _read_json_object(path / CONFIG_FILE)
         has_generation_config = "generation_config.json" in names
         generation_config = _read_json_object(path / "generation_config.json") if has_generation_config else {}
@@ -104,15 +104,15 @@ class SafetensorsFolder:
 
 
 def _belongs(file: Path, folder: Path) -> bool:
-    """Whether a file, all links followed, lies in a checkpoint's folder or among the blobs of the hub cache's model."""
+    """Whether a file, with links resolved, is in a checkpoint's folder, or among the blobs of its hub cache."""
     blobs = folder.parent.parent / "blobs"  # cache/models--org--name/snapshots/revision
     return file.is_relative_to(folder) or (folder.parent.name == "snapshots" and file.is_relative_to(blobs))
 
 
 def shard_names(folder: Path) -> list[str]:
-    """The files that the folder's index names, of which none leads out of it; [] where a single file holds all.
+    """The files that the folder's index names; [] if a single file contains all weights.
 
-    Raises CheckpointError.
+    Raises CheckpointError, also for a name that leads out of the folder.
     """
     names = _list_folder(folder)
     if SINGLE_FILE in names or INDEX_FILE not in names:
@@ -121,8 +121,8 @@ def shard_names(folder: Path) -> list[str]:
 
 
 def why_no_folder(path: Path) -> str:
-    """What is wrong with a file where a folder belongs."""
-    return "is a file, and no GGUF; give the folder that holds config.json and the *.safetensors"
+    """The error text for a file instead of a folder."""
+    return "is a file, but not GGUF; give the folder with config.json and the *.safetensors"
 
 
 # ------------------------------------------------------------------------------------------------------------- folder
@@ -143,9 +143,9 @@ def _find_tensors(folder: Path, names: frozenset[str], *, headers_only: bool) ->
 
 def _why_no_weights(names: frozenset[str]) -> str:
     if UNFINISHED_MARKER in names:
-        return "is unfinished; give the same `offspec quantize` command again, which resumes it"
+        return "is unfinished; repeat the `offspec quantize` command to resume it"
     if any(fnmatch(name, "model-*-of-*.safetensors") for name in names):
-        return f"has shards but no {INDEX_FILE}; download that file as well"
+        return f"has shards but no {INDEX_FILE}; download that file too"
     if any(fnmatch(name, pattern) for name in names for pattern in _PICKLES):
         return _PICKLE_REFUSED
     return _NO_WEIGHTS
@@ -158,7 +158,7 @@ def _read_shards(folder: Path, *, headers_only: bool) -> dict[str, TensorInfo]:
     headers = {shard: read_header(path, headers_only=headers_only) for shard, path in shards.items()}
     for name, shard in weight_map.items():
         if name not in headers[shard]:
-            raise fault(shards[shard], f"lacks tensor {show(name)}, which {INDEX_FILE} promises; download it again")
+            raise fault(shards[shard], f"lacks tensor {show(name)}, which {INDEX_FILE} lists; download it again")
     return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
@@ -168,20 +168,20 @@ def _read_weight_map(path: Path) -> dict[str, str]:
         raise fault(path, "has no weight_map of tensors to files; download it again")
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise fault(path, f"tensor {show(name)} lies in {show(shard)}, not a file name; download it again")
+            raise fault(path, f"maps tensor {show(name)} to {show(shard)}, not to a file name; download it again")
     return weight_map
 
 
 def _shard_paths(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Path]:
-    """By their names, of which none leads out of the folder."""
+    """Paths by file name. Raises CheckpointError for a name that leads out of the folder."""
     return {shard: _shard_path(folder, shard) for shard in sorted(set(weight_map.values()))}
 
 
 def _shard_path(folder: Path, shard: str) -> Path:
-    # Judged by its text: in the hub's cache every file is a link that leaves the folder, and rightly so.
+    # The check is on the name only: in the hub's cache, every file is a link that legitimately leaves the folder.
     posix, windows = PurePosixPath(shard), PureWindowsPath(shard)
     if posix.is_absolute() or windows.anchor or ".." in windows.parts or "\0" in shard:
-        raise fault(folder / INDEX_FILE, f"shard {show(shard)} lies outside the folder; do not trust this checkpoint")
+        raise fault(folder / INDEX_FILE, f"shard {show(shard)} is outside the folder; do not trust this checkpoint")
     return folder / posix
 
 
@@ -213,9 +213,9 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path, *, headers_only: bool = False) -> dict[str, TensorInfo]:
-    """Every tensor of one safetensors file, by name, after the whole header was checked. Raises CheckpointError.
+    """Every tensor of one safetensors file by name, from a fully checked header. Raises CheckpointError.
 
-    headers_only: the file may end behind its header.
+    headers_only: the file may end after its header.
     """
     header, file_bytes = _read_header_bytes(path)
     entries = _parse_header(path, header)
@@ -234,7 +234,7 @@ def _read_header_bytes(path: Path) -> tuple[bytes, int]:
         header_bytes = _header_length(path, start, file_bytes)
         file.seek(_LENGTH_BYTES)
         header = file.read(header_bytes)
-    if len(header) < header_bytes:  # it shrank after it was measured
+    if len(header) < header_bytes:  # the file shrank meanwhile
         _refuse_truncated(path, _LENGTH_BYTES + header_bytes, _LENGTH_BYTES + len(header))
     return header, file_bytes
 
@@ -244,17 +244,17 @@ def _header_length(path: Path, start: bytes, file_bytes: int) -> int:
         what = "is a git-lfs pointer, not the weights; run `git lfs pull` in its folder"
         raise fault(path, what, MissingWeightsError)
     if len(start) < _LENGTH_BYTES:
-        raise fault(path, f"is no safetensors file: {file_bytes} bytes have no room for a header; download it again")
+        raise fault(path, f"is not a safetensors file: {file_bytes} bytes are too few for a header; download it again")
     header_bytes: int = struct.unpack("<Q", start[:_LENGTH_BYTES])[0]
     if header_bytes > MOST_JSON_BYTES:
-        raise fault(path, f"is no safetensors file: a header of {header_bytes} bytes is absurd; download it again")
+        raise fault(path, f"is not a safetensors file: its header would have {header_bytes} bytes; download it again")
     if _LENGTH_BYTES + header_bytes > file_bytes:
         _refuse_truncated(path, _LENGTH_BYTES + header_bytes, file_bytes)
     return header_bytes
 
 
 def _refuse_truncated(path: Path, promised: int, present: int) -> NoReturn:
-    raise fault(path, f"truncated: header promises {promised} bytes, file has {present}; download it again")
+    raise fault(path, f"truncated: the header declares {promised} bytes, the file has {present}; download it again")
 
 
 def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Readers differ in which of two equal keys they believe, so one of them would see other weights than we do.
+    # Readers differ in which of two equal keys they use, so another reader could load other weights.
     found = dict(pairs)
     if len(found) != len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -286,13 +286,13 @@ def _tensor_info(path: Path, name: str, entry: object, data_start: int) -> Tenso
         raise fault(path, f"tensor {show(name)} {what}; the file is damaged, download it again")
 
     if not isinstance(entry, dict):
-        refuse(f"is described by {show(entry)}, not by an object")
+        refuse(f"has the description {show(entry)}, not an object")
     dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str):
         refuse(f"has dtype {show(dtype)}, not a name")
     if dtype not in DTYPE_BYTES:
-        what = f"tensor {show(name)} has dtype {show(dtype)}, which this version does not read"
-        raise fault(path, f"{what}, only {', '.join(DTYPE_BYTES)}; use a 16- or 4-bit checkpoint of this model")
+        what = f"tensor {show(name)} has dtype {show(dtype)}, which this version does not support"
+        raise fault(path, f"{what} (only {', '.join(DTYPE_BYTES)}); use a 16- or 4-bit checkpoint of this model")
     if not _is_shape(shape):
         refuse(f"has shape {show(shape)}, not a list of sizes")
     if not _is_naturals(span) or len(span) != 2 or span[0] > span[1]:
@@ -304,21 +304,21 @@ def _tensor_info(path: Path, name: str, entry: object, data_start: int) -> Tenso
 
 
 def _is_naturals(value: object) -> TypeGuard[list[int]]:
-    # `type`, not isinstance: True is an int to Python, and to nobody else.
+    # `type`, not isinstance: in Python, True is an int.
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
 def _is_shape(value: object) -> TypeGuard[list[int]]:
-    # Zeros are left out of the product, else one of them would excuse any other size.
+    # The product omits zeros; otherwise a zero would allow any other size.
     return _is_naturals(value) and len(value) <= _MAX_RANK and math.prod(size or 1 for size in value) <= _MAX_ELEMENTS
 
 
 def _check_layout(path: Path, tensors: Iterable[TensorInfo], data_start: int, file_bytes: int | None) -> None:
-    """The tensors fill the file to its last byte (where its length counts), without an overlap or a hole."""
+    """Raises CheckpointError unless tensors fill the file without overlap or hole, up to `file_bytes` (if given)."""
     end = data_start
     for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
         if info.offset != end:
-            what = "overlaps the one before it" if info.offset < end else "leaves a hole before it"
+            what = "overlaps the previous one" if info.offset < end else "leaves a hole before it"
             raise fault(path, f"tensor {show(info.name)} {what}; the file is damaged, download it again")
         end += info.nbytes
     if file_bytes is None:
@@ -326,4 +326,4 @@ def _check_layout(path: Path, tensors: Iterable[TensorInfo], data_start: int, fi
     if end > file_bytes:
         _refuse_truncated(path, end, file_bytes)
     if end < file_bytes:
-        raise fault(path, f"too long: header promises {end} bytes, file has {file_bytes}; download it again")
+        raise fault(path, f"too long: the header declares {end} bytes, the file has {file_bytes}; download it again")

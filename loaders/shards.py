@@ -1,7 +1,7 @@
-"""Writes safetensors files that are whole or not there: temporary name, fsync, read back, rename.
+"""Writes safetensors files whole or not at all: temporary name, fsync, read back, rename.
 
-The header is padded so that the data begins on a page, and tensors lie by falling size of their numbers, so that each
-is aligned to its dtype without a hole (the format allows none). Knows nothing of a tensor's meaning or origin.
+The header is padded to make the data page-aligned. Tensors are sorted by descending size of their elements, so that
+each is aligned to its dtype without a hole (the format allows no holes).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CHUNK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor to be written. `chunks` yields its bytes, exactly as many as dtype and shape call for."""
+    """One tensor to write. `chunks` yields its bytes, exactly as many as dtype and shape need."""
 
     name: str
-    dtype: str  # as safetensors spells it
+    dtype: str  # safetensors' name
     shape: tuple[int, ...]
     chunks: Callable[[], Iterable[memoryview]]
 
@@ -42,9 +42,9 @@ class Piece:
 
 
 def write_shard(path: Path, pieces: Sequence[Piece]) -> None:
-    """Writes `path`, which appears under its name only after it was read back from the disk and found equal.
+    """Write a safetensors file. It gets its final name only after its content was read back and verified.
 
-    Raises StorageError; what `chunks` raises comes through.
+    Raises StorageError, and any error of `chunks`.
     """
     ordered = sorted(pieces, key=_place)
 
@@ -57,22 +57,22 @@ def write_shard(path: Path, pieces: Sequence[Piece]) -> None:
 
 
 def write_verified(path: Path, content: Iterable[memoryview]) -> None:
-    """Write a file, whole or not at all, also when the power fails, and read it back. Raises StorageError."""
+    """Write a file whole or not at all, even on a power failure, and verify its content. Raises StorageError."""
     part = path.with_name(path.name + PART_SUFFIX)
     with _storing(path, part):
         path.parent.mkdir(parents=True, exist_ok=True)
         written = _write(part, content)
         if written != _read_back(part):
             raise StorageError(
-                f"{path}: what was read back is not what was written; the disk or the memory of this machine is faulty"
+                f"{path}: the data read back differ from the data written; check this machine's disk and memory"
             )
         os.replace(part, path)
         sync_folder(path.parent)
 
 
 def header(pieces: Sequence[Piece]) -> bytes:
-    """Length and JSON header of a file in which the pieces lie one after another, padded to whole pages."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without it transformers does not read the file
+    """Length and JSON header of a file of consecutive pieces, padded to whole pages."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for piece in pieces:
         offsets = [end, end + piece.nbytes]
@@ -84,12 +84,12 @@ def header(pieces: Sequence[Piece]) -> bytes:
 
 
 def _place(piece: Piece) -> tuple[int, bool, str]:
-    # Descriptions go last, so that what is read for each use of a layer lies together.
+    # Quantisation states go last, so that the streamed tensors of a layer are contiguous.
     return -DTYPE_BYTES[piece.dtype], ".quant_state." in piece.name, piece.name
 
 
 def _write(part: Path, content: Iterable[memoryview]) -> tuple[int, int]:
-    """Bytes and checksum of what was written."""
+    """Number and checksum of the bytes written."""
     nbytes, checksum = 0, 0
     with part.open("wb") as file:
         for chunk in content:
@@ -101,7 +101,7 @@ def _write(part: Path, content: Iterable[memoryview]) -> tuple[int, int]:
 
 
 def _read_back(part: Path) -> tuple[int, int]:
-    """Bytes and checksum of what the disk has, not the page cache."""
+    """Number and checksum of the bytes on the disk itself, not in the page cache."""
     nbytes, checksum = 0, 0
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with part.open("rb", buffering=0) as file:
@@ -113,13 +113,13 @@ def _read_back(part: Path) -> tuple[int, int]:
 
 
 def forget_cached(descriptor: int, offset: int = 0, nbytes: int = 0) -> None:
-    """Give back the page cache of a stretch of a file (0 bytes: to its end); it would push out what others need."""
+    """Drop the page cache of a range of a file (0 bytes: to its end), to keep other data cached."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power failure."""
+    """Flush a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -133,14 +133,14 @@ def _storing(path: Path, part: Path) -> Iterator[None]:
         yield
     except OSError as exc:
         with contextlib.suppress(OSError):
-            part.unlink()  # half a file is of no use, and its space may be needed to finish
+            part.unlink()  # an incomplete file is useless, and the next try may need its space
         raise cannot_write(path, exc) from exc
 
 
 def cannot_write(path: Path, exc: OSError) -> StorageError:
-    """The one line for a file or folder that could not be written."""
+    """The one-line error for a file or folder that cannot be written."""
     if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "no space left on its disk; make room and run the same command again, which resumes it"
+        what = "no space left on the disk; free space and repeat the command to resume it"
     else:
         what = f"cannot be written ({exc.strerror or type(exc).__name__}); check that you may write there"
     return StorageError(" ".join(f"{path}: {what}".splitlines()))

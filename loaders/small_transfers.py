@@ -1,9 +1,9 @@
-"""Small tensors on their way to a CUDA device, while layers are.
+"""Transfers small tensors to a CUDA device while layers are copied.
 
-A card has one engine that copies to it, and what it is given waits for what it was given before, whatever the stream or
-its priority (measured in NVIDIA/cudf#15620 and meta-pytorch/torchrec#4303): a mask of some kilobytes would wait for the
-layer under way, tens of milliseconds, and a round of the draft beside a pass needs one. Kernels read page-locked memory
-themselves, past that engine. Here everything small goes that way.
+A card has one copy engine for host-to-device copies. It processes copies in order, whatever the stream or its priority
+(measured in NVIDIA/cudf#15620 and meta-pytorch/torchrec#4303). So a mask of some kilobytes would wait tens of
+milliseconds for the current layer, and each draft round during a pass needs a mask. Kernels can read page-locked memory
+without that engine; this module transfers small tensors that way.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ WORD_BYTES = 8
 
 
 def page_locked(nbytes: int, device: torch.device) -> Tensor:
-    """uint8 [nbytes] of host memory, page-locked where `device` is a CUDA device."""
+    """uint8 [nbytes] of host memory, page-locked if `device` is a CUDA device."""
     return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def seen_by(device: torch.device, host: Tensor) -> Tensor | None:
-    """The same memory (`page_locked`, uint8 [N]) as a tensor of the device's; None where torch would make a copy of it.
+    """The same memory (`page_locked`, uint8 [N]) as a device tensor; None if torch would copy it.
 
-    With unified addressing a pointer to page-locked memory is valid in kernels; torch takes it for the device's.
+    With unified addressing, a pointer to page-locked memory is valid in kernels, and torch accepts it as the device's.
     """
     if device.type != "cuda":
         return host
@@ -39,29 +39,29 @@ def seen_by(device: torch.device, host: Tensor) -> Tensor | None:
 
 
 def read_words(seen: Tensor, out: Tensor) -> None:
-    """uint8 [N] as `seen_by` gave it into uint8 [N] on the device, by a kernel; N is a multiple of WORD_BYTES.
+    """Copy uint8 [N] from `seen_by` to uint8 [N] on the device with a kernel; N is a multiple of WORD_BYTES.
 
-    Not `copy_`, which would ask the engine.
+    `copy_` would use the copy engine.
     """
     torch.bitwise_or(seen.view(torch.int64), 0, out=out.view(torch.int64))
 
 
 class SlotTransfers:
-    """Brings tensors to one device, from any thread, on the current stream; they may be overwritten at once."""
+    """Transfers tensors to one device on the current stream, thread-safe. The source may be overwritten at once."""
 
     NUM_SLOTS, SLOT_BYTES = 8, 2**20
 
-    @torch.inference_mode(False)  # it is written to in any mode
+    @torch.inference_mode(False)  # it must be writable in every mode
     def __init__(self, device: torch.device) -> None:
         self._device, self._lock, self._next = device, threading.Lock(), 0
         self._host = page_locked(self.NUM_SLOTS * self.SLOT_BYTES, device)
         self._seen = seen_by(device, self._host)
         on_gpu = device.type == "cuda"
         events = [torch.cuda.Event() for _ in range(self.NUM_SLOTS if on_gpu else 0)]  # type: ignore[no-untyped-call]
-        self._read = events  # of each slot: what was last sent has been read
+        self._read = events  # per slot: the kernel has read its last content
 
     def to_device(self, values: Tensor) -> Tensor:
-        """`values`, from the host, on the device."""
+        """Transfer `values` from the host to the device."""
         if self._seen is None or not values.nbytes or values.device.type != "cpu":
             return values.to(self._device)
         whole = values.contiguous().view(-1).view(torch.uint8)
@@ -89,7 +89,7 @@ _lock = threading.Lock()
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """`values`, from the host, on `device`; the same tensor where that is the host."""
+    """Transfer `values` from the host to `device`; on a CPU, `values.to(device)`."""
     if device.type != "cuda":
         return values.to(device)
     with _lock:

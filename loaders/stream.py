@@ -1,9 +1,8 @@
-"""The ring: what a pass asks for next is being read while it computes.
+"""The ring reads the next layers of a pass while the current one computes.
 
-A pass asks for the streamed layers in the same order every time, so the ring always knows what comes next, beyond the
-end of a pass too: while the draft works, the first layers of the next pass are read. `Ring` keeps the order and the
-slots; a `Filler` fills a slot in the background; `PlainStream` is the synchronous twin. Knows nothing of what layers
-hold, nor of what decides which of them are streamed.
+Every pass requests the streamed layers in the same order, so the ring knows the next layer, even across passes: it
+reads the first layers of the next pass while the draft runs. `Ring` keeps the order and the slots, a `Filler` fills
+slots in the background, and `PlainStream` is the synchronous twin.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from .readers import HostBuffer, Reader
 from .records import Extent, Record
 
 NUM_READERS = 4  # reads in flight
-Unit: TypeAlias = Hashable  # the key of what is lent and given back together: a layer's index
+Unit: TypeAlias = Hashable  # the key of weights that are lent together: a layer's index
 
 
 class Slot(Protocol):
-    """Memory for one record, on the device that computes."""
+    """Memory for one record on the compute device."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -34,11 +33,11 @@ class Slot(Protocol):
         ...
 
     def enter(self) -> None:
-        """Called before its content is used, once it is there."""
+        """Called once the slot is filled, before its content is used."""
         ...
 
     def leave(self) -> None:
-        """Called when its content will not be used any more by whatever is started from now on."""
+        """Called when no later work will use its content."""
         ...
 
 
@@ -47,7 +46,7 @@ S_in = TypeVar("S_in", bound=Slot, contravariant=True)
 
 
 class HostSlot:
-    """A slot in host memory; the CPU computes in order, so nothing has to be waited for."""
+    """A slot in host memory. The CPU computes in order, so enter and leave do nothing."""
 
     def __init__(self, buffer: HostBuffer) -> None:
         self.buffer = buffer
@@ -57,7 +56,7 @@ class HostSlot:
         return self.buffer.tensor
 
     def give_away(self) -> None:
-        """What was lent out of it stays with whoever has it; from now on the slot is other memory."""
+        """Leave the current memory to its users; the slot gets new memory."""
         self.buffer = HostBuffer(self.buffer.nbytes)
 
     def enter(self) -> None: ...
@@ -66,7 +65,7 @@ class HostSlot:
 
 
 class Fill:
-    """One slot being filled in `num_parts` parts; done when each of them is read, failed, or skipped after `cancel`."""
+    """The filling of one slot in `num_parts` parts; done when each part is read, failed, or skipped after `cancel`."""
 
     def __init__(self, num_parts: int) -> None:
         self.cancelled = False
@@ -81,7 +80,7 @@ class Fill:
         with self._lock:
             self._left -= 1
             if error is not None and self._error is None:
-                self._error, self.cancelled = error, True  # the other parts need not be read any more
+                self._error, self.cancelled = error, True  # skip the other parts
             if self._left == 0:
                 self._done.set()
 
@@ -89,11 +88,11 @@ class Fill:
         self.cancelled = True
 
     def settle(self) -> None:
-        """Wait until nobody writes to the slot any more."""
+        """Wait until no thread writes to the slot."""
         self._done.wait()
 
     def wait(self) -> None:
-        """Wait until the slot is full. Raises what reading it raised."""
+        """Wait until the slot is full. Raises the error of a failed read."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -103,32 +102,32 @@ class Filler(Protocol[S_in]):
     """Fills slots in the background."""
 
     def fill(self, slot: S_in, unit: Unit) -> Fill:
-        """Begin to fill `slot` with a unit; returns at once."""
+        """Start to fill `slot` with a unit; does not block."""
         ...
 
     def close(self) -> None:
-        """Joins its threads. Nothing may be under way."""
+        """Join the threads. No fill may be running."""
         ...
 
 
 class Stream(Protocol):
-    """Lends units one at a time, in any order; which order is fast is the implementation's own."""
+    """Lends units one at a time, in any order; implementations may be fast in one order only."""
 
     def lend(self, unit: Unit) -> AbstractContextManager[torch.Tensor]:
         """Wait for a unit: a buffer (uint8) that begins with its record, valid inside the `with` block.
 
-        Raises what reading it raised; the stream can be asked again.
+        Raises the error of a failed read; later calls try again.
         """
         ...
 
     def close(self) -> None:
-        """Joins its threads; nothing may be lent."""
+        """Join the threads; no unit may be lent."""
         ...
 
 
 @dataclass(frozen=True)
 class Loan(Generic[S]):
-    """A slot with the unit that it holds, or will."""
+    """A slot with its unit, filled or being filled."""
 
     unit: Unit
     slot: S
@@ -136,10 +135,10 @@ class Loan(Generic[S]):
 
 
 class Ring(Generic[S]):
-    """Slots that are filled ahead of their use, in the cyclic `order` in which passes ask for units.
+    """Fills slots ahead of their use, in the cyclic `order` in which passes request units.
 
-    One slot is lent at a time, the others are being filled. Whoever asks out of order (a new pass after an aborted one)
-    makes the ring start over from there. Not for several callers at once.
+    It lends one slot at a time and fills the others. A request out of order, such as a new pass after an aborted one,
+    restarts the ring from that unit. Not thread-safe.
     """
 
     def __init__(self, order: Sequence[Unit], slots: Sequence[S], filler: Filler[S]) -> None:
@@ -149,19 +148,19 @@ class Ring(Generic[S]):
         self._order, self._filler = list(order), filler
         self._free = deque(slots)
         self._ahead = deque[Loan[S]]()
-        self.lent: S | None = None  # the slot that is in use
+        self.lent: S | None = None  # the slot in use
         self._next = 0
         self._schedule()
 
     @property
     def ahead(self) -> tuple[Loan[S], ...]:
-        """What is read or being read ahead, in the order in which it is expected to be asked for."""
+        """The slots read ahead or being read, in the expected order of requests."""
         return tuple(self._ahead)
 
     def set_order(self, order: Sequence[Unit]) -> None:
-        """Which units are asked for from now on, some more or some fewer than before.
+        """Change the units of later requests.
 
-        While one is lent, what is read ahead of it stays, if it is still asked for.
+        If all slots read ahead are still in the order, they stay, even while a unit is lent.
         """
         assert order
         if all(loan.unit in order for loan in self._ahead):
@@ -183,7 +182,7 @@ class Ring(Generic[S]):
             self._release(loan)
 
     def close(self) -> None:
-        """Stops within one read and joins the threads."""
+        """Stop within one read and join the threads."""
         self._drop_ahead()
         self._filler.close()
 
@@ -193,7 +192,7 @@ class Ring(Generic[S]):
         loan = self._ahead[0]
         try:
             loan.fill.wait()
-        except Exception:  # whatever the reader raised: that fill would raise it for ever, the next to ask reads anew
+        except Exception:  # a failed fill would raise on every request; the next request reads again
             self._drop_ahead()
             raise
         loan.slot.enter()
@@ -225,7 +224,7 @@ class Ring(Generic[S]):
 
 
 class PlainStream:
-    """The plain twin of every ring: reads a unit when it is asked for, in the caller's thread, to `device`."""
+    """The plain twin of every ring: reads a unit on request, in the caller's thread, to `device`."""
 
     def __init__(self, records: Mapping[Unit, Record], reader: Reader, device: torch.device) -> None:
         self._records, self._reader, self._device = records, reader, device
@@ -242,7 +241,7 @@ class PlainStream:
 
 
 class DiskFiller:
-    """Reads records into host slots, several reads in flight."""
+    """Reads records into host slots, with several reads in flight."""
 
     def __init__(self, records: Mapping[Unit, Record], reader: Reader, num_threads: int = NUM_READERS) -> None:
         self._records, self._reader = records, reader
@@ -279,14 +278,14 @@ class DiskFiller:
 
 
 def read_piece(reader: Reader, piece: Extent, buffer: HostBuffer) -> None:
-    """Read one piece of a record to its place in `buffer`."""
+    """Read one piece of a record into its place in `buffer`."""
     reader.read(piece.path, piece.offset, buffer.view[piece.start : piece.start + piece.nbytes], piece.least)
 
 
 def read_record(
     reader: Reader, record: Record, num_threads: int = NUM_READERS, *, into: HostBuffer | None = None
 ) -> HostBuffer:
-    """A record in memory of its own, or in `into`."""
+    """Read a record into new memory, or into `into`."""
     slot = HostSlot(into or HostBuffer(record.nbytes))
     filler = DiskFiller({0: record}, reader, num_threads)
     try:

@@ -1,7 +1,6 @@
-"""A model's weights in the tiers of a `Placement`: resident, waiting in RAM, or on disk; a `WeightSource` over them.
+"""A `WeightSource` over the tiers of a `Placement`: resident, in RAM, or on disk.
 
-Every byte comes through a `Reader` into memory of our own, so what is used is what was planned, and the page cache is
-no part of it. Knows nothing of what a layer computes, nor of how the placement was chosen.
+A `Reader` reads every byte into private memory, without the page cache, so the memory in use is the planned memory.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, Unit, read_
 from .weights import missing, split_names
 
 Progress = Callable[[int, int], None]
-LEAST_STREAMED = 4  # layers that go on coming from disk, whatever is spared: more than a ring reads ahead
+LEAST_STREAMED = 4  # layers that always stay on disk: more than a ring reads ahead
 
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """The weights of one layer (or those outside the layers) as they lie in files, by short name."""
+    """The stored weights of one layer (or of those outside the layers), by short name."""
 
     weights: Mapping[str, StoredWeight]
 
@@ -45,15 +44,15 @@ class StoredLayer:
         return sum(prod(weight.shape) for weight in self.weights.values())
 
     def cost(self, dtype: torch.dtype) -> LayerCost:
-        """What it costs to stream it, and to keep it for computing in `dtype`."""
+        """The bytes to stream it, and to keep it resident for computing in `dtype`."""
         converted = [w for w in self.weights.values() if not w.is_kept_as_read(dtype)]
         resident = sum(prod(w.shape) * dtype.itemsize for w in converted)
-        if len(converted) < len(self.weights):  # the others stay where they were read to
+        if len(converted) < len(self.weights):  # the others stay in the buffer of the record
             resident += self.record.nbytes
         return LayerCost(self.record.read_bytes, self.record.nbytes, resident)
 
     def bind(self, buffer: torch.Tensor, dtype: torch.dtype, *, is_kept: bool) -> dict[str, Weight]:
-        """The weights in a buffer that holds the record. Vectors come in `dtype`; matrices too where they are kept."""
+        """The weights in a buffer with the record. Vectors have `dtype`; matrices too if they are kept."""
         parts = self.record.parts(buffer)
         bound: dict[str, Weight] = {}
         for name, stored in self.weights.items():
@@ -65,14 +64,14 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A checkpoint's weights by layer, and those outside the layers by full name; nothing is in memory."""
+    """A checkpoint's stored weights by layer, and those outside the layers by full name; none is in memory."""
 
     layers: list[StoredLayer]
     shared: Mapping[str, StoredWeight]
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, layer_prefix: str, ignore: Collection[str] = ()) -> StoredModel:
-        """Groups what the headers list into weights, and these into layers. Raises CheckpointError."""
+        """Group a checkpoint's tensors into weights, and the weights into layers. Raises CheckpointError."""
         infos = {n: info for n, info in checkpoint.tensors.items() if n not in ignore}
         weights = stored_weights(infos, formats_in(checkpoint))
         layers, shared = split_names(weights, layer_prefix)
@@ -83,17 +82,17 @@ class StoredModel:
 
     @cached_property
     def by_name(self) -> Mapping[str, StoredWeight]:
-        """Every weight by its full name."""
+        """All weights by full name."""
         layers = (weight for layer in self.layers for weight in layer.weights.values())
         return {**self.shared, **{weight.name: weight for weight in layers}}
 
     def to(self, device: torch.device) -> StoredModel:
-        """The same, what its formats hold in memory (tables of scales) on `device`."""
+        """The same model with the formats' tables (scales) on `device`."""
         layers = [StoredLayer({name: w.to(device) for name, w in layer.weights.items()}) for layer in self.layers]
         return StoredModel(layers, {name: w.to(device) for name, w in self.shared.items()})
 
     def scratch_elements(self, streamed: Collection[int], dtype: torch.dtype) -> int:
-        """Elements of the largest matrix that is not multiplied as it lies there, where the layers `streamed` are."""
+        """Elements of the largest matrix that needs scratch memory, with the layers `streamed` streamed."""
         made = (
             prod(weight.shape)
             for index, layer in enumerate(self.layers)
@@ -105,7 +104,7 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class TableOnDisk:
-    """A table in a file, read by rows: an embedding need not be in memory."""
+    """A table in a file, read by rows, for an embedding that is not in memory."""
 
     stored: StoredTable
     reader: Reader
@@ -119,7 +118,7 @@ class TableOnDisk:
         return self.stored.streamed[0].nbytes // self.stored.shape[0]
 
     def take(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows [T, columns] in `dtype`; each distinct one is read once."""
+        """Rows [T, columns] in `dtype`; each distinct row is read once."""
         distinct, where = torch.unique(indices, return_inverse=True)
         rows = torch.stack([self._read(row) for row in distinct.tolist()])
         return dense(self.stored.bind_rows(rows), dtype)[where]
@@ -135,12 +134,10 @@ class TableOnDisk:
 
 @dataclass(frozen=True)
 class TierOptions:
-    """How weights are read and kept; the numbers that come of it are the same.
+    """How weights are read and kept; the results are the same.
 
-    blocked: on a CPU where all layers stay, matrices are brought into the order of `BlockedMatrix`, where they can be,
-    and a layer's bytes more are in use while loading. synchronous: the plain twin, which reads a layer when it is asked
-    for.
-    reader: what reads files; None is a `FileReader`.
+    blocked: on a CPU with all layers resident, convert matrices to `BlockedMatrix` if possible; loading then needs one
+    layer's bytes more. synchronous: the plain twin, which reads a layer on request. reader: None is a `FileReader`.
     """
 
     blocked: bool = False
@@ -149,11 +146,11 @@ class TierOptions:
 
 
 class TieredWeights:
-    """Weights placed by a `Placement`: the residents loaded, the rest coming through a ring, on the CPU or a GPU.
+    """Weights placed by a `Placement`: loads the resident layers and streams the others through a ring, on CPU or GPU.
 
-    embedding: the full name of the table that is only ever asked for by row. It stays in RAM, or on disk where layers
-    do too, unless the head is tied to it. progress(bytes_done, bytes_total) follows what is read before the first pass,
-    and ends at the total.
+    embedding: full name of the table that is used only by rows. It stays in RAM, or on disk if layers do, unless the
+    head is tied to it. progress(bytes_done, bytes_total) reports the reads before the first pass, and ends at the
+    total.
     """
 
     def __init__(
@@ -173,9 +170,9 @@ class TieredWeights:
         self.scratch = torch.empty(num_elements, dtype=dtype, device=device) if num_elements else None
         self._reader = options.reader or FileReader()
         self.bytes_streamed = 0
-        self.unpinned_bytes = 0  # of what lies in RAM for a GPU, where the system did not let it be pinned
+        self.unpinned_bytes = 0  # bytes in RAM for a GPU that the system refused to pin
         self._pinned: list[HostBuffer] = []
-        self._staged: HostBuffer | None = None  # where one layer after the other is read to that does not stay as it is
+        self._staged: HostBuffer | None = None  # a buffer for reading layers that are then converted
         self._shared: dict[str, Weight] = {}
         self._wanted, self._kept = frozenset[int](), dict[int, dict[str, Weight]]()  # see `spare`
         self._resident: dict[int, dict[str, Weight]] = {}
@@ -191,7 +188,7 @@ class TieredWeights:
         try:
             for name, layer in shared.items():
                 self._shared |= self._load(layer, torch.device("cpu") if name == embedding else device)
-            is_blocked = options.blocked and device.type == "cpu" and not placement.on_disk  # the disk is slower anyway
+            is_blocked = options.blocked and device.type == "cpu" and not placement.on_disk  # else the disk dominates
             load = self._load_blocked if is_blocked else self._load
             for i in placement.resident:
                 self._resident[i] = load(self._model.layers[i], device)
@@ -214,7 +211,7 @@ class TieredWeights:
 
     @contextmanager
     def lend(self, unit: Unit) -> Iterator[Mapping[str, Weight]]:
-        assert isinstance(unit, int), "its units are layers"
+        assert isinstance(unit, int), "units are layers"
         if (here := self._resident.get(unit) or self._kept.get(unit)) is not None:
             yield here
             return
@@ -225,14 +222,14 @@ class TieredWeights:
             if unit in self._wanted:
                 self._keep(unit, weights)
         self.bytes_streamed += self._model.layers[unit].record.read_bytes
-        if (unit,) == self._placement.on_disk[-1:]:  # a pass that read something else says nothing
+        if (unit,) == self._placement.on_disk[-1:]:  # the pass has ended: were the files changed meanwhile?
             self._files.check()
 
     def spare(self, nbytes: int) -> None:
-        """Where the CPU computes, let so many bytes beside what was planned hold layers from disk, until told anew.
+        """On a CPU, keep layers from disk in `nbytes` of additional memory, until the next call.
 
-        A layer that will stay does so when a pass has brought it. The last one is always read, with all that is checked
-        then. What is computed does not change by it.
+        A layer is kept once a pass has read it. The last layer is always read, because the check for changed files
+        follows it. The results do not change.
         """
         on_disk = self._placement.on_disk
         if self._device.type != "cpu" or not isinstance(self._stream, Ring):
@@ -244,7 +241,7 @@ class TieredWeights:
             self._stream.set_order(self._still_streamed())
 
     def _keep(self, unit: int, weights: dict[str, Weight]) -> None:
-        """A layer that is lent stays, in the memory that it came to."""
+        """Keep a lent layer in the memory of its slot."""
         assert isinstance(self._stream, Ring)
         assert isinstance(self._stream.lent, HostSlot)
         self._stream.lent.give_away()
@@ -282,25 +279,25 @@ class TieredWeights:
     # ---------------------------------------------------------------------------------------- loading
 
     def _rows_of(self, embedding: str | None) -> TableOnDisk | None:
-        """The embedding as a table on disk, where it may stay there."""
+        """The embedding as a table on disk, if layers are on disk too; otherwise None."""
         stored = self._model.shared.get(embedding) if embedding is not None else None
         if not self._placement.on_disk or not isinstance(stored, StoredTable):
             return None
         return TableOnDisk(stored, self._reader)
 
     def _streamed_paths(self) -> set[Path]:
-        """The files that every pass reads."""
+        """The files of streamed weights."""
         layers = [self._model.layers[i] for i in self._placement.on_disk]
         weights = [weight for layer in layers for weight in layer.weights.values()]
         weights += [self._rows.stored] if self._rows is not None else []
         return {info.path for weight in weights for info in weight.streamed}
 
     def _load(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
-        """A layer in memory of its own on the device, in the dtype of the arithmetic."""
+        """Load a layer into its own memory on the device, in the compute dtype."""
         return layer.bind(layer.record.on(device, self._read(layer).tensor), self._dtype, is_kept=True)
 
     def _load_blocked(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
-        """As `_load`, with the matrices in oneDNN's order, where all can be; the buffer serves the next layer, too."""
+        """As `_load`, with matrices in oneDNN's order if all support it; the next layer then reuses the buffer."""
         size = layer.record.nbytes
         buffer = self._staged if self._staged is not None and self._staged.nbytes >= size else HostBuffer(size)
         bound = layer.bind(self._read(layer, buffer).tensor, self._dtype, is_kept=True)
@@ -330,7 +327,7 @@ class TieredWeights:
         return Ring(self._placement.on_disk, slots, DiskFiller(records, self._reader))
 
     def _open_link(self, records: Mapping[Unit, Record]) -> Stream:
-        """What lies in RAM for a GPU, waiting layers and slots for those that come from disk, is one pinned stretch."""
+        """A stream to a GPU. Layers in RAM and the slots for layers on disk share one pinned buffer."""
         p, layers = self._placement, self._model.layers
         slots = [DeviceSlot(p.slots.nbytes, self._device) for _ in range(p.slots.num)]
         sizes = [*(layers[i].record.nbytes for i in p.in_ram), *[p.slots.nbytes] * (p.slots.num_host if records else 0)]
@@ -346,5 +343,5 @@ class TieredWeights:
             self._pinned += pin_whole(whole, parts, self._device)
             self.unpinned_bytes = whole.nbytes - sum(buffer.nbytes for buffer in self._pinned)
             filler = DeviceFiller(in_ram, disk, {i: layers[i].record for i in p.streamed}, self._device)
-            opened.pop_all()  # the filler closes it from here on
+            opened.pop_all()  # from here on, the filler closes `disk`
         return Ring(self._placement.streamed, slots, filler)

@@ -1,4 +1,4 @@
-"""Sizes and rates as people write and read them. Knows nothing of what is measured."""
+"""Parses and formats sizes, rates and durations for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from offspec.errors import UsageError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
-# As in docker, systemd and java a bare letter is binary; "GB" is what the label of a disk means by it.
+# As in docker, systemd and java, a single letter is binary; "GB" is decimal, as on the label of a disk.
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<prefix>[kmgt]?)(?P<kind>ib|b|)", re.IGNORECASE | re.ASCII)
 _MAX_BYTES = 2**60
@@ -17,7 +17,7 @@ _MAX_BYTES = 2**60
 def parse_size(text: str) -> int:
     """Bytes of "20GiB", "6.5 GB" (decimal), "512M" (binary, as "512MiB"), "4096B" or "0". Raises UsageError.
 
-    A number alone is refused: 20 may have been meant as bytes, and as GiB.
+    A number without a unit is refused, because 20 could mean bytes or GiB.
     """
     shown = repr(text[:40])
     match = _SIZE.fullmatch(text.strip())
@@ -29,14 +29,14 @@ def parse_size(text: str) -> int:
         raise UsageError(f"{shown} has no unit; write it as 20GiB, 6.5GB or 512MiB, or as 4096B for bytes")
     nbytes = number * (1000 if prefix and kind == "b" else 1024) ** _PREFIXES[prefix]
     if nbytes > _MAX_BYTES:
-        raise UsageError(f"{shown} is more memory than there is; write it as 20GiB, 6.5GB or 512MiB")
+        raise UsageError(f"{shown} is too large; write a size like 20GiB, 6.5GB or 512MiB")
     return int(nbytes)
 
 
 def format_size(nbytes: float) -> str:
     """Memory, in binary units: "23.5 GiB", "512 MiB"."""
     for unit, size in (("TiB", 2**40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if nbytes >= 0.9995 * size:  # rounding up is what makes the next unit: no "1024 MiB"
+        if nbytes >= 0.9995 * size:  # values that would round up to "1024 MiB" get the next unit
             return f"{_digits(nbytes / size)} {unit}"
     return f"{nbytes:.0f} B"
 
@@ -50,7 +50,7 @@ def format_quantity(value: float, unit: str) -> str:
 
 
 def format_count(number: float) -> str:
-    """How many, as models are called: "70.6 B", "135 M", "4096"."""
+    """A count in the style of model names: "70.6 B", "135 M", "4096"."""
     for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if number >= 0.9995 * size:
             return f"{_digits(number / size)} {letter}"
@@ -58,13 +58,13 @@ def format_count(number: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration of two or three digits: "1.6 s", "28 s", "3 min"."""
+    """A duration with two or three digits: "1.6 s", "28 s", "3 min"."""
     if seconds >= 119.5:
         return f"{seconds / 60:.0f} min"
     return f"{seconds * 1e3:.0f} ms" if seconds < 0.0995 else f"{_digits(seconds)} s"
 
 
 def _digits(number: float) -> str:
-    """One decimal below ten, none from a hundred on: what people compare at a glance."""
+    """One decimal below 100, none from 100 on."""
     text = f"{number:.1f}" if number < 99.95 else f"{number:.0f}"
     return text.removesuffix(".0")

@@ -1,7 +1,7 @@
-"""Where a model's weights come from: the `WeightSource` protocol, and `RamWeights`, over tensors in memory.
+"""The source of a model's weights: the `WeightSource` protocol, and `RamWeights` over tensors in memory.
 
-A source lends *units*: weights that are needed together, and given back together. Today a unit is a layer. Knows which
-tensors belong to layer i, from their names, and nothing of what a layer is made of. Does not decide what fits where.
+A source lends *units*, groups of weights that are used together; today, a unit is a layer. Tensor names determine the
+layer of each tensor.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .stream import Unit
 class WeightSource(Protocol):
     """The weights of one model, unit by unit, on the compute device.
 
-    Units may be asked for in any order, each as often as it is needed, or not at all in a pass. An implementation may
-    be fast in one order only (`stream.Ring`: the one in which a pass asks for layers).
+    Units may be requested in any order, and any number of times per pass. An implementation may be fast in one order
+    only (`stream.Ring`: the order of layers in a pass).
     """
 
     @property
@@ -33,28 +33,25 @@ class WeightSource(Protocol):
 
     @property
     def bytes_streamed(self) -> int:
-        """Bytes that came through a link for passes so far, counted as they were used; passes may differ in them."""
+        """Bytes streamed for passes so far, counted on use; passes may differ."""
         ...
 
     @property
     def is_resident(self) -> bool:
-        """Whether every unit is lent as the same tensors each time, until `close`."""
+        """Whether every request for a unit returns the same tensors until `close`."""
         ...
 
     @property
     def scratch(self) -> torch.Tensor | None:
-        """Where `formats.linear` puts a matrix that it has to make first; None where all lie ready."""
+        """Scratch memory in which `formats.linear` dequantises or converts a matrix; None if no matrix needs it."""
         ...
 
     def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:
-        """A unit's weights by their short names.
-
-        They are valid inside the `with` block only: a streaming source reuses their memory afterwards.
-        """
+        """A unit's weights by short name, valid only inside the `with` block: a streaming source reuses memory."""
         ...
 
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
-        """`lend` for the unit that is layer `index`: "x.weight" is what the checkpoint calls "<prefix>3.x.weight"."""
+        """`lend` for the unit of layer `index`: "x.weight" is the checkpoint's "<prefix>3.x.weight" for layer 3."""
         ...
 
     def shared(self, name: str) -> Weight:
@@ -66,12 +63,12 @@ class WeightSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of the memory; nothing may be asked for afterwards."""
+        """Free the memory; no requests are allowed afterwards."""
         ...
 
 
 class RamWeights:
-    """Tensors that are in memory anyway, for as long as the source lives."""
+    """A source over tensors in memory."""
 
     def __init__(
         self,
@@ -79,9 +76,9 @@ class RamWeights:
         shared: Mapping[str, Weight],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """layers: each one's weights by their short names. shared: those outside the layers by their full names.
+        """layers: the weights of each layer by short name. shared: weights outside the layers by full name.
 
-        dtype: of rows that come out of a packed table; those of a plain one come as they are.
+        dtype: of rows from a packed table; rows of a plain table keep their dtype.
         """
         self._layers = layers
         self._shared, self._dtype = shared, dtype
@@ -91,7 +88,7 @@ class RamWeights:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], layer_prefix: str) -> RamWeights:
-        """Takes the tensors as they are, under their full names; nothing is copied. Raises CheckpointError."""
+        """Create a source from tensors by full name, without copies. Raises CheckpointError."""
         layers, shared = split_names(tensors, layer_prefix)
         return cls(
             [{short: tensors[name] for short, name in layer.items()} for layer in layers],
@@ -103,7 +100,7 @@ class RamWeights:
         return len(self._layers)
 
     def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:
-        assert isinstance(unit, int), "its units are layers"
+        assert isinstance(unit, int), "units are layers"
         return nullcontext(self._layers[unit])
 
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
@@ -124,12 +121,12 @@ class RamWeights:
 
 
 def missing(name: str) -> CheckpointError:
-    """The error of a tensor that is not there."""
+    """The error for a missing tensor."""
     return CheckpointError(f"tensor {show(name)} is missing; the checkpoint is incomplete or of another kind")
 
 
 def split_names(names: Iterable[str], layer_prefix: str) -> tuple[list[dict[str, str]], list[str]]:
-    """Per layer its {short name: full name}, and the names outside the layers. Refuses a gap in the layers."""
+    """{short name: full name} per layer, and the names outside the layers. Raises CheckpointError for gaps."""
     pattern = re.compile(re.escape(layer_prefix) + r"(0|[1-9][0-9]{0,5})\.(.+)", re.DOTALL)
     layers: dict[int, dict[str, str]] = {}
     shared = []
@@ -144,7 +141,7 @@ def split_names(names: Iterable[str], layer_prefix: str) -> tuple[list[dict[str,
 
 def _refuse_gaps(layers: Collection[int], layer_prefix: str) -> None:
     if not layers:
-        raise CheckpointError(f"no tensor is named {layer_prefix}0.*; the checkpoint is of another kind")
+        raise CheckpointError(f"no tensor is named {layer_prefix}0.*; the checkpoint has another architecture")
     missing = next((index for index in range(len(layers)) if index not in layers), None)
     if missing is not None:
         have = f"there are tensors up to layer {max(layers)}"

@@ -1,6 +1,6 @@
-"""How a weight lies in bytes and becomes a matrix. One file a format: each is registered once, in `registry`.
+"""Weight formats: from stored bytes to a matrix. Each format has one file and is registered once, in `registry`.
 
-`core` says what a format has to answer; `process_state` holds all that formats change in the process.
+`core` defines the interface of a format; `process_state` contains all process-wide state of formats.
 """
 
 from .core import PackedWeight, StoredTable, StoredWeight, Weight, WeightFormat, as_table, dense, linear, take_rows

@@ -1,10 +1,10 @@
-"""16-bit matrices that stay on a CPU, in the order in which oneDNN multiplies them.
+"""16-bit matrices resident on a CPU, in oneDNN's blocked order.
 
-As `F.linear` is given a matrix, oneDNN brings it into an order of its own for every product, which for few rows takes
-longer than the product. A matrix that stays can be brought into it once: up to a dozen rows are then multiplied about
-as fast as memory can be read (docs/LOG.md has figures). The values are the same, and so is the size. What torch has for
-this it made for compiled models; `is_supported` says where this version or this processor has it not. No checkpoint
-stores weights so: it is what becomes of plain ones (`in_blocks`), and not registered.
+For every `F.linear`, oneDNN reorders the matrix, which for few rows takes longer than the product. A resident matrix
+can be reordered once; products of up to a dozen rows then run at about the speed of memory (docs/LOG.md has figures).
+Values and size do not change. torch provides the operations for compiled models; `is_supported` tells whether this
+version and this processor have them. No checkpoint stores this format: `in_blocks` creates it from plain matrices, and
+it is not registered.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from .core import PackedMatrix, Weight
 
-ROWS = 16  # that the order is chosen for; it serves other numbers nearly as well
+ROWS = 16  # the order is optimised for this number of rows, and nearly as good for others
 
 
 class BlockedMatrix(PackedMatrix):
     """A matrix [N, K] in oneDNN's order (a `core.PackedWeight`)."""
 
     def __init__(self, matrix: Tensor) -> None:
-        """Copies it. matrix: one that `can_be_blocked`."""
+        """Copies the matrix, for which `can_be_blocked` must hold."""
         self.shape, self.dtype = tuple(matrix.shape), matrix.dtype
         self._blocks: Tensor = torch.ops.mkldnn._reorder_linear_weight(matrix, ROWS)
 
@@ -37,19 +37,19 @@ class BlockedMatrix(PackedMatrix):
         return self.times(x, bias) if x.dtype == self.dtype else super().linear(x, bias, scratch)
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """The matrix as it was, in `dtype`."""
+        """The plain matrix in `dtype`."""
         plain = self._blocks.to_dense().to(dtype)
         return plain if out is None else out.copy_(plain)
 
 
 @cache
 def is_supported(dtype: torch.dtype) -> bool:
-    """Whether matrices of this dtype have such an order here."""
+    """Whether torch and this CPU support the blocked order for this dtype."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
         BlockedMatrix(torch.zeros(16, 16, dtype=dtype)).times(torch.zeros(1, 16, dtype=dtype))
-    except (RuntimeError, AttributeError):  # no instructions for it; another torch
+    except (RuntimeError, AttributeError):  # the CPU lacks instructions; torch lacks the operation
         return False
     return True
 
@@ -61,7 +61,7 @@ def can_be_blocked(matrix: object) -> bool:
 
 
 def in_blocks(weights: Mapping[str, Weight]) -> dict[str, Weight] | None:
-    """Copies of a layer's weights, the matrices in oneDNN's order; None unless all matrices can be."""
+    """Copies of a layer's weights with matrices in oneDNN's order; None unless all matrices support it."""
     if not all(can_be_blocked(weight) for weight in weights.values() if len(weight.shape) > 1):
         return None
     kept = dict[str, Weight]()

@@ -1,11 +1,11 @@
-"""Weights whose numbers a container keeps otherwise than the architecture of its config means (`checkpoint.Change`).
+"""Undoes a container's changes to weights: reordered rows, or norms with 1 added (`checkpoint.Change`).
 
-Bytes stay as they are read. Of a matrix whose rows are in llama.cpp's order the outputs of each product are brought
-into the architecture's, which moves N numbers a row where the matrix has N·K; a vector is changed when it is bound, and
-so is a plain matrix that stays in memory (`StoredLayer.bind`).
+The bytes stay unchanged. For a matrix with rows in llama.cpp's order, the outputs of each product are reordered: N
+numbers per row instead of the matrix's N·K. Vectors, and plain matrices that stay in memory, are changed when they are
+bound (`StoredLayer.bind`).
 
-llama.cpp's order (`permute` in convert_hf_to_gguf.py): within a head, row i and row i + head_dim / 2, which RoPE turns
-together, lie side by side.
+llama.cpp's order (`permute` in convert_hf_to_gguf.py): within a head, row i and row i + head_dim / 2, which RoPE
+rotates together, are adjacent.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from .core import DAMAGED, Product, StoredWeight, TensorGroup, Weight
 
 
 def changed(group: TensorGroup, stored: StoredWeight) -> StoredWeight:
-    """The weight as the architecture means it. Raises CheckpointError where it cannot have been changed so."""
+    """The weight as the architecture expects it. Raises CheckpointError if its shape contradicts the change."""
     info = group.parts.get("")
     if info is None or info.change is None:
         return stored
     change, shape = info.change, stored.shape
     if len(shape) not in (1, 2) or (change.num_heads and shape[0] % (2 * change.num_heads)):
-        group.refuse(info, f"is {list(shape)}, which {change.num_heads} heads do not share; {DAMAGED}")
+        group.refuse(info, f"is {list(shape)}, which does not fit {change.num_heads} heads; {DAMAGED}")
     if change.added and len(shape) != 1:
         group.refuse(info, f"is {list(shape)}, which should be a vector; {DAMAGED}")
     return ChangedWeight(stored, change)
 
 
 def in_order(numbers: Tensor, num_heads: int, dim: int = -1) -> Tensor:
-    """From llama.cpp's order of the num_heads · head_dim numbers along `dim` to the architecture's."""
+    """Reorder the num_heads · head_dim numbers along `dim` from llama.cpp's order to the architecture's."""
     dim %= numbers.dim()
     before, length, after = numbers.shape[:dim], numbers.shape[dim], numbers.shape[dim + 1 :]
     pairs = numbers.reshape(*before, num_heads, length // num_heads // 2, 2, *after)
@@ -43,13 +43,13 @@ def in_order(numbers: Tensor, num_heads: int, dim: int = -1) -> Tensor:
 
 
 def _as_stored(bias: Tensor | None, num_heads: int) -> Tensor | None:
-    """[N] from the architecture's order to llama.cpp's."""
+    """Reorder a bias [N] from the architecture's order to llama.cpp's."""
     return None if bias is None else bias.view(num_heads, 2, -1).transpose(1, 2).flatten()
 
 
 @dataclass(frozen=True)
 class ReorderedMatrix:
-    """A matrix [N, K] whose rows lie in llama.cpp's order of `num_heads` heads (a `core.PackedWeight`)."""
+    """A matrix [N, K] with rows in llama.cpp's order of `num_heads` heads (a `core.PackedWeight`)."""
 
     stored: Weight
     num_heads: int
@@ -79,7 +79,7 @@ class ReorderedMatrix:
 
 @dataclass(frozen=True)
 class ChangedWeight:
-    """A stored weight (a `core.StoredWeight`) whose change is undone wherever it is bound."""
+    """A stored weight (a `core.StoredWeight`) whose change is undone when it is bound."""
 
     stored: StoredWeight
     change: Change
@@ -109,7 +109,7 @@ class ChangedWeight:
         return self.stored.fused_kind
 
     def is_kept_as_read(self, dtype: torch.dtype) -> bool:
-        """A packed matrix is; of all else a changed copy is kept."""
+        """True for packed matrices only; of other weights, a changed copy is kept."""
         return self.stored.is_packed and self.stored.is_kept_as_read(dtype)
 
     def bind(self, parts: Sequence[Tensor]) -> Weight:
@@ -122,7 +122,7 @@ class ChangedWeight:
         return ChangedWeight(self.stored.to(device), self.change)
 
     def _undone(self, weight: Weight) -> Weight:
-        """A vector is fp32 where a number was added to it, so that it is rounded once, by whoever bound it."""
+        """Undo the change. A vector with an added number becomes fp32, so that it is rounded only once, later."""
         change = self.change
         if not isinstance(weight, Tensor) or weight.dim() > 1:
             return ReorderedMatrix(weight, change.num_heads) if change.num_heads else weight

@@ -1,8 +1,7 @@
-"""What a weight is, stored and resident, and what a format of weights has to say; no format is named here.
+"""Interfaces of stored weights, resident weights and weight formats.
 
-A *stored* weight says which bytes are read for each use; `bind` puts these bytes under a *resident* weight, as views,
-and `linear` multiplies with it. Quantised matrices are dequantised for each use, unless their format knows a faster
-way. Knows nothing of layers, or of when a weight is needed.
+A *stored* weight lists the bytes to read for each use. `bind` creates a *resident* weight as views of these bytes, and
+`linear` multiplies with it. Quantised matrices are dequantised for each use, unless their format has a faster way.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from . import products
 DAMAGED = "the checkpoint is damaged, download it again"
 REMEDY = "use the 16-bit checkpoint, a bitsandbytes 4-bit one, or make one with `offspec quantize`"
 
-# Elements dequantised at once. The kernel allocates its result: 2 MiB come from the allocator's pool, where a whole
-# matrix of 117 MB is fresh pages each time: 16 ms of CPU against 64.
+# Elements dequantised at once. The kernel allocates its result: the allocator's pool has 2 MiB, but a whole matrix of
+# 117 MB needs fresh pages each time: 16 ms of CPU instead of 64.
 TILE = 1 << 20
-TILE_ON_CUDA = 1 << 24  # there it is the launching that takes the time
+TILE_ON_CUDA = 1 << 24  # larger, because launches dominate
 
 
 # ---------------------------------------------------------------------------------------------------- resident weights
@@ -43,7 +42,7 @@ class Product(Protocol):
 
 
 class PackedWeight(Protocol):
-    """A matrix that does not lie as torch multiplies it: quantised, in its stored parts, or reordered (`blocked`)."""
+    """A matrix in another layout than torch multiplies: quantised, in its stored parts, or reordered (`blocked`)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,7 +50,7 @@ class PackedWeight(Protocol):
         ...
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """The matrix [N, K] in `dtype`; in the memory of `out` (contiguous, of that shape and dtype) where given."""
+        """The matrix [N, K] in `dtype`; in the memory of `out` (contiguous, of that shape and dtype) if given."""
         ...
 
     def linear(self, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
@@ -60,7 +59,7 @@ class PackedWeight(Protocol):
 
     @property
     def fused_linear(self) -> Product | None:
-        """`linear` without dequantising, which is faster for few rows; None where there is no such kernel."""
+        """`linear` without dequantising, which is faster for few rows; None if no such kernel exists."""
         ...
 
 
@@ -69,7 +68,7 @@ Weight: TypeAlias = Tensor | PackedWeight
 
 @runtime_checkable
 class PackedTable(PackedWeight, Protocol):
-    """A packed matrix whose rows can be had without the others: an embedding."""
+    """A packed matrix that gives access to single rows: an embedding."""
 
     @property
     def device(self) -> torch.device: ...
@@ -83,9 +82,9 @@ Table: TypeAlias = Tensor | PackedTable
 
 
 class PackedMatrix:
-    """What most packed weights do: dequantise for each product, unless a kernel was measured to be faster.
+    """Base of most packed weights: dequantises for each product, unless a kernel was measured to be faster.
 
-    form: what its product's cost is kept under (`products.ProductKind`).
+    form: the key for the costs of its products (`products.ProductKind`).
     """
 
     form = ""
@@ -96,7 +95,7 @@ class PackedMatrix:
 
     @property
     def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:
-        """The kernel that multiplies with it as it lies on a CPU, and its parts; None where there is none."""
+        """The CPU kernel that multiplies with the packed matrix, and its arguments; None if there is none."""
         return None
 
     def linear(self: PackedWeight, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
@@ -107,7 +106,7 @@ class PackedMatrix:
 
 
 def _chosen_kernel(matrix: Any, x: Tensor) -> tuple[RowProduct, list[Tensor]] | None:
-    """Where it takes less than dequantising does."""
+    """The kernel, if it was measured to be faster than dequantising; otherwise None."""
     if (
         x.device.type != "cpu"
         or not x.numel()
@@ -125,12 +124,12 @@ def _chosen_kernel(matrix: Any, x: Tensor) -> tuple[RowProduct, list[Tensor]] | 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K], plus bias [N] → [..., N] in x's dtype.
 
-    scratch: at least N·K elements of x's dtype, 1-D, where a matrix is put that first has to be dequantised or
-    converted; without it memory is allocated each time.
+    scratch: at least N·K elements of x's dtype, 1-D, for a matrix that must be dequantised or converted first; without
+    it, memory is allocated each time.
     """
     bias = bias if bias is None else bias.to(x.dtype)
     if bias is not None and bias.is_cuda and bias.data_ptr() % ALIGNMENT:
-        bias = bias.clone()  # cuBLASLt may take a kernel for aligned ones (pytorch#194497)
+        bias = bias.clone()  # cuBLASLt may select a kernel that needs an aligned bias (pytorch#194497)
     if not isinstance(weight, Tensor):
         return weight.linear(x, bias, scratch)
     if weight.device.type == "cpu":
@@ -141,7 +140,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tenso
 
 
 def dense(weight: Weight, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
-    """The weight as a plain tensor of `dtype`; where it has to be made, in `scratch` (1-D, of that dtype) if given."""
+    """The weight as a plain tensor of `dtype`; a converted one is in `scratch` (1-D, of that dtype) if given."""
     if isinstance(weight, Tensor) and (scratch is None or weight.dtype == dtype):
         return weight.to(dtype)
     out = None if scratch is None else scratch[: math.prod(weight.shape)].view(weight.shape)
@@ -152,8 +151,8 @@ def dense(weight: Weight, dtype: torch.dtype, scratch: Tensor | None = None) -> 
 
 
 def as_table(weight: Weight) -> Table:
-    """A weight whose rows are asked for alone."""
-    assert isinstance(weight, Tensor | PackedTable), "a format whose rows cannot be had alone"
+    """A weight that gives access to single rows."""
+    assert isinstance(weight, Tensor | PackedTable), "the format has no access to single rows"
     return weight
 
 
@@ -165,7 +164,7 @@ def take_rows(table: Table, indices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def tile(device: torch.device) -> int:
-    """Elements that are dequantised at a time."""
+    """Elements to dequantise at a time."""
     return TILE_ON_CUDA if device.type == "cuda" else TILE
 
 
@@ -173,61 +172,61 @@ def tile(device: torch.device) -> int:
 
 
 class StoredWeight(Protocol):
-    """One logical weight of a checkpoint: what is to be read for each use, and how it then becomes a matrix."""
+    """One logical weight of a checkpoint: the tensors to read for each use, and their conversion to a matrix."""
 
     @property
     def name(self) -> str:
-        """The key it was found under, with or without a layer's prefix: "mlp.up_proj.weight"."""
+        """Its key, with or without a layer's prefix: "mlp.up_proj.weight"."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical shape: [N, K] also where it lies as [N·K/2, 1]."""
+        """The logical shape: [N, K] even if it is stored as [N·K/2, 1]."""
         ...
 
     @property
     def dtype(self) -> str:
-        """As stored, for notes and plans: "F64", "F32", "F16", "BF16", or what its format calls it: "nf4", "awq"."""
+        """The stored dtype, for notes and plans: "F64", "F32", "F16", "BF16", or its format's name: "nf4", "awq"."""
         ...
 
     @property
     def streamed(self) -> tuple[TensorInfo, ...]:
-        """The parts to be brought for each use; constants were read before and are held."""
+        """The parts to read for each use; constants are already in memory."""
         ...
 
     @property
     def is_packed(self) -> bool:
-        """Whether it has to be dequantised for each use."""
+        """Whether it must be dequantised for each use."""
         ...
 
     @property
     def fused_kind(self) -> Hashable | None:
-        """What the speed of its `fused_linear` depends on beside the dtype of x; None where its format has none."""
+        """A key for the speed of its `fused_linear`, besides the dtype of x; None if its format has none."""
         ...
 
     def is_kept_as_read(self, dtype: torch.dtype) -> bool:
-        """Whether what stays in memory for arithmetic in `dtype` is the bytes that were read."""
+        """Whether a resident weight for computing in `dtype` consists of the bytes read."""
         ...
 
     def bind(self, parts: Sequence[Tensor]) -> Weight:
         """The weight over raw bytes: one uint8 [nbytes] for each of `streamed`, in that order, all on one device.
 
-        Views of `parts`; a copy only where a part is not aligned to its own dtype.
+        Returns views of `parts`; a copy only if a part is not aligned to its dtype.
         """
         ...
 
     def sample(self, device: torch.device) -> Weight:
-        """A weight of this shape and layout over arbitrary bytes, to measure with; nothing is read."""
+        """A weight of this shape and layout over arbitrary bytes, for measurements."""
         ...
 
     def to(self, device: torch.device | str) -> StoredWeight:
-        """The same, its constants on `device`, where the parts will be bound."""
+        """The same weight with its constants on `device`, where the parts will be bound."""
         ...
 
 
 @runtime_checkable
 class StoredTable(StoredWeight, Protocol):
-    """One whose rows lie one behind the other in its only part, so that some of them can be read alone."""
+    """A stored weight with consecutive rows in its only part, so that single rows can be read."""
 
     def bind_rows(self, rows: Tensor) -> Weight:
         """The weight [T, K] over the bytes of T of its rows: uint8 [T, bytes of a row], contiguous."""
@@ -235,7 +234,7 @@ class StoredTable(StoredWeight, Protocol):
 
 
 class PackedStored:
-    """What most packed stored weights say: all that is needed lies in `streamed`, and is kept as it was read."""
+    """Base of most packed stored weights: all data are in `streamed`, and are kept as read."""
 
     is_packed = True
 
@@ -254,7 +253,7 @@ class PackedStored:
 
 
 def any_bytes(nbytes: int, device: torch.device) -> Tensor:
-    """uint8 [nbytes], none of them special."""
+    """uint8 [nbytes] of arbitrary values."""
     return torch.arange(256, dtype=torch.uint8).mul_(37).repeat(-(-nbytes // 256))[:nbytes].to(device)
 
 
@@ -263,9 +262,9 @@ def any_bytes(nbytes: int, device: torch.device) -> Tensor:
 
 @dataclass
 class TensorGroup:
-    """The tensors of one logical weight by their part's name ("" is the weight itself), and what the small ones hold.
+    """The tensors of one logical weight by part name ("" is the weight itself), and the contents of small ones.
 
-    contents: of the parts that the format's `constant_bytes` asks for.
+    contents: of the parts that the format's `constant_bytes` requests.
     """
 
     name: str
@@ -274,17 +273,17 @@ class TensorGroup:
 
     @property
     def weight(self) -> TensorInfo:
-        """The part "". Raises CheckpointError where it is missing."""
+        """The part "". Raises CheckpointError if it is missing."""
         if "" not in self.parts:
             part, info = next(iter(self.parts.items()))
-            self.refuse(info, f"is missing, but its {show(part)} is there; {DAMAGED}")
+            self.refuse(info, f"is missing, but its {show(part)} exists; {DAMAGED}")
         return self.parts[""]
 
     def refuse(self, info: TensorInfo, what: str) -> NoReturn:
         raise fault(info.path, f"weight {show(self.name)} {what}")
 
     def companion(self, part: str) -> TensorInfo:
-        """Raises CheckpointError where it is missing."""
+        """A part. Raises CheckpointError if it is missing."""
         if part not in self.parts:
             self.refuse(self.weight, f"lacks its {part}; {DAMAGED}")
         return self.parts[part]
@@ -294,48 +293,48 @@ class TensorGroup:
         info = self.parts[part]
         if (info.dtype, info.shape) != (dtype, shape):
             found, wanted = f"{info.dtype} {list(info.shape)}", f"{dtype} {list(shape)}"
-            self.refuse(info, f"has a {part} that is {found}, where {wanted} belongs; {DAMAGED}")
+            self.refuse(info, f"has a {part} that is {found}, not {wanted}; {DAMAGED}")
 
 
 Allocate: TypeAlias = Callable[[str, str, tuple[int, ...]], TensorInfo]  # name, dtype, shape → its place in a file
 
 
 class Packer(Protocol):
-    """How `offspec quantize` writes a format, with the settings of one run."""
+    """Writes a format for `offspec quantize`, with the settings of one run."""
 
     def prepare(self) -> None:
-        """Raises OffspecError where something that packing needs is not installed."""
+        """Raises OffspecError if a package that packing needs is missing."""
         ...
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """What is added to a weight's name for each tensor of it; "" is the weight's own."""
+        """The name suffix of each tensor of a weight; "" for the weight itself."""
         ...
 
     def num_bytes(self, elements: int) -> int:
-        """Bytes that a matrix of so many elements will take in a file, or a little more."""
+        """Bytes of a matrix with so many elements in a file, or a little more."""
         ...
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        """weight [N, K] (bf16, fp16 or fp32, on the CPU) → suffix → tensor. Raises CheckpointError where it cannot."""
+        """weight [N, K] (bf16, fp16 or fp32, on the CPU) → suffix → tensor. Raises CheckpointError if it cannot."""
         ...
 
     def quantization_config(self, dtype: str) -> dict[str, Any]:
-        """What config.json says of it, where the weights were `dtype` ("BF16")."""
+        """The quantization_config for config.json, for source weights of `dtype` ("BF16")."""
         ...
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of what the result's bits depend on, by name."""
+        """Versions, by name, of the packages that the result's bits depend on."""
         ...
 
 
 class WeightFormat(ABC):
-    """One way in which weights are stored. An instance is registered once, in `registry.FORMATS`.
+    """One way to store weights. Each is registered once, in `registry.FORMATS`.
 
-    names: what its stored weights call themselves (`StoredWeight.dtype`). plan_forms: which of `params.PLAN_FORMATS` it
-    sizes. outside_layers: the form of what lies outside the layers in a plan; None is the same. notes: what somebody
-    who loads a checkpoint in it should be told, a sentence each.
+    names: the values of `StoredWeight.dtype` of its weights. plan_forms: the `params.PLAN_FORMATS` that it sizes.
+    outside_layers: the form of weights outside the layers in a plan; None is the same form. notes: for the user who
+    loads such a checkpoint, one sentence each.
     """
 
     names: tuple[str, ...] = ()
@@ -344,48 +343,48 @@ class WeightFormat(ABC):
     notes: tuple[str, ...] = ()
 
     def in_checkpoint(self, checkpoint: Checkpoint) -> WeightFormat | None:
-        """The format as this checkpoint's config sets it; None where the config says that it is not this one.
+        """The format with the settings of this checkpoint's config; None if the config excludes this format.
 
         Raises UnsupportedModelError, CheckpointError.
         """
         return self
 
     def companion(self, key: str) -> tuple[str, str] | None:
-        """(weight's name, part) of a tensor that, by its name, belongs to a weight of this format, or None."""
+        """(weight's name, part) of a tensor whose name belongs to a weight of this format, or None."""
         return None
 
     @abstractmethod
     def recognises(self, group: TensorGroup) -> bool:
-        """Whether these tensors, whose contents are not known yet, are a weight of this format, sound or not."""
+        """Whether these tensors are a weight of this format, valid or not, before their contents are read."""
 
     def constant_bytes(self, part: str) -> int:
-        """How many bytes of this part are read at most when a checkpoint is opened; 0: it is not."""
+        """The maximum number of bytes of this part to read when a checkpoint is opened; 0: none."""
         return 0
 
     @abstractmethod
     def read(self, group: TensorGroup) -> StoredWeight:
-        """The weight that these tensors are, each disbelieved first. Raises CheckpointError."""
+        """Check the tensors and build the weight. Raises CheckpointError."""
 
     def blank_tensors(self, infos: Mapping[str, TensorInfo], wanted: Collection[str]) -> set[str]:
-        """Names of tensors that are not `wanted` and that tools of this format write although they hold nothing."""
+        """Names of tensors without content that tools of this format write, except those in `wanted`."""
         return set()
 
     def plan_form(self, config: Mapping[str, Any]) -> str | None:
-        """The form of `params.PLAN_FORMATS` by which a checkpoint with this config.json is sized, or None."""
+        """The form of `params.PLAN_FORMATS` for a plan of a checkpoint with this config.json, or None."""
         return None
 
     def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> StoredWeight | None:
-        """A weight as it would be stored in this format (as `form`, one of its names or plan_forms); None: not known.
+        """A weight as this format would store it (as `form`, one of its names or plan_forms); None if unknown.
 
-        It is never read: for plans from config.json alone, and to measure with (`StoredWeight.sample`).
+        It is never read. It serves plans from config.json alone, and measurements (`StoredWeight.sample`).
         """
         return None
 
     def prepare(self) -> None:  # noqa: B027 (most formats need nothing)
-        """Import what its arithmetic needs on a CPU. Raises OffspecError where that is not installed."""
+        """Import the packages for its arithmetic on a CPU. Raises OffspecError if one is missing."""
 
     def packer(self, params: ConvertParams) -> Packer | None:
-        """What writes `params.format`; None where that is not this format's."""
+        """The packer for `params.format`; None if another format writes it."""
         return None
 
 
@@ -393,9 +392,9 @@ class WeightFormat(ABC):
 
 
 def read_small(most: Mapping[TensorInfo, int]) -> dict[TensorInfo, bytes]:
-    """The contents of tensors, of each at most so many bytes, file by file in the order of their bytes.
+    """The contents of tensors, up to the given number of bytes each, read in file order.
 
-    Raises CheckpointError. A part that is far too long is refused by its shape, or as JSON; it need not be read to be.
+    Raises CheckpointError. The format refuses a part that is too long by its shape, or as JSON.
     """
     wanted = sorted(most, key=lambda info: (info.path, info.offset))
     contents: dict[TensorInfo, bytes] = {}
@@ -410,6 +409,6 @@ def _read_start(file: BinaryIO, info: TensorInfo, nbytes: int) -> bytes:
     file.seek(info.offset)
     content = file.read(nbytes)
     if len(content) < nbytes:
-        what = f"ends before tensor {show(info.name)} does; something changed it, download it again"
+        what = f"ends inside tensor {show(info.name)}: the file was changed; download it again"
         raise fault(info.path, what)
     return content

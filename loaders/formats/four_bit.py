@@ -1,12 +1,12 @@
-"""bitsandbytes' 4-bit formats, NF4 and FP4: what lies in a checkpoint, the matrix, and the way back (`pack_4bit`).
+"""bitsandbytes' 4-bit formats, NF4 and FP4: reading, the packed matrix, and packing (`pack_4bit`).
 
-Dequantised for each use it is what bitsandbytes computes, bit for bit. On a GPU few rows are multiplied with the matrix
-as it lies there, by bitsandbytes' fused kernel, up to a number of rows that was measured (`process_state.FUSED_ROWS`).
+Dequantised matrices equal bitsandbytes' bit for bit. On a GPU, bitsandbytes' fused kernel multiplies few rows with the
+packed matrix, up to a measured number of rows (`process_state.FUSED_ROWS`).
 
 The layout, per weight [N, K] with blocks of `blocksize` (QLoRA, https://arxiv.org/abs/2305.14314):
-    X                                two codes a byte, row-major, high nibble first, in any storage dtype
-    X.absmax                         one scale a block: fp32, or (nested, "double quantisation") a code of 8 bit
-    X.quant_map                      what the 16 codes mean; always bitsandbytes' own table
+    X                                two codes per byte, row-major, high nibble first, in any storage dtype
+    X.absmax                         one scale per block: fp32, or (nested, "double quantisation") a code of 8 bit
+    X.quant_map                      the values of the 16 codes; always bitsandbytes' own table
     X.nested_absmax, .nested_quant_map   scale = nested_quant_map[absmax] · nested_absmax[block // 256] + nested_offset
     X.quant_state.bitsandbytes__nf4  JSON: see `quant_state`
 """
@@ -51,10 +51,10 @@ from .process_state import FUSED_ROWS, bitsandbytes_functional, has_bitsandbytes
 from .products import num_lanes
 from .quant_state import QUANT_STATE, QuantStateReader
 
-WRITTEN_BLOCKSIZE = 64  # what transformers quantises with; it has no setting for it
+WRITTEN_BLOCKSIZE = 64  # as in transformers, which has no setting for it
 NESTED_BLOCKSIZE = 256
 
-# The 16 values of each type, as bitsandbytes computes with them whatever a checkpoint's quant_map says.
+# The 16 values of each type; bitsandbytes uses them regardless of a checkpoint's quant_map.
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -79,10 +79,7 @@ class Nested:
 
     @cached_property
     def offset_on_device(self) -> Tensor:
-        """fp32, without dimensions, beside the scales, as kernels want it.
-
-        Filled in there: to bring it would wait for the device.
-        """
+        """The offset as fp32 [] on the scales' device, for kernels. Filled there, without a copy."""
         return torch.full((), self.offset, dtype=torch.float32, device=self.scales.device)
 
     def expand(self, codes: Tensor) -> Tensor:
@@ -93,7 +90,7 @@ class Nested:
 
 @dataclass(frozen=True)
 class Layout4bit:
-    """What the small parts of a 4-bit weight say."""
+    """The layout of a 4-bit weight, from its small parts."""
 
     shape: tuple[int, int]  # [N, K]
     quant_type: str
@@ -155,7 +152,7 @@ def _product(quant_type: str, blocksize: int, nested_blocksize: int) -> RowProdu
 
 
 def can_be_fused(matrix: Matrix4bit) -> bool:
-    """Whether bitsandbytes' fused kernel takes it: blocks that divide its rows, scales nested by 256 or not at all."""
+    """Whether bitsandbytes' fused kernel supports it: blocks divide its rows, and scales are plain or nested by 256."""
     nested = matrix.layout.nested
     is_aligned = matrix.shape[1] % matrix.layout.blocksize == 0
     return (
@@ -164,13 +161,13 @@ def can_be_fused(matrix: Matrix4bit) -> bool:
 
 
 def fused_linear(x: Tensor, weight: Matrix4bit, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    """As `core.linear`, by bitsandbytes' product with a matrix that stays packed; for those that `can_be_fused`.
+    """As `core.linear`, by bitsandbytes' product with the packed matrix; only if it `can_be_fused`.
 
-    For few rows: a matrix is read once instead of being written and read again. The rounding is the kernel's.
+    For few rows: it reads the matrix once, without writing a dequantised one. Rounding is the kernel's.
     """
     bitsandbytes_functional()
     nested, codes = weight.layout.nested, weight.codes
-    if codes.data_ptr() % ALIGNMENT:  # files keep bytes anywhere, kernels read many at once
+    if codes.data_ptr() % ALIGNMENT:  # kernels read several bytes at once, but files align bytes arbitrarily
         codes = codes.clone() if scratch is None else scratch.view(torch.uint8)[: codes.shape[0]].copy_(codes)
     outer = {} if nested is None else _outer_scales(nested, weight.absmax)
     scales = weight.absmax if nested is None else nested.scales
@@ -190,19 +187,19 @@ def _outer_scales(nested: Nested, codes: Tensor) -> dict[str, Tensor]:
 
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_SLOW_BLOCKSIZE = 2048  # from here on bitsandbytes' CPU op calls torch.compile, which takes minutes
+_SLOW_BLOCKSIZE = 2048  # from this size on, bitsandbytes' CPU op calls torch.compile, which takes minutes
 
 
 def dequantize_reference(codes: Tensor, scales: Tensor, layout: Layout4bit, out: Tensor) -> None:
     """codes uint8 [ceil(N·K / 2)], scales fp32 [blocks] → out [N·K], in plain torch.
 
-    The reference that the kernels are compared with, and what computes where there is no kernel.
+    The reference for the kernels, and the fallback without a kernel.
     """
     _dequantize(codes, scales, layout, out, native=False)
 
 
 def _dequantize(codes: Tensor, scales: Tensor, layout: Layout4bit, out: Tensor, *, native: bool) -> None:
-    """Tile by tile; what follows the last whole block is left to the reference, for kernels differ there."""
+    """Tile by tile; the reference computes the part after the last whole block, where kernels differ."""
     blocksize, blocks = layout.blocksize, out.shape[0] // layout.blocksize
     step = core.tile(out.device) // blocksize
     kernel = _bitsandbytes_blocks if native else _lookup_blocks
@@ -222,20 +219,20 @@ def _lookup_blocks(codes: Tensor, scales: Tensor, layout: Layout4bit, dtype: tor
 
 
 def _lookup(codes: Tensor, quant_type: str) -> Tensor:
-    """uint8 [n] → fp32 [2n], looked up by pairs."""
+    """uint8 [n] → fp32 [2n], by a table of pairs."""
     return _pairs(quant_type, codes.device).index_select(0, codes.int()).view(torch.float32)
 
 
 @cache
 def _pairs(quant_type: str, device: torch.device) -> Tensor:
-    """int64 [256]: the two fp32 values that a byte stands for, as one word, so that a look-up moves one."""
+    """int64 [256]: the two fp32 values of a byte as one word, so that a look-up moves one word."""
     values = torch.tensor(CODES[quant_type])
     byte = torch.arange(256)
     return torch.stack((values[byte >> 4], values[byte & 15]), dim=1).view(torch.int64)[:, 0].to(device)
 
 
 def _bitsandbytes_blocks(codes: Tensor, scales: Tensor, layout: Layout4bit, dtype: torch.dtype) -> Tensor:
-    """As `_lookup_blocks`, but already rounded to `dtype`."""
+    """As `_lookup_blocks`, but rounded to `dtype`."""
     functional = bitsandbytes_functional()
     state = functional.QuantState(
         scales, (scales.shape[0], layout.blocksize), None, layout.blocksize, layout.quant_type, dtype
@@ -252,13 +249,13 @@ def _dequantize_on_cuda(codes: Tensor, scales: Tensor, layout: Layout4bit, out: 
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether bitsandbytes' kernels run on this GPU: where it finds none for its CUDA it is imported all the same."""
+    """Whether bitsandbytes' kernels run on this GPU. bitsandbytes can be imported even without kernels for its CUDA."""
     if not has_bitsandbytes():
         return False
     layout, codes = Layout4bit((1, 64), "nf4", 64), torch.zeros(32, dtype=torch.uint8, device=device)
     try:
         _dequantize_on_cuda(codes, torch.ones(1, device=device), layout, torch.empty(1, 64, device=device))
-    except RuntimeError:  # its own, in the place of the library that could not be loaded
+    except RuntimeError:  # bitsandbytes raises it if its library could not be loaded
         return False
     return True
 
@@ -268,7 +265,7 @@ def has_kernels(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Weight4bit(PackedStored):
-    """X and X.absmax are streamed; all else is `layout`."""
+    """A 4-bit weight: X and X.absmax are streamed; `layout` contains the rest."""
 
     name: str
     layout: Layout4bit
@@ -291,7 +288,7 @@ class Weight4bit(PackedStored):
         return Matrix4bit(self.layout, codes, absmax if self.layout.nested else typed(absmax, torch.float32))
 
     def sample(self, device: torch.device) -> Matrix4bit:
-        """With nested scales, whatever its own are."""
+        """A sample with nested scales, even if the weight has plain ones."""
         num_elements = math.prod(self.shape)
         num_blocks = num_elements // self.layout.blocksize
         outer = torch.ones(-(-num_blocks // NESTED_BLOCKSIZE))
@@ -315,7 +312,7 @@ _MAX_STATE_BYTES, _MAX_CONSTANT_BYTES = 1 << 16, 1 << 26  # far more than any we
 
 
 class FourBitFormat(WeightFormat):
-    """Recognised by the companions' names. Plans and `offspec quantize` write it as transformers does."""
+    """NF4 and FP4, recognised by the companions' names. Plans and `offspec quantize` use transformers' layout."""
 
     names = QUANT_TYPES
     plan_forms = ("nf4",)
@@ -341,7 +338,7 @@ class FourBitFormat(WeightFormat):
         return "nf4" if said.get("load_in_4bit") else None
 
     def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> StoredWeight:
-        """With 64 weights a scale, and scales of 8 bit, as double quantisation leaves them; vectors stay plain."""
+        """With 64 weights per scale, and scales of 8 bit (double quantisation); vectors are plain."""
         if len(shape) != 2:
             return PlainWeight(name, allocate(name, "BF16", shape))
         elements = math.prod(shape)
@@ -365,7 +362,7 @@ def _stored_4bit(group: TensorGroup) -> Weight4bit:
     if weight.nbytes != code_bytes or len(weight.shape) != 2 or weight.shape[1] != 1:
         group.refuse(
             weight,
-            f"is {weight.dtype} {list(weight.shape)}, but its quant_state calls for {code_bytes} bytes in one column "
+            f"is {weight.dtype} {list(weight.shape)}, but its quant_state needs {code_bytes} bytes in one column "
             f"({list(state.shape)} in 4 bit); {DAMAGED}",
         )
     absmax, quant_map = group.companion("absmax"), group.companion("quant_map")
@@ -374,34 +371,34 @@ def _stored_4bit(group: TensorGroup) -> Weight4bit:
     expected = torch.tensor(CODES[quant_type])
     if not torch.allclose(_floats(group.contents["quant_map"]), expected, rtol=0, atol=_CODE_TOLERANCE):
         group.refuse(
-            quant_map, f"has a quant_map that is not that of {quant_type}; no version of bitsandbytes wrote this"
+            quant_map, f"has a quant_map that is not that of {quant_type}, which no version of bitsandbytes writes"
         )
     nested = _nested(group, state.nested, blocks)
     return Weight4bit(group.name, Layout4bit(state.shape, quant_type, state.blocksize, nested), (weight, absmax))
 
 
 def _quant_state_part(group: TensorGroup) -> tuple[str, str]:
-    """The type that the one quant_state's name tells, and the name."""
+    """The type in the quant_state's name, and the name. Raises CheckpointError unless there is exactly one."""
     found = {part: info for part, info in group.parts.items() if part.startswith("quant_state.")}
     weight = group.parts[""]
     if len(found) != 1:
         what = f"has {len(found)} quant_states" if found else "lacks its quant_state"
-        group.refuse(weight, f"{what}, there must be one; {DAMAGED}")
+        group.refuse(weight, f"{what}; it needs exactly one; {DAMAGED}")
     ((part, info),) = found.items()
     match = QUANT_STATE.fullmatch(part)
     if match is None or match[1] not in QUANT_TYPES:
-        group.refuse(info, f"has the unknown {show(part)}; types that are read: {', '.join(QUANT_TYPES)}; {REMEDY}")
+        group.refuse(info, f"has the unknown {show(part)}; supported types: {', '.join(QUANT_TYPES)}; {REMEDY}")
     if unknown := group.parts.keys() - {"", "absmax", part, *_CONSTANTS}:
         group.refuse(info, f"has a companion {show(min(unknown))} that does not belong to {match[1]}; {DAMAGED}")
     return match[1], part
 
 
 def _nested(group: TensorGroup, said: tuple[float, int] | None, blocks: int) -> Nested | None:
-    """The second level of quantisation; it is there wholly or not at all."""
+    """The second level of quantisation, or None. Raises CheckpointError if it is incomplete."""
     if said is None:
         for part in ("nested_absmax", "nested_quant_map"):
             if part in group.parts:
-                group.refuse(group.parts[part], f"has a {part}, but its quant_state tells of no nesting; {DAMAGED}")
+                group.refuse(group.parts[part], f"has a {part}, but its quant_state has no nesting; {DAMAGED}")
         return None
     offset, blocksize = said
     wanted = {"nested_absmax": (-(-blocks // blocksize),), "nested_quant_map": (256,)}
@@ -426,14 +423,14 @@ def _floats(content: bytes) -> Tensor:
 def pack_4bit(
     weight: Tensor, quant_type: str = "nf4", *, nested: bool = True, blocksize: int = 64
 ) -> dict[str, Tensor]:
-    """weight [N, K] (bf16, fp16 or fp32, on the CPU) → suffix of its name → tensor, as `transformers` would save them.
+    """weight [N, K] (bf16, fp16 or fp32, on the CPU) → suffix of its name → tensor, in the layout of `transformers`.
 
-    The weight's own suffix is "". The result depends neither on the number of threads nor on the tile's size; memory
-    beside it is a few tiles. Raises CheckpointError where a number is not finite.
+    The weight's own suffix is "". The result depends neither on the number of threads nor on the tile size; additional
+    memory is a few tiles. Raises CheckpointError if a number is not finite.
     """
     codes, absmax = _quantize(weight, quant_type, blocksize)
     if not absmax.isfinite().all():
-        raise CheckpointError("holds a number that is not finite and cannot be quantised")
+        raise CheckpointError("contains a number that is not finite and cannot be quantised")
     state: dict[str, object] = {
         "quant_type": quant_type,
         "blocksize": blocksize,
@@ -457,7 +454,7 @@ def pack_4bit(
 def _quantize(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, Tensor]:
     """codes uint8 [ceil(N·K / 2)], absmax fp32 [blocks].
 
-    bitsandbytes would take 14 bytes an element for the whole matrix.
+    By tiles: for a whole matrix, bitsandbytes would need 14 bytes per element.
     """
     flat = weight.reshape(-1)
     codes = torch.empty(-(-flat.shape[0] // 2), dtype=torch.uint8)
@@ -473,7 +470,7 @@ def _quantize(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, 
 
 @dataclass(frozen=True)
 class Packer4bit:
-    """Writes NF4 or FP4 as transformers would: 64 weights a scale, scales in 8 bit where `double_quant` says so."""
+    """Writes NF4 or FP4 in transformers' layout: 64 weights per scale; scales in 8 bit with `double_quant`."""
 
     params: ConvertParams
 
@@ -488,7 +485,7 @@ class Packer4bit:
     def num_bytes(self, elements: int) -> int:
         blocks = -(-elements // WRITTEN_BLOCKSIZE)
         scales = blocks + 4 * -(-blocks // NESTED_BLOCKSIZE) + 1024 if self.params.double_quant else 4 * blocks
-        return -(-elements // 2) + scales + 1024  # quant_map, quant_state, and all of them in the header
+        return -(-elements // 2) + scales + 1024  # quant_map, quant_state, and their header entries
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         return pack_4bit(weight, self.params.format, nested=self.params.double_quant, blocksize=WRITTEN_BLOCKSIZE)
@@ -502,7 +499,7 @@ class Packer4bit:
 
 
 def quantization_config(params: ConvertParams, dtype: str) -> dict[str, Any]:
-    """As transformers' BitsAndBytesConfig writes it; computing in the dtype that the weights had ("BF16")."""
+    """The quantization_config as of transformers' BitsAndBytesConfig. dtype: of the source weights ("BF16")."""
     return {
         "_load_in_4bit": True,
         "_load_in_8bit": False,

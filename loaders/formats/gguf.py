@@ -1,7 +1,7 @@
-"""Matrices in the quantised types of GGUF (llama.cpp's Q4_K, Q8_0, IQ4_XS, ...): a tensor is its rows' blocks.
+"""Matrices in the quantised types of GGUF (llama.cpp's Q4_K, Q8_0, IQ4_XS, ...): each row consists of blocks.
 
-A row of K weights is K / 32 or K / 256 blocks, one behind the other, each with scales of its own; `gguf_blocks` has
-what lies in them. The numbers are those of the `gguf` package bit for bit, rounded once to the dtype of the arithmetic.
+A row of K weights has K / 32 or K / 256 consecutive blocks, each with its own scales; `gguf_blocks` decodes them. The
+numbers equal those of the `gguf` package bit for bit, rounded once to the compute dtype.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .on_gpu import FASTER_WAY, triton_kernels
 from .products import num_lanes
 
 QUANTISED: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.values() if kind.name in UNPACK}
-# From here on compiling, 0.1 s and more, is less than what the plain twin takes for a model of such matrices.
+# From this size on, compiling (at least 0.1 s) takes less time than the plain twin for a model of such matrices.
 WORTH_COMPILING = 1 << 18
-MOST_AT_ONCE = 1 << 22  # weights in plain torch: what lies beside the result on a GPU is then some 100 MB
+MOST_AT_ONCE = 1 << 22  # weights at a time in plain torch; temporary memory on a GPU is then some 100 MB
 _ORDINARY_HALF = 0x2C  # the upper byte of an fp16 number between 1/16 and 1/8
 
 
@@ -56,7 +56,7 @@ class GgufMatrix(PackedMatrix):
         return GgufMatrix(self.kind, self.blocks.index_select(0, indices))
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """By a compiled kernel where the type has one: on a CPU if it was compiled or will be worth it."""
+        """With a compiled kernel if the type has one; on a CPU only if it is compiled or worth compiling."""
         matrix = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
         unpacker = _unpacker(self.kind.name, dtype) if self.device.type == "cpu" else None
         if unpacker is not None and (unpacker.is_compiled or matrix.numel() >= WORTH_COMPILING):
@@ -87,7 +87,7 @@ def _unpacker(name: str, dtype: torch.dtype) -> Unpacker | None:
 
 
 def unpack_reference(matrix: GgufMatrix, out: Tensor) -> None:
-    """matrix [N, K] → out, contiguous [N, K], in plain torch: what kernels are compared with, and GPUs compute."""
+    """matrix [N, K] → out, contiguous [N, K], in plain torch: the reference for kernels, and the fallback."""
     kind, unpack = matrix.kind, UNPACK[matrix.kind.name]
     blocks, numbers = matrix.blocks.reshape(-1, kind.num_bytes), out.view(-1, kind.num_weights)
     step = max(1, min(tile(matrix.device), MOST_AT_ONCE) // kind.num_weights)
@@ -97,7 +97,7 @@ def unpack_reference(matrix: GgufMatrix, out: Tensor) -> None:
 
 @dataclass(frozen=True)
 class GgufWeight(PackedStored):
-    """[N, K] in blocks of `kind`; nothing but these is stored of it."""
+    """A stored weight [N, K] in blocks of `kind`, without other data."""
 
     name: str
     kind: GgufType
@@ -115,7 +115,7 @@ class GgufWeight(PackedStored):
         return GgufMatrix(self.kind, rows)
 
     def sample(self, device: torch.device) -> GgufMatrix:
-        """With scales that are ordinary numbers."""
+        """A sample with normal numbers as scales."""
         blocks = any_bytes(self.streamed[0].nbytes, device).view(-1, self.kind.num_bytes)
         for place in HALVES[self.kind.name]:
             blocks[:, place + 1] = _ORDINARY_HALF
@@ -123,7 +123,7 @@ class GgufWeight(PackedStored):
 
 
 class GgufFormat(WeightFormat):
-    """Recognised by the type that the container gives as dtype."""
+    """GGUF's quantised types, recognised by the dtype that the container sets."""
 
     names = tuple(QUANTISED)
 
@@ -136,10 +136,10 @@ class GgufFormat(WeightFormat):
         if len(info.shape) != 2 or 0 in info.shape:
             group.refuse(info, f"is {kind.name} {list(info.shape)}, which should be a matrix [N, K]; {DAMAGED}")
         if info.shape[1] % kind.num_weights:
-            what = f"is {kind.name} with {info.shape[1]} inputs, which blocks of {kind.num_weights} do not fill"
+            what = f"is {kind.name} with {info.shape[1]} inputs, not a multiple of {kind.num_weights}"
             group.refuse(info, f"{what}; {DAMAGED}")
         if info.nbytes != (wanted := _num_bytes(kind, info.shape)):
-            what = f"is {kind.name} {list(info.shape)} in {info.nbytes} bytes, which takes {wanted}"
+            what = f"is {kind.name} {list(info.shape)} in {info.nbytes} bytes, but needs {wanted}"
             group.refuse(info, f"{what}; {DAMAGED}")
         check_grid(kind.name)
         return GgufWeight(group.name, kind, info.shape, (info,))

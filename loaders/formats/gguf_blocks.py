@@ -1,12 +1,12 @@
-"""What the blocks of GGUF's quantised types hold, and the numbers that they stand for, in plain torch.
+"""Decodes the blocks of GGUF's quantised types in plain torch.
 
 `UNPACK` has a function for each type: blocks uint8 [B, bytes of a block] → fp32 [B, weights of a block], on any device,
-equal bit for bit to what the `gguf` package computes. Everything but the last sum, of a scaled code and a minimum, is
-exact in fp32, so that the order of the products does not matter; but an infinite scale times code 0 is not a number, so
-offsets are subtracted from codes as integers.
+equal bit for bit to the `gguf` package. Everything except the last sum, of a scaled code and a minimum, is exact in
+fp32, so the order of the products does not matter. But an infinite scale times code 0 is NaN, so offsets are subtracted
+from codes as integers.
 
-Source: the layouts of ggml-common.h (`block_q4_0` and so on) and what ggml-quants.c does with them. The grids of the
-IQ1, IQ2 and IQ3 types are large tables; they are taken from the `gguf` package, where it is installed.
+Source: the layouts of ggml-common.h (`block_q4_0` and so on) and their decoders in ggml-quants.c. The grids of the IQ1,
+IQ2 and IQ3 types are large tables from the `gguf` package, if it is installed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from offspec.errors import UnsupportedModelError
 
-# What the 16 codes of IQ4_NL and IQ4_XS stand for (ggml-common.h, kvalues_iq4nl).
+# Values of the 16 codes of IQ4_NL and IQ4_XS (ggml-common.h, kvalues_iq4nl).
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
-# Where the fp16 scales of a block begin, in bytes. IQ1_M has its scale in four pieces.
+# Byte offsets of the fp16 scales in a block. IQ1_M splits its scale into four pieces.
 HALVES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
     **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S"), (0,)),
@@ -56,7 +56,7 @@ def _fields(pieces: Tensor, *places: int, mask: int) -> Tensor:
 
 
 def _inner_fields(pieces: Tensor, *places: int, mask: int) -> Tensor:
-    """[..., n] → [..., n · len(places)]: the fields of a piece side by side."""
+    """[..., n] → [..., n · len(places)]: the bit fields of each piece, concatenated."""
     return _fields(pieces, *places, mask=mask).transpose(-1, -2).flatten(-2)
 
 
@@ -207,7 +207,7 @@ def _grid(name: str, device: torch.device) -> Tensor:
 
 
 def check_grid(name: str) -> None:
-    """Raises UnsupportedModelError where a type needs a table that is not installed."""
+    """Raises UnsupportedModelError if a type needs a table that is not installed."""
     if name in GRID_TYPES:
         _grid(name, torch.device("cpu"))
 

@@ -1,14 +1,14 @@
-"""AWQ's and GPTQ's matrices: integers of 4 bit, with a scale and a zero point for each group of inputs.
+"""AWQ's and GPTQ's matrices: 4-bit integers, with a scale and a zero point per group of inputs.
 
     w[n, k] = (code[k, n] - zero[group of k, n]) · scale[group of k, n]
 
-Both keep a matrix [N, K] the other way round, eight codes in an int32, the lowest bits first:
+Both store a matrix [N, K] transposed, with eight codes per int32, lowest bits first:
     X.qweight   GPTQ: int32 [K/8, N], eight inputs in order. AWQ ("gemm"): int32 [K, N/8], the outputs 0 2 4 6 1 3 5 7
-    X.qzeros    int32 [G, N/8]: GPTQ: in order, less one ("gptq") or as they are ("gptq_v2"). AWQ: 0 2 4 6 1 3 5 7
+    X.qzeros    int32 [G, N/8]: GPTQ: in order, minus one ("gptq") or unchanged ("gptq_v2"). AWQ: 0 2 4 6 1 3 5 7
     X.scales    fp16 (or bf16, fp32) [G, N]
-    X.g_idx     GPTQ: int32 [K], each input's group; where it is not in order (`desc_act`) scales are gathered
-Sources: AWQ (2306.00978) as AutoAWQ packs it, GPTQ (2210.17323) as AutoGPTQ and GPTQModel do. What these compute in
-fp16 is computed bit for bit: codes, zeros and their products with a 16-bit scale are exact in fp32, and rounded once.
+    X.g_idx     GPTQ: int32 [K], each input's group; if it is not in order (`desc_act`), scales are gathered
+Sources: AWQ (2306.00978) as packed by AutoAWQ, GPTQ (2210.17323) as packed by AutoGPTQ and GPTQModel. The results equal
+theirs in fp16 bit for bit: codes, zeros and their products with a 16-bit scale are exact in fp32, and rounded once.
 """
 
 from __future__ import annotations
@@ -34,23 +34,22 @@ from .on_gpu import FASTER_WAY, triton_kernels
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")  # of a matrix's name without its `.weight`
 CODES_PER_WORD, BITS = 8, 4
-PLANNED_GROUP = 128  # inputs of a group where nothing says how many there are
-MAX_ORDER_BYTES = 1 << 26  # of a g_idx, or of a bias that may be blank; far more than any matrix needs
+PLANNED_GROUP = 128  # inputs per group in plans without a given size
+MAX_ORDER_BYTES = 1 << 26  # limit of a g_idx, or of a bias without content; far more than any matrix needs
 _PARTS = re.compile(rf"(.+)\.({'|'.join(PARTS)})", re.DOTALL)
-_LAYOUTS = {"awq": {"gemm": 0}, "gptq": {"gptq": 1, "gptq_v2": 0}}  # and what is missing from their zeros
-# Where a config.json names the layout, the first that does; as transformers reads it.
+_LAYOUTS = {"awq": {"gemm": 0}, "gptq": {"gptq": 1, "gptq_v2": 0}}  # layout → offset of the zeros
+# Keys of a config.json for the layout; the first one present counts, as in transformers.
 _LAYOUT_KEYS = {"awq": ("checkpoint_format", "version", "format"), "gptq": ("checkpoint_format", "format")}
 _OLD_CONFIG = "quantize_config.json"  # AutoGPTQ's own
 _REMEDY = "use another 4-bit checkpoint of it, or the 16-bit one and `offspec quantize`"
 
-# Weights that are unpacked at a time, inputs by outputs: what a core's cache holds, and on a GPU so that launches are
-# few.
+# Weights unpacked at a time, inputs by outputs: they fit a core's cache; on a GPU more, to keep launches few.
 _TILE = {"cpu": (128, 2048), "cuda": (512, 8192)}
 
 
 @dataclass(frozen=True)
 class GroupedLayout:
-    """Of one matrix [N, K]. groups: int64 [K] where inputs of a group do not lie together, else None."""
+    """The layout of one matrix [N, K]. groups: int64 [K] if inputs of a group are not contiguous, otherwise None."""
 
     shape: tuple[int, int]
     method: str
@@ -73,12 +72,12 @@ class GroupedMatrix(PackedMatrix):
         return self.layout.shape
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """The matrix [N, K], as a rule a transposed view of [K, N]; in `out` (contiguous) where given."""
+        """The matrix [N, K], usually a transposed view of [K, N]; in `out` (contiguous) if given."""
         num_outputs, num_inputs = self.shape
         device = self.codes.device
         matrix = torch.empty(self.shape, dtype=dtype, device=device) if out is None else out
-        # As it is stored it is made soonest; but on a CPU torch takes 70 times as long to multiply with fp16 that lies
-        # so.
+        # Unpacking is fastest in the stored orientation. But on a CPU, torch multiplies with transposed fp16 70 times
+        # slower.
         is_turned = device.type == "cpu" and dtype is torch.float16
         upright = matrix.t() if is_turned else matrix.view(num_inputs, num_outputs)
         if device.type == "cuda" and (kernels := triton_kernels()):
@@ -89,7 +88,7 @@ class GroupedMatrix(PackedMatrix):
         return upright.t()
 
     def unpack_with(self, kernels: ModuleType, upright: Tensor) -> None:
-        """By Triton (`kernels.triton_unpack`) → upright, contiguous [K, N]."""
+        """Unpack with Triton (`kernels.triton_unpack`) → upright, contiguous [K, N]."""
         layout, num_inputs = self.layout, self.shape[1]
         groups = layout.groups
         if groups is None:
@@ -100,7 +99,7 @@ class GroupedMatrix(PackedMatrix):
             kernels.unpack_gptq(self.codes, self.zeros, self.scales, groups, upright, layout.zero_offset)
 
     def _unpack(self, upright: Tensor) -> None:
-        """By plain torch → upright [K, N]."""
+        """Unpack with plain torch → upright [K, N]."""
         (num_inputs, num_outputs), device, dtype = upright.shape, upright.device, upright.dtype
         is_turned = not upright.is_contiguous()
         height, width = _TILE[device.type]
@@ -118,7 +117,7 @@ class GroupedMatrix(PackedMatrix):
                 upright[rows, columns].copy_(tile)
 
     def _groups(self, height: int) -> tuple[Tensor, ...]:
-        """For every `height` inputs their groups: of each, or of as many side by side as surely share one."""
+        """Groups for every `height` inputs: one per input, or one per run of inputs that share a group."""
         if self.layout.groups is not None:
             return torch.split(self.layout.groups, height)
         num_inputs, size = self.shape[1], self.layout.group_size
@@ -154,7 +153,7 @@ def _in_order(words: Tensor) -> Tensor:
 def _interleaved(words: Tensor) -> Tensor:
     """int32 [R, W] → uint8 [R, 8 · W]: the codes 0 4 1 5 2 6 3 7 of each word, a byte each.
 
-    All eight of a word are moved at once, in three steps; beside each, where they then are, a hexadecimal digit each.
+    Three steps move all eight codes of a word at once; the comments show their places, one hexadecimal digit per code.
     """
     wide = words.long().bitwise_and_(0xFFFFFFFF)  # ........76543210
     wide.bitwise_or_(wide << 24).bitwise_and_(0x00FF00FF00FF00FF)  # ..76..32..54..10
@@ -165,7 +164,7 @@ def _interleaved(words: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupedWeight(PackedStored):
-    """X.qweight, X.qzeros and X.scales are streamed; a g_idx that matters is `layout.groups`."""
+    """A stored AWQ or GPTQ weight: X.qweight, X.qzeros and X.scales are streamed; `layout.groups` is the g_idx."""
 
     name: str
     layout: GroupedLayout
@@ -197,7 +196,7 @@ class GroupedWeight(PackedStored):
 
 @dataclass(frozen=True)
 class GroupedSettings:
-    """What a config.json says of all its matrices. group_size: None is a single group."""
+    """The settings of a config.json for all matrices. group_size: None is a single group."""
 
     method: str
     group_size: int | None
@@ -205,9 +204,9 @@ class GroupedSettings:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> GroupedSettings | None:
-        """By its `quantization_config`; None where it names another method, or there is none.
+        """The settings of its `quantization_config`; None for another method, or without one.
 
-        Raises UnsupportedModelError for another number of bits, another layout or differing modules, CheckpointError.
+        Raises UnsupportedModelError for other bits, another layout or settings per module; CheckpointError.
         """
         said, path = checkpoint.config.get("quantization_config"), checkpoint.path
         if not said:
@@ -217,7 +216,7 @@ class GroupedSettings:
             return None
         if (bits := said.get("bits", BITS)) != BITS:
             raise UnsupportedModelError(
-                f"{path}: {method} with {show(bits)} bits is not read, only with {BITS}; {_REMEDY}"
+                f"{path}: {method} with {show(bits)} bits is not supported, only with {BITS}; {_REMEDY}"
             )
         size = said.get("group_size", 128)
         if type(size) is not int or not (size == -1 or size > 0):
@@ -226,20 +225,20 @@ class GroupedSettings:
             )
         if rules := _overrides(said.get("dynamic")):
             raise UnsupportedModelError(
-                f"{path}: {method} with settings of their own for some modules (dynamic: {rules}) is not read; "
+                f"{path}: {method} with different settings for some modules (dynamic: {rules}) is not supported; "
                 f"{_REMEDY}"
             )
         layouts = _LAYOUTS[method]
         layout = next((str(said[key]).lower() for key in _LAYOUT_KEYS[method] if said.get(key)), next(iter(layouts)))
         if layout not in layouts:
             raise UnsupportedModelError(
-                f"{path}: {method} in the layout {show(layout)} is not read, only {' and '.join(layouts)}; {_REMEDY}"
+                f"{path}: {method} layout {show(layout)} is not supported, only {' and '.join(layouts)}; {_REMEDY}"
             )
         return cls(method, None if size == -1 else size, layouts[layout])
 
 
 def _overrides(dynamic: object) -> str:
-    """What GPTQModel's rules give to some modules, shown; "" where they only leave modules out ("-:")."""
+    """GPTQModel's rules for some modules as text; "" if they only exclude modules ("-:")."""
     if isinstance(dynamic, Mapping):
         dynamic = [rule for rule in dynamic if not rule.startswith("-:")]
     return show(dynamic) if dynamic else ""
@@ -250,18 +249,18 @@ def _refuse_old_gptq(checkpoint: Checkpoint) -> None:
     if (path / _OLD_CONFIG).is_file() and any(name.endswith(".qweight") for name in checkpoint.tensors):
         raise fault(
             path,
-            f"is GPTQ's, but its config.json has no quantization_config; give it one: what {_OLD_CONFIG} holds, with "
-            '"quant_method": "gptq" added',
+            f"is GPTQ, but its config.json has no quantization_config; add one: the content of {_OLD_CONFIG} with "
+            '"quant_method": "gptq"',
         )
 
 
 class GroupedFormat(WeightFormat):
-    """AWQ and GPTQ. Their tensors do not say how they are packed: config.json does, by its quantization_config."""
+    """AWQ and GPTQ. Only the quantization_config in config.json describes the packing of their tensors."""
 
     names = GROUPED_METHODS
 
     def __init__(self, settings: GroupedSettings | None = None) -> None:
-        """settings: what a checkpoint's config says; without them nothing is recognised."""
+        """settings: from a checkpoint's config; without them, the format recognises nothing."""
         self.settings = settings
 
     def in_checkpoint(self, checkpoint: Checkpoint) -> GroupedFormat | None:
@@ -283,7 +282,7 @@ class GroupedFormat(WeightFormat):
         return _grouped_weight(group, self.settings)
 
     def blank_tensors(self, infos: Mapping[str, TensorInfo], wanted: Collection[str]) -> set[str]:
-        """Biases: GPTQ's tools wrote zeros beside every matrix of a model without biases."""
+        """Biases of zeros, which GPTQ's tools wrote for every matrix of a model without biases."""
         unwanted = [name for name in infos if name.endswith(".bias") and name not in wanted]
         beside = [infos[name] for name in unwanted if f"{name.removesuffix('bias')}qweight" in infos]
         return {
@@ -293,7 +292,7 @@ class GroupedFormat(WeightFormat):
         }
 
     def plan_form(self, config: Mapping[str, Any]) -> str | None:
-        """NF4, whose sizes are within a percent."""
+        """NF4, whose sizes differ by less than one percent."""
         said = config.get("quantization_config") or {}
         return "nf4" if said.get("quant_method") in GROUPED_METHODS else None
 
@@ -307,7 +306,7 @@ class GroupedFormat(WeightFormat):
 
 
 def _grouped_weight(group: TensorGroup, settings: GroupedSettings) -> GroupedWeight:
-    """The matrix that these tensors are (by their names in PARTS), each disbelieved first. Raises CheckpointError."""
+    """Check the tensors (by their names in PARTS) and build the weight. Raises CheckpointError."""
     parts = group.parts
 
     def refuse(what: str) -> NoReturn:
@@ -323,7 +322,7 @@ def _grouped_weight(group: TensorGroup, settings: GroupedSettings) -> GroupedWei
     num_groups, num_outputs = scales.shape
     num_inputs = codes.shape[0] if settings.method == "awq" else codes.shape[0] * CODES_PER_WORD
     if num_outputs % CODES_PER_WORD or num_inputs % CODES_PER_WORD:
-        refuse(f"is [{num_outputs}, {num_inputs}], which words of {CODES_PER_WORD} do not fill")
+        refuse(f"is [{num_outputs}, {num_inputs}], but both must be multiples of {CODES_PER_WORD}")
     words = num_outputs // CODES_PER_WORD
     wanted = {
         "qweight": ("I32", (num_inputs, words) if settings.method == "awq" else (codes.shape[0], num_outputs)),
@@ -333,28 +332,28 @@ def _grouped_weight(group: TensorGroup, settings: GroupedSettings) -> GroupedWei
     for part, what in wanted.items():
         if part in parts and (parts[part].dtype, parts[part].shape) != what:
             found = f"{parts[part].dtype} {list(parts[part].shape)}"
-            refuse(f"has a {part} that is {found}, where {what[0]} {list(what[1])} belongs")
+            refuse(f"has a {part} that is {found}, not {what[0]} {list(what[1])}")
     if scales.dtype not in ("F16", "BF16", "F32"):
         refuse(f"has scales that are {scales.dtype}, not fp16, bf16 or fp32")
     size = settings.group_size or num_inputs
     if num_groups != (wanted_groups := -(-num_inputs // size)):
-        refuse(f"has {num_groups} groups of scales, where {num_inputs} inputs in groups of {size} have {wanted_groups}")
+        refuse(f"has {num_groups} groups of scales, but {num_inputs} inputs in groups of {size} need {wanted_groups}")
     groups = order_of(group, "g_idx", num_inputs, num_groups, size)
     layout = GroupedLayout((num_outputs, num_inputs), settings.method, size, settings.zero_offset, groups)
     return GroupedWeight(group.name, layout, (codes, zeros, scales))
 
 
 def order_of(group: TensorGroup, part: str, num_inputs: int, num_groups: int, size: int) -> Tensor | None:
-    """What a g_idx (I32 [num_inputs], the part `part`) says, int64 [num_inputs]: each input's group.
+    """Each input's group, int64 [num_inputs], from a g_idx (I32 [num_inputs], the part `part`).
 
-    None where there is none, or inputs are in order. Raises CheckpointError.
+    None without a g_idx, or if inputs are in order. Raises CheckpointError.
     """
     info = group.parts.get(part)
     if info is None:
         return None
     content = group.contents[part]
     if len(content) != 4 * num_inputs:
-        group.refuse(info, f"has {num_inputs} inputs in its {part}, more than are read; {DAMAGED}")
+        group.refuse(info, f"has {num_inputs} inputs in its {part}, more than the limit; {DAMAGED}")
     groups = torch.frombuffer(bytearray(content), dtype=torch.int32).long()
     if not (int(groups.min()) >= 0 and int(groups.max()) < num_groups):
         named = f"groups from {int(groups.min())} to {int(groups.max())} of {num_groups}"

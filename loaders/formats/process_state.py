@@ -1,11 +1,11 @@
-"""What weight formats change in the process, and what they keep in it. Nothing else in `loaders/formats` does so.
+"""All process-wide state of weight formats.
 
-- Importing bitsandbytes (once, by whoever first needs it): while it is imported, `torch.compile` is a function that
-  returns what it is given, `sys.modules["kernels"]` is None, logging below CRITICAL is off, and warnings are ignored.
-  Without that it prints warnings about kernels that are not used here, downloads one from the hub where it finds the
-  package `kernels`, and wraps operations in torch.compile, which takes seconds to import. All is put back afterwards.
-- `FUSED_ROWS`: how many rows each shape of packed matrices is multiplied with as it lies there. It is measured when a
-  model is loaded, and kept for as long as the process lives: two models with equal shapes compute alike.
+- The import of bitsandbytes, on first use. During the import, `torch.compile` returns its argument unchanged,
+  `sys.modules["kernels"]` is None, logging below CRITICAL is off, and warnings are ignored. Otherwise bitsandbytes
+  would print warnings about unused kernels, download one from the hub if the package `kernels` is installed, and wrap
+  operations in torch.compile, whose import takes seconds. Everything is restored afterwards.
+- `FUSED_ROWS`: for each shape of packed matrices, the number of rows up to which the fused product is used. It is
+  measured when a model is loaded, and kept until the process ends: two models with equal shapes compute alike.
 - `one_thread`: sets the number of torch's threads to one inside a `with` block.
 """
 
@@ -31,7 +31,7 @@ class FusedRows:
         self._rows: dict[tuple[tuple[int, ...], torch.dtype, torch.device], int] = {}
 
     def get(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
-        """The most rows that are multiplied with a packed matrix [N, K] without dequantising it first."""
+        """The maximum number of rows for a product with a packed matrix [N, K] without dequantising."""
         return self._rows.get((shape, dtype, device), 0)
 
     def set(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, rows: int) -> None:
@@ -46,11 +46,11 @@ FUSED_ROWS = FusedRows()
 
 @cache
 def bitsandbytes_functional() -> ModuleType:
-    """The module `bitsandbytes.functional`, imported without its noise. Raises OffspecError where it is missing."""
+    """The module `bitsandbytes.functional`, imported silently. Raises OffspecError if the import fails."""
     try:
         with _quiet_import():
             import bitsandbytes.functional as functional
-    except Exception as exc:  # everything: a broken CUDA set-up makes it raise anything
+    except Exception as exc:  # a broken CUDA installation may raise any error
         reason = " ".join(str(exc).split())
         raise OffspecError(
             f"4-bit weights need bitsandbytes, which cannot be imported ({reason}); pip install 'bitsandbytes>=0.50'"
@@ -61,7 +61,7 @@ def bitsandbytes_functional() -> ModuleType:
 
 @cache
 def has_bitsandbytes() -> bool:
-    """Whether it can be imported. On a GPU torch computes the same without it, in several times the time."""
+    """Whether bitsandbytes can be imported. Without it, torch computes the same on a GPU, several times slower."""
     try:
         bitsandbytes_functional()
     except OffspecError:
@@ -74,7 +74,7 @@ def _quiet_import() -> Iterator[None]:
     level, unused = logging.root.manager.disable, object()
     before, compiler = sys.modules.get("kernels", unused), torch.compile
     logging.disable(logging.ERROR)
-    sys.modules["kernels"] = None  # type: ignore[assignment]  # to import it is an ImportError, which it expects
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # its import then raises ImportError
     torch.compile = lambda function, **_: function  # type: ignore[assignment]
     try:
         with warnings.catch_warnings():
@@ -90,7 +90,7 @@ def _quiet_import() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A sum's last bits depend on how many threads share it."""
+    """Run the body with one thread: the last bits of a sum depend on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

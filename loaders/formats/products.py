@@ -1,11 +1,11 @@
-"""Ways to multiply with a matrix on a CPU, and which of them is taken for how many rows, as it was measured.
+"""Ways to multiply with a matrix on a CPU, and the choice of the fastest for a number of rows, by measured costs.
 
-    torch     torch's own product: oneDNN where the CPU has instructions for the dtype, slow loops where it has not;
-              a packed matrix is unpacked as a whole first, then multiplied in one of these ways
-    tiles     some rows of the matrix at a time converted to fp32, and multiplied by torch's fp32 product
-    kernel    one of `loaders.kernels`, which unpacks in registers
+    torch     torch's product: oneDNN if the CPU has instructions for the dtype, otherwise slow loops;
+              a packed matrix is first unpacked as a whole, then multiplied in one of these ways
+    tiles     converts some rows of the matrix at a time to fp32, and multiplies with torch's fp32 product
+    kernel    a kernel of `loaders.kernels`, which unpacks in registers
 
-They agree within rounding. Unless `COSTS` was told what they take (`loaders.product_costs`) it is torch's.
+The results agree within rounding. Without costs in `COSTS` (`loaders.product_costs`), the way is torch's.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..kernels.encodings import Float16
 from ..kernels.row_product import RowProduct
 
 TORCH, TILES, KERNEL = "torch", "tiles", "kernel"
-HALF_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # that there is a choice for
+HALF_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # plain dtypes with several ways
 TILE_ROWS = 512
-LARGE_ELEMENTS = 1 << 22  # from here on a matrix is large, and what a call costs does not count
+LARGE_ELEMENTS = 1 << 22  # for matrices from this size on, the overhead of a call is negligible
 
 
 @dataclass(frozen=True)
 class ProductKind:
-    """What the time of a product depends on, beside the number of rows. form: how the weights lie ("bf16", "nf4")."""
+    """The key for the time of a product, besides the number of rows. form: the weights' format ("bf16", "nf4")."""
 
     form: str
     dtype: torch.dtype
@@ -47,28 +47,28 @@ class ProductKind:
         return f"{self.form} x {str(self.dtype).removeprefix('torch.')}, {size}"
 
 
-Seconds = Mapping[int, float]  # rows → seconds for each weight of the matrix
+Seconds = Mapping[int, float]  # rows → seconds per weight of the matrix
 
 
 @dataclass(frozen=True)
 class WayCosts:
-    """What each way takes for one kind of product, at some numbers of rows."""
+    """The costs of each way for one kind of product, at some numbers of rows."""
 
     seconds: Mapping[str, Seconds]
 
     def way(self, num_rows: int) -> str:
-        """The one that takes least."""
+        """The fastest way."""
         return min(self.seconds, key=lambda way: between(self.seconds[way], num_rows))
 
     def least(self, num_rows: int) -> float:
-        """Seconds for each weight, by that way."""
+        """Seconds per weight with the fastest way."""
         return min(between(seconds, num_rows) for seconds in self.seconds.values())
 
 
 class ProductCosts:
-    """What was measured in this process, or before on this machine.
+    """The costs measured in this process, or earlier on this machine.
 
-    forced: a way to take whatever it costs, for weights of `forced_form`, or of all forms where that is "".
+    forced: a way to use regardless of costs, for weights of `forced_form`, or of all forms if that is "".
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class ProductCosts:
         return self._known.get(kind)
 
     def way(self, kind: ProductKind, num_rows: int) -> str:
-        """The way to take; torch's where nothing was measured."""
+        """The way to use; torch's if there is no measurement."""
         if self.forced is not None and self.forced_form in ("", kind.form):
             return self.forced
         key = (kind, num_rows)
@@ -103,7 +103,7 @@ COSTS = ProductCosts()
 
 
 def between(points: Seconds, place: int) -> float:
-    """On the line between the points beside `place`; beyond the last at its rate a row, before the first as there."""
+    """Linear interpolation at `place`; after the last point proportional to rows, before the first constant."""
     known = sorted(points)
     if place >= known[-1]:
         return points[known[-1]] * place / known[-1]
@@ -118,9 +118,9 @@ def between(points: Seconds, place: int) -> float:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    """x [..., K] times weight [N, K] on a CPU, plus bias [N] → [..., N] in x's dtype, in the way that takes least.
+    """x [..., K] times weight [N, K] on a CPU, plus bias [N] → [..., N] in x's dtype, in the fastest way.
 
-    scratch: at least N·K elements of x's dtype, for a weight of another.
+    scratch: at least N·K elements of x's dtype, for a weight of another dtype.
     """
     way = TORCH
     if weight.dtype in HALF_DTYPES and not _needs_grad(x, weight):
@@ -135,17 +135,17 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, scratch: Ten
 
 
 def plus(product: Tensor, bias: Tensor | None) -> Tensor:
-    """product [..., N], which is changed, and bias [N]."""
+    """Add bias [N] to product [..., N] in place."""
     return product if bias is None else product.add_(bias)
 
 
 def rows_of(x: Tensor) -> int:
-    """How many rows [..., K] has."""
+    """The number of rows of x [..., K]."""
     return math.prod(x.shape[:-1])
 
 
 def can_multiply(product: RowProduct, x: Tensor, weight: Tensor) -> bool:
-    """Whether a kernel takes these, which trusts what it is told: whole steps, lying row after row."""
+    """Whether a kernel supports these operands: whole steps and contiguous rows. The kernel itself does not check."""
     return (
         x.shape[-1] == weight.shape[1]
         and product.encoding.can_read(x.shape[-1])
@@ -174,12 +174,12 @@ def _by_tiles(x: Tensor, weight: Tensor) -> Tensor:
 
 @cache
 def half_product(dtype: torch.dtype) -> RowProduct | None:
-    """The kernel for matrices of bf16 or fp16; None where this CPU has none."""
+    """The kernel for matrices of bf16 or fp16; None if this CPU has none."""
     lanes = num_lanes()
     return RowProduct(Float16(lanes, HALF_DTYPES[dtype])) if lanes else None
 
 
 def num_lanes() -> int:
-    """fp32 numbers in a vector of this CPU; 0 where there are no kernels for it."""
+    """fp32 numbers per vector of this CPU; 0 if there are no kernels for it."""
     found = instructions()
     return 16 if "avx512" in found else 8 if "avx2" in found else 0

@@ -1,6 +1,6 @@
-"""The JSON that bitsandbytes stores beside a 4-bit weight, each value checked for being one that can be meant.
+"""The JSON that bitsandbytes stores beside a 4-bit weight, with all values checked.
 
-{"quant_type", "blocksize", "dtype", "shape"} and, where scales are quantised themselves,
+{"quant_type", "blocksize", "dtype", "shape"} and, if scales are quantised too,
 {"nested_blocksize", "nested_dtype", "nested_offset"}
 """
 
@@ -22,7 +22,7 @@ QUANT_STATE = re.compile(r"quant_state\.bitsandbytes__(.+)", re.DOTALL)  # the p
 
 @dataclass(frozen=True)
 class QuantState:
-    """What the JSON says. nested: (offset, blocksize)."""
+    """The content of the JSON. nested: (offset, blocksize)."""
 
     shape: tuple[int, int]
     blocksize: int
@@ -31,7 +31,7 @@ class QuantState:
 
 @dataclass(frozen=True)
 class QuantStateReader:
-    """Reads the JSON of a quant_state, each value checked for being one that can be meant."""
+    """Reads the JSON of a quant_state and checks each value."""
 
     group: TensorGroup
     info: TensorInfo
@@ -59,8 +59,8 @@ class QuantStateReader:
         offset, blocksize = said.get("nested_offset"), said.get("nested_blocksize")
         is_number = isinstance(offset, (int, float)) and not isinstance(offset, bool) and abs(offset) < 3e38
         self._demand("nested_offset", said, is_number, "not a number of 32 bit")
-        self._demand("nested_blocksize", said, _is_blocksize(blocksize), "not a size of blocks")
-        self._demand("nested_dtype", said, said.get("nested_dtype") == "float32", "only float32 is read")
+        self._demand("nested_blocksize", said, _is_blocksize(blocksize), "not a block size")
+        self._demand("nested_dtype", said, said.get("nested_dtype") == "float32", "only float32 is supported")
         return float(offset), int(blocksize)  # type: ignore[arg-type]
 
     def _demand(self, key: str, said: Mapping[str, Any], condition: bool, why: str) -> None:
@@ -69,7 +69,7 @@ class QuantStateReader:
 
 
 def _is_matrix(shape: object) -> bool:
-    # `type`, not isinstance: True is an int to Python, and to nobody else. The bound keeps products within 64 bits.
+    # `type`, not isinstance: in Python, True is an int. The bound keeps products within 64 bits.
     return isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and 0 < n < 2**30 for n in shape)
 
 

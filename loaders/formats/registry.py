@@ -1,7 +1,7 @@
-"""Which formats there are, and what the tensors of a checkpoint are in them.
+"""The list of weight formats, and the conversion of a checkpoint's tensors to stored weights.
 
-`stored_weights` groups the tensors of a checkpoint into logical weights and disbelieves all of them first. Reads the
-few bytes of constants that formats ask for, and nothing else.
+`stored_weights` groups the tensors of a checkpoint into logical weights and checks all of them. It reads only the few
+bytes of constants that formats request.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from .grouped import GroupedFormat
 from .int8 import Int8Format
 from .plain import PlainFormat
 
-# In the order in which they are asked; the last one takes what nobody else recognises, or refuses it.
+# In the order in which they are tried; the last one accepts or refuses all other weights.
 FORMATS = Registry[WeightFormat](
     GroupedFormat(), Fp8Format(), CompressedTensorsFormat(), FourBitFormat(), Int8Format(), GgufFormat(), PlainFormat()
 )
 
 
 def formats_in(checkpoint: Checkpoint) -> list[WeightFormat]:
-    """The formats as this checkpoint's config sets them. Raises UnsupportedModelError, CheckpointError."""
+    """The formats with the settings of this checkpoint's config. Raises UnsupportedModelError, CheckpointError."""
     found = (known.in_checkpoint(checkpoint) for known in FORMATS)
     return [known for known in found if known is not None]
 
 
 def format_notes(checkpoint: Checkpoint) -> list[str]:
-    """What the formats of this checkpoint have to tell somebody who loads it. Raises as `formats_in` does."""
+    """The notes of this checkpoint's formats for the user. Raises the errors of `formats_in`."""
     return [told for known in formats_in(checkpoint) for told in known.notes]
 
 
 def stored_weights(
     infos: Mapping[str, TensorInfo], formats: Sequence[WeightFormat] | None = None
 ) -> dict[str, StoredWeight]:
-    """Groups tensors into logical weights, by the keys of `infos`; reads the constants of the quantised ones.
+    """Group tensors into logical weights by the keys of `infos`, and read the constants of quantised ones.
 
-    formats: what `formats_in` says of their checkpoint; None is what every checkpoint may hold.
-    Raises CheckpointError for whatever is incomplete, contradicts itself, or lies in a form that is not read.
+    formats: the result of `formats_in` for their checkpoint; None for all formats without settings.
+    Raises CheckpointError for incomplete, contradictory or unsupported weights.
     """
     formats = tuple(FORMATS) if formats is None else formats
     read_by = [(group, _format_of(group, formats)) for group in _grouped(infos, formats)]
@@ -74,20 +74,20 @@ def _format_of(group: TensorGroup, formats: Sequence[WeightFormat]) -> WeightFor
 
 
 def blank_tensors(infos: Mapping[str, TensorInfo], wanted: Collection[str]) -> set[str]:
-    """Names of tensors that are not `wanted`, and hold nothing; some formats' tools write such."""
+    """Names of tensors without content, which some formats' tools write, except those in `wanted`."""
     return {name for known in FORMATS for name in known.blank_tensors(infos, wanted)}
 
 
 def format_named(form: str) -> WeightFormat:
-    """The format whose weights, or whose sizes in a plan, are called so; `form` is a name that there is."""
+    """The format with this name or plan form; `form` must exist."""
     return next(known for known in FORMATS if form in (*known.names, *known.plan_forms))
 
 
 def plan_form(config: Mapping[str, object]) -> str:
-    """The form (of `params.PLAN_FORMATS`) by which a checkpoint with this config.json is sized."""
+    """The form (of `params.PLAN_FORMATS`) for a plan of a checkpoint with this config.json."""
     return next(form for known in FORMATS if (form := known.plan_form(config)) is not None)
 
 
 def packer_for(params: ConvertParams) -> Packer | None:
-    """What writes `params.format`; None for `keep`, which packs nothing."""
+    """The packer for `params.format`; None for `keep`."""
     return next((packer for known in FORMATS if (packer := known.packer(params)) is not None), None)

@@ -1,17 +1,16 @@
-"""Matrices of codes with a scale for each rectangle of them, as fp8 and compressed-tensors checkpoints hold them.
+"""Matrices of codes with a scale per rectangle, as in fp8 and compressed-tensors checkpoints.
 
     w[n, k] = (code[n, k] - zero[n // a, k // b]) · scale[n // a, k // b]
 
-A rectangle of a outputs and b inputs is a block (128 by 128), a group (1 by 128), a row, or the whole matrix; zeros are
-there in asymmetric schemes only. Codes lie row after row:
-    fp8     e4m3, a byte each
-    int8    a byte each
-    fp4     e2m1, two a byte, the low half first
-    packed  integers of 2 to 8 bit, to each of which half its range was added, without gaps in int32 words, the lowest
-            bits first
-Differences and products are computed in fp32 and rounded once, to the dtype that is asked for. So is what
-compressed-tensors computes: in the dtype of its scales, and codes, zeros and their products with 16-bit scales are
-exact in fp32.
+A rectangle of a outputs and b inputs is a block (128 by 128), a group (1 by 128), a row, or the whole matrix. Only
+asymmetric schemes have zeros. Codes are stored row by row:
+    fp8     e4m3, one byte each
+    int8    one byte each
+    fp4     e2m1, two per byte, low half first
+    packed  integers of 2 to 8 bit plus half their range, without gaps in int32 words, lowest bits first
+Differences and products are computed in fp32 and rounded once, to the requested dtype. The results equal those of
+compressed-tensors, which computes in the dtype of its scales, because codes, zeros and their products with 16-bit
+scales are exact in fp32.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .plain import PlainWeight
 from .products import num_lanes
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without its sign, the highest bit
-# How scales and zeros may lie. E8M0 is an exponent alone: 2^(code - 127); files call it U8, too.
+# Dtypes of scales and zeros. E8M0 is only an exponent: 2^(code - 127); files also name it U8.
 SCALE_DTYPES = {
     **FLOAT_DTYPES,
     "F8_E4M3": torch.float8_e4m3fn,
@@ -50,15 +49,15 @@ SCALE_DTYPES = {
 EXPONENTS = ("F8_E8M0", "U8")
 _WORD_BITS, _BYTE_BITS = 32, 8
 _UNPACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# From here on compiling, 0.1 s and more, is less than what the plain twin takes for a model of such matrices.
+# From this size on, compiling (at least 0.1 s) takes less time than the plain twin for a model of such matrices.
 WORTH_COMPILING = 1 << 18
-_SPREAD_GROUP = 128  # inputs that a kernel has a scale for, where there is one for a row
+_SPREAD_GROUP = 128  # inputs per scale in a kernel, for a matrix with one scale per row
 
 Block: TypeAlias = tuple[int, int]  # outputs and inputs that share a scale
 
 
 def grid(shape: tuple[int, int], block: Block) -> tuple[int, int]:
-    """How many rectangles a matrix has, down and across; those at its ends may be smaller."""
+    """The number of rectangles along outputs and inputs; those at the ends may be smaller."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
@@ -67,7 +66,7 @@ def grid(shape: tuple[int, int], block: Block) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Codes:
-    """How the codes of a matrix lie. kind: fp8, int8, fp4 or packed."""
+    """The encoding of a matrix's codes. kind: fp8, int8, fp4 or packed."""
 
     kind: str
     bits: int
@@ -77,7 +76,7 @@ class Codes:
         return -(-bits // _WORD_BITS) * 4 if self.kind == "packed" else -(-bits // _BYTE_BITS)
 
     def unpack(self, raw: Tensor) -> Tensor:
-        """uint8 [R, row bytes] → fp32 [R, at least K], in memory of its own."""
+        """uint8 [R, row bytes] → fp32 [R, at least K], in new memory."""
         if self.kind == "fp8":
             return _fp8(raw)
         if self.kind == "int8":
@@ -91,18 +90,18 @@ class Codes:
 
 
 def _fp8(raw: Tensor) -> Tensor:
-    """torch's own conversion on a CPU takes eight times as long: moved to where fp16 has sign, exponent and fraction,
-    a code is 1/256 of its value, denormal ones too. Only NaN is none of fp16.
+    """fp8 codes → fp32. Shifted to fp16's places of sign, exponent and fraction, a code is 1/256 of its value, also for
+    denormals. On a CPU, torch's own conversion takes eight times as long; only NaN needs it.
     """
     if raw.device.type != "cpu" or not raw.numel() or int((raw & 0x7F).amax()) == 0x7F:
         return raw.view(torch.float8_e4m3fn).float()
-    wide = raw.view(torch.int8).to(torch.int16)  # its sign stands in all upper bits
+    wide = raw.view(torch.int8).to(torch.int16)  # sign-extended
     return wide.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float().mul_(256)
 
 
 @cache
 def _byte_values(kind: str, bits: int, device: torch.device) -> Tensor:
-    """[256]: the two or four fp32 values that a byte stands for, as one number, so that a look-up moves one."""
+    """[256]: the two or four fp32 values of a byte as one number, so that a look-up moves one number."""
     numbers = torch.arange(-(1 << (bits - 1)), 1 << (bits - 1)).float()
     if kind == "fp4":
         positive = torch.tensor(FP4_VALUES)
@@ -114,7 +113,7 @@ def _byte_values(kind: str, bits: int, device: torch.device) -> Tensor:
 
 
 def _across_bytes(raw: Tensor, bits: int) -> Tensor:
-    """Codes of 3, 5, 6 or 7 bit, some of which begin in one byte and end in the next: eight in as many bytes."""
+    """Codes of 3, 5, 6 or 7 bit, which may cross bytes: eight codes occupy `bits` bytes."""
     eights = F.pad(raw, (0, -raw.shape[1] % bits)).view(raw.shape[0], -1, bits).to(torch.int16)
     values = torch.empty(*eights.shape[:2], _BYTE_BITS, device=raw.device)
     for i in range(_BYTE_BITS):
@@ -131,10 +130,10 @@ def _across_bytes(raw: Tensor, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ScaledLayout:
-    """Of one matrix [N, K].
+    """The layout of one matrix [N, K].
 
-    form: what notes, plans and costs of products call it. packed_zeros: zeros are packed as the codes are, down the
-    outputs. groups: int64 [K], the column of scales that each input has, where inputs of a group do not lie together.
+    form: its name in notes, plans and costs of products. packed_zeros: zeros are packed like the codes, along the
+    outputs. groups: int64 [K], each input's column of scales, if inputs of a group are not contiguous.
     """
 
     shape: tuple[int, int]
@@ -152,7 +151,7 @@ class ScaledLayout:
 @dataclass(frozen=True)
 class ScaledMatrix(PackedMatrix):
     """codes uint8 [N, row bytes]; scales [grid] of some dtype; zeros of that shape, or packed int32 [W, columns of the
-    grid]; divisor fp32 [1]: what all scales are to be divided by.
+    grid]; divisor fp32 [1] of all scales.
     """
 
     layout: ScaledLayout
@@ -187,7 +186,7 @@ class ScaledMatrix(PackedMatrix):
         return self.codes.device
 
     def take(self, indices: Tensor) -> ScaledMatrix:
-        """The matrix [T, K] of these rows: an embedding's."""
+        """The matrix [T, K] of these rows, for an embedding."""
         height, width = self.layout.block
         scales, zeros = self._fp32_scales(), self._fp32_zeros()
         shape = (indices.shape[0], self.layout.shape[1])
@@ -213,7 +212,7 @@ class ScaledMatrix(PackedMatrix):
         return matrix
 
     def _unpack_compiled(self, out: Tensor) -> bool:
-        """By a kernel, where there is one, and it was compiled or will be worth it."""
+        """Unpack with a kernel, if there is one and it is compiled or worth compiling; False otherwise."""
         found = self.kernel if out.dtype in _UNPACKED_DTYPES else None
         if found is None or found[0].encoding.interleave > 1:
             return False
@@ -233,7 +232,7 @@ class ScaledMatrix(PackedMatrix):
         return self.layout.codes.unpack(words)[:, : self.layout.grid[0]].t().contiguous()
 
     def _spread(self, change: Callable[[Tensor, Tensor], Tensor], values: Tensor, numbers: Tensor, rows: slice) -> None:
-        """values [R, K], the matrix's `rows`, are changed by numbers fp32 [grid], each for its rectangle."""
+        """Apply `change` to values [R, K], the matrix's `rows`, with the number of each rectangle, fp32 [grid]."""
         (height, width), num_columns = self.layout.block, values.shape[1]
         if height == 1:
             numbers = numbers[rows]
@@ -251,7 +250,7 @@ class ScaledMatrix(PackedMatrix):
 
 
 def _product(layout: ScaledLayout) -> tuple[RowProduct, Block] | None:
-    """A kernel, and the block that it wants scales for (inputs 0: all); None where there is none."""
+    """A kernel, and the block of its scales (inputs 0: all); None if there is none."""
     lanes, codes, (height, width) = num_lanes(), layout.codes, layout.block
     is_row = width == layout.shape[1]
     block = (1, 0) if is_row else (height, width)
@@ -292,7 +291,7 @@ def _four_bit_product(lanes: int, group_size: int) -> RowProduct:
 
 @dataclass(frozen=True)
 class ScaledParts:
-    """The tensors of a `ScaledMatrix`, in the order in which they are streamed."""
+    """The tensors of a `ScaledMatrix`, in the order of `streamed`."""
 
     codes: TensorInfo
     scales: TensorInfo
@@ -302,7 +301,7 @@ class ScaledParts:
 
 @dataclass(frozen=True)
 class ScaledWeight(PackedStored):
-    """Codes, scales and, where they are there, zeros and a divisor are streamed; all else is `layout`."""
+    """A stored weight: codes, scales, and optional zeros and divisor are streamed; `layout` contains the rest."""
 
     name: str
     layout: ScaledLayout
@@ -332,7 +331,7 @@ class ScaledWeight(PackedStored):
         return ScaledMatrix(layout, codes.view(layout.shape[0], -1), scales, zeros, divisor)
 
     def sample(self, device: torch.device) -> ScaledMatrix:
-        """With ordinary numbers: NaN among the codes, or products that are very small, take longer."""
+        """A sample with normal numbers: NaN and denormals take longer."""
         ones = [torch.ones(math.prod(info.shape)).to(SCALE_DTYPES[info.dtype]) for info in self.streamed[1:]]
         raw = [part.view(torch.uint8).to(device) for part in ones]
         codes = any_bytes(self.parts.codes.nbytes, device)
@@ -350,31 +349,31 @@ def _numbers(info: TensorInfo, raw: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------------ formats
 
-# What a module's inputs, and its outputs, are quantised with where activations are: a weight does not depend on it.
+# Tensors for quantised activations of a module; a weight does not depend on them.
 ACTIVATIONS = r"(?:in|out)put_(?:scale|scale_ub|zero_point|global_scale)|activation_scale"
 _KV_CACHE = re.compile(r".+\.(?:[qkv]|kv)_(?:scale|zero_point|global_scale)", re.DOTALL)
 
 
 class ScaledFormat(WeightFormat):
-    """What formats of such matrices have in common. companions: what follows a module's name and a dot, or nothing."""
+    """Base of formats with such matrices. companions: pattern of tensor names, module name and part."""
 
     outside_layers = "bf16"
     companions: re.Pattern[str]
-    is_set = False  # whether a checkpoint's config names this method; without it nothing is recognised
+    is_set = False  # whether a checkpoint's config names this method; otherwise the format recognises nothing
 
     def companion(self, key: str) -> tuple[str, str] | None:
         match = self.companions.fullmatch(key) if self.is_set else None
         return (f"{match[1]}.weight", match[2]) if match else None
 
     def blank_tensors(self, infos: Mapping[str, TensorInfo], wanted: Collection[str]) -> set[str]:
-        """Scales of a KV cache in 8 bit, which is not kept so here."""
+        """Scales of an 8-bit KV cache, which offspec does not use."""
         return {name for name in infos if name not in wanted and _KV_CACHE.fullmatch(name)}
 
 
 def sized_scaled(
     layout: ScaledLayout, name: str, allocate: Allocate, dtypes: tuple[str, str], divisor: bool = False
 ) -> StoredWeight:
-    """A matrix of this layout that lies nowhere, for `WeightFormat.sized`. dtypes: of codes and scales."""
+    """A matrix of this layout without a file, for `WeightFormat.sized`. dtypes: of codes and scales."""
     num_rows, row_bytes = layout.shape[0], layout.codes.row_bytes(layout.shape[1])
     columns = row_bytes // 4 if dtypes[0] == "I32" else row_bytes
     codes = allocate(name, dtypes[0], (num_rows, columns))
@@ -384,5 +383,5 @@ def sized_scaled(
 
 
 def sized_vector(name: str, shape: tuple[int, ...], allocate: Allocate) -> PlainWeight:
-    """What is no matrix is not quantised."""
+    """A plain vector: only matrices are quantised."""
     return PlainWeight(name, allocate(name, "BF16", shape))

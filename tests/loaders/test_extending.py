@@ -229,5 +229,5 @@ def test_without_sizes_of_its_own_it_is_measured_as_nf4(monkeypatch: pytest.Monk
 def test_unregistered_it_is_refused(pair: Pair) -> None:
     with pytest.raises(CheckpointError):
         open_checkpoint(pair.target / "model.one")
-    with pytest.raises(CheckpointError, match="is a file, and no GGUF; give the folder"):
+    with pytest.raises(CheckpointError, match="is a file, but not GGUF; give the folder"):
         open_target(str(pair.target / "model.one"), None, "fp32", "cpu")

@@ -61,7 +61,7 @@ def test_a_folder_with_one_model(model: Path) -> None:
     assert open_checkpoint(model.parent).tensors.keys() == read_model(model).tensors.keys()
     assert resolve(str(model.parent)) == model.parent
     model.with_name("other.gguf").write_bytes(model.read_bytes())
-    assert "holds 2 models in GGUF; name the file of one" in refusal(lambda: open_checkpoint(model.parent))
+    assert "contains 2 GGUF models" in refusal(lambda: open_checkpoint(model.parent))
 
 
 def test_a_file_of_another_name_is_known_by_its_first_bytes(model: Path) -> None:
@@ -111,9 +111,9 @@ def test_split_sets_that_are_none(tmp_path: Path) -> None:
     one, two, three = split_set(tmp_path)
     content = two.read_bytes()
     two.write_bytes(one.read_bytes())  # a set that goes round in circles
-    assert "is part 2 of 3 by its name, but says that it is part 0" in refusal(lambda: read_model(one))
+    assert "is part 2 of 3 by its name, but its metadata say part 0" in refusal(lambda: read_model(one))
     two.unlink()
-    with pytest.raises(MissingWeightsError, match="1 of 3 parts are missing, the first is big-00002-of-00003"):
+    with pytest.raises(MissingWeightsError, match="1 of 3 parts are missing, first big-00002-of-00003"):
         read_model(three)
     two.symlink_to(two)
     with pytest.raises(MissingWeightsError, match="1 of 3 parts are missing"):
@@ -121,13 +121,15 @@ def test_split_sets_that_are_none(tmp_path: Path) -> None:
     two.unlink()
     two.write_bytes(content)
     alone = one.rename(tmp_path / "alone.gguf")
-    assert "is one file by its name, but says that it is part 0 (from 0) of 3" in refusal(lambda: read_model(alone))
+    assert "is a single file by its name, but its metadata say part 0 (from 0) of 3" in refusal(
+        lambda: read_model(alone)
+    )
     absurd = tmp_path / "big-00001-of-99999.gguf"
     absurd.write_bytes(content)
-    assert "there are at most 1000" in refusal(lambda: read_model(absurd))
+    assert "the limit is 1000" in refusal(lambda: read_model(absurd))
     outside = tmp_path / "big-00000-of-00003.gguf"
     outside.write_bytes(content)
-    assert "is named as part 0 of 3" in refusal(lambda: read_model(outside))
+    assert "part 0 of 3" in refusal(lambda: read_model(outside))
 
 
 def test_a_tensor_in_two_parts(tmp_path: Path) -> None:
@@ -135,27 +137,27 @@ def test_a_tensor_in_two_parts(tmp_path: Path) -> None:
         metadata = {"split.no": part, "split.count": 2, "split.tensors.count": 2}
         tensors = {"output_norm.weight": np.ones(32, dtype=np.float32)}
         path = write_gguf(tmp_path / f"m-{part + 1:05d}-of-00002.gguf", "llama", metadata, tensors)
-    assert "is in another part as well" in refusal(lambda: read_model(path))
+    assert "also in another part" in refusal(lambda: read_model(path))
 
 
 # ------------------------------------------------------------------------------------------------------------ damage
 
 HUGE = 2**62
 DAMAGED: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is no GGUF file"),
-    "other magic": (header([ARCH], [], magic=b"GGML"), "is no GGUF file: it begins with b'GGML'"),
+    "empty": (b"", "is not a GGUF file"),
+    "other magic": (header([ARCH], [], magic=b"GGML"), "is not a GGUF file: it begins with b'GGML'"),
     "git-lfs": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-    "version 1": (header([ARCH], [], version=1), "has version 1 of GGUF"),
+    "version 1": (header([ARCH], [], version=1), "has GGUF version 1"),
     "big-endian": (header([ARCH], [], version=3 << 24), "is big-endian"),
-    "cut in the header": (header([ARCH], [])[:40], "its header can have 40 at most"),
-    "absurd number of tensors": (header([ARCH], [], counts=(HUGE, 1)), "which no model has"),
-    "absurd number of keys": (header([ARCH], [], counts=(0, HUGE)), "which no model has"),
+    "cut in the header": (header([ARCH], [])[:40], "its header ends at 40"),
+    "absurd number of tensors": (header([ARCH], [], counts=(HUGE, 1)), "more than any model has"),
+    "absurd number of keys": (header([ARCH], [], counts=(0, HUGE)), "more than any model has"),
     "more keys than there are": (header([ARCH], [], counts=(0, 9)), "damaged"),
     "a key of gigabytes": (header([struct.pack("<Q", 2**40)], []), "has a string of 1099511627776 bytes"),
     "a string of gigabytes": (header([entry("a", STRING, struct.pack("<Q", 2**33))], []), "has a string of 8589934592"),
     "an array of gigabytes": (
         header([entry("a", ARRAY, struct.pack("<IQ", STRING, 2**40))], []),
-        "arrays of more than",
+        "arrays with more than",
     ),
     "an array beyond the file": (
         header([entry("a", ARRAY, struct.pack("<IQ", UINT32, 2**21))], []),
@@ -170,17 +172,17 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "sizes that overflow": (header([ARCH], [description("t", (2**40, 2**40), F32, 0)]), "has the sizes"),
     "an unknown type of tensor": (
         header([ARCH], [description("t", (32,), 99, 0)]),
-        "ggml's type 99, which is not read",
+        "ggml type 99, which is not supported",
     ),
-    "a row that is no whole block": (header([ARCH], [description("t", (33, 2), Q8_0, 0)]), "its blocks have 32"),
+    "a row that is no whole block": (header([ARCH], [description("t", (33, 2), Q8_0, 0)]), "multiples of 32"),
     "an offset that is not aligned": (
         header([ARCH], [description("t", (8,), F32, 4)]) + bytes(64),
-        "no multiple of 32",
+        "not a multiple of 32",
     ),
     "an offset beyond the file": (header([ARCH], [description("t", (8,), F32, 2**40)]) + bytes(64), "truncated"),
     "tensors that overlap": (
         header([ARCH], [description("a", (16,), F32, 0), description("b", (8,), F32, 32)]) + bytes(64),
-        "overlaps the one before it",
+        "overlaps the previous one",
     ),
     "a tensor twice": (
         header([ARCH], [description("a", (8,), F32, 0), description("a", (8,), F32, 32)]) + bytes(64),
@@ -254,7 +256,7 @@ def test_a_quantisation_that_is_not_there(named: str) -> None:
 
 def test_a_quantisation_that_two_files_have(repository: Path) -> None:
     (repository / "other-Q4_K_M.gguf").write_bytes((repository / "name-Q4_K_M.gguf").read_bytes())
-    assert "org/name:Q4_K_M: 2 files are called so" in refusal(lambda: resolve("org/name:Q4_K_M"))
+    assert "org/name:Q4_K_M: 2 files match" in refusal(lambda: resolve("org/name:Q4_K_M"))
 
 
 @pytest.mark.parametrize(

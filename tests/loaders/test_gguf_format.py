@@ -111,10 +111,10 @@ def test_samples_are_ordinary_numbers(name: str, tmp_path: Path) -> None:
         ((8 * 768,), 8 * 432, "should be a matrix"),
         ((2, 4, 768), 8 * 432, "should be a matrix"),
         ((0, 768), 0, "should be a matrix"),
-        ((8, 760), 8 * 432, "with 760 inputs, which blocks of 256 do not fill"),
-        ((8, 768), 8 * 432 - 1, "in 3455 bytes, which takes 3456"),
-        ((8, 768), 8 * 768, "in 6144 bytes, which takes 3456"),
-        ((10**9, 10**9 // 256 * 256), 8 * 432, "which takes"),
+        ((8, 760), 8 * 432, "with 760 inputs, not a multiple of 256"),
+        ((8, 768), 8 * 432 - 1, "in 3455 bytes, but needs 3456"),
+        ((8, 768), 8 * 768, "in 6144 bytes, but needs 3456"),
+        ((10**9, 10**9 // 256 * 256), 8 * 432, "but needs"),
     ],
 )
 def test_damaged_shapes_are_refused(info: TensorInfo, shape: tuple[int, ...], nbytes: int, said: str) -> None:

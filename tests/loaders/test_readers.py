@@ -82,7 +82,7 @@ def test_a_file_system_without_direct_reads_is_said(file: Path, monkeypatch: pyt
 def test_a_file_cut_off_is_named_with_the_place(file: Path, direct: bool) -> None:
     reader, buffer = FileReader(direct=direct), HostBuffer(3 * BLOCK_BYTES)
     os.truncate(file, BLOCK_BYTES)
-    with pytest.raises(CheckpointError, match=rf"weights.bin: ends at byte {BLOCK_BYTES}, within its data"):
+    with pytest.raises(CheckpointError, match=rf"weights.bin: ends at byte {BLOCK_BYTES}, inside its data"):
         reader.read(file, 0, buffer.view, 3 * BLOCK_BYTES)
     reader.close()
 
