@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from xml.etree import ElementTree
 
 import click
@@ -23,6 +24,7 @@ PAGES = [
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SEPARATORS = {"&&", "||", "|", ";", "<", ">", "$(", ")", "&", "\n"}
 SVG = "{http://www.w3.org/2000/svg}"
+MEDIAN_WORDS, MOST_WORDS = 15, 35  # of a sentence, in README and help
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -104,6 +106,42 @@ def test_examples_in_help_parse(name: str) -> None:
     for line in examples:
         for args in commands_of(line):
             check_parses(args)
+
+
+def sentences(text: str) -> Iterator[int]:
+    """The number of words of each sentence of a paragraph; `[default: …]` is a sentence of its own."""
+    for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`\[\"(])|(?=\[default)", text):
+        if words := [word for word in sentence.split() if re.search(r"\w", word)]:
+            yield len(words)
+
+
+def help_texts(name: str) -> Iterator[str]:
+    """The paragraphs of `offspec NAME --help-all`, without examples."""
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    yield from (part for part in re.split(r"\n\n+", command.help or "") if not part.lstrip().startswith("\b"))
+    yield from (parameter.help or "" for parameter in command.params if isinstance(parameter, click.Option))
+
+
+def readme_texts() -> Iterator[str]:
+    """README's paragraphs and list items, without headings, tables, images, code and the targets of links."""
+    text = FENCE.sub("\n", (ROOT / "README.md").read_text(encoding="utf-8"))
+    text = re.sub(r"^(    |#|\||!).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    yield from re.split(r"\n\s*\n|\n(?=[-*]|\d+\. )", text)
+
+
+@pytest.mark.parametrize("source", ["README.md", *COMMANDS])
+def test_sentences_are_short(source: str) -> None:
+    texts = readme_texts() if source == "README.md" else help_texts(source)
+    lengths = [(length, text) for text in texts for length in sentences(text)]
+    assert median(length for length, _ in lengths) <= MEDIAN_WORDS
+    assert [text for length, text in lengths if length > MOST_WORDS] == []
+
+
+def test_long_sentences_are_noticed() -> None:
+    assert list(sentences("One two. Three `four` five [default: 6]")) == [2, 3, 2]
+    assert max(sentences(" ".join(["word"] * (MOST_WORDS + 1)))) > MOST_WORDS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
