@@ -1,1 +1,1 @@
-"""Side by side with the peers, on the same work: `python -m benchmarks.peers --help`."""
+"""Comparison with other programs on the same work: `python -m benchmarks.peers --help`."""

@@ -1,12 +1,12 @@
-"""Side by side with the peers, on the same work: table, JSON and plot.
+"""Compares offspec with other programs (peers) on the same work: table, JSON and plot.
 
     python -m benchmarks.peers --work /data/peers --shape 7b --ram 6GiB
 
-Every row (a peer with settings) runs every prompt greedily, each in a fresh process in a memory control group of --ram,
-with the page cache dropped before (both as root on Linux only; it says so where not). All rows run a prompt before the
-next prompt comes, so that what the machine does meanwhile meets all of them. A run can be stopped at any time: the same
-command goes on with the cells that are missing, --report only shows what there is. Rows whose tokens cost the same
-whatever the text write --steady-tokens to --steady-prompts only. The work folder takes four times the checkpoint's
+Every row (a peer with settings) runs every prompt greedily. Each cell has a new process in a memory control group of
+--ram, and an empty page cache (both need root on Linux; otherwise a note says so). All rows run one prompt before the
+next prompt starts, so that other load on the machine affects all of them. A run can be interrupted at any time: the
+same command continues with the missing cells, and --report only shows the results so far. Rows whose tokens cost the
+same in every text generate only --steady-tokens for --steady-prompts. The work folder needs four times the checkpoint's
 bytes; see docs/benchmarks.md.
 """
 
@@ -36,27 +36,27 @@ from .prepare import HERE, Files, Workshop, tell
 from .truth import Truth
 
 RAW_BYTES = 2**30
-ROOM_BYTES = 2 * 2**30  # beside the weights, for a model that is to lie in RAM
+ROOM_BYTES = 2 * 2**30  # needed in addition to the weights for a model in RAM
 
 
 def main() -> None:
     args = arguments()
     rows = [row for row in ROWS if any(fnmatch(row.name, pattern) for pattern in args.only)]
     if not rows:
-        sys.exit(f"Error: --only names no row; there are: {'; '.join(row.name for row in ROWS)}")
+        sys.exit(f"Error: --only matches no row; choose from: {'; '.join(row.name for row in ROWS)}")
     checkpoint = args.checkpoint or args.work / args.shape
     results = args.results or args.work / f"results-{args.shape}-{args.ram // 2**20}MiB.jsonl"
     steady = (args.steady_tokens, args.steady_prompts)
     terms = Terms(args.shape, args.ram, args.threads, args.tokens, *steady, args.timeout)
     if not args.report:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a cell that is running ends as well
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running cell ends too
         try:
             shop = Workshop(args.work, args.shape, args.source, args.draft, checkpoint)
             measure(rows, args.prompts, shop, terms, Truth(args.source), results, retry=args.retry)
         except OffspecError as exc:
             sys.exit(f"Error: {exc}")
         except KeyboardInterrupt:
-            tell(f"stopped; the same command goes on, what there is stands in {results}")
+            tell(f"interrupted; the same command continues; the results so far are in {results}")
     wanted = {cells.blank(row, number, terms).key for row in ROWS for number in range(args.prompts)}
     report.publish([cell for cell in cells.stored(results) if cell.key in wanted], results)
 
@@ -69,25 +69,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--ram", type=parse_size, required=True, help="memory of each cell, e.g. 6GiB")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="ROW", help="rows by name, e.g. 'llama*' offspec")
-    parser.add_argument("--prompts", type=int, default=12, help="how many of the held-out prompts [12]")
-    parser.add_argument("--tokens", type=int, default=128, help="greedy tokens of each prompt [128]")
-    parser.add_argument("--steady-tokens", type=int, default=12, help="of rows without a draft [12]")
-    parser.add_argument("--steady-prompts", type=int, default=4, help="of rows without a draft [4]")
+    parser.add_argument("--prompts", type=int, default=12, help="number of held-out prompts [12]")
+    parser.add_argument("--tokens", type=int, default=128, help="greedy tokens per prompt [128]")
+    parser.add_argument("--steady-tokens", type=int, default=12, help="tokens per prompt for rows without a draft [12]")
+    parser.add_argument("--steady-prompts", type=int, default=4, help="prompts for rows without a draft [4]")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help="limit of each cell [1800]")
+    parser.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help="time limit per cell [1800]")
     parser.add_argument("--source", type=Path, default=builtin.path("target"), help="the small target")
     parser.add_argument("--draft", type=Path, default=builtin.path("draft"))
-    parser.add_argument("--checkpoint", type=Path, help="the grown checkpoint [WORK/SHAPE]; made if it is not there")
-    parser.add_argument("--results", type=Path, help="the JSON lines [WORK/results-SHAPE-RAM.jsonl]")
-    parser.add_argument("--retry", action="store_true", help="run cells again that did not end well")
-    parser.add_argument("--report", action="store_true", help="measure nothing, show what there is")
+    parser.add_argument("--checkpoint", type=Path, help="grown checkpoint [WORK/SHAPE]; created if it is missing")
+    parser.add_argument("--results", type=Path, help="file of JSON lines [WORK/results-SHAPE-RAM.jsonl]")
+    parser.add_argument("--retry", action="store_true", help="run failed cells again")
+    parser.add_argument("--report", action="store_true", help="measure nothing; show the results so far")
     return parser.parse_args()
 
 
 def measure(
     rows: list[Row], num_prompts: int, shop: Workshop, terms: Terms, truth: Truth, results: Path, *, retry: bool
 ) -> None:
-    """Run the cells that are missing, prompt by prompt."""
+    """Run the missing cells, prompt by prompt."""
     done = {cell.key for cell in cells.stored(results) if cell.status == "ok" or not retry}
     fits = terms.ram >= report.folder_bytes(shop.grown) + ROOM_BYTES
     ready = {row.peer: prepared(row.peer, shop) for row in rows}
@@ -112,18 +112,18 @@ def measure(
 
 
 def raw_disk_bytes_per_s(checkpoint: Path) -> float:
-    """O_DIRECT reads of a GB of the checkpoint: what the disk gives just now."""
+    """The disk's current rate: O_DIRECT reads of 1 GiB of the checkpoint."""
     infos = [info for info in open_checkpoint(checkpoint).tensors.values() if info.name.startswith(LAYER_PREFIX)]
     return best_raw(Record.of(infos).reads[: RAW_BYTES // READ_BYTES])
 
 
 def prepared(name: str, shop: Workshop) -> tuple[str, Files | None]:
-    """(interpreter, files); (why not, None) where the peer cannot be had here."""
+    """(interpreter, files), or (reason, None) if the peer cannot be installed here."""
     peer = PEERS[name]
     try:
         return str(shop.python(name, peer)), shop.files(name, peer)
     except subprocess.CalledProcessError as exc:
-        return f"cannot be prepared here: {' '.join(map(str, exc.cmd))[:200]} ended with {exc.returncode}", None
+        return f"preparation failed: {' '.join(map(str, exc.cmd))[:200]} exited with {exc.returncode}", None
 
 
 if __name__ == "__main__":

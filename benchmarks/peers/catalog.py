@@ -1,7 +1,6 @@
-"""Who is compared, with which settings, and why with these; and who cannot be compared here, and why not.
+"""The compared programs and their settings, with reasons; and programs that cannot be compared here, with reasons.
 
-A *peer* is a program in an environment of its own; a *row* is a peer with settings, a line of the table. Knows nothing
-of how a cell is run.
+A *peer* is a program in its own environment; a *row* is a peer with settings, a line of the table.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Peer:
-    """A program. requirements: for pip; none means this environment. form: what it opens (`prepare.FORMS`)."""
+    """A program. requirements: for pip; none means this environment. form: its model format (`prepare.FORMS`)."""
 
     worker: str
     form: str
@@ -21,9 +20,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Row:
-    """A peer with settings. is_steady: a token costs the same whatever the text,
-    so that a few tell what all would cost.
-    """
+    """A peer with settings. is_steady: a token costs the same in every text, so a few tokens suffice."""
 
     name: str
     peer: str
@@ -43,10 +40,8 @@ PEERS = {
     "openvino": Peer("openvino_worker.py", "openvino", ("openvino-genai==2026.4.1.0", "gguf==0.19.0", "numpy")),
 }
 
-# accelerate: what it keeps in RAM must leave room for a layer on its way and for torch itself.
-_ACCELERATE = (
-    'where it does not fit: device_map="auto", max_memory of half the memory, read from the safetensors in place'
-)
+# accelerate: its layers in RAM must leave memory for a streamed layer and for torch itself.
+_ACCELERATE = 'if it does not fit: device_map="auto", max_memory of half the memory, read from the safetensors in place'
 _SHARE = {"resident_share": 0.5}
 
 
@@ -56,18 +51,18 @@ def _assisted(number: int) -> Row:
 
 
 def _drafted(number: int) -> Row:
-    says = f"mmap, speculative type draft-simple, n_max={number}, p_min=0 (here the most tokens a pass), AVX2 build"
+    says = f"mmap, speculative type draft-simple, n_max={number}, p_min=0 (here the most tokens per pass), AVX2 build"
     return Row(f"llama.cpp, draft, {number}", "llama.cpp", says, {"draft_max": number, "draft_p_min": 0.0})
 
 
 _OPENVINO = (
-    "LLMPipeline of openvino-genai on the CPU, from GGUF in fp16 (its reader takes no bf16), "
+    "LLMPipeline of openvino-genai on the CPU, from GGUF in fp16 (its reader does not support bf16), "
     "its own precision (bf16 here)"
 )
 
 OURS = "offspec"
 ROWS = (
-    Row(OURS, "offspec", "the defaults (the budget is found while running), ram= what is allowed"),
+    Row(OURS, "offspec", "the defaults (the budget is found at run time), ram= the limit"),
     Row("offspec, plain", "offspec", "budget 0: no draft", {"budget": 0}, is_steady=True),
     Row("transformers", "transformers", _ACCELERATE, _SHARE, is_steady=True),
     _assisted(10),
@@ -79,7 +74,7 @@ ROWS = (
         f"{_ACCELERATE}; prompt_lookup_num_tokens=10",
         {**_SHARE, "lookup_tokens": 10},
     ),
-    Row("airllm", "airllm", "AutoModel on the CPU, bf16, split layer by layer beforehand", is_steady=True),
+    Row("airllm", "airllm", "AutoModel on the CPU, bf16, split by layers beforehand", is_steady=True),
     Row("llama.cpp", "llama.cpp", "mmap (the default), AVX2 build", is_steady=True),
     _drafted(8),
     _drafted(16),
@@ -87,5 +82,5 @@ ROWS = (
     Row("openvino, draft, 8", "openvino", f"{_OPENVINO}; draft_model, num_assistant_tokens=8", {"draft_tokens": 8}),
 )
 
-# Who is not in ROWS, and why.
+# Programs that are not in ROWS, and the reasons.
 LEFT_OUT: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Runs one cell: one row on one prompt, in a process and a memory control group of its own, against a time limit.
+"""Runs one cell: one row on one prompt, in its own process and memory control group, with a time limit.
 
-The page cache is dropped before. What a cell gave is one line of a JSON file that is only appended to, so that a run
-can be stopped at any time and goes on where it was. Knows nothing of tables.
+The page cache is dropped first. Each result is one line appended to a JSON Lines file, so that an interrupted run can
+be resumed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Terms:
-    """What all cells of a run have in common."""
+    """The conditions of all cells of a run."""
 
     shape: str
     ram: int
@@ -43,12 +43,12 @@ class Terms:
 
 @dataclass
 class Cell:
-    """What came of a cell. status: ok, time (limit reached), memory (killed for it), or failed; `error` says more.
+    """The result of a cell. status: ok, time (limit reached), memory (killed by the kernel), or failed; see `error`.
 
-    arrivals: see workers/common.py. peak_bytes: the group's, page cache included; peak_anonymous_bytes: without it,
-    sampled. Both are the process's own resident memory, and `is_limited` false, where no group could be made.
+    arrivals: see workers/common.py. peak_bytes: of the group, including page cache; peak_anonymous_bytes: without page
+    cache, sampled. If no group can be created, both are the process's resident memory, and `is_limited` is False.
     raw_disk_bytes_per_s: O_DIRECT reads of the checkpoint, measured before the cells of this prompt. load_average: of
-    the minute before.
+    the previous minute.
     """
 
     row: str
@@ -77,7 +77,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for cells that measure the same."""
+        """Equal for cells of the same measurement."""
         settings = json.dumps(self.settings, sort_keys=True)
         return (self.row, self.prompt, self.shape, self.ram, self.threads, self.num_tokens, settings)
 
@@ -87,7 +87,7 @@ class Cell:
 
     @property
     def decode(self) -> tuple[int, float]:
-        """Tokens after the first arrival, and the seconds they took."""
+        """Tokens after the first arrival, and their seconds."""
         (first_s, first), (last_s, last) = self.arrivals[0], self.arrivals[-1]
         return last - first, last_s - first_s
 
@@ -103,7 +103,7 @@ def blank(row: Row, prompt: int, terms: Terms) -> Cell:
 
 
 def run(cell: Cell, python: Path, worker: Path, files: Files, ids: list[int], terms: Terms, *, fits: bool) -> Cell:
-    """Run it; fills `cell` in and returns it. fits: the model is to lie in RAM. A peer's failure is no exception."""
+    """Run a cell; fills `cell` in and returns it. fits: keep the model in RAM. A peer's failure raises no exception."""
     with tempfile.TemporaryDirectory() as folder:
         job, result, log = (Path(folder) / name for name in ("job.json", "result.json", "log.txt"))
         asked = {
@@ -131,7 +131,7 @@ def run(cell: Cell, python: Path, worker: Path, files: Files, ids: list[int], te
 
 
 def _start(command: list[str], threads: int, group: Path | None, out: Any, folder: str) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that whatever it starts ends with it, and inside the group from the first page on."""
+    """Start a process in its own session, so that its children end with it, and in the group from the start."""
     env = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -146,7 +146,7 @@ def _start(command: list[str], threads: int, group: Path | None, out: Any, folde
 
 
 def _wait(process: subprocess.Popen[bytes], group: Path | None, timeout_s: float) -> tuple[str, int]:
-    """(status, largest anonymous memory seen)."""
+    """(status, largest sampled anonymous memory)."""
     began, peak = time.monotonic(), 0
     while process.poll() is None:
         if time.monotonic() - began > timeout_s:
@@ -196,14 +196,14 @@ def _read(cell: Cell, result: Path, log: str, *, is_limited: bool) -> None:
 
 def _why(cell: Cell, log: str) -> str:
     if cell.status == "memory":
-        return f"killed by the kernel; it takes more than {format_size(cell.ram)}"
+        return f"killed by the kernel; it needs more than {format_size(cell.ram)}"
     if cell.status == "time":
-        return "not done within the time limit"
+        return "time limit exceeded"
     lines = [line for line in log.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "ended without a word"
+    return lines[-1][:300] if lines else "exited without a message"
 
 
-# ------------------------------------------------------------------------------------------------ what was kept
+# ------------------------------------------------------------------------------------------------ stored results
 
 
 def append(file: Path, cell: Cell) -> None:

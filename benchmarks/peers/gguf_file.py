@@ -2,9 +2,9 @@
 
     PYTHON gguf_file.py CHECKPOINT FILE.gguf bf16|f16
 
-Runs in the peer's environment (packages gguf and numpy). The rows of q and k are reordered: Hugging Face turns
-dimension i with i + D/2, llama.cpp 2i with 2i + 1. Weights stay bf16, or become fp16 for OpenVINO, whose reader takes
-no bf16; norms become fp32, as llama.cpp wants them.
+Runs in the peer's environment (packages gguf and numpy). The rows of q and k are reordered: RoPE rotates dimension i
+with i + D/2 in Hugging Face's order, and 2i with 2i + 1 in llama.cpp's. Weights stay bf16, or become fp16 for OpenVINO,
+whose reader does not support bf16; norms become fp32 for llama.cpp.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def write(folder: Path, file: Path, dtype: str) -> None:
 
 
 def told(bits: np.ndarray, dtype: str) -> tuple[Any, ...]:
-    """Shape, dtype, bytes and GGUF type of what `content` makes; numpy has no bf16, so that goes as bytes."""
+    """Shape, dtype, bytes and GGUF type of the result of `content`; numpy has no bf16, so bf16 is written as bytes."""
     if bits.ndim == 1:
         return bits.shape, np.dtype(np.float32), 4 * bits.size
     if dtype == "f16":
@@ -81,7 +81,7 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
-    """Byte-level BPE. Only ids go in and out in the benchmark, but llama.cpp opens no model without its tokens."""
+    """Byte-level BPE. The benchmark uses only token ids, but llama.cpp requires a vocabulary."""
     ids = {**tokenizer["model"]["vocab"], **{t["content"]: t["id"] for t in tokenizer["added_tokens"]}}
     tokens = [f"<unused{i}>" for i in range(config["vocab_size"])]
     for token, number in ids.items():

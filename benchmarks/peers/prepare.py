@@ -1,6 +1,6 @@
-"""What has to be there before a cell can run: each peer's environment, and the model in the form that the peer opens.
+"""Prepares the cells: each peer's environment, and the model in the peer's format.
 
-Everything lies in one work folder and is made once; half-made things have other names. Nothing here is measured.
+Everything is created once, in one work folder; incomplete results have other names. Nothing here is measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes the table, the JSON summary and the plot of the cells that there are. Runs nothing."""
+"""Creates the table, the JSON summary and the plot from stored cells."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Line:
     """A row of the table over its prompts.
 
     tokens_per_s: all decoded tokens over all seconds of decoding; worst and best are single prompts. first_token_s: the
-    median. read_bytes: a token's share of what came from disk while generating.
+    median. read_bytes: bytes read from disk per generated token.
     """
 
     row: str
@@ -35,7 +35,7 @@ class Line:
     tokens_per_s: float
     worst_tokens_per_s: float
     best_tokens_per_s: float
-    times_slower: float | None  # than offspec on the same prompts; on all of them, where a token costs the same in each
+    times_slower: float | None  # than offspec on the same prompts; for steady rows, on all prompts
     tokens_per_pass: float
     first_token_s: float
     worst_first_token_s: float
@@ -49,7 +49,7 @@ class Line:
 
 
 def lines(found: Sequence[Cell]) -> list[Line]:
-    """A line for each row that has at least one good cell; the newest cell of its kind counts."""
+    """One line per row with at least one successful cell; the newest cell of each key counts."""
     newest = {cell.key: cell for cell in found}
     by_row: dict[str, list[Cell]] = {}
     for cell in newest.values():
@@ -108,7 +108,7 @@ def _text(good: Sequence[Cell]) -> str:
 
 
 def line(cell: Cell) -> str:
-    """A cell in words, while running."""
+    """A cell as a progress line."""
     if cell.status != "ok":
         return f"{cell.row}: {cell.status}: {cell.error}"
     judged = cell.judgement
@@ -119,7 +119,7 @@ def line(cell: Cell) -> str:
     )
     return (
         f"{cell.row}: {_rate([cell]):.3g} tokens/s, first after {cell.first_token_s:.2f} s, "
-        f"{len(cell.token_ids) / cell.num_passes:.2f} tokens a pass, peak {format_size(cell.peak_bytes)}{text}"
+        f"{len(cell.token_ids) / cell.num_passes:.2f} tokens per pass, peak {format_size(cell.peak_bytes)}{text}"
     )
 
 
@@ -127,9 +127,9 @@ def line(cell: Cell) -> str:
 
 
 def publish(found: Sequence[Cell], results: Path) -> None:
-    """The table on stdout; JSON and plot beside the results."""
+    """Print the table; write JSON and plot beside the results."""
     if not found:
-        sys.exit("Error: nothing has been measured yet")
+        sys.exit("Error: no results yet")
     all_lines = lines(found)
     said = terms(found)
     table = markdown(all_lines, said)
@@ -172,9 +172,9 @@ def terms(found: Sequence[Cell]) -> dict[str, Any]:
 
 
 def conditions(said: dict[str, Any]) -> str:
-    """Under which the cells ran, in a line."""
+    """The conditions of the cells, in one line."""
     raw = said["raw_disk_bytes_per_s"]
-    limit = "in a memory control group" if said["memory_is_limited"] else "NOT limited (no control group could be made)"
+    limit = "in a memory control group" if said["memory_is_limited"] else "NOT limited (no control group)"
     return (
         f"{said['shape']}, {format_size(said['ram_bytes'])} of RAM {limit}, {said['threads']} threads, raw disk "
         f"{format_quantity(raw[0], 'B/s')} to {format_quantity(raw[-1], 'B/s')}, load average up to "
@@ -184,16 +184,16 @@ def conditions(said: dict[str, Any]) -> str:
 
 def markdown(all_lines: Sequence[Line], said: dict[str, Any]) -> str:
     head = (
-        "| | prompts x tokens | tokens/s (worst, best prompt) | times slower than offspec | tokens a pass | first "
-        "token s (worst) "
-        "| peak memory (without page cache) | read a token | text |\n|---|---|---|---|---|---|---|---|---|\n"
+        "| | prompts x tokens | tokens/s (worst, best prompt) | times slower than offspec | tokens per pass "
+        "| first token s (worst) | peak memory (without page cache) | read per token | text |\n"
+        "|---|---|---|---|---|---|---|---|---|\n"
     )
     body = "".join(_markdown(one) for one in all_lines if one.num_prompts)
     failed = "".join(f"\n- {one.row}: {'; '.join(one.failures)}" for one in all_lines if one.failures)
     left_out = "".join(f"\n- {name}: {why}" for name, why in LEFT_OUT.items())
     settings = "".join(f"\n- {one.row} ({one.version}): {one.says}" for one in all_lines if one.num_prompts)
     parts = [head + body, conditions(said), f"Settings:\n{settings}"]
-    parts += [f"Did not end well:\n{failed}"] if failed else []
+    parts += [f"Failed:\n{failed}"] if failed else []
     parts += [f"Not compared:\n{left_out}"] if left_out else []
     return "\n".join(part + "\n" for part in parts)
 
@@ -209,7 +209,7 @@ def _markdown(one: Line) -> str:
 
 
 def plot(all_lines: Sequence[Line], file: Path, title: str) -> None:
-    """Two panels, a bar a row: tokens/s (whiskers: worst and best prompt) and seconds to the first token."""
+    """Two panels with one bar per row: tokens/s (whiskers: worst and best prompt) and seconds to the first token."""
     import matplotlib
 
     matplotlib.use("Agg")

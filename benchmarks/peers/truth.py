@@ -1,9 +1,9 @@
-"""Whether a peer's text is the target's own greedy text, judged with the small model in fp32.
+"""Checks with the small model in fp32 whether a peer's text is the target's greedy text.
 
-The grown model computes the small model's function, so the small one in fp32 says in a second what the big one would
-say without rounding: our plain decoding of each prompt, and for any text how far each of its tokens lay behind the one
-that plain decoding would have chosen there. In bf16 near-ties fall either way, and what follows is another text; so two
-texts are compared up to the first difference, and every token after it by its gap, given the text before it.
+The grown model computes the small model's function. So the small model in fp32 gives, within a second, the large one's
+output without rounding: plain decoding of each prompt, and for any text the logit gap of each token to the best one. In
+bf16, near-ties may be decided either way, and the text then differs. So two texts are compared up to the first
+difference, and every later token by its gap, given the text before it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ GAP = NEAR_TIE[torch.bfloat16]  # in logits
 
 @dataclass(frozen=True)
 class Judgement:
-    """num_equal: tokens up to the first that differs from plain decoding's.
+    """num_equal: tokens before the first difference from plain decoding.
 
-    num_ties: tokens that were not the likeliest, by `worst_gap` of a logit at most. is_exact: no token lay further
-    behind than rounding to bf16 explains.
+    num_ties: tokens that are not the likeliest; their largest logit gap is `worst_gap`. is_exact: rounding to bf16
+    explains all gaps.
     """
 
     num_tokens: int

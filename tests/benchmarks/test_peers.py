@@ -67,7 +67,7 @@ def test_a_cell_that_ends_well(tmp_path: Path) -> None:
     ("code", "status", "error"),
     [
         ("print('no such model'); raise SystemExit(3)", "failed", "no such model"),
-        ("pass", "failed", "ended without a word"),
+        ("pass", "failed", "exited without a message"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "memory", "more than 1 GiB"),
         ("import time; time.sleep(600)", "time", "time limit"),
         (WORKER.replace("num_tokens, step)", "num_tokens - step, step)"), "failed", "4 of 6 tokens"),

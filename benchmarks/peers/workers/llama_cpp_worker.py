@@ -1,6 +1,6 @@
 """llama.cpp through xllamacpp: the GGUF mapped (mmap), alone or with its draft model.
 
-Settings: `draft_max` N drafts up to N tokens a pass, `draft_p_min` ends a draft at a token less likely than that.
+Settings: `draft_max` N drafts up to N tokens per pass, `draft_p_min` ends a draft at a token less likely than that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """transformers, with accelerate's disk offload where the model does not fit: plain, with an assistant,
 with prompt lookup.
 
-Settings: `assistant_tokens` N drafts N tokens a pass with the draft model ("constant" and no confidence threshold,
+Settings: `assistant_tokens` N drafts N tokens per pass with the draft model ("constant" and no confidence threshold,
 without which N is only a beginning); `lookup_tokens` N guesses by prompt lookup; `resident_share` of the memory goes to
 layers that accelerate keeps out of the offload (max_memory).
 """
