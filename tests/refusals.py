@@ -24,8 +24,9 @@ def tells(message: str, *words: object) -> bool:
 
 
 def check_message(message: str, *words: object) -> None:
-    """Fails unless this is one line, more than an exception's name, that tells all of these words."""
+    """Fails unless this is one line of bounded length, more than an exception's name, that tells all of these words."""
     assert len(message.splitlines()) == 1, repr(message)
+    assert len(message) < 1000, repr(message[:1000])
     assert not message.endswith("Error"), repr(message)
     assert not (missing := _missing(message, words)), f"{message!r} does not tell {missing}"
 

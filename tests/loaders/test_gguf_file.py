@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import resource
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,19 +17,11 @@ from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.gguf_file import GgufFile, part_paths, read_metadata, read_model
 from offspec.loaders.hub import resolve
 
+from ..refusals import refused
 from .gguf_writing import ARRAY, STRING, UINT32, description, entry, header, string, write_gguf
 
 ARCH = entry("general.architecture", STRING, string("llama"))
 F32, Q8_0 = 0, 8
-
-
-def refusal(call: Callable[[], object]) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    assert len(message) < 700
-    return message
 
 
 @pytest.fixture
@@ -61,7 +52,8 @@ def test_a_folder_with_one_model(model: Path) -> None:
     assert open_checkpoint(model.parent).tensors.keys() == read_model(model).tensors.keys()
     assert resolve(str(model.parent)) == model.parent
     model.with_name("other.gguf").write_bytes(model.read_bytes())
-    assert "contains 2 GGUF models" in refusal(lambda: open_checkpoint(model.parent))
+    with refused(CheckpointError, "2 models"):
+        open_checkpoint(model.parent)
 
 
 def test_a_file_of_another_name_is_known_by_its_first_bytes(model: Path) -> None:
@@ -73,7 +65,8 @@ def test_a_file_of_another_name_is_known_by_its_first_bytes(model: Path) -> None
 def test_headers_alone(model: Path) -> None:
     content = model.read_bytes()
     model.write_bytes(content[:-40])
-    assert "truncated: its tensors end at" in refusal(lambda: read_model(model))
+    with refused(CheckpointError, "truncated"):
+        read_model(model)
     assert read_model(model, headers_only=True).tensors
     assert GgufFile().open_config(model).tensors == read_model(model, headers_only=True).tensors
 
@@ -111,25 +104,27 @@ def test_split_sets_that_are_none(tmp_path: Path) -> None:
     one, two, three = split_set(tmp_path)
     content = two.read_bytes()
     two.write_bytes(one.read_bytes())  # a set that goes round in circles
-    assert "is part 2 of 3 by its name, but its metadata say part 0" in refusal(lambda: read_model(one))
+    with refused(CheckpointError, "part 2 of 3", "part 0"):
+        read_model(one)
     two.unlink()
-    with pytest.raises(MissingWeightsError, match="1 of 3 parts are missing, first big-00002-of-00003"):
+    with refused(MissingWeightsError, "1 of 3", "missing", "big-00002-of-00003.gguf"):
         read_model(three)
     two.symlink_to(two)
-    with pytest.raises(MissingWeightsError, match="1 of 3 parts are missing"):
+    with refused(MissingWeightsError, "1 of 3", "missing"):
         read_model(three)
     two.unlink()
     two.write_bytes(content)
     alone = one.rename(tmp_path / "alone.gguf")
-    assert "is a single file by its name, but its metadata say part 0 (from 0) of 3" in refusal(
-        lambda: read_model(alone)
-    )
+    with refused(CheckpointError, "part 0", "of 3"):
+        read_model(alone)
     absurd = tmp_path / "big-00001-of-99999.gguf"
     absurd.write_bytes(content)
-    assert "the limit is 1000" in refusal(lambda: read_model(absurd))
+    with refused(CheckpointError, "1000"):
+        read_model(absurd)
     outside = tmp_path / "big-00000-of-00003.gguf"
     outside.write_bytes(content)
-    assert "part 0 of 3" in refusal(lambda: read_model(outside))
+    with refused(CheckpointError, "part 0 of 3"):
+        read_model(outside)
 
 
 def test_a_tensor_in_two_parts(tmp_path: Path) -> None:
@@ -137,56 +132,57 @@ def test_a_tensor_in_two_parts(tmp_path: Path) -> None:
         metadata = {"split.no": part, "split.count": 2, "split.tensors.count": 2}
         tensors = {"output_norm.weight": np.ones(32, dtype=np.float32)}
         path = write_gguf(tmp_path / f"m-{part + 1:05d}-of-00002.gguf", "llama", metadata, tensors)
-    assert "also in another part" in refusal(lambda: read_model(path))
+    with refused(CheckpointError, "output_norm.weight", "another part"):
+        read_model(path)
 
 
 # ------------------------------------------------------------------------------------------------------------ damage
 
 HUGE = 2**62
 DAMAGED: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is not a GGUF file"),
-    "other magic": (header([ARCH], [], magic=b"GGML"), "is not a GGUF file: it begins with b'GGML'"),
+    "empty": (b"", "GGUF"),
+    "other magic": (header([ARCH], [], magic=b"GGML"), "GGUF b'GGML'"),
     "git-lfs": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-    "version 1": (header([ARCH], [], version=1), "has GGUF version 1"),
-    "big-endian": (header([ARCH], [], version=3 << 24), "is big-endian"),
-    "cut in the header": (header([ARCH], [])[:40], "its header ends at 40"),
-    "absurd number of tensors": (header([ARCH], [], counts=(HUGE, 1)), "more than any model has"),
-    "absurd number of keys": (header([ARCH], [], counts=(0, HUGE)), "more than any model has"),
+    "version 1": (header([ARCH], [], version=1), "version 1"),
+    "big-endian": (header([ARCH], [], version=3 << 24), "big-endian"),
+    "cut in the header": (header([ARCH], [])[:40], "header 40"),
+    "absurd number of tensors": (header([ARCH], [], counts=(HUGE, 1)), "tensors"),
+    "absurd number of keys": (header([ARCH], [], counts=(0, HUGE)), "keys"),
     "more keys than there are": (header([ARCH], [], counts=(0, 9)), "damaged"),
-    "a key of gigabytes": (header([struct.pack("<Q", 2**40)], []), "has a string of 1099511627776 bytes"),
-    "a string of gigabytes": (header([entry("a", STRING, struct.pack("<Q", 2**33))], []), "has a string of 8589934592"),
+    "a key of gigabytes": (header([struct.pack("<Q", 2**40)], []), "string 1099511627776"),
+    "a string of gigabytes": (header([entry("a", STRING, struct.pack("<Q", 2**33))], []), "string 8589934592"),
     "an array of gigabytes": (
         header([entry("a", ARRAY, struct.pack("<IQ", STRING, 2**40))], []),
-        "arrays with more than",
+        "arrays",
     ),
     "an array beyond the file": (
         header([entry("a", ARRAY, struct.pack("<IQ", UINT32, 2**21))], []),
-        "needs 8388608 bytes",
+        "8388608",
     ),
-    "an array of arrays": (header([entry("a", ARRAY, struct.pack("<IQ", ARRAY, 1))], []), "array of type 9"),
-    "an unknown type of value": (header([entry("a", 77, b"")], []), "value of type 77"),
+    "an array of arrays": (header([entry("a", ARRAY, struct.pack("<IQ", ARRAY, 1))], []), "array type 9"),
+    "an unknown type of value": (header([entry("a", 77, b"")], []), "type 77"),
     "a key twice": (header([ARCH, ARCH], []), "twice"),
-    "no dimensions": (header([ARCH], [description("t", (), F32, 0)]), "has 0 dimensions"),
-    "nine dimensions": (header([ARCH], [description("t", (1,) * 9, F32, 0)]), "has 9 dimensions"),
-    "a size of zero": (header([ARCH], [description("t", (0, 4), F32, 0)]), "has the sizes [0, 4]"),
-    "sizes that overflow": (header([ARCH], [description("t", (2**40, 2**40), F32, 0)]), "has the sizes"),
+    "no dimensions": (header([ARCH], [description("t", (), F32, 0)]), "0 dimensions"),
+    "nine dimensions": (header([ARCH], [description("t", (1,) * 9, F32, 0)]), "9 dimensions"),
+    "a size of zero": (header([ARCH], [description("t", (0, 4), F32, 0)]), "sizes [0, 4]"),
+    "sizes that overflow": (header([ARCH], [description("t", (2**40, 2**40), F32, 0)]), "sizes"),
     "an unknown type of tensor": (
         header([ARCH], [description("t", (32,), 99, 0)]),
-        "ggml type 99, which is not supported",
+        "type 99",
     ),
-    "a row that is no whole block": (header([ARCH], [description("t", (33, 2), Q8_0, 0)]), "multiples of 32"),
+    "a row that is no whole block": (header([ARCH], [description("t", (33, 2), Q8_0, 0)]), "blocks 32"),
     "an offset that is not aligned": (
         header([ARCH], [description("t", (8,), F32, 4)]) + bytes(64),
-        "not a multiple of 32",
+        "multiple 32",
     ),
     "an offset beyond the file": (header([ARCH], [description("t", (8,), F32, 2**40)]) + bytes(64), "truncated"),
     "tensors that overlap": (
         header([ARCH], [description("a", (16,), F32, 0), description("b", (8,), F32, 32)]) + bytes(64),
-        "overlaps the previous one",
+        "overlaps",
     ),
     "a tensor twice": (
         header([ARCH], [description("a", (8,), F32, 0), description("a", (8,), F32, 32)]) + bytes(64),
-        "has the tensor 'a' twice",
+        "'a' twice",
     ),
     "cut in the data": (header([ARCH], [description("a", (64,), F32, 0)]) + bytes(8), "truncated"),
     "alignment of three": (
@@ -206,9 +202,8 @@ def test_damaged_files(tmp_path: Path, name: str) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    message = refusal(lambda: open_checkpoint(path))
-    assert message.startswith(f"{path}: ")
-    assert expected in message
+    with refused(MissingWeightsError if name == "git-lfs" else CheckpointError, path, *expected.split()):
+        open_checkpoint(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
 
 
@@ -216,7 +211,8 @@ def test_every_cut_of_a_header_is_refused(model: Path, tmp_path: Path) -> None:
     content, path = model.read_bytes(), tmp_path / "cut.gguf"
     for length in range(0, len(content) - 33, 7):
         path.write_bytes(content[:length])
-        refusal(lambda: read_model(path))
+        with refused(CheckpointError, path):
+            read_model(path)
 
 
 # --------------------------------------------------------------------------------------------------------------- hub
@@ -251,12 +247,14 @@ def test_a_quantisation_of_a_hub_id(repository: Path) -> None:
 @pytest.mark.usefixtures("repository")
 @pytest.mark.parametrize("named", ["Q4_K", "Q2_K"])  # the first is only a part of a name
 def test_a_quantisation_that_is_not_there(named: str) -> None:
-    assert f"org/name: has no GGUF file in {named}" in refusal(lambda: resolve(f"org/name:{named}"))
+    with refused(CheckpointError, "org/name", named):
+        resolve(f"org/name:{named}")
 
 
 def test_a_quantisation_that_two_files_have(repository: Path) -> None:
     (repository / "other-Q4_K_M.gguf").write_bytes((repository / "name-Q4_K_M.gguf").read_bytes())
-    assert "org/name:Q4_K_M: 2 files match" in refusal(lambda: resolve("org/name:Q4_K_M"))
+    with refused(CheckpointError, "org/name:Q4_K_M", "2 files"):
+        resolve("org/name:Q4_K_M")
 
 
 @pytest.mark.parametrize(
@@ -285,7 +283,8 @@ def test_no_other_quantisation_is_downloaded(named: str, wanted: set[str], monke
         return "nowhere"
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    refusal(lambda: resolve(f"org/name:{named}"))
+    with refused(CheckpointError, "org/name", named):
+        resolve(f"org/name:{named}")
     assert found == wanted
 
 
@@ -315,4 +314,5 @@ def test_to_plan_with_only_headers_are_downloaded(
         assert (tmp_path / "cache") in first.parents
         assert len(open_checkpoint(first, headers_only=True).tensors) == 2
         assert len(read) == times_read
-    assert "truncated" in refusal(lambda: open_checkpoint(first))
+    with refused(CheckpointError, "truncated"):
+        open_checkpoint(first)

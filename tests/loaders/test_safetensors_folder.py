@@ -6,7 +6,6 @@ import json
 import struct
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +19,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_reference
 from safetensors.torch import save, save_file
 
-from offspec.errors import CheckpointError
+from offspec.errors import CheckpointError, MissingWeightsError
 from offspec.loaders.checkpoint import DTYPE_BYTES, Checkpoint, num_bytes
 from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.hub import resolve
 from offspec.loaders.safetensors_folder import read_header
 from offspec.loaders.tiers import StoredModel
+
+from ..refusals import refused
 
 Json = dict[str, Any]
 TENSORS = {
@@ -45,15 +46,6 @@ def forge(path: Path, header: Json | bytes, data: bytes = b"", *, header_bytes: 
 
 def entry(dtype: object = "F32", shape: object = (2, 3), data_offsets: object = (0, 24)) -> Json:
     return {"dtype": dtype, "shape": shape, "data_offsets": data_offsets}
-
-
-def refusal(action: Callable[[], object]) -> str:
-    """The message that `action` is refused with."""
-    with pytest.raises(CheckpointError) as caught:
-        action()
-    message = str(caught.value)
-    assert len(message.splitlines()) == 1
-    return message
 
 
 @pytest.fixture
@@ -138,32 +130,32 @@ def test_tensors_that_the_index_does_not_name_are_left_out(sharded: Path) -> Non
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    message = refusal(lambda: open_checkpoint(tmp_path / "gone"))
-    assert "gone: cannot be read (No such file or directory)" in message
+    with refused(CheckpointError, "gone", "No such file"):
+        open_checkpoint(tmp_path / "gone")
 
 
 def test_no_config(folder: Path) -> None:
     (folder / "config.json").unlink()
-    assert "has no config.json" in refusal(lambda: open_checkpoint(folder))
+    with refused(CheckpointError, "no config.json"):
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b"{", "is not JSON"),
-        (b"", "is not JSON"),
-        (b"\xff\xfe\xfa", "is not JSON"),
-        (b"[" * 200_000, "is not JSON"),
-        (b"[1]", "a JSON list, not an object"),
-        (b"null", "not an object"),
+        (b"{", "JSON"),
+        (b"", "JSON"),
+        (b"\xff\xfe\xfa", "JSON"),
+        (b"[" * 200_000, "JSON"),
+        (b"[1]", "object"),
+        (b"null", "object"),
     ],
 )
 def test_bad_json(folder: Path, file: str, content: bytes, what: str) -> None:
     (folder / file).write_bytes(content)
-    message = refusal(lambda: open_checkpoint(folder))
-    assert f"{file}: is" in message
-    assert what in message
+    with refused(CheckpointError, folder / file, what):
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
@@ -171,10 +163,8 @@ def test_bad_json(folder: Path, file: str, content: bytes, what: str) -> None:
 )
 def test_pickles_are_refused(folder: Path, name: str) -> None:
     (folder / "model.safetensors").rename(folder / name)
-    message = refusal(lambda: open_checkpoint(folder))
-    assert "can run code" in message
-    assert "save_pretrained" in message
-    assert "machine you trust" in message
+    with refused(MissingWeightsError, "code", "save_pretrained", "trust"):
+        open_checkpoint(folder)
 
 
 def test_pickles_beside_safetensors_are_no_matter(folder: Path) -> None:
@@ -185,12 +175,14 @@ def test_pickles_beside_safetensors_are_no_matter(folder: Path) -> None:
 
 def test_no_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert "contains neither model.safetensors nor" in refusal(lambda: open_checkpoint(tmp_path))
+    with refused(MissingWeightsError, "model.safetensors"):
+        open_checkpoint(tmp_path)
 
 
 def test_shards_without_their_index(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    assert "has shards but no model.safetensors.index.json" in refusal(lambda: open_checkpoint(folder))
+    with refused(MissingWeightsError, "shards", "model.safetensors.index.json"):
+        open_checkpoint(folder)
 
 
 # ---------------------------------------------------------------------------------------------------------------- index
@@ -198,16 +190,14 @@ def test_shards_without_their_index(folder: Path) -> None:
 
 def test_missing_shard(sharded: Path) -> None:
     (sharded / "b.safetensors").unlink()
-    message = refusal(lambda: open_checkpoint(sharded))
-    assert "lacks 'b.safetensors'" in message
-    assert "1 of 2 shards missing" in message
-    assert "download it again" in message
+    with refused(MissingWeightsError, "b.safetensors", "1 of 2", "download"):
+        open_checkpoint(sharded)
 
 
 def test_tensor_that_the_shard_lacks(sharded: Path) -> None:
     write_index(sharded, {"embed": "a.safetensors", "ghost": "b.safetensors"})
-    message = refusal(lambda: open_checkpoint(sharded))
-    assert "b.safetensors: lacks tensor 'ghost'" in message
+    with refused(CheckpointError, "b.safetensors", "'ghost'"):
+        open_checkpoint(sharded)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +205,8 @@ def test_tensor_that_the_shard_lacks(sharded: Path) -> None:
 )
 def test_shard_outside_the_folder(sharded: Path, shard: str) -> None:
     write_index(sharded, {"embed": shard})
-    assert "outside the folder" in refusal(lambda: open_checkpoint(sharded))
+    with refused(CheckpointError, "outside"):
+        open_checkpoint(sharded)
 
 
 def test_shard_in_a_subfolder(sharded: Path) -> None:
@@ -228,17 +219,20 @@ def test_shard_in_a_subfolder(sharded: Path) -> None:
 @pytest.mark.parametrize("weight_map", [None, [], {}, "a.safetensors"])
 def test_index_without_weight_map(sharded: Path, weight_map: object) -> None:
     write_index(sharded, weight_map)
-    assert "has no weight_map" in refusal(lambda: open_checkpoint(sharded))
+    with refused(CheckpointError, "weight_map"):
+        open_checkpoint(sharded)
 
 
 def test_index_with_a_shard_that_is_no_name(sharded: Path) -> None:
     write_index(sharded, {"embed": 3})
-    assert "maps tensor 'embed' to 3, not to a file name" in refusal(lambda: open_checkpoint(sharded))
+    with refused(CheckpointError, "'embed'", "3"):
+        open_checkpoint(sharded)
 
 
 def test_index_that_is_not_json(sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").write_text("<html>")
-    assert "index.json: is not JSON" in refusal(lambda: open_checkpoint(sharded))
+    with refused(CheckpointError, "model.safetensors.index.json", "JSON"):
+        open_checkpoint(sharded)
 
 
 # --------------------------------------------------------------------------------------------------------------- header
@@ -267,43 +261,40 @@ def test_order_in_the_header_does_not_matter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "shape", "data_offsets", "what"),
     [
-        (None, [2, 3], [0, 24], "has dtype None, not a name"),
-        (["F32"], [2, 3], [0, 24], "has dtype ['F32']"),
-        ("F32", None, [0, 24], "has shape None"),
-        ("F32", {"0": 6}, [0, 24], "not a list of sizes"),
-        ("F32", [-2, -3], [0, 24], "has shape [-2, -3]"),
-        ("F32", [True, 6], [0, 24], "has shape [True, 6]"),
-        ("F32", [2.0, 3], [0, 24], "has shape [2.0, 3]"),
-        ("F32", ["6"], [0, 24], "has shape ['6']"),
-        ("F32", [2**62, 2**62], [0, 24], "not a list of sizes"),
-        ("F32", [0, 2**62], [0, 0], "not a list of sizes"),
-        ("F32", [10**4000, 0], [0, 0], "not a list of sizes"),
-        ("F32", [1] * 65, [0, 4], "not a list of sizes"),
-        ("F32", [2, 3], None, "has data_offsets None, not [begin, end]"),
-        ("F32", [2, 3], [0], "has data_offsets [0]"),
-        ("F32", [2, 3], [0, 24, 48], "has data_offsets [0, 24, 48]"),
-        ("F32", [2, 3], [-24, 0], "has data_offsets [-24, 0]"),
-        ("F32", [2, 3], [24, 0], "has data_offsets [24, 0]"),
-        ("F32", [1], [False, 4], "has data_offsets [False, 4]"),
-        ("F32", [2, 3], [0, 23], "is F32 [2, 3] and needs 24 bytes, but its data_offsets span 23"),
-        ("BF16", [2, 3], [0, 24], "needs 12 bytes"),
+        (None, [2, 3], [0, 24], "dtype None"),
+        (["F32"], [2, 3], [0, 24], "dtype ['F32']"),
+        ("F32", None, [0, 24], "shape None"),
+        ("F32", {"0": 6}, [0, 24], "shape"),
+        ("F32", [-2, -3], [0, 24], "shape [-2, -3]"),
+        ("F32", [True, 6], [0, 24], "shape [True, 6]"),
+        ("F32", [2.0, 3], [0, 24], "shape [2.0, 3]"),
+        ("F32", ["6"], [0, 24], "shape ['6']"),
+        ("F32", [2**62, 2**62], [0, 24], "shape"),
+        ("F32", [0, 2**62], [0, 0], "shape"),
+        ("F32", [10**4000, 0], [0, 0], "shape"),
+        ("F32", [1] * 65, [0, 4], "shape"),
+        ("F32", [2, 3], None, "data_offsets None"),
+        ("F32", [2, 3], [0], "data_offsets [0]"),
+        ("F32", [2, 3], [0, 24, 48], "data_offsets [0, 24, 48]"),
+        ("F32", [2, 3], [-24, 0], "data_offsets [-24, 0]"),
+        ("F32", [2, 3], [24, 0], "data_offsets [24, 0]"),
+        ("F32", [1], [False, 4], "data_offsets [False, 4]"),
+        ("F32", [2, 3], [0, 23], "24 23"),
+        ("BF16", [2, 3], [0, 24], "12 bytes"),
     ],
 )
 def test_bad_entry(tmp_path: Path, dtype: object, shape: object, data_offsets: object, what: str) -> None:
     path = forge(tmp_path / "x.safetensors", {"layers.0.w": entry(dtype, shape, data_offsets)}, bytes(24))
-    message = refusal(lambda: read_header(path))
-    assert message.startswith(f"{path}: tensor 'layers.0.w' ")
-    assert what in message
-    assert message.endswith("download it again")
+    with refused(CheckpointError, path, "'layers.0.w'", *what.split(" ", 1), "download"):
+        read_header(path)
 
 
 @pytest.mark.parametrize("dtype", ["F4", "C64", "f32", "F128"])
 def test_a_dtype_that_is_not_known_is_no_damage(tmp_path: Path, dtype: str) -> None:
     path = forge(tmp_path / "x.safetensors", {"layers.0.w": entry(dtype)}, bytes(24))
-    message = refusal(lambda: read_header(path))
-    assert message.startswith(f"{path}: tensor 'layers.0.w' has dtype '{dtype}', which this version does not support")
-    assert "use a 16- or 4-bit checkpoint" in message
-    assert "damaged" not in message
+    with refused(CheckpointError, path, "'layers.0.w'", f"'{dtype}'", "16- or 4-bit") as caught:
+        read_header(path)
+    assert "damaged" not in str(caught.value)
 
 
 def test_fp8_scales_are_no_damage(folder: Path) -> None:
@@ -311,52 +302,54 @@ def test_fp8_scales_are_no_damage(folder: Path) -> None:
     save_file(TENSORS | scales, folder / "model.safetensors")
     checkpoint = open_checkpoint(folder)
     assert checkpoint.tensors["layers.0.scale"].dtype == "F8_E8M0"
-    message = refusal(lambda: StoredModel.of(checkpoint, layer_prefix="model.layers."))
-    assert "belongs to a checkpoint in fp8 without its quantization_config, which is not read" in message
+    with refused(CheckpointError, "fp8", "quantization_config"):
+        StoredModel.of(checkpoint, layer_prefix="model.layers.")
 
 
 def test_bad_entry_that_is_no_object(tmp_path: Path) -> None:
     path = forge(tmp_path / "x", {"t": [0, 24]})
-    assert "tensor 't' has the description [0, 24]" in refusal(lambda: read_header(path))
+    with refused(CheckpointError, "'t'", "[0, 24]"):
+        read_header(path)
 
 
 @pytest.mark.parametrize("value", [{"format": 1}, {"format": None}, [], "pt", None])
 def test_bad_metadata(tmp_path: Path, value: object) -> None:
     path = forge(tmp_path / "x", {"__metadata__": value})
-    assert "__metadata__ does not map strings to strings" in refusal(lambda: read_header(path))
+    with refused(CheckpointError, "__metadata__"):
+        read_header(path)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "what"),
     [
-        ([0, 4], [8, 12], "tensor 'second' leaves a hole before it"),
-        ([4, 8], [8, 12], "tensor 'first' leaves a hole before it"),
-        ([0, 4], [0, 4], "overlaps the previous one"),
-        ([0, 4], [2, 6], "tensor 'second' overlaps the previous one"),
-        ([0, 4], [4, 8], "too long: the header declares"),
+        ([0, 4], [8, 12], "'second' hole"),
+        ([4, 8], [8, 12], "'first' hole"),
+        ([0, 4], [0, 4], "overlaps"),
+        ([0, 4], [2, 6], "'second' overlaps"),
+        ([0, 4], [4, 8], "too long"),
     ],
 )
 def test_bad_layout(tmp_path: Path, first: list[int], second: list[int], what: str) -> None:
     header = {"first": entry("U8", [4], first), "second": entry("U8", [4], second)}
     path = forge(tmp_path / "x", header, bytes(12))
-    assert what in refusal(lambda: read_header(path))
+    with refused(CheckpointError, path, *what.split()):
+        read_header(path)
 
 
 def test_truncated_data(folder: Path) -> None:
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-10])
-    message = refusal(lambda: open_checkpoint(folder))
-    promise = f"truncated: the header declares {len(whole)} bytes, the file has {len(whole) - 10}; download it again"
-    assert message == f"{path}: {promise}"
+    with refused(CheckpointError, path, "truncated", len(whole), len(whole) - 10, "download"):
+        open_checkpoint(folder)
 
 
 def test_too_long(folder: Path) -> None:
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole + b"\0")
-    message = refusal(lambda: open_checkpoint(folder))
-    assert f"too long: the header declares {len(whole)} bytes, the file has {len(whole) + 1}" in message
+    with refused(CheckpointError, path, "too long", len(whole), len(whole) + 1):
+        open_checkpoint(folder)
 
 
 def test_every_truncation_is_refused(folder: Path) -> None:
@@ -364,78 +357,85 @@ def test_every_truncation_is_refused(folder: Path) -> None:
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        assert "download it again" in refusal(lambda: open_checkpoint(folder))
+        with refused(CheckpointError, "download"):
+            open_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
     ("header", "what"),
     [
-        (b'{"a": {', "header is not valid JSON"),
-        (b'{"\xff": 1}', "header is not valid JSON"),
-        (b"[]", "header is not a JSON object"),
-        (b" {}", "header is not a JSON object"),
-        (b"", "header is not a JSON object"),
-        (b'{"a": {}, "a": {}}', "key 'a' occurs twice"),
-        (b'{"t": {"dtype": "F32", "dtype": "F16"}}', "key 'dtype' occurs twice"),
-        (b'{"__metadata__": {"x": "1", "x": "2"}}', "key 'x' occurs twice"),
-        (b'{"a":' * 50_000, "header is not valid JSON"),
-        (b'{"a": 1' + b"0" * 5000 + b"}", "download it again"),
+        (b'{"a": {', "header JSON"),
+        (b'{"\xff": 1}', "header JSON"),
+        (b"[]", "header JSON object"),
+        (b" {}", "header JSON object"),
+        (b"", "header JSON object"),
+        (b'{"a": {}, "a": {}}', "'a' twice"),
+        (b'{"t": {"dtype": "F32", "dtype": "F16"}}', "'dtype' twice"),
+        (b'{"__metadata__": {"x": "1", "x": "2"}}', "'x' twice"),
+        (b'{"a":' * 50_000, "header JSON"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", "download"),
     ],
 )
 def test_bad_header(tmp_path: Path, header: bytes, what: str) -> None:
     path = forge(tmp_path / "x", header)
-    assert what in refusal(lambda: read_header(path))
+    with refused(CheckpointError, path, *what.split()):
+        read_header(path)
 
 
 def test_header_as_deep_as_json_allows_is_still_refused_in_one_line(tmp_path: Path) -> None:
     for depth in range(1, 1100, 7):
         path = forge(tmp_path / "x", b'{"t": ' + b"[" * depth + b"]" * depth + b"}")
-        assert len(refusal(partial(read_header, path))) < 1000
+        with refused(CheckpointError, path):
+            read_header(path)
 
 
 def test_names_cannot_break_the_line(tmp_path: Path) -> None:
     path = forge(tmp_path / "two\nlines", {"a\nb\x1b[2J" + "c" * 10_000: entry("?")})
-    message = refusal(lambda: read_header(path))
-    assert "\x1b" not in message
-    assert len(message) < 1000
+    with refused(CheckpointError) as caught:
+        read_header(path)
+    assert "\x1b" not in str(caught.value)
 
 
 def test_absurd_header_length(tmp_path: Path) -> None:
     path = forge(tmp_path / "x", {}, header_bytes=2**63)
-    assert f"its header would have {2**63} bytes" in refusal(lambda: read_header(path))
+    with refused(CheckpointError, path, 2**63):
+        read_header(path)
 
 
 def test_header_that_ends_after_the_file(tmp_path: Path) -> None:
     path = forge(tmp_path / "x", {}, header_bytes=1000)
-    assert "truncated: the header declares 1008 bytes, the file has 10" in refusal(lambda: read_header(path))
+    with refused(CheckpointError, "truncated", "1008", "10"):
+        read_header(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"1234567"])
 def test_file_without_room_for_a_header(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x"
     path.write_bytes(content)
-    assert f"{len(content)} bytes are too few for a header" in refusal(lambda: read_header(path))
+    with refused(CheckpointError, path, f"{len(content)} bytes", "header"):
+        read_header(path)
 
 
 def test_git_lfs_pointer(folder: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
     (folder / "model.safetensors").write_text(pointer)
-    message = refusal(lambda: open_checkpoint(folder))
-    assert "git-lfs pointer" in message
-    assert "git lfs pull" in message
+    with refused(MissingWeightsError, "git-lfs", "git lfs pull"):
+        open_checkpoint(folder)
 
 
 def test_vanished_file(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.unlink()
     path.symlink_to(folder / "gone")
-    assert "model.safetensors: cannot be read (No such file" in refusal(lambda: open_checkpoint(folder))
+    with refused(CheckpointError, "model.safetensors", "No such file"):
+        open_checkpoint(folder)
 
 
 def test_folder_in_place_of_a_file(folder: Path) -> None:
     (folder / "config.json").unlink()
     (folder / "config.json").mkdir()
-    assert "config.json: cannot be read (Is a directory)" in refusal(lambda: open_checkpoint(folder))
+    with refused(CheckpointError, "config.json", "Is a directory"):
+        open_checkpoint(folder)
 
 
 def test_permission_denied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,8 +443,8 @@ def test_permission_denied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.open", denied)
-    message = refusal(lambda: open_checkpoint(folder))
-    assert "model.safetensors: cannot be read (Permission denied); check that" in message
+    with refused(CheckpointError, "model.safetensors", "Permission denied"):
+        open_checkpoint(folder)
 
 
 # ---------------------------------------------------------------------------------------------------------- corruptions
@@ -573,21 +573,22 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_what_is_neither_folder_nor_hub_id(hub: Hub, model: str) -> None:
     calls = hub(AssertionError("no download"))
-    assert "no such folder or file; give a local path, or a hub id of the form org/name or" in refusal(
-        lambda: resolve(model)
-    )
+    with refused(CheckpointError, "no such folder", "org/name"):
+        resolve(model)
     assert not calls
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.touch()
-    assert "model.safetensors: is a file, but not GGUF; give the folder" in refusal(lambda: resolve(str(path)))
+    with refused(CheckpointError, "model.safetensors", "GGUF", "the folder"):
+        resolve(str(path))
 
 
 def test_a_path_that_the_system_refuses(hub: Hub) -> None:
     hub(AssertionError("no download"))
-    refusal(lambda: resolve("x" * 5000))
+    with refused(CheckpointError, "too long"):
+        resolve("x" * 500)
 
 
 def test_download(tmp_path: Path, hub: Hub) -> None:
@@ -667,15 +668,14 @@ def test_the_shards_that_the_index_names_are_downloaded(tmp_path: Path, hub: Hub
     assert downloaded(calls[1], *named, *others, "config.json") == [*named, "config.json"]
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "what"), [(None, "has no weight_map"), ({"embed": "../x"}, "outside the folder")]
-)
+@pytest.mark.parametrize(("weight_map", "what"), [(None, "weight_map"), ({"embed": "../x"}, "outside")])
 def test_an_index_that_lies_is_refused_before_shards_are_downloaded(
     tmp_path: Path, hub: Hub, weight_map: object, what: str
 ) -> None:
     write_index(tmp_path, weight_map)
     calls = hub(tmp_path)
-    assert what in refusal(lambda: resolve("org/name"))
+    with refused(CheckpointError, what):
+        resolve("org/name")
     assert len(calls) == 1
 
 
@@ -695,7 +695,8 @@ def test_a_repository_of_pickles_is_refused(tmp_path: Path, hub: Hub) -> None:
     calls = hub(tmp_path)
     folder = resolve("org/name")
     assert downloaded(calls[0], "pytorch_model.bin", "pytorch_model-00001-of-00002.bin") == []
-    assert "choose a model published as safetensors" in refusal(lambda: open_checkpoint(folder))
+    with refused(MissingWeightsError, "safetensors"):
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
@@ -703,16 +704,16 @@ def test_a_repository_of_pickles_is_refused(tmp_path: Path, hub: Hub) -> None:
     [
         (
             http_error(hub_errors.GatedRepoError),
-            "gated on the hub; accept its terms at https://huggingface.co/org/name",
+            "gated https://huggingface.co/org/name",
         ),
         (
             http_error(hub_errors.RepositoryNotFoundError),
-            "neither a local folder nor a model on the hub; check the name",
+            "folder hub",
         ),
-        (http_error(hub_errors.RevisionNotFoundError), "no revision 'v9'"),
+        (http_error(hub_errors.RevisionNotFoundError), "revision 'v9'"),
         (
             hub_errors.HFValidationError("Cannot have --\nin it"),
-            "not a valid hub id (HFValidationError: Cannot have --)",
+            "hub id HFValidationError",
         ),
         (hub_errors.OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE"),
         (
@@ -721,29 +722,26 @@ def test_a_repository_of_pickles_is_refused(tmp_path: Path, hub: Hub) -> None:
         ),
         (
             caused(hub_errors.LocalEntryNotFoundError("Got:\nwhat"), ConnectionError("Name not known\nmore")),
-            "no folder or file has that name, and the hub cannot be reached (ConnectionError: Name not known)",
+            "folder reached ConnectionError: known",
         ),
-        (hub_errors.LocalEntryNotFoundError("not cached"), "the hub cannot be reached (LocalEntryNotFoundError: not"),
+        (hub_errors.LocalEntryNotFoundError("not cached"), "reached LocalEntryNotFoundError"),
         (
             http_error(hub_errors.HfHubHTTPError, "500 Server Error\nx"),
-            "failed (HfHubHTTPError: 500 Server Error); try",
+            "failed HfHubHTTPError 500",
         ),
-        (OSError(28, "No space left on device"), "failed (OSError: [Errno 28] No space left on device)"),
-        (TimeoutError(), "the download failed (TimeoutError); try again"),
-        (RuntimeError("the transport's own kind"), "failed (RuntimeError: the transport's own kind)"),
+        (OSError(28, "No space left on device"), "failed OSError space left"),
+        (TimeoutError(), "failed TimeoutError again"),
+        (RuntimeError("the transport's own kind"), "failed RuntimeError transport's"),
     ],
 )
 def test_hub_errors(hub: Hub, error: Exception, what: str) -> None:
     hub(error)
-    with pytest.raises(CheckpointError) as caught:
+    with refused(CheckpointError, "org/name", *what.split()) as caught:
         resolve("org/name", revision="v9")
-    message = str(caught.value)
-    assert len(message.splitlines()) == 1
-    assert message.startswith("org/name: ")
-    assert what in message
     assert caught.value.__cause__ is error
 
 
 def test_no_revision_is_main(hub: Hub) -> None:
     hub(http_error(hub_errors.RevisionNotFoundError))
-    assert "no revision 'main'" in refusal(lambda: resolve("org/name"))
+    with refused(CheckpointError, "org/name", "revision 'main'"):
+        resolve("org/name")
