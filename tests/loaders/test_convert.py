@@ -359,7 +359,7 @@ def test_killed_in_the_middle_of_a_file_it_goes_on(
 
 def test_a_disk_that_is_too_small_is_refused_first(source: Path, small_disk: Path) -> None:
     (small_disk / "ballast").write_bytes(bytes(2**20 + 2**19))
-    with refused(StorageError, "written", "free"):
+    with refused(StorageError, small_disk / "target", "free"):
         convert(source, small_disk / "target", KEEP)
     (small_disk / "ballast").unlink()
     convert(source, small_disk / "target", KEEP)
@@ -393,7 +393,7 @@ def test_a_disk_that_is_full_from_the_start(
     """Not even the marker has room."""
     ballast, target = small_disk / "ballast", small_disk / "target"
     ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free))
-    with refused(StorageError, target / MARKER, "no space left", "again"):
+    with refused(StorageError, target / MARKER, "no space left", "repeat"):
         convert(source, target, KEEP)
     ballast.unlink()
     convert(source, target, KEEP)
@@ -410,7 +410,7 @@ def test_a_disk_that_fills_up_meanwhile(
 
     with monkeypatch.context() as patch:
         patch.setattr(converting, "_check_space", fill_up)
-        with refused(StorageError, "no space left", "again"):
+        with refused(StorageError, "no space left", "repeat"):
             convert(source, target)
     assert not list(target.glob("*.part"))
     with pytest.raises(CheckpointError):
@@ -460,7 +460,7 @@ def test_a_marker_that_cannot_be_written_is_named(source: Path, target: Path, mo
 
 def test_a_disk_that_lies(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_read_back", lambda part: (part.stat().st_size, 0))
-    with refused(StorageError, "faulty"):
+    with refused(StorageError, target / "model-00001-of-00004.safetensors", "memory"):
         convert(source, target)
     with pytest.raises(CheckpointError):
         open_checkpoint(target)
