@@ -1,6 +1,7 @@
 """Tokens per pass on held-out prompts: both scorings, over temperatures and budgets.
 
     python benchmarks/acceptance.py [--model builtin] [--budgets 16,64,128,256] [--temperatures 0,0.6,1] [--no-recall]
+    python benchmarks/acceptance.py --draft shadow:3 --resident 3    # a shadow of all layers but three
 
 Tokens per pass do not depend on the machine's speed, so one run is enough; every pass counts, the first one too. Each
 row starts with an uncalibrated draft and fits its sharpness on the way. The last line is JSON.
@@ -14,6 +15,8 @@ import sys
 from dataclasses import asdict, dataclass
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.drafts.layer_drafts import LayersOfTarget
+from offspec.loaders.placement import spread
 from offspec.scheduler.params import Scoring
 
 
@@ -54,6 +57,14 @@ def measure(
     )
 
 
+def with_residents(engine: Engine, count: int) -> Engine:
+    """The same target with a shadow of all layers but `count`, as if these alone stayed in memory."""
+    assert isinstance(engine.draft, LayersOfTarget)
+    layers = engine.target.config.num_layers
+    resident = spread(layers, count)
+    return engine.with_draft(engine.draft.without_shadows(resident))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin")
@@ -67,8 +78,13 @@ def main() -> None:
     parser.add_argument("--children", type=int, default=SpeculationParams.children)
     parser.add_argument("--max-depth", type=int, default=SpeculationParams.max_depth)
     parser.add_argument("--recall", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--reuse", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--resident", type=int, default=0, metavar="N", help="layers without a shadow")
     args = parser.parse_args()
-    engine = Engine.load(args.model, draft=args.draft, dtype="fp32")
+    engine = Engine.load(args.model, draft=args.draft, dtype=args.dtype)
+    if args.resident:
+        engine = with_residents(engine, args.resident)
     if engine.draft.decoder is None:
         sys.exit("Error: there is no draft to measure; give --draft PATH")
     prompts = builtin.prompts()[: args.max_prompts]
@@ -85,6 +101,7 @@ def main() -> None:
                     children=args.children,
                     max_depth=args.max_depth,
                     lookup=False,  # what the model alone guesses
+                    reuse=args.reuse,
                     recall=args.recall and scoring == "coupled",  # SpecExec's draft is as it came
                 )
                 row = measure(engine, prompts, temperature, speculation, args.max_new_tokens)

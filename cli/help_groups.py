@@ -20,7 +20,7 @@ OWN = "Options"
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": ("device", "dtype", "revision", "threads", "special_in_text"),
     "Draft": (
-        *("draft", "budget", "lookup_files", "exit_file", "learn", "learn_file"),
+        *("draft", "budget", "lookup_files", "exit_file", "exit_layer", "learn", "learn_file"),
         *("lookup", "recycling", "recall", "reuse", "overlap", "scoring", "tree", "stopping"),
         *("accept", "tau", "beam", "gamma"),
     ),
@@ -36,7 +36,17 @@ PLACES["help_all"] = ("Output", 101)
 HELP_PLACE = ("Output", 100)  # --help has several names in click
 # Only `--help-all` shows these flags.
 ADVANCED = {
-    *("dtype", "revision", "threads", "special_in_text", "lookup_files", "exit_file", "learn", "learn_file"),
+    *(
+        "dtype",
+        "revision",
+        "threads",
+        "special_in_text",
+        "lookup_files",
+        "exit_file",
+        "exit_layer",
+        "learn",
+        "learn_file",
+    ),
     *("min_p", "repetition_penalty", "ignore_eos", "color_accepted", "wrap", "prompt_ids", "history"),
 }
 

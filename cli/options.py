@@ -145,10 +145,11 @@ def loading_options(function: F) -> F:
     return _all(
         option(
             "--draft",
-            type=ModelName("auto", "self", "lookup", "none", "builtin"),
+            type=ModelName("auto", "shadow", "self", "resident", "lookup", "none", "builtin"),
             default="auto",
-            metavar="PATH|auto|self|lookup|none",
-            help="Draft model: a path; self = early exit; lookup = n-gram lookup; none. [default: auto]",
+            metavar="PATH|auto|shadow|self|resident|lookup|none",
+            help="Draft model: a path; shadow[:BITS] = the target in 4, 3 or 2 bits; self = early exit; resident = the "
+            "layers that stay; lookup = n-gram lookup; none. [default: auto]",
         ),
         model_flags,
         memory_flags,
@@ -170,6 +171,12 @@ def loading_options(function: F) -> F:
             type=click.Path(path_type=Path),
             metavar="FILE",
             help="Exit layer for --draft self. [default: the latest that offspec distill made for this model]",
+        ),
+        option(
+            "--exit-layer",
+            type=WholeNumber(1),
+            metavar="N",
+            help="With --draft self: draft with the first N layers, without a trained exit layer.",
         ),
         option(
             "--special-in-text",

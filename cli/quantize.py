@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from offspec import CONVERT_FORMATS, ConvertParams, format_quantity
+from offspec import CONVERT_FORMATS, SHADOW_FORMATS, ConvertParams, format_quantity
 from offspec.builtin import path as builtin_path
 from offspec.errors import OffspecError
 
 from .help_groups import OffspecCommand, option
 from .options import MODEL
 from .terminal import TimeLeft, is_watched, show_line
+
+if TYPE_CHECKING:
+    from offspec.checkpoints.conversion import Conversion
 
 
 @click.command(
@@ -29,6 +33,8 @@ layout. Every layer gets its own file, which is read in one piece.
 SRC may have any format that offspec runs: 16 or 32 bits, AWQ, GPTQ, GGUF, fp8, compressed-tensors. Conversion cannot
 recover the precision that a quantised SRC has lost.
 
+With --shadow BITS the result is a copy of the layers for --draft shadow. Without DST it goes to the user's cache.
+
 The conversion needs memory for one layer. The same command resumes an interrupted run. Until the run is complete, DST
 has no index and cannot be loaded.
 
@@ -37,10 +43,11 @@ Examples:
   offspec quantize ./Llama-3.1-70B-Instruct ./Llama-3.1-70B-nf4
   offspec quantize meta-llama/Llama-3.1-8B ./Llama-3.1-8B-packed --format keep
   offspec quantize ./SmolLM2-135M-Instruct.Q4_1.gguf ./SmolLM2-135M --format bf16
+  offspec quantize ./Qwen2.5-32B-Instruct --shadow 4
 """,
 )
 @click.argument("src", type=MODEL)
-@click.argument("dst", type=click.Path(path_type=Path))
+@click.argument("dst", required=False, type=click.Path(path_type=Path))
 @option(
     "--format",
     "form",
@@ -55,39 +62,42 @@ Examples:
     show_default=True,
     help="Also quantise the scales: 4.13 bits per weight instead of 4.5.",
 )
+@option(
+    "--shadow",
+    type=click.Choice([str(bits) for bits in SHADOW_FORMATS]),
+    metavar="4|3|2",
+    help="Make a shadow of SRC in so many bits, for --draft shadow.",
+)
 @option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
 @option("-q", "--quiet", is_flag=True, help="Print no progress to stderr.")
 @option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 def command(
     src: str,
-    dst: Path,
+    dst: Path | None,
     form: str,
     double_quant: bool,
+    shadow: str | None,
     revision: str | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
 ) -> None:
-    from offspec import convert
-
     if revision is not None and Path(src).expanduser().exists():
         raise click.UsageError("--revision needs a hub id, but SRC is a local path.")
     start = time.monotonic()
     bar = ConversionLine() if is_watched() and not quiet else None
     try:
-        params = ConvertParams(form, double_quant)
-        done = convert(
-            str(builtin_path("target")) if src == "builtin" else src,
-            dst.expanduser(),
-            params,
-            revision=revision,
-            progress=bar,
-        )
+        source, target = str(builtin_path("target")) if src == "builtin" else src, dst and dst.expanduser()
+        if shadow is None:
+            done = _convert(source, target, ConvertParams(form, double_quant), revision, bar)
+        else:
+            done = _make_shadow(source, target, int(shadow), revision, bar)
     finally:
         if bar is not None:
             bar.clear()
-    _warn_of_a_model_not_run(done.path)
+    if shadow is None:
+        _warn_of_a_model_not_run(done.path)
     if as_json:
         said = {"source": src, "target": str(done.path), "format": done.format, "num_files": done.num_files}
         said |= {"num_resumed": done.num_resumed, "source_bytes": done.source_bytes, "result_bytes": done.result_bytes}
@@ -96,6 +106,25 @@ def command(
         before, after = (format_quantity(nbytes, "B") for nbytes in (done.source_bytes, done.result_bytes))
         resumed = f", {done.num_resumed} of them from the earlier run" if done.num_resumed else ""
         click.echo(f"{done.path}: {before} → {after} in {done.num_files} files{resumed}, each verified after writing")
+
+
+def _convert(
+    source: str, target: Path | None, params: ConvertParams, revision: str | None, bar: ConversionLine | None
+) -> Conversion:
+    from offspec import convert
+
+    if target is None:
+        raise click.UsageError("Missing argument 'DST': the folder for the result.")
+    return convert(source, target, params, revision=revision, progress=bar)
+
+
+def _make_shadow(
+    source: str, target: Path | None, bits: int, revision: str | None, bar: ConversionLine | None
+) -> Conversion:
+    from offspec.checkpoints.opening import open_target
+    from offspec.checkpoints.shadows import make_shadow
+
+    return make_shadow(open_target(source, revision, "auto", "cpu"), bits, target, bar)
 
 
 def _warn_of_a_model_not_run(folder: Path) -> None:

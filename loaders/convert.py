@@ -373,7 +373,7 @@ def _items(
     for name, stored in weights.items():
         infos = stored.streamed
         if name in matrices:
-            items[name] = _Item(name, infos, stored, packer)
+            items[name] = _Item(name, infos, stored, packer.for_shape(stored.shape))
         elif stored.is_packed or any(info.change is not None for info in infos):
             items[name] = _Item(name, infos, stored, _beside(stored, packer))
         else:

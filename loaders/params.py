@@ -9,6 +9,7 @@ from offspec.errors import UsageError
 QUANT_TYPES = ("nf4", "fp4")
 FLOAT_FORMATS = ("bf16", "fp16", "fp32")
 CONVERT_FORMATS = (*QUANT_TYPES, *FLOAT_FORMATS, "keep")
+SHADOW_FORMATS = {4: "q4_k", 3: "q3_k", 2: "q2_k"}  # bits → the format of a shadow's matrices
 GROUPED_METHODS = ("awq", "gptq")
 FP8_METHODS = ("fp8", "fbgemm_fp8")
 COMPRESSED_TENSORS = "compressed-tensors"
@@ -20,15 +21,15 @@ PLAN_FORMATS = ("bf16", "fp16", "fp32", "fp8", "nf4", "w4a16", "nvfp4")
 class ConvertParams:
     """The result of `offspec quantize`.
 
-    format: nf4, fp4, one of FLOAT_FORMATS (quantised matrices are unpacked), or keep (the same tensors in a new
-    layout). double_quant: store scales of nf4 and fp4 in 8 bit instead of 32.
+    format: nf4, fp4, one of FLOAT_FORMATS (quantised matrices are unpacked), keep (the same tensors in a new layout), or
+    one of SHADOW_FORMATS. double_quant: store scales of nf4 and fp4 in 8 bit instead of 32.
     """
 
     format: str = "nf4"
     double_quant: bool = True
 
     def __post_init__(self) -> None:
-        if self.format not in CONVERT_FORMATS:
+        if self.format not in (*CONVERT_FORMATS, *SHADOW_FORMATS.values()):
             raise UsageError(f"unknown format {self.format!r}; use {', '.join(CONVERT_FORMATS)}")
         if self.format not in QUANT_TYPES and not self.double_quant:
             raise UsageError(f"double_quant=False needs format {' or '.join(QUANT_TYPES)}, not {self.format}")

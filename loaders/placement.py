@@ -15,15 +15,20 @@ from offspec.errors import MemoryLimitError
 from .units import format_size
 
 MAX_SLOTS, MIN_SLOTS = 3, 2
+SHADOW_ITEM = "shadow"
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Bytes of one layer: read_bytes through the link, slot_bytes of its slot, resident_bytes if it is resident."""
+    """Bytes of one layer: read_bytes through the link, slot_bytes of its slot, resident_bytes if it is resident.
+
+    shadow_bytes: on the device if it is streamed, for a copy in fewer bits that drafts.
+    """
 
     read_bytes: int
     slot_bytes: int
     resident_bytes: int
+    shadow_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,38 +106,47 @@ def place(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, nu
 
 def _place_on_cpu(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, num_pinned: int) -> Placement:
     needs, slot_bytes = [(item.name, item.on_device + item.on_host) for item in items], _slot_bytes(layers)
-    sizes = [c.resident_bytes for c in layers]
-    resident, rest, num_slots, used = _fill("RAM", limits.ram, sizes, needs, slot_bytes, num_pinned)
-    return Placement(resident, (), rest, Slots(num_slots, 0, slot_bytes), tuple(items), limits, 0, used)
+    resident, rest, num_slots, used = _fill("RAM", limits.ram, layers, needs, slot_bytes, num_pinned)
+    items = (*items, *_shadows(layers, rest))
+    return Placement(resident, (), rest, Slots(num_slots, 0, slot_bytes), items, limits, 0, used)
 
 
 def _place_on_gpu(
     layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, device: int, num_pinned: int
 ) -> Placement:
     needs, slot_bytes = [(item.name, item.on_device) for item in items], _slot_bytes(layers)
-    sizes = [c.resident_bytes for c in layers]
-    resident, rest, num_slots, used = _fill("VRAM", device, sizes, needs, slot_bytes, num_pinned)
+    resident, rest, num_slots, used = _fill("VRAM", device, layers, needs, slot_bytes, num_pinned)
+    items = (*items, *_shadows(layers, rest))
     needs = [(item.name, item.on_host) for item in items]
-    sizes = [layers[i].slot_bytes for i in rest]
-    kept, on_disk, num_host_slots, used_ram = _fill("RAM", limits.ram, sizes, needs, slot_bytes)
+    waiting = [LayerCost(layers[i].read_bytes, slot_bytes, layers[i].slot_bytes) for i in rest]
+    kept, on_disk, num_host_slots, used_ram = _fill("RAM", limits.ram, waiting, needs, slot_bytes)
     in_ram, on_disk = tuple(rest[i] for i in kept), tuple(rest[i] for i in on_disk)
     slots = Slots(num_slots, num_host_slots, slot_bytes)
-    return Placement(resident, in_ram, on_disk, slots, tuple(items), limits, used, used_ram)
+    return Placement(resident, in_ram, on_disk, slots, items, limits, used, used_ram)
+
+
+def _shadows(layers: Sequence[LayerCost], streamed: Sequence[int]) -> list[Item]:
+    """What the shadows of the streamed layers take."""
+    nbytes = sum(layers[i].shadow_bytes for i in streamed)
+    return [Item(SHADOW_ITEM, on_device=nbytes)] if nbytes else []
 
 
 def _fill(
     tier: str,
     limit: int,
-    sizes: Sequence[int],
+    layers: Sequence[LayerCost],
     needs: Sequence[tuple[str, int]],
     slot_bytes: int,
     num_pinned: int = 0,
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-    """Fill one tier with layers of these sizes: kept layers, remaining layers, slots for the latter, bytes used."""
-    taken = sum(size for _, size in needs)
+    """Fill one tier with layers: kept layers, remaining layers, slots for the latter, bytes used."""
+    shadows = sum(layer.shadow_bytes for layer in layers)
+    taken = sum(size for _, size in needs) + shadows
+    sizes = [layer.resident_bytes - layer.shadow_bytes for layer in layers]  # a resident layer needs no shadow
     kept, num_slots = _keep(sizes, limit - taken, slot_bytes, num_pinned)
     if kept is None:
-        raise MemoryLimitError(_refusal(tier, limit, needs, slot_bytes, sizes[:num_pinned]))
+        pinned = [layer.resident_bytes for layer in layers[:num_pinned]]
+        raise MemoryLimitError(_refusal(tier, limit, [*needs, (SHADOW_ITEM, shadows)], slot_bytes, pinned))
     rest = tuple(i for i in range(len(sizes)) if i not in kept)
     return kept, rest, num_slots, taken + num_slots * slot_bytes + sum(sizes[i] for i in kept)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from threading import Lock
 
 import torch
 
@@ -109,6 +110,7 @@ class TableOnDisk:
     stored: StoredTable
     reader: Reader
     fetched: HostBuffer = field(init=False)
+    _lock: Lock = field(default_factory=Lock, init=False)  # a draft may ask for rows during the target's pass
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fetched", HostBuffer(align_up(self._row_bytes) + align_up(1)))
@@ -120,7 +122,8 @@ class TableOnDisk:
     def take(self, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows [T, columns] in `dtype`; each distinct row is read once."""
         distinct, where = torch.unique(indices, return_inverse=True)
-        rows = torch.stack([self._read(row) for row in distinct.tolist()])
+        with self._lock:
+            rows = torch.stack([self._read(row) for row in distinct.tolist()])
         return dense(self.stored.bind_rows(rows), dtype)[where]
 
     def _read(self, row: int) -> torch.Tensor:
@@ -208,6 +211,11 @@ class TieredWeights:
     @property
     def is_resident(self) -> bool:
         return self._stream is None
+
+    @property
+    def placement(self) -> Placement:
+        """Where each layer lies."""
+        return self._placement
 
     @contextmanager
     def lend(self, unit: Unit) -> Iterator[Mapping[str, Weight]]:
@@ -345,3 +353,12 @@ class TieredWeights:
             filler = DeviceFiller(in_ram, disk, {i: layers[i].record for i in p.streamed}, self._device)
             opened.pop_all()  # from here on, the filler closes `disk`
         return Ring(self._placement.streamed, slots, filler)
+
+
+def load_layer(layer: StoredLayer, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
+    """A layer's weights in memory of their own on the device, to compute with in `dtype`. Raises CheckpointError."""
+    reader = FileReader()
+    try:
+        return layer.bind(layer.record.on(device, read_record(reader, layer.record).tensor), dtype, is_kept=True)
+    finally:
+        reader.close()

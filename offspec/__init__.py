@@ -32,6 +32,7 @@ _HOMES = {
     "PLAN_FORMATS": "offspec.loaders.params",
     "convert": "offspec.checkpoints.conversion",
     "SEED_LIMIT": "offspec.scheduler.params",
+    "SHADOW_FORMATS": "offspec.loaders.params",
     "format_quantity": "offspec.loaders.units",
     "format_seconds": "offspec.loaders.units",
     "format_size": "offspec.loaders.units",
@@ -41,6 +42,7 @@ __all__ = [
     "CONVERT_FORMATS",
     "PLAN_FORMATS",
     "SEED_LIMIT",
+    "SHADOW_FORMATS",
     "ConvertParams",
     "Engine",
     "OffspecError",
@@ -57,7 +59,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from offspec.loaders.params import CONVERT_FORMATS, PLAN_FORMATS, ConvertParams
+    from offspec.loaders.params import CONVERT_FORMATS, PLAN_FORMATS, SHADOW_FORMATS, ConvertParams
     from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
     from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
 

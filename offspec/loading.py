@@ -76,6 +76,7 @@ class LoadOptions:
     learn: bool = False
     learn_file: str | Path | None = None
     exit_file: str | Path | None = None
+    exit_layer: int | None = None
     chats: bool = False
     needs_draft_model: bool = False
 
@@ -86,7 +87,9 @@ class LoadOptions:
     @property
     def drafting(self) -> DraftOptions:
         learn_file, exit_file = (None if file is None else Path(file) for file in (self.learn_file, self.exit_file))
-        return DraftOptions(self.draft, exit_file, self.learn, learn_file, self.needs_draft_model)
+        return DraftOptions(
+            self.draft, exit_file, self.learn, learn_file, self.needs_draft_model, exit_layer=self.exit_layer
+        )
 
 
 class LoadedTarget:
@@ -286,7 +289,7 @@ def open_models(options: LoadOptions, device_type: str, notes: list[Note]) -> tu
     tokenizer = Tokenizer.load(files.checkpoint.tokenizer_path or files.checkpoint.path)
     if options.chats:
         tokenizer.check_chat_template()
-    request = OpenRequest(options.drafting, files, tokenizer, options.dtype, device_type, notes)
+    request = OpenRequest(options.drafting, files, tokenizer, options.dtype, device_type, notes, options.progress)
     return files, tokenizer, open_draft(options.model, request)
 
 

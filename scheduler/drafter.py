@@ -61,12 +61,14 @@ class DraftRequest:
     """The input of a drafter for one request.
 
     sampler: the target's. final: tokens that end the text and have no children. num_unscored: tokens of the text that
-    the target's first pass scores; None: as many as the draft scores.
+    the target's first pass scores; None: as many as the draft scores. draft_reads_prompt: the draft
+    scores the text itself; otherwise it drafts only after the target has scored all tokens but the last.
     """
 
     sampler: Sampler
     final: Collection[int] = ()
     num_unscored: int | None = None
+    draft_reads_prompt: bool = True
 
 
 class Drafter(Protocol):

@@ -111,7 +111,7 @@ class ModelDrafter:
         is_priced = self._params.budget is None
         rate = pricing.tokens_per_s if is_priced else None
         self._guessers.ask(rounds.tree, self._text, pricing.limit, rounds.max_depth, rate)
-        if rounds.model_depth > 0 and (rounds.tree.is_rooted or pricing.is_worth_a_round()):
+        if self._can_ask_model and (rounds.tree.is_rooted or pricing.is_worth_a_round()):
             self._grow()
         if not rounds.is_untouched:
             best = rounds.best(pricing.limit)
@@ -120,6 +120,11 @@ class ModelDrafter:
             guessed = self._sent[rounds.tree.is_claimed(self._sent)]
             num_tokens = float(rounds.probabilities(guessed).sum())
             self._guessers.learn_worth(pricing.worth(num_tokens, len(guessed), len(self._sent)))
+
+    @property
+    def _can_ask_model(self) -> bool:
+        rounds = self._rounds
+        return rounds.model_depth > 0 and (self._request.draft_reads_prompt or rounds.num_unscored <= 1)
 
     def _grow(self) -> None:
         """Run draft rounds while they are worth their cost."""

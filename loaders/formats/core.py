@@ -306,6 +306,10 @@ class Packer(Protocol):
         """Raises OffspecError if a package that packing needs is missing."""
         ...
 
+    def for_shape(self, shape: tuple[int, ...]) -> Packer | None:
+        """The packer for a matrix of this shape; None where it is left as it is."""
+        ...
+
     @property
     def suffixes(self) -> tuple[str, ...]:
         """The name suffix of each tensor of a weight; "" for the weight itself."""

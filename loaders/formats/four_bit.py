@@ -477,6 +477,9 @@ class Packer4bit:
     def prepare(self) -> None:
         bitsandbytes_functional()
 
+    def for_shape(self, shape: tuple[int, ...]) -> Packer4bit:
+        return self
+
     @property
     def suffixes(self) -> tuple[str, ...]:
         nested = (".nested_absmax", ".nested_quant_map") if self.params.double_quant else ()

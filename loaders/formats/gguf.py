@@ -14,19 +14,34 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from ..checkpoint import TensorInfo
+from ..checkpoint import TensorInfo, show
 from ..gguf_types import GGUF_TYPES, GgufType
 from ..kernels.gguf_encodings import block_encoding
 from ..kernels.row_product import RowProduct
 from ..kernels.unpack import Unpacker
-from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, any_bytes, tile
+from ..params import SHADOW_FORMATS, ConvertParams
+from .core import (
+    DAMAGED,
+    Allocate,
+    PackedMatrix,
+    PackedStored,
+    Packer,
+    StoredWeight,
+    TensorGroup,
+    WeightFormat,
+    any_bytes,
+    tile,
+)
 from .gguf_blocks import HALVES, IQ4_VALUES, UNPACK, check_grid
+from .gguf_pack import PACK, GgufPacker, suffix
 from .on_gpu import FASTER_WAY, triton_kernels
+from .plain import PlainWeight
 from .products import num_lanes
 
 QUANTISED: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.values() if kind.name in UNPACK}
 # From this size on, compiling (at least 0.1 s) takes less time than the plain twin for a model of such matrices.
 WORTH_COMPILING = 1 << 18
+IN_FOLDERS = {suffix(name).removeprefix("."): name for name in PACK}  # suffix of a tensor of blocks → their type
 MOST_AT_ONCE = 1 << 22  # weights at a time in plain torch; temporary memory on a GPU is then some 100 MB
 _ORDINARY_HALF = 0x2C  # the upper byte of an fp16 number between 1/16 and 1/8
 
@@ -123,14 +138,21 @@ class GgufWeight(PackedStored):
 
 
 class GgufFormat(WeightFormat):
-    """GGUF's quantised types, recognised by the dtype that the container sets."""
+    """GGUF's quantised types, recognised by the container's dtype, or by the tensor's name in a safetensors folder."""
 
     names = tuple(QUANTISED)
+    plan_forms = tuple(SHADOW_FORMATS.values())
+
+    def companion(self, key: str) -> tuple[str, str] | None:
+        base, _, part = key.rpartition(".")
+        return (base, part) if part in IN_FOLDERS else None
 
     def recognises(self, group: TensorGroup) -> bool:
-        return "" in group.parts and group.parts[""].dtype in QUANTISED
+        return bool(IN_FOLDERS.keys() & group.parts) or ("" in group.parts and group.parts[""].dtype in QUANTISED)
 
     def read(self, group: TensorGroup) -> GgufWeight:
+        if part := next((part for part in group.parts if part in IN_FOLDERS), None):
+            return _read_bytes(group, part)
         info = group.weight
         kind = QUANTISED[info.dtype]
         if len(info.shape) != 2 or 0 in info.shape:
@@ -144,13 +166,38 @@ class GgufFormat(WeightFormat):
         check_grid(kind.name)
         return GgufWeight(group.name, kind, info.shape, (info,))
 
-    def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> GgufWeight | None:
+    def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> StoredWeight | None:
+        if form in IN_FOLDERS:
+            return _as_packed(IN_FOLDERS[form], name, shape, allocate)
         kind = QUANTISED[form]
         if len(shape) != 2 or shape[1] % kind.num_weights:
             return None
         check_grid(form)
         info = allocate(name, "U8", (shape[0], _num_bytes(kind, shape) // shape[0]))
         return GgufWeight(name, kind, shape, (info,))
+
+    def packer(self, params: ConvertParams) -> Packer | None:
+        return GgufPacker(IN_FOLDERS[params.format]) if params.format in IN_FOLDERS else None
+
+
+def _as_packed(kind: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> StoredWeight:
+    """A weight as `GgufPacker` would leave it."""
+    packer = GgufPacker(kind).for_shape(shape) if len(shape) == 2 else None
+    if packer is None:
+        return PlainWeight(name, allocate(name, "BF16", shape))
+    info = allocate(name + packer.suffixes[0], "U8", (shape[0], packer.num_bytes(shape[0] * shape[1]) // shape[0]))
+    return GgufWeight(name, QUANTISED[packer.name], shape, (info,))
+
+
+def _read_bytes(group: TensorGroup, part: str) -> GgufWeight:
+    """A matrix that lies as bytes [N, bytes of a row] under a name that ends in the type's. Raises CheckpointError."""
+    info, kind = group.parts[part], QUANTISED[IN_FOLDERS[part]]
+    if len(group.parts) > 1:
+        group.refuse(info, f"is there twice, as {' and '.join(map(show, group.parts))}; {DAMAGED}")
+    if info.dtype != "U8" or len(info.shape) != 2 or 0 in info.shape or info.shape[1] % kind.num_bytes:
+        group.refuse(info, f"is {info.dtype} {list(info.shape)}, not rows of {kind.name}; {DAMAGED}")
+    num_rows, row_bytes = info.shape
+    return GgufWeight(group.name, kind, (num_rows, row_bytes // kind.num_bytes * kind.num_weights), (info,))
 
 
 def _num_bytes(kind: GgufType, shape: tuple[int, ...]) -> int:

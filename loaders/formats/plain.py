@@ -111,6 +111,9 @@ class FloatPacker:
     def prepare(self) -> None:
         pass
 
+    def for_shape(self, shape: tuple[int, ...]) -> FloatPacker:
+        return self
+
     def num_bytes(self, elements: int) -> int:
         return elements * self.dtype.itemsize
 

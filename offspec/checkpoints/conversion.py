@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from offspec.loaders.checkpoint import Checkpoint, without
-from offspec.loaders.convert import Conversion, Progress
+from offspec.loaders.convert import Conversion as Conversion
+from offspec.loaders.convert import Progress
 from offspec.loaders.convert import convert as convert_layers
 from offspec.loaders.formats import blank_tensors
 from offspec.loaders.params import ConvertParams
@@ -32,7 +33,7 @@ def convert(
     Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to resume).
     """
     params = params or ConvertParams()
-    understand = _language_model if params.format == "keep" else _without_blanks
+    understand = _language_model if params.format == "keep" else without_blanks
     return convert_layers(
         source,
         target,
@@ -49,7 +50,7 @@ def _language_model(checkpoint: Checkpoint) -> Checkpoint:
     return language_model(in_our_names(checkpoint))
 
 
-def _without_blanks(checkpoint: Checkpoint) -> Checkpoint:
+def without_blanks(checkpoint: Checkpoint) -> Checkpoint:
     """`_language_model` without blank tensors, which have no place in a plain checkpoint."""
     named = _language_model(checkpoint)
     try:

@@ -19,11 +19,14 @@ from ..model.config import ModelConfig
 
 def stored_from_config(config: ModelConfig, form: str) -> StoredModel:
     """The weights of a model of this shape in the format `form` (of PLAN_FORMATS)."""
-    layers = [
-        _Layer(form, layer_shapes(config, i)).weights(f"{config.layer_prefix}{i}.") for i in range(config.num_layers)
-    ]
     shared = _Layer(format_named(form).outside_layers or form, config.shared_shapes()).weights("")
-    return StoredModel([StoredLayer(layer) for layer in layers], shared)
+    return StoredModel(layers_from_config(config, form), shared)
+
+
+def layers_from_config(config: ModelConfig, form: str) -> list[StoredLayer]:
+    """The layers alone, in one of PLAN_FORMATS or SHADOW_FORMATS."""
+    shapes = [layer_shapes(config, i) for i in range(config.num_layers)]
+    return [StoredLayer(_Layer(form, shapes[i]).weights(f"{config.layer_prefix}{i}.")) for i in range(len(shapes))]
 
 
 class _Layer:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from offspec.loaders.convert import Progress
 from offspec.scheduler.budget import Controller
 from offspec.scheduler.controllers import controller_for
 from offspec.scheduler.drafter import Drafter, DraftRequest, NoDrafter
@@ -38,9 +39,10 @@ NEEDS_DRAFT_MODEL = "joint acceptance needs a draft model, and none is loaded; c
 class DraftOptions:
     """The user's settings of the draft.
 
-    draft: auto, none, lookup, self, or a model. exit_file: the exit layer for `self`. learn: the draft may learn
-    between requests. learn_file: what it learnt before; without `learn`, the file must exist. needs_model: requests
-    will use joint acceptance.
+    draft: auto, none, lookup, self, shadow, shadow:BITS, shadow:FOLDER, resident, or a model. exit_file: the exit layer
+    for `self`. exit_layer: the number of first layers with which `self` drafts without a trained exit layer. learn: the
+    draft may learn between requests. learn_file: what it learnt before; without `learn`, the file must exist.
+    needs_model: requests will use joint acceptance.
     """
 
     draft: str = "auto"
@@ -48,6 +50,7 @@ class DraftOptions:
     learn: bool = False
     learn_file: Path | None = None
     needs_model: bool = False
+    exit_layer: int | None = None
 
     @property
     def learns(self) -> bool:
@@ -64,7 +67,9 @@ class DraftOptions:
             raise UsageError("only a draft model can learn, and none is loaded; choose one (--draft PATH)")
 
     def refuse_exit_file(self) -> None:
-        """For kinds without an exit layer. Raises UsageError if an exit file was given."""
+        """For kinds without an exit layer. Raises UsageError if an exit file or an exit layer was given."""
+        if self.exit_layer is not None and self.draft != "self":
+            raise UsageError(f"--exit-layer {self.exit_layer} needs an early-exit draft; add --draft self, or omit it")
         if self.exit_file is not None:
             raise UsageError(
                 f"--exit-file {self.exit_file} needs an early-exit draft; add --draft self, or omit the file"
@@ -76,7 +81,7 @@ class OpenRequest:
     """A request to open a draft: the user's options, and the target.
 
     tokenizer: the target's; None if memory is only planned and files may be missing. dtype: auto, bf16, fp16, fp32.
-    notes: opening appends each automatic choice.
+    notes: opening appends each automatic choice. progress(bytes_done, bytes_total): called while a shadow is made.
     """
 
     options: DraftOptions
@@ -85,6 +90,7 @@ class OpenRequest:
     dtype: str
     device_type: str
     notes: list[Note]
+    progress: Progress | None = None
 
 
 class OpenedDraft(Protocol):

@@ -6,23 +6,40 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..checkpoints.opening import Note
+from ..checkpoints.shadows import made_shadows
+from ..errors import UsageError
 from .base import OpenedDraft, OpenRequest
+from .layer_drafts import RESIDENT, SHADOW, OpenedLayers, OpenedShadow
 from .model_draft import OpenedModel
 from .self_draft import NAME as SELF
 from .self_draft import OpenedSelf
 from .without_model import LookupDraft, NoDraft
 
+
+def _open_self(request: OpenRequest) -> OpenedDraft:
+    """The target's first layers, with a trained exit layer or without. Raises OffspecError's children."""
+    options = request.options
+    if options.exit_layer is None:
+        return OpenedSelf.open(request)
+    if options.exit_file is not None:
+        raise UsageError("--exit-layer drafts without the exit layer of --exit-file; give one of the two")
+    return OpenedLayers.open_exit(request)
+
+
 KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
     "none": NoDraft.open,
     LookupDraft.NAME: LookupDraft.open,
-    SELF: OpenedSelf.open,
+    SELF: _open_self,
+    SHADOW: OpenedShadow.open,
+    RESIDENT: OpenedLayers.open_resident,
 }
 
 
 def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
     """Open the draft that `--draft` names for the target MODEL. Raises a subclass of OffspecError."""
     options = replace(request.options, draft=_resolve(model, request))
-    return KINDS.get(options.draft, OpenedModel.open)(replace(request, options=options))
+    kind, _, _ = options.draft.partition(":")  # shadow:3
+    return KINDS.get(kind, OpenedModel.open)(replace(request, options=options))
 
 
 def _resolve(model: str, request: OpenRequest) -> str:
@@ -31,7 +48,12 @@ def _resolve(model: str, request: OpenRequest) -> str:
         return request.options.draft
     if model == "builtin":
         return "builtin"
-    remedy = "a small model of the same family is faster (--draft PATH)"
+    if bits := made_shadows(request.target):
+        request.notes.append(Note(f"draft: the target's shadow of {bits[0]} bits, found in the cache"))
+        return f"{SHADOW}:{bits[0]}"
+    remedy = (
+        "a small model of the same family (--draft PATH) or a copy of the target in 4 bits (--draft shadow) is faster"
+    )
     text = f"draft: n-gram lookup, because no draft model was given for {model}; {remedy}"
     request.notes.append(Note(text, advice=True))
     return LookupDraft.NAME

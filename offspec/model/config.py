@@ -6,7 +6,7 @@ a family changes of it. Knows nothing of weights or of how anything is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
@@ -133,10 +133,11 @@ class ModelConfig:
         shapes |= dict.fromkeys(self.final_norm_names, (self.hidden_size,))
         return shapes if self.tied_head else {**shapes, HEAD: table}
 
-    def only_layer(self, layer: int) -> ModelConfig:
-        """The shape of a decoder that has this layer alone."""
-        unrotated = (0,) if layer in self.unrotated else ()
-        return replace(self, num_layers=1, windows=(self.windows[layer],), unrotated=unrotated)
+    def only_layers(self, layers: Sequence[int]) -> ModelConfig:
+        """The shape of a decoder that has these layers alone."""
+        unrotated = tuple(i for i, layer in enumerate(layers) if layer in self.unrotated)
+        windows = tuple(self.windows[layer] for layer in layers)
+        return replace(self, num_layers=len(layers), windows=windows, unrotated=unrotated)
 
     def for_context(self, num_tokens: int) -> ModelConfig:
         """For texts of up to so many tokens.

@@ -36,7 +36,7 @@ class EarlyExit(Decoder):
     ) -> None:
         """layer: the exit layer's weights by their short names. dtype: of its arithmetic; None is the target's."""
         assert 1 <= num_first < target.config.num_layers
-        config = target.config.only_layer(num_first)
+        config = target.config.only_layers([num_first])
         names = (*config.final_norm_names, config.head_name)
         weights = RamWeights([dict(layer)], {name: target.weights.shared(name) for name in names})
         caches = target.make_layer_caches

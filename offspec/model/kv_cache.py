@@ -173,6 +173,13 @@ class KVCache:
         part, layer = self._layers[layer]
         return part.read(layer, end)
 
+    def copy(self, other: KVCache, layers: Sequence[int], start: int, stop: int) -> None:
+        """Overwrite the entries in slots start .. stop by those of `other`. layers: those of `other`, one for each."""
+        for layer, theirs in enumerate(layers):
+            keys, values = (entries[:, start:].transpose(0, 1) for entries in other.read(theirs, stop))
+            self.write(layer, keys, values, start)
+        self.positions[start:stop] = other.positions[start:stop]
+
     def append(self, num_committed: int, num_pending: int) -> None:
         """Count entries that every layer has now written: committed ones (nothing may be pending), then pending."""
         assert num_committed == 0 or self.pending == 0, "the committed prefix cannot grow behind pending entries"

@@ -41,12 +41,13 @@ class MemoryUse:
 
     workspace_bytes: allocated during a pass of the feature's model. Passes of several models do not run at once, so
     the plan counts the largest workspace only. num_pinned_layers: the number of the target's first layers that must be
-    resident.
+    resident. shadow_bytes: for each layer of the target, bytes on the device if that layer is streamed.
     """
 
     items: tuple[Item, ...] = ()
     workspace_bytes: int = 0
     num_pinned_layers: int = 0
+    shadow_bytes: tuple[int, ...] = ()
 
 
 class MemoryUser(Protocol):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from offspec.loaders.hardware import Hardware, Rates
-from offspec.loaders.placement import Item, LayerCost, Limits, PassRates, Placement, place, predict_pass_s
+from offspec.loaders.placement import SHADOW_ITEM, Item, LayerCost, Limits, PassRates, Placement, place, predict_pass_s
 from offspec.loaders.tiers import StoredLayer
 from offspec.scheduler.params import max_nodes
 
@@ -202,10 +203,22 @@ def _max_nodes(limits: Limits) -> int:
 
 def _plan_for(room: Room, demand: Demand) -> Plan:
     target = demand.target
-    costs = [layer.cost(target.dtype) for layer in target.stored.layers]
     uses = [feature.memory_use(target, room) for feature in demand.features]
-    placement = _place(costs, _items(room, demand, uses), demand.limits, sum(use.num_pinned_layers for use in uses))
+    costs = _layer_costs(target, uses)
+    items, num_pinned = _items(room, demand, uses), sum(use.num_pinned_layers for use in uses)
+    placement = _place(costs, items, demand.limits, num_pinned)
+    if not placement.streamed and (shadows := sum(cost.shadow_bytes for cost in costs)):
+        # A model that fits has a shadow of every layer, if that fits beside it.
+        with suppress(MemoryLimitError):
+            beside = _place(costs, [*items, Item(SHADOW_ITEM, on_device=shadows)], demand.limits, num_pinned)
+            placement = placement if beside.streamed else beside
     return Plan(demand, room, placement, tuple(costs), Work.of(target))
+
+
+def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[LayerCost]:
+    costs = [layer.cost(target.dtype) for layer in target.stored.layers]
+    shadows = next((use.shadow_bytes for use in uses if use.shadow_bytes), (0,) * len(costs))
+    return [replace(cost, shadow_bytes=nbytes) for cost, nbytes in zip(costs, shadows, strict=True)]
 
 
 def _place(costs: list[LayerCost], items: list[Item], limits: Limits, num_pinned: int) -> Placement:

@@ -1,0 +1,130 @@
+"""Shadows in files: a target's layers in 2 to 4 bits, made once from its weights and kept in the user's cache.
+
+A shadow is a folder of safetensors with a file for each layer. It has no embedding, norm and head: those are the
+target's. Its config.json is the target's with one more entry, which says to which target it belongs. This module knows
+nothing of drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from offspec.loaders.checkpoint import Checkpoint, CheckpointView
+from offspec.loaders.containers import open_checkpoint
+from offspec.loaders.convert import Conversion, Progress
+from offspec.loaders.convert import convert as convert_layers
+from offspec.loaders.params import SHADOW_FORMATS, ConvertParams
+from offspec.loaders.safetensors_folder import CONFIG_FILE, UNFINISHED_MARKER
+from offspec.loaders.tiers import StoredLayer, StoredModel
+
+from ..errors import CheckpointError, UsageError
+from ..model.block import layer_shapes
+from ..model.foreign_config import ForeignConfig
+from ..model.names import LAYER_PREFIX
+from .conversion import without_blanks
+from .exit_layers import fingerprint
+from .from_config import layers_from_config
+from .opening import ModelFiles
+
+ENTRY = "offspec_shadow"  # in a shadow's config.json: its target's fingerprint, and its bits
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """A shadow whose headers fit its target. path: None for one that is not made yet, to plan with."""
+
+    path: Path | None
+    bits: int
+    layers: tuple[StoredLayer, ...]
+
+    @classmethod
+    def open(cls, path: Path, target: ModelFiles) -> Shadow:
+        """Reads the headers. Raises CheckpointError for anything but a shadow of this target."""
+        checkpoint = open_checkpoint(path)
+        bits = next((bits for bits in SHADOW_FORMATS if checkpoint.config.get(ENTRY) == _mark(target, bits)), None)
+        if bits is None:
+            remedy = "make one with offspec quantize MODEL DST --shadow BITS"
+            raise CheckpointError(f"{path} is not a shadow of {target.checkpoint.path}; {remedy}")
+        stored = StoredModel.of(checkpoint, layer_prefix=LAYER_PREFIX)
+        for i in range(target.config.num_layers):
+            found = {n: w.shape for n, w in stored.layers[i].weights.items()} if i < len(stored.layers) else {}
+            if found != layer_shapes(target.config, i):
+                raise CheckpointError(f"{path}: the tensors of layer {i} are not the target's; delete the folder")
+        return cls(path, bits, tuple(stored.layers))
+
+    @classmethod
+    def planned(cls, bits: int, target: ModelFiles) -> Shadow:
+        """A shadow that is not made yet: sizes only."""
+        return cls(None, bits, tuple(layers_from_config(target.config, SHADOW_FORMATS[bits])))
+
+    def layer_bytes(self, target: ModelFiles) -> tuple[int, ...]:
+        """Bytes in memory, by layer."""
+        return tuple(layer.cost(target.dtype).resident_bytes for layer in self.layers)
+
+
+def check_bits(bits: int) -> None:
+    """Raises UsageError for a number of bits that no shadow has."""
+    if bits not in SHADOW_FORMATS:
+        raise UsageError(f"a shadow has {', '.join(map(str, SHADOW_FORMATS))} bits, not {bits}")
+
+
+def shadow_folder(target: ModelFiles, bits: int) -> Path:
+    """Where the target's shadow is kept, whether it is there or not."""
+    from platformdirs import user_cache_path
+
+    name = f"{target.checkpoint.path.name}-{fingerprint(target)}-{bits}bit"
+    return user_cache_path("offspec", appauthor=False) / "shadows" / name
+
+
+def find_shadow(target: ModelFiles, bits: int) -> Shadow | None:
+    """The shadow of so many bits in the user's cache; None where there is none, or one that is not finished."""
+    return Shadow.open(shadow_folder(target, bits), target) if bits in made_shadows(target) else None
+
+
+def made_shadows(target: ModelFiles) -> list[int]:
+    """The bits of the finished shadows in the user's cache, most first. None for a target without weights here."""
+    is_here = all(
+        info.path.is_file() for weight in target.stored.layers[0].weights.values() for info in weight.streamed
+    )
+    if not is_here or isinstance(target.config, ForeignConfig):
+        return []
+    folders = {bits: shadow_folder(target, bits) for bits in SHADOW_FORMATS}
+    return [bits for bits, folder in folders.items() if _is_complete(folder)]
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a finished shadow may be there."""
+    return (folder / CONFIG_FILE).is_file() and not (folder / UNFINISHED_MARKER).exists()
+
+
+def make_shadow(
+    target: ModelFiles, bits: int, folder: Path | None = None, progress: Progress | None = None
+) -> Conversion:
+    """Quantises the target's layers one by one into `folder`, or resumes an interrupted run. None: the user's cache.
+
+    Needs memory for one layer. `progress(bytes_done, bytes_total)` counts bytes of the target.
+    Raises UsageError, CheckpointError (the target), StorageError (the folder; repeat the call to resume).
+    """
+    check_bits(bits)
+    return convert_layers(
+        target.checkpoint.path,
+        folder or shadow_folder(target, bits),
+        ConvertParams(SHADOW_FORMATS[bits]),
+        layer_prefix=LAYER_PREFIX,
+        progress=progress,
+        understand=lambda checkpoint: _layers_alone(checkpoint, _mark(target, bits)),
+    )
+
+
+def _mark(target: ModelFiles, bits: int) -> dict[str, str | int]:
+    return {"target": fingerprint(target), "bits": bits}
+
+
+def _layers_alone(checkpoint: Checkpoint, mark: Mapping[str, str | int]) -> Checkpoint:
+    """The layers' tensors under offspec's names, and the mark in config.json."""
+    named = without_blanks(checkpoint)
+    tensors = {name: info for name, info in named.tensors.items() if name.startswith(LAYER_PREFIX)}
+    config = {key: value for key, value in named.config.items() if key != "quantization_config"}
+    return CheckpointView(named, tensors, {**config, ENTRY: mark})

@@ -1,0 +1,210 @@
+"""Drafts made of the target's own layers, without training (`model.layer_draft`).
+
+shadow: all layers; the streamed ones as copies in 4, 3 or 2 bits on the device (SubSpec, 2509.18344).
+resident: the layers that stay, without the streamed ones (Draft & Verify, 2309.08168).
+exit: the first layers, then norm and head (LayerSkip, 2404.16710).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from offspec.loaders.layer_view import LayerView, ViewedLayer
+from offspec.loaders.placement import SHADOW_ITEM, Item
+from offspec.loaders.tiers import StoredModel, TieredWeights, load_layer
+from offspec.scheduler.drafter import Drafter
+from offspec.scheduler.params import MAX_ROWS
+
+from ..checkpoints.exit_layers import check_exit_layer
+from ..checkpoints.opening import ModelFiles, Note
+from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
+from ..errors import UsageError
+from ..model.block import kv_cache_bytes
+from ..model.decoder import CachedDecoder, Decoder
+from ..model.foreign_config import ForeignConfig
+from ..model.layer_draft import LayerDraft, LayerDraftText
+from ..model.text_caches import TextCaches
+from ..planning.memory import MemoryUse, Room
+from ..planning.plan import unpacking_items
+from .base import Attach, Draft, DraftTask, OpenRequest
+from .learnt import EstimatesAndRecall
+from .model_draft import ModelDraft, guessing_items
+from .without_model import LookupDraft
+
+SHADOW, RESIDENT = "shadow", "resident"
+DEFAULT_BITS = 4
+
+
+class LayersOfTarget(ModelDraft):
+    """A loaded draft of the target's own layers."""
+
+    allows_reload = False  # it relies on the layers that stay
+
+    decoder: LayerDraft
+
+    def without_shadows(self, numbers: Collection[int]) -> LayersOfTarget:
+        """The same draft with the target's own weights in these layers, which have to be resident."""
+        view = self.decoder.view
+        layers = [n if n in numbers else layer for n, layer in zip(self.decoder.numbers, view.layers, strict=True)]
+        weights = LayerView(view.source, layers, view.scratch)
+        return LayersOfTarget(LayerDraft(self.decoder, self.decoder.numbers, weights), self.name)
+
+    def prepare(self, max_context: int) -> None:
+        """No graph captures its rounds: packed matrices are unpacked for each product."""
+
+    def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
+        text = CachedDecoder(target, num_tokens + num_nodes)
+        return TextCaches(text, LayerDraftText(self.decoder, text, num_tokens + MAX_ROWS if num_tokens else 0))
+
+    def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
+        return super().drafter(replace(task, request=replace(task.request, draft_reads_prompt=False)), learnt)
+
+
+@dataclass(frozen=True)
+class OpenedShadow:
+    """A shadow whose headers fit the target."""
+
+    shadow: Shadow
+    models: Sequence[ModelFiles]
+    notes: list[Note]
+
+    @classmethod
+    def open(cls, request: OpenRequest) -> OpenedShadow:
+        """The target's shadow from the cache. Unless it is only planned for, a missing one is made first.
+
+        Raises UsageError, CheckpointError, StorageError.
+        """
+        target = request.target
+        _check(request)
+        _, _, said = request.options.draft.partition(":")
+        if said and not said.isdecimal():
+            shadow = Shadow.open(Path(said).expanduser(), target)
+        else:
+            shadow = _of_bits(int(said[:4] or DEFAULT_BITS), request)
+        stored = replace(target.stored, layers=list(shadow.layers))
+        return cls(shadow, (replace(target, stored=stored),), request.notes)
+
+    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+        """KV entries and scratch of its own, and copies of the layers that will be streamed."""
+        items = [*unpacking_items(self.models[0]), *_items(target, room, range(target.config.num_layers))]
+        return MemoryUse(tuple(items), shadow_bytes=self.shadow.layer_bytes(target))
+
+    def load(self, device: torch.device) -> Attach:
+        return self._attach
+
+    def _attach(self, target: Decoder) -> Draft:
+        """Raises torch.OutOfMemoryError, CheckpointError."""
+        placement = _weights(target).placement
+        chosen = placement.streamed
+        if not chosen and any(item.name == SHADOW_ITEM for item in placement.items):
+            chosen = placement.resident
+        if not chosen:
+            text = "all layers stay and leave no room for a shadow, so only repetitions are drafted"
+            self.notes.append(Note(text, advice=True))
+            return LookupDraft()
+        return load_shadow(self.shadow, target, chosen)
+
+
+def _of_bits(bits: int, request: OpenRequest) -> Shadow:
+    """The shadow in the user's cache, made first if it has to be. Raises UsageError, CheckpointError, StorageError."""
+    check_bits(bits)
+    target = request.target
+    if (shadow := find_shadow(target, bits)) is not None:
+        return shadow
+    if request.tokenizer is None:
+        return Shadow.planned(bits, target)
+    made = make_shadow(target, bits, progress=request.progress)
+    request.notes.append(Note(f"made a shadow of {bits} bits for the draft: {made.path}"))
+    return Shadow.open(made.path, target)
+
+
+def load_shadow(shadow: Shadow, target: Decoder, chosen: Collection[int]) -> LayersOfTarget:
+    """The draft that has shadows of the layers `chosen`; the others are resident. Raises CheckpointError."""
+    layers: list[ViewedLayer] = [
+        load_layer(layer, target.dtype, target.device) if i in chosen else i for i, layer in enumerate(shadow.layers)
+    ]
+    num_elements = StoredModel(list(shadow.layers), {}).scratch_elements((), target.dtype)
+    weights = LayerView(target.weights, layers, _scratch(num_elements, target))
+    name = f"{SHADOW} ({shadow.bits} bits, {len(chosen)} of {len(layers)} layers)"
+    return LayersOfTarget(LayerDraft(target, range(len(layers)), weights), name)
+
+
+@dataclass(frozen=True)
+class OpenedLayers:
+    """Layers of the target as they are: the first `num_first` (an early exit), or all that stay (None)."""
+
+    target: ModelFiles
+    num_first: int | None
+    notes: list[Note]
+    models: Sequence[ModelFiles] = ()
+
+    @classmethod
+    def open_resident(cls, request: OpenRequest) -> OpenedLayers:
+        """Raises UsageError."""
+        _check(request)
+        return cls(request.target, None, request.notes)
+
+    @classmethod
+    def open_exit(cls, request: OpenRequest) -> OpenedLayers:
+        """The first layers, as many as `--exit-layer` says. Raises UsageError."""
+        number = request.options.exit_layer
+        assert number is not None
+        _check(request)
+        check_exit_layer(number, request.target.config)
+        request.notes.append(
+            Note(f"draft: the first {number} of {request.target.config.num_layers} layers, without an exit layer")
+        )
+        return cls(request.target, number, request.notes)
+
+    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+        """KV entries and scratch of its own. An early exit's layers have to be resident."""
+        numbers = range(target.config.num_layers if self.num_first is None else self.num_first)
+        items = [*unpacking_items(target), *_items(target, room, numbers)]
+        return MemoryUse(tuple(items), num_pinned_layers=self.num_first or 0)
+
+    def load(self, device: torch.device) -> Attach:
+        return self._attach
+
+    def _attach(self, target: Decoder) -> Draft:
+        weights = _weights(target)
+        numbers = weights.placement.resident if self.num_first is None else tuple(range(self.num_first))
+        if not numbers or len(numbers) == target.config.num_layers:
+            which = "all layers stay" if numbers else "no layer stays"
+            self.notes.append(Note(f"{which}, so there is no smaller draft to make of them", advice=True))
+            return LookupDraft()
+        num_elements = self.target.stored.scratch_elements((), target.dtype)
+        view = LayerView(weights, numbers, _scratch(num_elements, target))
+        kind = RESIDENT if self.num_first is None else "exit"
+        name = f"{kind} ({len(numbers)} of {target.config.num_layers} layers)"
+        return LayersOfTarget(LayerDraft(target, numbers, view), name)
+
+
+def _check(request: OpenRequest) -> None:
+    """Refuse what drafts of the target's layers cannot do. Raises UsageError."""
+    if isinstance(request.target.config, ForeignConfig):
+        raise UsageError(
+            f"--draft {request.options.draft} needs offspec's own decoder, and a {request.target.config.model_type} "
+            "runs through transformers' modules; use --draft lookup or a small model"
+        )
+    request.options.refuse_exit_file()
+    request.options.refuse_learning()
+
+
+def _items(target: ModelFiles, room: Room, numbers: range) -> list[Item]:
+    itemsize = target.dtype.itemsize
+    entries = kv_cache_bytes(target.config, room.context + MAX_ROWS, itemsize, numbers)
+    return [Item("draft KV cache", on_device=entries), *guessing_items(target.config, target)]
+
+
+def _weights(target: Decoder) -> TieredWeights:
+    weights = target.weights
+    assert isinstance(weights, TieredWeights), "a target that was loaded by a plan"
+    return weights
+
+
+def _scratch(num_elements: int, target: Decoder) -> torch.Tensor | None:
+    return torch.empty(num_elements, dtype=target.dtype, device=target.device) if num_elements else None

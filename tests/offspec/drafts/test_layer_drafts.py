@@ -1,0 +1,257 @@
+"""Drafts of the target's own layers: the text is plain decoding's, entries are the target's, memory is as planned."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.shadows import Shadow, find_shadow, made_shadows, make_shadow, shadow_folder
+from offspec.drafts.base import DraftOptions, OpenRequest
+from offspec.drafts.kinds import open_draft
+from offspec.drafts.layer_drafts import LayersOfTarget, OpenedShadow
+from offspec.errors import CheckpointError, OffspecError, UsageError
+from offspec.loaders.placement import SHADOW_ITEM, Limits, Placement, Slots
+from offspec.loading import LoadedTarget
+from offspec.model.layer_draft import LayerDraftText
+from offspec.planning.memory import MemoryOptions
+from offspec.planning.plan import make_plan
+from offspec.scheduler.tree import TokenTree
+from offspec.scheduler.verify import Verdict
+from offspec.text.tokenizer import Tokenizer
+
+from ...pair import build_pair
+
+CPU = torch.device("cpu")
+NUM_LAYERS, RESIDENT = 4, (0, 2)
+PROMPTS = ("def area(", "import os\n", "x = 1\nx = 1\nx = 1\n")
+KINDS = ("shadow", "shadow:3", "shadow:2", "resident", "self")
+OpenEngine = Callable[[str], Engine]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_pair(tmp_path_factory.mktemp("deep"), NUM_LAYERS).target
+
+
+@pytest.fixture(scope="module")
+def files(folder: Path) -> ModelFiles:
+    return ModelFiles.open(folder, "fp32", "cpu", [])
+
+
+@contextmanager
+def opened(files: ModelFiles, draft: str, resident: tuple[int, ...] = RESIDENT) -> Iterator[Engine]:
+    """A target of which these layers stay and the others come from disk, and this draft of it."""
+    tokenizer = Tokenizer.load(files.checkpoint.path)
+    options = DraftOptions(draft, exit_layer=1 if draft == "self" else None)
+    found = open_draft("target", OpenRequest(options, files, tokenizer, "fp32", "cpu", []))
+    slot = max(layer.cost(files.dtype).slot_bytes for layer in files.stored.layers)
+    on_disk = tuple(i for i in range(NUM_LAYERS) if i not in resident)
+    placement = Placement(resident, (), on_disk, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
+    decoder = load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
+    with Engine(LoadedTarget(decoder), tokenizer, found.load(CPU)(decoder)) as engine:
+        yield engine
+
+
+def said(engine: Engine, temperature: float, budget: int | None, **more: bool) -> list[list[int]]:
+    params = SamplingParams(16, temperature=temperature, seed=3, ignore_eos=True)
+    speculation = SpeculationParams(budget, **more)
+    return [
+        [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
+        for prompt in PROMPTS
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_is_plain_decodings(files: ModelFiles, kind: str, temperature: float) -> None:
+    with opened(files, kind) as engine:
+        assert isinstance(engine.draft, LayersOfTarget)
+        plain = said(engine, temperature, 0)
+        assert said(engine, temperature, 16) == plain
+        assert said(engine, temperature, 16, overlap=False, reuse=False) == plain
+        assert said(engine, temperature, None, recall=False, recycling=True) == plain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_entries_of_the_text_are_the_targets(files: ModelFiles, kind: str) -> None:
+    """After every pass, to the bit, whoever proposed the tokens; also after the text was taken back."""
+    with opened(files, kind) as engine:
+        caches = engine.new_caches()
+        target, draft = caches.target, caches.draft
+        assert isinstance(draft, LayerDraftText)
+
+        def check(tree: TokenTree, verdict: Verdict) -> None:
+            length = target.length
+            assert draft.length in (length, length + 1)
+            for layer, number in enumerate(draft.decoder.numbers):
+                for ours, theirs in zip(
+                    draft.cache.read(layer, length), target.cache.read(number, length), strict=True
+                ):
+                    assert torch.equal(ours, theirs)
+            assert draft.cache.positions[:length].tolist() == list(range(length))
+
+        for prompt in (PROMPTS[2], PROMPTS[2] + "y = 2\n", PROMPTS[2][:6] + "z"):
+            request = engine.generate(prompt, SamplingParams(20), SpeculationParams(16), caches=caches, observer=check)
+            assert sum(1 for _ in request) > 1
+
+
+def test_no_prompt_is_read_by_the_draft(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    chains = list[int]()
+    whole = LayerDraftText.states
+
+    def states(self: LayerDraftText, chain: list[int], *rest: object, **more: object) -> torch.Tensor:
+        chains.append(len(chain))
+        return whole(self, chain, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LayerDraftText, "states", states)
+    with opened(files, "shadow") as engine:
+        said(engine, 0.0, 16)
+    assert set(chains) == {0, 1}
+
+
+def test_a_shadow_is_accepted_more_often_than_the_built_in_draft() -> None:
+    passes = {}
+    for draft in ("shadow", "builtin"):
+        with Engine.load("builtin", draft=draft, device="cpu", context=256) as engine:
+            params = SamplingParams(40, temperature=1.0, seed=1, ignore_eos=True)
+            *_, last = engine.generate("def area(width, height):\n", params, SpeculationParams(16))
+            passes[draft] = last.stats.num_passes
+    assert passes["shadow"] < 0.7 * passes["builtin"]
+
+
+# ---------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_shadow_is_made_once(files: ModelFiles) -> None:
+    with opened(files, "shadow:4"):
+        pass
+    shadow = find_shadow(files, 4)
+    assert shadow is not None
+    made = {path: path.stat().st_mtime_ns for path in shadow_folder(files, 4).iterdir()}
+    with opened(files, "shadow"):
+        pass
+    assert {path: path.stat().st_mtime_ns for path in shadow_folder(files, 4).iterdir()} == made
+    assert 4 in made_shadows(files)
+    for size, planned in zip(shadow.layer_bytes(files), Shadow.planned(4, files).layer_bytes(files), strict=True):
+        assert abs(size - planned) < 4096  # how tensors are aligned
+
+
+def test_an_interrupted_one_is_resumed(files: ModelFiles, tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    make_shadow(files, 3, whole)
+    shutil.copytree(whole, resumed)
+
+    class Stop(BaseException):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        if done > total / 2:
+            raise Stop
+
+    shutil.rmtree(resumed)
+    with pytest.raises(Stop):
+        make_shadow(files, 3, resumed, stop)
+    with pytest.raises(OffspecError):
+        Shadow.open(resumed, files)
+    assert make_shadow(files, 3, resumed).num_resumed > 0
+    for path in whole.iterdir():
+        assert (resumed / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_folder_of_ones_own(files: ModelFiles, tmp_path: Path) -> None:
+    make_shadow(files, 2, tmp_path / "mine")
+    with opened(files, f"shadow:{tmp_path / 'mine'}") as engine:
+        assert engine.draft_name == "shadow (2 bits, 2 of 4 layers)"
+
+
+def test_the_shadow_of_another_model_is_refused(files: ModelFiles, tmp_path: Path) -> None:
+    other = build_pair(tmp_path, 2).target
+    make_shadow(ModelFiles.open(other, "fp32", "cpu", []), 4, tmp_path / "other")
+    for path in (tmp_path / "other", other):
+        with pytest.raises(CheckpointError, match=rf"{path}.*--shadow"):
+            Shadow.open(path, files)
+
+
+@pytest.mark.parametrize("draft", ["shadow:5", "shadow:0", "shadow:99999999999999999999"])
+def test_bits_that_no_shadow_has(files: ModelFiles, draft: str) -> None:
+    with pytest.raises(UsageError, match="bits"), opened(files, draft):
+        pass
+
+
+def test_drafts_that_cannot_be_made(files: ModelFiles) -> None:
+    tokenizer = Tokenizer.load(files.checkpoint.path)
+    for options, flag in (
+        (DraftOptions("shadow", exit_layer=2), "--exit-layer"),
+        (DraftOptions("resident", learn=True), "learn"),
+        (DraftOptions("self", exit_layer=NUM_LAYERS), "--exit-layer"),
+        (DraftOptions("self", exit_layer=1, exit_file=Path("x")), "--exit-file"),
+    ):
+        with pytest.raises(UsageError, match=flag):
+            open_draft("target", OpenRequest(options, files, tokenizer, "fp32", "cpu", []))
+
+
+def test_a_made_shadow_is_what_auto_takes(files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tokenizer = Tokenizer.load(files.checkpoint.path)
+    request = OpenRequest(DraftOptions(), files, tokenizer, "fp32", "cpu", [])
+    assert not isinstance(open_draft("target", request), OpenedShadow)
+    make_shadow(files, 3)
+    found = open_draft("target", request)
+    assert isinstance(found, OpenedShadow)
+    assert found.shadow.bits == 3
+
+
+# --------------------------------------------------------------------------------------------------------- memory
+
+
+def open_shadow(files: ModelFiles) -> OpenedShadow:
+    return OpenedShadow.open(OpenRequest(DraftOptions("shadow"), files, None, "fp32", "cpu", []))
+
+
+def test_only_streamed_layers_have_a_shadow(files: ModelFiles) -> None:
+    """For every amount of memory: the items and the resident layers add up, and streamed layers alone are copied."""
+    feature, sizes = open_shadow(files), open_shadow(files).shadow.layer_bytes(files)
+    options, seen = MemoryOptions(context=64), set[int]()
+    enough = make_plan(files, [feature], Limits(None, 2**40), options, 0)
+    least = enough.placement.ram_bytes - sum(layer.resident_bytes for layer in enough.layers)
+    for ram in range(least - 2**18, enough.placement.ram_bytes + 2**14, 2**12):
+        try:
+            placement = make_plan(files, [feature], Limits(None, ram), options, 0).placement
+        except OffspecError:
+            continue
+        shadow = sum(item.on_device for item in placement.items if item.name == SHADOW_ITEM)
+        if placement.streamed:
+            assert shadow == sum(sizes[i] for i in placement.streamed)
+        else:
+            assert shadow in (0, sum(sizes))
+        kept = sum(enough.layers[i].resident_bytes for i in placement.resident)
+        items = sum(item.on_device + item.on_host for item in placement.items)
+        assert placement.ram_bytes == kept + items + placement.slots.num * placement.slots.nbytes <= ram
+        seen.add(len(placement.streamed))
+    assert {0, NUM_LAYERS} <= seen
+
+
+def test_what_fits_has_a_shadow_of_every_layer(files: ModelFiles) -> None:
+    plan = make_plan(files, [open_shadow(files)], Limits(None, 2**40), MemoryOptions(context=64), 0)
+    assert not plan.placement.streamed
+    assert any(item.name == SHADOW_ITEM for item in plan.placement.items)
+    without = replace(plan.demand.limits, ram=plan.placement.ram_bytes - 1)
+    leaner = make_plan(files, [open_shadow(files)], without, MemoryOptions(context=64), 0)
+    assert not leaner.placement.streamed
+    assert all(item.name != SHADOW_ITEM for item in leaner.placement.items)
