@@ -21,8 +21,8 @@ PLAN_FORMATS = ("bf16", "fp16", "fp32", "fp8", "nf4", "w4a16", "nvfp4")
 class ConvertParams:
     """The result of `offspec quantize`.
 
-    format: nf4, fp4, one of FLOAT_FORMATS (quantised matrices are unpacked), keep (the same tensors in a new layout), or
-    one of SHADOW_FORMATS. double_quant: store scales of nf4 and fp4 in 8 bit instead of 32.
+    format: nf4, fp4, one of FLOAT_FORMATS (quantised matrices are unpacked), keep (the same tensors in a new layout),
+    or one of SHADOW_FORMATS. double_quant: store scales of nf4 and fp4 in 8 bit instead of 32.
     """
 
     format: str = "nf4"

@@ -138,6 +138,10 @@ class DraftRounds:
         scored = np.flatnonzero(rows >= 0)
         self._corrector.observe(np.append(np.array([ROOT]), rows[scored]), np.append(np.array([0]), scored + 1), states)
 
+    def keep_nothing(self) -> None:
+        """The pass is over, and nothing was drafted: a model that shares the target's KV entries takes the new ones."""
+        self._model.keep([])
+
     def keep(self, path: IntArray, tokens: Sequence[int], *, reuse: bool) -> None:
         """Commit the accepted nodes `path`; with `reuse`, keep the subtree below the last of `tokens`, the new root."""
         tree = self.tree

@@ -156,6 +156,8 @@ class ModelDrafter:
         self._guessers.observe(done)
         if not self._rounds.is_untouched:  # where nothing pays, passes follow each other as in plain decoding
             self._learn(done)
+        else:
+            self._rounds.keep_nothing()
         self._pricing.end(len(done.verdict.tokens))
 
     def _learn(self, done: TargetPass) -> None:

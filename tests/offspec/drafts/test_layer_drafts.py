@@ -132,7 +132,7 @@ def test_a_shadow_is_accepted_more_often_than_the_built_in_draft() -> None:
             params = SamplingParams(40, temperature=1.0, seed=1, ignore_eos=True)
             *_, last = engine.generate("def area(width, height):\n", params, SpeculationParams(16))
             passes[draft] = last.stats.num_passes
-    assert passes["shadow"] < 0.7 * passes["builtin"]
+    assert passes["shadow"] < 0.8 * passes["builtin"]
 
 
 # ---------------------------------------------------------------------------------------------------------- files
