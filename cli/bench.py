@@ -252,8 +252,14 @@ def verdict(outcome: Outcome) -> str:
     """Whether speculation pays off here, and if not, why."""
     name, gain = outcome.best.budget_name, f"{outcome.gain:.2f}x"
     if outcome.pays:
-        beside = _default_beside(outcome)
-        return f"Speculation pays off here: budget {name} reaches {gain} the tokens/s of plain decoding{beside}."
+        reached = f"budget {name} reaches {gain} the tokens/s of plain decoding"
+        if outcome.is_disturbed:
+            tokens = f"{outcome.best.tokens_per_pass.median:.2f}"
+            return (
+                f"The measurement was disturbed: {reached}, but its passes yield {tokens} tokens. "
+                "Repeat it when other programs are idle, or with more --repeats."
+            )
+        return f"Speculation pays off here: {reached}{_default_beside(outcome)}."
     reached = f"the fastest budget, {name}, reaches {gain} the tokens/s of plain decoding"
     if outcome.pays is None:
         said = f"Speculation makes no difference here: {reached}"

@@ -384,14 +384,14 @@ def describe(last: Step) -> str:
     """The statistics of a request as a few lines of text."""
     stats = last.stats
     passes, rate = max(stats.num_passes, 1), stats.decode_tokens_per_s
+    device = f", {stats.peak_device_bytes / 2**30:.2f} GiB device" if stats.peak_device_bytes else ""
     lines = [
         f"prompt    {stats.num_prompt_tokens} tokens, first text after {stats.ttft_s:.2f} s, seed {stats.seed}",
         f"decoding  {stats.num_tokens} tokens ({last.finish_reason}), {f'{rate:.1f}' if rate else '-'} tokens/s after "
         "the first pass",
         f"passes    {stats.num_passes}, {stats.tokens_per_pass:.2f} tokens per pass; "
         f"draft {1e3 * stats.draft_s / passes:.1f} ms + target {1e3 * stats.target_s / passes:.1f} ms per pass",
-        f"memory    peak {stats.peak_host_bytes / 2**30:.2f} GiB host, "
-        f"{stats.peak_device_bytes / 2**30:.2f} GiB device",
+        f"memory    peak {stats.peak_host_bytes / 2**30:.2f} GiB host{device}",
     ]
     if stats.is_lossy:
         lines.append("lossy     joint acceptance (--accept joint): plain decoding may produce another text")

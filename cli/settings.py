@@ -132,7 +132,8 @@ class Settings:
         try:
             return tomllib.loads(read_small_file(file).decode("utf-8-sig"))
         except OSError as exc:
-            self._on_fault(click.UsageError(f"cannot read the settings file {file}: {exc.strerror}"))
+            remedy = "; correct or unset OFFSPEC_CONFIG" if FILE_VARIABLE in self._environment else ""
+            self._on_fault(click.UsageError(f"cannot read the settings file {file}: {exc.strerror}{remedy}"))
         except (ValueError, RecursionError) as exc:  # TOMLDecodeError, and bytes that are not UTF-8
             self._on_fault(click.UsageError(f"the settings file {file} is not valid TOML: {exc}"))
         return {}

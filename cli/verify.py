@@ -69,7 +69,15 @@ Example:
     metavar="N",
     help=f"Use only the first N prompts. [default: all of a file, or {BUILTIN_PROMPTS} of the built-in pair's]",
 )
-@option("--max-new-tokens", type=WholeNumber(1), default=16, show_default=True, metavar="N", help="Tokens per prompt.")
+@option(
+    "--max-new-tokens",
+    "-n",
+    type=WholeNumber(1),
+    default=16,
+    show_default=True,
+    metavar="N",
+    help="Tokens per prompt.",
+)
 @research_option(
     "--random-passes",
     type=WholeNumber(1),

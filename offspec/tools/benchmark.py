@@ -221,6 +221,11 @@ class Outcome:
         return None if abs(self.gain - 1) < EVEN else self.gain > 1
 
     @property
+    def is_disturbed(self) -> bool:
+        """Whether the gain is more than the tokens per pass allow: a plain pass yields one token, and is not slower."""
+        return self.gain > (1 + EVEN) * self.best.tokens_per_pass.median
+
+    @property
     def pass_ratio(self) -> float | None:
         """Seconds of a speculative pass ÷ a plain one's, without first passes; None if there were no others."""
         if self.best.later_ms is None or self.plain.later_ms is None:

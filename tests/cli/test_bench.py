@@ -168,6 +168,14 @@ def test_a_default_that_is_slower_than_another_budget_is_told() -> None:
     assert "auto" not in told(0.6)
 
 
+def test_a_gain_beyond_the_tokens_of_a_pass_is_not_believed() -> None:
+    """Plain decoding of 4 s by one token a pass, and two tokens a pass in a fourth of the time of one."""
+    outcome = BenchmarkReport([run(0, 0), run(8, 0, decode_s=0.1)]).outcome()
+    assert outcome is not None
+    assert outcome.gain > outcome.best.tokens_per_pass.median
+    assert tells(verdict(outcome), "disturbed", "2.00 tokens", "--repeats")
+
+
 @pytest.mark.parametrize("columns", [30, 80, 110])
 def test_the_table_fits(columns: int) -> None:
     seen = Acceptance(num_nodes=[10**6] * 10, predicted=[5e5] * 10, accepted=[10**5] * 10)

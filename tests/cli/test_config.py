@@ -176,7 +176,7 @@ def test_a_key_is_not_shown(file: Path, offspec: Offspec, monkeypatch: pytest.Mo
 def test_variables_that_cannot_be_meant(offspec: Offspec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     offspec("config", "chta").refusal(2, "'chta'", "chat")
     monkeypatch.setenv("OFFSPEC_CONFIG", str(tmp_path / "none.toml"))
-    assert tells(offspec("config").err, tmp_path / "none.toml", "read")
+    assert tells(offspec("config").err, tmp_path / "none.toml", "OFFSPEC_CONFIG")
     monkeypatch.setenv("OFFSPEC_CONFIG", "/dev/zero")
     assert tells(offspec("config").err, "/dev/zero", "device")
     (nested := tmp_path / "nested.toml").write_text("a = " + "[" * 100_000)
