@@ -1,10 +1,10 @@
-"""The text of a draft that has another vocabulary than its target: a `scheduler.drafter.TreeModel` of the target's ids.
+"""The cached text of a draft with another vocabulary than the target's: a `TreeModel` that takes the target's ids.
 
-The draft reads the text in its own encoding. What the target adds is encoded anew from a word's beginning shortly
-before it; the draft's tokens up to the last one that is the same stay in its cache, the others are scored. Below the
-text, a tree's node is the draft's token of the same bytes, or, where it has none, as many of its tokens as the node's
-bytes make. Only tokens that both have are guessed (TLI, Timor et al., 2502.05202, section 3). Knows nothing of how
-trees grow.
+The draft reads the text in its own encoding. When the target adds tokens, the text is encoded again from the beginning
+of a word shortly before them. The draft's cache keeps the tokens up to the first one that differs, and the others are
+scored. A node of the tree is read as the draft's token of the same bytes. If there is none, it is read as the tokens
+that the draft's tokenizer makes of its bytes. The draft guesses only tokens that both vocabularies have (TLI, Timor et
+al., 2502.05202). Knows nothing of how trees grow.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..text.reencoding import Reencoder
 from ..text.shared_tokens import SharedTokens
 from ..text.tokenizer import Tokenizer
 
-BACK = 8  # tokens before new text that are encoded again with it, at least
-BOUNDARY = 64  # tokens among which a word's beginning is looked for
+BACK = 8  # least number of known tokens that are encoded again with new text
+BOUNDARY = 64  # number of tokens before these among which the beginning of a word is looked for
 SPACES, WORD_STARTS = frozenset(" \n\t\r"), frozenset(" \n")
 
 
 @dataclass(frozen=True)
 class OtherVocabulary:
-    """A draft's vocabulary that is not its target's."""
+    """A draft's vocabulary that is not the target's."""
 
     shared: SharedTokens
     reencoder: Reencoder
@@ -43,16 +43,19 @@ class OtherVocabulary:
 
     @classmethod
     def of(cls, target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int) -> OtherVocabulary:
-        """Of models with so many ids. Raises VocabularyMismatchError where they share too little."""
+        """target_size, draft_size: numbers of ids of the models.
+
+        Raises VocabularyMismatchError if they share too few tokens.
+        """
         shared = SharedTokens.of(target, draft, target_size, draft_size)
-        # Columns of tokens that the target does not have stand for ids that it does not have either.
+        # Columns that are not shared get ids beyond the target's, so they are never guessed.
         columns = np.arange(target_size, target_size + draft_size)
         columns[list(shared.to_draft.values())] = list(shared.to_draft)
         vocabulary = Vocabulary.mapped(columns, num_inputs=target_size)
         return cls(shared, Reencoder(target, draft, shared, draft_size), vocabulary)
 
     def note(self, name: str) -> Note:
-        """What to expect of the draft."""
+        """What the user should know of the draft."""
         shared = f"they share {self.shared.share:.0%} of a sample text's tokens"
         return Note(
             f"the draft {name} has another vocabulary than the target: {shared}, and only shared tokens are guessed, "
@@ -61,18 +64,21 @@ class OtherVocabulary:
         )
 
     def text(self, text: CachedDecoder) -> ReencodedText:
-        """An empty text of the draft's, as the drafter sees it."""
+        """The draft's text as the drafter sees it. text: an empty one."""
         return ReencodedText(text, self.reencoder, self.vocabulary)
 
 
 class TargetText:
-    """The target's tokens of one text, and the string that they make for the draft (see `text.reencoding`)."""
+    """The target's tokens of one text as a string (see `text.reencoding`).
+
+    ends: the end of each token in the string.
+    """
 
     def __init__(self, reencoder: Reencoder) -> None:
         self._reencoder = reencoder
         self.string = ""
-        self.ends: list[int] = []  # in the string, of each token
-        self._first: int | None = None  # of the tokens that are text
+        self.ends: list[int] = []
+        self._first: int | None = None  # the first token that is text, not special
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -98,13 +104,13 @@ class TargetText:
 
 
 class OwnTokens:
-    """The draft's tokens of a text, and where in its string each of them ends.
+    """The draft's tokens of a text, and the end of each in the text's string.
 
-    num_settled: the first ones, which are its tokenizer's own encoding; those behind them are nodes that came true.
+    num_settled: the first so many tokens come from the draft's tokenizer; those behind them are accepted nodes.
     """
 
     def __init__(self, reencoder: Reencoder, most: int) -> None:
-        """most: tokens that the draft can read."""
+        """most: the draft's maximum context."""
         self._reencoder, self._most = reencoder, most
         self.ids: list[int] = []
         self.ends: list[int] = []
@@ -114,9 +120,9 @@ class OwnTokens:
         return len(self.ids)
 
     def reencode(self, string: str) -> int:
-        """Become the encoding of all of `string`; returns how many tokens stay as they are, which is never all.
+        """Encode `string`. Returns the number of first tokens that did not change; at least one token is new.
 
-        Of a text that is longer than the draft can read, it is the end.
+        If the text is longer than the draft's context, only its end is kept.
         """
         first = self._restart(string)
         start = self.ends[first - 1] if first else 0
@@ -126,7 +132,7 @@ class OwnTokens:
             ids, ends = [*prefix, *ids], [*(0 for _ in prefix), *ends]
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, self.ids[first:], strict=False)))
         self.ids[first:], self.ends[first:] = ids, ends
-        if not self.ids:  # nothing that the draft could read, yet something has to be
+        if not self.ids:  # the draft has to score at least one token
             self.ids, self.ends = [self._reencoder.stand_in], [len(string)]
         if is_cut := len(self) > self._most:
             self._keep_last(max(1, self._most // 2))
@@ -139,7 +145,7 @@ class OwnTokens:
         self.ends = [*(start for _ in prefix), *self.ends[-count:]]
 
     def _restart(self, string: str) -> int:
-        """The token from which on to encode anew: at a word's beginning, where there is one nearby."""
+        """The first token to encode again: at the beginning of a word, if there is one nearby."""
         latest, least = min(self.num_settled, len(self)) - BACK, len(self._reencoder.prefix)
         for token in range(latest, max(latest - BOUNDARY, least), -1):
             if _begins_word(string, self.ends[token - 1]):
@@ -147,19 +153,19 @@ class OwnTokens:
         return 0 if latest - BOUNDARY <= least else latest
 
     def extend(self, ids: Sequence[int], end: int) -> None:
-        """A node that came true: its tokens, which are cut at its end only."""
+        """Append an accepted node's tokens. All of them get its end, so that they are kept or forgotten together."""
         self.ids += ids
         self.ends += [end] * len(ids)
 
     def truncate(self, end: int, most: int) -> None:
-        """Keep the tokens that end at `end` of the string or before it, and of these no more than `most`."""
+        """Keep the tokens that end at `end` or before it, at most `most` of them."""
         count = min(bisect_right(self.ends, end), most)
         del self.ids[count:], self.ends[count:]
         self.num_settled = min(self.num_settled, count)
 
 
 def _begins_word(string: str, at: int) -> bool:
-    """Whether tokenizers cut a text there whatever stands before it."""
+    """Whether a word or a special token begins or ends there, where tokenizers split every text."""
     before, behind = string[at - 1 : at], string[at : at + 1]
     is_special = Reencoder.is_special(before) or Reencoder.is_special(behind)
     return is_special or (behind in WORD_STARTS and before not in SPACES)
@@ -169,12 +175,12 @@ class ReencodedText:
     """A draft's cached text in its own encoding (a `DraftText`): tokens come in as the target's ids."""
 
     def __init__(self, text: CachedDecoder, reencoder: Reencoder, vocabulary: Vocabulary) -> None:
-        """text: an empty one. vocabulary: the draft's, by the target's ids."""
+        """text: the draft's, empty. vocabulary: the draft's, in terms of the target's ids."""
         self.vocabulary = vocabulary
         self._text, self._reencoder = text, reencoder
         self._read, self._own = TargetText(reencoder), OwnTokens(reencoder, text.max_context)
-        self._pending: list[list[int]] = []  # of each node its tokens, and of all of them which target tokens they are:
-        self._tokens: list[int] = []
+        self._pending: list[list[int]] = []  # the draft's tokens of each pending node
+        self._tokens: list[int] = []  # the target's token of each pending node
 
     @property
     def decoder(self) -> Decoder:
@@ -182,12 +188,12 @@ class ReencodedText:
 
     @property
     def max_context(self) -> int:
-        """In the target's tokens; those that follow may be as many of the draft's."""
+        """In the target's tokens: those of the text, and as many as the draft's context has left."""
         return self.length + self._text.max_context - self._text.length
 
     @property
     def length(self) -> int:
-        """Committed tokens, the target's."""
+        """Number of committed tokens, counted in the target's tokens."""
         return len(self._read)
 
     @property
@@ -195,6 +201,7 @@ class ReencodedText:
         """The committed text as the draft reads it."""
         return list(self._own.ids)
 
+    @torch.inference_mode()
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
         """As `CachedDecoder.score`."""
         return self.decoder.head(self.states(chain, tokens, depths, mask))
@@ -203,7 +210,7 @@ class ReencodedText:
     def states(
         self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
     ) -> Tensor:
-        """As `CachedDecoder.states`, but for `before`: rows of the draft's text are none of the target's."""
+        """As `CachedDecoder.states`, but without the rows `before`, as the draft's text has other rows."""
         own = self._enter(chain) if chain else []
         new = [self._reencoder.node_ids(token) for token in tokens.tolist()]
         rows = _NodeRows.of(self._pending, new, depths, mask)
@@ -217,7 +224,7 @@ class ReencodedText:
         return states[torch.from_numpy(np.append(root, rows.last + len(root))).to(states.device)]
 
     def _enter(self, chain: Sequence[int]) -> list[int]:
-        """Add to the text; returns what the draft has to score for it, behind what it keeps."""
+        """Add to the text. Returns the tokens that the draft has to score behind those that it keeps."""
         self._read.extend(chain)
         num_kept = self._own.reencode(self._read.string)
         self._text.truncate(num_kept)
@@ -235,20 +242,20 @@ class ReencodedText:
         self._tokens = [self._tokens[node] for node in pending]
 
     def truncate(self, length: int) -> None:
-        """Forget the text from the target's token `length` on, and whatever is pending."""
+        """Forget the text from the target's token `length` on, and all pending nodes."""
         self._read.truncate(length)
         self._own.truncate(len(self._read.string), self._text.length)
         self._text.truncate(len(self._own))
         self._pending, self._tokens = [], []
 
     def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` entries: the target's tokens of a text, and MAX_ROWS nodes."""
+        """Make room for `capacity` entries: tokens of the target's text, and MAX_ROWS nodes."""
         num_tokens = self._reencoder.most_tokens(capacity - MAX_ROWS)
         self._text.reserve(min(num_tokens, self._text.max_context) + MAX_ROWS)
 
 
 class _NodeRows(NamedTuple):
-    """New nodes as rows of the draft: tokens, depths [T], mask [T, Q + T]; Q rows are pending.
+    """R new nodes as T rows of the draft: tokens [T], depths [T], mask [T, Q + T], with Q rows pending before them.
 
     last [R]: each node's last row. is_plain: whether every node is one row.
     """
@@ -263,7 +270,7 @@ class _NodeRows(NamedTuple):
     def of(
         cls, pending: Sequence[Sequence[int]], new: Sequence[Sequence[int]], depths: IntArray, mask: BoolArray
     ) -> _NodeRows:
-        """Of nodes of so many tokens each, as the drafter has them: depths [R], mask [R, P + R]."""
+        """pending, new: the draft's tokens of each of P and R nodes. depths [R], mask [R, P + R]: the drafter's."""
         tokens = np.array([token for ids in new for token in ids], dtype=np.int64)
         num_rows = np.array([len(ids) for ids in (*pending, *new)], dtype=np.int64)
         of_new = num_rows[len(pending) :]
@@ -274,5 +281,5 @@ class _NodeRows(NamedTuple):
         place = np.concatenate([np.arange(1, count + 1) for count in of_new])
         seen = mask.repeat(of_new, axis=0).repeat(num_rows, axis=1)
         own_rows = np.arange(len(tokens))
-        seen[:, -len(tokens) :] &= own_rows <= own_rows[:, None]  # not what of the same node comes later
+        seen[:, -len(tokens) :] &= own_rows <= own_rows[:, None]  # a row does not see later rows of its node
         return cls(tokens, above.repeat(of_new) + place, seen, last, False)

@@ -1,8 +1,7 @@
-"""A text of one vocabulary's tokens, encoded with another vocabulary's (a target's text for its draft).
+"""Encodes a text of one vocabulary's tokens in another vocabulary: a target's text for its draft.
 
-A text is written as a string with a character for each byte, and one for each special token, so that positions in it
-are comparable whatever tokens it is made of. Texts need not be UTF-8: tokens may end inside a character. Knows nothing
-of models.
+Here a text is a string with one character per byte and one per special token. So positions in it can be compared,
+whatever tokens it is made of. A text need not be UTF-8, as tokens may end inside a character. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from ..errors import TokenizerError
 from .shared_tokens import SharedTokens, ids_by_bytes
 from .tokenizer import Tokenizer
 
-FIRST_SPECIAL = 256  # characters from here on are special tokens, those below are bytes
-SPARE = 1.25
-MOST_BYTES = 32  # of a token that is looked for in a text which the tokenizer would change
+FIRST_SPECIAL = 256  # the first character that stands for a special token; those below it stand for bytes
+SPARE = 1.25  # room for texts that need more of the draft's tokens than SAMPLE does
+MOST_BYTES = 32  # length of the longest token that greedy encoding looks for
 _PARTS = re.compile(r"[\x00-\xff]+|[^\x00-\xff]")
 _BAD_BYTES = re.compile("([\udc80-\udcff]+)")  # as `surrogateescape` writes them
-_CONTEXTS = "\n", "a"  # tried before a text to which the tokenizer would add a space at its beginning
+_CONTEXTS = "\n", "a"  # put before a text, so that the tokenizer adds its space there
 
 
 class Encoded(NamedTuple):
-    """ids of a string, and where in it each of them ends."""
+    """Token ids of a string, and the position in the string where each token ends."""
 
     ids: list[int]
     ends: list[int]
 
 
 class Reencoder:
-    """From the target's tokens to a string, and from there to the draft's tokens."""
+    """Turns the target's tokens into a string, and a string into the draft's tokens."""
 
     def __init__(self, target: Tokenizer, draft: Tokenizer, shared: SharedTokens, draft_size: int) -> None:
-        """draft_size: ids that the draft knows."""
+        """draft_size: number of ids that the draft model has. prefix: what the draft's texts begin with (BOS)."""
         assert target.token_bytes is not None
         assert draft.token_bytes is not None
         self.prefix = [token for token in draft.encode("") if token < draft_size]
@@ -49,32 +48,32 @@ class Reencoder:
         self._target_adds_space, self._draft_adds_space = _adds_space(target), _adds_space(draft)
         self._ids = ids_by_bytes(draft, draft_size)
         self._longest = min(MOST_BYTES, max(map(len, self._ids)))
-        self.stand_in = next(iter(self.prefix), next(iter(self._ids.values())))  # read where there is nothing to read
+        self.stand_in = next(iter(self.prefix), next(iter(self._ids.values())))  # for texts without a token
         self._node_ids: dict[int, list[int]] = {}
 
     def piece(self, token: int) -> str:
-        """What the target's token is in a string."""
+        """The characters of the target's token in a string."""
         content = self._target_bytes.get(token)
         if content is None:
             return chr(min(FIRST_SPECIAL + token, sys.maxunicode))
         return content.decode("latin-1")
 
     def first_piece(self, piece: str) -> str:
-        """The first piece of a string that is text: the space that tokenizers of one kind put there is the draft's."""
+        """The first piece of a string that is text, without the target's added space, with the draft's."""
         text = piece.removeprefix(" ") if self._target_adds_space else piece
         return " " + text if self._draft_adds_space else text
 
     @staticmethod
     def is_special(piece: str) -> bool:
-        """Whether a piece is a special token, and no bytes."""
+        """Whether a piece is a special token, not bytes."""
         return piece >= chr(FIRST_SPECIAL)
 
     def most_tokens(self, num_tokens: int) -> int:
-        """The draft's tokens for `num_tokens` of the target's: an estimate from SAMPLE, with something to spare."""
+        """Room for the draft's tokens of `num_tokens` of the target's, estimated from SAMPLE."""
         return math.ceil(max(1.0, SPARE * self._shared.ratio) * num_tokens)
 
     def node_ids(self, token: int) -> list[int]:
-        """The draft's tokens for a token of the target's by itself, one at least."""
+        """The draft's tokens for one token of the target, at least one."""
         if (known := self._shared.to_draft.get(token)) is not None:
             return [known]
         if token not in self._node_ids:
@@ -82,7 +81,7 @@ class Reencoder:
         return self._node_ids[token]
 
     def encode(self, string: str, start: int = 0) -> Encoded:
-        """The draft's tokens for a string from `start` on. A special token that it does not have is left out."""
+        """The draft's tokens for a string from `start` on. Special tokens that the draft lacks are left out."""
         ids, ends = list[int](), list[int]()
         for match in _PARTS.finditer(string, start):
             first, part = match.start(), match[0]
@@ -100,7 +99,7 @@ class Reencoder:
         return None if is_first and target in self._lead else self._shared.to_draft.get(target)
 
     def _tokens(self, content: bytes) -> Iterator[tuple[int, int]]:
-        """Tokens of these bytes, each with where it ends."""
+        """Tokens of these bytes, each with its end."""
         done = 0
         for part in _BAD_BYTES.split(content.decode("utf-8", "surrogateescape")):
             stretch = part.encode("utf-8", "surrogateescape")
@@ -110,7 +109,11 @@ class Reencoder:
             done += len(stretch)
 
     def _of_text(self, text: str) -> Iterator[tuple[int, int]]:
-        """As the draft's tokenizer has it; where that would change the text, of as few characters as possible not."""
+        """Tokens as the draft's tokenizer makes them, each with its end in bytes.
+
+        A text that the tokenizer would change (it normalises, or finds special tokens) is cut at spaces, and the parts
+        that it still would change are encoded greedily.
+        """
         content = text.encode()
         for ids in self._encodings(text):
             if b"".join(self._draft_bytes.get(token, b"") for token in ids) == content:
@@ -125,8 +128,8 @@ class Reencoder:
         yield from ((token, start + end) for token, end in self._of_text(text[at:]))
 
     def _encodings(self, text: str) -> Iterator[list[int]]:
-        """What the tokenizer may make of a text inside of another one, the best first; none where it fails."""
-        with suppress(TokenizerError):  # characters that the vocabulary does not cover
+        """Ways to encode a text that follows another text, the best first; none where the tokenizer fails."""
+        with suppress(TokenizerError):  # the vocabulary does not cover a character
             if not self._draft_adds_space:
                 yield self._draft.encode(text, add_special_tokens=False)
                 return
@@ -136,7 +139,7 @@ class Reencoder:
                 yield self._draft.encode_after(context, text)
 
     def _longest_first(self, content: bytes) -> Iterator[tuple[int, int]]:
-        """The longest token at each place; bytes without one are left out."""
+        """The longest token at each position. Bytes without a token are left out."""
         at = 0
         while at < len(content):
             for end in range(min(len(content), at + self._longest), at, -1):
@@ -149,7 +152,7 @@ class Reencoder:
 
 
 def _adds_space(tokenizer: Tokenizer) -> bool:
-    """Whether it puts a space before a text's first word, as sentencepiece's do."""
+    """Whether the tokenizer adds a space before a text's first word, as sentencepiece does."""
     assert tokenizer.token_bytes is not None
     ids = tokenizer.encode("a", add_special_tokens=False)
     return bool(ids) and tokenizer.token_bytes.get(ids[0], b"").startswith(b" ")

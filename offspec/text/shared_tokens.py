@@ -1,7 +1,7 @@
-"""Tokens that two vocabularies have in common: those that stand for the same bytes, and special ones of the same role.
+"""Tokens that two vocabularies have in common: tokens of the same bytes, and special tokens of the same role.
 
-How much of a text they make up decides whether a model can draft for another one of another vocabulary. It is measured
-on a text of this module, as no text of the user's is there yet. Knows nothing of models.
+Their share of a text decides whether a model may draft for a target of another vocabulary. It is measured on a text of
+this module, because a draft is opened before there is a text of the user's. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from ..errors import VocabularyMismatchError
 from .tokenizer import Tokenizer
 
-# A run of right guesses ends at the first token that is not shared. With a share s of shared tokens it has s / (1 - s)
-# tokens at most on average: a third of a token at a quarter, which hardly any draft is worth asking for.
+# A run of accepted guesses ends at the first token that is not shared. With a share s of shared tokens, it has at most
+# s / (1 - s) tokens on average. At s = 1/4 this is a third of a token, which hardly ever pays for a draft.
 LEAST_SHARE = 0.25
 
 SAMPLE = """\
@@ -42,9 +42,9 @@ est gratuite. La biblioteca abrirá mañana a las nueve. Сегодня хоро
 class SharedTokens:
     """What a target's and a draft's tokenizer have in common.
 
-    to_draft: target id → draft id, one to one. share: of the tokens that either makes of SAMPLE, those that the other
-    has, too; the smaller of the two shares, as a draft of bytes says little of words, and of words little of bytes.
-    ratio: tokens of SAMPLE by the draft's tokenizer for each of the target's.
+    to_draft: target id → draft id, one to one. share: which part of SAMPLE's tokens is shared, of the target's or of
+    the draft's, whichever is smaller (a draft whose tokens are bytes predicts words badly, and the other way round).
+    ratio: number of SAMPLE's tokens in the draft's vocabulary ÷ in the target's.
     """
 
     to_draft: Mapping[int, int]
@@ -53,9 +53,9 @@ class SharedTokens:
 
     @classmethod
     def of(cls, target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int) -> SharedTokens:
-        """Of models that know so many ids.
+        """target_size, draft_size: numbers of ids of the models.
 
-        Raises VocabularyMismatchError where they share too little, or where a token's bytes cannot be told.
+        Raises VocabularyMismatchError if they share too few tokens, or if the bytes of tokens are not known.
         """
         _check_bytes_known(target, "target")
         _check_bytes_known(draft, "draft")
@@ -85,10 +85,9 @@ def _check_bytes_known(tokenizer: Tokenizer, role: str) -> None:
 
 
 def ids_by_bytes(tokenizer: Tokenizer, size: int) -> dict[bytes, int]:
-    """Of ids below `size`; of tokens that stand for the same bytes, the one that texts are encoded to.
+    """Ids below `size` by their bytes. Of several tokens of the same bytes, it is the one that occurs in texts.
 
-    Sentencepiece has a token for each byte beside each ASCII character's own. The tokenizer is one whose `token_bytes`
-    are known.
+    Sentencepiece has a byte token beside the token of each ASCII character. The tokenizer's `token_bytes` are known.
     """
     contents, found = tokenizer.token_bytes, dict[bytes, int]()
     assert contents is not None
@@ -99,9 +98,9 @@ def ids_by_bytes(tokenizer: Tokenizer, size: int) -> dict[bytes, int]:
 
 
 def _equal_roles(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
-    """Special tokens of one name which both or neither of the two end answers with; and what each calls its EOS.
+    """Special tokens of the same name that end an answer in both models or in neither, and the two EOS tokens.
 
-    What leads every text is left out: the draft's text begins with its own.
+    Tokens that begin every text (BOS) are left out, as the draft's text begins with its own.
     """
     pairs = dict[int, int]()
     ours, theirs = (tokenizer.special_ids - {*tokenizer.encode("")} for tokenizer in (target, draft))

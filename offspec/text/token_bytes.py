@@ -1,4 +1,4 @@
-"""Which bytes of a text each token stands for, by what its tokenizer's decoder does. Knows nothing of models."""
+"""The bytes that each token of a vocabulary stands for, by its tokenizer's decoder. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SPACE = "▁"
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
-    """Token id → its bytes, of all tokens but special ones and those that stand for no text.
+    """Token id → bytes, without special tokens and tokens that stand for no text.
 
-    None for a tokenizer that is neither byte-level BPE nor of sentencepiece's kind: what its tokens stand for depends
+    None if the tokenizer is neither byte-level BPE nor of sentencepiece's kind, because the text of its tokens depends
     on their neighbours.
     """
     steps = _decoder_steps(backend)
@@ -62,7 +62,7 @@ _BYTES = {char: byte for byte, char in enumerate(byte_alphabet())}
 
 
 def _byte_level(text: str) -> bytes | None:
-    """None for a token with a character that no byte is written as."""
+    """None for a token with a character that stands for no byte."""
     content = [_BYTES.get(char, -1) for char in text]
     return None if -1 in content else bytes(content)
 
