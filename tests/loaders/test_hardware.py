@@ -38,6 +38,8 @@ from offspec.loaders.hardware import (
 from offspec.loaders.readers import FileReader
 from offspec.loaders.units import format_count, format_quantity, format_seconds, format_size, parse_size
 
+from ..refusals import refused
+
 GIB, MIB = 2**30, 2**20
 CPU = torch.device("cpu")
 NO_LIMIT = 9223372036854771712
@@ -295,7 +297,7 @@ def test_the_file_system_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(HardwareError, match=r"gone: its disk does not answer \(No such file or directory\)"):
+    with refused(HardwareError, tmp_path / "gone", "No such file"):
         read_disk(tmp_path / "gone")
 
 
@@ -334,10 +336,8 @@ def test_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch, device: str, index: int)
 )  # fmt: skip
 def test_a_gpu_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, fault: Exception, reason: str) -> None:
     fake_gpu(monkeypatch, mem_get_info=fault)
-    with pytest.raises(HardwareError) as caught:
+    with refused(HardwareError, "cuda:0", reason):
         read_gpu(torch.device("cuda:0"))
-    assert str(caught.value).startswith(f"cuda:0 cannot be used ({reason})")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.gpu
@@ -392,7 +392,7 @@ def test_a_card_by_any_spelling(name: str) -> None:
 
 
 def test_a_card_that_nobody_knows() -> None:
-    with pytest.raises(UsageError, match="'voodoo2' is not a known card; choose one of rtx3060, "):
+    with refused(UsageError, "'voodoo2'", "rtx3060"):
         find_gpu("voodoo2")
 
 
@@ -464,18 +464,18 @@ class Refusing(FileReader):
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    with pytest.raises(HardwareError, match="too small to measure a disk"):
+    with refused(HardwareError, tmp_path / "empty", "too small"):
         measure.measure_disk(tmp_path / "empty")
 
 
 def test_a_full_disk_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.shutil, "disk_usage", lambda folder: SimpleNamespace(free=GIB))
-    with pytest.raises(HardwareError, match="not enough free disk space"):
+    with refused(HardwareError, tmp_path, "free"):
         measure.measure_disk(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
-    with pytest.raises(HardwareError, match=r"cannot be written \(No such file or directory\)"):
+    with refused(HardwareError, tmp_path / "gone", "No such file"):
         measure.measure_disk(tmp_path / "gone")
 
 
@@ -680,19 +680,19 @@ def test_sizes(text: str, nbytes: int) -> None:
     "text", ["", "GiB", "-1GiB", "6,5GB", "1e3GB", "nan GB", "20 GiB free", "20GiBs", "٣GiB", "1.2.3G"]
 )
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a size; write it as 20GiB"):
+    with refused(UsageError, repr(text), "size", "20GiB"):
         parse_size(text)
 
 
 @pytest.mark.parametrize("text", ["20", "7ib"])
 def test_a_size_needs_a_unit(text: str) -> None:
-    with pytest.raises(UsageError, match="has no unit; write it as"):
+    with refused(UsageError, repr(text), "unit", "20GiB"):
         parse_size(text)
 
 
 @pytest.mark.parametrize("text", ["9999999TiB", "9" * 400 + "GiB"])
 def test_more_memory_than_there_is(text: str) -> None:
-    with pytest.raises(UsageError, match="is too large") as caught:
+    with refused(UsageError, "too large") as caught:
         parse_size(text)
     assert len(str(caught.value)) < 250
 

@@ -21,6 +21,8 @@ from offspec.loaders.placement import (
     spread,
 )
 
+from ..refusals import refused
+
 GB = 10**9
 
 
@@ -117,15 +119,11 @@ def test_the_slots_in_ram_are_as_large_as_those_on_the_device() -> None:
 
 
 def test_a_refusal_has_the_numbers_and_the_remedy() -> None:
-    with pytest.raises(MemoryLimitError) as refused:
+    with refused(MemoryLimitError, "3.7 GiB", "RAM", "4.7 GiB", "KV cache 1.9 GiB", "--ram"):
         place(layers(12), ITEMS, Limits(None, 4 * GB))
-    text = str(refused.value)
-    assert "3.7 GiB of RAM are not enough: the model needs at least 4.7 GiB" in text
-    assert "KV cache 1.9 GiB" in text
-    assert "--ram" in text
-    with pytest.raises(MemoryLimitError, match=r"of VRAM are not enough.*--vram"):
+    with refused(MemoryLimitError, "VRAM", "--vram"):
         place(layers(12), ITEMS, Limits(3 * GB, 64 * GB))
-    with pytest.raises(MemoryLimitError, match=r"of RAM are not enough.*--ram"):
+    with refused(MemoryLimitError, "RAM", "--ram"):
         place(layers(12), ITEMS, Limits(8 * GB, 2 * GB))
 
 
@@ -178,8 +176,7 @@ def test_the_others_are_spread_behind_those_that_are_pinned() -> None:
 
 def test_pinned_layers_that_do_not_fit_are_refused_with_their_bytes() -> None:
     place(layers(12), ITEMS, Limits(None, 9 * GB), 4)
-    refused = r"at least 8.4 GiB \(4 draft layers before the exit 3.7 GiB, .*an exit layer after fewer layers"
-    with pytest.raises(MemoryLimitError, match=refused):
+    with refused(MemoryLimitError, "8.4 GiB", "3.7 GiB", "exit layer"):
         place(layers(12), ITEMS, Limits(None, 9 * GB - 1), 4)
 
 

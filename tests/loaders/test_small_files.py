@@ -17,6 +17,8 @@ from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.safetensors_folder import read_header
 from offspec.loaders.small_files import MOST_JSON_BYTES, MOST_JSON_VALUES, parse_json, read_small_file
 
+from ..refusals import refused
+
 
 def other_kinds(folder: Path) -> list[tuple[Path, str]]:
     """Files that are none, and what they are."""
@@ -30,9 +32,9 @@ def other_kinds(folder: Path) -> list[tuple[Path, str]]:
 
 def test_anything_but_a_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
     for path, kind in other_kinds(tmp_path):
-        with pytest.raises(OSError, match=f"it is {kind}, not a regular file"):
+        with pytest.raises(OSError, match=kind):
             read_small_file(path)
-        with pytest.raises(CheckpointError, match=f"it is {kind}, not a regular file"):
+        with refused(CheckpointError, path, kind):
             read_header(path)
 
 
@@ -44,7 +46,7 @@ def test_a_pipe_in_place_of_a_json_file_is_refused(tmp_path: Path, name: str) ->
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(CheckpointError, match=f"{name}: .*it is a pipe"):
+    with refused(CheckpointError, tmp_path / name, "pipe"):
         open_checkpoint(tmp_path)
 
 
@@ -54,14 +56,14 @@ def test_a_pipe_is_read_where_a_user_names_one(tmp_path: Path) -> None:
     os.close(here)
     assert read_small_file(Path(f"/dev/fd/{there}"), allow_pipe=True) == b"text"
     os.close(there)
-    with pytest.raises(OSError, match="larger than 1 MiB"):
+    with pytest.raises(OSError, match=r"\b1 MiB"):
         read_small_file(Path("/dev/zero"), 2**20, allow_pipe=True)
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(MOST_JSON_BYTES + 1)
-    with pytest.raises(OSError, match="larger than 32 MiB"):
+    with pytest.raises(OSError, match="32 MiB"):
         read_small_file(tmp_path / "config.json")
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(MOST_JSON_BYTES)
@@ -70,9 +72,9 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 
 def test_json_is_bounded_in_values_and_depth() -> None:
     assert parse_json(b'\xef\xbb\xbf{"a": [1, 2.5, null]}') == {"a": [1, 2.5, None]}
-    with pytest.raises(ValueError, match="more than 2000000 values"):
+    with pytest.raises(ValueError, match="2000000"):
         parse_json(b"[" + b"1," * MOST_JSON_VALUES + b"1]")
-    with pytest.raises(ValueError, match="nested too deeply"):
+    with pytest.raises(ValueError, match="deep"):
         parse_json(b"[" * 100_000)
 
 

@@ -23,6 +23,7 @@ from offspec.loaders.stream import Fill, HostSlot, Ring
 from offspec.loaders.tiers import LEAST_STREAMED, StoredModel, TieredWeights, TierOptions
 from offspec.loaders.weights import WeightSource
 
+from ..refusals import refused
 from .fakes import LAYER_PREFIX, FakeReader, Tensors, open_with, toy_tensors
 
 CPU = torch.device("cpu")
@@ -90,7 +91,7 @@ def test_floating_dtypes_are_converted(
 def test_ignored_tensors_are_not_read(tmp_path: Path) -> None:
     tensors = toy_tensors() | {"tied.head": torch.zeros(1000, dtype=torch.int8)}
     weights = tiered(open_with(tmp_path, tensors), ignore={"tied.head", "not.there"})
-    with pytest.raises(CheckpointError, match=r"tensor 'tied\.head' is missing"):
+    with refused(CheckpointError, "'tied.head'", "missing"):
         weights.shared("tied.head")
 
 
@@ -134,7 +135,7 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
     placement = placed(model, NONE)
     placement = replace(placement, in_ram=(1,), on_disk=(0, 2), slots=replace(placement.slots, num_host=2))
     cuda = torch.device("cuda")
-    with pytest.raises(CheckpointError, match="told to fail"):
+    with refused(CheckpointError, "told to fail"):
         TieredWeights(
             model, placement, dtype=torch.float32, device=cuda, embedding=EMBEDDING, options=TierOptions(reader=reader)
         )
@@ -216,7 +217,7 @@ def test_rows_of_the_embedding(tmp_path: Path, resident: tuple[int, ...]) -> Non
     indices = torch.tensor([5, 1999, 0, 5])
     torch.testing.assert_close(weights.rows(EMBEDDING, indices), tensors[EMBEDDING][indices].float(), rtol=0, atol=0)
     if resident == NONE:
-        with pytest.raises(CheckpointError, match="is missing"):
+        with refused(CheckpointError, repr(EMBEDDING), "missing"):
             weights.shared(EMBEDDING)
     weights.close()
 
@@ -281,10 +282,10 @@ def test_a_file_that_changed_after_it_was_opened(tmp_path: Path) -> None:
     checkpoint = open_with(tmp_path, toy_tensors())
     path = tmp_path / "model.safetensors"
     os.truncate(path, 100)
-    with pytest.raises(CheckpointError, match=r"model.safetensors: ends at byte 100, inside its data"):
+    with refused(CheckpointError, path, "byte 100"):
         tiered(checkpoint)
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read at byte 0 \(No such file"):
+    with refused(CheckpointError, path, "byte 0", "No such file"):
         tiered(checkpoint)
     assert not any(thread.name.startswith("offspec") for thread in threading.enumerate())
 
@@ -293,7 +294,7 @@ def test_a_file_cut_off_while_running_is_an_error_and_no_hang(tmp_path: Path) ->
     weights = tiered(open_with(tmp_path, toy_tensors()), resident=NONE)
     os.truncate(tmp_path / "model.safetensors", 500)
     # What was read before the file changed may still be served, so one pass may succeed; three cannot.
-    with pytest.raises(CheckpointError, match=r"inside its data|was changed"):
+    with refused(CheckpointError, tmp_path / "model.safetensors"):
         [by_full_name(weights, toy_tensors()) for _ in range(3)]
     weights.close()
 
@@ -317,7 +318,7 @@ def test_a_file_that_another_model_took_the_place_of_is_said(tmp_path: Path, syn
         path.unlink()
         save_file(other, path)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"model\.safetensors: was changed while in use"):
+        with refused(CheckpointError, path, "changed"):
             by_full_name(weights, tensors)
     weights.close()
 

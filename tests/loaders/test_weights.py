@@ -8,6 +8,7 @@ import torch
 from offspec.errors import CheckpointError
 from offspec.loaders.weights import RamWeights, split_names
 
+from ..refusals import refused
 from .fakes import LAYER_PREFIX, toy_tensors
 
 
@@ -34,7 +35,7 @@ def test_names_that_only_resemble_a_layer_are_shared(name: str) -> None:
 
 
 def test_missing_shared_tensor() -> None:
-    with pytest.raises(CheckpointError, match=r"tensor 'nowhere' is missing; the checkpoint is incomplete"):
+    with refused(CheckpointError, "'nowhere'", "missing"):
         RamWeights.from_tensors(toy_tensors(), LAYER_PREFIX).shared("nowhere")
 
 
@@ -46,14 +47,12 @@ def test_from_tensors_copies_nothing() -> None:
 
 def test_a_gap_in_the_layers_is_refused() -> None:
     names = [name for name in toy_tensors(5) if ".2." not in name]
-    with pytest.raises(
-        CheckpointError, match=r"layer 2 is missing \(model.layers.2.\*\), but there are tensors up to layer 4"
-    ):
+    with refused(CheckpointError, "layer 2", "model.layers.2", "layer 4"):
         split_names(names, "model.layers.")
 
 
 def test_no_layers_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"no tensor is named transformer.h.0.\*"):
+    with refused(CheckpointError, "transformer.h.0"):
         split_names(toy_tensors(), "transformer.h.")
 
 

@@ -10,23 +10,25 @@ import pytest
 from offspec.errors import UsageError
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 
+from ..refusals import refused
+
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "complaint"),
+    ("kind", "settings", "words"),
     [
-        (SamplingParams, {"temperature": "0.5"}, "temperature must be a number, not '0.5'"),
-        (SamplingParams, {"temperature": None}, "temperature has no value; give a number"),
-        (SamplingParams, {"max_new_tokens": 2.5}, "max_new_tokens must be a whole number, not 2.5"),
-        (SamplingParams, {"seed": "1"}, "seed must be a whole number or None, not '1'"),
-        (SamplingParams, {"stop": 5}, "stop must be a tuple of texts"),
-        (SamplingParams, {"stop": ("a", 5)}, "stop must be a tuple of texts"),
-        (SamplingParams, {"stop": "a"}, "stop must be a tuple of texts"),
-        (SpeculationParams, {"budget": "auto"}, "budget must be a whole number or None, not 'auto'"),
-        (SpeculationParams, {"tau": [0.5]}, "tau must be a number"),
+        (SamplingParams, {"temperature": "0.5"}, "temperature number '0.5'"),
+        (SamplingParams, {"temperature": None}, "temperature number"),
+        (SamplingParams, {"max_new_tokens": 2.5}, "max_new_tokens whole number 2.5"),
+        (SamplingParams, {"seed": "1"}, "seed whole number None '1'"),
+        (SamplingParams, {"stop": 5}, "stop tuple"),
+        (SamplingParams, {"stop": ("a", 5)}, "stop tuple"),
+        (SamplingParams, {"stop": "a"}, "stop tuple"),
+        (SpeculationParams, {"budget": "auto"}, "budget whole number None 'auto'"),
+        (SpeculationParams, {"tau": [0.5]}, "tau number"),
     ],
 )
-def test_what_is_no_number_is_named(kind: Any, settings: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(UsageError, match=f"^{complaint}"):
+def test_what_is_no_number_is_named(kind: Any, settings: dict[str, Any], words: str) -> None:
+    with refused(UsageError, *words.split()):
         kind(**settings)
 
 

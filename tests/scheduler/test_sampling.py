@@ -18,6 +18,7 @@ from offspec.scheduler import sampling
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler, gumbel
 
+from ..refusals import refused
 from .fakes import GOLDEN, WORD, few, many, noise, processed, sampling_params, splitmix64, uniform
 
 LARGEST_SEED = 2**64 - 1
@@ -275,7 +276,7 @@ def test_tokens_without_probability_are_never_chosen() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [[math.nan, 0, 0], [0, math.inf, 0], [-math.inf] * 3, [-math.inf, math.nan, 1]])
 def test_logits_that_are_not_numbers_are_refused_in_one_line(bad: list[float], temperature: float) -> None:
-    with pytest.raises(NumericalError, match=r"^the target's logits for position 41 are not finite[^\n]*$"):
+    with refused(NumericalError, "target", "logits", "position 41", "finite"):
         sampler(vocab_size=3, temperature=temperature).choose(torch.tensor(bad), 41, [])
 
 
@@ -306,12 +307,8 @@ BAD_SPECULATION = [
     + [(SpeculationParams, name, value) for name, values in BAD_SPECULATION for value in values],
 )
 def test_bad_parameters_are_named(params: Any, name: str, value: Any) -> None:
-    with pytest.raises(UsageError) as caught:
+    with refused(UsageError, name, repr(value)):
         params(**{name: value})
-    message = str(caught.value)
-    assert message.startswith(f"{name} must be ")
-    assert repr(value) in message
-    assert len(message.splitlines()) == 1
 
 
 def test_parameters_at_their_limits_are_good() -> None:

@@ -21,6 +21,7 @@ from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, TokenTree
 from offspec.scheduler.verify import exact_walk
 
+from ..refusals import refused
 from .fakes import (
     RuleModel,
     TimedModel,
@@ -82,7 +83,7 @@ def test_only_logits_on_the_walk_are_looked_at() -> None:
     logits[1 + 2 :] = math.nan  # nodes 2 and 3 are the wrong branch
     assert exact_walk(tree, logits, sampler_at_prompt(SAMPLED), len(PROMPT)).tokens == right
     logits[1 + 1] = math.nan
-    with pytest.raises(NumericalError, match=f"position {len(PROMPT) + 2} "):
+    with refused(NumericalError, f"position {len(PROMPT) + 2}"):
         exact_walk(tree, logits, sampler_at_prompt(SAMPLED), len(PROMPT))
 
 
