@@ -3,8 +3,8 @@
     python benchmarks/acceptance.py [--model builtin] [--budgets 16,64,128,256] [--temperatures 0,0.6,1] [--no-recall]
     python benchmarks/acceptance.py --draft shadow:3 --resident 3    # a shadow of all layers but three
 
-Tokens per pass do not depend on the machine's speed, so one run is enough; every pass counts, the first one too. Each
-row starts with an uncalibrated draft and fits its sharpness on the way. The last line is JSON.
+Tokens per pass do not depend on the machine's speed, so one run is enough. Every pass counts, including the first. Each
+row starts with an uncalibrated draft and fits its sharpness at run time. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main() -> None:
     if args.resident:
         engine = with_residents(engine, args.resident)
     if engine.draft.decoder is None:
-        sys.exit("Error: there is no draft to measure; give --draft PATH")
+        sys.exit("Error: no draft to measure; give --draft PATH")
     prompts = builtin.prompts()[: args.max_prompts]
     rows: list[Row] = []
     print(f"{len(prompts)} held-out prompts x {args.max_new_tokens} tokens")
@@ -100,9 +100,9 @@ def main() -> None:
                     width=args.width,
                     children=args.children,
                     max_depth=args.max_depth,
-                    lookup=False,  # what the model alone guesses
+                    lookup=False,  # only the model drafts
                     reuse=args.reuse,
-                    recall=args.recall and scoring == "coupled",  # SpecExec's draft is as it came
+                    recall=args.recall and scoring == "coupled",  # SpecExec does not correct the draft
                 )
                 row = measure(engine, prompts, temperature, speculation, args.max_new_tokens)
                 rows.append(row)

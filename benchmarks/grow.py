@@ -1,24 +1,23 @@
-"""Grows a small trained checkpoint to a big model's shape: the same function, with the bytes
-and arithmetic of the big one.
+"""Grows a small trained checkpoint to a large model's shape: the same function with the large model's costs.
 
     python -m benchmarks.grow /data/grown-7b --shape 7b [--source FOLDER or GGUF file]
 
-So guesses are accepted as often as with the small model, and everything else costs what the big one costs. How:
+Acceptance is that of the small model; all costs are those of the large one. Method:
 
 - The hidden state is padded with dimensions that stay zero. Its mean square falls by h·c/H (h, H: hidden sizes, c:
-  copies), so RMSNorm's eps is multiplied by that, and its weights by the root of it. Where H/h is not a power of four
-  but twice one (70B: 8192/256), the state lies there twice (c = 2), each reader takes half of both, and the root is a
-  power of two again.
-- A head of d dimensions becomes one of D. Rotary frequency i of d is frequency i·D/d of D, in the same halves; what the
-  attention divides by grows by the root of D/d, so the queries are multiplied by it.
-- Heads, neurons and layers that the small model does not have read nothing but zeros, or are read by nothing but zeros.
-- Every weight that meets only zeros is random. Zero are only those by which a number other than zero would enter a
-  dimension that has to stay zero (2 to 7 % of a matrix at 7B), and the padding of the embedding, of which a pass reads
-  a row a token.
+  copies), so RMSNorm's eps is multiplied by that factor, and its weights by the root of it. If H/h is twice a power of
+  four (70B: 8192/256), the state is stored twice (c = 2), each reader takes half of both, and the root is again a power
+  of two.
+- A head of d dimensions becomes one of D. Rotary frequency i of d is frequency i·D/d of D, in the same halves. The
+  divisor of attention grows by the root of D/d, so the queries are multiplied by it.
+- Additional heads, neurons and layers read only zeros, or only zeros read them.
+- Every weight that meets only zeros is random. A weight is zero only if it would bring a nonzero number into a padding
+  dimension (2 to 7 % of a matrix at 7B), or if it is in the padding of the embedding, of which a pass reads one row per
+  token.
 
-All factors are powers of two, so bf16 weights stay exact; in NF4 the grown model is as near to the small one as any NF4
-model. The vocabulary stays the small one's: rows that can never win cannot be had without a bias. Written layer by
-layer, one at a time in memory; an interrupted run goes on with the first file that is missing.
+All factors are powers of two, so bf16 weights stay exact. In NF4 the grown model has the usual error of NF4. The
+vocabulary is the small model's: rows that can never win would need a bias. The checkpoint is written layer by layer,
+with one layer in memory; an interrupted run resumes with the first missing file.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from offspec.model.block import layer_shapes
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.names import EMBEDDING, HEAD, LAYER_PREFIX, in_layer
 
-SPREAD = 0.02  # standard deviation of weights that mean nothing, as models are initialised
+SPREAD = 0.02  # standard deviation of random weights, as at initialisation
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 JOB_FILE = "grown.json"
 Pack = Callable[[Tensor, str], Mapping[str, Tensor]]  # a matrix and a format → suffix of its name → tensor
@@ -62,7 +61,7 @@ _SAFETENSORS_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 @dataclass(frozen=True)
 class Shape:
-    """A big model's measures. format: bf16 or nf4 (double-quantised, as transformers and bitsandbytes write it)."""
+    """Dimensions of a large model. format: bf16 or nf4 (double-quantised, in bitsandbytes' layout)."""
 
     hidden_size: int
     intermediate_size: int
@@ -91,12 +90,12 @@ def grow(
     num_threads: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write the checkpoint `target`: `source` in `shape`. Returns `target`; `say` gets a line for each file.
+    """Write the checkpoint `target`: `source` in `shape`. Returns `target`; `say` gets one line per file.
 
-    layers: only these, and no index, which makes it a part of a checkpoint. pack: what makes 4-bit tensors.
-    num_threads: files that are made at the same time, of whose layers each takes its bytes in bf16 several times over.
-    Raises UsageError where the shape cannot hold the model or `target` holds something else, CheckpointError for a
-    source that cannot be read, StorageError where the disk is full (repeat the call to go on).
+    layers: write only these, without an index, as a part of a checkpoint. pack: creates 4-bit tensors.
+    num_threads: number of files written at the same time; each needs several times its layer's bytes in bf16.
+    Raises UsageError if the shape cannot contain the model or `target` has other content, CheckpointError for an
+    unreadable source, StorageError if the disk is full (repeat the call to resume).
     """
     checkpoint = in_our_names(open_checkpoint(source))
     layout = Layout(read_config(checkpoint.config), shape)
@@ -130,12 +129,12 @@ def grow(
 
 
 def _claim(target: Path, job: Mapping[str, Any]) -> None:
-    """The folder is empty, or this job's from an earlier run."""
+    """Check that the folder is empty, or from an earlier run of this job."""
     target.mkdir(parents=True, exist_ok=True)
     marker = target / JOB_FILE
     if marker.exists():
         if json.loads(marker.read_text()) != job:
-            raise UsageError(f"{target}: holds another model's growth; delete it, or name a new folder")
+            raise UsageError(f"{target}: contains another grown model; delete it, or name a new folder")
     elif any(target.iterdir()):
         raise UsageError(f"{target}: is not empty; name a new folder")
     else:
@@ -162,7 +161,7 @@ def _config(small: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 
 
 def _load(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """All tensors of the small model, in bf16, whatever format they lie in."""
+    """All tensors of the small model in bf16, from any format."""
     weights = stored_weights(checkpoint.tensors, formats_in(checkpoint))
     tensors = {name: read_whole(stored).to(torch.bfloat16) for name, stored in weights.items()}
     tensors.setdefault(HEAD, tensors[EMBEDDING])
@@ -179,7 +178,7 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
 def _pieces(
     group: Mapping[str, tuple[int, ...]], layout: Layout, small: Mapping[str, Tensor], pack: Pack
 ) -> Iterator[Piece]:
-    """What a file holds; bf16 tensors are made when they are written, one at a time."""
+    """The tensors of a file; bf16 tensors are created one at a time, when they are written."""
     for name, shape in group.items():
         make = partial(layout.tensor, name, shape, small)
         if layout.shape.format == "bf16" or not (name.startswith(LAYER_PREFIX) and len(shape) == 2):
@@ -201,11 +200,11 @@ def _once(tensor: Tensor) -> Iterator[memoryview]:
 
 
 class Layout:
-    """Where the small model's numbers lie in the big one's tensors, and by what they are multiplied there.
+    """The places of the small model's numbers in the large model's tensors, and their factors.
 
     hidden: [c·h], the places of the hidden state's c copies. dims: [d], a head's dimensions within D. q, kv: rows of
-    the queries and of the keys and values. attended: what comes out of attention and is not zero: also of heads that
-    the small model lacks, where they share the values of one that it has. neurons: [m]. layers: big layer → small
+    the queries and of the keys and values. attended: nonzero outputs of attention, including additional
+    heads that share the values of a small head. neurons: [m]. layers: big layer → small
     layer. Raises UsageError.
     """
 
@@ -233,7 +232,7 @@ class Layout:
         self.layers = {(2 * i + 1) * shape.num_layers // (2 * small.num_layers): i for i in range(small.num_layers)}
 
     def _dims(self) -> Tensor:
-        """Pair (i, i + d/2) of a small head, which turns with frequency theta^(-2i/d), is pair i·D/d of a big one."""
+        """Pair (i, i + d/2) of a small head, with frequency theta^(-2i/d), is pair i·D/d of a large one."""
         pairs = torch.arange(self.small.head_dim // 2) * (self.shape.head_dim // self.small.head_dim)
         return torch.cat((pairs, pairs + self.shape.head_dim // 2))
 
@@ -241,7 +240,7 @@ class Layout:
         return (heads[:, None] * self.shape.head_dim + self.dims).view(-1)
 
     def tensor(self, name: str, shape: tuple[int, ...], small: Mapping[str, Tensor]) -> Tensor:
-        """The big model's tensor `name` (bf16, of `shape`), made of the small model's tensors."""
+        """The large model's tensor `name` (bf16, of `shape`), from the small model's tensors."""
         layer, short = self._source(name)
         weight = small.get(in_layer(layer, short) if layer is not None else short)
         if short == EMBEDDING:
@@ -255,14 +254,14 @@ class Layout:
         return self._matrix(short.split(".")[-2], weight, result)
 
     def _source(self, name: str) -> tuple[int | None, str]:
-        """The small layer (-1: none, the big layer adds nothing; None: outside the layers) and the short name."""
+        """The small layer (-1: the large layer adds nothing; None: outside the layers) and the short name."""
         if not name.startswith(LAYER_PREFIX):
             return None, name
         index, short = name.removeprefix(LAYER_PREFIX).split(".", 1)
         return self.layers.get(int(index), -1), short
 
     def _matrix(self, kind: str, weight: Tensor | None, result: Tensor) -> Tensor:
-        """Put `weight` (None: nothing) into the random `result`, and zeros into whatever else would meet a number."""
+        """Write `weight` (or None) into the random `result`, and zeros where others would meet nonzero numbers."""
         if kind in ("o_proj", "down_proj"):
             if weight is None:  # in a layer that adds nothing these meet zeros only
                 return result
@@ -277,7 +276,7 @@ class Layout:
         return result
 
     def _readers(self, kind: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The big rows of a matrix that reads the hidden state, and what stands in them."""
+        """The large rows of a matrix that reads the hidden state, and their content."""
         if kind == "q_proj":
             return self.q, weight * self.query_scale
         if kind in ("k_proj", "v_proj"):
@@ -289,17 +288,17 @@ class Layout:
 
 
 def _random(shape: tuple[int, ...], name: str) -> Tensor:
-    """The same numbers for the same name, so that a run that was interrupted goes on as if it had not been."""
+    """Random weights that depend only on the name, so that a resumed run gives the same result."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.empty(shape, dtype=torch.bfloat16).normal_(0, SPREAD, generator=generator)
 
 
 def _refuse(small: ModelConfig, shape: Shape) -> None:
-    """Raises UsageError for what would not compute the same function."""
+    """Raises UsageError for shapes that cannot compute the same function."""
     if small.qkv_bias or small.o_bias or small.mlp_bias or small.qk_norm or any(small.windows) or small.differences():
-        raise UsageError(f"{small.model_type}: only models of Llama's layout without biases are grown")
+        raise UsageError(f"{small.model_type}: only models in Llama's layout without biases can be grown")
     if small.rope.kind == "yarn":
-        raise UsageError("YaRN's frequencies depend on the head's size, so such a model cannot be grown")
+        raise UsageError("YaRN's frequencies depend on the head size, so models with YaRN cannot be grown")
     for what in ("intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
         if getattr(shape, what) < getattr(small, what):
             raise UsageError(f"{what} {getattr(shape, what)} is less than the small model's {getattr(small, what)}")

@@ -1,9 +1,9 @@
-"""Ways to multiply rows with a matrix on this CPU, by turns: milliseconds of each, and what it is beside torch's own.
+"""Measures ways to multiply rows with a matrix on this CPU, in turn: milliseconds, and the ratio to torch's own.
 
     python benchmarks/products.py [--form bf16] [--dtype bf16] [--shape 11008x4096] [--rows 1,8,64,256]
 
-torch's own way is what every product took before kernels came. `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2`
-before the command hides the instructions that a desktop's CPU may not have.
+torch's own way is the fallback without kernels. `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2` before the command
+disables instructions that a desktop CPU may lack.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CACHE_BYTES, TURNS = 256 * 2**20, 9
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--form", default="bf16", help="bf16, fp16, nf4, fp4, int8")
-    parser.add_argument("--dtype", default="bf16", choices=sorted(DTYPES), help="of the rows")
+    parser.add_argument("--dtype", default="bf16", choices=sorted(DTYPES), help="dtype of the rows")
     parser.add_argument("--shape", default="11008x4096", help="outputs x inputs")
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256")
     args = parser.parse_args()
@@ -47,7 +47,7 @@ def main() -> None:
                 COSTS.forced = way
                 began = time.perf_counter()
                 linear(rows, matrices[turn % count], None, scratch)
-                if turn:  # the first compiles, and touches memory
+                if turn:  # the first turn compiles and maps memory
                     seconds[way].append(time.perf_counter() - began)
         each = {way: median(taken) for way, taken in seconds.items()}
         flop = 2e-9 * width * num_outputs * num_inputs

@@ -1,14 +1,14 @@
-"""Seconds per pass of a streamed target, against the raw disk, against computing alone, and against the prediction.
+"""Compares seconds per pass of a streamed target with the raw disk, with computing alone, and with the prediction.
 
     python benchmarks/streaming.py make DIR                      # 13 GB: random weights in the shape of Llama 2 7B
     offspec quantize DIR DIR-nf4                                 # the same in 4 bit, to compare
     python benchmarks/streaming.py measure DIR --limits 4GiB,6GiB,10GiB --widths 1,8,64,128
 
-Every figure is a ratio inside one process: raw O_DIRECT reads of just the bytes that a pass streams (the best of 1 to 4
-threads, before and between the passes: the median), passes, and the same passes over one layer that stays in memory
-(computing alone). Each limit runs in a process of its own; as root on Linux also in a memory
-control group of the limit + 300 MiB, with the page cache dropped before, so that nothing can hide in it. A pass is one
-token of text and width - 1 tree nodes, and the head for the first rows, as the engine does it. The last line is JSON.
+All figures of a row come from one process: raw O_DIRECT reads of exactly the bytes that a pass streams (the best of 1
+to 4 threads; the median of reads before and between the passes), passes, and the same passes over one resident layer
+(computing alone). Each limit runs in its own process; as root on Linux also in a memory control group of the limit +
+300 MiB, with an empty page cache. A pass has one token of text and width - 1 tree nodes, and the head for the first
+rows, as in the engine. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ CPU = torch.device("cpu")
 
 
 def make(folder: Path, num_layers: int) -> None:
-    """A checkpoint of random weights, two bytes each, cut from a pool at random places."""
+    """Write a checkpoint of random weights, two bytes each, from random places of a pool."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = SHAPE | {"num_hidden_layers": num_layers}
     (folder / "config.json").write_text(json.dumps(shape, indent=1))
@@ -111,7 +111,7 @@ def write(file: Path, shapes: Mapping[str, tuple[int, ...]], pool: np.ndarray, r
 
 
 class OneLayer(WeightSource):
-    """Computing alone: every layer is the same one, in memory."""
+    """A source for computing alone: every layer is the same resident one."""
 
     def __init__(self, source: WeightSource, layer: Mapping[str, Weight]) -> None:
         self._source, self._layer = source, layer
@@ -148,7 +148,7 @@ class OneLayer(WeightSource):
 
 
 def run_one(folder: Path, ram: int, widths: list[int], repeats: int) -> dict[str, Any]:
-    """Everything that is measured within one limit of RAM."""
+    """All measurements within one RAM limit."""
     files = ModelFiles.open(folder, "bf16", "cpu", [])
     largest = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     plan = plan_here(files, [], read_hardware(CPU), MemoryOptions(ram=ram, context=CONTEXT))
@@ -193,7 +193,7 @@ def run_one(folder: Path, ram: int, widths: list[int], repeats: int) -> dict[str
 
 
 def best_raw(pieces: Sequence[Extent]) -> float:
-    """Bytes/s of reading everything that a pass streams, and nothing else, with 1 to 4 threads: the best of them."""
+    """Bytes/s of reading exactly the bytes that a pass streams: the best of 1 to 4 threads."""
     return max(raw_bytes_per_s(pieces, num_threads) for num_threads in (1, 2, 3, 4)) if pieces else math.nan
 
 
@@ -222,7 +222,7 @@ def raw_bytes_per_s(pieces: Sequence[Extent], num_threads: int) -> float:
 
 
 def timed(decoder: Decoder, width: int, repeats: int) -> float:
-    """Median seconds of a pass over one token of text and width - 1 nodes; the first pass is not counted."""
+    """Median seconds of a pass over one token of text and width - 1 nodes, without the first pass."""
     text = CachedDecoder(decoder, 16 + (repeats + 1) + width)
     text.score_rows(list(range(5, 21)), *star(0))[0]
     seconds = []
@@ -244,7 +244,7 @@ def star(num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @contextmanager
 def memory_group(limit: int) -> Iterator[Path | None]:
-    """A memory control group (v1 or v2) of `limit` bytes; None where that is not allowed here."""
+    """A memory control group (v1 or v2) of `limit` bytes; None without permission."""
     v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     root, name = (v1, "memory.limit_in_bytes") if v1.is_dir() else (v2, "memory.max")
     folder = root / f"offspec-bench-{os.getpid()}"
@@ -258,7 +258,7 @@ def memory_group(limit: int) -> Iterator[Path | None]:
     try:
         yield folder
     finally:
-        time.sleep(0.2)  # the kernel lets a group go once its last process is gone
+        time.sleep(0.2)  # a group can be removed only after its last process
         folder.rmdir()
 
 
@@ -267,11 +267,11 @@ def drop_page_cache() -> None:
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("3")
     except OSError as exc:
-        print(f"the page cache stays ({exc.strerror}); reads go past it all the same", file=sys.stderr)
+        print(f"cannot drop the page cache ({exc.strerror}); reads bypass it anyway", file=sys.stderr)
 
 
 def in_a_group(folder: Path, ram: int, widths: str, repeats: int) -> dict[str, Any]:
-    """`run_one` in a process of its own, in a group of its own."""
+    """`run_one` in its own process and control group."""
     drop_page_cache()
     with memory_group(ram + SLACK_BYTES) as group:
         command = [sys.executable, __file__, "one", str(folder), "--ram", f"{ram}B", "--widths", widths]
@@ -291,8 +291,8 @@ def show(result: dict[str, Any]) -> None:
     link_s = streamed / raw
     peak = result.get("peak_group_bytes", result["peak_rss_bytes"])
     print(
-        f"\n--ram {format_size(result['ram'])}: {result['resident_layers']} layers stay, {format_size(streamed)} are "
-        f"streamed a pass; raw disk {raw / 1e9:.2f} GB/s, so {link_s:.2f} s; peak {format_size(peak)} "
+        f"\n--ram {format_size(result['ram'])}: {result['resident_layers']} resident layers, {format_size(streamed)} "
+        f"streamed per pass; raw disk {raw / 1e9:.2f} GB/s, so {link_s:.2f} s; peak {format_size(peak)} "
         f"(planned {format_size(result['planned_bytes'])})"
     )
     print("tokens   pass s   / link   / max(link, compute)   compute s   predicted s   / predicted")

@@ -1,10 +1,10 @@
-"""How fast quantised matrices are unpacked on this CPU: by a compiled kernel, by torch, GGUF's by its package's numpy.
+"""Measures unpacking of quantised matrices on this CPU: with a compiled kernel, with torch, and with gguf's numpy.
 
     python benchmarks/unpack.py [--types Q4_K,Q6_K,fp8,w4a16] [--dtype bf16] [--shape 4096x4096] [--rows 1,16]
 
-The ways take turns, and the least of each is shown: what other programs took is no part of it. As in a pass no cache
-holds the matrices. The last columns are products of so many rows with the matrix as it lies. NF4, unpacked by
-bitsandbytes, is there to compare with.
+The ways take turns, and the table shows the minimum of each, to exclude the load of other programs. As in a pass, the
+matrices fit no cache. The last columns are products of that many rows with the packed matrix. NF4, unpacked by
+bitsandbytes, is included for comparison.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from offspec.loaders.product_costs import sample
 
 SCALED = ("fp8", "w4a16", "w8a16", "nvfp4", "mxfp4", "w3a16")
 CACHE_BYTES, TURNS = 64 * 2**20, 15
-NUMPY_ROWS = 256  # of a matrix that the gguf package unpacks, which would take long for a whole one
+NUMPY_ROWS = 256  # rows for the slow gguf package, instead of a whole matrix
 Ways = dict[str, Callable[[], object]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", default=",".join([*QUANTISED, *SCALED, "nf4"]))
-    parser.add_argument("--dtype", default="bf16", choices=sorted(DTYPES), help="what is unpacked to, and of the rows")
+    parser.add_argument("--dtype", default="bf16", choices=sorted(DTYPES), help="of the unpacked matrix and the rows")
     parser.add_argument("--shape", default="4096x4096", help="outputs x inputs")
-    parser.add_argument("--rows", default="1,16", help="of products with the packed matrix")
+    parser.add_argument("--rows", default="1,16", help="numbers of rows for products with the packed matrix")
     args = parser.parse_args()
     num_outputs, num_inputs = map(int, args.shape.split("x"))
     dtype, widths = DTYPES[args.dtype], [int(width) for width in args.rows.split(",")]
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _rates(name: str, shape: tuple[int, int], dtype: torch.dtype, widths: Sequence[int]) -> dict[str, float]:
-    """G weights/s of each way that there is for a type."""
+    """G weights/s of each available way for a type."""
     matrices, out = _matrices(name, shape), torch.empty(shape, dtype=dtype)
     first, turns, part = matrices[0], itertools.cycle(matrices), torch.arange(min(NUMPY_ROWS, shape[0]))
     ways: Ways = {}
@@ -97,19 +97,19 @@ def _by_numpy(matrix: GgufMatrix) -> object:
 
 
 def _seconds(ways: Ways) -> dict[str, float]:
-    """Of each way, by turns."""
+    """Minimum seconds of each way; the ways take turns."""
     taken: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(TURNS + 1):
         for way, work in ways.items():
             began = time.perf_counter()
             work()
-            if turn:  # the first compiles, and touches memory
+            if turn:  # the first turn compiles and maps memory
                 taken[way].append(time.perf_counter() - began)
     return {way: min(times) for way, times in taken.items()}
 
 
 def _processor() -> str:
-    """The CPU's name, where Linux tells it."""
+    """The CPU's name on Linux."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.+)", info.read_text()) if info.is_file() else None
     return found[1] if found else "a CPU without a name"

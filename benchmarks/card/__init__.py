@@ -1,1 +1,1 @@
-"""What a CUDA card makes of offspec: `python -m benchmarks.card --help`."""
+"""Measures offspec on a CUDA card: `python -m benchmarks.card --help`."""

@@ -1,4 +1,4 @@
-"""The same in fp32 on the CPU: logits of a tree, and texts."""
+"""Compares the device with the CPU in fp32: logits of a tree, and texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .texts import num_equal, said
 
 
 def exact(bench: Bench) -> Iterator[Figures]:
-    """A small streamed NF4 target here and on the CPU, in fp32: logits of a tree, and texts."""
+    """Compare a small streamed NF4 target on this device and on the CPU, in fp32: logits of a tree, and texts."""
     target, draft = (grown.in_dtype(torch.float32) for grown in bench.grown("tiny"))
     job, found = JOBS["tiny"], list[tuple[Tensor, list[list[int]]]]()
     streamed = plan_within(job, None, target.files, draft.files, bench.device)

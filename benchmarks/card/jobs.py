@@ -1,4 +1,4 @@
-"""What is run: shapes of targets and drafts, the memory they get, and how much of each."""
+"""The jobs of a run: shapes of targets and drafts, their memory, and the amount of work."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """A target's shape and its draft's, memory to run it in (GiB of a card; None: half of the layers stay),
-    and how much is run.
+    """Shapes of a target and its draft, the memory to run it in (GiB of a card; None: half of the layers are resident),
+    and the amount of work.
 
-    widths: tokens of a timed pass, the last one of text included. vocabulary: tokens of the pair that it stands for:
-    what its matrices would take beyond the grown ones' is left free.
+    widths: tokens of a timed pass, including the last token of the text. vocabulary: tokens of the real pair; the
+    additional memory of its matrices is left free.
     """
 
     target: Shape
@@ -32,7 +32,7 @@ class Job:
     vocabulary: int = 0
 
     def vocabulary_bytes(self, target: ModelFiles, draft: ModelFiles) -> int:
-        """Of the target's head, and of the draft's, which is its embedding too."""
+        """Bytes of the target's head, and of the draft's, which is also its embedding."""
         widths = target.config.hidden_size + draft.config.hidden_size
         return 2 * widths * max(0, self.vocabulary - target.config.vocab_size)
 

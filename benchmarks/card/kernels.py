@@ -1,4 +1,4 @@
-"""Kernels of one round or pass: the draft's as CUDA graphs, a large vocabulary's, a tree's attention by two ways."""
+"""Kernels of one round or pass: draft rounds as CUDA graphs, a large vocabulary, tree attention in two ways."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .timing import median_s, synchronize
 
 
 def draft_rounds(bench: Bench, name: str) -> Iterator[Figures]:
-    """A round of the draft: launched kernel by kernel, and as a CUDA graph; the built-in one, and as it was grown."""
+    """A round of the built-in and the grown draft: launched kernel by kernel, and as a CUDA graph."""
     _, grown = bench.grown(name)
     files = ModelFiles.open(builtin.path("draft"), "bf16", bench.device.type, [])
     small = load_decoder(files, all_resident(files), bench.device)
@@ -61,14 +61,12 @@ def draft_rounds(bench: Bench, name: str) -> Iterator[Figures]:
 
 
 def round_s(text: CachedDecoder, width: int) -> float:
-    """Median seconds of a draft's round over `width` nodes, its logits waited for."""
+    """Median seconds of a draft round over `width` nodes, up to its logits."""
     return median_s(partial(text.score, [], *star(width)), text.synchronize, after=partial(text.keep, []))
 
 
 def vocabulary(bench: Bench, name: str) -> Iterator[Figures]:
-    """What a large vocabulary costs a round of WIDTHS[-1] rows at temperature 1,
-    which the grown pair's small one does not show.
-    """
+    """The cost of a large vocabulary for a round of WIDTHS[-1] rows at temperature 1; the grown pair's is small."""
     job, rows = JOBS[name], WIDTHS[-1]
     size = job.vocabulary or builtin_vocabulary()
     wait = partial(synchronize, bench.device)
@@ -92,9 +90,7 @@ def builtin_vocabulary() -> int:
 
 
 def attention(bench: Bench, name: str) -> Iterator[Figures]:
-    """One layer's attention of a tree, as it is computed and as FlexAttention,
-    whose mask is made anew as in each pass.
-    """
+    """One layer's attention of a tree, as in offspec, and with FlexAttention and a new mask per pass."""
     found, sizes = Figures(), ((CONTEXT, 64), (CONTEXT, 512), (4 * CONTEXT, 512))
     for num_keys, num_nodes in sizes if bench.device.type == "cuda" else ((64, 8),):
         found[f"{num_nodes} nodes, {num_keys} keys"] = _attention_of(bench, JOBS[name].target, num_nodes, num_keys)

@@ -1,4 +1,4 @@
-"""The link to the card: what copies reach on it, and how soon 64 KB arrive beside them."""
+"""The link to the card: the rate of copies, and the latency of 64 KB during copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def link_bytes_per_s(device: torch.device, nbytes: int, seconds: float = 1.0) -> float:
-    """The ceiling: copies of `nbytes`, a layer's, from memory registered as a target's is, one after the other."""
+    """The maximum rate: consecutive copies of `nbytes`, a layer's size, from memory registered like a target's."""
     sources = [HostBuffer(nbytes) for _ in range(2)]
     for source in sources:
         source.tensor.fill_(1)
@@ -46,7 +46,7 @@ def link_bytes_per_s(device: torch.device, nbytes: int, seconds: float = 1.0) ->
 
 
 def small_copies(bench: Bench) -> Iterator[Figures]:
-    """How long 64 KB take to the device, alone and while layers are copied, by the small_transfers and by a copy."""
+    """Seconds for 64 KB to the device, alone and during copies of layers, by small_transfers and by a copy."""
     values = torch.zeros(2**16, dtype=torch.uint8, pin_memory=bench.device.type == "cuda")
     out, wait = torch.empty_like(values, device=bench.device), partial(synchronize_stream, bench.device)
     ways = {
@@ -62,7 +62,7 @@ def small_copies(bench: Bench) -> Iterator[Figures]:
 
 @contextmanager
 def copying(device: torch.device, num_copies: int = 40) -> Iterator[None]:
-    """While layers are on their way to the device: copies of 256 MiB, all of them queued, and waited for at the end."""
+    """Run the body during queued copies of 256 MiB to the device; wait for them at the end."""
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""Plans for the memory that a card of some size leaves, and without any layer that stays."""
+"""Plans for the memory of a card of some size, and plans without resident layers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ENDLESS = 2**45  # bytes
 def plan_within(
     job: Job, cap: int | None, target: ModelFiles, draft: ModelFiles, device: torch.device, ram: int | None = None
 ) -> Plan:
-    """In what a card of `cap` GiB leaves to torch, and in `ram` bytes or what is free; None:
-    with half of the layers staying, wherever they are computed.
+    """A plan for torch's memory on a card of `cap` GiB, and for `ram` bytes or the free RAM. cap None: half of the
+    layers are resident, on any device.
     """
     if cap is not None:
         # What is held is planned for, too.
@@ -50,7 +50,7 @@ def plan_for(target: ModelFiles, draft: ModelFiles | None, limits: Limits) -> Pl
 
 
 def without_residents(plan: Plan) -> Plan:
-    """Every layer is streamed in every pass."""
+    """The plan with every layer streamed."""
     p = plan.placement
     everything = tuple(range(len(plan.layers)))
     in_ram, on_disk = ((), everything) if p.limits.device is None else (everything, ())

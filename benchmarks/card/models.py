@@ -1,4 +1,4 @@
-"""The built-in pair grown to a job's shapes: only layers that differ lie in files, and those are held in memory."""
+"""The built-in pair grown to a job's shapes: files contain only distinct layers, and are held in memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ from offspec.model.names import LAYER_PREFIX
 
 
 class Remembered:
-    """A `Reader` over files that are read once and then lie in memory: what is measured is the link,
-    not this machine's disk.
-    """
+    """A `Reader` over files that are read once and then kept in memory, to measure the link instead of the disk."""
 
     def __init__(self) -> None:
         self._files: dict[Path, np.ndarray[Any, np.dtype[np.uint8]]] = {}
@@ -50,7 +48,7 @@ class Remembered:
 
 @dataclass(frozen=True)
 class Grown:
-    """A grown model, of which only layers that differ lie in files."""
+    """A grown model; its files contain only distinct layers."""
 
     files: ModelFiles
     reader: Remembered
@@ -88,15 +86,13 @@ def _alias(infos: Mapping[str, TensorInfo], prefix: str, name: str) -> dict[str,
 
 
 def pack(matrix: Tensor, quant_type: str, device: torch.device) -> Mapping[str, Tensor]:
-    """`pack_4bit` on the device; without bitsandbytes in plain torch, the scales in 32 bit instead of 8."""
+    """`pack_4bit` on the device; without bitsandbytes, plain torch with scales of 32 bit instead of 8."""
     packer = pack_4bit if has_bitsandbytes() else pack_plainly
     return packer(matrix.to(device), quant_type)
 
 
 def pack_plainly(matrix: Tensor, quant_type: str, blocksize: int = 64) -> dict[str, Tensor]:
-    """As `pack_4bit(nested=False)`, but for NF4's nearest value where two are equally near;
-    K has to be whole blocks.
-    """
+    """As `pack_4bit(nested=False)`, except for ties between two NF4 values; K must be a multiple of the block."""
     values, order = torch.tensor(CODES[quant_type], device=matrix.device).sort()
     middles, codes, absmax = (values[1:] + values[:-1]) / 2, list[Tensor](), list[Tensor]()
     for rows in matrix.split(max(1, 2**26 // matrix.shape[1])):

@@ -1,4 +1,4 @@
-"""A run: parts in the order of what they tell, each once, its figures on disk as they come."""
+"""A run: parts in order of importance, each once, with figures written to disk as they arrive."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .models import say
 from .passes import baseline, passes
 from .report import tell
 
-LEAST_S = 45.0  # a part is not begun with less time left, nor with less than one like it took
+LEAST_S = 45.0  # least time left to start a part; it also needs the time of a similar part
 
 
 def parts_of(bench: Bench, names: Sequence[str]) -> dict[str, Callable[[], Iterator[Figures]]]:
-    """All parts in the order of what they tell, by their names; each yields its figures, as they grow."""
+    """All parts in order of importance, by name; each yields its growing figures."""
     parts = {
         "machine": partial(machine, bench),
         "small copies": partial(small_copies, bench),
@@ -46,14 +46,14 @@ def parts_of(bench: Bench, names: Sequence[str]) -> dict[str, Callable[[], Itera
 
 
 def run(bench: Bench, names: Sequence[str], minutes: float) -> dict[str, Any]:
-    """Do the parts that are not there yet, for as long as there is time; all results by name."""
+    """Run the missing parts while time is left; returns all results by name."""
     began, file = time.monotonic(), bench.folder / "results.jsonl"
     about = f"{bench.device} {'+'.join(names)}"
     results = {line["part"]: line for line in _lines(file) if line["about"] == about}
     parts = parts_of(bench, names)
     for part in sorted(
         parts, key=lambda part: "error" in results.get(part, {})
-    ):  # what failed may fail again, or end us
+    ):  # a failed part may fail again, or end the process
         if results.get(part, {}).get("is_done"):
             continue
         left_s = 60 * minutes - (time.monotonic() - began)
@@ -66,12 +66,12 @@ def run(bench: Bench, names: Sequence[str], minutes: float) -> dict[str, Any]:
         for line in _measured(part, parts[part]):
             with file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps({"about": about, **line}) + "\n")
-            results[part] = json.loads(json.dumps(line))  # as a run that goes on would find it
+            results[part] = json.loads(json.dumps(line))  # as a resumed run would read it
             (bench.folder / "card.json").write_text(json.dumps(list(results.values()), indent=1), encoding="utf-8")
             (bench.folder / "card.txt").write_text(
                 tell(results), encoding="utf-8"
-            )  # there, should the next one not end
-        with suppress(RuntimeError):  # a device that a part has left in error is told by the parts after it
+            )  # written before the next part, which may hang
+        with suppress(RuntimeError):  # if a part left the device in error, the next parts report it
             release_memory(bench.device)
     return results
 
@@ -81,7 +81,7 @@ def _kind(part: str) -> str:
 
 
 def _measured(part: str, measure: Callable[[], Iterator[Figures]]) -> Iterator[dict[str, Any]]:
-    """A part's figures as they come, then as they are; or why there are none."""
+    """A part's growing figures, then the final ones, or its error."""
     began, line = time.monotonic(), dict[str, Any](part=part, is_done=False, figures={}, seconds=0.0)
     begun = {"error": "it was begun, and the process ended in it"}
     yield line | begun
@@ -89,14 +89,14 @@ def _measured(part: str, measure: Callable[[], Iterator[Figures]]) -> Iterator[d
         for figures in measure():
             line |= {"figures": figures, "seconds": time.monotonic() - began}
             yield line | begun
-    except Exception as exc:  # noqa: BLE001 - one part that fails must not cost the others
+    except Exception as exc:  # noqa: BLE001 - a failed part must not stop the others
         traceback.print_exc()
         line["error"] = (str(exc).splitlines() or [type(exc).__name__])[0]
     yield line | {"is_done": "error" not in line, "seconds": time.monotonic() - began}
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """What is there, but for a line that was cut off when the run was; the next begins on a line of its own."""
+    """The stored lines, without an incomplete last one; the next entry then starts on a new line."""
     content, whole = file.read_text(encoding="utf-8") if file.exists() else "", []
     for line in content.splitlines():
         with suppress(ValueError):

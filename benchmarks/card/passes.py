@@ -1,4 +1,4 @@
-"""Seconds of passes against the link and the arithmetic within one card's memory, and what texts come to there."""
+"""Seconds of passes compared with link and arithmetic within one card's memory, and the speed of texts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .running import loaded
 from .texts import said, texts_of
 from .timing import median_s
 
-TRANSLATED_TO = "rtx4090"  # the card of the figures that are published
-TOKENS_PER_PASS = 12  # what is assumed for them
+TRANSLATED_TO = "rtx4090"  # the card of the published figures
+TOKENS_PER_PASS = 12  # assumed for the published figures
 
 
 def passes(bench: Bench, name: str, cap: int | None) -> Iterator[Figures]:
-    """Seconds of passes against link and arithmetic, then texts, within the memory of one card."""
+    """Seconds of passes compared with link and arithmetic, then texts, within the memory of one card."""
     job, (target, draft) = JOBS[name], bench.grown(name)
     plan = plan_within(job, cap, target.files, draft.files, bench.device, bench.ram)
     rates, found = bench.rates(), Figures()
@@ -52,12 +52,12 @@ def passes(bench: Bench, name: str, cap: int | None) -> Iterator[Figures]:
 
 
 def baseline(bench: Bench, name: str, cap: int | None) -> Iterator[Figures]:
-    """As SpecExec does it, with our own code: nothing stays, nothing overlaps, its scores, a budget that is given."""
+    """SpecExec's method with offspec's code: no resident layers, no overlap, its scoring, a given budget."""
     job, (target, draft) = JOBS[name], bench.grown(name)
     ours = plan_within(job, cap, target.files, draft.files, bench.device, bench.ram)
     p, plan = ours.placement, without_residents(ours)
     if p.limits.device is not None and p.ram_bytes + len(p.resident) * p.slots.nbytes > p.limits.ram:
-        raise UsageError("its layers do not all fit in RAM; give --ram more")
+        raise UsageError("the layers do not all fit in RAM; increase --ram")
     specexec = SpeculationParams(budget=256, scoring="specexec", lookup=False, recall=False, reuse=False, overlap=False)
     with loaded(target, draft, plan, bench.rates(), bench.device, max(job.widths)) as running:
         found = {
@@ -82,10 +82,10 @@ def _described(plan: Plan) -> dict[str, Any]:
 
 
 def _seconds_by_width(decoder: Decoder, plan: Plan, job: Job, link: float) -> dict[int, Any]:
-    """Of each width: seconds, of the link alone, of the arithmetic alone, and how far the link was used."""
+    """For each width: seconds of the pass, of the link alone and of arithmetic alone, and the link's utilisation."""
     link_s = plan.stream_bytes / link
     streamed, taken = plan.placement.streamed, {width: pass_s(decoder, width, job.repeats) for width in job.widths}
-    with decoder.weights.layer(streamed[0] if streamed else 0) as layer:  # one layer, over and over, nothing moved
+    with decoder.weights.layer(streamed[0] if streamed else 0) as layer:  # the same layer repeatedly, without transfers
         alone = Decoder(decoder.config, OneLayer(decoder.weights, layer), dtype=decoder.dtype, device=decoder.device)
         compute = {width: pass_s(alone, width, job.repeats) for width in job.widths}
     return {
@@ -101,30 +101,28 @@ def _seconds_by_width(decoder: Decoder, plan: Plan, job: Job, link: float) -> di
 
 
 def pass_s(decoder: Decoder, width: int, repeats: int) -> float:
-    """Median seconds of passes over one token of text and width - 1 nodes, one after the other;
-    the first does not count.
-    """
-    text = CachedDecoder(decoder, CONTEXT + MAX_NODES)  # what was planned for, whatever the width
+    """Median seconds of consecutive passes over one token of text and width - 1 nodes, without the first pass."""
+    text = CachedDecoder(decoder, CONTEXT + MAX_NODES)  # as planned, for every width
     text.score_rows(list(range(5, 21)), *star(0))[0]
     one = partial(text.score_rows, [7], *star(width - 1))
     return median_s(lambda: one()[0], text.synchronize, repeats, warm_ups=1, after=partial(text.keep, []))
 
 
 def alloc_retries(device: torch.device) -> int:
-    """How often torch had to give back its cache, and wait for the device, before it found room."""
+    """The number of times that torch had to free its cache and synchronise to allocate."""
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0
 
 
 def fused_widths(files: ModelFiles, device: torch.device) -> dict[str, int]:
-    """Of each shape of 4-bit matrices: up to how many rows it is multiplied without being dequantised."""
+    """For each shape of 4-bit matrices, the number of rows up to which the fused product is used."""
     packed = {w.shape for w in files.stored.layers[0].weights.values() if w.fused_kind is not None}
     return {f"{n}x{k}": FUSED_ROWS.get((n, k), files.dtype, device) for n, k in sorted(packed)}
 
 
 def translate(plan: Plan, greedy: Mapping[str, Any], rates: Rates) -> dict[str, Any]:
-    """What this plan would come to on another card: its data sheet's link and arithmetic, drafts as slow as its memory.
+    """Predict this plan on another card, from its data sheet's link and arithmetic; drafts scale with its memory rate.
 
-    Not a measurement. Drafting that a pass hides here is taken to be hidden there too, where a pass lasts longer.
+    This is not a measurement. Drafting hidden by a pass here counts as hidden there, where passes take longer.
     """
     card = find_gpu(TRANSLATED_TO)
     there = card.rates()

@@ -1,4 +1,4 @@
-"""The table of a run, and what had to show."""
+"""The table of a run, and the verdicts on its requirements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .passes import TOKENS_PER_PASS
 
 
 def tell(results: Mapping[str, Any]) -> str:
-    """The table, and what had to show."""
+    """The table, and the verdicts."""
     lines = list[str]()
     for part, line in results.items():
         figures = line["figures"]
@@ -35,9 +35,9 @@ def _tell_plain(figures: Mapping[str, Any]) -> list[str]:
 
 def _tell_passes(figures: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"  {figures['num_resident']} of {figures['num_layers']} layers stay, {format_size(figures['stream_bytes'])} "
-        "a pass; "
-        f"allowed {format_size(figures['allowed_bytes'])}, peak {format_size(figures['peak_device_bytes'])}; loaded in "
+        f"  {figures['num_resident']} of {figures['num_layers']} layers are resident, "
+        f"{format_size(figures['stream_bytes'])} per pass; "
+        f"limit {format_size(figures['allowed_bytes'])}, peak {format_size(figures['peak_device_bytes'])}; loaded in "
         f"{figures['load_s']:.0f} s",
         "  tokens   pass s   link s   compute s   / max(link, compute)   link used",
     ]
@@ -46,7 +46,7 @@ def _tell_passes(figures: Mapping[str, Any]) -> list[str]:
             f"  {width:>6} {p['seconds']:8.3f} {p['link_s']:8.3f} {p['compute_s']:11.3f} {p['over_bound']:22.2f} "
             f"{p['link_share']:10.0%}"
         )
-    if "texts" not in figures:  # cut off before
+    if "texts" not in figures:  # the run was interrupted before
         return lines
     there, assumed = figures["translation"], f"tokens_per_s_at_{TOKENS_PER_PASS}"
     return [
@@ -54,7 +54,7 @@ def _tell_passes(figures: Mapping[str, Any]) -> list[str]:
         *_tell_texts(figures),
         f"  translated to an {there['card']} (not measured: its data sheet, {there['link_bytes_per_s'] / 1e9:.0f} "
         "GB/s): "
-        f"{there['pass_s']['256']:.2f} s a pass, {there['tokens_per_s']:.1f} tokens/s at this text's tokens per pass, "
+        f"{there['pass_s']['256']:.2f} s per pass, {there['tokens_per_s']:.1f} tokens/s at the text's tokens per pass, "
         f"{there[assumed]:.1f} at {TOKENS_PER_PASS}, {there['plain_tokens_per_s']:.1f} plain",
     ]
 
@@ -68,26 +68,26 @@ def _tell_texts(figures: Mapping[str, Any]) -> list[str]:
 
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:
-    """What had to show (issue "On the card"), and whether it did."""
+    """The requirements of the run, and whether each is met."""
     found = list[tuple[str, bool, str]]()
     for part, line in results.items():
         figures = line.get("figures", {})
         if "texts_equal" in figures:
-            found.append(("fp32 text is the CPU's", figures["texts_equal"], part))
+            found.append(("fp32 text equals the CPU's", figures["texts_equal"], part))
         for kind in ("builtin", "grown"):
             if kind in figures:
                 worst = max(figures[kind]["graph_over_eager"].values())
                 found.append(
-                    (f"a graph's round ≤ 1/3 of the eager one: at worst {worst:.2f} ({kind})", worst <= 1 / 3, part)
+                    (f"a round as a graph takes ≤ 1/3 of eager: worst {worst:.2f} ({kind})", worst <= 1 / 3, part)
                 )
         if "passes" not in figures:
             continue
-        found.append(("peak ≤ allowed", figures["peak_device_bytes"] <= figures["allowed_bytes"], part))
+        found.append(("peak ≤ limit", figures["peak_device_bytes"] <= figures["allowed_bytes"], part))
         if "texts" in figures:
             for kind in ("greedy", "sampled"):
                 if kind in figures["texts"]:
                     share = figures["texts"][kind]["draft_share"]
-                    found.append((f"drafting not hidden ≤ 20 %: {share:.0%} ({kind})", share <= 0.2, part))
+                    found.append((f"drafting outside the pass ≤ 20 %: {share:.0%} ({kind})", share <= 0.2, part))
         for width, p in figures["passes"].items():
             if figures["stream_bytes"] and int(width) <= 256 and p["compute_s"] < p["link_s"]:
                 found.append(

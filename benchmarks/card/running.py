@@ -1,4 +1,4 @@
-"""An engine of grown models, held to its plan."""
+"""An engine of grown models, limited to its plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .models import Grown
 
 @dataclass(frozen=True)
 class Running:
-    """An engine, the plan it was loaded for in the end, what was said about it, and the seconds that loading took."""
+    """An engine, its final plan, the notes about it, and the seconds of loading."""
 
     engine: Engine
     plan: Plan
@@ -41,7 +41,7 @@ class Running:
     held_bytes: int  # of the device before; what is allowed is beyond that
 
     def peak_bytes(self) -> int:
-        """The most of the device that torch held for it so far."""
+        """The peak device memory of torch so far."""
         return device_bytes(self.engine.target.device)[1] - self.held_bytes
 
 
@@ -49,8 +49,8 @@ class Running:
 def loaded(
     target: Grown, draft: Grown, plan: Plan, rates: Rates, device: torch.device, width: int
 ) -> Iterator[Running]:
-    """An engine for `plan`, held to it by torch's allocator; for a leaner one
-    where a pass of `width` finds it too little.
+    """An engine for `plan`, limited by torch's allocator; for a plan with fewer resident layers if a pass of `width`
+    runs out of memory.
     """
     release_memory(device)
     held = device_bytes(device)[0]
@@ -72,7 +72,7 @@ def loaded(
     memory = PlannedMemory(plan, device, notes, lambda plan: weights(target, plan.placement, EMBEDDING))
 
     def load() -> tuple[Decoder, Decoder]:
-        """Both models, and the largest pass there will be: if anything is scarce, it shows here."""
+        """Load both models and run the largest pass, so that a lack of memory shows here."""
         small = weights(draft, all_resident(draft.files), None)
         guesser = Decoder(draft.files.config, small, dtype=files.dtype, device=device)
         decoder = memory.load_decoder()

@@ -1,4 +1,4 @@
-"""What held-out prompts come to: tokens a second and a pass, plain and guessed, greedy and sampled."""
+"""Tokens/s and tokens per pass of held-out prompts, plain and speculative, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .jobs import Job
 
 
 def texts_of(engine: Engine, job: Job, *, is_brief: bool) -> dict[str, Any]:
-    """Greedy and sampled, plain and guessed; and with drafting that waits for the pass, to see what overlap brings.
+    """Greedy and sampled, plain and speculative; also without overlap, to measure the gain of overlap.
 
-    is_brief: greedy alone, and half as many prompts.
+    is_brief: only greedy, with half as many prompts.
     """
     ours, plain = SpeculationParams(), SpeculationParams(budget=0)
     ask = partial(said, engine, job)
-    ask(0.0, ours, job.num_tokens, 1)  # calibrates, and captures what graphs there are
+    ask(0.0, ours, job.num_tokens, 1)  # calibrates and captures graphs
     few = max(1, job.num_prompts // 2)
     found = {
         "greedy": ask(0.0, ours, job.num_tokens, few if is_brief else job.num_prompts),
@@ -42,7 +42,7 @@ def texts_of(engine: Engine, job: Job, *, is_brief: bool) -> dict[str, Any]:
 def said(
     engine: Engine, job: Job, temperature: float, speculation: SpeculationParams, num_tokens: int, num_prompts: int
 ) -> dict[str, Any]:
-    """What some held-out prompts come to, the first pass of each with its prompt left out of the rate."""
+    """Figures of some held-out prompts; the rate excludes the first pass of each."""
     params = SamplingParams(num_tokens, temperature=temperature, seed=1, ignore_eos=True)
     total: dict[str, float] = dict.fromkeys(("num_tokens", "num_passes", "decode_s", "draft_s", "target_s"), 0)
     after_first, ids, peak = 0, list[list[int]](), 0
@@ -66,6 +66,6 @@ def said(
 
 
 def num_equal(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> list[int]:
-    """Of each text: how many tokens from its beginning are the same."""
+    """For each text, the number of equal tokens from its beginning."""
     pairs = (zip(a, b, strict=False) for a, b in zip(found, expected, strict=False))
     return [next((i for i, (x, y) in enumerate(both) if x != y), -1) for both in map(list, pairs)]

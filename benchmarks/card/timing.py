@@ -1,4 +1,4 @@
-"""Seconds of work on a device, waited for."""
+"""Measures seconds of work on a device, with synchronisation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ def median_s(
     warm_ups: int = 3,
     after: Callable[[], object] = lambda: None,
 ) -> float:
-    """Median seconds of `work` up to the end of `wait`; what is done `after` it is not timed,
-    the first ones do not count.
-    """
+    """Median seconds of `work` up to the end of `wait`, without `after` and without the first runs."""
     seconds = []
     for _ in range(warm_ups + repeats):
         wait()
@@ -37,6 +35,6 @@ def synchronize(device: torch.device) -> None:
 
 
 def synchronize_stream(device: torch.device) -> None:
-    """Waits for the current stream alone."""
+    """Wait for the current stream only."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

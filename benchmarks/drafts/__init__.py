@@ -1,1 +1,1 @@
-"""What drafts bring: exit layers, drafts that learn from their target, targets that know a domain."""
+"""Benchmarks of drafts: exit layers, drafts that learn from their target, targets specialised in a domain."""

@@ -1,15 +1,13 @@
-"""Tokens per pass on a domain while the draft learns it from the target (`--learn`),
-on texts that it does not learn from.
+"""Tokens per pass in a domain while the draft learns from the target (`--learn`), on held-out texts.
 
     python -m benchmarks.drafts.alignment [--draft FOLDER] [--folder FOLDER --pattern '*.h'] [--temperature 0.6]
 
-Prompts are pieces of a folder's text files, by default the C headers of this Python; every fourth file is held out, and
-what is measured is what follows its pieces: by the draft alone, which only `--learn` changes; corrected by what is
-recalled of the target within these texts (`offspec.drafts.recall`); and with lookup besides. With --recurring it is the
-same prompts that are learnt from, with other seeds, as where requests come again. Their texts must be the same whatever
-was learnt. Times are those of this machine, and how much is learnt in them (`AlignmentParams.most_share`) depends on it
-a little. The last line is JSON. `benchmarks/drafts/specialise.py` makes a --model that knows a domain, which the
-built-in draft does not.
+Prompts are pieces of a folder's text files, by default the C headers of this Python. Every fourth file is held out, and
+the continuations of its pieces are measured: with the draft alone, which only `--learn` changes; with recall
+(`offspec.drafts.recall`); and with recall and lookup. With --recurring, the draft learns from the measured prompts with
+other seeds, to simulate recurring requests. The texts must not depend on the training. Times are this machine's, and
+the amount of training (`AlignmentParams.most_share`) depends on them slightly. The last line is JSON.
+`benchmarks/drafts/specialise.py` creates a --model for a domain that the built-in draft does not know.
 """
 
 from __future__ import annotations
@@ -27,17 +25,18 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts.model_draft import ModelDraft
 from offspec.training.online import Aligner, AlignmentParams
 
-FIRST_SEED = 1000  # of the requests that are learnt from; those that are measured have the first ones
+FIRST_SEED = 1000  # of the training requests; measured requests have lower seeds
 
 
 @dataclass(frozen=True)
 class Row:
-    """What held-out prompts took after so many generated tokens.
+    """Figures of the held-out prompts after a number of generated tokens.
 
-    with_recall: the draft corrected by what the target said in them. with_lookup: the text before is looked up, too.
+    with_recall: tokens per pass with recall. with_lookup: also with lookup.
 
-    loss, unlearnt_loss: KL(target ‖ draft) a token in nats on the requests since the row before, as they came: as the
-    draft was then, and as it came. share: of the additions that is drafted with. generate_s, learn_s: seconds so far.
+    loss, unlearnt_loss: KL(target ‖ draft) per token in nats on the requests since the previous row, with the draft
+    before each request, and with the original draft. share: of the additions in use. generate_s, learn_s: seconds so
+    far.
     """
 
     num_tokens: int
@@ -53,12 +52,12 @@ class Row:
 
 
 def split(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Files to learn from, and every fourth, held out."""
+    """Training files, and held-out files (every fourth)."""
     return [file for i, file in enumerate(files) if i % 4], list(files[::4])
 
 
 def pieces(engine: Engine, files: Sequence[Path], count: int, num_tokens: int, seed: int) -> list[list[int]]:
-    """So many prompts of num_tokens each, from random places of the files by turns."""
+    """Prompts of num_tokens each, from random places of the files in turn."""
     draws = random.Random(seed)
     texts = [
         engine.encode(text) for file in files if (text := file.read_text(encoding="utf-8", errors="ignore").strip())
@@ -78,9 +77,9 @@ def pieces(engine: Engine, files: Sequence[Path], count: int, num_tokens: int, s
 def measure(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, speculation: SpeculationParams
 ) -> tuple[float, list[list[int]]]:
-    """Tokens per pass, and the texts; nothing is learnt from them. Calibrated afresh, as every row is."""
+    """Tokens per pass, and the texts, without training. The calibration starts from scratch, as in every row."""
     assert engine.draft.decoder is not None
-    fresh = engine.with_draft(ModelDraft(engine.draft.decoder, engine.draft_name))  # without what it learns with
+    fresh = engine.with_draft(ModelDraft(engine.draft.decoder, engine.draft_name))  # without its aligner
     texts, num_passes = [], 0
     for seed, prompt in enumerate(prompts):
         steps = list(fresh.generate(prompt, seeded(params, seed), speculation))
@@ -104,20 +103,20 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--held-out", type=int, default=8, help="prompts that are measured")
-    parser.add_argument("--requests", default="0,8,16,32,64", help="after so many it is measured")
+    parser.add_argument("--held-out", type=int, default=8, help="number of measured prompts")
+    parser.add_argument("--requests", default="0,8,16,32,64", help="numbers of requests after which to measure")
     parser.add_argument("--recurring", action="store_true", help="learn from the measured prompts, with other seeds")
     parser.add_argument("--rank", type=int, default=p.rank)
     parser.add_argument("--learning-rate", type=float, default=p.learning_rate)
     parser.add_argument("--replays", type=float, default=p.replays)
     parser.add_argument("--most-share", type=float, default=p.most_share)
-    parser.add_argument("--most-guesses", type=int, default=p.most_guesses, help="0 learns from the text alone")
-    parser.add_argument("--most-prompt", type=int, default=p.most_prompt, help="0 learns from no prompt")
+    parser.add_argument("--most-guesses", type=int, default=p.most_guesses, help="0 trains only on the text")
+    parser.add_argument("--most-prompt", type=int, default=p.most_prompt, help="0 does not train on prompts")
     parser.add_argument("--reach-power", type=float, default=p.reach_power)
     args = parser.parse_args()
     engine = Engine.load(args.model, draft=args.draft, dtype="fp32")
     if engine.draft.decoder is None:
-        sys.exit("Error: there is no draft to teach; give --draft PATH")
+        sys.exit("Error: no draft to train; give --draft PATH")
     settings = AlignmentParams(
         rank=args.rank,
         learning_rate=args.learning_rate,
@@ -155,7 +154,7 @@ def main() -> None:
             with_lookup, still = measure(engine, exam, params, everything)
             wanted = wanted or texts
             if not texts == same == still == wanted:
-                sys.exit("Error: what was learnt changed a text")
+                sys.exit("Error: the training changed a text")
             loss, unlearnt = (sum(part) / len(losses) for part in zip(*losses, strict=True)) if losses else (None, None)
             share = aligner.adapter.share
             spent = num_tokens, aligner.num_steps, generate_s, learn_s

@@ -1,16 +1,16 @@
-"""What an exit layer's training brings, and whether Thompson sampling stops its drafting where it should.
+"""Measures the gain of training an exit layer, and the stopping of its drafting by Thompson sampling.
 
     offspec distill builtin --exit-layer 2 --out build/exit2.safetensors
     python -m benchmarks.drafts.early_exit build/exit2.safetensors [--prompts 12] [--tokens 64] [--temperatures 0,1]
 
-The target's texts on the held-out prompts are recorded once (plain decoding), and the target's first layers with an
-exit layer are walked along them. First table: tokens per pass with the trained exit layer and with an untrained one,
-the copy of a layer that training began with. Second table: tokens/s, by two cost models, of drafting to a fixed depth
-and of Thompson sampling (EESD, 2406.03853, section 3.3; as published, and calibrated by costs and the draft's
-confidence); all expand 16 nodes a round and send the same number of nodes.
+The target's texts on the held-out prompts are recorded once (plain decoding), and the draft of first layers and exit
+layer is replayed along them. First table: tokens per pass with the trained exit layer, and with the untrained copy of a
+layer from which training started. Second table: tokens/s, by two cost models, of drafting to a fixed depth and of
+Thompson sampling (EESD, 2406.03853, section 3.3; as published, and calibrated by costs and the draft's confidence). All
+methods expand 16 nodes per round and send the same number of nodes.
 
-    resident   every layer takes the same: a round costs the first layers and the exit, a pass all layers
-    streamed   a layer that is streamed takes 40 times as long as one that stays: 70B in NF4 on a card
+    resident   all layers cost the same: a round costs the first layers and the exit layer, a pass all layers
+    streamed   a streamed layer costs 40 times as much as a resident one: 70B in NF4 on a card
 
 The last line is JSON.
 """
@@ -43,12 +43,12 @@ from offspec.scheduler.model_drafter import ModelDrafter
 DEPTHS = (1, 2, 3, 4, 6, 8, 12)
 THOMPSON = (("thompson", False), ("thompson-calibrated", True))  # name, whether it knows costs
 COSTS = ("resident", "streamed")
-STREAMED_LAYER = 40  # seconds of a layer that comes through a link, in those of one that stays
+STREAMED_LAYER = 40  # cost of a streamed layer, in units of a resident one
 GetController = Callable[[LearntCosts], Controller]
 
 
 class FixedDepth(FixedBudget):
-    """Always so many rounds, the root's among them; each makes the tree a level deeper."""
+    """A fixed number of rounds, including the root's; each makes the tree one level deeper."""
 
     def __init__(self, budget: int, num_rounds: int) -> None:
         super().__init__(budget)
@@ -80,7 +80,7 @@ class Row:
 
 
 class Bench:
-    """A target, the texts that it said, and exit layers before it."""
+    """A target, its recorded texts, and exit layers."""
 
     def __init__(self, target: Decoder, recordings: Sequence[Recording]) -> None:
         self.target, self.recordings = target, recordings
@@ -94,9 +94,9 @@ class Bench:
         controller: GetController,
         cost: str = COSTS[0],
     ) -> Row:
-        """One way of stopping; what it learns is kept from prompt to prompt, as an engine keeps it.
+        """One stopping rule; its estimates are kept from prompt to prompt, as in an engine.
 
-        cost: what the clock goes by; only who looks at it drafts otherwise by another one.
+        cost: the cost model of the clock; it changes the drafting only of rules that use costs.
         """
         learnt, parts = RunningEstimates.nothing(self.target.config.vocab_size), list[Replayed]()
         rule, num_first = controller(learnt.costs), exit_layer.num_first
@@ -123,7 +123,7 @@ class Bench:
         )
 
     def pass_s(self, num_first: int, cost: str) -> float:
-        """Of a pass; the unit of time is a layer that stays. It takes leaves through the first layers, too."""
+        """Seconds of a pass, in units of a resident layer. Leaves also pass through the first layers."""
         return num_first + (self.target.config.num_layers - num_first) * (STREAMED_LAYER if cost == "streamed" else 1)
 
     def tokens_per_s(self, whole: Replayed, num_first: int, cost: str) -> float:
@@ -132,7 +132,7 @@ class Bench:
 
 
 def began_with(file: Path, target: Decoder, num_first: int) -> int:
-    """The target's layer that training began with a copy of."""
+    """The target's layer whose copy was the start of the training."""
     with safe_open(file, framework="pt") as opened:
         is_last = opened.metadata()["init"] == "last"
     return target.config.num_layers - 1 if is_last else num_first
@@ -152,9 +152,9 @@ def main() -> None:
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--budgets", default="16,64")
     parser.add_argument(
-        "--depths", default=",".join(map(str, DEPTHS)), help="to sweep; none leaves the second table out"
+        "--depths", default=",".join(map(str, DEPTHS)), help="depths to measure; empty omits the second table"
     )
-    parser.add_argument("--folder", type=Path, default=Path("build/recordings"), help="where recorded texts are kept")
+    parser.add_argument("--folder", type=Path, default=Path("build/recordings"), help="folder for recorded texts")
     args = parser.parse_args()
     rows: list[Row] = []
     for file in args.files:
@@ -175,7 +175,7 @@ def main() -> None:
 
 
 def both(bench: Bench, trained: EarlyExit, untrained: EarlyExit, budget: int) -> list[Row]:
-    """Drafted to the end, as `--budget N` does."""
+    """Without a stopping rule, as with `--budget N`."""
     found = [
         bench.row(name, layer, "default", budget, lambda _: FixedBudget(budget))
         for name, layer in (("trained", trained), ("untrained", untrained))

@@ -1,12 +1,11 @@
-"""A target that knows a domain: a copy of a model, trained further on a folder's texts,
-for `benchmarks/drafts/alignment.py`.
+"""Trains a copy of a model further on a folder's texts, as a specialised target for `benchmarks/drafts/alignment.py`.
 
     python -m benchmarks.drafts.specialise OUT --folder /usr/include/linux --pattern '*.h' [--minutes 20 | --steps N]
 
-What `--learn` is for is a draft that was made for other texts than its target. The built-in pair was trained on the
-same ones and neither knows any other, so this makes the case: the target alone goes on with next-token loss (AdamW,
-windows of 512 tokens), on the files that `alignment.py` does not hold out. OUT is a checkpoint; give it as --model and
-the built-in draft as --draft. Needs the extra `train` (transformers).
+`--learn` helps if draft and target were trained on different texts. The built-in pair was trained on the same texts, so
+this script creates such a case: it continues the target's training with next-token loss (AdamW, windows of 512 tokens),
+on the files that `alignment.py` does not hold out. OUT is a checkpoint; give it as --model and the built-in draft as
+--draft. Needs the extra `train` (transformers).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def texts(files: list[Path], tokenizer: Tokenizer, end: int) -> IntArray:
-    """All files one after the other, an end of text after each."""
+    """The concatenated files, with an end-of-text token after each."""
     ids: list[int] = []
     for file in files:
         ids += [*tokenizer.encode(file.read_text(encoding="utf-8", errors="ignore").strip()).ids, end]
@@ -57,9 +56,7 @@ def loss_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 def train(
     model: LlamaForCausalLM, text: IntArray, learning_rate: float, minutes: float, num_steps: int | None = None
 ) -> None:
-    """For so many steps, or else until the minutes are over; the rate rises for a moment,
-    then falls to zero at the end.
-    """
+    """Train for a number of steps, or of minutes. The learning rate warms up, then falls to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     draws, began, steps = np.random.default_rng(0), time.perf_counter(), 0
 
@@ -89,14 +86,12 @@ def held_out_loss(model: LlamaForCausalLM, text: IntArray, rows: int = 128) -> f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--model", type=Path, default=builtin.path("target"), help="a checkpoint of Llama's layout")
+    parser.add_argument("--model", type=Path, default=builtin.path("target"), help="checkpoint in Llama's layout")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--pattern", default="*.h")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--minutes", type=float, default=20)
-    length.add_argument(
-        "--steps", type=int, help="instead of minutes: the same model whatever the machine is busy with"
-    )
+    length.add_argument("--steps", type=int, help="training steps, instead of minutes, for a reproducible model")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
@@ -104,10 +99,10 @@ def main() -> None:
     end = model.config.eos_token_id
     learnt_from, held_out = split(sorted(file for file in args.folder.rglob(args.pattern) if file.is_file()))
     text, exam = texts(learnt_from, tokenizer, end), texts(held_out, tokenizer, end)
-    print(f"{len(text):,} tokens to learn from, {len(exam):,} held out", flush=True)
-    print(f"held-out loss {held_out_loss(model, exam):.3f} nats a token", flush=True)
+    print(f"{len(text):,} training tokens, {len(exam):,} held out", flush=True)
+    print(f"held-out loss {held_out_loss(model, exam):.3f} nats per token", flush=True)
     train(model, text, args.learning_rate, args.minutes, args.steps)
-    print(f"held-out loss {held_out_loss(model, exam):.3f} nats a token", flush=True)
+    print(f"held-out loss {held_out_loss(model, exam):.3f} nats per token", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     for file in args.model.glob("*.json"):
         shutil.copyfile(file, args.out / file.name)

@@ -1,1 +1,1 @@
-"""What schedulers and rules of acceptance bring, on texts that are recorded once and replayed, and what they cost."""
+"""Benchmarks of schedulers and acceptance rules on recorded texts, and of their overhead."""

@@ -1,15 +1,14 @@
-"""Joint acceptance (MJSD) beside exact greedy verification: likelihood of the text under the target,
-and tokens per pass.
+"""Compares joint acceptance (MJSD) with exact greedy verification: likelihood under the target, and tokens per pass.
 
     python -m benchmarks.scheduling.joint [--model builtin] [--taus 0.01,0.05,0.1,0.2,0.4,0.7,1] [--beam 8] [--gamma 16]
         [--plot joint.svg]
 
-Held-out prompts, all texts equally long. Exact verification has the same draft and a tree of as many nodes. `searched`
-is joint decoding with the target as its own draft: what a beam search of the target itself would say, block by block,
-which is what the draft stands in for. Log-likelihoods are the target's, over the final text, in nats a token; neither
-they nor tokens per pass depend on the machine's speed, so one run is enough. Likely text is often text that repeats
-itself, so the share of 4-grams that were there before (`repeated`) stands beside it, and the gain over greedy on
-prompts where that has not grown; `odd` is the share of tokens below 1 % under the target. The last line is JSON.
+Held-out prompts; all texts have the same length. Exact verification uses the same draft and a tree with as many nodes.
+`searched` is joint decoding with the target as its own draft: a beam search of the target itself, block by block, which
+the draft approximates. Log-likelihoods are the target's, over the final text, in nats per token. Neither they nor
+tokens per pass depend on the machine's speed, so one run is enough. Likely text often repeats itself. So the table also
+has the share of repeated 4-grams (`repeated`), and the gain over greedy on prompts without more repetition. `odd` is
+the share of tokens below 1 % under the target. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ ODD = 0.01
 
 @dataclass(frozen=True)
 class Text:
-    """What one way said to one prompt. log_likelihood: nats a token.
+    """The text of one method for one prompt. log_likelihood: nats per token.
 
-    repeated: the share of 4-grams seen before in the text. odd: the share of tokens to which the target gives less than
-    1 %.
+    repeated: the share of 4-grams that occur earlier in the text. odd: the share of tokens below 1 % under the target.
     """
 
     log_likelihood: float
@@ -70,7 +68,7 @@ class Row:
         return sum(text.num_tokens for text in self.texts) / sum(text.num_passes for text in self.texts)
 
     def gains(self, greedy: Row, *, fresh: bool = False) -> list[float]:
-        """Nats a token above greedy decoding's, by prompt; fresh: only where the text repeats no more than greedy's."""
+        """Gain over greedy decoding in nats per token, by prompt; fresh: only texts without more repetition."""
         pairs = zip(self.texts, greedy.texts, strict=True)
         return [
             mine.log_likelihood - its.log_likelihood
@@ -84,7 +82,7 @@ class Row:
 
 
 def repeated_share(tokens: Sequence[int], length: int = 4) -> float:
-    """The share of `length`-grams that stood in the text before; 0 where it is shorter."""
+    """The share of `length`-grams that occur earlier in the text; 0 for a shorter text."""
     grams = [tuple(tokens[start : start + length]) for start in range(len(tokens) - length + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -137,9 +135,9 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         axes.annotate(f"τ {row.tau:g}", at, xytext=(-6, 4), textcoords="offset points", ha="right")
     for row, marker in zip((row for row in rows if row not in joint), "s^*", strict=False):
         axes.plot(row.tokens_per_pass, row.log_likelihood, marker=marker, linestyle="", label=row.name)
-    axes.set(xlabel="tokens per pass", ylabel="log-likelihood under the target, nats a token")
+    axes.set(xlabel="tokens per pass", ylabel="log-likelihood under the target, nats per token")
     axes.legend()
-    with rc_context({"svg.fonttype": "none"}):  # letters as text: a tenth of the bytes
+    with rc_context({"svg.fonttype": "none"}):  # text as text: a tenth of the bytes
         figure.savefig(file)
 
 
@@ -156,7 +154,7 @@ def main() -> None:
     args = parser.parse_args()
     engine = Engine.load(args.model, draft=args.draft, dtype="fp32")
     if engine.draft.decoder is None:
-        sys.exit("Error: there is no draft to measure; give --draft PATH")
+        sys.exit("Error: no draft to measure; give --draft PATH")
     prompts = [engine.encode(prompt) for prompt in builtin.prompts()[: args.max_prompts]]
     nodes = args.beam * args.gamma
     ways: list[tuple[str, Engine, SpeculationParams]] = [

@@ -1,14 +1,12 @@
-"""How much of an iteration the scheduler itself takes:
-everything that is neither the draft's forwards nor the target's.
+"""Measures the scheduler's share of an iteration: everything except the forwards of draft and target.
 
     python -m benchmarks.scheduling.overhead [--model builtin] [--budgets 64,512] [--temperatures 0,1]
 
-What runs inside `CachedDecoder` and `RecallingText` (scoring, logits, corrected, keeping entries) counts as the
-models', all the rest of an iteration as the scheduler's: choosing what to expand, trees and masks, the walk,
-calibration, text. Of this, `vocabulary` is what is computed over whole rows of the draft's logits: noise, normalisers,
-the best candidates. On a CPU seconds are processor time of the one thread that runs, so that other work on the machine
-does not matter; on a GPU they are wall time, and each call of a model is waited for. Nothing is drafted beside the
-pass, so that times add up. The last line is JSON.
+Work inside `CachedDecoder` and `RecallingText` (scoring, logits, corrections, keeping entries) counts for the models.
+The rest of an iteration counts for the scheduler: selecting nodes, trees and masks, the walk, calibration, text. Its
+part `vocabulary` is the work over whole rows of the draft's logits: noise, normalisers, best candidates. On a CPU,
+seconds are processor time of the only thread, independent of other load. On a GPU they are wall time, with
+synchronisation after each call of a model. There is no overlap, so that times add up. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from offspec.scheduler.child_scores import ChildScorer
 
 @dataclass(frozen=True)
 class Row:
-    """One setting over all prompts: milliseconds of a mean iteration, the first pass of each prompt left out."""
+    """One setting over all prompts: milliseconds of a mean iteration, without the first pass of each prompt."""
 
     temperature: float
     budget: int | None
@@ -51,7 +49,7 @@ class Row:
 
 
 class Stopwatch:
-    """Seconds spent in the calls of the draft, of the target, and in judging the draft's logits."""
+    """Seconds in calls of the draft, in calls of the target, and in scoring the draft's logits."""
 
     CALLS = (
         (RecallingText, "score"),
@@ -139,10 +137,10 @@ def main() -> None:
     args = parser.parse_args()
     engine = Engine.load(args.model, draft=args.draft, device=args.device, threads=1)
     if engine.draft.decoder is None:
-        sys.exit("Error: there is no draft to measure; give --draft PATH")
+        sys.exit("Error: no draft to measure; give --draft PATH")
     prompts = builtin.prompts()[: args.max_prompts]
     rows: list[Row] = []
-    print("milliseconds of an iteration")
+    print("milliseconds per iteration")
     print(
         f"{'temperature':>11}  {'budget':>6}  {'nodes':>6}  {'all':>8}  {'draft':>8}  {'target':>8}  {'scheduler':>9} "
         " share  (of it vocabulary)"

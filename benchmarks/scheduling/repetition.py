@@ -1,7 +1,7 @@
-"""Texts that repeat their prompt: an edited function and an outline that quotes, from the held-out standard library.
+"""Texts that repeat their prompt: edited functions and outlines with quotes, from the held-out standard library.
 
-The built-in target is too small to follow such a request, so the answer is written here, by rule, and taken as what
-the target says: a drafter is judged along it (`replay`) as along any recording. Greedy, since noise has no part in it.
+The built-in target is too small to follow such a request. So rules generate the answer, and `replay` uses it like any
+recording of the target. The texts are greedy, because there is no noise in them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Text = tuple[str, str]  # prompt, answer
 
 
 def edits() -> Iterator[Text]:
-    """Functions and classes, and the same with the name renamed that stands in most places."""
+    """Functions and classes, and the same with their most frequent name replaced."""
     for source, node in _definitions():
         names = Counter(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
         names.update(n.arg for n in ast.walk(node) if isinstance(n, ast.arg))
@@ -36,7 +36,7 @@ def edits() -> Iterator[Text]:
 
 
 def outlines() -> Iterator[Text]:
-    """Classes, and a list of their methods with the first line of what each says of itself."""
+    """Classes, and a list of their methods with the first line of each docstring."""
     for source, node in _definitions(most_lines=4 * MOST_LINES):
         methods = [n for n in node.body if isinstance(n, ast.FunctionDef) and ast.get_docstring(n)]
         if len(methods) >= 3:
@@ -51,7 +51,7 @@ KINDS: dict[str, Callable[[], Iterator[Text]]] = {"edit": edits, "outline": outl
 
 
 def recordings(engine: Engine, kind: str, count: int, max_new_tokens: int) -> list[Recording]:
-    """The first `count` texts of a kind that fit the context, as what the target says."""
+    """The first `count` texts of a kind that fit the context, as recordings of the target."""
     found: list[Recording] = []
     for prompt, answer in KINDS[kind]():
         ids, said = engine.encode(prompt), engine.encode(answer)[:max_new_tokens]

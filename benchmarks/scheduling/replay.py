@@ -1,7 +1,7 @@
-"""Judges drafters without running the target: a text is recorded once, and every drafter is walked along it.
+"""Evaluates drafters without running the target: records a text once, and replays every drafter along it.
 
-The text of (target, prompt, parameters, seed) is the same whatever was guessed, so what a pass accepts of a tree is how
-far the tree follows the recorded text. What that would take on an absent machine is counted on a virtual clock.
+The text depends only on target, prompt, parameters and seed. So the accepted nodes of a tree are those that follow the
+recorded text. A virtual clock counts the time on a simulated machine.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from offspec.scheduler.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Recording:
-    """What the target said: token_ids after prompt_ids, with these parameters (the seed is set).
+    """A text of the target: token_ids after prompt_ids, with these parameters (the seed is set).
 
-    limit: the most tokens that were allowed, by the parameters and the context; fewer where the text ended by itself.
+    limit: the maximum number of tokens by parameters and context; the text may end earlier.
     """
 
     prompt_ids: list[int]
@@ -42,7 +42,7 @@ class Recording:
     params: SamplingParams
 
     def sampler(self, vocab_size: int) -> Sampler:
-        """A sampler with the noise that the text was made with."""
+        """A sampler with the noise of the recorded text."""
         assert self.params.seed is not None
         return Sampler(self.params, self.params.seed, vocab_size)
 
@@ -50,7 +50,7 @@ class Recording:
 def record(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, folder: Path) -> list[Recording]:
     """Decode each prompt plainly, prompt i with seed params.seed + i, unless a recording of it lies in `folder`.
 
-    A recording that is found there is checked by one pass over it: weights may have changed under the same name.
+    One pass checks a stored recording, because weights may have changed under the same name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     recordings: list[Recording] = []
@@ -67,7 +67,7 @@ def record(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, fo
 
 
 def is_true(engine: Engine, recording: Recording) -> bool:
-    """Whether this is what the target says, by one pass over all of it as a chain."""
+    """Whether the target generates this text, checked by one pass over it as a chain."""
     sampler = recording.sampler(engine.target.config.vocab_size)
     sampler.extend(recording.prompt_ids)
     tokens = np.array(recording.token_ids[:-1], dtype=np.int64)
@@ -109,7 +109,7 @@ NO_LOGITS: Logits = torch.empty(0, 0)  # a recorded text has none
 
 
 class VirtualClock:
-    """Seconds of a machine that is simulated; `now` can stand for `time.perf_counter`."""
+    """Seconds of a simulated machine; `now` can replace `time.perf_counter`."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -124,11 +124,11 @@ class VirtualClock:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the passes of a target and the rounds of its draft take, in seconds.
+    """Seconds of a target's passes and of its draft's rounds.
 
-    A pass lasts as long as its weights take to arrive (stream_s) or its rows to be computed, whichever is more. A row
-    is a tree node or a token of the text that is new to the target. The defaults: 70B in NF4 streamed to an RTX 4090,
-    flat to 500 rows, and a draft that takes 12 ms a round.
+    A pass takes the maximum of streaming its weights (stream_s) and computing its rows. A row is a tree node or a new
+    token of the text. Defaults: 70B in NF4 streamed to an RTX 4090, constant up to 500 rows, and a draft with 12 ms per
+    round.
     """
 
     stream_s: float = 0.9
@@ -193,7 +193,7 @@ class ClockedCorrector:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a drafter came to. draft_s: seconds in which the target waited for the draft. total_s: all, by the clock."""
+    """The result of a drafter. draft_s: seconds in which the target waited for the draft. total_s: all seconds."""
 
     num_tokens: int = 0
     num_passes: int = 0
@@ -213,7 +213,7 @@ class Replayed:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of everything, the first pass with the prompt too."""
+        """Over all passes, including the first with the prompt."""
         return self.num_tokens / self.total_s
 
 
@@ -226,10 +226,10 @@ def replay(
     draft: ClockedModel | None = None,
     target: CachedDecoder | None = None,
 ) -> Replayed:
-    """The engine's loop with the recorded text for a target, and a pass that takes `costs.pass_s` on the clock.
+    """The engine's loop with a recorded text as the target, and `costs.pass_s` per pass on the clock.
 
-    sampler: the one that the drafter knows, from `recording.sampler`. draft: the drafter's model, to count its rounds.
-    target: an empty text of the target, for a drafter that learns from what it says of each tree.
+    sampler: the drafter's, from `recording.sampler`. draft: the drafter's model, to count its rounds. target: an empty
+    text of the target, for a drafter that learns from its logits.
     """
     text, said = list(recording.prompt_ids), recording.token_ids
     sampler.extend(text)
@@ -259,7 +259,7 @@ def replay(
 
 
 def walk(tree: TokenTree, ahead: Sequence[int]) -> Verdict:
-    """The verdict of a target that is going to say `ahead`, at least one token; it ends with the last of them."""
+    """The verdict of a target whose next tokens are `ahead` (at least one)."""
     node, path = ROOT, list[int]()
     for token in ahead[:-1]:
         child = tree.child(node, token)

@@ -1,8 +1,8 @@
-"""Acceptance rules of the literature, to compare the exact walk with: the ratio test and block verification, on chains.
+"""Acceptance rules from the literature, as baselines for the exact walk: ratio test and block verification, on chains.
 
-The draft samples gamma tokens from its own distributions q; the target's p are known after each of them. A rule says
-how many are accepted and how the next token is drawn, so that what is emitted is distributed exactly as the target's
-own text. Both need randomness of their own: the text depends on the draft, where offspec's does not.
+The draft samples gamma tokens from its distributions q; the target's p are known after each of them. A rule determines
+the number of accepted tokens and the distribution of the next one, so that the emitted tokens have exactly the target's
+distribution. Both rules need their own randomness, so the text depends on the draft; offspec's text does not.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from offspec.scheduler.tree import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rule makes of a chain of gamma drafted tokens.
+    """The result of a rule for a chain of gamma drafted tokens.
 
-    stop [gamma + 1]: the probability that exactly that many are accepted. following [gamma + 1, V]: how the token after
-    them is distributed; rows at which a chain never stops say nothing.
+    stop [gamma + 1]: the probability that exactly that many are accepted. following [gamma + 1, V]: the distribution of
+    the token after them; rows at which a chain never stops are meaningless.
     """
 
     stop: FloatArray
@@ -42,7 +42,7 @@ Rule = Callable[[FloatArray, FloatArray, Sequence[int]], Outcome]
 
 
 def token_level(p: FloatArray, q: FloatArray, drafted: Sequence[int]) -> Outcome:
-    """The ratio test (Leviathan et al., 2211.17192, algorithm 1): each token by itself, until one is rejected."""
+    """The ratio test (Leviathan et al., 2211.17192, algorithm 1): each token separately, until one is rejected."""
     accepted = np.minimum(1.0, _ratios(p, q, drafted))
     reached = np.cumprod([1.0, *accepted])
     stop = reached * np.array([*(1 - accepted), 1.0])
@@ -50,7 +50,7 @@ def token_level(p: FloatArray, q: FloatArray, drafted: Sequence[int]) -> Outcome
 
 
 def block(p: FloatArray, q: FloatArray, drafted: Sequence[int]) -> Outcome:
-    """Block verification (Sun et al., 2403.10444, algorithm 2): the longest beginning whose own test passes."""
+    """Block verification (Sun et al., 2403.10444, algorithm 2): the longest prefix that passes its test."""
     joint = [1.0]  # of each beginning: p's share of q, capped at 1 on the way
     for ratio in _ratios(p, q, drafted):
         joint.append(min(1.0, joint[-1] * ratio))
@@ -117,9 +117,9 @@ def decode(
     generator: np.random.Generator,
     final: Collection[int] = (),
 ) -> ChainText:
-    """Decode by chains of `num_drafted` tokens; p and q are what the sampler's parameters make of the models' logits.
+    """Decode by chains of `num_drafted` tokens; p and q are the models' distributions after the sampler's parameters.
 
-    Its noise is not used. Ends after a `final` token, or at max_new_tokens.
+    The sampler's noise is not used. Ends after a `final` token, or at max_new_tokens.
     """
     text, end, num_passes = list(prompt), len(prompt) + max_new_tokens, 0
     sampler.extend(text)

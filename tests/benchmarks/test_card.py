@@ -110,7 +110,7 @@ def test_a_part_that_fails_is_told_and_done_again(
     assert "machine: failed: no such device" in tell(results)
     assert "half of it" in tell(results)
     assert not results["machine"]["is_done"]
-    assert verdicts(results) == ["NO   exact: fp32 text is the CPU's"]
+    assert verdicts(results) == ["NO   exact: fp32 text equals the CPU's"]
     measured["machine"], measured["exact"] = lambda: iter([{"torch": "2"}]), fail  # what was done is not asked again
     results = parts.run(Bench(tmp_path, CPU), ["tiny"], minutes=600)
     assert results["machine"]["figures"] == {"torch": "2"}

@@ -1,9 +1,9 @@
-"""What every peer's worker does alike: read the job, time the tokens, count the bytes, write the result.
+"""The common part of all workers: read the job, time the tokens, count the bytes, write the result.
 
     PYTHON WORKER.py JOB.json RESULT.json
 
-Runs in the peer's own environment, so it needs the standard library only and knows nothing of offspec. The clock runs
-from the call that is given the prompt; opening the model before is `load_s`.
+Runs in the peer's environment, so it imports only the standard library. The clock starts with the call that gets the
+prompt; the time to open the model is `load_s`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Job:
 
 @dataclass
 class Result:
-    """arrivals: (seconds since the prompt was given, how many token ids there were then), for each time some came.
+    """arrivals: (seconds since the start, number of token ids so far), for each arrival of tokens.
 
-    num_passes: walks over the target's weights, as the peer counts them; one for each arrival where it does not.
+    num_passes: passes of the target as counted by the peer; otherwise one per arrival.
     """
 
     token_ids: list[int] = field(default_factory=list)
