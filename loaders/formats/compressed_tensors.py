@@ -1,17 +1,17 @@
-"""compressed-tensors' matrices, as vLLM's users have them: integers of 2 to 8 bit, fp8, NVFP4, MXFP4 and MXFP8.
+"""compressed-tensors' matrices, as used with vLLM: integers of 2 to 8 bit, fp8, NVFP4, MXFP4 and MXFP8.
 
-Per module X with a weight [N, K], by the `format` that config.json gives to all groups of modules or to one:
+Tensors per module X with a weight [N, K], by the `format` in config.json for all groups of modules or for one:
     pack-quantized        X.weight_packed int32 [N, ceil(K·bits/32)], X.weight_shape int64 [2]
     int-, naive-quantized X.weight int8 [N, K]
-    float-quantized       X.weight F8_E4M3 [N, K]; mxfp8-quantized: with scales that are exponents alone (E8M0)
+    float-quantized       X.weight F8_E4M3 [N, K]; mxfp8-quantized: with scales that are only exponents (E8M0)
     nvfp4-pack-quantized  X.weight_packed uint8 [N, K/2], scales F8_E4M3 for 16 inputs each, X.weight_global_scale
-                          fp32 [1], by which they are divided
+                          fp32 [1], their divisor
     mxfp4-pack-quantized  X.weight_packed uint8 [N, K/2], scales E8M0 for 32 inputs each
-Beside them X.weight_scale: [1], [N, 1], [N, K/group] or [ceil(N/a), ceil(K/b)], by the `strategy`; X.weight_zero_point
-where `symmetric` is false, packed down the outputs beside packed codes; X.weight_g_idx int32 [K] with the groups of
-inputs that do not lie together (`actorder: group`). Source: compressed-tensors 0.20, whose numbers these are.
-Which group of modules a weight belongs to is told by its tensors; names (`targets`, `ignore`) are not asked.
-Activations and KV entries stay in 16 bit here, only the weights are quantised.
+All have X.weight_scale: [1], [N, 1], [N, K/group] or [ceil(N/a), ceil(K/b)], by the `strategy`. If `symmetric` is
+false, they have X.weight_zero_point, packed along the outputs for packed codes. X.weight_g_idx int32 [K] has the groups
+of inputs that are not contiguous (`actorder: group`). Source: compressed-tensors 0.20; the results are equal. The
+tensors determine the group of modules of a weight; names (`targets`, `ignore`) are not used. Activations and KV entries
+stay in 16 bit, only weights are quantised.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _MOST_GROUPS = 1000  # of modules, in a config.json
 
 @dataclass(frozen=True)
 class Kind:
-    """One way in which codes and scales lie. form: what such weights are called. scales: dtypes they may have."""
+    """One encoding of codes and scales. form: its name. scales: the allowed dtypes of scales."""
 
     form: str
     codes: Codes
@@ -67,7 +67,7 @@ class Kind:
 
     @property
     def part(self) -> str:
-        """Which of a weight's tensors has the codes."""
+        """The part of a weight with the codes."""
         return "weight_packed" if self.codes.kind in ("packed", "fp4") else ""
 
     def has_codes(self, group: TensorGroup) -> bool:
@@ -77,7 +77,7 @@ class Kind:
 _FP8, _INT8, _FP4 = Codes("fp8", 8), Codes("int8", 8), Codes("fp4", 4)
 _PACKED = {bits: Kind(f"w{bits}a16", Codes("packed", bits), "I32") for bits in _WIDTHS}
 _FLOAT8, _INTEGERS = Kind("fp8", _FP8, "F8_E4M3"), Kind("int8", _INT8, "I8")
-# Format, type and bits, as config.json has them → what lies in the files.
+# Format, type and bits in config.json → the encoding in the files.
 KINDS = {
     **{("pack-quantized", "int", bits): kind for bits, kind in _PACKED.items()},
     **{(name, "int", bits): _INTEGERS for name in ("int-quantized", "naive-quantized") for bits in _WIDTHS},
@@ -87,13 +87,13 @@ KINDS = {
     ("mxfp4-pack-quantized", "float", 4): Kind("mxfp4", _FP4, "U8", EXPONENTS),
 }
 _BY_FORM = {kind.form: kind for kind in KINDS.values()}
-# What `sized` takes for a scale, where it is not a group of _PLANNED_GROUP.
+# Inputs per scale for `sized`, if not _PLANNED_GROUP.
 _PLANNED = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one group of modules is quantised. group_size: inputs that share a scale; None: not by groups."""
+    """The quantisation of one group of modules. group_size: inputs per scale; None: not by groups."""
 
     kind: Kind
     strategy: str
@@ -102,7 +102,7 @@ class Scheme:
     symmetric: bool
 
     def scales_of(self, shape: tuple[int, int], scales: TensorInfo) -> Block | None:
-        """The weights that share one of these scales; None where they are not as the scheme has them."""
+        """The weights that share one of these scales; None if the scales contradict the scheme."""
         if self.group_size is not None:
             fits = shape[1] % self.group_size == 0 and scales.shape == (shape[0], shape[1] // self.group_size)
             return (1, self.group_size) if fits else None
@@ -117,13 +117,13 @@ class Scheme:
 
 
 def schemes_in(said: Mapping[str, Any], path: Path) -> tuple[Scheme, ...]:
-    """Of a `quantization_config`. Raises UnsupportedModelError for what is not read, CheckpointError."""
+    """The schemes of a `quantization_config`. Raises UnsupportedModelError for unsupported ones, CheckpointError."""
     sparsity = said.get("sparsity_config") or {}
     if sparsity and (not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense"):
         kind = sparsity.get("format") if isinstance(sparsity, Mapping) else sparsity
-        raise UnsupportedModelError(f"{path}: sparse compressed-tensors ({show(kind)}) are not read; {REMEDY}")
+        raise UnsupportedModelError(f"{path}: sparse compressed-tensors ({show(kind)}) are not supported; {REMEDY}")
     if said.get("transform_config"):
-        what = "compressed-tensors with transforms (transform_config), which rotate activations, are not read"
+        what = "compressed-tensors with transforms (transform_config), which rotate activations, are not supported"
         raise UnsupportedModelError(f"{path}: {what}; {REMEDY}")
     groups = said.get("config_groups")
     if not isinstance(groups, Mapping) or not 0 < len(groups) <= _MOST_GROUPS:
@@ -135,7 +135,7 @@ def schemes_in(said: Mapping[str, Any], path: Path) -> tuple[Scheme, ...]:
 
 
 def _schemes(name: object, group: object, said: Mapping[str, Any], path: Path) -> Iterator[Scheme]:
-    """Of one group, none where only activations are quantised."""
+    """The schemes of one group; none if only activations are quantised."""
     if not isinstance(group, Mapping):
         raise fault(
             path, f"config.json has a group {show(name)} that is {show(group)}, no scheme of compressed-tensors"
@@ -154,7 +154,7 @@ def _schemes(name: object, group: object, said: Mapping[str, Any], path: Path) -
     if not (isinstance(layout, str) and isinstance(kind_of, str) and type(bits) is int) or key not in KINDS:
         known = ", ".join(dict.fromkeys(name for name, _, _ in KINDS))
         what = f"compressed-tensors in the format {show(layout)} with {show(bits)} bits of the type {show(kind_of)}"
-        raise UnsupportedModelError(f"{path}: {what} are not read; what is read: {known} of 2 to 8 bits; {REMEDY}")
+        raise UnsupportedModelError(f"{path}: {what} are not supported; supported: {known} of 2 to 8 bits; {REMEDY}")
     yield _scheme(KINDS[key], weights, path)
 
 
@@ -163,19 +163,19 @@ def _scheme(kind: Kind, weights: Mapping[str, Any], path: Path) -> Scheme:
     strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy not in ("tensor", "channel", "group", "tensor_group", "block"):
         raise UnsupportedModelError(
-            f"{path}: compressed-tensors with the strategy {show(strategy)} are not read; {REMEDY}"
+            f"{path}: compressed-tensors with the strategy {show(strategy)} are not supported; {REMEDY}"
         )
     has_groups = strategy in ("group", "tensor_group")
     if has_groups and not (type(size) is int and size > 0):
         raise fault(path, f"config.json has group_size {show(size)}, which is no number of inputs")
     if not isinstance(symmetric, bool) or (not symmetric and kind.codes.kind not in ("packed", "int8")):
-        raise UnsupportedModelError(f"{path}: {kind.form} with symmetric {show(symmetric)} is not read; {REMEDY}")
+        raise UnsupportedModelError(f"{path}: {kind.form} with symmetric {show(symmetric)} is not supported; {REMEDY}")
     block = _block(weights, path) if strategy == "block" else None
     return Scheme(kind, strategy, size if has_groups else None, block, symmetric)
 
 
 def _block(weights: Mapping[str, Any], path: Path) -> Block:
-    """Older versions wrote it as text: 128x128."""
+    """The block of a scheme; older versions wrote it as text: 128x128."""
     said = weights.get("block_structure")
     digits = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", said) if isinstance(said, str) else None
     if digits is not None:
@@ -190,14 +190,14 @@ def _block(weights: Mapping[str, Any], path: Path) -> Block:
 
 
 class CompressedTensorsFormat(ScaledFormat):
-    """Recognised by what lies beside a weight."""
+    """compressed-tensors, recognised by the companions of a weight."""
 
-    names = tuple(form for form in _BY_FORM if form not in ("fp8", "int8"))  # which others size as well
+    names = tuple(form for form in _BY_FORM if form not in ("fp8", "int8"))  # other formats size these
     plan_forms = ("w4a16", "nvfp4")
     companions = re.compile(rf"(.+)\.(weight_(?:{'|'.join(_PARTS)})|{ACTIVATIONS})", re.DOTALL)
 
     def __init__(self, schemes: tuple[Scheme, ...] = (), notes: tuple[str, ...] = ()) -> None:
-        """schemes: what a checkpoint's config says; without them nothing is recognised."""
+        """schemes: from a checkpoint's config; without them, the format recognises nothing."""
         self.schemes, self.notes, self.is_set = schemes, notes, bool(schemes)
 
     def in_checkpoint(self, checkpoint: Checkpoint) -> CompressedTensorsFormat | None:
@@ -221,12 +221,12 @@ class CompressedTensorsFormat(ScaledFormat):
         has_zeros = "weight_zero_point" in group.parts
         fitting.sort(key=lambda scheme: scheme.symmetric == has_zeros)
         for scheme in fitting[:-1]:
-            with suppress(CheckpointError):  # another one's scales, perhaps
+            with suppress(CheckpointError):  # the scales may belong to another scheme
                 return _weight(group, scheme)
         return _weight(group, fitting[-1])
 
     def plan_form(self, config: Mapping[str, Any]) -> str | None:
-        """By the first group; what has 5 to 8 bits as fp8, which differs by its scales alone."""
+        """By the first group; weights of 5 to 8 bits count as fp8, which differs only in its scales."""
         said = config.get("quantization_config") or {}
         if said.get("quant_method") != COMPRESSED_TENSORS:
             return None
@@ -237,7 +237,7 @@ class CompressedTensorsFormat(ScaledFormat):
         return "nvfp4" if codes.kind == "fp4" else "w4a16" if codes.kind == "packed" and codes.bits <= 4 else "fp8"
 
     def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> StoredWeight:
-        """With scales for 128 inputs, or as many as the format always has; vectors stay plain."""
+        """With scales for 128 inputs, or the format's fixed number; vectors are plain."""
         if len(shape) != 2:
             return sized_vector(name, shape, allocate)
         kind = _BY_FORM[form]
@@ -247,7 +247,7 @@ class CompressedTensorsFormat(ScaledFormat):
 
 
 def _weight(group: TensorGroup, scheme: Scheme) -> ScaledWeight:
-    """The matrix that these tensors are by a scheme, each disbelieved first. Raises CheckpointError."""
+    """Check the tensors of a weight and build it by a scheme. Raises CheckpointError."""
     kind = scheme.kind
     codes, shape = _codes(group, kind)
     scales = _companion(group, "weight_scale")
@@ -270,14 +270,14 @@ def _weight(group: TensorGroup, scheme: Scheme) -> ScaledWeight:
 
 
 def _companion(group: TensorGroup, part: str) -> TensorInfo:
-    """Raises CheckpointError where it is missing."""
+    """A part of a weight. Raises CheckpointError if it is missing."""
     if part not in group.parts:
         group.refuse(next(iter(group.parts.values())), f"lacks its {part or 'codes'}; {DAMAGED}")
     return group.parts[part]
 
 
 def _codes(group: TensorGroup, kind: Kind) -> tuple[TensorInfo, tuple[int, int]]:
-    """And the shape [N, K] of the matrix. Raises CheckpointError where they are not of this kind."""
+    """The codes, and the shape [N, K] of the matrix. Raises CheckpointError if they are not of this kind."""
     info = _companion(group, kind.part)
     if info.dtype != kind.dtype or len(info.shape) != 2 or 0 in info.shape:
         what = f"is {info.dtype} {list(info.shape)}, where {kind.form} has a matrix of {kind.dtype}"
@@ -296,7 +296,7 @@ def _codes(group: TensorGroup, kind: Kind) -> tuple[TensorInfo, tuple[int, int]]
 
 
 def _zeros(group: TensorGroup, scheme: Scheme, layout: ScaledLayout, scales: TensorInfo) -> TensorInfo | None:
-    """None in symmetric schemes, where older files have zeros that are 0, not packed."""
+    """The zeros; None in symmetric schemes, in which older files have unpacked zeros of 0."""
     found = group.parts.get("weight_zero_point")
     if scheme.symmetric:
         if found is not None and found.dtype == "I32":

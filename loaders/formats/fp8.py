@@ -1,10 +1,10 @@
-"""fp8 matrices (e4m3) whose config.json says `quant_method: fp8` (DeepSeek, Qwen, AutoFP8) or `fbgemm_fp8`.
+"""fp8 matrices (e4m3) of models whose config.json has `quant_method: fp8` (DeepSeek, Qwen, AutoFP8) or `fbgemm_fp8`.
 
 X.weight              F8_E4M3 [N, K]
-X.weight_scale_inv    what a code is multiplied with, for each block of `weight_block_size` (2412.19437, 3.3.2):
+X.weight_scale_inv    factor of the codes, one per block of `weight_block_size` (2412.19437, 3.3.2):
                       fp32, bf16 or, with `scale_fmt: ue8m0`, E8M0 [ceil(N/128), ceil(K/128)]
-X.weight_scale        the same by another name; without blocks one number, or [N, 1]
-X.input_scale         not needed: activations stay in 16 bit here, only the weights are in 8
+X.weight_scale        the same with another name; without blocks one number, or [N, 1]
+X.input_scale         not used: activations stay in 16 bit, only weights have 8 bit
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _PLANNED_BLOCK = (128, 128)
 
 @dataclass(frozen=True)
 class Fp8Settings:
-    """What a config.json says of all its matrices. block: None where scales are for rows or whole matrices."""
+    """The settings of a config.json for all matrices. block: None if scales are for rows or whole matrices."""
 
     block: Block | None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Fp8Settings | None:
-        """By its `quantization_config`; None where it names another method, or there is none.
+        """The settings of its `quantization_config`; None for another method, or without one.
 
         Raises UnsupportedModelError for another kind of fp8, CheckpointError.
         """
@@ -58,7 +58,7 @@ class Fp8Settings:
         if not isinstance(said, Mapping) or said.get("quant_method") not in FP8_METHODS:
             return None
         if said.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-            raise UnsupportedModelError(f"{path}: fp8 of the kind {show(said['fmt'])} is not read, only e4m3; {REMEDY}")
+            raise UnsupportedModelError(f"{path}: fp8 in {show(said['fmt'])} is not supported, only e4m3; {REMEDY}")
         block = said.get("weight_block_size")
         if block is None:
             return cls(None)
@@ -68,12 +68,12 @@ class Fp8Settings:
 
 
 def is_block(said: object) -> bool:
-    """Whether JSON names a block: its outputs, its inputs."""
+    """Whether a JSON value is a block: outputs and inputs."""
     return isinstance(said, list) and len(said) == 2 and all(type(size) is int and size > 0 for size in said)
 
 
 def block_of(shape: tuple[int, int], scales: TensorInfo, block: Block | None) -> Block | None:
-    """The weights that share a scale, by the shape of the scales: all, a row, or a `block`; None where none fits."""
+    """The weights that share a scale, by the shape of the scales: all, a row, or a `block`; None if none fits."""
     if math.prod(scales.shape) == 1:
         return shape
     if scales.shape in ((shape[0],), (shape[0], 1)):
@@ -82,14 +82,14 @@ def block_of(shape: tuple[int, int], scales: TensorInfo, block: Block | None) ->
 
 
 class Fp8Format(ScaledFormat):
-    """Recognised by its scales, or by its codes."""
+    """fp8, recognised by its scales or its codes."""
 
     names = ("fp8",)
     plan_forms = ("fp8",)
     companions = re.compile(rf"(.+)\.({'|'.join(SCALES)}|{ACTIVATIONS})", re.DOTALL)
 
     def __init__(self, settings: Fp8Settings | None = None) -> None:
-        """settings: what a checkpoint's config says; without them nothing is recognised."""
+        """settings: from a checkpoint's config; without them, the format recognises nothing."""
         self.settings, self.is_set = settings, settings is not None
 
     def in_checkpoint(self, checkpoint: Checkpoint) -> Fp8Format | None:
@@ -123,7 +123,7 @@ class Fp8Format(ScaledFormat):
         return "fp8" if said.get("quant_method") in FP8_METHODS else None
 
     def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> StoredWeight:
-        """With blocks, as DeepSeek and Qwen write it; vectors stay plain."""
+        """With blocks, as in DeepSeek's and Qwen's models; vectors are plain."""
         if len(shape) != 2:
             return sized_vector(name, shape, allocate)
         layout = ScaledLayout((shape[0], shape[1]), "fp8", CODES, _PLANNED_BLOCK)

@@ -1,10 +1,10 @@
-"""bitsandbytes' LLM.int8 (2208.07339): integers of 8 bit, with a scale for each output.
+"""bitsandbytes' LLM.int8 (2208.07339): 8-bit integers, with one scale per output.
 
     X                    int8 [N, K]
     X's SCB              fp32 [N]: the largest absolute value of each row; w = X · SCB / 127
-    X's weight_format    the order of the codes; only 0 (row-major) is read
+    X's weight_format    the order of the codes; only 0 (row-major) is supported
 
-LLM.int8 also rounds the *activations* to 8 bit (all but outlier columns); here only the weights are rounded.
+LLM.int8 also rounds *activations* to 8 bit (except outlier columns); offspec keeps activations unrounded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..records import typed
 from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, tile
 from .products import num_lanes
 
-_UNIT = 7.874015718698502e-3  # 1/127 as bitsandbytes has it, so that results are equal to the last bit
+_UNIT = 7.874015718698502e-3  # bitsandbytes' constant for 1/127, for bit-identical results
 _PARTS = re.compile(r"(.+)\.(SCB|weight_format)", re.DOTALL)
 _MAX_CONSTANT_BYTES = 1 << 26  # far more than is needed
 
@@ -66,7 +66,7 @@ def _product() -> RowProduct | None:
 
 @dataclass(frozen=True)
 class Int8Weight(PackedStored):
-    """X int8 [N, K] and X's `SCB` fp32 [N]."""
+    """A stored weight: X int8 [N, K] and X's `SCB` fp32 [N]."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ class Int8Weight(PackedStored):
 
 
 class Int8Format(WeightFormat):
-    """Recognised by the companions' names."""
+    """LLM.int8, recognised by the companions' names."""
 
     names = ("int8",)
 
@@ -107,6 +107,6 @@ class Int8Format(WeightFormat):
             group.expect("weight_format", "U8", ())
             if group.contents["weight_format"] != b"\0":
                 found = group.contents["weight_format"][0]
-                what = f"has weight_format {found}, only 0 (row-major) is read; save it with a newer bitsandbytes"
+                what = f"has weight_format {found}, not 0 (row-major); save it with a newer bitsandbytes"
                 group.refuse(order, what)
         return Int8Weight(group.name, weight.shape, (weight, scales))

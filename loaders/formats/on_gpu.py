@@ -1,8 +1,8 @@
-"""Packed matrices on a GPU: unpacked by Triton's kernels or by plain torch, whichever takes less time there.
+"""Unpacks matrices on a GPU with Triton or with plain torch, whichever is faster on that GPU.
 
-Both give the same numbers. The first matrix of a kind is unpacked both ways, a few times, and the faster way is kept
-for the process. Triton comes with torch's CUDA wheels; where it is missing, or cannot compile (it wants a C compiler
-for a few lines of its own), it is torch.
+Both give the same numbers. The first matrix of a kind is unpacked both ways, a few times, and the process then uses the
+faster way. Triton is part of torch's CUDA wheels. If it is missing or cannot compile (it needs a C compiler for a small
+stub), torch is used.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _RUNS = 3
 
 
 class FasterWay:
-    """By kind of matrix and device: whether the kernel is the faster way."""
+    """For each kind of matrix and device, whether the kernel is faster."""
 
     def __init__(self) -> None:
         self._is_kernel: dict[Hashable, bool] = {}
 
     def run(self, kind: Hashable, device: torch.device, kernel: Callable[[], None], plain: Callable[[], None]) -> None:
-        """Do the work of both, which is the same, by the faster one; measured when a kind is first seen."""
+        """Run the faster of two equivalent functions; both are measured for the first matrix of a kind."""
         key = (kind, device)
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton takes the current one
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton uses the current device
             if key not in self._is_kernel:
                 kernel_s = _seconds_of_kernel(device, kernel)
                 self._is_kernel[key] = kernel_s is not None and kernel_s < _seconds(device, plain)
             (kernel if self._is_kernel[key] else plain)()
 
     def is_kernel(self, kind: Hashable, device: torch.device) -> bool | None:
-        """What was chosen; None where nothing was yet."""
+        """Whether the kernel was chosen; None before the first choice."""
         return self._is_kernel.get((kind, device))
 
 
@@ -44,7 +44,7 @@ FASTER_WAY = FasterWay()
 
 @cache
 def triton_kernels() -> ModuleType | None:
-    """`kernels.triton_unpack`; None where Triton is not installed."""
+    """The module `kernels.triton_unpack`; None if Triton is not installed."""
     try:
         from ..kernels import triton_unpack
     except ImportError:
@@ -53,15 +53,15 @@ def triton_kernels() -> ModuleType | None:
 
 
 def _seconds_of_kernel(device: torch.device, kernel: Callable[[], None]) -> float | None:
-    """None where it cannot be compiled."""
+    """Seconds of the kernel; None if it cannot be compiled."""
     try:
         return _seconds(device, kernel)
-    except Exception:  # noqa: BLE001 (Triton, its compilers and the system's raise errors of all kinds)
+    except Exception:  # noqa: BLE001 (Triton, its compilers and the system's raise many kinds of errors)
         return None
 
 
 def _seconds(device: torch.device, work: Callable[[], None]) -> float:
-    """The median of some runs; the first, which compiles and fills the allocator's pool, is not counted."""
+    """The median of some runs, without the first, which compiles and fills the allocator's pool."""
     work()
     times = []
     for _ in range(_RUNS):

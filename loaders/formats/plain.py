@@ -1,4 +1,4 @@
-"""Tensors that lie as what they are: 16-, 32- and 64-bit floats. What no other format knows is one, or refused."""
+"""Plain tensors: 16-, 32- and 64-bit floats. Refuses every other tensor that no format recognises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .core import REMEDY, Allocate, Packer, StoredWeight, TensorGroup, WeightFor
 PLAN_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 _FP8 = "fp8 without its quantization_config"
-# What other methods call their tensors → how the method is called.
+# Tensor names of other methods → the method's name.
 _FOREIGN = (
     (re.compile(r".+\.(qweight|qzeros|g_idx)"), "AWQ or GPTQ without its quantization_config"),
     (re.compile(r".+\.(weight_scale_inv|weight_scale|input_scale|activation_scale)"), _FP8),
@@ -33,7 +33,7 @@ _FOREIGN = (
 
 @dataclass(frozen=True)
 class PlainWeight:
-    """A tensor that lies as what it is."""
+    """A stored plain tensor."""
 
     name: str
     info: TensorInfo
@@ -69,7 +69,7 @@ class PlainWeight:
 
 
 class PlainFormat(WeightFormat):
-    """Asked last; refuses what is in a form that nobody reads."""
+    """Plain floats. This format is tried last and refuses unsupported tensors."""
 
     names = tuple(FLOAT_DTYPES)
     plan_forms = tuple(PLAN_DTYPES)
@@ -84,9 +84,7 @@ class PlainFormat(WeightFormat):
             unknown = next(part for part in group.parts if part)
             group.refuse(info, f"has a companion {show(unknown)} of an unknown format; {REMEDY}")
         if info.dtype not in FLOAT_DTYPES:
-            group.refuse(
-                info, f"is {info.dtype} without what bitsandbytes stores beside it: a format that is not read; {REMEDY}"
-            )
+            group.refuse(info, f"is {info.dtype} without bitsandbytes' other tensors, which is not supported; {REMEDY}")
         return PlainWeight(group.name, info)
 
     def plan_form(self, config: Mapping[str, Any]) -> str | None:
@@ -135,4 +133,5 @@ def _refuse_foreign(key: str, info: TensorInfo) -> None:
     method = _FP8 if info.dtype.startswith("F8_") else None
     method = method or next((method for pattern, method in _FOREIGN if pattern.fullmatch(key)), None)
     if method:
-        raise fault(info.path, f"tensor {show(key)} belongs to a checkpoint in {method}, which is not read; {REMEDY}")
+        what = f"tensor {show(key)} belongs to a checkpoint in {method}, which is not supported"
+        raise fault(info.path, f"{what}; {REMEDY}")
