@@ -60,7 +60,7 @@ def run(bench: Bench, names: Sequence[str], minutes: float) -> dict[str, Any]:
         if left_s < max(
             LEAST_S, *(line["seconds"] for line in results.values() if _kind(line["part"]) == _kind(part)), 0
         ):
-            say(f"{part}: no time left; the same command goes on with it")
+            say(f"{part}: no time left; the same command continues with it")
             continue
         say(f"{part} ({left_s:.0f} s left)")
         for line in _measured(part, parts[part]):

@@ -23,7 +23,7 @@ REPOSITORY = HERE.parent.parent
 
 @dataclass(frozen=True)
 class Files:
-    """What a peer opens: target and draft."""
+    """The files that a peer opens: target and draft."""
 
     model: Path
     draft: Path
@@ -31,7 +31,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Workshop:
-    """A folder with everything that is made. checkpoint: the grown model, there already or to be made."""
+    """A folder for all prepared files. checkpoint: the grown model, which may not exist yet."""
 
     folder: Path
     shape: str
@@ -40,7 +40,7 @@ class Workshop:
     checkpoint: Path
 
     def python(self, name: str, peer: Peer) -> Path:
-        """The interpreter of a peer's environment, made if it is not there. Raises subprocess.CalledProcessError."""
+        """The interpreter of a peer's environment, created if it is missing. Raises subprocess.CalledProcessError."""
         if not peer.requirements:
             return Path(sys.executable)
         folder = self.folder / "venvs" / name
@@ -56,12 +56,12 @@ class Workshop:
         return python
 
     def files(self, name: str, peer: Peer) -> Files:
-        """The model in the peer's form. Raises subprocess.CalledProcessError where its own converter fails."""
+        """The model in the peer's format. Raises subprocess.CalledProcessError if the peer's converter fails."""
         return FORMS[peer.form](self, self.python(name, peer))
 
     @cached_property
     def grown(self) -> Path:
-        """The checkpoint, grown if it is not there yet."""
+        """The grown checkpoint, created if it is missing."""
         return grow(self.source, self.checkpoint, SHAPES[self.shape], say=tell)
 
     def _safetensors(self, python: Path) -> Files:
@@ -76,7 +76,7 @@ class Workshop:
         return files
 
     def _openvino(self, python: Path) -> Files:
-        """The target as GGUF in fp16; of a draft OpenVINO takes only its own format, which it can write of a GGUF."""
+        """The target as GGUF in fp16. OpenVINO needs the draft in its own format, which it converts from GGUF."""
         files = self._gguf(python, "f16")
         folder = self.folder / "draft-openvino"
         if not (folder / "openvino_model.xml").exists():
@@ -87,7 +87,7 @@ class Workshop:
         return Files(files.model, folder)
 
     def _airllm(self, python: Path) -> Files:
-        """AirLLM keeps every layer in a file of its own, in a folder it chooses below the one given."""
+        """AirLLM stores every layer in a separate file, in a subfolder of its choice."""
         split = self.folder / f"{self.shape}-airllm"
         if not (split / "done").exists():
             tell("splitting the checkpoint as AirLLM does")

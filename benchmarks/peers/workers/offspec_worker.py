@@ -1,4 +1,4 @@
-"""offspec through its own `Engine`. Settings: `budget`, the nodes of a tree; the default where it is not said."""
+"""offspec's worker, through `Engine`. Settings: `budget`, the nodes per tree; by default found at run time."""
 
 from __future__ import annotations
 
