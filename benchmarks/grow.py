@@ -134,7 +134,7 @@ def _claim(target: Path, job: Mapping[str, Any]) -> None:
     marker = target / JOB_FILE
     if marker.exists():
         if json.loads(marker.read_text()) != job:
-            raise UsageError(f"{target}: contains another grown model; delete it, or name a new folder")
+            raise UsageError(f"{target}: contains another model; delete it, or name a new folder")
     elif any(target.iterdir()):
         raise UsageError(f"{target}: is not empty; name a new folder")
     else:
