@@ -1,7 +1,8 @@
-"""Attention over a KV cache, and who sees whom. Knows nothing of weights, layers or tokens.
+"""Attention over a KV cache, and its masks.
 
-The keys of a pass lie in one row: the committed prefix, pending nodes of earlier rounds, then the pass's own rows: a
-chain (each row sees all before it), then tree nodes (each sees the prefix, the chain, and its own ancestors).
+The keys of a pass are in this order: the committed prefix, pending nodes of earlier rounds, then the pass's own rows.
+These are a chain (each row attends to all keys before it), then tree nodes (each attends to the prefix, the chain, and
+its own ancestors).
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CAPPED_SCORES = 2**23  # of rows * keys of one or several heads that `capped_attention` has at once
+CAPPED_SCORES = 2**23  # scores (heads * rows * keys) that `capped_attention` computes at once
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """Who sees whom in one pass.
+    """The attention mask of one pass.
 
     start: slot of the pass's first row. positions [T]: absolute positions of the rows.
-    key_positions [>= start + T]: those of all slots.
+    key_positions [>= start + T]: absolute positions of all slots.
     tree_mask: bool [R, P + R] over the pending region (P entries before the pass, then its R tree rows); the last R
-    rows of the pass are its nodes. None where there is no tree.
+    rows of the pass are its nodes. None without a tree.
     """
 
     start: int
@@ -31,7 +32,7 @@ class Visibility:
     tree_mask: Tensor | None
 
     def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
-        """Bool [last - first, start + last]: which keys rows first .. last see; None when they see all of them."""
+        """Bool [last - first, start + last]: the keys that rows first .. last attend to; None for all keys."""
         num_rows, end = self.positions.shape[0], self.start + last
         num_nodes = 0 if self.tree_mask is None else self.tree_mask.shape[0]
         if last - first == 1 and num_nodes == 0 and (window is None or end <= window):
@@ -81,10 +82,10 @@ def attend(
 def capped_attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, cap: float
 ) -> Tensor:
-    """Attention whose scores are cap * tanh(score / cap) (Gemma 2, 2408.00118), which torch's own cannot do.
+    """Attention with scores cap * tanh(score / cap) (Gemma 2, 2408.00118), which torch's attention does not support.
 
     queries [kv_heads, R, D], keys and values [kv_heads, S, D], mask bool [R, S]; returns [kv_heads, R, D]. Scores are
-    fp32 matrices [R, S] of as many heads at a time as CAPPED_SCORES has room for, one at least.
+    fp32 matrices [R, S], computed for as many heads at once as CAPPED_SCORES allows, at least one.
     """
     step = max(1, CAPPED_SCORES // (queries.shape[1] * keys.shape[1]))
     found, exact = list[Tensor](), torch.promote_types(queries.dtype, torch.float32)

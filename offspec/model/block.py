@@ -1,10 +1,9 @@
-"""One layer of a decoder: its weights' shapes, what it computes, its kind of attention, what it puts in a KV cache.
+"""One layer of a decoder: the shapes of its weights and KV entries, and its forward.
 
-The layout is Llama's: RMSNorm, attention with RoPE, RMSNorm, a gated MLP. What a family changes of it are fields of
-`ModelConfig`, each read in one place here: biases in `layer_shapes` (a bias that is there is added), fused matrices in
-`matrix_shapes`, QK norm, the window and scores in `Block.attention`, the activation in `Block.mlp`, where norms stand
-in `Block.forward`.
-Knows nothing of where weights or KV entries lie.
+The layout is Llama's: RMSNorm, attention with RoPE, RMSNorm, a gated MLP. A family's differences are fields of
+`ModelConfig`, each read in one place here: biases in `layer_shapes` (a bias is added if the layer has it), fused
+matrices in `matrix_shapes`, QK norm, the window and scores in `Block.attention`, the activation in `Block.mlp`, the
+places of norms in `Block.forward`. A block does not depend on where weights or KV entries are stored.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by their names in conf
 
 
 class PassRows(Protocol):
-    """The rows of one pass: where they stand, which of them go through a layer together, and whom they see.
+    """The rows of one pass: their positions, chunks, mask and KV entries.
 
-    rotations: of the T rows' positions. chunks: (first, last) row ranges.
+    rotations: of the T rows' positions. chunks: (first, last) ranges of rows that go through a layer together.
     """
 
     @property
@@ -51,20 +50,20 @@ class PassRows(Protocol):
     def chunks(self) -> list[tuple[int, int]]: ...
 
     def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
-        """Bool [last - first, S]: which keys rows first .. last see; None when they see all of them."""
+        """Bool [last - first, S]: the keys that rows first .. last attend to; None for all keys."""
 
     def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Store what rows first .. last have ([T, kv_heads, head_dim]).
+        """Store the keys and values [T, kv_heads, head_dim] of rows first .. last.
 
-        Returns the keys and values that they may look at, [kv_heads, S, head_dim] each.
+        Returns the keys and values for their attention, [kv_heads, S, head_dim] each.
         """
 
 
 class LayerWeights:
-    """One layer's weights by their short names, and how `Block` uses them."""
+    """One layer's weights by their short names, with the operations that `Block` needs."""
 
     def __init__(self, tensors: Mapping[str, Weight], scratch: Tensor | None = None) -> None:
-        """scratch: where a matrix that lies in another format may be made, see `formats.linear`."""
+        """scratch: memory for a dequantised matrix, see `formats.linear`."""
         self.tensors, self.scratch = tensors, scratch
 
     def linear(self, name: str, x: Tensor) -> Tensor:
@@ -73,7 +72,7 @@ class LayerWeights:
         return linear(x, self.tensors[f"{name}.weight"], bias, self.scratch)
 
     def vector(self, name: str) -> Tensor:
-        """A norm's weight or a bias, which no format packs."""
+        """A norm's weight or a bias; no format packs these."""
         return as_vector(self.tensors[name])
 
 
@@ -81,17 +80,14 @@ class Block:
     """Layer `index` of a decoder of the shape `config`. Holds no weights; every method keeps gradients."""
 
     def __init__(self, config: ModelConfig, index: int, rotary: RotaryEmbedding | None) -> None:
-        """rotary: one object for all layers that rotate alike, so that a pass computes its angles once.
-
-        None: the layer has no positions.
-        """
+        """rotary: one object for all layers with equal RoPE, so that a pass computes its angles once; None: no RoPE."""
         self.config, self.index, self.rotary = config, index, rotary
-        self.window = config.windows[index]  # how many positions back a row sees, itself included; None is all
+        self.window = config.windows[index]  # the number of positions a row attends to, itself included; None is all
         self.kv = kv_layouts(config)[index]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Short name → shape of every tensor that the layer has."""
+        """Short name → shape of each of the layer's tensors."""
         return layer_shapes(self.config)
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
@@ -106,7 +102,7 @@ class Block:
         return self.added(x, self.norm(inner, weights, places.after_mlp))
 
     def added(self, x: Tensor, part: Tensor) -> Tensor:
-        """Hidden states x [T, hidden] with what a part of the layer made of them."""
+        """Hidden states x [T, hidden] plus the scaled output `part` of attention or MLP."""
         scale = self.config.residual_scale
         return x + part if scale == 1 else x + part * scale
 
@@ -144,7 +140,7 @@ class Block:
         )
 
     def qk_normed(self, queries: Tensor, keys: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
-        """Queries and keys [T, heads, head_dim], normed where the family norms them."""
+        """Queries and keys [T, heads, head_dim], normed if the family has a QK norm."""
         if not self.config.qk_norm:
             return queries, keys
         form = self.config.qk_norm_form
@@ -168,7 +164,7 @@ class Block:
         return weights.linear(names.down, inner)
 
     def norm(self, x: Tensor, weights: LayerWeights, name: str | None) -> Tensor:
-        """x [..., N], normed by the layer's norm `name`; x itself where there is none."""
+        """x [..., N], normed by the layer's norm `name`; x itself if `name` is None."""
         if name is None:
             return x
         c = self.config
@@ -177,7 +173,7 @@ class Block:
 
 
 def as_vector(weight: Weight) -> Tensor:
-    """A norm's weight or a bias. One of two dimensions may have been brought into a matrix's order."""
+    """A norm's weight or a bias as a tensor. A two-dimensional one may be stored in oneDNN's order."""
     return weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 
@@ -190,7 +186,7 @@ def build_blocks(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     made = list[tuple[RopeConfig, RotaryEmbedding]]()
 
     def rotary(rope: RopeConfig | None) -> RotaryEmbedding | None:
-        """One object for all layers that rotate alike."""
+        """One object for all layers with equal RoPE."""
         if rope is None:
             return None
         if (found := next((embedding for known, embedding in made if known == rope), None)) is None:
@@ -202,7 +198,7 @@ def build_blocks(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
 
 
 def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Short name without ".weight" → shape of every matrix that a layer multiplies with, in the order of their use."""
+    """Short name without ".weight" → shape of each matrix of a layer, in the order of use."""
     hidden, inner, mlp = config.hidden_size, config.intermediate_size, config.mlp
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     if config.has_fused_qkv:
@@ -218,7 +214,7 @@ def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def layer_shapes(config: ModelConfig, index: int = 0) -> dict[str, tuple[int, ...]]:
-    """Short name → shape of every tensor that layer `index` has, no more and no less."""
+    """Short name → shape of each tensor of layer `index`."""
     if isinstance(config, ForeignConfig):
         return dict(config.layers[index])
     shapes = dict[str, tuple[int, ...]]()
@@ -249,18 +245,17 @@ def _has_bias(config: ModelConfig, matrix: str) -> bool:
 
 
 def kv_layouts(config: ModelConfig) -> list[KVLayout]:
-    """What each layer puts in a KV cache for a token."""
+    """The shape of a token's KV entry in each layer."""
     if isinstance(config, ForeignConfig):
         return list(config.kv)
     return [KVLayout(config.num_kv_heads, config.head_dim)] * config.num_layers
 
 
 def kv_cache_bytes(config: ModelConfig, num_entries: int, itemsize: int, layers: range | None = None) -> int:
-    """What a KV cache with room for `num_entries` allocates for keys and values, of all layers or of these, in bytes.
+    """Bytes of a KV cache with room for `num_entries` entries, of all layers or of `layers`.
 
-    It is `KVCache.nbytes` of one that `Decoder.new_cache` made. Layers with a sliding window take as much as others:
-    their entries are kept, because the text may be taken back to a position from which the window reaches before what
-    it reaches from the end.
+    It equals `KVCache.nbytes` of a cache by `Decoder.new_cache`. Layers with a sliding window need as much as others.
+    Their old entries are kept, because the text may be cut back to a position whose window contains them.
     """
     layouts = kv_layouts(config)
     return sum(layouts[i].nbytes(num_entries, itemsize) for i in layers or range(config.num_layers))

@@ -1,7 +1,7 @@
-"""What a decoder needs to know of a checkpoint's config.json.
+"""Reads a checkpoint's config.json into a `ModelConfig`.
 
-One layout serves every family: Llama's (RMSNorm, RoPE, grouped-query attention, SwiGLU), with what `families` says that
-a family changes of it. Knows nothing of weights or of how anything is computed.
+All families share Llama's layout (RMSNorm, RoPE, grouped-query attention, SwiGLU), with the differences in `families`.
+This module neither reads weights nor computes with them.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from .families import (
 from .names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, LAYER_PREFIX
 from .rope_config import LONG_FACTORS, ORIGINAL_CONTEXT, SHORT_FACTORS, RopeConfig, read_rope, read_rotary_share
 
-MAX_CONTEXT = 2**31  # no factor leads beyond it
+MAX_CONTEXT = 2**31  # a scaled context is at most this long
 OUTER_KEYS = ("quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")  # of `text_config`
-MAX_LAYERS = 10_000  # a lying config.json must not exhaust memory before it is compared with the tensors
+MAX_LAYERS = 10_000  # a wrong config.json must not exhaust memory before it is compared with the tensors
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. `windows[i]` is layer i's sliding window in tokens, None where it sees everything.
+    """The shape of a decoder. `windows[i]` is layer i's sliding window in tokens; None is full attention.
 
-    Fields with a default are those in which families differ from Llama; each is read in one place.
+    Fields with a default are families' differences from Llama; each is read in one place.
 
-    unrotated: layers without RoPE. local_rope: of the layers with a window, where it is not `rope`. rotary_share: of a
-    head's dimensions, the first ones, that RoPE turns. has_interleaved_rope: neighbours are pairs, not a head's halves.
-    query_growth: (beta, context), by which queries grow with their position (`rope.growth`).
-    attention_scale: of scores; None is head_dim ** -0.5. attention_cap, logit_cap: c of c tanh(x / c).
+    unrotated: layers without RoPE. local_rope: RoPE of the layers with a window, if it is not `rope`. rotary_share:
+    RoPE rotates this share of a head's dimensions, the first ones. has_interleaved_rope: RoPE's pairs are neighbours,
+    not a dimension of each half of a head. query_growth: (beta, context) of the queries' scaling by position
+    (`rope.growth`). attention_scale: of scores; None is head_dim ** -0.5. attention_cap, logit_cap: c of c tanh(x / c).
     norm: "rms", "rms plus one", "layer" or "layer plus one" (`norms.normalize`).
-    is_parallel: attention and MLP look at the same normed states.
+    is_parallel: attention and MLP have the same normed states as input.
     """
 
     model_type: str
@@ -93,7 +93,7 @@ class ModelConfig:
 
     @property
     def layer_prefix(self) -> str:
-        """What comes before a layer's number."""
+        """The prefix of layers' tensors, before the layer's number."""
         return LAYER_PREFIX
 
     @property
@@ -102,26 +102,26 @@ class ModelConfig:
 
     @property
     def own_head_name(self) -> str:
-        """Of a head that is not tied."""
+        """The name of a head that is not tied."""
         return HEAD
 
     @property
     def head_name(self) -> str:
-        """The full name of the matrix that makes logits."""
+        """The full name of the head's matrix."""
         return self.embedding_name if self.tied_head else self.own_head_name
 
     @property
     def final_norm_names(self) -> tuple[str, ...]:
-        """Full names of the vectors of the norm behind the last layer."""
+        """Full names of the vectors of the norm after the last layer."""
         return (FINAL_NORM, FINAL_NORM_BIAS) if self.has_norm_bias else (FINAL_NORM,)
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that RoPE turns."""
+        """The number of a head's dimensions that RoPE rotates."""
         return int(self.head_dim * self.rotary_share)
 
     def rope_of(self, layer: int) -> RopeConfig | None:
-        """How a layer's queries and keys are turned; None where they are not."""
+        """RoPE of a layer; None for a layer without it."""
         if layer in self.unrotated:
             return None
         return self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope
@@ -134,17 +134,17 @@ class ModelConfig:
         return shapes if self.tied_head else {**shapes, HEAD: table}
 
     def only_layers(self, layers: Sequence[int]) -> ModelConfig:
-        """The shape of a decoder that has these layers alone."""
+        """The shape of a decoder with these layers only."""
         unrotated = tuple(i for i, layer in enumerate(layers) if layer in self.unrotated)
         windows = tuple(self.windows[layer] for layer in layers)
         return replace(self, num_layers=len(layers), windows=windows, unrotated=unrotated)
 
     def for_context(self, num_tokens: int) -> ModelConfig:
-        """For texts of up to so many tokens.
+        """The shape for texts of up to `num_tokens` tokens.
 
-        LongRoPE has factors for texts within the original context and others for longer ones. transformers takes those
-        of the text's present length. Here one text's keys stay as they were computed, so the longest text that there
-        is room for decides: equal to transformers for all texts if that is within the original context.
+        LongRoPE has factors for texts within the original context and others for longer ones. transformers chooses by
+        the text's current length. Here a text's keys are computed once, so the maximum length decides. The result
+        equals transformers' for all texts if the maximum is within the original context.
         """
         if self.rope.kind != "longrope":
             return self
@@ -152,7 +152,7 @@ class ModelConfig:
         return replace(self, rope=replace(self.rope, scaling={**self.rope.scaling, "is_long": is_long}))
 
     def differences(self) -> dict[str, Any]:
-        """The fields in which it differs from Llama's layout: those that are not their default."""
+        """The differences from Llama's layout: fields that do not have their default."""
         optional = [field for field in fields(self) if field.default is not MISSING]
         return {f.name: getattr(self, f.name) for f in optional if getattr(self, f.name) != f.default}
 
@@ -161,10 +161,10 @@ class ModelConfig:
 
 
 def read_config(config: Json) -> ModelConfig:
-    """ModelConfig of a config.json; of a model of text and images, that of its language model.
+    """The ModelConfig of a config.json; for a multimodal model, of its language model.
 
     Raises UnsupportedModelError for an architecture or feature that is not implemented, CheckpointError for a
-    config.json that lacks or contradicts what it must say.
+    config.json with missing or contradictory values.
     """
     config = text_config(config)
     family = _family(config)
@@ -173,7 +173,7 @@ def read_config(config: Json) -> ModelConfig:
         positive(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
     if layers > MAX_LAYERS:
-        raise CheckpointError(f"config.json: num_hidden_layers {layers} is more than any model has ({MAX_LAYERS})")
+        raise CheckpointError(f"config.json: num_hidden_layers {layers} exceeds the limit of {MAX_LAYERS}")
     kv_heads = positive(config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise CheckpointError(
@@ -199,7 +199,7 @@ def read_config(config: Json) -> ModelConfig:
     }
     if "rope" not in differing:
         known["rope"] = read_rope(config)
-    if (rope := known["rope"]).kind == "yarn":  # added by hand it stretches what max_position_embeddings says
+    if (rope := known["rope"]).kind == "yarn":  # if a user added it, it extends max_position_embeddings
         stretched = rope.scaling[ORIGINAL_CONTEXT] * rope.scaling["factor"]
         known["max_context"] = max(known["max_context"], round(min(stretched, MAX_CONTEXT)))
     result = ModelConfig(**known)
@@ -208,15 +208,15 @@ def read_config(config: Json) -> ModelConfig:
 
 
 def is_multimodal(config: Json) -> bool:
-    """Whether it is of a model of text and images, of which the language model alone is loaded."""
+    """Whether the model also reads images; offspec loads its language model only."""
     model_type = config.get("model_type")
     return isinstance(model_type, str) and model_type in MULTIMODAL
 
 
 def text_config(config: Json) -> Json:
-    """The language model's part of a config.json, which is all of it for most.
+    """The language model's part of a config.json; for most models, all of it.
 
-    What counts for the whole checkpoint stands outside that part.
+    Settings of the whole checkpoint (OUTER_KEYS) are outside that part.
     """
     if not is_multimodal(config):
         return config
@@ -229,7 +229,7 @@ def text_config(config: Json) -> Json:
 
 
 def _family(config: Json) -> Callable[[Json, int], Fields]:
-    """The family's entry, after what no family here implements has been refused."""
+    """The family's entry. Raises UnsupportedModelError for unknown families and unsupported features."""
     model_type = config.get("model_type")
     supported = ", ".join([*FAMILIES, *MULTIMODAL])
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -240,7 +240,7 @@ def _family(config: Json) -> Callable[[Json, int], Fields]:
         )
     if config.get("is_causal") is False:
         raise UnsupportedModelError(
-            "is_causal false (every token sees all others) is not supported; the model does not write text"
+            "is_causal false (attention in both directions) is not supported; the model does not generate text"
         )
     if model_type not in PARTLY_ROTATED and read_rotary_share(config) != 1:
         raise UnsupportedModelError(f"partial_rotary_factor other than 1 is not supported for {model_type}")
@@ -249,37 +249,37 @@ def _family(config: Json) -> Callable[[Json, int], Fields]:
 
 
 def check_quantization(config: Json) -> None:
-    """Raises UnsupportedModelError where the weights are in a form that nobody here reads."""
+    """Raises UnsupportedModelError for an unsupported quantisation."""
     if quantization := config.get("quantization_config"):
         method = _quant_method(quantization)
         if method not in QUANT_METHODS:
             raise UnsupportedModelError(
-                f"checkpoints quantised by {method} are not read; use one by {', '.join(QUANT_METHODS)}, "
-                "or the 16-bit one and `offspec quantize`"
+                f"checkpoints quantised by {method} are not supported; use one by {', '.join(QUANT_METHODS)}, or "
+                "quantise the 16-bit one (offspec quantize)"
             )
 
 
 def _check_parts(config: ModelConfig) -> None:
-    """What can be said when everything is known."""
+    """Checks that need several fields. Raises UnsupportedModelError, CheckpointError."""
     if (activation := config.activation) not in ACTIVATIONS:
         raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     if config.head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim {config.head_dim} is odd, but RoPE turns pairs")
+        raise CheckpointError(f"config.json: head_dim {config.head_dim} is odd, but RoPE rotates pairs")
     if config.rotary_dim % 2 or not config.rotary_dim:
         raise CheckpointError(
-            f"config.json: partial_rotary_factor {config.rotary_share:g} leaves {config.rotary_dim} of "
-            f"{config.head_dim} dimensions of a head to RoPE, which turns pairs"
+            f"config.json: partial_rotary_factor {config.rotary_share:g} gives RoPE {config.rotary_dim} of a head's "
+            f"{config.head_dim} dimensions, but RoPE rotates pairs"
         )
     for rope in (config.rope, config.local_rope):
         if rope is not None and rope.kind == "longrope":
             for key in (SHORT_FACTORS, LONG_FACTORS):
                 if len(rope.scaling[key]) != config.rotary_dim // 2:
                     found, wanted = len(rope.scaling[key]), config.rotary_dim // 2
-                    raise CheckpointError(f"config.json: {key} lists {found} numbers, RoPE turns {wanted} pairs")
+                    raise CheckpointError(f"config.json: {key} lists {found} numbers, RoPE rotates {wanted} pairs")
 
 
 def _quant_method(quantization: object) -> str:
-    """By whom; the first files of bitsandbytes do not name it."""
+    """The name of the quantisation method; early files of bitsandbytes do not state it."""
     if not isinstance(quantization, Mapping):
         return "unknown"
     is_nameless = quantization.get("load_in_4bit") or quantization.get("load_in_8bit")

@@ -1,6 +1,6 @@
-"""Values of a config.json, taken only if they are what they have to be.
+"""Reads values of a config.json and checks their type and range.
 
-Whatever is wrong raises CheckpointError, one line that names the key. Knows nothing of what the values are for.
+An invalid value raises CheckpointError, one line that names the key.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from offspec.loaders.checkpoint import show
 from ..errors import CheckpointError
 
 Json = Mapping[str, Any]
-MAX_SIZE = 2**31 - 1  # of every whole number: beyond it arithmetic would wrap around silently, and no model is so large
-EPS_RANGE = (1e-30, 0.1)  # below it fp32 has no such number, above it the norm would be another function
-SCALE_RANGE = (1e-6, 1e6)  # of what something is multiplied or divided by
+MAX_SIZE = 2**31 - 1  # of every integer: a larger one could overflow silently, and no model is so large
+EPS_RANGE = (1e-30, 0.1)  # fp32 cannot represent a smaller one; a larger one would make the norm another function
+SCALE_RANGE = (1e-6, 1e6)  # of factors and divisors
 
 
 def positive(config: Json, key: str, default: int | None = None) -> int:
-    """A whole number of at least 1; null is a missing key."""
+    """An integer of at least 1; null is a missing key."""
     return integer(config, key, default, least=1)
 
 
 def integer(config: Json, key: str, default: int | None, *, least: int) -> int:
-    """A whole number of at least `least`; null is a missing key."""
+    """An integer of at least `least`; null is a missing key."""
     value = config.get(key) if config.get(key) is not None else default
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise CheckpointError(f"config.json: {key} must be an integer of at least {least}, not {show(value)}")
@@ -43,14 +43,14 @@ def positive_number(config: Json, key: str, default: float | None = None) -> flo
 
 
 def number_in(config: Json, key: str, default: float, allowed: tuple[float, float] = SCALE_RANGE) -> float:
-    """A number in a range, both ends of it included; null is a missing key."""
+    """A number in a range, including both ends; null is a missing key."""
     value = positive_number(config, key, default)
     check_range(key, value, allowed)
     return value
 
 
 def optional_number(config: Json, key: str) -> float | None:
-    """As `number_in`; None where it is null or missing."""
+    """`number_in`; None if the key is null or missing."""
     return None if config.get(key) is None else number_in(config, key, 1.0)
 
 

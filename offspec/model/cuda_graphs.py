@@ -1,11 +1,10 @@
-"""A resident model's tree rounds with static shapes: buffers laid out once, on a GPU a captured CUDA graph a shape.
+"""Tree rounds of a resident model with static shapes: on a GPU, one captured CUDA graph per shape.
 
-A round of the draft is some dozens of rows through a small model; what takes its time is the launching of some hundred
-kernels. Here a round is one transfer of its tokens, positions and mask, and one replay. Rows are padded to a width,
-keys to a power of two, so that few shapes are captured; the mask over the whole row of keys is made on the device from
-whom each row sees in the pending region. What does not fit (a long chain, more rows or keys than there is room for,
-weights that are streamed or have to be dequantised) goes `CachedDecoder`'s way, with the same results. Knows nothing of
-trees' growth.
+A round of the draft takes a few dozen rows through a small model; most of its time is the launch of some hundred
+kernels. Here a round is one transfer of its tokens, positions and mask, and one replay. Rows are padded to a width and
+keys to a power of two, so that few shapes are captured. The device extends the mask of the pending region to all keys.
+Other rounds run through `CachedDecoder`, with the same results: long chains, too many rows or keys, and weights that
+are streamed or dequantised.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from .foreign_config import ForeignConfig
 from .kv_cache import KVCache
 from .rope import Rotations
 
-WIDTHS = (4, 8, 16, 32, 64)  # rows that a round is padded to
-MIN_KEYS = 512  # keys that attention looks at, at least; doubled until all that is in use is among them
+WIDTHS = (4, 8, 16, 32, 64)  # a round's rows are padded to one of these
+MIN_KEYS = 512  # minimum number of keys in attention; doubled until it covers all slots in use
 Work = Callable[[], None]
 Recorder = Callable[[Work], Work | None]
 Shape = tuple[int, int]  # rows and keys of a round
 
 
 def is_static(decoder: Decoder) -> bool:
-    """Whether a pass is nothing but arithmetic on tensors that stay where they are.
+    """Whether a pass only computes with tensors that keep their addresses.
 
-    Packed weights are left out: bitsandbytes does not promise that its kernels can be captured.
+    Packed weights are excluded: bitsandbytes does not guarantee that its kernels can be captured.
     """
     weights = decoder.weights
     if isinstance(decoder.config, ForeignConfig) or not weights.is_resident:
@@ -55,11 +54,11 @@ def is_static(decoder: Decoder) -> bool:
 
 
 class Inputs:
-    """What a round is given, in one buffer on the host and its like on the device, so that it takes one transfer.
+    """The inputs of a round, in one host buffer and an equal device buffer, so that one transfer is enough.
 
     counts [2]: committed tokens, then the slot of the first row. ids, positions [W]. region [W, 1 + P + 1]: column 0 is
-    true, for the committed prefix; then whom each row sees in the pending region; the last one is false, for what lies
-    behind it. W and P are the most there can be; a round of fewer rows transfers fewer.
+    true, for the committed prefix; the next P are the mask of the pending region; the last one is false, for slots
+    after it. W and P are maxima; a round of fewer rows transfers fewer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,9 +78,9 @@ class Inputs:
         return words[:2], words[2 : 2 + most], words[2 + most :], region.view(most, self._columns)
 
     def put(self, length: int, start: int, tokens: IntArray, positions: IntArray, mask: BoolArray, width: int) -> None:
-        """Send R rows; those from R to `width` repeat the last one, so that they bring in no numbers of their own."""
+        """Send R rows; rows R to `width` repeat the last one, so that they cannot introduce NaNs."""
         if self._sent is not None:
-            self._sent.synchronize()  # the host's buffer may still be on its way
+            self._sent.synchronize()  # the last transfer may still read the host buffer
         counts, ids, places, region = self._written
         num_rows, num_pending = mask.shape
         counts[:] = length, start
@@ -94,15 +93,15 @@ class Inputs:
             read_words(self._seen[:num_bytes], self._device[:num_bytes])
         else:
             self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
-        if self._sent is not None:  # on the stream that was copied on; alone, it would take the current device's
+        if self._sent is not None:  # name the copy's stream; the default is the current device's stream
             self._sent.record(torch.cuda.current_stream(self._device.device))
 
 
 @dataclass(frozen=True)
 class StaticRows:
-    """`PassRows` of a static round: their slots, and whom they see, are known to the device only.
+    """`PassRows` of a static round; only the device knows their slots and mask.
 
-    slots, positions [W]. seen [W, S]: over all keys that attention looks at.
+    slots, positions [W]. seen: bool [W, S], the mask over all keys of the round.
     """
 
     cache: KVCache
@@ -126,9 +125,9 @@ class StaticRows:
 
 
 class CudaRecorder:
-    """Records work as a CUDA graph: its kernels are launched at once ever after, on whatever memory they saw.
+    """Records work as a CUDA graph, which launches all its kernels at once, on the same memory.
 
-    All graphs share one pool of memory for what lies between input and output, so only one may run at a time.
+    All graphs share one pool of memory for intermediate tensors, so only one may run at a time.
     """
 
     WARM_UPS = 2
@@ -137,23 +136,23 @@ class CudaRecorder:
         self._device = device
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        # Keeps the pool alive: one without graphs may not be asked for again.
+        # Keeps the pool alive: a pool without graphs cannot be used again.
         self._first: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, work: Work) -> Work | None:
-        """None where the work runs beside another stream's, which recording would make wait."""
+        """The recorded work; None outside the default stream, because recording would block the other streams."""
         main = torch.cuda.current_stream(self._device)
         if main != torch.cuda.default_stream(self._device):
             return None
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            for _ in range(self.WARM_UPS):  # libraries choose kernels and make workspaces, which may not be recorded
+            for _ in range(self.WARM_UPS):  # libraries choose kernels and allocate workspaces, which cannot be recorded
                 work()
         main.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: threads that copy weights meanwhile may do what a recording must not.
+        # thread_local: other threads may copy weights meanwhile, which is forbidden in a recording.
         with (
-            torch.cuda.device(self._device),  # it waits for the current device
+            torch.cuda.device(self._device),  # torch.cuda.graph synchronises the current device
             torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"),
         ):
             work()
@@ -162,31 +161,31 @@ class CudaRecorder:
 
 
 def as_it_is(work: Work) -> Work:
-    """A `Recorder` where nothing can be recorded: the plain twin."""
+    """A `Recorder` that records nothing: the plain twin."""
     return work
 
 
 class TreeGraphs:
-    """The static rounds of one model, and the KV cache that they are bound to; both live as long as the model does.
+    """The static rounds of one model, and their KV cache; both exist as long as the model.
 
-    `text` lends the cache to one text after the other.
+    `text` lends the cache to one text at a time.
     """
 
     def __init__(self, decoder: Decoder, capacity: int, record: Recorder | None = None) -> None:
-        """decoder: one that `is_static`. capacity: entries to make room for, when the first text comes."""
+        """decoder: must be `is_static`. capacity: entries to reserve at the first text."""
         self.decoder, self.cache = decoder, decoder.new_cache()
         self._capacity = capacity
         self._inputs = Inputs(decoder.device)
         self._states = torch.zeros(WIDTHS[-1], decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self._record = record or (CudaRecorder(decoder.device) if decoder.device.type == "cuda" else as_it_is)
         self._rounds: dict[Shape, Work] = {}
-        # Of rounds that ran beside a pass, where nothing can be recorded; in their order.
+        # Shapes of rounds that ran during a pass, when nothing can be recorded; in their order.
         self._missed = dict[Shape, None]()
-        self._bound_to = 0  # the cache's capacity: where that changes, its memory does
+        self._bound_to = 0  # the cache's capacity; if it changes, the cache has new memory
         self._borrower: ReferenceType[StaticText] | None = None
 
     def text(self, room: int) -> CachedDecoder:
-        """An empty text with room for `room` entries; with a cache of its own where another text still has this one."""
+        """An empty text with room for `room` entries; it has its own cache if another text still uses this one."""
         if self._borrower is not None and self._borrower() is not None:
             return CachedDecoder(self.decoder, room)
         self.cache.truncate(0)
@@ -197,14 +196,14 @@ class TreeGraphs:
         return text
 
     def fits(self, num_rows: int) -> bool:
-        """Whether so many rows more can be a static round."""
+        """Whether `num_rows` more rows can be a static round."""
         if not 0 < num_rows <= WIDTHS[-1] or self.cache.pending + num_rows > MAX_ROWS:
             return False
         return self.cache.size + _width(num_rows) <= self.cache.capacity
 
     @torch.inference_mode()
     def states(self, tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
-        """As `CachedDecoder.states` without a chain, valid until the next call. Counts are the caller's."""
+        """`CachedDecoder.states` without a chain; valid until the next call. The caller advances the cache's counts."""
         cache, width = self.cache, _width(len(tokens))
         if cache.capacity != self._bound_to:
             self._bind()
@@ -219,9 +218,9 @@ class TreeGraphs:
         return self._states[: len(tokens)]
 
     def _catch_up(self) -> None:
-        """Record every shape that was missed, if that can be now.
+        """Record all missed shapes, if recording is possible now.
 
-        What it leaves in free slots the next rounds write over.
+        It writes to free slots, which later rounds overwrite.
         """
         for shape in list(self._missed):
             if self.cache.size + shape[0] > self.cache.capacity:
@@ -232,17 +231,17 @@ class TreeGraphs:
             del self._missed[shape]
 
     def close(self) -> None:
-        """Lets go of graphs and cache; no text may be asked for or used afterwards."""
+        """Free graphs and cache; texts cannot be used afterwards."""
         self._rounds, self.cache = {}, self.decoder.new_cache()
 
     def _bind(self) -> None:
-        """To the cache's memory as it is now."""
+        """Bind the rounds to the cache's current memory."""
         self.cache.wipe()
         if self.cache.capacity != self._bound_to:
             self._rounds, self._missed, self._bound_to = {}, {}, self.cache.capacity
 
     def _forward(self, width: int, num_keys: int) -> None:
-        """The round that the inputs hold, into the states. The arguments alone make the shapes, and nothing waits."""
+        """Compute the states of the round in the inputs. Shapes depend on the arguments only; nothing synchronises."""
         decoder, cache, inputs = self.decoder, self.cache, self._inputs
         length, start = inputs.counts.unbind()
         ids, positions = inputs.ids[:width], inputs.positions[:width]
@@ -264,7 +263,7 @@ def _num_keys(in_use: int, capacity: int) -> int:
 
 
 class StaticText(CachedDecoder):
-    """A text whose tree rounds are static."""
+    """A text with static tree rounds."""
 
     def __init__(self, graphs: TreeGraphs) -> None:
         self.decoder, self.cache = graphs.decoder, graphs.cache
@@ -273,7 +272,7 @@ class StaticText(CachedDecoder):
     def states(
         self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
     ) -> Tensor:
-        """As `CachedDecoder.states`; those of a static round are valid until the next call."""
+        """`CachedDecoder.states`; the states of a static round are valid until the next call."""
         num_rows = max(len(chain), len(tokens))
         if (chain and len(tokens)) or not self._graphs.fits(num_rows):
             return super().states(chain, tokens, depths, mask, before)
@@ -281,7 +280,7 @@ class StaticText(CachedDecoder):
             states = self._graphs.states(tokens, depths, mask)
             self.cache.append(0, num_rows)
             return states
-        # A chain is a tree that has one branch, and is committed.
+        # A chain is a tree with one branch, which is then committed.
         steps = np.arange(1, num_rows + 1)
         states = self._graphs.states(np.array(chain), steps, np.tri(num_rows, dtype=np.bool_))
         self.cache.append(num_rows, 0)

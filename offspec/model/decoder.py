@@ -1,9 +1,9 @@
 """The decoder: a list of blocks between an embedding and a head, computed layer by layer with borrowed weights.
 
-`Decoder` owns no weights: a `WeightSource` lends one layer at a time, so that the same code runs a model that lies in
-memory and one that is streamed. A pass is *layer-major*: all rows go through a layer, in chunks, before the next layer
-is asked for, so that a prompt of any length costs one walk over the weights. `CachedDecoder` adds the KV cache of one
-text; it is what the scheduler drives. Knows nothing of sampling, budgets or where weights come from.
+`Decoder` owns no weights: a `WeightSource` lends one layer at a time, so that the same code runs resident and streamed
+models. A pass is *layer-major*: all rows go through a layer, in chunks, before the next layer is borrowed. So a prompt
+of any length streams the weights once. `CachedDecoder` adds the KV cache of one text; the scheduler calls it. This
+module does not depend on sampling, budgets or where weights are stored.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ from .norms import normalize
 from .rope import Rotations
 from .row_logits import HEAD_ROWS, RowLogits
 
-CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; bounds activations
-MASK_ELEMENTS = 2**25  # heads of a group * rows * keys in one attention; bounds its mask where the text is long
+CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; limits activations
+MASK_ELEMENTS = 2**25  # heads of a group * rows * keys in one attention; limits the mask of a long text
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 AfterLayer = Callable[[int, Tensor], None]  # a layer's number, and the hidden states [T, hidden] after it
 
 
 def check_tensors(weights: Mapping[str, StoredWeight], config: ModelConfig, path: Path) -> None:
-    """Compare a checkpoint's weights with what `config` calls for, by names and shapes, before anything is read.
+    """Compare the names and shapes of a checkpoint's weights with `config`, before weights are read.
 
-    Raises CheckpointError for a tensor that is missing or misshapen, UnsupportedModelError for one that this
-    architecture does not have (so that nothing a model was trained with is left out silently).
+    Raises CheckpointError for a missing tensor or a wrong shape, UnsupportedModelError for a tensor that this
+    architecture does not have, so that no trained part of a model is silently ignored.
     """
     wanted = wanted_shapes(config)
     for name, shape in wanted.items():
         if name not in weights:
             raise CheckpointError(f"{path}: tensor {name} is missing; the checkpoint does not match its config.json")
         if (found := weights[name].shape) != shape:
-            raise CheckpointError(f"{path}: tensor {name} has shape {list(found)}, config.json calls for {list(shape)}")
+            raise CheckpointError(f"{path}: tensor {name} has shape {list(found)}, config.json requires {list(shape)}")
     for name in weights:
         if name not in wanted:
             raise UnsupportedModelError(
-                f"{path}: tensor {name} has no place in a {config.model_type} decoder; "
-                "the model has parts that are not supported"
+                f"{path}: tensor {name} does not belong to a {config.model_type} decoder; the model has unsupported "
+                "parts"
             )
 
 
 def wanted_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Full name → shape of every tensor that `config` calls for."""
+    """Full name → shape of each tensor that `config` requires."""
     prefix, layers = config.layer_prefix, range(config.num_layers)
     inner = {f"{prefix}{i}.{name}": shape for i in layers for name, shape in layer_shapes(config, i).items()}
     return config.shared_shapes() | inner
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors that checkpoints carry and a decoder does not need: a tied head's copy, precomputed frequencies."""
+    """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies."""
     if isinstance(config, ForeignConfig) and name in config.ignored:
         return True
     return (config.tied_head and name == config.own_head_name) or name.endswith("rotary_emb.inv_freq")
@@ -77,7 +77,7 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
 
 @dataclass(frozen=True)
 class AppendedRows:
-    """`PassRows` whose entries go behind those that the cache has. first_layer: what the cache's first layer is."""
+    """`PassRows` whose KV entries are appended to the cache. first_layer: the number of the cache's first layer."""
 
     cache: KVCache
     visibility: Visibility
@@ -92,7 +92,7 @@ class AppendedRows:
         return self.cache.read(layer - self.first_layer, start + last)
 
     def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
-        """As `Visibility.mask`; kept for the whole pass where there is one chunk, made anew by each layer otherwise."""
+        """`Visibility.mask`; with one chunk it is computed once per pass, otherwise in each layer."""
         if len(self.chunks) > 1:
             return self.visibility.mask(first, last, window)
         if window not in self.masks:
@@ -101,7 +101,7 @@ class AppendedRows:
 
 
 class Decoder:
-    """A decoder of the shape `config` over the weights that `weights` lends."""
+    """A decoder of the shape `config` with the weights of `weights`."""
 
     def __init__(
         self,
@@ -112,14 +112,14 @@ class Decoder:
         device: torch.device,
         make_layer_caches: MakeLayerCaches = plain_layers,
     ) -> None:
-        """make_layer_caches: in which format, and where, the KV entries of its texts lie."""
+        """make_layer_caches: creates the KV caches of texts, in some format and place."""
         self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
         self.blocks = build_blocks(config, dtype=dtype, device=device)
-        self.current_layer = 0  # where a pass is, for whoever watches from another thread
+        self.current_layer = 0  # the progress of a pass, for observers in other threads
         self.make_layer_caches = make_layer_caches
 
     def new_cache(self, layers: range | None = None) -> KVCache:
-        """An empty one for all layers, or for these."""
+        """An empty KV cache for all layers, or for `layers`."""
         layouts = kv_layouts(self.config)
         layouts = [layouts[index] for index in layers or range(len(layouts))]
         return KVCache(self.make_layer_caches(layouts, self.dtype, self.device), self.device)
@@ -130,14 +130,14 @@ class Decoder:
     def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache, tree_mask: Tensor | None = None) -> Tensor:
         """Hidden states [T, hidden] of tokens [T] at positions [T].
 
-        Their keys and values go behind the cache's entries. tokens are on the CPU, positions on the device.
+        Their keys and values are appended to the cache. tokens are on the CPU, positions on the device.
         With tree_mask (bool [R, P + R], see `Visibility`) the last R rows are tree nodes, the rows before them a chain.
-        The cache's counts are the caller's to advance (`KVCache.append`).
+        The caller advances the cache's counts (`KVCache.append`).
         """
         return self.through(self.embed(tokens), self.rows(positions, cache, tree_mask))
 
     def rows(self, positions: Tensor, cache: KVCache, tree_mask: Tensor | None, first_layer: int = 0) -> AppendedRows:
-        """Rows at positions [T] behind what `cache` has, with room made for them there; arguments as `forward`'s."""
+        """Rows at positions [T] after the entries of `cache`, which is extended for them; arguments as in `forward`."""
         start, num_rows = cache.size, positions.shape[0]
         cache.extend(num_rows)
         cache.positions[start : start + num_rows] = positions
@@ -150,9 +150,9 @@ class Decoder:
     def through(
         self, hidden: Tensor, rows: PassRows, layers: range | None = None, after: AfterLayer | None = None
     ) -> Tensor:
-        """Hidden states [T, hidden], which may be overwritten, after all layers or after these.
+        """Hidden states [T, hidden] after all layers, or after `layers`. May overwrite its input `hidden`.
 
-        after: is told what each layer made, which the next one may overwrite.
+        after: called with each layer's output, which the next layer may overwrite.
         """
         for index in layers or range(len(self.blocks)):
             self.current_layer, block = index, self.blocks[index]
@@ -170,18 +170,17 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [R, vocab] of hidden states [R, hidden] as `forward` returns them."""
+        """fp32 logits [R, vocab] of `forward`'s hidden states [R, hidden]."""
         return self.head(self.normed(hidden))
 
     # ---------------------------------------------------------------------------------------- its parts
 
-    # They keep gradients. Weights are asked for at each use: whoever holds a decoder whose weights were closed must not
-    # hold their memory.
+    # They keep gradients. They borrow weights at each use, so that a decoder does not keep closed weights in memory.
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Hidden states [T, hidden] of tokens [T] (on the CPU or the device) before the first layer.
 
-        Every pass begins here: streamed or resident, recorded as a CUDA graph, in training.
+        Every pass begins here, also in CUDA graphs and in training.
         """
         rows, scale = self.embedding_rows(tokens), self.config.embedding_scale
         if scale == 1:
@@ -191,15 +190,15 @@ class Decoder:
         return rows * scale
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
-        """The rows [T, hidden] of the embedding's table for tokens [T], as they stand there."""
+        """The embedding's rows [T, hidden] of tokens [T], without scaling."""
         return self.weights.rows(self.config.embedding_name, tokens)
 
     def layer_weights(self, tensors: Mapping[str, Weight]) -> LayerWeights:
-        """What blocks are given of a layer's weights as `weights` lends them."""
+        """A layer's borrowed weights in the form that blocks use."""
         return LayerWeights(tensors, self.weights.scratch)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the head is given of hidden states [R, hidden] as `forward` returns them."""
+        """`forward`'s hidden states [R, hidden] after the final norm: the head's input."""
         vectors = [as_vector(self.weights.shared(name)) for name in self.config.final_norm_names]
         weight, bias = (*(vector.to(hidden.dtype) for vector in vectors), None)[:2]
         assert weight is not None
@@ -210,12 +209,12 @@ class Decoder:
         return self.capped(self.linear_logits(states))
 
     def linear_logits(self, states: Tensor) -> Tensor:
-        """The same before they are capped: linear in the states."""
+        """Logits before the cap: linear in the states."""
         logits = self.head_weights().linear("head", states).float()
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
     def capped(self, logits: Tensor) -> Tensor:
-        """fp32 logits [R, vocab] of those that `linear_logits` gave, or of sums of such."""
+        """fp32 logits [R, vocab]: `linear_logits`, or sums of them, with the model's cap."""
         cap = self.config.logit_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -225,47 +224,47 @@ class Decoder:
 
 
 def chunk_rows(config: ModelConfig, num_keys: int) -> int:
-    """How many rows go through a layer together where attention looks at `num_keys`."""
+    """How many rows go through a layer together if attention has `num_keys` keys."""
     return max(1, min(CHUNK_ROWS, MASK_ELEMENTS // (_mask_heads(config) * max(1, num_keys))))
 
 
 def _mask_heads(config: ModelConfig) -> int:
-    """For how many heads a mask, or the scores that it is added to, lies in memory."""
+    """The number of heads whose mask or scores are in memory at once."""
     if isinstance(config, ForeignConfig) and config.form.attention == "eager":
         return config.num_heads
     return config.num_heads // config.num_kv_heads
 
 
 def activation_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize: int) -> int:
-    """Upper bound of what a pass over `num_rows` allocates beside weights and KV cache, in bytes."""
+    """Upper bound of the bytes that a pass over `num_rows` rows allocates beside weights and KV cache."""
     c, rows = config, min(num_rows, chunk_rows(config, num_keys))
     queries = c.num_heads * c.head_dim
     inner = (4 if c.mlp.is_fused else 3) * c.intermediate_size
     widths = 4 * c.hidden_size + max(inner, 6 * queries)
-    fp32 = 0 if c.norm == "rms" else 8 * rows * max(c.hidden_size, queries)  # norms that compute in it
-    copies = 1 + 2 * itemsize  # as bool, as numbers, and these aligned
+    fp32 = 0 if c.norm == "rms" else 8 * rows * max(c.hidden_size, queries)  # the other norms compute in fp32
+    copies = 1 + 2 * itemsize  # the mask as bool, as numbers, and as aligned numbers
     mask = _mask_heads(c) * rows * num_keys * copies
-    if c.attention_cap is not None:  # scores, and twice what is made of them, in fp32
+    if c.attention_cap is not None:  # scores and two intermediate results, in fp32
         of_a_head = (c.num_heads // c.num_kv_heads) * rows * num_keys
         mask += 12 * max(of_a_head, min(CAPPED_SCORES, of_a_head * c.num_kv_heads))
-    if isinstance(c, ForeignConfig):  # keys and values are repeated for each head, experts are made one by one
+    if isinstance(c, ForeignConfig):  # keys and values are repeated for each head; one expert is made at a time
         mask += (2 * queries * num_keys + c.made_elements) * itemsize
     head = HEAD_ROWS * c.vocab_size * (itemsize + (4 if c.logit_cap is None else 12))
     return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + fp32 + mask, head)
 
 
 class CachedDecoder:
-    """A decoder with the KV cache of one text: what the scheduler drives, for target and draft alike."""
+    """A decoder with the KV cache of one text. The scheduler uses it for target and draft."""
 
     def __init__(self, decoder: Decoder, capacity: int = 0) -> None:
-        """`capacity`: entries to make room for at once, so that the cache need not be copied to grow."""
+        """capacity: entries to reserve at once, so that the cache is not copied when it grows."""
         self.decoder = decoder
         self.cache = decoder.new_cache()
         self.cache.reserve(capacity)
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The target's token ids, as many as this model has."""
+        """The vocabulary of the target, of this model's size."""
         return Vocabulary(self.decoder.config.vocab_size)
 
     @property
@@ -282,7 +281,7 @@ class CachedDecoder:
         return self.decoder.device
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it."""
+        """Wait until the device has finished all its work."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -290,9 +289,9 @@ class CachedDecoder:
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
         """Logits fp32 [(1 if chain else 0) + R, vocab]: after the chain's last token, then after each tree node.
 
-        chain: tokens that are part of the text for certain; they are committed. tokens, depths [R]: nodes, the root's
-        children (depth 1) following the committed text; they stay pending. mask: bool [R, P + R], whom of the pending
-        region (P earlier nodes, then these R) each node sees, itself included.
+        chain: tokens of the certain text; they are committed. tokens, depths [R]: nodes, which become pending; the
+        root's children have depth 1 and follow the committed text. mask: bool [R, P + R], the nodes of the pending
+        region (P earlier nodes, then these R) that each node attends to, itself included.
         """
         return self.decoder.head(self.states(chain, tokens, depths, mask))
 
@@ -300,9 +299,9 @@ class CachedDecoder:
     def states(
         self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
     ) -> Tensor:
-        """As `score`, but what the logits follow from: `Decoder.normed` states [(1 if chain else 0) + R, hidden].
+        """The states that `score` computes logits from: `Decoder.normed` states [(1 if chain else 0) + R, hidden].
 
-        before: so many of the chain's rows before its last one are wanted as well, if there are as many.
+        before: also return the states of up to `before` rows of the chain before its last one.
         """
         return self.decoder.normed(self._pass(chain, tokens, depths, mask)[max(len(chain) - 1 - before, 0) :])
 
@@ -314,13 +313,13 @@ class CachedDecoder:
         mask: BoolArray,
         layers: Collection[int] = (),
     ) -> RowLogits:
-        """As `score`, with each row's logits computed when it is asked for.
+        """`score`, with each row's logits computed on first use.
 
-        layers: after which of them, the first being 0, hidden states are wanted (`RowLogits.layer_states`); those of
-        the whole chain are kept with them. Raises ValueError for one that this text's passes do not go through.
+        layers: also keep the hidden states after these layers (from 0), of all rows (`RowLogits.layer_states`). Raises
+        ValueError for a layer that is not one of `observable_layers`.
         """
         if unknown := set(layers) - set(self.observable_layers):
-            raise ValueError(f"no hidden states after layer {min(unknown)}: only after {self.observable_layers}")
+            raise ValueError(f"no hidden states after layer {min(unknown)}, only after {self.observable_layers}")
         found: dict[int, Tensor] = {}
 
         def after(layer: int, hidden: Tensor) -> None:
@@ -332,11 +331,11 @@ class CachedDecoder:
 
     @property
     def observable_layers(self) -> range:
-        """The layers after which `score_rows` can hand out hidden states."""
+        """The layers whose hidden states `score_rows` can return."""
         return range(self.decoder.config.num_layers)
 
     def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` entries, committed and pending."""
+        """Reserve room for `capacity` entries, committed and pending."""
         self.cache.reserve(capacity)
 
     @torch.inference_mode()
@@ -348,7 +347,7 @@ class CachedDecoder:
         mask: BoolArray,
         after: AfterLayer | None = None,
     ) -> Tensor:
-        """Hidden states [len(chain) + R, hidden] of what `score` describes. after: as `Decoder.through` has it."""
+        """Hidden states [len(chain) + R, hidden] of chain and nodes, see `score`. after: see `Decoder.through`."""
         hidden = self.decoder.embed(torch.tensor([*chain, *tokens.tolist()]))
         positions, tree_mask = placed(self.cache, len(chain), depths, mask)
         hidden = self.decoder.through(hidden, self.decoder.rows(positions, self.cache, tree_mask), after=after)
@@ -356,23 +355,23 @@ class CachedDecoder:
         return hidden
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
-        """Commit the pending nodes `path`, let `pending` below them wait on (both ascending); forget the others."""
+        """Commit the pending nodes `path`, keep the nodes `pending` below them (both ascending), drop the others."""
         self.cache.keep(path, pending)
 
     def truncate(self, length: int) -> None:
-        """Forget the text from position `length` on."""
+        """Drop the text from position `length` on."""
         self.cache.truncate(length)
 
 
 def placed(cache: KVCache, num_chain: int, depths: IntArray, mask: BoolArray) -> tuple[Tensor, Tensor | None]:
-    """Positions [num_chain + R] of a chain and nodes behind what `cache` holds; their mask; both on its device."""
+    """Positions [num_chain + R] of a chain and nodes after the text in `cache`, and their mask; both on its device."""
     base, device = cache.length + num_chain, cache.positions.device
     positions = torch.cat((torch.arange(cache.length, base), torch.as_tensor(depths, dtype=torch.long) + (base - 1)))
     return to_device(positions, device), to_device(torch.as_tensor(mask), device) if len(depths) else None
 
 
 def random_decoder(config: ModelConfig, seed: int, *, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder of the shape `config` with random weights: its guesses are worth nothing, and must not move a text."""
+    """A decoder of the shape `config` with random weights. As a draft it must not change the text."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: (0.1 * torch.randn(shape, generator=generator)).to(device, dtype)

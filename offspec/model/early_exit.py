@@ -1,11 +1,10 @@
 """The target as its own draft (EESD, 2406.03853, section 3.1): its first N layers, a trained exit layer, its own head.
 
 The first N layers are computed once for drafting and verifying. A text has three caches: the *trunk* (layers 1 .. N,
-and the hidden states that they gave), the exit layer's, and the *rest* (layers N + 1 on). Drafting takes rows through
-the trunk and the exit layer; the verifying pass picks the hidden states of the nodes that were sent out of the trunk,
-takes through it those that the draft never expanded, and goes on with layer N + 1. What the two passes share is found
-by content: the trunk knows token and parent of what waits in it, so neither the drafter nor the engine has to tell.
-Knows nothing of how trees grow, of files, or of where layers lie.
+and their hidden states), the exit layer's, and the *rest* (layers N + 1 on). Drafting takes rows through the trunk and
+the exit layer. The verifying pass takes the sent nodes' hidden states from the trunk, first computes those that the
+draft never expanded, and continues with layer N + 1. Shared rows are found by content: the trunk stores the token and
+the parent of each pending node, so neither the drafter nor the engine reports them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ABSENT = -2  # in place of a row: the node is not in the trunk
 
 
 class EarlyExit(Decoder):
-    """A decoder of one layer that begins where the target's layer `num_first` ends, with the target's norm and head."""
+    """A decoder of one layer after the target's first `num_first` layers, with the target's norm and head."""
 
     def __init__(
         self, target: Decoder, num_first: int, layer: Mapping[str, Tensor], dtype: torch.dtype | None = None
@@ -44,17 +43,17 @@ class EarlyExit(Decoder):
         self.num_first, self._head_dtype = num_first, target.dtype
 
     def linear_logits(self, states: Tensor) -> Tensor:
-        """As `Decoder.linear_logits`, in the target's dtype, whatever the layer is computed in."""
+        """`Decoder.linear_logits` in the target's dtype; the layer may have another dtype."""
         return super().linear_logits(states.to(self._head_dtype))
 
     def taught(self, layer: Mapping[str, Tensor], hidden: Tensor, rows: PassRows) -> Tensor:
-        """fp32 logits [T, vocab] of hidden states [T, hidden] with these weights for the layer, with gradients."""
+        """fp32 logits [T, vocab] of hidden states [T, hidden] with `layer` as the weights; has gradients."""
         hidden = self.blocks[0].forward(hidden, self.layer_weights(layer), rows, 0, len(hidden))
         return self.head(self.normed(hidden))
 
 
 def shared_text(target: Decoder, exit_layer: EarlyExit, capacity: int = 0) -> tuple[SharedTarget, SharedDraft]:
-    """An empty text of both: what the engine drives as target and as draft. capacity: entries to make room for."""
+    """An empty text for target and draft, which share a trunk. capacity: entries to reserve."""
     trunk = Trunk(target, exit_layer.num_first)
     views = SharedTarget(trunk), SharedDraft(trunk, exit_layer)
     for view in views:
@@ -63,11 +62,11 @@ def shared_text(target: Decoder, exit_layer: EarlyExit, capacity: int = 0) -> tu
 
 
 class Trunk:
-    """What the first layers made of one text. `num_rows`: tokens and nodes that went through them so far.
+    """The first layers' KV cache and hidden states of one text. num_rows: rows computed by these layers so far.
 
-    The committed prefix is the known text; the pending region holds the draft's nodes in its order, and behind them,
-    between a verifying pass and its verdict, the nodes that only this pass brought. Hidden states are kept for as long
-    as one of `readers`, the caches of exit and rest, has still to see them.
+    The committed prefix is the known text. The pending region has the draft's nodes in its order; between a verifying
+    pass and its verdict, the nodes of this pass alone follow. Hidden states are kept until all `readers`, the caches of
+    exit and rest, have used them.
     """
 
     def __init__(self, decoder: Decoder, num_layers: int) -> None:
@@ -77,13 +76,13 @@ class Trunk:
         self.num_rows = 0
         self._hidden: list[Tensor] = []  # parts of [slots from _first on, hidden]
         self._first = 0
-        self._tokens, self._parents = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)  # of what is pending
+        self._tokens, self._parents = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)  # of pending nodes
         self._accepted: list[int] = []
 
     def advance(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> None:
-        """Take a chain and R nodes through the first layers; arguments as `CachedDecoder.score`'s, over this region."""
+        """Take a chain and R nodes through the first layers; arguments as in `CachedDecoder.score`."""
         if not len(chain) and not len(tokens):
-            return  # the target's pass may find everything here
+            return  # the draft may have computed all rows of the target's pass
         positions, tree_mask = placed(self.cache, len(chain), depths, mask)
         hidden = self.decoder.embed(torch.tensor([*chain, *tokens.tolist()]))
         rows = self.decoder.rows(positions, self.cache, tree_mask)
@@ -94,18 +93,18 @@ class Trunk:
         self.cache.append(len(chain), len(tokens))
 
     def hidden(self, slots: Sequence[int]) -> Tensor:
-        """Hidden states [len(slots), hidden] after the first layers, of slots that somebody has still to see; a copy.
+        """Hidden states [len(slots), hidden] after the first layers, as a copy.
 
-        The first of `slots` is the least.
+        The first of `slots` is the smallest; no slot may be before the kept hidden states.
         """
         rows = to_device(torch.tensor(slots), self.decoder.device) - self._first
         last = sum(len(part) for part in self._hidden[:-1])
-        if len(slots) and slots[0] - self._first >= last:  # a draft's round: its own rows, without joining all of them
+        if len(slots) and slots[0] - self._first >= last:  # a draft's round needs the last part only, no concatenation
             return self._hidden[-1][rows - last]
         return self._joined()[rows]
 
     def find(self, tokens: IntArray, parents: IntArray) -> IntArray:
-        """[R]: where in the pending region the nodes of a tree (parents first) are; ABSENT for those that are not."""
+        """[R]: the pending rows of a tree's nodes (parents first); ABSENT for nodes that are not in the trunk."""
         places = {key: row for row, key in enumerate(zip(self._parents.tolist(), self._tokens.tolist(), strict=True))}
         rows: list[int] = []
         for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
@@ -114,16 +113,16 @@ class Trunk:
         return np.array(rows, dtype=np.int64)
 
     def accept(self, rows: Sequence[int]) -> None:
-        """The target's verdict. What of it the draft does not know is committed with what the draft keeps."""
+        """Store the accepted rows of the target's verdict until the draft's `keep` commits them."""
         self._accepted = list(rows)
 
     def keep(self, path: Sequence[int], pending: Sequence[int], num_drafted: int) -> None:
-        """As `KVCache.keep`, in the draft's numbering; of accepted nodes behind its `num_drafted` all are committed."""
+        """`KVCache.keep` in the draft's numbering; also commits accepted nodes after the draft's `num_drafted`."""
         path = [*path, *(row for row in self._accepted if row >= num_drafted)]
         start = self.cache.length - self._first
         stay = [*range(start), *(start + row for row in (*path, *pending))]
         self._hidden = [self._joined()[to_device(torch.tensor(stay, dtype=torch.long), self.decoder.device)]]
-        renumbered = np.full(self.cache.pending + 1, ROOT)  # the last entry serves parent ROOT; so does whoever is kept
+        renumbered = np.full(self.cache.pending + 1, ROOT)  # index ROOT (-1) is the last entry; committed nodes too
         renumbered[list(pending)] = np.arange(len(pending))
         self._tokens, self._parents = self._tokens[list(pending)], renumbered[self._parents[list(pending)]]
         self.cache.keep(path, pending)
@@ -131,7 +130,7 @@ class Trunk:
         self._forget(max(0, min(cache.length for cache in self.readers) - self._first))
 
     def truncate(self) -> None:
-        """Forget the text that no reader knows, and whatever is pending."""
+        """Drop the text that no reader has, and all pending nodes."""
         length = min(self.cache.length, max(cache.length for cache in self.readers))
         self.cache.truncate(length)
         self._hidden = [self._joined()[: max(0, length - self._first)]]
@@ -140,15 +139,15 @@ class Trunk:
 
     @property
     def num_hidden(self) -> int:
-        """Rows whose hidden states are kept."""
+        """The number of rows with kept hidden states."""
         return sum(len(part) for part in self._hidden)
 
     def _forget(self, count: int) -> None:
-        """The first `count` of the hidden states that are kept."""
+        """Drop the first `count` kept hidden states."""
         self._hidden, self._first = [self._joined()[count:].clone()], self._first + count
 
     def _joined(self) -> Tensor:
-        """All hidden states that are kept as one tensor."""
+        """All kept hidden states as one tensor."""
         if len(self._hidden) != 1:
             empty = torch.empty(
                 0, self.decoder.config.hidden_size, dtype=self.decoder.dtype, device=self.decoder.device
@@ -158,18 +157,18 @@ class Trunk:
 
 
 class SharedTarget(CachedDecoder):
-    """The target over a trunk: `length` and `cache` are those of its other layers."""
+    """The target over a trunk; `length` and `cache` belong to its other layers."""
 
     def __init__(self, trunk: Trunk) -> None:
         self.decoder, self.trunk = trunk.decoder, trunk
         self._layers = range(len(trunk.layers), trunk.decoder.config.num_layers)
         self.cache = trunk.decoder.new_cache(self._layers)
-        self._rows = np.empty(0, dtype=np.int64)  # of the tree that waits for its verdict, in the trunk
+        self._rows = np.empty(0, dtype=np.int64)  # rows in the trunk of the tree that waits for its verdict
         trunk.readers.append(self.cache)
 
     @property
     def observable_layers(self) -> range:
-        """From the trunk's last layer on: of those before it nothing is kept between the draft's pass and this one."""
+        """From the trunk's last layer on: earlier layers' states of the draft's pass are not kept."""
         return range(self._layers.start - 1, self._layers.stop)
 
     @torch.inference_mode()
@@ -188,7 +187,7 @@ class SharedTarget(CachedDecoder):
         rows[absent] = np.arange(trunk.cache.pending, size)
         region = np.zeros((len(absent), size), dtype=np.bool_)
         region[:, rows] = mask[absent]
-        known = trunk.cache.length - self.length  # of the chain; the draft took them through
+        known = trunk.cache.length - self.length  # tokens of the chain that the draft has computed
         trunk.advance(chain[known:], tokens[absent], depths[absent], region)
         base = self.length + len(chain)
         hidden = trunk.hidden([*range(self.length, base), *(base + rows).tolist()])  # the chain is never empty
@@ -202,7 +201,7 @@ class SharedTarget(CachedDecoder):
         return hidden
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
-        """As `CachedDecoder.keep`, once a pass and before the draft's."""
+        """`CachedDecoder.keep`; called once per pass, before the draft's."""
         assert not pending, "a target's tree arrives in one pass"
         self.cache.keep(path)
         self.trunk.accept(self._rows[list(path)].tolist())
@@ -213,7 +212,7 @@ class SharedTarget(CachedDecoder):
 
 
 class SharedDraft(CachedDecoder):
-    """The early exit over a trunk: a `TreeModel` for drafters. `length` and `cache` are those of the exit layer."""
+    """The early exit over a trunk, a `TreeModel` for drafters; `length` and `cache` belong to the exit layer."""
 
     def __init__(self, trunk: Trunk, exit_layer: EarlyExit) -> None:
         super().__init__(exit_layer)
@@ -234,9 +233,7 @@ class SharedDraft(CachedDecoder):
         after: AfterLayer | None = None,
     ) -> Tensor:
         trunk, start = self.trunk, self.cache.size
-        known = (
-            trunk.cache.length - self.length
-        )  # of the chain; nodes that were sent and accepted without being expanded
+        known = trunk.cache.length - self.length  # tokens of the chain accepted without having been expanded
         trunk.advance(chain[known:], tokens, depths, mask)
         hidden = trunk.hidden(range(start, trunk.cache.size))
         positions, tree_mask = placed(self.cache, len(chain), depths, mask)
@@ -255,9 +252,9 @@ class SharedDraft(CachedDecoder):
 
 
 def parents_of(mask: BoolArray) -> IntArray:
-    """[R]: the parent of each of the last R nodes of a region, ROOT for the root's children, from whom they see.
+    """[R]: the parent of each of the last R nodes of a region, from their mask; ROOT for the root's children.
 
-    mask: bool [R, P + R]. Parents come before their children, so the last one seen beside oneself is the parent.
+    mask: bool [R, P + R]. Parents come before their children, so the last other node in a node's mask is its parent.
     """
     num_rows, num_seen = mask.shape
     if not num_rows:

@@ -1,9 +1,8 @@
-"""Families of models, as data: what each one's config.json changes of Llama's layout.
+"""Families of models, as data: each family's differences from Llama's layout.
 
-A family is an entry of `FAMILIES`, a function from its config.json to the fields of `ModelConfig` that differ, and an
-entry of `DEFAULTS` where transformers assumes something else than Llama's of keys that a config.json leaves out.
-The facts are those of transformers' configuration and modeling files (5.23). Knows nothing of weights or of how
-anything is computed.
+A family is an entry of `FAMILIES`, a function from its config.json to the differing fields of `ModelConfig`. It also
+has an entry of `DEFAULTS` if its defaults for missing keys differ from Llama's in transformers.
+The source is transformers' configuration and modeling files (5.23).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu",
 
 @dataclass(frozen=True)
 class NormPlaces:
-    """Names of a layer's norms by where they stand; None: there is none."""
+    """Names of a layer's norms by place; None: no norm."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -50,7 +49,7 @@ class NormPlaces:
 class MlpNames:
     """Names of an MLP's matrices.
 
-    gate: None where there is none; as `up` where one matrix is both, the gate's rows first.
+    gate: None without a gate; equal to `up` if one matrix is both, with the gate's rows first.
     """
 
     gate: str | None = "mlp.gate_proj"
@@ -76,7 +75,7 @@ class QKNorm:
     is_after_rope: bool = False
 
 
-# Llama's, or what of it some families share.
+# Llama's layout, and differences that several families share.
 HEADS_NORMED = QKNorm()
 GATED_MLP = MlpNames()
 NORMS_BEFORE = NormPlaces()
@@ -92,12 +91,12 @@ NORMS_AROUND = NormPlaces(
 
 
 def _window(config: Json) -> int | None:
-    """Mistral and Qwen: null is no window; a config.json without the key means 4096, as Hugging Face has it."""
+    """Mistral and Qwen: null is no window; without the key it is 4096, as in transformers."""
     return None if config.get("sliding_window", 4096) is None else positive(config, "sliding_window", 4096)
 
 
 def _qwen_windows(config: Json, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen: a window only where `use_sliding_window`, from layer `max_window_layers` on, or as `layer_types` lists."""
+    """Qwen: windows only with `use_sliding_window`: from layer `max_window_layers` on, or as in `layer_types`."""
     window = _window(config) if config.get("use_sliding_window") else None
     if config.get("layer_types") is not None:
         return _listed_windows(config, num_layers, window)
@@ -106,18 +105,18 @@ def _qwen_windows(config: Json, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _listed_windows(config: Json, num_layers: int, window: int | None) -> tuple[int | None, ...]:
-    """A window where `layer_types` lists one."""
+    """Windows in the layers that `layer_types` lists."""
     kinds = config["layer_types"]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         listed = len(kinds) if isinstance(kinds, list) else repr(kinds)
-        raise CheckpointError(f"config.json: layer_types lists {listed} layers, num_hidden_layers says {num_layers}")
+        raise CheckpointError(f"config.json: layer_types lists {listed} layers, num_hidden_layers is {num_layers}")
     if unknown := [kind for kind in kinds if kind not in LAYER_KINDS]:
         raise UnsupportedModelError(f"layer type {unknown[0]!r} is not supported; supported: {', '.join(LAYER_KINDS)}")
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def _alternating_windows(config: Json, num_layers: int) -> tuple[int | None, ...]:
-    """As `layer_types` lists them; without it each `sliding_window_pattern`-th layer sees everything."""
+    """Windows as in `layer_types`; without it, each `sliding_window_pattern`-th layer has full attention."""
     if (window := _window(config)) is None and config.get("layer_types") is None:
         return (None,) * num_layers
     if config.get("layer_types") is None:
@@ -128,14 +127,14 @@ def _alternating_windows(config: Json, num_layers: int) -> tuple[int | None, ...
 
 
 def _refuse(config: Json, *keys: str) -> None:
-    """Features that are switched on by `keys`."""
+    """Raise UnsupportedModelError if one of `keys` enables its feature."""
     for key in keys:
         if config.get(key):
             raise UnsupportedModelError(f"{key} {config[key]!r} is not supported for {config['model_type']}")
 
 
 def _biases(config: Json, attention: str = "attention_bias", mlp: str = "mlp_bias") -> Fields:
-    """By which keys they are switched on."""
+    """The fields of biases, from the keys that enable them."""
     return {
         "qkv_bias": bool(config.get(attention)),
         "o_bias": bool(config.get(attention)),
@@ -147,12 +146,12 @@ def _biases(config: Json, attention: str = "attention_bias", mlp: str = "mlp_bia
 
 
 def _llama(config: Json, num_layers: int) -> Fields:
-    """Also Arcee's, whose MLP has no gate, see below."""
+    """Llama; also Arcee, whose MLP has no gate (see `FAMILIES`)."""
     return _biases(config)
 
 
 def _mistral(config: Json, num_layers: int) -> Fields:
-    """Also Ministral, which lists its layers' kinds, under either name."""
+    """Mistral, and Ministral, which lists its layers' kinds, under either name."""
     window = _window(config)
     if config.get("layer_types") is not None:
         return {"windows": _listed_windows(config, num_layers, window)}
@@ -160,7 +159,7 @@ def _mistral(config: Json, num_layers: int) -> Fields:
 
 
 def _ministral3(config: Json, num_layers: int) -> Fields:
-    """Queries grow with their position, as Llama 4's do."""
+    """Queries are scaled by their position, as in Llama 4."""
     rope = read_rope(config)
     fields: Fields = {"windows": (_window({"sliding_window": None, **config}),) * num_layers, "rope": rope}
     if (beta := optional_number(rope.scaling, "llama_4_scaling_beta")) is not None:
@@ -175,12 +174,12 @@ def _qwen2(config: Json, num_layers: int) -> Fields:
 def _qwen3(config: Json, num_layers: int) -> Fields:
     bias = bool(config.get("attention_bias"))
     windows = _qwen_windows(config, num_layers)
-    head_dim = positive(config, "head_dim", 128)  # not hidden_size / heads, as elsewhere
+    head_dim = positive(config, "head_dim", 128)  # other families' default is hidden_size / heads
     return {"qkv_bias": bias, "o_bias": bias, "qk_norm": True, "windows": windows, "head_dim": head_dim}
 
 
 def _gemma(config: Json, num_layers: int) -> Fields:
-    """Its first release says `gelu` and means the approximation."""
+    """The first release's `gelu` means the tanh approximation."""
     _refuse(config, "use_bidirectional_attention")
     fields = {
         **_biases(config, mlp=""),
@@ -205,7 +204,7 @@ def _gemma2(config: Json, num_layers: int) -> Fields:
 def _gemma3(config: Json, num_layers: int) -> Fields:
     rope, local = read_ropes(config)
     fields = _gemma2(config, num_layers) | {"qk_norm": True, "rope": rope}
-    # transformers does not pass the cap of attention on to it, whatever config.json says.
+    # transformers ignores config.json's cap of attention for this family.
     return fields | {"attention_cap": None, "local_rope": None if local == rope else local}
 
 
@@ -221,7 +220,7 @@ def _phi3(config: Json, num_layers: int) -> Fields:
 
 
 def _phi3_rope(config: Json) -> RopeConfig:
-    """The first files call LongRoPE su, or yarn."""
+    """Early files call LongRoPE su, or yarn."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = mapping(config, key)
     if (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
@@ -253,7 +252,7 @@ def _granite(config: Json, num_layers: int) -> Fields:
 
 
 def _granite_hybrid(config: Json, num_layers: int) -> Fields:
-    """Those of Granite 4 that are hybrids by name only: attention in each layer, one MLP."""
+    """Models of Granite 4 that are hybrids by name only: attention in each layer, one MLP."""
     _refuse(config, "num_local_experts")
     kinds = config.get("layers_block_type") or config.get("layer_types")
     kinds = kinds if isinstance(kinds, list) and len(kinds) == num_layers else ["mamba"]
@@ -294,7 +293,7 @@ def _cohere(config: Json, num_layers: int) -> Fields:
 
 
 def _cohere2(config: Json, num_layers: int) -> Fields:
-    """Layers that see everything have no positions."""
+    """Layers with full attention have no RoPE."""
     windows = _alternating_windows(config, num_layers)
     unrotated = tuple(i for i, window in enumerate(windows) if window is None)
     return _cohere(config, num_layers) | {"windows": windows, "unrotated": unrotated, "qk_norm": False}
@@ -304,7 +303,7 @@ def _smollm3(config: Json, num_layers: int) -> Fields:
     interval = positive(config, "no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
     if not isinstance(rotated, list) or len(rotated) != num_layers:
-        raise CheckpointError(f"config.json: no_rope_layers must list {num_layers} layers, as num_hidden_layers says")
+        raise CheckpointError(f"config.json: no_rope_layers must list {num_layers} layers (num_hidden_layers)")
     window = _window({"sliding_window": None, **config}) if config.get("use_sliding_window") else None
     if window is not None and config.get("layer_types") is None:
         config = {**config, "layer_types": [FULL if has_rope else SLIDING for has_rope in rotated]}
@@ -334,7 +333,7 @@ def _nemotron(config: Json, num_layers: int) -> Fields:
 
 
 def _exaone4(config: Json, num_layers: int) -> Fields:
-    """Where some layers have a window, the others have no positions."""
+    """If some layers have a window, the others have no RoPE."""
     windows = _alternating_windows(config, num_layers)
     has_windows = config.get("sliding_window", 4096) is not None
     unrotated = tuple(i for i, window in enumerate(windows) if window is None and has_windows)
@@ -363,7 +362,7 @@ def _hunyuan(config: Json, num_layers: int) -> Fields:
 
 
 def _hunyuan_rope(config: Json) -> RopeConfig:
-    """What it calls dynamic scaling with an `alpha` is another theta, whatever the text's length."""
+    """Its dynamic scaling with an `alpha` is another theta, independent of the text's length."""
     scaling = mapping(config, "rope_scaling") or mapping(config, "rope_parameters")
     if "alpha" not in scaling:
         return read_rope(config)
@@ -374,7 +373,7 @@ def _hunyuan_rope(config: Json) -> RopeConfig:
     return RopeConfig(min(theta, THETA_RANGE[1]), "default", {})
 
 
-# Adding a family is adding one entry: its config.json → the fields of ModelConfig that differ.
+# To add a family, add one entry: its config.json → the differing fields of ModelConfig.
 FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -416,8 +415,8 @@ _GEMMA2 = {
     "final_logit_softcapping": 30.0,
 }
 _GLM = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "attention_bias": True}
-# What a config.json that leaves a key out means, where it is not what Llama's means. transformers leaves keys out that
-# have its own defaults. `default_theta`: RoPE's; `default_local_theta`: of layers with a window.
+# Families' defaults for missing keys, if they differ from Llama's; transformers omits keys with its defaults.
+# `default_theta`: RoPE's; `default_local_theta`: of layers with a window.
 DEFAULTS: dict[str, Json] = {
     "ministral3": {
         "head_dim": 128,
@@ -476,7 +475,7 @@ DEFAULTS: dict[str, Json] = {
     },
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
 }
-# Models of text and images → the family of their language model, where `text_config` does not name it.
+# Multimodal models → the family of their language model, if `text_config` does not name it.
 MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 TEXT_CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",

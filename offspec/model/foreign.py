@@ -1,7 +1,7 @@
-"""`ForeignDecoder`: a decoder whose layers transformers' modules compute, with weights, KV cache and masks of ours.
+"""`ForeignDecoder`: a decoder whose layers are transformers' modules, with offspec's weights, KV cache and masks.
 
-A pass is layer-major, as `Decoder`'s is: transformers' code says how each layer is called (`Modules.prepare`), and the
-layers are called one by one while their weights are lent. Imports transformers.
+As in `Decoder`, a pass is layer-major: transformers' code determines how each layer is called (`Modules.prepare`). Then
+the layers are called one by one, each while its weights are borrowed. Imports transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RowsCache(TextCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, kv_heads, T, D] of these rows → those of all that they may look at."""
+        """Keys and values [1, kv_heads, T, D] of these rows → all keys and values for their attention."""
         dims, width = self._config.key_value_dims[layer_idx], self._config.kv[layer_idx].head_dim
         keys, values = (
             nn.functional.pad(given[0].transpose(0, 1), (0, width - dim))
@@ -46,7 +46,7 @@ class RowsCache(TextCache):
 
 
 class ForeignDecoder(Decoder):
-    """A decoder of a `ForeignConfig`. `normed` and `head` may be called while a pass is under way."""
+    """A decoder of a `ForeignConfig`. `normed` and `head` may be called during a pass, from another thread."""
 
     config: ForeignConfig
 
@@ -63,7 +63,7 @@ class ForeignDecoder(Decoder):
         self.blocks = []  # transformers' modules compute in their place
         self.current_layer = 0
         self.make_layer_caches = make_layer_caches
-        # Two of them, because logits are asked for (recall does) while another thread is in the middle of a pass.
+        # Two of them, because recall computes logits while another thread runs a pass.
         self._body, self._tail = (build(config.raw, config.form, dtype) for _ in range(2))
         self._tail_turn = Lock()
         for modules in (self._body, self._tail):
@@ -86,7 +86,7 @@ class ForeignDecoder(Decoder):
         self, hidden: Tensor, rows: PassRows, layers: range | None = None, after: AfterLayer | None = None
     ) -> Tensor:
         assert isinstance(rows, AppendedRows)
-        assert layers is None, "a pass through transformers' modules is a whole one"
+        assert layers is None, "a pass through transformers' modules takes all layers"
         with self._preparing.lend(self._shared(), self.weights.scratch):
             calls = self._calls(hidden, rows, *rows.chunks[0]) if len(rows.chunks) == 1 else None
             for index, lender in enumerate(self._layers):
@@ -103,7 +103,7 @@ class ForeignDecoder(Decoder):
         return hidden
 
     def _through_layer(self, index: int, hidden: Tensor, rows: AppendedRows, calls: list[LayerCall] | None) -> Tensor:
-        """calls: of the only chunk. Where there are several, each is prepared for each layer, since masks are large."""
+        """calls: of the only chunk. Several chunks are prepared again in each layer, because masks are large."""
         if calls is not None:
             return self._body.call_layer(index, calls[index], calls[0].hidden[0] if index == 0 else hidden)
         for first, last in rows.chunks:
@@ -122,7 +122,7 @@ class ForeignDecoder(Decoder):
         return by_kind(masks) if self.config.form.has_mask_kinds else next(iter(masks.values()))
 
     def _mask_of(self, rows: AppendedRows, first: int, last: int, window: int | None) -> Tensor:
-        """[1, 1, T, S]: bools, or numbers to add to scores where attention is plain."""
+        """[1, 1, T, S]: bools, or for eager attention numbers to add to scores."""
         seen = rows.mask(first, last, window)
         if seen is None:
             num_keys = rows.visibility.start + last
@@ -133,7 +133,7 @@ class ForeignDecoder(Decoder):
         return seen[None, None]
 
     def _shared(self) -> dict[str, Weight]:
-        """What lies outside the layers, but the embedding's table."""
+        """The weights outside the layers, except the embedding."""
         names = {name for source in self.config.shared_sources.values() for part in source.names for name in part}
         return {name: self.weights.shared(name) for name in names | {self.config.head_name}}
 
@@ -145,7 +145,7 @@ class ForeignDecoder(Decoder):
         module = self._body.embedding
         if type(module).forward is nn.Embedding.forward:
             return rows
-        module.weight = rows  # so that it does what it does beside looking rows up
+        module.weight = rows  # so that the module applies its other operations to these rows
         try:
             found: Tensor = module(torch.arange(len(rows), device=rows.device))
         finally:
@@ -159,6 +159,6 @@ class ForeignDecoder(Decoder):
 
     @torch.inference_mode()
     def linear_logits(self, states: Tensor) -> Tensor:
-        """As `Decoder.linear_logits`, but linear only where the config says `has_linear_head`."""
+        """`Decoder.linear_logits`, but linear only if the config has `has_linear_head`."""
         with self._tail_turn, self._finishing.lend(self._shared(), None):
             return self._tail.logits(states).float()

@@ -1,6 +1,6 @@
-"""`ForeignConfig`: the shape of a decoder that offspec has no code for, whose layers transformers' modules compute.
+"""`ForeignConfig`: the shape of a decoder that only transformers supports, and whose layers its modules compute.
 
-It is data alone: transformers is not imported here. `checkpoints.foreign` makes one, `model.foreign` computes by it.
+It is data only; transformers is not imported here. `checkpoints.foreign` makes it, `model.foreign` uses it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Source:
-    """Which weights of a checkpoint a module's parameter is made of, by the names that a `WeightSource` lends them by.
+    """The weights of a checkpoint that form a module's parameter, by their names in a `WeightSource`.
 
-    One name: the parameter is that weight. Otherwise the parameter [E, N, K] is that of E experts, and expert e's
-    matrix is that of `names[0][e]`, `names[1][e]`, ... below each other.
+    With one name, the parameter is that weight. Otherwise the parameter [E, N, K] has E experts, and expert e's matrix
+    is `names[0][e]`, `names[1][e]`, ... concatenated by rows.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -28,16 +28,16 @@ class Source:
 
 
 def is_of_experts(name: str, shape: Shape) -> bool:
-    """Whether a layer's parameter or tensor of this name holds one expert's matrix, or those of all."""
+    """Whether a layer's parameter or tensor holds the matrix of one expert or of all."""
     return ".experts." in name or len(shape) == 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallForm:
-    """How the modules of a model are called.
+    """How to call the modules of a model.
 
-    attention: sdpa or eager, whichever they have. num_outputs: 0 where a layer returns hidden states, else how many
-    values a layer returns, hidden states first. has_mask_kinds: masks are given by the layers' kinds.
+    attention: sdpa or eager, as the modules support. num_outputs: 0 if a layer returns hidden states only, otherwise
+    the number of its results, hidden states first. has_mask_kinds: masks are passed by kinds of layers.
     """
 
     attention: str
@@ -47,15 +47,15 @@ class CallForm:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignConfig(ModelConfig):
-    """raw: config.json. prefix: what comes before a layer's number in the checkpoint's names.
+    """The shape of a decoder that transformers' modules compute.
 
-    embedding, head: the full names of these matrices there; a tied head's may be missing.
-    shared: name → shape of what lies outside the layers. layers: of each one, short name → shape.
-    layer_sources: of each one, parameter's path in the layer → what it is made of. shared_sources: the same by the full
-    path in the model, without embedding and head. kv: what each layer keeps of a token; key_value_dims: and how many
-    numbers of a head's key and value. made_elements: at most so many elements of weights are made anew in a layer.
-    expert_share: how much of a layer's experts a row goes through. ignored: full names of the checkpoint's tensors that
-    no module needs.
+    raw: config.json. prefix: the prefix before a layer's number in the checkpoint's names.
+    embedding, head: full names of these matrices in the checkpoint; a tied head may be missing.
+    shared: name → shape of the tensors outside the layers. layers: per layer, short name → shape.
+    layer_sources: per layer, a parameter's path in the layer → its source. shared_sources: the same with full paths in
+    the model, without embedding and head. kv: each layer's KV entry; key_value_dims: the dimensions of a head's key and
+    value. made_elements: the maximum number of elements that a layer dequantises at once.
+    expert_share: the share of a layer's experts that a row uses. ignored: full names of tensors that no module needs.
     """
 
     raw: Json
@@ -88,7 +88,7 @@ class ForeignConfig(ModelConfig):
         return self.head
 
     def as_native(self) -> ModelConfig:
-        """A decoder of Llama's layout as large as this one."""
+        """The shape of a decoder with Llama's layout and this one's size."""
         return ModelConfig(**{field.name: getattr(self, field.name) for field in fields(ModelConfig)})
 
     def shared_shapes(self) -> dict[str, Shape]:

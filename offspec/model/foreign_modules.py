@@ -1,9 +1,9 @@
-"""transformers' modules of a model, without weights, and how one of their passes is taken apart into layers.
+"""transformers' modules of a model, without weights, and the division of their passes into layers.
 
-transformers' code prepares a pass (position embeddings, masks, what is added to the input), goes through its layers,
-and finishes it (norms). `Modules.prepare` lets it run with layers that compute nothing and only take down how each of
-them is called; the layers are called afterwards, one by one, with the weights that are lent to them.
-Imports transformers; nothing is downloaded, and no code of a checkpoint is run.
+transformers' code prepares a pass (position embeddings, masks, input embeddings), calls its layers, and finishes the
+pass (norms). `Modules.prepare` runs it with layers that compute nothing and only record their arguments. Later the real
+layers are called with these arguments, one by one, with borrowed weights.
+Imports transformers; it downloads nothing, and runs no code of a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .config_values import MAX_SIZE, Json
 from .foreign_config import CallForm
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
-# What changes with the length of the text: a tree's nodes would be rotated otherwise than the text that they become.
+# These depend on the text's length: a tree's node would be rotated differently from the token that it becomes.
 UNSTEADY_ROPE = ("dynamic", "longrope")
 MAX_BUFFER_BYTES = 64 * 2**20  # of tables that modules compute from their config
-MAX_MODULES = 1024  # of layers, and of a layer's experts
+MAX_MODULES = 1024  # the maximum number of layers, and of a layer's experts
 UNLIKELY = 77
-RECURRENT = "has recurrent layers (state-space or linear attention), which cannot hold a tree of guesses"
-# What is decided here, or is of no use: labels of a classifier make a table as long as config.json says.
+RECURRENT = "has recurrent layers (state-space or linear attention), which cannot process a token tree"
+# Keys that are decided here, or unused: a classifier's labels would make a table of any size.
 _LEFT_OUT = (
     "model_type",
     "quantization_config",
@@ -50,11 +50,11 @@ _LEFT_OUT = (
 
 
 class RecurrentStateError(Exception):
-    """A layer asked for a state that is no key and no value."""
+    """A layer requested a recurrent state."""
 
 
 class TextCache(Cache):
-    """What transformers' modules are given as a KV cache, with `length` tokens in it. Subclasses keep something."""
+    """The KV cache for transformers' modules, with `length` tokens. Subclasses store entries."""
 
     def __init__(self, length: int) -> None:
         super().__init__(layers=[])
@@ -80,7 +80,7 @@ class TextCache(Cache):
 
 
 class Outputs(MoeModelOutputWithPast):
-    """A base model's outputs; what it does not have is None."""
+    """A base model's outputs; missing ones are None."""
 
     def __getattr__(self, name: str) -> Any:
         return None
@@ -88,7 +88,7 @@ class Outputs(MoeModelOutputWithPast):
 
 @dataclass(frozen=True)
 class LayerCall:
-    """How a layer is called: what it was given as hidden states [1, T, hidden], and everything else by its name."""
+    """The arguments of a layer's call: hidden states [1, T, hidden], and the others by name."""
 
     hidden: Tensor
     kwargs: Mapping[str, Any]
@@ -99,7 +99,7 @@ class LayerCall:
 
 
 class Modules:
-    """The modules of one model on the meta device; see `build`. path: of its list of layers, in the whole model."""
+    """The modules of one model on the meta device; see `build`. path: the path of its list of layers."""
 
     def __init__(self, causal: Any) -> None:
         self.causal = causal.eval()
@@ -108,21 +108,20 @@ class Modules:
         self.num_outputs = 0
         self._calls: list[LayerCall | None] = []
         self._substitute: Tensor | None = None
-        self._arguments = list(inspect.signature(type(self.layers[0]).forward).parameters)[2:]  # behind hidden states
+        self._arguments = list(inspect.signature(type(self.layers[0]).forward).parameters)[2:]  # after hidden states
         for index, layer in enumerate(self.layers):
-            layer.forward = partial(self._take_down, index)
+            layer.forward = partial(self._record_call, index)
 
     def prepare(self, hidden: Tensor, positions: Tensor, cache: TextCache, mask: Any) -> list[LayerCall]:
-        """How each layer is called in a pass over rows hidden [T, hidden] at positions [T]; the first one's hidden
-        states are what the pass begins with.
+        """The calls of all layers in a pass over rows hidden [T, hidden] at positions [T].
 
-        mask: [1, 1, T, S], or by the layers' kinds.
+        The first call has the input of the first layer. mask: [1, 1, T, S], or masks by kinds of layers.
         """
         self._run(hidden, positions, cache, mask)
         return [call for call in self._calls if call is not None]
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """What a pass makes of its last layer's output [R, hidden]: the same, normed."""
+        """The final states [R, hidden] of a pass, from its last layer's output: after the final norm."""
         rows = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
         mask = torch.ones(1, 1, len(hidden), len(hidden), dtype=torch.bool, device=hidden.device)
         self._substitute = hidden[None]
@@ -132,14 +131,14 @@ class Modules:
             self._substitute = None
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [R, vocab] of states [R, hidden] as `finish` returns them."""
-        with self._saying(states):
+        """Logits [R, vocab] of `finish`'s states [R, hidden]."""
+        with self._returning(states):
             found: Tensor = self.causal(inputs_embeds=states[None], use_cache=False).logits[0]
         return found
 
     @contextmanager
-    def _saying(self, states: Tensor) -> Iterator[None]:
-        """A pass computes nothing, and ends with these states. Raises ValueError where nobody asked for them."""
+    def _returning(self, states: Tensor) -> Iterator[None]:
+        """Make the base model return these states without computing. Raises ValueError if it was not called."""
         asked = list[Outputs]()
 
         def forward(*args: Any, **kwargs: Any) -> Outputs:
@@ -152,7 +151,7 @@ class Modules:
         finally:
             del self.base.forward
         if not asked:
-            raise ValueError("its logits do not follow from what its layers end with")
+            raise ValueError("its logits do not depend on its layers' output")
 
     def call_layer(self, index: int, call: LayerCall, hidden: Tensor) -> Tensor:
         """Layer `index` over hidden states [T, hidden] → [T, hidden]."""
@@ -173,7 +172,7 @@ class Modules:
         states: Tensor = found[0]
         return states
 
-    def _take_down(self, index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _record_call(self, index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._calls[index] = LayerCall(hidden_states, dict(zip(self._arguments, args, strict=False)) | kwargs)
         out = hidden_states if self._substitute is None else self._substitute
         return (out, *[None] * (self.num_outputs - 1)) if self.num_outputs else out
@@ -194,15 +193,15 @@ class Modules:
         return self.causal.get_output_embeddings()
 
     def fill_buffers(self, device: torch.device, *, inside_layers: bool = True) -> None:
-        """Compute the tables that modules make from their config, on `device`. Raises UnsupportedModelError."""
+        """Compute the tables that modules derive from their config, on `device`. Raises UnsupportedModelError."""
         inside = {id(module) for layer in self.layers for module in layer.modules()}
         modules = [m for m in self.causal.modules() if m._buffers and (inside_layers or id(m) not in inside)]
         found = [(m, name) for m in modules for name in m._non_persistent_buffers_set if m._buffers[name] is not None]
         total = sum(_buffer(m, name).nbytes for m, name in found)
         if total > MAX_BUFFER_BYTES:
             raise UnsupportedModelError(
-                f"{self.causal.config.model_type}'s modules keep tables of {total >> 20} MiB beside their weights, "
-                "which is more than is made room for"
+                f"{self.causal.config.model_type}'s modules have tables of {total >> 20} MiB beside their weights, "
+                f"more than the limit of {MAX_BUFFER_BYTES >> 20} MiB"
             )
         for module, name in found:
             module._buffers[name] = torch.full_like(_buffer(module, name), _blank(_buffer(module, name)), device="cpu")
@@ -213,7 +212,7 @@ class Modules:
             table = _buffer(module, name)
             if bool((table != table).all() if table.is_floating_point() else (table == _blank(table)).all()):
                 raise UnsupportedModelError(
-                    f"{self.causal.config.model_type}'s modules do not say how their table {name!r} is computed"
+                    f"{self.causal.config.model_type}'s modules do not compute their table {name!r}"
                 )
             module._buffers[name] = table.to(device)
 
@@ -225,12 +224,12 @@ def _buffer(module: nn.Module, name: str) -> Tensor:
 
 
 def _blank(table: Tensor) -> float:
-    """What stands in a table that nobody has computed: no table is full of it."""
+    """The value of a table that was not computed; no real table consists of it."""
     return float("nan") if table.is_floating_point() else UNLIKELY
 
 
 def _find_layers(causal: Any) -> tuple[str, list[nn.Module]]:
-    """The list of layers with its path: as many modules of one class as config.json says."""
+    """The path and the list of layers: num_hidden_layers modules of one class."""
     wanted = causal.config.num_hidden_layers
     lists = [(name, found) for name, found in causal.named_modules() if isinstance(found, nn.ModuleList)]
     fitting = [
@@ -245,7 +244,7 @@ def _find_layers(causal: Any) -> tuple[str, list[nn.Module]]:
 
 
 def knows(model_type: object) -> bool:
-    """Whether transformers has modules that write text with such a model."""
+    """Whether transformers has a text-generating model of this type."""
     return (
         isinstance(model_type, str) and model_type in CONFIG_MAPPING and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     )
@@ -254,12 +253,12 @@ def knows(model_type: object) -> bool:
 def build(raw: Json, form: CallForm | None = None, dtype: torch.dtype = torch.float32) -> Modules:
     """The modules of a config.json that transformers `knows`, on the meta device, for arithmetic in `dtype`.
 
-    form: as it was found out before. Raises CheckpointError for a config.json that they do not accept,
-    UnsupportedModelError for what cannot be run through them.
+    form: a result of `foreign_probe.probe`. Raises CheckpointError for a config.json that transformers does not accept,
+    UnsupportedModelError for a model that offspec cannot run through these modules.
     """
     config = _config(raw)
-    library: Any = transformers  # not typed where it is used here
-    library.logging.set_verbosity_error()  # what it warns of here is training, and speed
+    library: Any = transformers  # these functions have no types
+    library.logging.set_verbosity_error()  # its warnings here are about training and speed
     for attention in (form.attention,) if form else ("sdpa", "eager"):
         try:
             with torch.device("meta"):
@@ -280,8 +279,8 @@ def build(raw: Json, form: CallForm | None = None, dtype: torch.dtype = torch.fl
 
 
 def _refusal(raw: Json, exc: Exception) -> CheckpointError:
-    told = " ".join(str(exc).split()) or type(exc).__name__
-    return CheckpointError(f"config.json: transformers does not accept it as {show(raw['model_type'])}: {told[:300]}")
+    reason = " ".join(str(exc).split()) or type(exc).__name__
+    return CheckpointError(f"config.json: transformers does not accept it as {show(raw['model_type'])}: {reason[:300]}")
 
 
 def _config(raw: Json) -> Any:
@@ -289,7 +288,7 @@ def _config(raw: Json) -> Any:
     model_type = raw["model_type"]
     named = raw.get("architectures") or []
     if isinstance(named, list) and named and not any("CausalLM" in str(n) or "LMHead" in str(n) for n in named):
-        raise UnsupportedModelError(f"{show(named[0])} is no model that writes text; only those are supported")
+        raise UnsupportedModelError(f"{show(named[0])} does not generate text; only models that do are supported")
     try:
         given = {key: value for key, value in raw.items() if key not in _LEFT_OUT}
         config = transformers.AutoConfig.for_model(model_type, **given)
@@ -301,13 +300,13 @@ def _config(raw: Json) -> Any:
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{model_type} has an encoder; only decoders are supported")
     if config.get_text_config() is not config:
-        raise UnsupportedModelError(f"{model_type} is made of several models (images, sound); only text is supported")
+        raise UnsupportedModelError(f"{model_type} is a multimodal model (images, sound); only text is supported")
     _check_kinds(config)
     return config
 
 
 def _check_sizes(raw: Json) -> None:
-    """Raises CheckpointError for more layers or experts than any model has: each of them is made of Python objects."""
+    """Raises CheckpointError for absurd numbers of layers or experts, each of which needs Python objects."""
     for key, value in raw.items():
         most = MAX_MODULES if key.endswith(("layer", "layers", "experts")) else MAX_SIZE
         if isinstance(value, int) and abs(value) > most:
@@ -315,27 +314,27 @@ def _check_sizes(raw: Json) -> None:
 
 
 def _check_kinds(config: Any) -> None:
-    """Raises UnsupportedModelError for kinds of layers, of RoPE and of biases that a tree cannot go through."""
+    """Raises UnsupportedModelError for kinds of layers, RoPE and biases that do not support a token tree."""
     name = config.model_type
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ATTENTION_KINDS:
             reason = RECURRENT if any(word in kind for word in ("linear", "mamba", "conv", "recurrent")) else ""
-            raise UnsupportedModelError(f"{name} {reason or f'has layers of a kind that is not supported ({kind})'}")
+            raise UnsupportedModelError(f"{name} {reason or f'has layers of an unsupported kind ({kind})'}")
     if getattr(config, "alibi", False):
         raise UnsupportedModelError(f"{name} biases attention by distance (ALiBi), which is not supported")
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
     if unsteady := [kind["rope_type"] for kind in kinds if kind.get("rope_type") in UNSTEADY_ROPE]:
-        raise UnsupportedModelError(f"{name}'s RoPE changes with the text's length ({unsteady[0]}): not supported")
+        raise UnsupportedModelError(f"{name}'s RoPE changes with the text's length ({unsteady[0]}), not supported")
 
 
 def _check_arguments(modules: Modules, raw: Json) -> None:
-    """Raises UnsupportedModelError where a pass cannot be told of positions, masks or a cache."""
+    """Raises UnsupportedModelError if the modules do not accept positions, masks or a cache."""
     taken = inspect.signature(modules.base.forward).parameters
     missing = [n for n in ("past_key_values", "position_ids", "attention_mask", "inputs_embeds") if n not in taken]
     if missing:
         why = {
             "past_key_values": RECURRENT,
-            "position_ids": "counts positions by itself, so that it cannot hold a tree of guesses",
-        }.get(missing[0], f"takes no {missing[0]}")
-        raise UnsupportedModelError(f"{raw['model_type']} {why}: not supported through transformers' modules")
+            "position_ids": "counts positions itself, so it cannot process a token tree",
+        }.get(missing[0], f"does not accept {missing[0]}")
+        raise UnsupportedModelError(f"{raw['model_type']} {why}; not supported through transformers' modules")

@@ -1,7 +1,7 @@
-"""What transformers' modules of a model would do, found out by asking them; no weights are needed.
+"""Finds the properties of a model's transformers modules by running them without weights.
 
-How layers return hidden states, which layer sees how far back, how masks have to be given so that each layer gets the
-right one, and what each layer puts in a KV cache. Whatever does not add up is refused: text must be exact, or not be.
+These are the form of layers' results, each layer's window, the form of masks, and each layer's KV entries. Anything
+inconsistent is refused, because text must be exact.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .foreign_modules import RECURRENT, LayerCall, Modules, RecurrentStateError,
 from .kv_cache import KVLayout
 
 MAX_PROBED_KEYS = 2**20
-OUTPUT_FORMS = (0, 1, 2, 3)  # hidden states alone, or so many values of which they are the first
+OUTPUT_FORMS = (0, 1, 2, 3)  # 0: hidden states only; n: n values, hidden states first
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What was found out: see `ForeignConfig` for what the fields mean."""
+    """The properties found; `ForeignConfig` explains the fields."""
 
     form: CallForm
     hidden_size: int
@@ -37,7 +37,7 @@ class Probed:
 
 
 class SeenKeysError(Exception):
-    """What a layer was about to put in the cache."""
+    """Carries the keys and values that a layer passes to the cache."""
 
     def __init__(self, layer: int, keys: Tensor, values: Tensor) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class SeenKeysError(Exception):
 
 
 class ProbeCache(TextCache):
-    """A cache of `length` tokens, which ends a layer as soon as that has keys and values."""
+    """A cache of `length` tokens that stops a layer at its keys and values."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> NoReturn:
         raise SeenKeysError(layer_idx, key_states, value_states)
 
 
 def probe(modules: Modules) -> Probed:
-    """Raises UnsupportedModelError. modules: as they were built; they cannot be used for anything else afterwards."""
+    """Probe fresh modules, which cannot be used for anything else afterwards. Raises UnsupportedModelError."""
     return _Probe(modules).found()
 
 
@@ -63,15 +63,15 @@ class _Probe:
         self.width = int(modules.embedding.weight.shape[1])
         longest = getattr(self.config, "max_position_embeddings", None)
         if not isinstance(longest, int) or longest < 1:
-            raise self.refusal("does not say how long its texts may be")
+            raise self.refusal("does not state its maximum context")
         self.max_context = longest
         if any(b.dtype == torch.bool for layer in modules.layers for b in layer.buffers()):
-            raise self.refusal("has masks of its own inside its layers")
+            raise self.refusal("has its own masks inside its layers")
         modules.fill_buffers(torch.device("cpu"), inside_layers=False)
         _fill_parameters(modules)
 
     def refusal(self, what: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self.name} {what}: not supported through transformers' modules")
+        return UnsupportedModelError(f"{self.name} {what}; not supported through transformers' modules")
 
     def found(self) -> Probed:
         calls = self._find_outputs()
@@ -93,7 +93,7 @@ class _Probe:
         )
 
     def _prepare(self, length: int, num_rows: int, mask: Any) -> list[LayerCall]:
-        """The calls of a pass over rows behind `length` tokens, on the CPU. Raises whatever goes wrong."""
+        """The calls of a pass over rows after `length` tokens, on the CPU. Raises any exception of the modules."""
         positions = torch.arange(length, length + num_rows)
         calls = self.modules.prepare(torch.zeros(num_rows, self.width), positions, ProbeCache(length), mask)
         if len(calls) != len(self.modules.layers) or any(c.hidden.shape != (1, num_rows, self.width) for c in calls):
@@ -101,7 +101,7 @@ class _Probe:
         return calls
 
     def _find_outputs(self) -> list[LayerCall]:
-        """Finds out in which form layers return hidden states; the calls of a pass of two rows."""
+        """Find the form of layers' results. Returns the calls of a pass of two rows."""
         failures = list[Exception]()
         for form in OUTPUT_FORMS:
             self.modules.num_outputs = form
@@ -109,12 +109,12 @@ class _Probe:
                 return self._prepare(0, 2, _causal(2))
             except RecurrentStateError as exc:
                 raise self.refusal(RECURRENT) from exc
-            except Exception as exc:  # noqa: BLE001 (foreign code raises what it likes)
+            except Exception as exc:  # noqa: BLE001 (foreign code may raise anything)
                 failures.append(exc)
-        raise self.refusal(f"does not prepare its passes as decoders do ({told(failures[0])})")
+        raise self.refusal(f"does not prepare its passes as decoders do ({one_line(failures[0])})")
 
     def _windows(self) -> tuple[int | None, ...]:
-        """How many positions back each layer sees, by the masks that its own code makes; None is all."""
+        """Each layer's window, from the masks that its own code makes; None is full attention."""
         longest = min(self.max_context, MAX_PROBED_KEYS)
         seen = [self._visible(longest - shorter) for shorter in (0, 1)]
         windows = list[int | None]()
@@ -124,33 +124,33 @@ class _Probe:
             elif most == fewer >= 1:
                 windows.append(most)
             else:
-                raise self.refusal(f"has a mask of its own in layer {layer}")
+                raise self.refusal(f"has its own mask in layer {layer}")
         return tuple(windows)
 
     def _visible(self, num_keys: int) -> list[int]:
-        """How many of `num_keys` keys the last one's row sees, layer by layer."""
+        """How many of `num_keys` keys the last row attends to, per layer."""
         try:
             masks = [call.mask for call in self._prepare(num_keys - 1, 1, None)]
         except Exception as exc:
-            raise self.refusal(f"does not make masks ({told(exc)})") from exc
+            raise self.refusal(f"does not make masks ({one_line(exc)})") from exc
         return [num_keys if mask is None else int(_seen(mask)[..., -1, :].sum()) for mask in masks]
 
     def _has_mask_kinds(self, windows: Sequence[int | None]) -> bool:
-        """Whether each layer gets its mask where they are given by kinds, or all of them the only one there is."""
+        """Whether masks must be passed by kinds of layers; otherwise all layers have one mask."""
         kinds = {window is None: _causal(2) for window in windows}
         if len(set(windows)) > len(kinds):
             raise self.refusal("has windows of several widths")
         for mask in (*(kinds.values() if len(kinds) == 1 else ()), by_kind(kinds)):
             try:
                 calls = self._prepare(0, 2, mask)
-            except Exception:  # noqa: BLE001 (whatever they make of masks that they do not take)
+            except Exception:  # noqa: BLE001 (modules may raise anything for unsupported masks)
                 continue
             if all(call.mask is kinds[w is None] for call, w in zip(calls, windows, strict=True)):
                 return isinstance(mask, dict)
-        raise self.refusal("does not take masks as they are given")
+        raise self.refusal("does not pass given masks to its layers")
 
     def _keys_and_values(self, index: int, call: LayerCall) -> tuple[KVLayout, tuple[int, int]]:
-        """What a layer puts in a cache, on the meta device."""
+        """The shape of a layer's KV entry, found on the meta device."""
 
         def on_meta(value: Any) -> Any:
             return value.to("meta") if isinstance(value, Tensor) else value
@@ -167,30 +167,30 @@ class _Probe:
         except RecurrentStateError as exc:
             raise self.refusal(RECURRENT) from exc
         except Exception as exc:
-            raise self.refusal(f"has a layer {index} that cannot be looked into ({told(exc)})") from exc
-        raise self.refusal(f"has a layer {index} without keys and values of its own")
+            raise self.refusal(f"has a layer {index} that cannot be probed ({one_line(exc)})") from exc
+        raise self.refusal(f"has a layer {index} without its own keys and values")
 
     def _has_linear_head(self) -> bool:
         """Whether logits are linear in the final states."""
         head = self.modules.head
         if type(head).forward is not nn.Linear.forward:
-            raise self.refusal("has a head that is no matrix")
+            raise self.refusal("has a head that is not a matrix")
         head.forward = lambda states: states
         states = torch.randn(2, self.width, generator=torch.Generator().manual_seed(0)) * 20
         try:
             once, twice = (self.modules.logits(factor * states) for factor in (1, 2))
         except Exception as exc:
-            raise self.refusal(f"does not make its logits as decoders do ({told(exc)})") from exc
+            raise self.refusal(f"does not compute its logits as decoders do ({one_line(exc)})") from exc
         return head.bias is None and torch.allclose(2 * once, twice)
 
 
-def told(exc: Exception) -> str:
-    """What foreign code raised, on one line of bounded length."""
+def one_line(exc: Exception) -> str:
+    """An exception of foreign code on one line of limited length."""
     return " ".join(f"{type(exc).__name__}: {exc}".split())[:200]
 
 
 def by_kind(masks: dict[bool, Tensor]) -> dict[str, Tensor]:
-    """Masks of layers without (True) and with (False) a window, as transformers' modules take them by kinds."""
+    """Masks of layers without (True) and with (False) a window, by transformers' kinds of layers."""
     some = next(iter(masks.values()))
     return {"full_attention": masks.get(True, some), "sliding_attention": masks.get(False, some)}
 
@@ -200,12 +200,12 @@ def _causal(num_rows: int) -> Tensor:
 
 
 def _seen(mask: Tensor) -> Tensor:
-    """A mask, of bools or to be added, as bools."""
+    """A mask as bools; it may be one of numbers to add to scores."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def _fill_parameters(modules: Modules) -> None:
-    """Zeros for the parameters outside the layers, in no memory."""
+    """Zeros for the parameters outside the layers, without allocating memory."""
     inside = {id(p) for layer in modules.layers for p in layer.parameters()}
     for module in modules.causal.modules():
         for name, parameter in module.named_parameters(recurse=False):

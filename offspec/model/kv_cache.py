@@ -1,9 +1,9 @@
-"""Keys and values of one text: a committed prefix, then a pending region where a tree's nodes wait for the verdict.
+"""The KV cache of one text: a committed prefix, then a pending region with the nodes that wait for the verdict.
 
-Slot i of the committed prefix holds the token at position i. Pending entries follow in the order they were computed.
-`KVCache` counts a text's entries; the entries themselves lie in `LayerCache`s, each of one layer or of several layers
-that share memory. Another format of entries, or another place for them, is another `LayerCache`; a `Decoder` is given
-the function that makes them (`MakeLayerCaches`). Knows nothing of models, trees' shapes or masks.
+Slot i of the committed prefix holds the token at position i. Pending entries follow in the order of their computation.
+`KVCache` counts a text's entries; `LayerCache`s store them, each for one layer or for several layers that share memory.
+Another format or place of entries is another `LayerCache`; a `Decoder` gets the function that makes them
+(`MakeLayerCaches`).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from offspec.loaders.small_transfers import to_device
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What one layer puts in a cache for a token: a key and a value [num_heads, head_dim] each."""
+    """The shape of a token's KV entry in one layer: a key and a value, [num_heads, head_dim] each."""
 
     num_heads: int
     head_dim: int
 
     def nbytes(self, num_entries: int, itemsize: int) -> int:
-        """Of a layer's `num_entries` entries whose numbers take `itemsize` bytes each."""
+        """Bytes of `num_entries` entries of one layer, with numbers of `itemsize` bytes."""
         return 2 * self.num_heads * self.head_dim * num_entries * itemsize
 
 
 class LayerCache(Protocol):
-    """The entries of `num_layers` layers that lie together; `layer` counts from the first of them.
+    """The entries of `num_layers` layers that are stored together; `layer` counts from the first of them.
 
-    It knows slots, not what is committed or pending.
-    Keys and values come and go in the dtype and on the device that attention computes with, whatever they lie in.
-    `write` and `read` are called for one layer after the other, `reserve`, `keep` and `wipe` once for all of them.
+    It manages slots, and does not know which of them are committed or pending. Arguments and results have attention's
+    dtype and device, for any format of storage. `write` and `read` are called for each layer; `reserve`, `keep` and
+    `wipe` are called once for all layers.
     """
 
     @property
@@ -44,16 +44,16 @@ class LayerCache(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """All memory that was allocated, on whatever device."""
+        """All allocated bytes, on any device."""
 
     def reserve(self, capacity: int, in_use: int) -> None:
-        """Make room for `capacity` entries, more than there are; the first `in_use` stay."""
+        """Grow to `capacity` entries, and keep the first `in_use` ones."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
         """Put keys and values [T, kv_heads, head_dim] into slots start .. start + T."""
 
     def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """As `write`, into slots [T] that only the device knows; nothing may wait for it (CUDA graphs)."""
+        """`write` into slots [T] on the device, without synchronising (CUDA graphs)."""
 
     def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values [kv_heads, end, head_dim] of the first `end` slots."""
@@ -62,11 +62,11 @@ class LayerCache(Protocol):
         """Move the entries in slots [K] (ascending, on the compute device) to start .. start + K."""
 
     def wipe(self, start: int) -> None:
-        """Make whatever lies from slot `start` on read as zeros."""
+        """Make all slots from `start` on read as zeros."""
 
 
 class PlainLayers:
-    """Layers of one layout as one tensor [layers, 2, kv_heads, capacity, head_dim] in the dtype of the arithmetic."""
+    """Layers of one layout as one tensor [layers, 2, kv_heads, capacity, head_dim] in attention's dtype."""
 
     def __init__(self, num_layers: int, layout: KVLayout, *, dtype: torch.dtype, device: torch.device) -> None:
         self.num_layers = num_layers
@@ -93,7 +93,7 @@ class PlainLayers:
         self._data[layer, 1].index_copy_(1, slots, values.transpose(0, 1))
 
     def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """As views."""
+        """Views of the entries."""
         return self._data[layer, 0, :, :end], self._data[layer, 1, :, :end]
 
     def keep(self, start: int, slots: Tensor) -> None:
@@ -107,7 +107,7 @@ MakeLayerCaches = Callable[[Sequence[KVLayout], torch.dtype, torch.device], Sequ
 
 
 def plain_layers(layouts: Sequence[KVLayout], dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
-    """A `MakeLayerCaches`: empty caches for these layers; neighbours of one layout lie together."""
+    """A `MakeLayerCaches`: empty caches for these layers; neighbours with equal layouts share a tensor."""
     groups = [(layout, len(list(layers))) for layout, layers in groupby(layouts)]
     return [PlainLayers(count, layout, dtype=dtype, device=device) for layout, count in groups]
 
@@ -115,12 +115,12 @@ def plain_layers(layouts: Sequence[KVLayout], dtype: torch.dtype, device: torch.
 class KVCache:
     """The KV entries of one text in all layers; grows as needed.
 
-    `length` tokens are committed, `pending` entries wait behind them; `positions` [capacity] says where each stands in
-    its text (nodes of equal depth share a position).
+    `length` tokens are committed, followed by `pending` entries; `positions` [capacity] has each entry's position in
+    the text (nodes of equal depth share a position).
     """
 
     def __init__(self, parts: Sequence[LayerCache], device: torch.device) -> None:
-        """parts: the layers' caches, empty, in the layers' order. device: where attention computes."""
+        """parts: the layers' caches, empty, in the layers' order. device: attention's."""
         self.length = 0
         self.pending = 0
         self.positions = torch.empty(0, dtype=torch.long, device=device)
@@ -138,12 +138,12 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Of keys and values."""
+        """Bytes of keys and values."""
         return sum(part.nbytes for part in self._parts)
 
-    @torch.inference_mode(False)  # in inference mode this would make tensors that `keep` may not write to outside it
+    @torch.inference_mode(False)  # outside inference mode, `keep` may not write to inference tensors
     def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` entries, no more; what is there stays."""
+        """Grow to at least `capacity` entries, and keep the existing ones."""
         if capacity <= self.capacity:
             return
         for part in self._parts:
@@ -151,9 +151,9 @@ class KVCache:
         self.positions = torch.cat((self.positions, self.positions.new_empty(capacity - self.capacity)))
 
     def extend(self, count: int) -> None:
-        """Make room for `count` entries more.
+        """Make room for `count` more entries.
 
-        Where nobody reserved it, for half as many again, so that appending is linear.
+        It grows by at least half, so that appending takes linear time.
         """
         if self.size + count > self.capacity:
             self.reserve(max(self.size + count, self.capacity * 3 // 2))
@@ -164,7 +164,7 @@ class KVCache:
         part.write(layer, keys, values, start)
 
     def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """As `write`, into slots [T] that only the device knows."""
+        """`write` into slots [T] on the device, without synchronising."""
         part, layer = self._layers[layer]
         part.scatter(layer, keys, values, slots)
 
@@ -181,36 +181,36 @@ class KVCache:
         self.positions[start:stop] = other.positions[start:stop]
 
     def append(self, num_committed: int, num_pending: int) -> None:
-        """Count entries that every layer has now written: committed ones (nothing may be pending), then pending."""
+        """Count the entries that all layers have written: committed ones (if nothing is pending), then pending ones."""
         assert num_committed == 0 or self.pending == 0, "the committed prefix cannot grow behind pending entries"
         self.length += num_committed
         self.pending += num_pending
         assert self.size <= self.capacity
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
-        """Commit the pending entries `path`, leave the entries `pending` behind them pending; forget the other ones.
+        """Commit the pending entries `path`, keep the entries `pending`, and drop the others.
 
-        Indices into the pending region, ascending, those of `pending` above those of `path`.
+        Both are ascending indices into the pending region; those of `pending` are above those of `path`.
         """
-        stay = [*path, *pending]
-        assert all(a < b for a, b in pairwise((-1, *stay, self.pending))), "what stays is not ascending pending entries"
-        if stay != list(range(len(stay))):
-            slots = to_device(torch.tensor(stay), self.positions.device) + self.length
+        kept = [*path, *pending]
+        assert all(a < b for a, b in pairwise((-1, *kept, self.pending))), "kept entries must be pending and ascending"
+        if kept != list(range(len(kept))):
+            slots = to_device(torch.tensor(kept), self.positions.device) + self.length
             for part in self._parts:
                 part.keep(self.length, slots)
-            self.positions[self.length : self.length + len(stay)] = self.positions[slots]
+            self.positions[self.length : self.length + len(kept)] = self.positions[slots]
         self.length += len(path)
         self.pending = len(pending)
 
     def truncate(self, length: int) -> None:
-        """Forget everything from position `length` on, and whatever is pending."""
+        """Drop all entries from position `length` on, and all pending ones."""
         assert 0 <= length <= self.length
         self.length, self.pending = length, 0
 
     def wipe(self) -> None:
-        """Zeros wherever nothing is in use.
+        """Zero all unused slots.
 
-        Attention over all of the capacity weighs it with 0, and 0 times NaN is NaN.
+        Attention over the whole capacity multiplies them by 0, and 0 times NaN is NaN.
         """
         for part in self._parts:
             part.wipe(self.size)

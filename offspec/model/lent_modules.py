@@ -1,8 +1,8 @@
-"""Modules of transformers whose parameters are lent: weights are theirs for the time of a layer, and no longer.
+"""Modules of transformers with borrowed parameters: they have weights only while their layer is computed.
 
-A `Lender` takes the parameters of a module tree away and puts lent weights in their place. Matrices of linear modules
-are multiplied as offspec multiplies all matrices, in whatever format they lie; other parameters are given as tensors in
-the dtype of the arithmetic. Experts are made one by one when they are asked for.
+A `Lender` removes the parameters of a module tree, and temporarily puts borrowed weights in their place. offspec
+multiplies the matrices of linear modules, in any weight format. Other parameters become tensors in the arithmetic's
+dtype. Experts are dequantised one at a time, on use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .foreign_config import Source
 
 
 class LentLinear(nn.Module):
-    """A linear module over a lent matrix [N, K] in any format."""
+    """A linear module over a borrowed matrix [N, K] in any format."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class LentLinear(nn.Module):
 
 @dataclass(frozen=True)
 class LentExperts:
-    """The parameter [E, N, K] of E experts that lie as matrices of their own; one is made when it is asked for."""
+    """The parameter [E, N, K] of E experts that are stored as separate matrices; each is made on use."""
 
     parts: tuple[tuple[Weight, ...], ...]
     dtype: torch.dtype
@@ -53,14 +53,14 @@ class LentExperts:
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place: attribute `name` of `module`, and what it is made of."""
+    """A parameter's place, attribute `name` of `module`, and its source."""
 
     module: nn.Module
     name: str
     source: Source
 
     def fill(self, weights: Mapping[str, Weight], dtype: torch.dtype) -> None:
-        """Put what `weights` has there."""
+        """Set the parameter from `weights`."""
         names = self.source.names
         value: Any
         if self.source.is_experts:
@@ -76,17 +76,17 @@ class Slot:
 
 
 class Lender:
-    """The parameters of one module tree, which are lent to it together."""
+    """Lends one module tree all its parameters at once."""
 
     def __init__(self, root: nn.Module, sources: Mapping[str, Source], dtype: torch.dtype) -> None:
-        """sources: by a parameter's path below `root`; all of them are taken away. dtype: of the arithmetic."""
+        """sources: by a parameter's path below `root`; removes these parameters. dtype: of the arithmetic."""
         self._dtype = dtype
         self._slots = [_take(root, path, source) for path, source in sources.items()]
         self._linears = [slot.module for slot in self._slots if isinstance(slot.module, LentLinear)]
 
     @contextmanager
     def lend(self, weights: Mapping[str, Weight], scratch: Tensor | None) -> Iterator[None]:
-        """weights: by the names of the sources. scratch: see `formats.linear`."""
+        """weights: by the sources' names. scratch: see `formats.linear`."""
         try:
             for slot in self._slots:
                 slot.fill(weights, self._dtype)
@@ -101,7 +101,7 @@ class Lender:
 
 
 def _take(root: nn.Module, path: str, source: Source) -> Slot:
-    """Takes the parameter or buffer at `path` out of its module, which is replaced where it is linear."""
+    """Remove the parameter or buffer at `path` from its module; replace the module if it is linear."""
     above, _, name = path.rpartition(".")
     module: Any = root.get_submodule(above)
     if type(module).forward is nn.Linear.forward:

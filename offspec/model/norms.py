@@ -1,4 +1,4 @@
-"""The norms of decoders, inside their layers and behind them. Knows nothing of layers or of where weights lie."""
+"""The norms of decoders, inside layers and after the last one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ NORMS = ("rms", "rms plus one", "layer", "layer plus one")
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
-    """x [..., N], normed over N, times weight [N] (plus one, where `kind` says so), plus bias [N].
+    """x [..., N], normed over N, times weight [N] (plus one for some kinds), plus bias [N].
 
-    weight [..., N] of more dimensions, x's last ones: each row of x is normed on its own. Such a weight is rounded to
-    x's dtype first: streamed it comes as the file has it, where one that stays was rounded (`StoredLayer.bind`).
-    kind: of NORMS; "rms" is RMSNorm (1910.07467), "layer" LayerNorm (1607.06450). Where one is added, an RMSNorm does
-    it in fp32, and rounds once, as Gemma does; a LayerNorm adds in the weight's dtype, as Nemotron does.
+    A weight [..., N] with more dimensions has x's last ones; each row of x is normed separately. Such a weight is first
+    rounded to x's dtype: a streamed one has the file's dtype, a resident one was rounded before (`StoredLayer.bind`).
+    kind: of NORMS; "rms" is RMSNorm (1910.07467), "layer" LayerNorm (1607.06450). With "plus one", an RMSNorm adds in
+    fp32 and rounds once, as Gemma does; a LayerNorm adds in the weight's dtype, as Nemotron does.
     """
     width, exact = (x.shape[-1],), torch.promote_types(x.dtype, torch.float32)
     if kind == "rms plus one":

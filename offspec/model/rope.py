@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, 2104.09864) and its scalings. Knows nothing of attention or caches."""
+"""Rotary position embedding (RoFormer, 2104.09864) and its scalings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .rope_config import LONG_FACTORS, ORIGINAL_CONTEXT, SHORT_FACTORS, RopeConf
 
 
 def rotation(rope: RopeConfig, rotary_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies (fp32 [rotary_dim / 2], radians per token), and what cos and sin are multiplied by.
+    """Inverse frequencies (fp32 [rotary_dim / 2], radians per token), and the factor of cos and sin.
 
-    Raises CheckpointError for YaRN or LongRoPE with numbers it cannot be computed from.
+    Raises CheckpointError for YaRN or LongRoPE with parameters outside their formulas' range.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies = 1.0 / rope.theta**exponents
@@ -29,10 +29,10 @@ def rotation(rope: RopeConfig, rotary_dim: int) -> tuple[Tensor, float]:
             return _yarn(frequencies, rope, rotary_dim), _yarn_attention_factor(rope.scaling)
         if rope.kind == "longrope":
             return _longrope(frequencies, rope.scaling), _longrope_attention_factor(rope.scaling)
-    except (ArithmeticError, ValueError) as exc:  # from numbers that no model has, like a theta of 1
-        said = {"rope_theta": rope.theta, **{k: v for k, v in rope.scaling.items() if not isinstance(v, tuple)}}
+    except (ArithmeticError, ValueError) as exc:  # from invalid parameters, like a theta of 1
+        given = {"rope_theta": rope.theta, **{k: v for k, v in rope.scaling.items() if not isinstance(v, tuple)}}
         raise CheckpointError(
-            f"config.json: RoPE scaling {rope.kind!r} cannot be computed from {said} ({exc})"
+            f"config.json: RoPE scaling {rope.kind!r} cannot be computed from {given} ({exc})"
         ) from exc
     return frequencies, 1.0
 
@@ -47,13 +47,13 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _longrope(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """LongRoPE (2402.13753): a factor for each frequency; which ones, `ModelConfig.for_context` says."""
+    """LongRoPE (2402.13753): one factor per frequency; `ModelConfig.for_context` chooses the set."""
     factors = scaling[LONG_FACTORS if scaling.get("is_long") else SHORT_FACTORS]
     return frequencies / torch.tensor(factors, dtype=torch.float32)
 
 
 def _longrope_attention_factor(scaling: Mapping[str, Any]) -> float:
-    """The softmax temperature that comes of how far LongRoPE stretches the context, for short texts, too."""
+    """The softmax temperature, from LongRoPE's extension of the context; also for short texts."""
     if (given := scaling.get("attention_factor")) is not None:
         return float(given)
     if (factor := scaling["factor"]) <= 1:
@@ -62,7 +62,7 @@ def _longrope_attention_factor(scaling: Mapping[str, Any]) -> float:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig, rotary_dim: int) -> Tensor:
-    """YaRN (2309.00071, 3.2): dimensions that turn often within the original context are kept, the others slowed."""
+    """YaRN (2309.00071, 3.2): keep dimensions with many turns within the original context, slow down the others."""
     scaling, factor = rope.scaling, float(rope.scaling["factor"])
     context = int(scaling["original_max_position_embeddings"])
 
@@ -91,7 +91,7 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
 
 
 class RotaryEmbedding:
-    """The rotation of one kind of layer. cos and sin come in `dtype`; angles are computed in fp32."""
+    """The rotation of one kind of layer. cos and sin have `dtype`; angles are computed in fp32."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class RotaryEmbedding:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """is_interleaved: neighbours are turned together. Raises CheckpointError, see `rotation`."""
+        """is_interleaved: pairs are neighbours. Raises CheckpointError, see `rotation`."""
         frequencies, self._magnitude = rotation(rope, rotary_dim)
         self._frequencies, self._dtype, self._is_interleaved = frequencies.to(device), dtype, is_interleaved
 
@@ -132,9 +132,9 @@ class Rotations:
         return self._found[rotary]
 
     def growth(self, beta: float, context: int) -> Tensor:
-        """fp32 [T, 1, 1], what queries are multiplied by: 1 + beta ln(1 + floor(position / context)).
+        """fp32 [T, 1, 1], the factor of queries: 1 + beta ln(1 + floor(position / context)).
 
-        It keeps attention sharp over texts longer than those that the model was trained on first (Llama 4).
+        It keeps attention sharp in texts longer than those of the first training phase (Llama 4).
         """
         if (beta, context) not in self._growths:
             steps = torch.floor(self._positions / context)
@@ -145,7 +145,8 @@ class Rotations:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> Tensor:
     """Rotate heads x [T, heads, head_dim] by cos, sin [T, 1, rotary_dim].
 
-    Dimensions from rotary_dim on stay. Halves are pairs, as in Hugging Face's Llama; is_interleaved: neighbours are.
+    Dimensions from rotary_dim on do not change. Pairs are made of a head's halves, as in Hugging Face's Llama, or with
+    is_interleaved of neighbours.
     """
     if (rotary_dim := cos.shape[-1]) < x.shape[-1]:
         turned = rotate(x[..., :rotary_dim], cos, sin, is_interleaved=is_interleaved)

@@ -1,7 +1,4 @@
-"""What config.json says of rotary position embeddings, in the layouts of transformers 4 and 5.
-
-Knows nothing of how they are computed.
-"""
+"""Reads config.json's settings of rotary position embeddings, in the layouts of transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ ROPE_NEEDED: dict[str, tuple[str, ...]] = {
     "longrope": (),
 }
 ROPE_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "llama_4_scaling_beta")
-THETA_RANGE = (1.0, 1e15)  # below 1, and far above what models have, powers leave fp32
-SCALING_RANGE = (1e-6, 1e6)  # of the other numbers of RoPE
+THETA_RANGE = (1.0, 1e15)  # outside it, powers may exceed fp32's range
+SCALING_RANGE = (1e-6, 1e6)  # of RoPE's other parameters
 ROPE_KINDS = tuple(ROPE_NEEDED)
-ROPE_HEADER = ("rope_theta", "rope_type", "type", "partial_rotary_factor")  # fields of their own, or only in one layout
+ROPE_HEADER = ("rope_theta", "rope_type", "type", "partial_rotary_factor")  # not parameters of the scaling
 ORIGINAL_CONTEXT = "original_max_position_embeddings"
 LONG_FACTORS, SHORT_FACTORS = "long_factor", "short_factor"
 FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
@@ -45,12 +42,12 @@ class RopeConfig:
 def read_rope(config: Json) -> RopeConfig:
     """RoPE settings from either layout: `rope_theta` + `rope_scaling`, or `rope_parameters` (transformers 5).
 
-    Where a file has both, `rope_scaling` was added by hand, to stretch the context: it counts. `default_theta`: what
-    the family has where neither says it.
+    If a file has both, a user added `rope_scaling` to extend the context, and it takes precedence. The key
+    `default_theta` is the family's default.
     """
     new, old = (mapping(config, key) for key in ("rope_parameters", "rope_scaling"))
     if kinds := _kinds(old or new):
-        raise UnsupportedModelError(f"RoPE of its own for each kind of layer ({kinds[0]}) is not supported")
+        raise UnsupportedModelError(f"separate RoPE for each kind of layer ({kinds[0]}) is not supported")
     scaling = dict(old or new)
     named = [source for source in (scaling, config, new) if source.get("rope_theta") is not None]
     theta = positive_number(named[0] if named else {}, "rope_theta", config.get("default_theta", 10000.0))
@@ -68,10 +65,10 @@ def read_rope(config: Json) -> RopeConfig:
 
 
 def read_ropes(config: Json) -> tuple[RopeConfig, RopeConfig]:
-    """Those of layers that see everything, and of layers with a window.
+    """RoPE of layers with full attention, and of layers with a window.
 
-    transformers 5 nests `rope_parameters` by kinds of layers. Before it, `rope_theta` and `rope_scaling` were of the
-    first, and the others had `rope_local_base_freq`, or `rope_theta` alone.
+    transformers 5 nests `rope_parameters` by kinds of layers. In earlier versions, `rope_theta` and `rope_scaling` are
+    for full attention; the other layers have `rope_local_base_freq`, or `rope_theta` without scaling.
     """
     new = mapping(config, "rope_parameters")
     flat = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
@@ -80,14 +77,14 @@ def read_ropes(config: Json) -> tuple[RopeConfig, RopeConfig]:
         local_theta = local_theta or config.get("rope_theta") or new.get("rope_theta")
         return read_rope(config), read_rope({**flat, "rope_theta": local_theta})
     full, local = ({**flat, "rope_parameters": mapping(new, kind)} for kind in (FULL, SLIDING))
-    if config.get("rope_scaling"):  # added by hand
+    if config.get("rope_scaling"):  # a user added it
         full["rope_scaling"] = config["rope_scaling"]
     local |= {"default_theta": config.get("default_local_theta") or config.get("default_theta", 10000.0)}
     return read_rope(full), read_rope(local)
 
 
 def read_rotary_share(config: Json) -> float:
-    """Which share of a head's dimensions RoPE turns, from wherever a layout puts `partial_rotary_factor`."""
+    """The share of a head's dimensions that RoPE rotates: `partial_rotary_factor` in either layout."""
     key = "partial_rotary_factor"
     sources = (mapping(config, "rope_scaling"), mapping(config, "rope_parameters"), config)
     value = next((source[key] for source in sources if source.get(key) is not None), 1.0)
@@ -97,7 +94,7 @@ def read_rotary_share(config: Json) -> float:
 
 
 def _kinds(parameters: Json) -> list[str]:
-    """The kinds of layers by which they are nested."""
+    """The kinds of layers, if the parameters are nested by them."""
     return [key for key, value in parameters.items() if isinstance(value, dict)]
 
 
@@ -114,7 +111,7 @@ def _check_numbers(kind: str, scaling: Json) -> None:
 
 
 def _complete_longrope(config: Json, scaling: dict[str, Any]) -> None:
-    """LongRoPE's factors; how far they stretch is what both contexts say, unless it is stated."""
+    """Check LongRoPE's factors. The default of `factor` is the ratio of the two contexts."""
     for key in (SHORT_FACTORS, LONG_FACTORS):
         scaling[key] = numbers(scaling.get(key), key)
     if scaling.get("factor") is None:

@@ -1,4 +1,4 @@
-"""What a pass says of its rows: logits, computed when they are asked for, and the hidden states that they come from."""
+"""The results of a pass: hidden states of its rows, and their logits, computed on first use."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ HEAD_ROWS = 64  # rows whose logits are computed together
 
 
 class Head(Protocol):
-    """What makes logits of hidden states; `Decoder` does."""
+    """Computes logits from hidden states, as `Decoder` does."""
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the head is given of hidden states [R, hidden]."""
+        """Hidden states [R, hidden] after the final norm."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [R, vocab] of hidden states [R, hidden]."""
 
 
 class RowLogits:
-    """fp32 logits [R, vocab] of hidden states, computed in slices of HEAD_ROWS when one of their rows is asked for.
+    """fp32 logits [R, vocab] of hidden states, computed on first use in slices of HEAD_ROWS.
 
-    A verdict looks at few rows of a large tree, most of them among the first; all of a large vocabulary's logits would
-    take a gigabyte.
+    A verdict uses few rows of a large tree, most of them near the start. All logits of a large vocabulary would take a
+    gigabyte.
 
-    layer_states: hidden states [num_before + R, hidden] after the layers that the pass was asked for, by their numbers,
-    layer 0 being the first. What follows the last layer is not normed.
+    layer_states: layer number (from 0) → hidden states [num_before + R, hidden] after that layer, for the layers that
+    the caller of the pass requested; never normed.
     """
 
     def __init__(
         self, head: Head, hidden: Tensor, num_before: int = 0, layer_states: Mapping[int, Tensor] | None = None
     ) -> None:
-        """hidden [num_before + R, hidden]: the first ones are rows of the same pass before these, see `before`."""
+        """hidden [num_before + R, hidden]: the first num_before are earlier rows of the pass, see `before`."""
         self._head, self._hidden = head, hidden[num_before:]
         self._before, self.num_before = hidden[:num_before], num_before
         self.layer_states: Mapping[int, Tensor] = layer_states or {}
         self._slices: dict[int, Tensor] = {}
 
     def before(self, first: int, last: int) -> Tensor:
-        """[last - first, vocab]: of rows first .. last of the num_before, the pass's chain without its last token.
+        """[last - first, vocab]: logits of rows first .. last of the num_before: the chain without its last token.
 
-        They are not kept.
+        They are computed at each call.
         """
         return self._head.logits(self._before[first:last])
 
@@ -56,7 +56,7 @@ class RowLogits:
 
     @torch.inference_mode()
     def states_before(self, count: int) -> Tensor:
-        """The same [count, hidden] of the last `count` of the num_before."""
+        """`Decoder.normed` states [count, hidden] of the last `count` of the num_before."""
         return self._head.normed(self._before[self.num_before - count :])
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """The KV caches of one text, the target's and the draft's, kept from request to request.
 
-A request that goes on from the text they hold scores only what is new. Knows nothing of where the text comes from.
+A request that continues their text scores only its new tokens.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ G = TypeVar("G", bound=Generator[Any, None, None])
 
 
 class SoleUser:
-    """The one generator that may use something: until it has ended, is closed, or nobody has it any more."""
+    """The only generator that may use an object, until it has ended, is closed, or is no longer referenced."""
 
     def __init__(self, refusal: str) -> None:
-        """refusal: what is said to whoever comes meanwhile."""
+        """refusal: the message of the UsageError for another user."""
         self._refusal = refusal
         self._user: ref[Generator[Any, None, None]] | None = None
 
     def check_free(self) -> None:
-        """Raises UsageError while the generator is under way."""
+        """Raises UsageError while the generator is running."""
         if self._is_used():
-            gc.collect()  # it may be out of everybody's reach, in a cycle of references
+            gc.collect()  # it may be unreachable, in a cycle of references
             if self._is_used():
                 raise UsageError(self._refusal)
 
     def begin(self, user: G) -> G:
-        """From now on it is this generator, which is given back."""
+        """Make this generator the user, and return it."""
         self._user = ref(user)
         return user
 
@@ -48,7 +48,7 @@ class SoleUser:
 
 
 class DraftText(TreeModel, Protocol):
-    """A draft's side of a text: `CachedDecoder` is one, and whatever else a kind of draft makes of its decoder."""
+    """The draft's view of a text. `CachedDecoder` is one; a kind of draft may have another."""
 
     @property
     def decoder(self) -> Decoder: ...
@@ -56,35 +56,35 @@ class DraftText(TreeModel, Protocol):
     def states(
         self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
     ) -> Tensor:
-        """As `CachedDecoder.states`, maybe without the rows `before`."""
+        """`CachedDecoder.states`; the rows `before` may be missing."""
 
     def reserve(self, capacity: int) -> None:
-        """Make room for `capacity` of the target's tokens, committed and pending."""
+        """Reserve room for `capacity` of the target's tokens, committed and pending."""
 
     def truncate(self, length: int) -> None:
-        """Forget the text from position `length` on."""
+        """Drop the text from position `length` on."""
 
 
 class TextCaches:
-    """`text` is what has been scored or emitted so far; either cache holds a beginning of it, and maybe pending nodes.
+    """The caches of `text`: all tokens scored or emitted so far. Each cache has a prefix of it, and pending nodes.
 
-    A request appends to `text`. It may be left anywhere (Ctrl-C): what the caches hold beyond `text` is forgotten by
-    the next `rewind`. `user` is the steps of the request that is under way: one at a time, or their texts would mix.
+    A request appends to `text`. It may be interrupted anywhere (Ctrl-C); the next `rewind` drops all entries beyond
+    `text`. `user` is the generator of the running request; two at once would mix their texts.
     """
 
     def __init__(self, target: CachedDecoder, draft: DraftText | None) -> None:
-        """Both of them empty."""
+        """target, draft: both empty."""
         self.text: list[int] = []
         self.target, self.draft = target, draft
         self.user = SoleUser(
-            "these caches are in use by another request: end it or close its iterator first, or make caches of their "
-            "own for this one (Engine.new_caches)"
+            "another request is using these caches; finish it, close its iterator, or use other caches "
+            "(Engine.new_caches)"
         )
 
     def rewind(self, text: Sequence[int]) -> int:
-        """Keep only what `text` begins with, and take it as the text; returns how many of its tokens are to be scored.
+        """Make `text` the text; keep the entries of the common prefix. Returns how many tokens must be scored.
 
-        Its last token is always among these, because its logits are what the next one follows from.
+        The last token is always scored, because its logits predict the next one.
         """
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.text, text[:-1], strict=False)))
         for cached in (self.target, self.draft):
@@ -94,5 +94,5 @@ class TextCaches:
         return len(text) - self.target.length
 
     def drop_target(self) -> None:
-        """Give up the target's cache for its memory; `rewind` finds that all of the text is to be scored again."""
+        """Free the target's cache; after the next `rewind` the whole text must be scored again."""
         self.target.cache = self.target.decoder.new_cache()

@@ -1,1 +1,1 @@
-"""Text and tokens: the tokenizer, the chat template, text that appears when it is certain, files to look up in."""
+"""Text and tokens: the tokenizer, chat templates, streamed text, and files for n-gram lookup."""

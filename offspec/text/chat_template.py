@@ -1,7 +1,7 @@
-"""Chat templates: messages → text, by the checkpoint's own template, which may be anybody's program.
+"""Chat templates: messages → text, by the checkpoint's own template, which is an untrusted program.
 
-They are rendered by `template_worker`, one process for all of them, which is started when it is first needed and ended
-by the system where a template does not end. A rendering costs a message there and one back, about 0.1 ms.
+One process renders all templates (`template_worker`). It starts on first use, and the system ends it if a template does
+not end. A rendering costs a message in each direction, about 0.1 ms.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..errors import TokenizerError
 from . import template_worker
 
 DEADLINE_S = 10.0  # of one rendering; the longest chats take a tenth of a second
-MOST_WORKER_BYTES = 2**30  # of the worker's address space, of which jinja2 takes 40 MiB
-MOST_CHARACTERS = 2**26  # of a rendered chat: twice what a server takes as a request
+MOST_WORKER_BYTES = 2**30  # of the worker's address space; jinja2 needs 40 MiB
+MOST_CHARACTERS = 2**26  # of a rendered chat: twice the largest request to a server
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
-    """The text that a template makes of its variables, which must be JSON. Raises TokenizerError, which says why."""
+    """Render a template with variables, which must be JSON. Raises TokenizerError with the reason."""
     answer = WORKER.ask({"source": source, "variables": dict(variables)})
     if "text" not in answer:
         raise TokenizerError(answer["error"])
@@ -33,7 +33,7 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
 
 
 class Worker:
-    """The process that renders, for one request at a time."""
+    """The rendering process; it takes one request at a time."""
 
     def __init__(self, deadline_s: float = DEADLINE_S, most_bytes: int = MOST_WORKER_BYTES) -> None:
         self._limits = (deadline_s, most_bytes, MOST_CHARACTERS)
@@ -42,11 +42,11 @@ class Worker:
         self._owner = 0  # the process that started it
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, str]:
-        """{"text": …} or {"error": …}. Raises TokenizerError where the process cannot start or did not survive it."""
+        """{"text": …} or {"error": …}. Raises TokenizerError if the process cannot start or is ended meanwhile."""
         with self._turn:
-            is_ours = self._process is not None and self._owner == os.getpid()  # not a parent's, in a forked process
+            is_ours = self._process is not None and self._owner == os.getpid()  # false in a forked process
             process = self._process if is_ours and self._process is not None else self._start()
-            self._process = None  # whatever interrupts the exchange leaves a process that is not to be asked again
+            self._process = None  # after an interrupted exchange, the process is not used again
             assert process.stdin is not None
             assert process.stdout is not None
             try:
@@ -61,7 +61,7 @@ class Worker:
                 if self._process is None:
                     _end(process)
         raise TokenizerError(
-            f"it did not end within {self._limits[0]:g} s, or took more than {self._limits[1] >> 20} MiB of memory"
+            f"it did not end within {self._limits[0]:g} s, or needed more than {self._limits[1] >> 20} MiB of memory"
         )
 
     def close(self) -> None:
@@ -74,17 +74,17 @@ class Worker:
     def _start(self) -> subprocess.Popen[bytes]:
         self._owner = os.getpid()
         settings = json.dumps([sys.path, *self._limits])
-        # -I -S: neither the environment nor .pth files say which modules it runs, but our own sys.path.
+        # -I -S: modules come from our own sys.path, not from the environment or .pth files.
         command = [sys.executable, "-I", "-S", str(Path(template_worker.__file__)), settings]
         try:
             return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         except (OSError, ValueError) as exc:
-            raise TokenizerError(f"the process that renders it cannot be started ({exc})") from exc
+            raise TokenizerError(f"the rendering process cannot be started ({exc})") from exc
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.communicate()  # which closes the pipes, too
+    process.communicate()  # also closes the pipes
 
 
 WORKER = Worker()

@@ -1,10 +1,10 @@
-r"""How byte-level tokenizers cut a text into words before they merge bytes, by the name in `tokenizer.ggml.pre`.
+r"""Rules by which byte-level tokenizers split a text into words before merging, by the name in `tokenizer.ggml.pre`.
 
-GGUF files name these rules and do not contain them. The expressions are those of the models' own tokenizer.json, as
-llama.cpp quotes them (src/llama-vocab.cpp), or llama.cpp's where it quotes none. They differ from what llama.cpp runs
-where its engine is coarser: it knows no cases of letters beyond ASCII, takes combining marks for punctuation in the
-expressions of gpt-4o and tekken, and digits beyond ASCII for none of `\d`. Each expression cuts what the one before it
-left, and both what it matches and what lies between stay (llama.cpp, unicode_regex_split).
+GGUF files name these rules but do not contain them. The expressions are those of the models' own tokenizer.json, as
+llama.cpp quotes them (src/llama-vocab.cpp), or llama.cpp's own if it quotes none. llama.cpp's regex engine is coarser:
+it has no letter case beyond ASCII, treats combining marks as punctuation in the expressions of gpt-4o and tekken, and
+matches only ASCII digits with `\d`. Each expression splits the parts that the one before it left. Matches and the text
+between them are both kept (llama.cpp, unicode_regex_split).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WordRules:
-    """splits: regular expressions in the syntax of Oniguruma, one after the other. adds_bos: unless the file says."""
+    """splits: regular expressions in Oniguruma's syntax, applied in order. adds_bos: the default for the file."""
 
     splits: tuple[str, ...]
-    ignores_merges: bool = False  # a word that is a token is that token, whatever merges would make of it
+    ignores_merges: bool = False  # a word that is a token becomes that token, without merging
     adds_bos: bool = False
 
 
@@ -38,7 +38,7 @@ def _one_of(ranges: str) -> str:
 
 
 def _cased(ending: str, upper: str = _UPPER, lower: str = _LOWER) -> str:
-    """Words of capitals and then small letters."""
+    """Words of upper-case, then lower-case letters."""
     before = r"[^\r\n\p{L}\p{N}]?"
     return f"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
 
@@ -99,7 +99,7 @@ _AFMOE_ASIAN = _one_of(
     "4e00-9fff 3400-4dbf f900-faff 3040-309f 30a0-30ff ff65-ff9f 2f00-2fdf 0e00-0e7f 0e80-0eff 1780-17ff 1000-109f "
     "aa60-aa7f a9e0-a9ff ac00-d7af 1100-11ff"
 )
-_DEEPSEEK_LETTERS = _one_of(  # those with a case, as Unicode had them when the tokenizer was made
+_DEEPSEEK_LETTERS = _one_of(  # letters with a case, in the Unicode version of the tokenizer's time
     "41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376 377 37b-37d 37f 386 388-38a 38c 38e-3a1 "
     "3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba 1cbd-1cbf 1d00-1d2b 1d6b-1d77 1d79-1d9a "
     "1e00-1f15 1f18-1f1d 1f20-1f45 1f48-1f4d 1f50-1f57 1f59 1f5b 1f5d 1f5f-1f7d 1f80-1fb4 1fb6-1fbc 1fbe 1fc2-1fc4 "

@@ -1,8 +1,7 @@
-"""The tokenizer inside of a GGUF file: metadata → the `tokenizers` library's, with the ids that llama.cpp gives a text.
+"""The tokenizer of a GGUF file: metadata → a tokenizer of the `tokenizers` library with llama.cpp's ids.
 
-Two kinds are read: byte-level BPE ("gpt2") and sentencepiece's BPE ("llama"), which has scores instead of merges.
-llama.cpp's `clean_spaces`, which changes text on its way out, has no counterpart: text is what the tokens say.
-Knows nothing of how the file is laid out.
+Two kinds are supported: byte-level BPE ("gpt2") and sentencepiece's BPE ("llama"), which has scores instead of merges.
+llama.cpp's `clean_spaces`, which changes decoded text, has no counterpart here. This module does not read the file.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _TEMPLATE_NAMES = {"bos": "bos_token", "eos": "eos_token", "unk": "unk_token", "
 
 
 def read_gguf(values: Mapping[str, Any], path: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
-    """The tokenizer that a file's metadata describes, and what else they say of text.
+    """The tokenizer of a file's metadata, and its settings.
 
-    Raises TokenizerError for metadata that are damaged, UnsupportedModelError for a kind of tokenizer not known here.
+    Raises TokenizerError for damaged metadata, UnsupportedModelError for an unsupported kind of tokenizer.
     """
     metadata = Metadata(values, path)
     kind = metadata.optional("tokenizer.ggml.model", str)
@@ -46,7 +45,7 @@ def read_gguf(values: Mapping[str, Any], path: Path) -> tuple[tokenizers.Tokeniz
             backend, adds_bos = _sentencepiece(metadata, tokens), True
         else:
             raise UnsupportedModelError(
-                f"{path} has a tokenizer of kind {show(kind)}, and gpt2 and llama are the kinds that are read: take "
+                f"{path} has a tokenizer of kind {show(kind)}, which is not supported (only gpt2 and llama are); use "
                 "the model's safetensors checkpoint"
             )
         _add_tokens(backend, tokens, metadata)
@@ -56,7 +55,7 @@ def read_gguf(values: Mapping[str, Any], path: Path) -> tuple[tokenizers.Tokeniz
 
 
 def tokenizer_json(values: Mapping[str, Any], path: Path) -> dict[str, bytes]:
-    """The same tokenizer as the files of a checkpoint folder: name → content. Raises what `read_gguf` does."""
+    """The tokenizer as the files of a checkpoint folder: name → content. Raises the errors of `read_gguf`."""
     backend, settings = read_gguf(values, path)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -74,13 +73,13 @@ def tokenizer_json(values: Mapping[str, Any], path: Path) -> dict[str, bytes]:
 
 
 def _byte_level(metadata: Metadata, tokens: GgufTokens) -> tuple[tokenizers.Tokenizer, bool]:
-    """Byte-level BPE, and whether BOS leads prompts unless the file says otherwise."""
+    """Byte-level BPE, and whether prompts begin with BOS by default."""
     name = metadata.optional("tokenizer.ggml.pre", str)
     if name not in WORD_RULES:
-        what = "does not say how its tokenizer cuts text into words" if name is None else f"cuts words as {show(name)}"
+        what = "does not state" if name is None else f"has unknown rules, {show(name)},"
         raise UnsupportedModelError(
-            f"{metadata.path} {what} (tokenizer.ggml.pre), which is not guessed: take a newer conversion of the model, "
-            "or its safetensors checkpoint"
+            f"{metadata.path} {what} how its tokenizer splits text into words (tokenizer.ggml.pre); use a newer "
+            "conversion of the model, or its safetensors checkpoint"
         )
     rules = WORD_RULES[name]
     model = models.BPE(tokens.ids, _merges(metadata, tokens), ignore_merges=rules.ignores_merges)
@@ -94,27 +93,27 @@ def _byte_level(metadata: Metadata, tokens: GgufTokens) -> tuple[tokenizers.Toke
 
 
 def _merges(metadata: Metadata, tokens: GgufTokens) -> list[tuple[str, str]]:
-    """What is merged, the first first."""
+    """Pairs of tokens to merge, in order of priority."""
     lines = metadata.array("tokenizer.ggml.merges", str)
     if lines is None:
         raise metadata.error("tokenizer.ggml.merges is missing")
     if len(lines) > MOST_MERGES:
-        raise metadata.error(f"it has {len(lines)} merges, and no model has more than {MOST_MERGES}")
-    merges = dict[tuple[str, str], None]()  # of those that stand twice, the first counts
+        raise metadata.error(f"it has {len(lines)} merges, more than the limit of {MOST_MERGES}")
+    merges = dict[tuple[str, str], None]()  # the first of equal pairs counts
     for place, line in enumerate(lines):
         space = line.find(" ", 1)
         left, right = line[: max(space, 0)], line[space + 1 :]
         if not (left in tokens.ids and right in tokens.ids and left + right in tokens.ids):
-            raise metadata.error(f"merge {place} is {show(line)}, and the vocabulary lacks its parts or what they make")
+            raise metadata.error(f"merge {place} is {show(line)}, but the vocabulary lacks a part of it or its result")
         merges[left, right] = None
     return list(merges)
 
 
 def _sentencepiece(metadata: Metadata, tokens: GgufTokens) -> tokenizers.Tokenizer:
-    """Of all pairs that make a token, the one with the highest score is merged first (sentencepiece, bpe_model.cc).
+    """Sentencepiece's BPE: the pair whose token has the highest score is merged first (sentencepiece, bpe_model.cc).
 
-    Two pairs that make the same token have one rank there and the first place counts; here, one pair goes before the
-    other. As in transformers, texts that would show it are rare: "xyx" and the like, cut so by merges before.
+    There, two pairs for the same token have one rank, and the leftmost is merged. Here, as in transformers, one pair
+    precedes the other. Texts that show the difference are rare, such as "xyx" split in this way by earlier merges.
     """
     unk = tokens.text_of("unk")
     model = models.BPE(tokens.ids, _scored_merges(metadata, tokens), unk_token=unk, fuse_unk=True, byte_fallback=True)
@@ -128,7 +127,7 @@ def _sentencepiece(metadata: Metadata, tokens: GgufTokens) -> tokenizers.Tokeniz
 
 
 def _scored_merges(metadata: Metadata, tokens: GgufTokens) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, by the score of what is made, the highest first."""
+    """Every pair of tokens that forms a token, by that token's score, highest first."""
     plain = (TokenKind.NORMAL, TokenKind.UNUSED)
     parts = {text for text, kind in zip(tokens.texts, tokens.kinds, strict=True) if kind in plain}
     merges = list[tuple[str, str]]()
@@ -137,15 +136,15 @@ def _scored_merges(metadata: Metadata, tokens: GgufTokens) -> list[tuple[str, st
         if text not in parts:
             continue
         if len(text) > MOST_ADDED_CHARACTERS:
-            raise metadata.error(f"token {token_id} has {len(text)} characters, and no model has one so long")
+            raise metadata.error(f"token {token_id} has {len(text)} characters, the limit is {MOST_ADDED_CHARACTERS}")
         merges += [(text[:at], text[at:]) for at in range(1, len(text)) if text[:at] in parts and text[at:] in parts]
         if len(merges) > MOST_MERGES:
-            raise metadata.error(f"its tokens make each other in more than {MOST_MERGES} ways, and no model's do")
+            raise metadata.error(f"its tokens need more than {MOST_MERGES} merges, which is the limit")
     return merges
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: GgufTokens, metadata: Metadata) -> None:
-    """Tokens that are found in a text before anything else is done to it: special ones, and those a user defined."""
+    """Add the tokens that are found in a text before it is split: special and user-defined ones."""
     eaters = _space_eaters(metadata, tokens)
     added = [
         tokenizers.AddedToken(text, special=kind != TokenKind.USER_DEFINED, normalized=False, rstrip=token_id in eaters)
@@ -154,12 +153,12 @@ def _add_tokens(backend: tokenizers.Tokenizer, tokens: GgufTokens, metadata: Met
     ]
     longest = max((len(token.content) for token in added), default=0)
     if longest > MOST_ADDED_CHARACTERS:
-        raise metadata.error(f"a special token has {longest} characters, and no model has one so long")
-    backend.add_tokens(added)  # at once: each call goes through all that were added before
+        raise metadata.error(f"a special token has {longest} characters, the limit is {MOST_ADDED_CHARACTERS}")
+    backend.add_tokens(added)  # in one call, because each call processes all earlier ones again
 
 
 def _space_eaters(metadata: Metadata, tokens: GgufTokens) -> set[int]:
-    """Tokens that take the spaces behind them. Files do not say it; llama.cpp knows it of Phi-3, by its name."""
+    """Tokens that remove the spaces after them. Files do not state this; as llama.cpp, it goes by the name Phi-3."""
     name = (metadata.optional("general.name", str) or "").lower()
     if "phi-3" not in name and "phi3" not in name:
         return set()
@@ -168,13 +167,13 @@ def _space_eaters(metadata: Metadata, tokens: GgufTokens) -> set[int]:
 
 
 def _settings(metadata: Metadata, tokens: GgufTokens, adds_bos: bool) -> TokenizerSettings:
-    said = metadata.optional("tokenizer.ggml.add_bos_token", bool)
-    add_bos = adds_bos if said is None else said
+    stated = metadata.optional("tokenizer.ggml.add_bos_token", bool)
+    add_bos = adds_bos if stated is None else stated
     if add_bos and "bos" not in tokens.roles:
-        raise metadata.error("its prompts begin with BOS, and it names none (tokenizer.ggml.bos_token_id)")
+        raise metadata.error("its prompts begin with BOS, but it has no BOS token (tokenizer.ggml.bos_token_id)")
     template = metadata.optional("tokenizer.chat_template", str)
     if template is not None and not is_utf8(template):
-        raise metadata.error("tokenizer.chat_template is no UTF-8")
+        raise metadata.error("tokenizer.chat_template is not UTF-8")
     special = {_TEMPLATE_NAMES[role]: tokens.texts[i] for role, i in tokens.roles.items() if role in _TEMPLATE_NAMES}
     return TokenizerSettings(
         special_tokens=special,
@@ -187,7 +186,7 @@ def _settings(metadata: Metadata, tokens: GgufTokens, adds_bos: bool) -> Tokeniz
 
 
 def _put_bos_first(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
-    """For other programs that read what is written of it; offspec puts BOS there itself."""
+    """Add BOS by a post-processor, for other programs that read the written files; offspec adds BOS itself."""
     if settings.add_bos:
         bos = settings.special_tokens["bos_token"]
         template = processors.TemplateProcessing(

@@ -1,7 +1,7 @@
-"""What the metadata of a GGUF file says of its tokens, checked: texts, kinds, scores, and which end a text.
+"""Reads and checks the tokens in a GGUF file's metadata: texts, kinds, scores, roles, and end tokens.
 
-Files say of few tokens what they are for; the others are found by their text, as llama.cpp finds them
-(src/llama-vocab.cpp, llama_vocab::impl::load). Knows nothing of how a text becomes tokens.
+Files state the role of few tokens; the others are found by their text, as in llama.cpp (src/llama-vocab.cpp,
+llama_vocab::impl::load).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from offspec.loaders.checkpoint import show
 from ..errors import TokenizerError
 
 MOST_TOKENS = 2**22  # the largest vocabularies have a quarter of a million
-_NO_ID = (-1, 2**32 - 1)  # how some files say that there is none
-REMEDY = "download it again, or take the model's safetensors checkpoint"
+_NO_ID = (-1, 2**32 - 1)  # in some files, "no such token"
+REMEDY = "download it again, or use the model's safetensors checkpoint"
 
 
 class TokenKind(IntEnum):
-    """`tokenizer.ggml.token_type`, in the words of the GGUF specification."""
+    """`tokenizer.ggml.token_type`, named as in the GGUF specification."""
 
     UNDEFINED = 0
     NORMAL = 1
@@ -34,13 +34,13 @@ class TokenKind(IntEnum):
 
 
 ADDED_KINDS = (TokenKind.CONTROL, TokenKind.USER_DEFINED, TokenKind.UNKNOWN)  # found in a text before all others
-# What tokens are for → the key that says so, and the texts by which one is found where there is no such key.
+# Role → its key in the metadata, and the texts of such tokens, for files without the key.
 _ROLES: dict[str, tuple[str, str]] = {
     "bos": ("bos_token_id", ""),
     "eos": ("eos_token_id", ""),
     "unk": ("unknown_token_id", ""),
     "pad": ("padding_token_id", ""),
-    "sep": ("seperator_token_id", ""),  # written so
+    "sep": ("seperator_token_id", ""),  # (sic)
     "mask": ("mask_token_id", ""),
     "eot": (
         "eot_token_id",
@@ -64,7 +64,7 @@ _ROLES: dict[str, tuple[str, str]] = {
     "fim_rep": ("fim_rep_token_id", "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>"),
     "fim_sep": ("fim_sep_token_id", "<|file_sep|>"),
 }
-_NEEDED_ROLES = ("bos", "eos", "eot", "eom")  # an id of another one that no token has counts for nothing
+_NEEDED_ROLES = ("bos", "eos", "eot", "eom")  # an invalid id of another role is ignored
 _ENDING_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _ENDINGS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
@@ -72,24 +72,24 @@ _ENDINGS = (
     *("<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~["),
     "<\uff5cend▁of▁sentence\uff5c>",
 )
-_HARMONY_PARTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # of gpt-oss: they are shown
+_HARMONY_PARTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # of gpt-oss; they stay visible
 
 
 class Metadata:
-    """Values of a file by key, as the type that is asked for. Each raises TokenizerError."""
+    """A file's values by key, checked for type. Methods raise TokenizerError."""
 
     def __init__(self, values: Mapping[str, Any], path: Path) -> None:
         self.path, self._values = path, values
 
     def error(self, what: str) -> TokenizerError:
-        return TokenizerError(f"{self.path}: {what}: {REMEDY}")
+        return TokenizerError(f"{self.path}: {what}; {REMEDY}")
 
     def optional(self, key: str, kind: type | tuple[type, ...]) -> Any:
-        """The value, or None where there is no such key. A bool is no number here."""
+        """The value, or None without such a key. A bool is not accepted as a number."""
         value = self._values.get(key)
         is_wrong = isinstance(value, bool) and kind is not bool
         if value is not None and (is_wrong or not isinstance(value, kind)):
-            raise self.error(f"{key} is {show(value)}, which is no value for it")
+            raise self.error(f"{key} is {show(value)}, which is not a valid value")
         return value
 
     def array(self, key: str, kind: type | tuple[type, ...]) -> list[Any] | None:
@@ -98,13 +98,13 @@ class Metadata:
         allowed = kind if isinstance(kind, tuple) else (kind,)
         if values is not None and any(type(value) not in allowed for value in values):
             wrong = next(value for value in values if type(value) not in allowed)
-            raise self.error(f"{key} holds {show(wrong)}, which is no value for it")
+            raise self.error(f"{key} contains {show(wrong)}, which is not a valid value")
         return values
 
 
 @dataclass(frozen=True)
 class GgufTokens:
-    """The tokens of a file by id, and which of them are for what."""
+    """The tokens of a file by id, and their roles."""
 
     texts: list[str]
     kinds: list[TokenKind]
@@ -118,12 +118,12 @@ class GgufTokens:
 
 
 def read_tokens(metadata: Metadata, default_roles: Mapping[str, int]) -> GgufTokens:
-    """What a file says of its tokens. default_roles: ids that count where the file names none. TokenizerError."""
+    """Read a file's tokens. default_roles: ids for roles that the file does not state. Raises TokenizerError."""
     texts = metadata.array("tokenizer.ggml.tokens", str)
     if not texts:
         raise metadata.error("tokenizer.ggml.tokens is missing or empty")
     if len(texts) > MOST_TOKENS:
-        raise metadata.error(f"it has {len(texts)} tokens, and no model has more than {MOST_TOKENS}")
+        raise metadata.error(f"it has {len(texts)} tokens, more than the limit of {MOST_TOKENS}")
     texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
     ids = _ids(metadata, texts)
     kinds = _kinds(metadata, len(texts))
@@ -133,7 +133,7 @@ def read_tokens(metadata: Metadata, default_roles: Mapping[str, int]) -> GgufTok
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a string was that; what was not has surrogates, which the library does not take."""
+    """Whether the string has no surrogates (from invalid UTF-8), which the library does not accept."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -147,7 +147,7 @@ def _ids(metadata: Metadata, texts: list[str]) -> dict[str, int]:
         if (first := ids.setdefault(text, token_id)) != token_id:
             raise metadata.error(f"tokens {first} and {token_id} are both {show(text)}")
         if not is_utf8(text):
-            raise metadata.error(f"token {token_id} is {show(text)}, which is no UTF-8")
+            raise metadata.error(f"token {token_id} is {show(text)}, which is not UTF-8")
     return ids
 
 
@@ -156,7 +156,7 @@ def _kinds(metadata: Metadata, num_tokens: int) -> list[TokenKind]:
     if kinds is None:
         return [TokenKind.NORMAL] * num_tokens
     if len(kinds) != num_tokens:
-        raise metadata.error(f"it has {num_tokens} tokens and types of {len(kinds)} (tokenizer.ggml.token_type)")
+        raise metadata.error(f"it has {num_tokens} tokens, but {len(kinds)} types (tokenizer.ggml.token_type)")
     known = {int(kind): kind for kind in TokenKind}
     return [known.get(kind, TokenKind.UNDEFINED) for kind in kinds]
 
@@ -166,24 +166,24 @@ def _scores(metadata: Metadata, num_tokens: int) -> list[float]:
     if scores is None:
         return [0.0] * num_tokens
     if len(scores) != num_tokens:
-        raise metadata.error(f"it has {num_tokens} tokens and scores of {len(scores)} (tokenizer.ggml.scores)")
+        raise metadata.error(f"it has {num_tokens} tokens, but {len(scores)} scores (tokenizer.ggml.scores)")
     if any(score != score for score in scores):
-        raise metadata.error("tokenizer.ggml.scores holds what is not a number")
+        raise metadata.error("tokenizer.ggml.scores contains a value that is not a number")
     return scores
 
 
 def _roles(
     metadata: Metadata, ids: dict[str, int], kinds: list[TokenKind], defaults: Mapping[str, int]
 ) -> dict[str, int]:
-    """What is for what. What is found by its text becomes a control token, as it is one in all but name."""
+    """Role → id. A token that is found by its text becomes a control token."""
     roles = {role: token_id for role, token_id in defaults.items() if token_id < len(kinds)}
     for role, (key, texts) in _ROLES.items():
-        said: int | None = metadata.optional(f"tokenizer.ggml.{key}", int)
-        if said is not None and said not in _NO_ID:
-            if 0 <= said < len(kinds):
-                roles[role] = said
+        stated: int | None = metadata.optional(f"tokenizer.ggml.{key}", int)
+        if stated is not None and stated not in _NO_ID:
+            if 0 <= stated < len(kinds):
+                roles[role] = stated
             elif role in _NEEDED_ROLES:
-                raise metadata.error(f"tokenizer.ggml.{key} is {said}, and it has {len(kinds)} tokens")
+                raise metadata.error(f"tokenizer.ggml.{key} is {stated}, but it has only {len(kinds)} tokens")
         if role not in roles and (found := [ids[text] for text in texts.split() if text in ids]):
             roles[role] = min(found)
             kinds[min(found)] = TokenKind.CONTROL
@@ -191,7 +191,7 @@ def _roles(
 
 
 def _end_ids(ids: dict[str, int], kinds: list[TokenKind], roles: dict[str, int]) -> frozenset[int]:
-    """Ids that end an answer. Those found by their text become control tokens."""
+    """Ids that end an answer. Tokens that are found by their text become control tokens."""
     by_text = {ids[text] for text in _ENDINGS if text in ids}
     for token_id in by_text:
         kinds[token_id] = TokenKind.CONTROL
@@ -202,10 +202,10 @@ def _end_ids(ids: dict[str, int], kinds: list[TokenKind], roles: dict[str, int])
     found = {text for text in _ENDINGS if ids.get(text) in ending}
     is_harmony = {"<|return|>", "<|call|>"} <= found
     is_solar = "<|flush|>" in found and not found.isdisjoint(("<|call|>", "<|calls|>"))
-    if "<|end|>" in found and (is_harmony or is_solar):  # there it ends a message, not the answer
+    if "<|end|>" in found and (is_harmony or is_solar):  # in these formats it ends a message, not the answer
         ending.remove(ids["<|end|>"])
         kinds[ids["<|end|>"]] = TokenKind.USER_DEFINED
-    if "<|tool_response>" in found and "</s>" in found:  # of Gemma 4 and PaddleOCR, where it is a plain token
+    if "<|tool_response>" in found and "</s>" in found:  # in Gemma 4 and PaddleOCR, </s> is a plain token
         ending.remove(ids["</s>"])
         kinds[ids["</s>"]] = TokenKind.NORMAL
     return frozenset(ending)

@@ -1,7 +1,7 @@
-"""A user's text files as an index for retrieval (`--lookup-files`): tokenised and sorted once, mapped from a cache.
+"""The index of text files for n-gram lookup (`--lookup-files`): tokenised and sorted once, then mapped from a cache.
 
-The cache holds one file for the same paths and tokenizer. Its name tells the content, so that it is made anew when a
-file changes; it holds a checksum, so that it is made anew when it is damaged. Knows nothing of how guesses are made.
+The cache has one file for the same paths and tokenizer. The file's name has a hash of the texts, and the file has a
+checksum, so the index is built again if a text changes or the file is damaged.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from offspec.scheduler.retrieval import SHARD_TOKENS, SuffixIndex, sorted_places
 from ..errors import MemoryLimitError, StorageError, UsageError
 from .tokenizer import Tokenizer
 
-PIECE_CHARACTERS = 1 << 17  # tokenised together
+PIECE_CHARACTERS = 1 << 17  # characters tokenised at once
 _MAX_TOKENS = 1 << 31  # places are int32
-_BLOCK_BYTES = 1 << 20  # read together
+_BLOCK_BYTES = 1 << 20  # bytes read at once
 _TOKEN_BYTES = 4
 # The cached file: magic, number of tokens N, CRC-32 of what follows; then int32 [2, N], tokens and order.
 _MAGIC = b"offspec lookup 2"
-_OLD_MAGIC = b"offspec lookup 1"  # of files that end in .npy, which are removed where they are met
+_OLD_MAGIC = b"offspec lookup 1"  # of old files with the suffix .npy, which are removed
 _HEADER = struct.Struct("<16sqI36x")
-_SORTING_BYTES = 41 + _TOKEN_BYTES  # that `sorted_places` takes for a token, and the token
-_ENCODING_BYTES = 256 * PIECE_CHARACTERS  # which the allocator keeps while shards are sorted
+_SORTING_BYTES = 41 + _TOKEN_BYTES  # memory of `sorted_places` per token, and the token
+_ENCODING_BYTES = 256 * PIECE_CHARACTERS  # memory of encoding, which the allocator keeps while shards are sorted
 
 
 def lookup_memory_bytes(files: Sequence[str | Path]) -> tuple[int, int]:
-    """Memory that looking up in these files takes, in bytes: the mapped index, and what building it takes beside that.
+    """Bytes of the mapped index of these files, and of the additional memory for building it.
 
-    Two bytes of text count as a token, of which most texts have fewer. The pages of the index can be given back at
-    need. Files that are not there count as nothing: `open_index` refuses them.
+    It counts a token per two bytes of text; most texts have fewer. The system can free pages of the mapped index.
+    Missing files count as 0 bytes; `open_index` refuses them.
     """
     num_bytes = 0
     for file in files:
@@ -55,7 +55,7 @@ def lookup_memory_bytes(files: Sequence[str | Path]) -> tuple[int, int]:
 
 
 def default_folder() -> Path:
-    """Where indices are kept: below XDG_CACHE_HOME, or ~/.cache."""
+    """The folder of indices: below XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offspec" / "lookup"
 
 
@@ -66,14 +66,14 @@ def open_index(
     progress: Progress | None = None,
     free_bytes: int | None = None,
 ) -> SuffixIndex:
-    """The index of these text files, mapped from `folder`; built first where they or the tokenizer are new or changed.
+    """The index of these text files, mapped from `folder`. It is built first if files or tokenizer are new or changed.
 
-    progress(bytes_done, bytes_total) follows the building. free_bytes: memory that building may take; None: what it
-    takes (`lookup_memory_bytes`). Raises UsageError for a file that is missing, unreadable, empty or not UTF-8 text,
-    MemoryLimitError where memory is too little to build it, StorageError where it cannot be written.
+    progress(bytes_done, bytes_total) is called while it is built. free_bytes: memory for building; None is unlimited
+    (`lookup_memory_bytes`). Raises UsageError for a file that is missing, unreadable, empty or not UTF-8 text,
+    MemoryLimitError if memory is insufficient to build it, StorageError if it cannot be written.
     """
     if not files:
-        raise UsageError("no files to look up in; give at least one text file")
+        raise UsageError("no files for n-gram lookup; give at least one text file (--lookup-files)")
     folder, paths = folder or default_folder(), [Path(file) for file in files]
     owner, content = _owner(_MAGIC, paths, tokenizer), _content(paths)
     file = folder / f"{owner}-{content}.index"
@@ -83,8 +83,8 @@ def open_index(
     if free_bytes is not None and needed > free_bytes:
         free = format_size(max(free_bytes, 0))
         raise MemoryLimitError(
-            f"building the lookup index takes {format_size(needed)} of RAM and {free} may be used; "
-            "allow more with --ram, look up in fewer files, or build it once where there is more"
+            f"building the lookup index needs {format_size(needed)} of RAM, and {free} may be used; raise the limit "
+            "(--ram), use fewer files, or build it once with more RAM"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,12 +114,12 @@ def _owner(magic: bytes, files: Sequence[Path], tokenizer: Tokenizer) -> str:
 
 
 def _content(files: Sequence[Path]) -> str:
-    """A short hash of what the files hold. Raises UsageError for files that are no text."""
+    """A short hash of the files' content. Raises UsageError for files that are not text."""
     content = hashlib.blake2b(digest_size=16)
     for file in files:
         for block in _text_blocks(file):
             content.update(block)
-        content.update(b"\0end")  # so that where one file ends counts
+        content.update(b"\0end")  # so that the files' ends are part of the hash
     return content.hexdigest()
 
 
@@ -128,7 +128,7 @@ def _text_blocks(file: Path) -> Iterator[bytes]:
     decoder, is_empty = codecs.getincrementaldecoder("utf-8")(), True
     try:
         if file.exists() and not (file.is_file() or file.is_dir()):  # reading a pipe or a device may never end
-            raise UsageError(f"lookup file {file} is no regular file; give text files")
+            raise UsageError(f"lookup file {file} is not a regular file; give text files")
         with file.open("rb") as opened:
             while block := opened.read(_BLOCK_BYTES):
                 if b"\0" in block:
@@ -138,11 +138,11 @@ def _text_blocks(file: Path) -> Iterator[bytes]:
                 yield block
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as exc:
-        raise UsageError(f"lookup file {file} is not UTF-8 text; convert it, or leave it out") from exc
+        raise UsageError(f"lookup file {file} is not UTF-8 text; convert it, or omit it") from exc
     except OSError as exc:
         raise _unreadable(file, exc) from exc
     if is_empty:
-        raise UsageError(f"lookup file {file} is empty; leave it out")
+        raise UsageError(f"lookup file {file} is empty; omit it")
 
 
 def _unreadable(file: Path, exc: OSError) -> UsageError:
@@ -154,7 +154,7 @@ def _unreadable(file: Path, exc: OSError) -> UsageError:
 
 
 def _opened(file: Path) -> SuffixIndex | None:
-    """The index in a cached file; None where there is none, or a damaged one."""
+    """The index in a cached file; None if it is missing or damaged."""
     try:
         with file.open("rb") as opened:
             magic, num_tokens, checksum = _HEADER.unpack(opened.read(_HEADER.size))
@@ -170,7 +170,7 @@ def _opened(file: Path) -> SuffixIndex | None:
 
 
 def _checksum(file: BinaryIO) -> int:
-    """Of the rest of a file."""
+    """CRC-32 of the rest of a file."""
     checksum = 0
     while block := file.read(_BLOCK_BYTES):
         checksum = zlib.crc32(block, checksum)
@@ -181,7 +181,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 def _tokens(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress | None) -> Iterator[Tokens]:
-    """Token ids of all files, piece by piece, NO_TOKEN behind each file."""
+    """Token ids of all files, piece by piece, with NO_TOKEN after each file."""
     total, done = sum(file.stat().st_size for file in files), 0
     for file in files:
         for piece in _pieces(file):
@@ -193,7 +193,7 @@ def _tokens(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress | No
 
 
 def _pieces(file: Path) -> Iterator[str]:
-    """A text file in pieces of some PIECE_CHARACTERS, cut behind a line's end where there is one."""
+    """A text file in pieces of about PIECE_CHARACTERS, split after a line's end if there is one."""
     try:
         with file.open(encoding="utf-8", newline="") as opened:
             while piece := opened.read(PIECE_CHARACTERS) + opened.readline(PIECE_CHARACTERS):
@@ -203,9 +203,9 @@ def _pieces(file: Path) -> Iterator[str]:
 
 
 def _build(file: Path, tokens: Iterator[Tokens]) -> None:
-    """Build the index in a file of its own, which takes its name when it is complete.
+    """Build the index in a temporary file, and rename it when it is complete.
 
-    It is written, not mapped, so that a full disk is an OSError: a mapped file without room kills the process.
+    The file is written, not mapped, so that a full disk raises OSError; with a mapped file it would kill the process.
     """
     with NamedTemporaryFile(dir=file.parent, prefix=".building-", delete=False) as made:
         building = Path(made.name)
@@ -228,12 +228,12 @@ def _build(file: Path, tokens: Iterator[Tokens]) -> None:
 
 
 def _write_tokens(file: BinaryIO, tokens: Iterator[Tokens]) -> int:
-    """Returns how many there were."""
+    """Write the tokens; returns their number."""
     num_tokens = 0
     for part in tokens:
         num_tokens += len(part)
         if num_tokens >= _MAX_TOKENS:
-            raise UsageError("the lookup files have more tokens than an index takes, 2**31 - 1; give fewer files")
+            raise UsageError("the lookup files have more tokens than an index can hold, 2**31 - 1; give fewer files")
         file.write(part.data)
     return num_tokens
 

@@ -1,9 +1,9 @@
-"""Keeps the text of special tokens in messages text: only the chat template writes special tokens.
+"""Protects against special tokens in messages: only the chat template may write special tokens.
 
-A message that holds `<|end|>\\n<|system|>` would otherwise get the ids of a system turn. What looks like a special
-token in a message is hidden from the template behind a private character; in what the template writes, every special
-token is then the template's own. The text is encoded as a whole, by a second tokenizer that knows the special tokens by
-other names: what was hidden is plain text to it, and everything merges as it always does.
+Otherwise a message with `<|end|>\\n<|system|>` would get the ids of a system turn. In messages, each text that looks
+like a special token is replaced by a private character. All special tokens in the rendered text are then the
+template's. The text is encoded as a whole, by a second tokenizer that has other names for the special tokens. There,
+the replaced texts are plain text, and everything merges as usual.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True)
 class HiddenChat:
-    """messages: with a private character for each text that looks like a special token. texts: what each stands for."""
+    """messages: with a private character for each text that looks like a special token. texts: character → text."""
 
     messages: list[dict[str, str]]
     texts: Mapping[str, str]
@@ -36,9 +36,9 @@ class HiddenChat:
 
 @dataclass(frozen=True)
 class EncodedText:
-    """ids, and the characters [start, end) of each in the text that was encoded.
+    """ids, and the characters [start, end) of each in the encoded text.
 
-    at: where the place that was asked for is in that text; None if it is inside a special token.
+    at: the requested position in that text; None if it is inside a special token.
     """
 
     ids: Sequence[int]
@@ -52,17 +52,17 @@ class _Piece:
 
     start: int
     end: int
-    plain: str  # as people write it
-    renamed: str  # as the second tokenizer reads it
+    plain: str  # the original text
+    renamed: str  # the text for the second tokenizer
     token_id: int | None = None
 
 
 class SpecialText:
-    """What in messages looks like a special token of one tokenizer, and how it is encoded as text.
+    """Finds texts in messages that look like special tokens of one tokenizer, and encodes them as plain text.
 
-    Special are the added tokens that are flagged so, and those written like markup that the template names itself
-    (`<think>`); the latter are left alone in the assistant's messages, where templates look for them. No method changes
-    anything but caches.
+    Special tokens are the added tokens with the flag `special`, and those written like markup that the template itself
+    contains (`<think>`). The latter stay special in the assistant's messages, where templates search for them. Methods
+    change only caches.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, template: str) -> None:
@@ -73,7 +73,7 @@ class SpecialText:
         self._ids, self._ids_in_replies = frozenset(flagged | named), frozenset(flagged)
 
     def hide(self, messages: Sequence[Mapping[str, str]]) -> HiddenChat:
-        """The messages as the template may see them."""
+        """The messages for the template."""
         texts = [value for message in messages for value in message.values() if isinstance(value, str)]
         used = {ord(char) for char in set(self._template).union(*texts) if ord(char) >= FIRST_PRIVATE}
         private, names = (chr(code) for code in PRIVATE if code not in used), dict[str, str]()
@@ -104,9 +104,10 @@ class SpecialText:
         return "".join([*pieces, text[done:]])
 
     def _parts_hidden(self, text: str, beginnings: list[str], endings: list[str], name: Callable[[str], str]) -> str:
-        """The text without what would be a special token together with what stands beside it.
+        """Hide a part at the text's start or end that would form a special token with its neighbour.
 
-        That is the template's, or another message's. Spaces between are no hindrance, as a template may trim them.
+        The neighbour is the template's or another message's text. Spaces between them are ignored, because a template
+        may remove them.
         """
         stripped = text.rstrip()
         for length in range(min(self._longest - 1, len(stripped)), 0, -1):
@@ -121,7 +122,7 @@ class SpecialText:
         return text
 
     def _is_completed(self, part: str, others: list[str], *, at_end: bool) -> bool:
-        """Whether the rest of a special token can be beside `part`: its beginning (at a text's end) or its end."""
+        """Whether a neighbour may complete `part` (at a text's end, or its start) to a special token."""
         for content in self._contents:
             if at_end and content.startswith(part):
                 rest = content[len(part) :]
@@ -136,15 +137,15 @@ class SpecialText:
         return False
 
     def encode(self, text: str, texts: Mapping[str, str], at: int = 0) -> EncodedText:
-        """Ids of what a template wrote of hidden messages.
+        """Encode a rendered text of hidden messages.
 
-        texts: a `HiddenChat`'s. at: a place in `text` to be found again.
+        texts: a `HiddenChat`'s. at: a position in `text`, which the result has in the encoded text.
 
-        Raises TokenizerError where the vocabulary itself makes a special token of plain text.
+        Raises TokenizerError if the vocabulary has only the special token for a plain text.
         """
         pieces = self._pieces(text, str.maketrans(dict(texts)), at)
         plain = "".join(piece.plain for piece in pieces)
-        if self._matches(plain) == _places(pieces):  # nothing hidden would be special, or become so
+        if self._matches(plain) == _places(pieces):  # no hidden text would become a special token
             encoding = self._backend.encode_batch([plain], add_special_tokens=False)[0]
             return EncodedText(encoding.ids, encoding.offsets, _moved(pieces, at, lambda piece: piece.plain))
         renamed = "".join(piece.renamed for piece in pieces)
@@ -153,14 +154,13 @@ class SpecialText:
         for token_id, (start, end) in zip(ids, encoding.offsets, strict=True):
             if token_id in self._ids and self._added[token_id].content in renamed[start:end]:
                 raise TokenizerError(
-                    f"a message holds {renamed[start:end]!r}, which this model's vocabulary has no other token for "
-                    "than the special one: change the message, or allow special tokens in messages "
-                    "(--special-in-text)"
+                    f"a message contains {renamed[start:end]!r}, for which this vocabulary has only a special token; "
+                    "change the message, or allow special tokens in messages (--special-in-text)"
                 )
         return EncodedText(ids, encoding.offsets, _moved(pieces, at, lambda piece: piece.renamed))
 
     def _pieces(self, text: str, table: Mapping[int, str], at: int) -> list[_Piece]:
-        """The text, cut around special tokens, and at a place that is in none of them."""
+        """The text, split around special tokens, and at the position `at` if it is outside of them."""
         pieces, done = list[_Piece](), 0
         for start, end, token_id in [*self._matches(text), (len(text), len(text), None)]:
             for first, last in pairwise([done, *([at] if done < at < start else []), start]):
@@ -172,14 +172,14 @@ class SpecialText:
         return pieces
 
     def _matches(self, text: str) -> list[tuple[int, int, int]]:
-        """Start, end and id of each special token in a text, as the library finds them."""
+        """Start, end and id of each special token that the library finds in a text."""
         encoding = self._finder.encode_batch([text], add_special_tokens=False)[0]
         found = zip(encoding.offsets, encoding.ids, strict=True)
         return [(*offsets, self._found_ids[i]) for offsets, i in found if self._found_ids.get(i) in self._ids]
 
     @cached_property
     def _finder(self) -> tokenizers.Tokenizer:
-        """Knows the added tokens and nothing else. Spaces beside them are not theirs here."""
+        """A tokenizer with the added tokens only. They do not include neighbouring spaces."""
         finder = tokenizers.Tokenizer(tokenizers.models.WordLevel({"": 0}, unk_token=""))
         if (normalizer := self._backend.normalizer) is not None:
             finder.normalizer = normalizer
@@ -200,18 +200,18 @@ class SpecialText:
 
     @cached_property
     def _new_names(self) -> dict[int, str]:
-        """Special ids → their names in the second tokenizer, which nobody can guess and put into a message."""
+        """Special ids → their names in the second tokenizer. They are random, so that no message can contain them."""
         secret = secrets.token_hex(8)
         return {token_id: f"{chr(PRIVATE[0])}{secret}.{token_id}{chr(PRIVATE[1])}" for token_id in self._ids}
 
     @cached_property
     def _renamed(self) -> tokenizers.Tokenizer:
-        """The tokenizer with other names for the special tokens, whose ids change with that."""
+        """The tokenizer with other names for the special tokens, which changes their ids."""
         state = json.loads(self._backend.to_str())
         for token in state["added_tokens"]:
             if token["id"] in self._new_names:
                 token |= {"content": self._new_names[token["id"]], "normalized": False}
-        state["post_processor"] = None  # it names special tokens, and is not asked
+        state["post_processor"] = None  # it names special tokens, and is not used
         return tokenizers.Tokenizer.from_str(json.dumps(state))
 
     @cached_property
@@ -240,7 +240,7 @@ class SpecialText:
 
     @cached_property
     def _reversed(self) -> list[str]:
-        """What they are from right to left, sorted."""
+        """The reversed contents, sorted."""
         return sorted(content[::-1] for content in self._contents)
 
 
@@ -251,12 +251,12 @@ def _begins(contents: Sequence[str], part: str) -> bool:
 
 
 def _is_markup(content: str) -> bool:
-    """Written so that nobody means it as a word: `<think>`, `[INST]`."""
+    """Whether it is written like markup, not like a word: `<think>`, `[INST]`."""
     return any(not char.isalnum() and not char.isspace() and char not in "_▁" for char in content)
 
 
 def _is_free(key: str, value: object) -> TypeGuard[str]:
-    """Whether a part of a message is a text that can say anything: a role of one word is the template's to know."""
+    """Whether a message's value is free text; a role of one word is not."""
     return isinstance(value, str) and not (key == "role" and value.isidentifier())
 
 
@@ -276,7 +276,7 @@ def _places(pieces: Iterable[_Piece]) -> list[tuple[int, int, int]]:
 
 
 def _moved(pieces: Iterable[_Piece], at: int, written: Callable[[_Piece], str]) -> int | None:
-    """Where the place `at` of the text with private characters is in the written one; pieces are cut there."""
+    """The position `at` of the text with private characters, in the written text; pieces are split there."""
     length = 0
     for piece in pieces:
         if piece.start < at < piece.end:

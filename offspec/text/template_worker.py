@@ -1,9 +1,9 @@
-"""Renders chat templates, in a process of its own: a template is a stranger's program, and not all of them end.
+"""Renders chat templates in a separate process: a template is an untrusted program, which may not end.
 
-jinja2's sandbox keeps a template from files and attributes, not from loops without end or texts of terabytes, and what
-it does in C code cannot be interrupted. So the system ends this process where a rendering takes too long or too much
-memory. Run by `chat_template.py`, as a script that knows nothing of offspec: requests come on standard input, answers
-leave on standard output, each as four bytes of length and that many of JSON.
+jinja2's sandbox denies access to files and attributes, but allows endless loops and texts of terabytes, and C code in
+it cannot be interrupted. So the system ends this process if a rendering takes too long or needs too much memory.
+`chat_template.py` runs this file as a script that does not import offspec. Requests come on standard input, answers go
+to standard output, each as four bytes of length and that many bytes of JSON.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ LENGTH = struct.Struct("<I")
 
 
 def main() -> None:
-    """Answer requests until there are no more. argv: where modules are found, as JSON, and the limits."""
+    """Answer requests until the input ends. argv[1]: JSON with sys.path and the limits."""
     path, deadline_s, most_bytes, most_characters = json.loads(sys.argv[1])
     sys.path[:] = path
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     limit_address_space(most_bytes)
-    environment()  # outside of any deadline: on a busy machine importing jinja2 takes longer than most renderings
+    environment()  # outside the deadline: on a busy machine, importing jinja2 takes longer than most renderings
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while (request := receive(requests)) is not None:
         limit_time(deadline_s)
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def limit_address_space(most_bytes: int) -> None:
-    """Of this process's address space; what asks for more gets a MemoryError."""
+    """Limit this process's address space; larger allocations raise MemoryError."""
     if sys.platform != "win32":
         import resource
 
@@ -43,7 +43,7 @@ def limit_address_space(most_bytes: int) -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """From now on, after which the system ends this process (SIGALRM); 0 takes the limit back."""
+    """Let the system end this process (SIGALRM) after so many seconds; 0 removes the limit."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
@@ -65,14 +65,14 @@ def send(sink: BinaryIO, message: Any) -> None:
 
 
 def rendered(request: dict[str, Any], most_characters: int) -> dict[str, str]:
-    """{"text": …}, or {"error": …} of one line. request: the template's source, and the variables it is given."""
+    """{"text": …}, or {"error": …} with one line. request: the template's source and its variables."""
     try:
         text = template(request["source"]).render(request["variables"])
         if len(text) > most_characters:
-            return {"error": f"it writes {len(text)} characters, and {most_characters} are allowed"}
+            return {"error": f"it writes {len(text)} characters, more than the limit of {most_characters}"}
         return {"text": text}
     except MemoryError:
-        return {"error": "it takes too much memory"}
+        return {"error": "it needs too much memory"}
     except Exception as exc:  # noqa: BLE001 (a template is a program: it can raise anything)
         return {"error": " ".join(str(exc)[:2000].split()) or type(exc).__name__}
 
@@ -84,14 +84,14 @@ def template(source: str) -> Any:  # jinja2.Template; jinja2 is imported once sy
 
 @lru_cache(maxsize=1)
 def environment() -> Any:  # jinja2.Environment
-    """What the templates on the Hub are written for: transformers' `utils/chat_template_utils.py`."""
+    """The environment that templates on the Hub expect: that of transformers' `utils/chat_template_utils.py`."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
-        """`{% generation %}…{% endgeneration %}` marks answers for training; for rendering it is its content."""
+        """`{% generation %}…{% endgeneration %}` marks answers for training; rendering keeps its content."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 

@@ -1,4 +1,4 @@
-"""Streamed text: what of an answer is certain, token by token, and where a stop string ends it."""
+"""Streamed text: decodes an answer token by token, and ends it before a stop string."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import UsageError
 
 REPLACEMENT = "\ufffd"
 
-# Bytes that are no UTF-8 become one U+FFFD each, as in sentencepiece and in the library's ByteFallback decoder.
+# Each byte of invalid UTF-8 becomes a U+FFFD, as in sentencepiece and in the library's ByteFallback decoder.
 _EACH_BYTE = "offspec.each_byte"
 
 
@@ -22,46 +22,46 @@ def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
 
 codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
-# A byte-level decoder is back in step after one byte that continues nothing, or after three that do (UTF-8: at most
-# four bytes a character, RFC 3629); every token has at least one byte.
+# A byte-level decoder resynchronises after one byte that starts a character, or after three continuation bytes (UTF-8
+# has at most four bytes per character, RFC 3629); every token has at least one byte.
 _CONTEXT_TOKENS = 3
 
 
 class TokenDecoder(Protocol):
-    """What a stream needs of a tokenizer."""
+    """The part of a tokenizer that a stream needs."""
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids that `skip_special_tokens` leaves out of a text."""
+        """Ids that `skip_special_tokens` omits from a text."""
 
     @property
     def byte_anchor(self) -> int | None:
         """The byte token of "A" if the decoder joins byte tokens to characters (sentencepiece), else None."""
 
     def stored_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary has it; None for an id without one."""
+        """The token's entry in the vocabulary; None for an unused id."""
 
     def decode_stored(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of these ids, as the library gives it."""
+        """The library's text of these ids."""
 
 
 class TextStream:
-    """Tokens in, text out as soon as it is certain; ends before the first stop string. For one answer."""
+    """Turns one answer's tokens into text as soon as it is final; ends before the first stop string."""
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
         if "" in stop:
-            raise UsageError("a stop string is empty, and every text begins with it: leave it out")
+            raise UsageError("a stop string is empty, which would end every text at once; omit it (--stop)")
         self.stopped: str | None = None
         self._detokenizer = detokenizer
         self._stops = tuple(stop)
         self._tail = ""
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain: often its own, sometimes none, sometimes more."""
+        """The text that becomes final with this token: usually its own, sometimes none, sometimes more."""
         return "" if self.stopped is not None else self._cut(self._detokenizer.push(token_id), final=False)
 
     def flush(self) -> str:
-        """What was held back, at the end of the answer: half characters as U+FFFD, half stop strings as they are."""
+        """The rest of the text at the end of the answer; an incomplete character becomes U+FFFD."""
         return "" if self.stopped is not None else self._cut(self._detokenizer.flush(), final=True)
 
     def _cut(self, text: str, *, final: bool) -> str:
@@ -71,16 +71,16 @@ class TextStream:
         if stop is not None and at <= open_at:
             self.stopped = stop
             return self._tail[:at]
-        # A longer stop string that begins earlier may still come true, and then it wins, wherever tokens end.
+        # A longer stop string that begins earlier may still be completed; then it takes precedence.
         shown, self._tail = self._tail[:open_at], self._tail[open_at:]
         return shown
 
 
 class Detokenizer:
-    """Token ids → the text that no later token can change.
+    """Token ids → text that no later token can change.
 
-    The text of new tokens is decode(context + new) less decode(context): a sliding window, constant cost a token. The
-    context shows the decoder that this is not the text's beginning, where it may strip a space.
+    The text of new tokens is decode(context + new) without decode(context), with a sliding window as the context, so
+    the cost per token is constant. The context matters because decoders may strip a space at a text's beginning.
     """
 
     def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool) -> None:
@@ -88,8 +88,8 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._anchor = tokenizer.byte_anchor
         self._context: list[int] = []
-        self._num_held = 0  # 1: the context's last character, a U+FFFD that may become another, has not been given out
-        self._run: list[int] = []  # byte tokens of the character that is under way, and its bytes:
+        self._num_held = 0  # 1: the context's last character is a U+FFFD that may change, so it is held back
+        self._run: list[int] = []  # byte tokens of an incomplete character, and its bytes:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE)
 
     def push(self, token_id: int) -> str:
@@ -109,7 +109,7 @@ class Detokenizer:
         num_shown = len(self._decode(self._context)) - self._num_held
         self._context += ids
         text = self._decode(self._context)
-        # However many bytes wait for the rest of their character, a byte-level decoder shows them as one U+FFFD.
+        # A byte-level decoder shows all bytes of an incomplete character as one U+FFFD.
         self._num_held = int(self._anchor is None and text.endswith(REPLACEMENT))
         del self._context[:-_CONTEXT_TOKENS]
         return text[num_shown : len(text) - self._num_held]
@@ -119,7 +119,7 @@ class Detokenizer:
         text = self._utf8.decode(bytes([byte]))
         if not text:
             return ""
-        # The decoder decides on good bytes (it may strip the text's first space), but would drop them beside bad ones.
+        # Valid bytes go through the decoder (it may strip the text's first space), which drops them near invalid ones.
         text = text if REPLACEMENT in text else self._extend(self._run)
         waiting, _ = self._utf8.getstate()
         self._restart(self._run[len(self._run) - len(waiting) :])
@@ -132,7 +132,7 @@ class Detokenizer:
         return self._utf8.decode(b"", final=True)
 
     def _restart(self, run: list[int]) -> None:
-        # The context is not the last run: with the next byte tokens it could be bad UTF-8, which would spoil them too.
+        # The context excludes the last run, which could form invalid UTF-8 with the next byte tokens.
         self._run = run
         self._context = [] if self._anchor is None else [self._anchor]
 
@@ -146,14 +146,14 @@ def _fallback_byte(token: str) -> int | None:
 
 
 def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str | None]:
-    """Where the first stop string begins and which it is: of several there the shortest, which is complete first."""
+    """Position and text of the first stop string; of several at one position, the shortest."""
     found = [(at, len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
     at, _, stop = min(found, default=(-1, 0, None))
     return at, stop
 
 
 def _first_open_stop(text: str, stops: tuple[str, ...]) -> int:
-    """Where the end of `text` first looks like the beginning of a stop string; len(text) if nowhere."""
+    """The first position from which the end of `text` may begin a stop string; len(text) if there is none."""
     longest = max(map(len, stops), default=0)
     for at in range(max(0, len(text) - longest + 1), len(text)):
         if any(stop.startswith(text[at:]) for stop in stops):

@@ -39,7 +39,7 @@ def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The decoder's parts, as the library writes them."""
+    """The decoder's parts, in the library's JSON."""
     if backend.decoder is None:
         return []
     state = json.loads(backend.decoder.__getstate__())
@@ -52,7 +52,7 @@ def _replaces_space(step: dict[str, Any]) -> bool:
 
 
 def byte_alphabet() -> list[str]:
-    """The character that byte-level vocabularies write for each byte (GPT-2, encoder.py)."""
+    """The character for each byte in byte-level vocabularies (GPT-2, encoder.py)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -1,7 +1,7 @@
-"""Text to token ids and back, as the checkpoint's own files say; prompts and chats.
+"""Encodes and decodes text by the checkpoint's own tokenizer files; prompts and chats.
 
-The encoding itself is the `tokenizers` library's; chat templates are rendered by `chat_template`. Knows nothing of
-models, sampling or the terminal, nor how the folder came to this machine.
+The encoding is the `tokenizers` library's; `chat_template` renders chats. This module does not depend on models,
+sampling or the terminal.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: TokenizerSettings, folder: Path) -> None:
         self.folder = folder  # or the GGUF file
-        self.special_in_text = False  # whether text of messages that looks like a special token becomes one
+        self.special_in_text = False  # whether a message's text that looks like a special token becomes one
         self._backend = backend
         self._settings = settings
         self._prefix = self._prefix_ids()
 
     @property
     def _file(self) -> Path:
-        """What its vocabulary was read from, for messages."""
+        """The vocabulary's file, for messages."""
         return self.folder if self.folder.is_file() else self.folder / "tokenizer.json"
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json and the small files beside it, or a GGUF file's metadata.
 
-        Raises TokenizerError if one is damaged or the first missing, what `from_gguf` does for a GGUF file, and
-        CheckpointError where that cannot be read.
+        Raises TokenizerError if a file is damaged or tokenizer.json is missing; for a GGUF file the errors of
+        `from_gguf`, and CheckpointError if the file cannot be read.
         """
         if folder.is_file():
             return cls.from_gguf(read_metadata(folder), folder)
-        with library_errors(f"the tokenizer in {folder} cannot be used", "fetch its files again"):
+        with library_errors(f"the tokenizer in {folder} cannot be used", "download its files again"):
             settings = read_settings(folder)
             return cls._made(read_backend(folder), settings, folder)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], path: Path) -> Tokenizer:
-        """The tokenizer that the metadata of the GGUF file at `path` describe. Raises what `read_gguf` does."""
+        """The tokenizer of a GGUF file's metadata. Raises the errors of `read_gguf`."""
         with library_errors(f"the tokenizer in {path} cannot be used", "download it again"):
             return cls._made(*read_gguf(metadata, path), path)
 
@@ -76,21 +76,21 @@ class Tokenizer:
     def _made(cls, backend: tokenizers.Tokenizer, settings: TokenizerSettings, folder: Path) -> Tokenizer:
         add_missing(backend, settings.added_tokens)
         check_added(backend, folder)
-        # As transformers does: what the settings call special is so even where tokenizer.json does not say it.
+        # As in transformers, tokens named in the settings are special, even if tokenizer.json does not flag them.
         named = [settings.special_tokens.get(name) for name in ("bos_token", "eos_token")]
         stated = [token.content for token in settings.added_tokens.values() if token.special]
         tokenizer = cls(with_special(backend, [*named, *stated]), settings, folder)
-        assert tokenizer.byte_anchor is None or tokenizer.vocab_size  # a decoder that fails does so here
+        assert tokenizer.byte_anchor is None or tokenizer.vocab_size  # a broken decoder raises here, not later
         return tokenizer
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included: the highest id + 1."""
+        """The number of ids, including added tokens: the highest id + 1."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """A hash of everything that decides which ids a text gets."""
+        """A hash of everything that determines the ids of a text."""
         return hashlib.blake2b(self._backend.to_str().encode()).digest()
 
     @property
@@ -99,47 +99,46 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """The tokenizer's own; `eos_ids` has all that end a text."""
+        """The tokenizer's own EOS; `eos_ids` has all ids that end a text."""
         return self._special_id("eos_token")
 
     @cached_property
     def token_bytes(self) -> Mapping[int, bytes] | None:
-        """The bytes of every token that stands for text; None where they depend on a token's neighbours."""
+        """The bytes of every token that stands for text; None if they depend on a token's neighbours."""
         return token_bytes(self._backend)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Every id that ends a text: generation_config.json, config.json and the tokenizer's own, together."""
+        """All ids that end a text: those of generation_config.json, config.json and the tokenizer."""
         own = self._special_id("eos_token")
         return self._settings.eos_ids | (frozenset() if own is None else {own})
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the files have one, be it good or not."""
+        """Whether the files have a chat template, valid or not."""
         return self._settings.chat_template is not None
 
     def check_chat_template(self) -> None:
-        """Raises TokenizerError where there is no template, or none that could be taken."""
+        """Raises TokenizerError if the template is missing or not a text."""
         if not self.has_chat_template:
             raise TokenizerError(
-                f"{self.folder} has no chat template, so it takes plain text and no messages: choose a checkpoint "
-                "tuned for chat"
+                f"{self.folder} has no chat template, so it accepts plain text only; choose a checkpoint tuned for chat"
             )
         if not isinstance(self._settings.chat_template, str):
             raise TokenizerError(
-                f'{self._settings.chat_template_file}: "chat_template" is neither a template nor has one named '
-                "default: correct it, or give plain text instead of messages"
+                f'{self._settings.chat_template_file}: "chat_template" is not a template, and has none named default; '
+                "correct it, or use plain text instead of messages"
             )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a prompt, led by BOS where the tokenizer says so, never ended by EOS."""
+        """Ids of a prompt, with BOS if the tokenizer adds it, and without EOS."""
         ids = self._encode(text).ids
         return [*self._prefix, *ids] if add_special_tokens else list(ids)
 
     def encode_after(self, context: str, text: str, hidden: Mapping[str, str] | None = None) -> list[int]:
-        """Ids of `text` where it follows `context`; of `text` alone where a token would straddle the two.
+        """Ids of `text` after `context`; if a token would overlap both, ids of `text` alone.
 
-        Neither BOS nor EOS is added. hidden: what private characters in both stand for (`hide_special`).
+        Neither BOS nor EOS is added. hidden: the texts of private characters in both (`hide_special`).
         """
         encoded = self._encode_hidden(context + text, hidden or {}, len(context))
         if encoded.at is not None:
@@ -156,46 +155,45 @@ class Tokenizer:
             return self._special_text.encode(text, hidden, at)
 
     def check_length(self, text: str, most: int) -> None:
-        """Raises ContextLengthError for a text that is far too long for `most` tokens, without encoding all of it.
+        """Raises ContextLengthError for a text with far more than `most` tokens, without encoding all of it.
 
-        So much of it as `most` of the longest token are is enough, unless that has fewer tokens: some tokenizers
-        swallow spaces, or make one token of whatever they do not know. Most texts need a part of that, which counts
-        where it has more tokens than a cut inside of one can make.
+        It encodes growing prefixes. A prefix as long as `most` of the longest token usually has more than `most`
+        tokens; some tokenizers remove spaces, or merge unknown characters into one token. A shorter prefix is enough
+        if it has clearly more tokens: cutting inside a token can add a few.
         """
         enough, slack = most * self._longest + 1, 4 * self._longest
         length = min(enough, 8 * (most + slack))
         while length < len(text):
             if len(self._encode(text[:length]).ids) > most + (slack if length < enough else 0):
                 raise ContextLengthError(
-                    f"the prompt of {len(text)} characters has more than {most} tokens, and no more fit here; "
-                    "shorten it"
+                    f"the prompt of {len(text)} characters has more than {most} tokens, which is the limit; shorten it"
                 )
             if length == enough:
                 break
             length = min(enough, 8 * length)
 
     def check_messages(self, messages: Sequence[Mapping[str, str]], most: int) -> None:
-        """Raises ContextLengthError for messages that are far too long for `most` tokens, before they are looked into.
+        """Raises ContextLengthError for messages with far more than `most` tokens, before other processing.
 
-        Four times as many may be in them, as templates leave things out, like what was thought before former replies.
+        It allows four times as many, because templates omit text, such as the reasoning of earlier replies.
         """
         texts = (text for message in messages for text in message.values() if isinstance(text, str))
         try:
             self.check_length("\n".join(texts), 4 * most)
         except ContextLengthError as exc:
             raise ContextLengthError(
-                f"the messages have more than {4 * most} tokens, and {most} fit here; shorten them"
+                f"the messages have more than {4 * most} tokens, and the limit is {most}; shorten them"
             ) from exc
 
     @cached_property
     def _longest(self) -> int:
-        """Characters of the longest token; of a byte-level one its bytes, which are no fewer."""
+        """Characters of the longest token; for a byte-level token its bytes, which are at least as many."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
 
     def _encode(self, text: str) -> tokenizers.Encoding:
         with self._encoding():
-            text.encode()  # names a lone surrogate; the library says "must be str" (0.23) or takes it silently (0.20)
-            # The library lets go of the interpreter's lock for a batch alone, and a long text takes seconds.
+            text.encode()  # reports a lone surrogate; the library says "must be str" (0.23) or accepts it (0.20)
+            # The library releases the interpreter's lock only for batches, and a long text takes seconds.
             return self._backend.encode_batch([text], add_special_tokens=False)[0]
 
     def _encoding(self) -> AbstractContextManager[None]:
@@ -207,10 +205,11 @@ class Tokenizer:
         return SpecialText(self._backend, str(self._settings.chat_template or ""))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ids; ids without a token add nothing.
+        """The text of ids; unused ids add nothing.
 
-        The library's text, but for byte tokens (`<0xE2>`) that are no UTF-8: its ByteFallback decoder gives up every
-        character of their run, so that no byte would ever be certain; here, as in sentencepiece, only the bad bytes.
+        It is the library's text, except for byte tokens (`<0xE2>`) with invalid UTF-8. The library's ByteFallback
+        decoder replaces every character of their run, so no byte would ever be final. Here, as in sentencepiece, only
+        the invalid bytes are replaced.
         """
         text = self.decode_stored(ids, skip_special_tokens)
         if REPLACEMENT not in text or self.byte_anchor is None:
@@ -219,7 +218,7 @@ class Tokenizer:
         return "".join(map(stream.push, ids)) + stream.flush()
 
     def token_id(self, text: str) -> int | None:
-        """The id of a raw vocabulary entry, such as "▁the" or "</s>"; None where there is none."""
+        """The id of a raw vocabulary entry, such as "▁the" or "</s>"; None if there is none."""
         return self._backend.token_to_id(text)
 
     def token_text(self, token_id: int) -> str:
@@ -227,7 +226,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or f"<no token {token_id}>"
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as the checkpoint's template writes it; TokenizerError if there is none or it refuses."""
+        """The conversation, rendered by the checkpoint's template. Raises TokenizerError if it is missing or fails."""
         self.check_chat_template()
         variables = {
             **self._settings.special_tokens,
@@ -238,16 +237,16 @@ class Tokenizer:
         }
         try:
             return chat_template.render(str(self._settings.chat_template), variables)
-        except (TokenizerError, TypeError, ValueError) as exc:  # the latter from messages that are no JSON
+        except (TokenizerError, TypeError, ValueError) as exc:  # the latter two if messages are not JSON
             raise TokenizerError(
                 f"the chat template refuses the conversation: {one_line(exc)} "
-                f"({self._settings.chat_template_file}): change the messages, or give plain text instead"
+                f"({self._settings.chat_template_file}); change the messages, or use plain text"
             ) from exc
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], most_tokens: int | None = None) -> list[int]:
-        """Ids of the conversation up to where the answer begins; the template writes the special tokens itself.
+        """Ids of the conversation up to the start of the answer; the template writes the special tokens.
 
-        Raises ContextLengthError for one that is far longer than `most_tokens`, before it is encoded.
+        Raises ContextLengthError for a conversation of far more than `most_tokens` tokens, before encoding all of it.
         """
         if most_tokens is not None:
             self.check_messages(messages, most_tokens)
@@ -258,7 +257,7 @@ class Tokenizer:
         return self.encode_after("", text, chat.texts)
 
     def hide_special(self, messages: Sequence[Mapping[str, str]]) -> HiddenChat:
-        """The messages with what looks like special tokens hidden from the template, unless `special_in_text`."""
+        """The messages, with texts that look like special tokens hidden, unless `special_in_text`."""
         if self.special_in_text:
             return HiddenChat([dict(message) for message in messages], {})
         with self._encoding():
@@ -267,7 +266,7 @@ class Tokenizer:
             return self._special_text.hide(messages)
 
     def stream(self, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> TextStream:
-        """A fresh stream for one answer; UsageError if a stop string is empty."""
+        """A new stream for one answer. Raises UsageError for an empty stop string."""
         return TextStream(Detokenizer(self, skip_special_tokens), stop)
 
     def _special_id(self, name: str) -> int | None:
@@ -275,7 +274,7 @@ class Tokenizer:
         return None if text is None else self.token_id(text)
 
     def _prefix_ids(self) -> list[int]:
-        """What stands in front of every prompt: BOS, or whatever the post-processor puts there."""
+        """The ids before every prompt: BOS, or those of the post-processor."""
         if self._settings.add_bos is None:
             return post_processor_prefix(self._backend)
         bos = self._settings.special_tokens.get("bos_token")
@@ -283,23 +282,23 @@ class Tokenizer:
             return []
         if self.bos_id is None:
             raise TokenizerError(
-                f"{self.folder / 'tokenizer_config.json'} asks for the BOS token {bos!r}, which tokenizer.json lacks: "
+                f"{self.folder / 'tokenizer_config.json'} requires the BOS token {bos!r}, which tokenizer.json lacks; "
                 'correct "bos_token", or set "add_bos_token" to false'
             )
         return [self.bos_id]
 
     def stored_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary has it; None for an id without one."""
+        """The token's entry in the vocabulary; None for an unused id."""
         return self._backend.id_to_token(token_id)
 
     def decode_stored(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of these ids, as the library gives it."""
-        with library_errors(f"tokens cannot be decoded with {self._file}", "fetch it again"):
+        """The library's text of these ids."""
+        with library_errors(f"tokens cannot be decoded with {self._file}", "download it again"):
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids that `skip_special_tokens` leaves out of a text."""
+        """Ids that `skip_special_tokens` omits from a text."""
         return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
@@ -312,11 +311,11 @@ class Tokenizer:
 
 
 def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
-    """VocabularyMismatchError if an id means different tokens to the two.
+    """Raises VocabularyMismatchError if an id has different tokens in the two.
 
-    Ids that only one of them has are padding. GGUF files write some spaces plainly that others write as "▁". An id that
-    both keep for special tokens may bear two names: releases of a family rename their reserved tokens (Llama 3 and
-    3.1), and a guess that is wrong there costs nothing but itself.
+    Ids of only one of them are padding. GGUF files write some spaces as spaces that others write as "▁". An id that is
+    a special token in both may have two names: releases of a family rename reserved tokens (Llama 3 and 3.1), and a
+    wrong guess there is merely rejected.
     """
     ours, theirs = _tokens_by_id(target), _tokens_by_id(draft)
     renamed = target.special_ids & draft.special_ids
@@ -324,9 +323,9 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
     if differing:
         first = min(differing)
         raise VocabularyMismatchError(
-            f"the draft's vocabulary is another one: token {first} is {ours[first]!r} in {target.folder} but "
-            f"{theirs[first]!r} in {draft.folder} ({len(differing)} differ): choose a draft of the target's family, "
-            "or --draft none"
+            f"the draft has another vocabulary: token {first} is {ours[first]!r} in {target.folder}, but "
+            f"{theirs[first]!r} in {draft.folder} ({len(differing)} differ); choose a draft of the target's family "
+            "(--draft PATH), or none (--draft none)"
         )
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer's files: tokenizer.json and the small ones beside it, read and checked."""
+"""Reads and checks a tokenizer's files: tokenizer.json and the small files of its folder."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ MOST_IDS = 2**31
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What the small files beside tokenizer.json say."""
+    """The settings in the small files beside tokenizer.json."""
 
-    special_tokens: dict[str, str]  # "bos_token" → "<s>", as templates want them
-    added_tokens: dict[int, tokenizers.AddedToken]  # by id; tokenizer.json may be older than they are
+    special_tokens: dict[str, str]  # "bos_token" → "<s>", as templates expect them
+    added_tokens: dict[int, tokenizers.AddedToken]  # by id; an older tokenizer.json may lack them
     add_bos: bool | None  # None: the post-processor decides
     eos_ids: frozenset[int]
-    chat_template: object  # None: there is none; what is no text cannot be taken
+    chat_template: object  # None: there is none; anything but a text is refused on use
     chat_template_file: Path
 
 
 def read_settings(folder: Path) -> TokenizerSettings:
-    """What the files beside tokenizer.json in `folder` say. Raises TokenizerError."""
+    """Read the files beside tokenizer.json in `folder`. Raises TokenizerError."""
     config = _read_json(folder / "tokenizer_config.json")
     add_bos = config.get("add_bos_token")
     template, template_file = _read_chat_template(folder, config)
     special_map = _special_tokens(_read_json(folder / "special_tokens_map.json"))
-    # The map counts where the settings are older than the list of added tokens that took its place.
+    # Older settings have no list of added tokens; only then special_tokens_map.json takes precedence.
     special = _special_tokens(config) | ({} if "added_tokens_decoder" in config else special_map)
     return TokenizerSettings(
         special_tokens=special,
@@ -58,9 +58,9 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
     if content is None:
         raise TokenizerError(_missing(folder))
     what = f"{file} is damaged or newer than the installed tokenizers {tokenizers.__version__}"
-    with library_errors(what, "fetch it again, or pip install -U tokenizers"):
+    with library_errors(what, "download it again, or pip install -U tokenizers"):
         backend = tokenizers.Tokenizer.from_buffer(content)
-    # Some files carry the limits they were trained with; a prompt must not be cut or padded silently.
+    # Some files contain the limits of their training; a prompt must not be truncated or padded silently.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -69,14 +69,14 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
 def _missing(folder: Path) -> str:
     found = "only a sentencepiece tokenizer.model" if (folder / "tokenizer.model").is_file() else "no tokenizer"
     return (
-        f"{folder} has {found}, but tokenizer.json is needed: save it with transformers, "
+        f"{folder} has {found}, but tokenizer.json is needed; save it with transformers, "
         f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
     )
 
 
 @contextmanager
 def library_errors(what: str, remedy: str) -> Iterator[None]:
-    """The library raises TypeError, ValueError and bare Exception alike, and BaseException where its Rust panics."""
+    """Turn the library's exceptions into TokenizerError: TypeError, ValueError, Exception, and panics of its Rust."""
     try:
         yield
     except OffspecError:
@@ -84,17 +84,17 @@ def library_errors(what: str, remedy: str) -> Iterator[None]:
     except BaseException as exc:
         if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
             raise
-        raise TokenizerError(f"{what} ({one_line(exc)}): {remedy}") from exc
+        raise TokenizerError(f"{what} ({one_line(exc)}); {remedy}") from exc
 
 
 def _read_bytes(file: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes | None:
-    """None where there is no such file."""
+    """The file's content; None if it does not exist."""
     try:
         return read_small_file(file, most_bytes)
     except FileNotFoundError:
         return None
     except OSError as exc:
-        raise TokenizerError(f"{file} cannot be read ({exc.strerror}): fetch it again") from exc
+        raise TokenizerError(f"{file} cannot be read ({exc.strerror}); download it again") from exc
 
 
 def _read_text(file: Path) -> str | None:
@@ -102,7 +102,7 @@ def _read_text(file: Path) -> str | None:
     try:
         return None if content is None else content.decode("utf-8")
     except UnicodeDecodeError as exc:
-        raise TokenizerError(f"{file} cannot be read ({one_line(exc)}): fetch it again") from exc
+        raise TokenizerError(f"{file} cannot be read ({one_line(exc)}); download it again") from exc
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -112,14 +112,14 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = parse_json(found)
     except ValueError as exc:
-        raise TokenizerError(f"{file} is not valid JSON ({one_line(exc)}): fetch it again") from exc
+        raise TokenizerError(f"{file} is not valid JSON ({one_line(exc)}); download it again") from exc
     if not isinstance(content, dict):
-        raise TokenizerError(f"{file} holds a JSON {type(content).__name__}, not an object: fetch it again")
+        raise TokenizerError(f"{file} contains a JSON {type(content).__name__}, not an object; download it again")
     return content
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Every `…_token`, models' own (`image_token`) included; written as a string or as {"content": …}."""
+    """Every `…_token`, also models' own ones (`image_token`); a string or {"content": …}."""
     contents = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in config.items()
@@ -129,29 +129,29 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _added_tokens(ids: dict[str, Any], decoder: object) -> dict[int, tokenizers.AddedToken]:
-    """What added_tokens.json states, {text: id}, and tokenizer_config.json, {id: {"content": …}}."""
+    """The tokens of added_tokens.json, {text: id}, and of tokenizer_config.json, {id: {"content": …}}."""
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     found = {token_id: tokenizers.AddedToken(text) for text, token_id in ids.items() if type(token_id) is int}
-    for key, said in decoder.items() if isinstance(decoder, dict) else ():
+    for key, entry in decoder.items() if isinstance(decoder, dict) else ():
         if (
             key.isdecimal()
             and len(key) < 10
-            and isinstance(said, dict)
-            and isinstance(text := said.get("content"), str)
+            and isinstance(entry, dict)
+            and isinstance(text := entry.get("content"), str)
         ):
-            given = {flag: said[flag] for flag in flags if isinstance(said.get(flag), bool)}
+            given = {flag: entry[flag] for flag in flags if isinstance(entry.get(flag), bool)}
             found[int(key)] = tokenizers.AddedToken(text, **given)
     return found
 
 
 def _read_eos_ids(file: Path) -> frozenset[int]:
-    """An id that the vocabulary lacks ends nothing; -1 says so in some files."""
+    """The ids of end tokens. Ids outside the vocabulary are harmless; some files have -1."""
     value = _read_json(file).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int for i in ids):
-        raise TokenizerError(f'{file}: "eos_token_id" is {show(value)}, not a number or a list of numbers: correct it')
+        raise TokenizerError(f'{file}: "eos_token_id" is {show(value)}, not a number or a list of numbers; correct it')
     if wrong := [i for i in ids if not -1 <= i < MOST_IDS]:
-        raise TokenizerError(f'{file}: "eos_token_id" is {show(wrong[0])}, which is no token of any model: correct it')
+        raise TokenizerError(f'{file}: "eos_token_id" is {show(wrong[0])}, which cannot be a token id; correct it')
     return frozenset(ids) - {-1}
 
 
@@ -169,12 +169,12 @@ def _read_chat_template(folder: Path, config: dict[str, Any]) -> tuple[object, P
 
 
 def one_line(exc: BaseException) -> str:
-    """What an exception says, in one line."""
+    """An exception's message on one line."""
     return " ".join(str(exc).split()) or type(exc).__name__
 
 
 def add_missing(backend: tokenizers.Tokenizer, added_tokens: dict[int, tokenizers.AddedToken]) -> None:
-    """Those that the backend lacks, where they get the ids that they are said to have."""
+    """Add the tokens that the backend lacks, if they get their stated ids."""
     next_id, missing = backend.get_vocab_size(with_added_tokens=True), dict[str, tokenizers.AddedToken]()
     for token_id, token in sorted(added_tokens.items()):
         if (
@@ -185,25 +185,25 @@ def add_missing(backend: tokenizers.Tokenizer, added_tokens: dict[int, tokenizer
         ):
             missing[token.content] = token
             next_id += 1
-    backend.add_tokens(list(missing.values()))  # at once: each call goes through all that were added before
+    backend.add_tokens(list(missing.values()))  # in one call, because each call processes all earlier ones again
 
 
 def check_added(backend: tokenizers.Tokenizer, folder: Path) -> None:
-    """Raises TokenizerError for a token that no model has, and that would take seconds or gigabytes."""
+    """Raises TokenizerError for absurd ids or lengths, which would take seconds or gigabytes."""
     if (highest := max(backend.get_vocab(with_added_tokens=True).values(), default=0)) >= MOST_TOKENS:
-        raise TokenizerError(  # the library lists all ids below it where it writes a tokenizer out
-            f"{folder} has a token of id {highest}, and no model has more than {MOST_TOKENS}: fetch its files again"
+        raise TokenizerError(  # when the library writes a tokenizer, it lists all ids below the highest
+            f"{folder} has a token with id {highest}, above the limit of {MOST_TOKENS}; download its files again"
         )
     longest = max((len(token.content) for token in backend.get_added_tokens_decoder().values()), default=0)
     if longest > MOST_ADDED_CHARACTERS:
         raise TokenizerError(
-            f"{folder} has an added token of {longest} characters, and no model has one of more than "
-            f"{MOST_ADDED_CHARACTERS}: fetch its files again"
+            f"{folder} has an added token of {longest} characters, above the limit of {MOST_ADDED_CHARACTERS}; "
+            "download its files again"
         )
 
 
 def with_special(backend: tokenizers.Tokenizer, texts: Iterable[str | None]) -> tokenizers.Tokenizer:
-    """With these tokens special where it has them; one that is so already keeps its flags (some swallow spaces)."""
+    """Make these tokens special, if the backend has them. Special ones keep their flags (some remove spaces)."""
     added, wanted, new = backend.get_added_tokens_decoder(), set[str](), list[tokenizers.AddedToken]()
     for text in dict.fromkeys(texts):
         token_id = None if text is None else backend.token_to_id(text)
@@ -213,7 +213,7 @@ def with_special(backend: tokenizers.Tokenizer, texts: Iterable[str | None]) -> 
             wanted.add(text)  # the library keeps what it has
         else:
             new.append(tokenizers.AddedToken(text, special=True, normalized=False))
-    backend.add_special_tokens(new)  # at once: each call goes through all that were added before
+    backend.add_special_tokens(new)  # in one call, because each call processes all earlier ones again
     if not wanted:
         return backend
     state = json.loads(backend.to_str())
@@ -224,8 +224,10 @@ def with_special(backend: tokenizers.Tokenizer, texts: Iterable[str | None]) -> 
 
 
 def post_processor_prefix(backend: tokenizers.Tokenizer) -> list[int]:
-    """Ids that the post-processor puts before a text. Found with a stand-in text of one token, since an empty one
-    could not tell what comes before from what comes after."""
+    """Ids that the post-processor puts before a text.
+
+    They are found with a text of one token, because an empty one would not separate prefix and suffix.
+    """
     if backend.post_processor is None:
         return []
     stand_in = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0}, unk_token="x")).encode("x")

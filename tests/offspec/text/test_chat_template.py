@@ -75,7 +75,7 @@ def test_a_text_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(chat_template, "MOST_CHARACTERS", 1000)
     worker = Worker()
     assert ask(worker, "{{ 'a' * 1000 }}")["text"] == "a" * 1000
-    assert "writes 1001 characters, and 1000 are allowed" in ask(worker, "{{ 'a' * 1001 }}")["error"]
+    assert "writes 1001 characters, more than the limit of 1000" in ask(worker, "{{ 'a' * 1001 }}")["error"]
     worker.close()
 
 
