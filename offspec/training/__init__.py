@@ -1,1 +1,1 @@
-"""What learns from the target: a draft between requests, an exit layer, low-rank additions."""
+"""Training on the target's output: a draft between requests (low-rank adapters), and exit layers."""

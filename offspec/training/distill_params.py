@@ -1,4 +1,4 @@
-"""What a user can set of `offspec distill`; the CLI's defaults are read from here. Imports no torch."""
+"""The user settings of `offspec distill`, with the CLI's defaults. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Init = Literal["next", "last"]
 class DistillParams:
     """How an exit layer is trained.
 
-    steps: optimiser steps, of batch_texts texts each. num_texts: how many the target writes to learn from (of given
-    files all are taken). text_tokens: tokens of each. temperature: at which they are sampled. num_labels: the likeliest
-    tokens kept of the target's distribution at every place. learning_rate: at its peak, for a hidden size of 256; it
-    falls with the root of the size. init: what training starts from, a copy of the layer that comes next or of the
-    target's last. Raises UsageError for a value out of range.
+    steps: optimiser steps, of batch_texts texts each. num_texts: the number of texts that the target generates for
+    training (given files are used completely). text_tokens: tokens of each text. temperature: of sampling these texts.
+    num_labels: the number of likeliest tokens kept of the target's distribution at each position. learning_rate: the
+    peak, for a hidden size of 256; it falls with the square root of the size. init: training starts from a copy of the
+    next layer or of the target's last one. Raises UsageError for a value out of range.
     """
 
     steps: int = 800

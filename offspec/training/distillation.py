@@ -1,10 +1,10 @@
-"""Trains an exit layer by self-distillation (EESD, 2406.03853, section 3.2): it learns what the target would say.
+"""Trains an exit layer by self-distillation (EESD, 2406.03853, section 3.2) on the target's predictions.
 
-First the target writes texts (or reads given ones), many at a time as the branches of one tree, so that a streamed
-target is walked once for all of them; of every place the hidden state after layer N and the likeliest next tokens are
-kept, in shards on disk. Then the exit layer alone is trained on these; of the target only the final norm and the head
-are needed. Memory is bounded by one shard and one batch. What is done is a function of the settings alone: an
-interrupted run that is resumed gives the result of one that was not. Knows nothing of the terminal.
+First, the target generates texts (or reads given ones), many at once as branches of one tree, so that a pass streams
+the weights once for all of them. Shards on disk store the hidden state after layer N and the likeliest next tokens at
+each position. Then the exit layer is trained on the shards, with the target's final norm and head only. Memory is
+bounded by one shard and one batch. The result depends on the settings only: a resumed run gives the same result as an
+uninterrupted one. This module does not depend on the terminal.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from ..planning.out_of_memory import first_line
 from ..text.tokenizer import Tokenizer
 from .distill_params import DistillParams
 
-SHARD_TEXTS = 16  # that the target writes side by side; each sees the others' keys masked, so more would not be faster
+SHARD_TEXTS = 16  # texts generated at once; more are not faster, as each one's attention masks the others' keys
 CHECKPOINT_EVERY_S = 30.0
-WARM_UP = 0.05  # of the steps
-PART_CHARACTERS = 1 << 20  # of a text that is encoded together
+WARM_UP = 0.05  # share of the steps
+PART_CHARACTERS = 1 << 20  # characters encoded at once
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Distilled:
-    """What came out.
+    """The result of `distill`.
 
-    agreement_before, agreement: how often the exit's likeliest token is the target's, on unseen text.
+    agreement_before, agreement: how often the exit's likeliest token is the target's, on held-out text.
     """
 
     path: Path
@@ -66,9 +66,9 @@ class Distilled:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target that is learnt from: loaded, its files, its tokenizer.
+    """The loaded target, its files, and its tokenizer.
 
-    close_before_training: give its memory back before training, for which only its final norm and head are needed.
+    close_before_training: free its weights before training, which needs only its final norm and head.
     """
 
     target: Decoder
@@ -88,11 +88,11 @@ def distill(
     progress: Progress | None = None,
     checkpoint_every_s: float = CHECKPOINT_EVERY_S,
 ) -> Distilled:
-    """Train an exit behind layer `exit_layer` and write it to `out`, or where `--draft self` looks for it.
+    """Train an exit layer after the first `exit_layer` layers. Write it to `out`, or to the default of `--draft self`.
 
-    texts: files to learn from instead of what the target writes. resume: go on with an interrupted run of the same
-    settings. progress(what, done, total) is called as shards and steps are done. Whatever interrupts it, the shards and
-    the last checkpoint stay in a folder beside `out` until it is done. Raises OffspecError's children.
+    texts: files to learn from, instead of generated texts. resume: continue an interrupted run with the same settings.
+    progress(what, done, total) is called for shards and steps. The shards and the last checkpoint stay in a folder
+    beside `out` until the run is complete. Raises a subclass of OffspecError.
     """
     target, files, tokenizer = teacher.target, teacher.files, teacher.tokenizer
     params, progress = params or DistillParams(), progress or (lambda what, done, total: None)
@@ -100,11 +100,11 @@ def distill(
     if params.text_tokens > target.config.max_context:
         longest = target.config.max_context
         raise UsageError(
-            f"--text-tokens {params.text_tokens} is more than the model's context of {longest}; ask for less"
+            f"--text-tokens {params.text_tokens} exceeds the model's context of {longest}; choose a smaller value"
         )
     out = out or default_file(files, exit_layer)
     work = out.with_name(f"{out.name}.work")
-    shards = Shards(work, target, tokenizer, exit_layer, params, texts)  # texts are refused before a folder is made
+    shards = Shards(work, target, tokenizer, exit_layer, params, texts)  # checks texts before a folder is created
     with _locked(work, out):
         _open_work(work, files, exit_layer, params, texts, resume=resume)
         num_shards = shards.make(progress)
@@ -125,49 +125,49 @@ def distill(
 
 @contextmanager
 def _locked(work: Path, out: Path) -> Iterator[None]:
-    """Raises UsageError where another process works there."""
+    """Lock the folder of a run. Raises UsageError if another process uses it."""
     try:
         work.parent.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise _cannot_write(work, exc) from exc
-    with locked_name(work, f"another process is making {out}: wait until that one is done, or give another --out"):
+    with locked_name(work, f"another process is making {out}; wait until it has ended, or choose another file (--out)"):
         yield
 
 
 def _cannot_write(work: Path, exc: OSError) -> StorageError:
-    return StorageError(f"{work} cannot be written: {exc.strerror}; choose another place with --out")
+    return StorageError(f"{work} cannot be written: {exc.strerror}; choose another file (--out)")
 
 
 def _open_work(
     work: Path, files: ModelFiles, exit_layer: int, params: DistillParams, texts: Sequence[Path], *, resume: bool
 ) -> None:
-    """Make an unfinished run's folder.
+    """Create or reopen a run's folder.
 
-    Raises UsageError where one is there and not asked for, or the other way round.
+    Raises UsageError if there is an interrupted run without `resume`, or none with it.
     """
-    asked = {"exit_layer": exit_layer, "model": str(files.checkpoint.path), "texts": [str(file) for file in texts]}
-    said = json.dumps(asked | asdict(params), indent=1, sort_keys=True)
+    about = {"exit_layer": exit_layer, "model": str(files.checkpoint.path), "texts": [str(file) for file in texts]}
+    wanted = json.dumps(about | asdict(params), indent=1, sort_keys=True)
     settings = work / "settings.json"
     try:
-        shutil.rmtree(_deleted(work), ignore_errors=True)  # where a run was stopped while it deleted
+        shutil.rmtree(_deleted(work), ignore_errors=True)  # left by a run that was stopped while deleting
         found = settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else None
         if resume and found is None:
-            raise UsageError(f"there is nothing to resume at {work}; leave out --resume")
+            raise UsageError(f"there is nothing to resume at {work}; omit --resume")
         if not resume and found is not None:
-            raise UsageError(f"{work} holds an interrupted run: go on with --resume, or delete it")
-        if found is not None and found != said:
-            raise UsageError(f"{work} holds a run of other settings: give the same ones, or delete it")
+            raise UsageError(f"{work} contains an interrupted run; continue it (--resume), or delete the folder")
+        if found is not None and found != wanted:
+            raise UsageError(f"{work} contains a run with other settings; use the same settings, or delete the folder")
         work.mkdir(parents=True, exist_ok=True)
         if found is None and any(part.name.startswith(("shard-", "step-")) for part in work.iterdir()):
-            raise UsageError(f"{work} holds parts of a run, but not its settings: delete it")
+            raise UsageError(f"{work} contains parts of a run, but not its settings; delete the folder")
     except OSError as exc:
         raise _cannot_write(work, exc) from exc
     if found is None:
-        write_atomically(settings, said.encode())
+        write_atomically(settings, wanted.encode())
 
 
 def _remove_work(work: Path) -> None:
-    """Under another name first, so that a run that is killed here leaves nothing that looks like an interrupted one."""
+    """Delete a run's folder. It is renamed first, so that a killed process leaves nothing like an interrupted run."""
     try:
         work.rename(_deleted(work))
     except OSError as exc:
@@ -210,7 +210,7 @@ class Shards:
         self._start = _start(tokenizer) if not texts else None
 
     def make(self, progress: Progress) -> int:
-        """Those that are not there yet; returns how many there are. One after the other, each complete or absent."""
+        """Make the missing shards, each atomically. Returns the number of shards."""
         given = self._given
         count = math.ceil(self._params.num_texts / SHARD_TEXTS) if given is None else len(given)
         what = "texts written" if given is None else "texts read"
@@ -232,20 +232,20 @@ class Shards:
         try:
             return load_file(file)
         except (OSError, SafetensorError) as exc:
-            raise CheckpointError(f"{file} cannot be read ({exc}); delete it, and go on with --resume") from exc
+            raise CheckpointError(f"{file} cannot be read ({exc}); delete it, and continue with --resume") from exc
 
     def _file(self, index: int) -> Path:
         return self._folder / f"shard-{index:05}.safetensors"
 
     def _pass(self, texts: IntArray) -> Shard:
-        """One pass over texts [B, T] side by side."""
+        """One pass over texts [B, T]."""
         num_texts, length = texts.shape
         forest = Forest(self._target, self._first, self._rest, num_texts)
         parts = forest.add(texts, self._params.num_labels)
         return {name: part.view(num_texts, length, -1) for name, part in parts.items()}
 
     def _written(self, index: int) -> Shard:
-        """Texts that the target writes, a token of each in a pass, beginning as its training texts did."""
+        """Texts that the target generates, one token of each per pass, from the token that begins texts."""
         params, forest = self._params, Forest(self._target, self._first, self._rest, SHARD_TEXTS)
         generator = torch.Generator().manual_seed(params.seed * 1_000_003 + index)
         tokens = np.full((SHARD_TEXTS, 1), self._start, dtype=np.int64)
@@ -258,17 +258,17 @@ class Shards:
 
 
 def _pieces(files: Sequence[Path], tokenizer: Tokenizer, length: int) -> IntArray:
-    """[shards, B, T]: the files in pieces of T = `length` tokens; the last shard is filled up from the beginning."""
+    """[shards, B, T]: the files in pieces of T = `length` tokens; the first pieces fill up the last shard."""
     ids = np.concatenate([part for file in files for part in _encoded(file, tokenizer)])
     if len(ids) < length:
-        raise UsageError(f"the texts have {len(ids)} tokens, and {length} are needed for a single piece; give more")
+        raise UsageError(f"the texts have {len(ids)} tokens, and at least {length} are needed; give more text (--text)")
     pieces = ids[: len(ids) // length * length].astype(np.int64).reshape(-1, length)
     count = math.ceil(len(pieces) / SHARD_TEXTS)
     return np.resize(pieces, (count, SHARD_TEXTS, length))
 
 
 def _encoded(file: Path, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.int32]]:
-    """Token ids of a text file, in parts: encoding takes some 256 bytes for a character. Raises UsageError."""
+    """Token ids of a text file, in parts, because encoding needs about 256 bytes per character. Raises UsageError."""
     try:
         text = read_small_file(file, MOST_TEXT_BYTES, allow_pipe=True).decode()
     except OSError as exc:
@@ -281,26 +281,28 @@ def _encoded(file: Path, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.int32]
 
 
 def _start(tokenizer: Tokenizer) -> int:
-    """The token before a text: BOS, or what ends the text before it."""
+    """The token before a text: BOS, or EOS of the previous text."""
     if tokenizer.bos_id is not None:
         return tokenizer.bos_id
     if not (known := [token_id for token_id in tokenizer.eos_ids if token_id < tokenizer.vocab_size]):
-        raise UsageError("the model has neither a token that begins texts nor one that ends them; give --text")
+        raise UsageError(
+            "the model has neither a token that begins texts (BOS) nor one that ends them (EOS); give texts (--text)"
+        )
     return min(known)
 
 
 class Forest:
-    """Texts that grow side by side in one KV cache, each of them seeing itself alone."""
+    """Texts that grow in parallel in one KV cache; each attends to itself only."""
 
     def __init__(self, target: Decoder, first: range, rest: range, num_texts: int) -> None:
         self._target, self._first, self._rest, self._num_texts = target, first, rest, num_texts
         self._cache = target.new_cache()
-        self._owners = np.empty(0, dtype=np.int64)  # of the entries in the cache: whose text they are
+        self._owners = np.empty(0, dtype=np.int64)  # the text of each entry in the cache
         self.logits = torch.empty(0)  # [B, 1, vocab]: after the last tokens
 
     @torch.inference_mode()
     def add(self, tokens: IntArray, num_labels: int) -> Shard:
-        """Append tokens [B, T]; a shard's parts for them, [B * T, ...]."""
+        """Append tokens [B, T]. Returns the shard's parts for them, [B * T, ...]."""
         target, cache, (num_texts, length) = self._target, self._cache, tokens.shape
         owners = np.repeat(np.arange(num_texts), length)
         depths = np.tile(np.arange(length), num_texts) + len(self._owners) // num_texts
@@ -328,7 +330,7 @@ class Forest:
 
 
 class _Batch:
-    """`PassRows` of one text by itself: a plain causal pass without a cache."""
+    """`PassRows` of one text: a plain causal pass without a KV cache."""
 
     def __init__(self, decoder: Decoder, length: int) -> None:
         self._positions = torch.arange(length, device=decoder.device)
@@ -344,9 +346,9 @@ class _Batch:
 
 
 class ExitModule(nn.Module):
-    """The exit layer as accelerate wants it: what is trained are its parameters, computed by the decoder's own code.
+    """The exit layer as a module for accelerate: it has the parameters, and the decoder's own code computes with them.
 
-    The parameters are on the CPU until it is prepared.
+    The parameters are on the CPU until accelerate prepares the module.
     """
 
     def __init__(self, target: Decoder, exit_layer: int, source: int) -> None:
@@ -354,7 +356,7 @@ class ExitModule(nn.Module):
         super().__init__()
         with target.weights.layer(source) as layer:
             weights = {name: dense(w, torch.float32).detach().clone().cpu() for name, w in layer.items()}
-        self._names = {name.replace(".", "/"): name for name in weights}  # a parameter's name may not have dots
+        self._names = {name.replace(".", "/"): name for name in weights}  # a parameter's name must not contain dots
         self.layer = nn.ParameterDict({key: nn.Parameter(weights[name]) for key, name in self._names.items()})
         self.exit = EarlyExit(target, exit_layer, {}, torch.float32)  # its weights are the parameters
 
@@ -369,7 +371,7 @@ class ExitModule(nn.Module):
 
 
 class Trainer:
-    """The exit layer under training, with checkpoints in `folder`."""
+    """Trains the exit layer, with checkpoints in `folder`."""
 
     def __init__(self, module: ExitModule, params: DistillParams, folder: Path) -> None:
         device = module.exit.device
@@ -386,7 +388,7 @@ class Trainer:
         return {name: weight.detach() for name, weight in module.weights().items()}
 
     def train(self, shards: Shards, num_shards: int, progress: Progress, checkpoint_every_s: float) -> None:
-        """All steps that are left, over the first `num_shards`."""
+        """Run all remaining steps, on the first `num_shards` shards."""
         first = self._resume()
         saved_at, params = time.monotonic(), self._params
         for step, batch in enumerate(self._batches(shards, num_shards, first), first):
@@ -412,21 +414,21 @@ class Trainer:
         return float(torch.stack(same).mean())
 
     def _loss(self, batch: Shard) -> Tensor:
-        """Cross entropy to the target's distribution over the tokens that were kept of it."""
+        """Cross entropy with the target's distribution over the kept tokens."""
         scores = self._module(batch["hidden"]).log_softmax(-1)
         chosen = scores.gather(-1, batch["labels"].long())
         loss: Tensor = -(batch["log_probabilities"].exp() * chosen).sum(-1).mean()
         return loss
 
     def _rate(self, step: int) -> float:
-        """Learning rate: a warm-up, then a cosine down to nothing."""
+        """Learning rate: a warm-up, then a cosine decay to 0."""
         warm_up = max(1, int(WARM_UP * self._params.steps))
         if step < warm_up:
             return self._peak * (step + 1) / warm_up
         return self._peak * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, self._params.steps - warm_up)))
 
     def _batches(self, shards: Shards, num_shards: int, first: int) -> Iterator[Shard]:
-        """The batches from step `first` on; which texts a step sees depends on its number and the seed alone."""
+        """The batches from step `first` on; the texts of a step depend on its number and the seed only."""
         per_shard = math.ceil(SHARD_TEXTS / self._params.batch_texts)
         for visit in range(first // per_shard, math.ceil(self._params.steps / per_shard)):
             order = np.random.default_rng([self._params.seed, visit // num_shards]).permutation(num_shards)
@@ -448,7 +450,7 @@ class Trainer:
     # ---------------------------------------------------------------------------------------- checkpoints
 
     def _save(self, step: int) -> None:
-        """The state before `step`; the one before is deleted when this one is complete."""
+        """Save the state before `step`; then delete the previous one."""
         folder, unfinished = self._folder / f"step-{step:08}", self._folder / "unfinished-step"
         before = list(self._folder.glob("step-*"))
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -462,14 +464,14 @@ class Trainer:
             raise StorageError(f"{folder} cannot be written: {first_line(exc)}; free some space") from exc
 
     def _resume(self) -> int:
-        """Take up the last checkpoint; returns the step to go on with."""
+        """Load the last checkpoint. Returns the next step."""
         newest = max(self._folder.glob(f"step-{'[0-9]' * 8}"), default=None)
         if newest is None:
             return 0
         try:
             self._accelerator.load_state(str(newest))
-        except Exception as exc:  # four kinds of files, each of which raises what it likes where it is damaged
+        except Exception as exc:  # four kinds of files, with various exceptions if damaged
             raise CheckpointError(
-                f"{newest} is damaged ({first_line(exc)}); delete it, and --resume trains from the beginning"
+                f"{newest} is damaged ({first_line(exc)}); delete it, and --resume restarts the training"
             ) from exc
         return int(newest.name.removeprefix("step-"))

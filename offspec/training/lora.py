@@ -1,8 +1,8 @@
 """Low-rank additions to a draft's matrices (LoRA, 2106.09685): W + B A, with A [r, K] and B [N, r], and their file.
 
-They are trained beside the weights as those came from the checkpoint, and merged into the tensors that drafting uses:
-drafting costs what it did, and because the originals are kept, merging often does not drift. Merging is in place, so
-CUDA graphs that were captured before hold (`cuda_graphs`). Knows nothing of what is learnt.
+The additions are trained with the original weights, and merged into the tensors that drafting uses. So drafting costs
+the same as before. The original weights are kept, so repeated merging accumulates no error. Merging is in place, so
+captured CUDA graphs stay valid (`cuda_graphs`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ..model.names import LAYER_PREFIX, in_layer
 from ..model.rope import Rotations
 
 FILE_FORMAT, FILE_VERSION = "offspec draft adapter", "1"
-MERGED_ELEMENTS = 2**24  # of a matrix at a time, whose copies in fp32 are what merging takes
+MERGED_ELEMENTS = 2**24  # elements of a matrix merged at once; limits fp32 copies
 A, B = "lora_a", "lora_b"
 PARTS = ("weight", A, B)
 
 
 def adapted_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Full name → [N, K] of the matrices that get an addition: all projections, the head (tied: the embedding)."""
+    """Full name → [N, K] of the matrices with additions: all projections, and the head (if tied, the embedding)."""
     shapes = matrix_shapes(config).items()
     found = {in_layer(i, f"{name}.weight"): shape for i in range(config.num_layers) for name, shape in shapes}
     found[config.head_name] = (config.vocab_size, config.hidden_size)
@@ -50,7 +50,7 @@ def adapted_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def adapter_bytes(config: ModelConfig, rank: int, itemsize: int) -> int:
-    """What an `Adapter` in training takes: the originals, and four fp32 numbers (value, gradient, Adam's two) each."""
+    """Bytes of an `Adapter` in training: the originals, and four fp32 numbers (value, gradient, Adam's two) each."""
     shapes = adapted_shapes(config).values()
     return sum(rows * columns * itemsize + 16 * rank * (rows + columns) for rows, columns in shapes)
 
@@ -58,15 +58,15 @@ def adapter_bytes(config: ModelConfig, rank: int, itemsize: int) -> int:
 class Adapter:
     """The additions to one draft. `pairs`: (A, B), fp32 parameters, by the full name of their matrix.
 
-    originals: these matrices as they came. merged: the draft's own tensors, to which the additions are merged in place.
+    originals: these matrices before training. merged: the draft's own tensors; additions are merged into them in place.
     """
 
     def __init__(self, draft: Decoder, rank: int, seed: int = 0) -> None:
-        """Changes nothing yet: every B is 0. Raises UsageError for a draft whose weights cannot be changed."""
+        """At first, every B is 0: the draft is unchanged. Raises UsageError for a draft with unchangeable weights."""
         if not is_static(draft):
             raise UsageError(
-                "the draft's weights are quantised or streamed, and only plain ones can learn; "
-                "give one in bf16, fp16 or fp32"
+                "the draft's weights are quantised or streamed, and only plain resident ones can learn; choose a draft "
+                "in bf16, fp16 or fp32 (--draft PATH)"
             )
         self.draft, self.share = draft, 1.0
         tensors = _tensors(draft)
@@ -86,7 +86,7 @@ class Adapter:
 
     @torch.no_grad()
     def merge(self, share: float = 1.0) -> None:
-        """Make the draft's weights what they came as plus `share` of the additions, rounded once to their dtype."""
+        """Set the draft's weights to the originals plus `share` times the additions, rounded once to their dtype."""
         self.share = share
         for name, (a, b) in self.pairs.items():
             step = max(1, MERGED_ELEMENTS // a.shape[1])
@@ -95,7 +95,7 @@ class Adapter:
                 self.merged[name][rows] = torch.addmm(self.originals[name][rows].float(), b[rows], a, alpha=share)
 
     def trainee(self, share: float = 1.0) -> Trainee:
-        """The draft as a function of the additions, of which `share` counts."""
+        """The draft as a function of `share` times the additions, for training."""
         tensors = {**self._others, **self.originals}
         for name, (a, b) in self.pairs.items():
             stem = name.removesuffix("weight")
@@ -113,10 +113,10 @@ class Adapter:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the draft as it came, whatever dtype it is computed in: what the shapes do not say, and every weight."""
+        """A hash of the original draft, independent of its dtype: its config beyond the shapes, and all weights."""
         c = self.draft.config
-        said = (c.model_type, c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps, c.rope, c.windows)
-        digest = hashlib.sha256(repr(said).encode())
+        about = (c.model_type, c.num_heads, c.num_kv_heads, c.head_dim, c.rms_norm_eps, c.rope, c.windows)
+        digest = hashlib.sha256(repr(about).encode())
         if differences := c.differences():
             digest.update(repr(differences).encode())
         for name, tensor in sorted({**self._others, **self.originals}.items()):
@@ -125,7 +125,7 @@ class Adapter:
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
-        """Write what was merged of the additions as safetensors, all of it or nothing. Raises StorageError."""
+        """Write the merged share of the additions as safetensors, atomically. Raises StorageError."""
         tensors = dict[str, Tensor]()
         for name, (a, b) in self.pairs.items():
             stem = name.removesuffix("weight")
@@ -134,22 +134,24 @@ class Adapter:
         write_atomically(path, save(tensors, about))
 
     def load(self, path: Path) -> None:
-        """Take the additions of a file, and merge them.
+        """Read additions from a file, and merge them.
 
-        Raises UsageError for another draft's, or what is no such file.
+        Raises UsageError for another draft's file, or any other file.
         """
         if (saved := SavedAdapter.read(path)).draft != self.fingerprint:
-            raise UsageError(f"{path} was learnt for another draft; give the draft it belongs to, or another file")
+            raise UsageError(
+                f"{path} was learnt for another draft; choose that draft (--draft PATH) or another file (--learn-file)"
+            )
         found = {}
         for name, (rows, columns) in adapted_shapes(self.draft.config).items():
             stem = name.removesuffix("weight")
             a, b = saved.tensors.get(f"{stem}{A}"), saved.tensors.get(f"{stem}{B}")
             fits = a is not None and b is not None and a.dim() == b.dim() == 2
             if not fits or (a.shape[1], *b.shape) != (columns, rows, a.shape[0]):  # type: ignore[union-attr]
-                raise UsageError(f"{path} is damaged: what it has for {name} does not fit; remove it and learn anew")
+                raise UsageError(f"{path} is damaged: its matrices for {name} have wrong shapes; delete it")
             found[name] = (a, b)
         if not all(bool(tensor.isfinite().all()) for tensor in saved.tensors.values()):
-            raise UsageError(f"{path} is damaged: it holds numbers that are not finite; remove it and learn anew")
+            raise UsageError(f"{path} is damaged: it contains numbers that are not finite; delete it")
         for name, (a, b) in found.items():
             self._put(name, a, b)  # type: ignore[arg-type]
         self.merge()
@@ -157,7 +159,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """What a file holds: additions by name, and the fingerprint of the draft that they belong to."""
+    """The content of a file: additions by name, and the fingerprint of their draft."""
 
     draft: str
     tensors: Mapping[str, Tensor]
@@ -166,28 +168,28 @@ class SavedAdapter:
     def read(cls, path: Path) -> SavedAdapter:
         """Raises UsageError for a file that cannot be read or that `Adapter.save` did not write."""
         try:
-            with open_regular(path):  # safe_open would wait for a pipe
+            with open_regular(path):  # safe_open would block on a pipe
                 pass
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
                 if about.get("format") != FILE_FORMAT:
-                    raise UsageError(f"{path} holds nothing that --learn wrote; give another file")
+                    raise UsageError(f"{path} was not written by --learn; choose another file (--learn-file)")
                 if about.get("version") != FILE_VERSION:
                     raise UsageError(
-                        f"{path} has version {about.get('version')} of the format, "
-                        f"and {FILE_VERSION} is read: update offspec"
+                        f"{path} has format version {about.get('version')}, only {FILE_VERSION} is supported; "
+                        "update offspec"
                     )
                 names = file.keys()
-                # Copies: what safe_open gives lies in the mapped file, which somebody may write over.
+                # Copy: safe_open's tensors are in the mapped file, which another process may overwrite.
                 return cls(about.get("draft", ""), {name: file.get_tensor(name).clone() for name in names})
         except OSError as exc:
             raise UsageError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         except SafetensorError as exc:
-            raise UsageError(f"{path} is no safetensors file ({exc}); give another file") from exc
+            raise UsageError(f"{path} is not a safetensors file ({exc}); choose another file (--learn-file)") from exc
 
 
 def _tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """All of a resident decoder's weights, by their full names."""
+    """All weights of a resident decoder by their full names."""
     weights, found = decoder.weights, dict[str, Tensor]()
     for index in range(decoder.config.num_layers):
         with weights.layer(index) as layer:
@@ -200,9 +202,9 @@ def _tensors(decoder: Decoder) -> dict[str, Tensor]:
 
 
 class TreeRows:
-    """`PassRows` of a tree of T tokens, each seeing itself and its ancestors alone; nothing is kept of them.
+    """`PassRows` of a tree of T tokens, without a KV cache. Each token attends to itself and its ancestors.
 
-    parents [T]: the row of the token before, lower than its own; ROOT where a text begins.
+    parents [T]: the row of the previous token, lower than its own; ROOT at a text's start.
     """
 
     def __init__(self, decoder: Decoder, parents: npt.NDArray[np.integer]) -> None:
@@ -225,7 +227,7 @@ class TreeRows:
 
 
 class AdaptedWeights(LayerWeights):
-    """Weights that have additions: x.lora_a and x.lora_b beside x.weight. `share` of them counts."""
+    """Weights plus `share` times their additions: x.lora_a and x.lora_b beside x.weight."""
 
     def __init__(self, tensors: Mapping[str, Weight], share: float) -> None:
         super().__init__(tensors)
@@ -236,7 +238,7 @@ class AdaptedWeights(LayerWeights):
         return super().linear(name, x) + self._share * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
 
     def added_rows(self, name: str, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the additions make of rows [T] of `name.weight`: [T, K]."""
+        """The additions to rows `indices` [T] of `name.weight`: [T, K]."""
         a, b = self._pair(name)
         return self._share * (F.embedding(indices, b).to(dtype) @ a.to(dtype))
 
@@ -248,7 +250,7 @@ class AdaptedWeights(LayerWeights):
 
 
 class Trainee(Decoder):
-    """The draft with additions to its matrices, of which `share` counts. Keeps gradients."""
+    """The draft with `share` times the additions to its matrices. Keeps gradients."""
 
     def __init__(self, draft: Decoder, tensors: Mapping[str, Tensor], share: float) -> None:
         """tensors: weights and additions by their full names."""

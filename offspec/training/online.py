@@ -1,13 +1,12 @@
-"""Online alignment: between requests the draft learns from what the target said.
+"""Online alignment: between requests, the draft is trained on the target's predictions.
 
 That is Online Speculative Decoding (2310.07177).
 
-Every pass computes what the target thinks after each token that it emits, and after each guess; it costs little more to
-keep the likeliest part of it. After a request the low-rank additions of the draft (`lora`) take some steps towards
-these: forward KL on texts of the models' own (DistillSpec, 2310.08461, section 3). The text cannot change, since it is
-the target's whatever is guessed. A guess that was not accepted counts by how likely the target was to say it: the walk
-is one draw of where the target goes, and the guesses beside it are the others. Knows nothing of how trees are drafted,
-files' bytes or the terminal.
+Every pass computes the target's distribution after each emitted token and each node; keeping its likeliest tokens costs
+little. After a request, the draft's low-rank additions (`lora`) take some training steps: forward KL on the models' own
+texts (DistillSpec, 2310.08461, section 3). The text cannot change, because the target alone decides it. A node that was
+not accepted has a weight by its probability under the target: the walk is one sample of the target's text, and the
+other nodes are alternatives. This module does not depend on how trees are drafted.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from ..model.decoder import Decoder
 from ..model.row_logits import HEAD_ROWS
 from .lora import Adapter, SavedAdapter, TreeRows, adapter_bytes
 
-SHARES = (1.0, 0.5, 0.0)  # of the additions, one of which is drafted with
-MEMORY_PLACES = 256.0  # after so many more, what a share was worth counts half
-LEAST_LOG = -1e4  # in place of minus infinity: 0 times it is 0
+SHARES = (1.0, 0.5, 0.0)  # candidate shares of the additions; the best one is merged
+MEMORY_PLACES = 256.0  # after so many new positions, a share's earlier losses have half the weight
+LEAST_LOG = -1e4  # instead of minus infinity, so that 0 times it is 0
 IntArray = npt.NDArray[np.int64]
 
 
@@ -45,15 +44,14 @@ IntArray = npt.NDArray[np.int64]
 class AlignmentParams:
     """How the draft learns.
 
-    rank: of the additions. learning_rate: times the hidden size (wide models need smaller steps), of Adam. top_k:
-    tokens of a distribution that are kept; the rest counts as one. buffer_bytes: what is kept to learn from, the oldest
-    leaving first. window_tokens: of a text and its guesses that are learnt from at once. most_guesses: the best-scored
-    nodes of a tree that are taken down beside the walk's; of a tree in that order they are, with the root, the slice of
-    rows that a verdict begins with, whose logits are there in any case. most_prompt: tokens of a prompt, its last ones,
-    that are learnt from as well. reach_power: a guess counts as much as its probability of being said, to this power
-    (0: as much as the text). batch_windows: in a step, the newest half of them, the others drawn from all that is kept.
-    replays: how often a place is learnt from, on average. most_share: seconds of learning for a second of generating,
-    at most.
+    rank: of the additions. learning_rate: Adam's, times the hidden size (wide models need smaller steps). top_k: the
+    number of tokens kept of a distribution; the rest counts as one token. buffer_bytes: memory for training data; the
+    oldest is dropped first. window_tokens: tokens of a text and its nodes in one window. most_guesses: the number of
+    best-scored nodes of a tree recorded beside the walk's; with the root they fill the first slice of rows, whose
+    logits every verdict computes. most_prompt: the number of a prompt's last tokens that are recorded. reach_power: a
+    node's weight is its probability under the target to this power (0: the same weight as the text). batch_windows:
+    windows per step; half are the newest, the others are drawn from all. replays: how often each position is trained
+    on, on average. most_share: maximum seconds of training per second of generation.
     """
 
     rank: int = 16
@@ -72,11 +70,10 @@ class AlignmentParams:
 
 @dataclass(frozen=True)
 class LearningRound:
-    """What one round of learning was.
+    """The result of one round of learning.
 
-    loss: mean KL(target ‖ draft) in nats a token of the text that was new, before anything was learnt from it;
-    loss_before: that of the draft as it came. None where nothing was new, or no time was allowed. share: of the
-    additions, now drafted with.
+    loss: mean KL(target ‖ draft) in nats per token on the new text, before training on it; loss_before: that of the
+    original draft. Both are None without new text, or without time. share: the merged share of the additions.
     """
 
     seconds: float
@@ -87,18 +84,16 @@ class LearningRound:
 
 
 class Window:
-    """Up to W tokens, each hung on the one before it: a text and the guesses beside it.
+    """Training data: a tree of up to W tokens, a text and nodes beside it, with the target's distribution after each.
 
-    With them goes what the target thought after each.
-
-    tokens [W]. parents [W]: the row of the token before, lower than its own; ROOT for the first. choices, logs [W, K]:
-    the likeliest next tokens and their log-probabilities. weights [W]: what a row counts, 1 in the text; 0 where what
-    the target thought is not known. last: the row that the text has come to. said_from: the row of the prompt's last
-    token; from there on the text is the target's own. Memory is taken at once, so that a count of windows bounds it.
+    tokens [W]. parents [W]: the row of the previous token, lower than its own; ROOT for the first. choices, logs
+    [W, K]: the likeliest next tokens and their log-probabilities. weights [W]: a row's weight, 1 in the text; 0 if the
+    target's distribution is unknown. last: the row of the text's last token. said_from: the row of the prompt's last
+    token; the text after it is the target's own. Memory is allocated at once, so the number of windows bounds it.
     """
 
     def __init__(self, context: Sequence[int], params: AlignmentParams) -> None:
-        """context: what the text begins with; a quarter of the window is for the end of it."""
+        """context: the text so far; its end takes up to a quarter of the window."""
         size, k = params.window_tokens, params.top_k
         kept = context[-(size // 4) :]
         self.tokens, self.parents = np.zeros(size, dtype=np.int32), np.arange(ROOT, size + ROOT, dtype=np.int32)
@@ -119,7 +114,7 @@ class Window:
 
     @property
     def num_places(self) -> int:
-        """Rows that can be learnt from."""
+        """The number of rows to train on."""
         return int(np.count_nonzero(self.weights))
 
     def text(self) -> IntArray:
@@ -131,12 +126,12 @@ class Window:
         return np.array(rows[::-1], dtype=np.int64)
 
     def said(self) -> IntArray:
-        """The rows of the text after which the target went on with the next one of it, ascending."""
+        """The rows of the text that predict a token of the target's own, ascending."""
         rows = self.text()
         return rows[(rows >= self.said_from) & (self.weights[rows] > 0)]
 
     def hang(self, token: int, parent: int) -> int:
-        """Add a token behind row `parent`; returns its row."""
+        """Add a token after row `parent`; returns its row."""
         row = self.num_tokens
         self.tokens[row], self.parents[row] = token, parent
         self.num_tokens += 1
@@ -145,27 +140,24 @@ class Window:
     def tell(
         self, row: int, choices: npt.NDArray[np.int32], logs: npt.NDArray[np.float16], weight: float = 1.0
     ) -> None:
-        """What the target thought after a row: choices, logs [K]."""
+        """Set the target's distribution after a row: choices, logs [K]."""
         self.choices[row], self.logs[row], self.weights[row] = choices, logs, weight
 
 
 class Listener:
-    """Takes down what the target thinks in one request."""
+    """Records the target's distributions in one request."""
 
     def __init__(self, aligner: Aligner, text: Sequence[int], states: TargetStates) -> None:
-        """states: of the pass that took in what is new of the text.
-
-        Its rows before the last say what was thought along it.
-        """
+        """states: of the first pass; its rows before the last are those along the prompt."""
         self._aligner = aligner
-        size, end = aligner.params.window_tokens, len(text) - 1  # what follows the last token is the verdict's to tell
-        shared = size // 4  # of the text before, with which a window begins
+        size, end = aligner.params.window_tokens, len(text) - 1  # the verdict has the distribution after the last token
+        shared = size // 4  # tokens of the earlier text at a window's start
         begin = end - min(states.num_before, aligner.params.most_prompt)
-        answer = max(begin, end + 1 - shared)  # from here on, the prompt is what the answer's own window begins with
+        answer = max(begin, end + 1 - shared)  # the prompt from here on is in the answer's own window
         for start in range(begin, answer, size - shared):
             stop = min(start + size - shared, answer)
             window = aligner.open(text[:start])
-            window.said_from = size  # nowhere: all of it is the prompt's
+            window.said_from = size  # all tokens are the prompt's
             first = window.num_tokens
             for token in aligner.vocabulary.text(text[start:stop]):
                 window.last = window.hang(token, window.last)
@@ -174,10 +166,7 @@ class Listener:
         self._read(self._window, self._window.last - (end - answer), states, end - answer, 0)
 
     def _read(self, window: Window, row: int, states: TargetStates, count: int, num_after: int) -> None:
-        """Take down what was thought after `count` of the prompt's tokens.
-
-        They stand from `row` on; num_after more follow.
-        """
+        """Record the distributions after `count` tokens of the prompt, in rows `row` on; num_after more follow."""
         for done in range(0, count, HEAD_ROWS):
             first = states.num_before - num_after - count + done
             logs, choices = self._aligner.likeliest([*states.before(first, first + min(HEAD_ROWS, count - done))])
@@ -186,10 +175,9 @@ class Listener:
         self._aligner.count(count)
 
     def observe(self, done: TargetPass) -> None:
-        """Take a pass down.
+        """Record a pass.
 
-        A guess that is not among the likeliest tokens kept is left out, with all that hangs on it: the target hardly
-        goes there.
+        Nodes outside their parent's kept tokens are omitted with their subtrees, because they are improbable.
         """
         tree, verdict, logits = done.tree, done.verdict, done.logits
         aligner, path = self._aligner, verdict.path
@@ -212,19 +200,19 @@ class Listener:
         guessed = aligner.vocabulary.inputs(tree.tokens)
         for place, node in said:
             parent = row_of.get(int(tree.parents[node]))
-            if parent is None or not window.room:  # the pass took more than a window
+            if parent is None or not window.room:  # the pass does not fit one window
                 continue
             row_of[node] = window.hang(int(guessed[node]), parent)
             window.tell(row_of[node], choices[place], logs[place], reach[node] ** aligner.params.reach_power)
         aligner.count(len(verdict.tokens) + len(said))
 
     def _go_on(self) -> None:
-        """A new window, where the text of this one ends."""
+        """Continue the text in a new window."""
         self._window = self._aligner.open(self._window.tokens[self._window.text()].tolist())
 
 
 def best_beside(tree: TokenTree, path: Sequence[int], most: int) -> list[int]:
-    """Those of the `most` best-scored nodes that are not on the path, ascending: parents before children."""
+    """The `most` best-scored nodes without those on the path, ascending: parents before children."""
     best = np.argsort(-tree.scores, kind="stable")[:most]
     return sorted(best[~np.isin(best, path)].tolist())
 
@@ -236,10 +224,10 @@ def reached(
     choices: npt.NDArray[np.int32],
     logs: npt.NDArray[np.float16],
 ) -> dict[int, float]:
-    """How likely the target is to say the guesses, from where each leaves the path; 1 for the path's nodes.
+    """The target's probability of each node below its last ancestor on the path; 1 for the path's nodes.
 
-    choices, logs [1 + P + G, K]: what the target thinks after the root, the path's nodes, the guesses (ascending). A
-    token that is not among the choices has no chance, nor has what hangs on a node that is not here.
+    choices, logs [1 + P + G, K]: the target's distributions after the root, the path's nodes, and `guesses`
+    (ascending). A token outside the choices has probability 0, and so have the descendants of missing nodes.
     """
     place_of = {node: place for place, node in enumerate((ROOT, *path, *guesses))}
     found = dict.fromkeys((ROOT, *path), 1.0)
@@ -253,7 +241,7 @@ def reached(
 
 
 class Aligner:
-    """What has been heard, and the draft that learns from it. windows: what is learnt from, the oldest first."""
+    """Collects training data, and trains the draft on it. windows: the data, oldest first."""
 
     def __init__(
         self,
@@ -262,7 +250,7 @@ class Aligner:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Raises UsageError for a draft whose weights cannot be changed. clock: in seconds."""
+        """Raises UsageError for a draft with unchangeable weights. clock: in seconds."""
         params = params or AlignmentParams()
         self.params = p = replace(params, top_k=min(params.top_k, draft.config.vocab_size))
         self.adapter, self.vocabulary = Adapter(draft, p.rank, p.seed), Vocabulary(draft.config.vocab_size)
@@ -273,10 +261,10 @@ class Aligner:
         self._owed = self._spare_s = self._step_s = 0.0
         self._optimizer: Adam | None = None
         self._fresh: list[Window] = []
-        self._worth = dict.fromkeys(SHARES, 0.0)  # loss with each share, summed over places, the older counting less
+        self._worth = dict.fromkeys(SHARES, 0.0)  # decaying sum of the loss with each share
 
     def new_listener(self) -> Callable[[TargetPass], None]:
-        """For one request: told of its passes one after the other, it takes down what the target thinks."""
+        """A function that receives one request's passes in order, and records the target's distributions."""
         listener: Listener | None = None
 
         def observe(done: TargetPass) -> None:
@@ -289,7 +277,7 @@ class Aligner:
         return observe
 
     def open(self, context: Sequence[int]) -> Window:
-        """A window that goes on from a text, among those that are learnt from."""
+        """Add a new window that continues a text."""
         window = Window(self.vocabulary.text(context[-self.params.window_tokens :]), self.params)
         self.windows.append(window)
         self._fresh.append(window)
@@ -298,9 +286,9 @@ class Aligner:
 
     @torch.inference_mode()
     def likeliest(self, logits: Sequence[Tensor]) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.int32]]:
-        """Log-probabilities and tokens [R, K] of R rows of logits [V]; what the draft does not know is not among them.
+        """Log-probabilities and tokens [R, K] of R rows of logits [V], without tokens outside the draft's vocabulary.
 
-        HEAD_ROWS rows at a time, so that copies of a large vocabulary's stay few.
+        It takes HEAD_ROWS rows at a time, to limit copies of a large vocabulary's logits.
         """
         logs, choices = list[npt.NDArray[np.float16]](), list[npt.NDArray[np.int32]]()
         for first in range(0, len(logits), HEAD_ROWS):
@@ -312,17 +300,17 @@ class Aligner:
         return np.concatenate(logs), np.concatenate(choices)
 
     def count(self, num_places: int) -> None:
-        """So many places more have been heard."""
+        """Count `num_places` more recorded positions."""
         self._owed += self.params.replays * num_places
 
     # ------------------------------------------------------------------------------------------------ learning
 
     def learn(self, generated_s: float) -> LearningRound:
-        """Learn from what was heard in a request of so many seconds, and let the draft draft with it.
+        """Train on the recorded positions of a request that took `generated_s` seconds, and update the draft.
 
-        First what is new judges what was learnt before: the share of the additions that foretold it best is merged,
-        none of them where the draft was best as it came, so that learning from a few texts cannot spoil a good draft
-        for long. Left by an exception, Ctrl-C too, the draft is as it was before.
+        First, the new text evaluates the earlier training. The share of the additions with the lowest loss is merged;
+        it may be 0, the original draft. So training on a few texts cannot harm a good draft for long. After an
+        exception (also Ctrl-C), the draft is unchanged.
         """
         began, losses, judged = self._clock(), list[float](), dict[float, float]()
         self._spare_s += self.params.most_share * generated_s
@@ -344,7 +332,7 @@ class Aligner:
             self._restore(before)
             raise
         if not all(map(math.isfinite, losses)):
-            self._restore(before)  # the draft is worth more as it was
+            self._restore(before)  # keep the draft as it was
             losses = []
         self.num_steps += len(losses)
         loss, loss_before = judged.get(drafts_with), judged.get(0.0)
@@ -359,7 +347,7 @@ class Aligner:
         self.adapter.merge(self.adapter.share)
 
     def _judge(self) -> dict[float, float]:
-        """Mean loss on the text that is new, by the share of the additions; empty where none is."""
+        """Mean loss on the new text for each share of the additions; empty without new text."""
         fresh, self._fresh = [window for window in self._fresh if len(window.said())], []
         if not fresh:
             return {}
@@ -371,7 +359,7 @@ class Aligner:
         return found
 
     def _batch(self) -> list[Window]:
-        """Windows to learn from next; none where every place has had its share."""
+        """The windows of the next step; none if all positions were trained on often enough."""
         ready = [window for window in self.windows if window.num_places]
         if not ready or self._owed < 1:
             return []
@@ -381,23 +369,23 @@ class Aligner:
         return [*newest, *(ready[index] for index in drawn)]
 
     def step(self, batch: Sequence[Window]) -> float:
-        """One step of Adam; the mean loss before it, in nats a place."""
+        """One step of Adam. Returns the mean loss before it, in nats per position."""
         if self._optimizer is None:
             rate = self.params.learning_rate / self.adapter.draft.config.hidden_size
             self._optimizer = Adam(self.adapter.parameters, rate)
         for parameter in self.adapter.parameters:
-            parameter.grad = None  # whoever asked for a loss before left its gradient there
+            parameter.grad = None  # `loss` may have left gradients
         loss = self.loss(batch)
         self._optimizer.step()
         return loss
 
     def loss(self, batch: Sequence[Window], share: float = 1.0, *, said_alone: bool = False) -> float:
-        """Weighted mean of KL(target ‖ draft) over the windows' places.
+        """Weighted mean of KL(target ‖ draft) over the windows' positions.
 
-        Where gradients are kept, its own is left with the additions.
+        If gradients are enabled, it adds its own to the additions' `grad`.
 
-        said_alone: without guesses and prompts. One window after the other goes forwards and back, and of its rows
-        HEAD_ROWS through the head at a time, so that activations and a large vocabulary's logits stay few.
+        said_alone: without nodes and prompts. Windows go forward and backward one at a time, and HEAD_ROWS rows at a
+        time through the head, to limit activations and a large vocabulary's logits.
         """
         device, trainee = self.adapter.draft.device, self.adapter.trainee(share)
         parts = [(w, w.said() if said_alone else np.flatnonzero(w.weights)) for w in batch]
@@ -426,15 +414,16 @@ class Aligner:
                 if learns:
                     loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
-            # A sum, not hidden.backward(leaf.grad): given a gradient, torch imports sympy first, which takes seconds.
+            # A sum, not hidden.backward(leaf.grad): with a gradient argument, torch first imports sympy, for seconds.
             if leaf.grad is not None:
                 (hidden * leaf.grad).sum().backward()  # type: ignore[no-untyped-call]
         return total
 
 
 class Adam:
-    """Adam (1412.6980), for parameters whose gradients are there. `torch.optim` would do, but its first step imports
-    the compiler, which takes seconds that a user would wait for.
+    """Adam (1412.6980) for parameters with gradients.
+
+    It replaces `torch.optim`, whose first step imports the compiler, for which a user would wait seconds.
     """
 
     BETAS, EPSILON = (0.9, 0.98), 1e-8
@@ -445,7 +434,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take the step, and the gradients away."""
+        """Take a step, and remove the gradients."""
         self._num_steps += 1
         scales = [1 - beta**self._num_steps for beta in self.BETAS]
         for parameter, (first, second) in zip(self._parameters, self._moments, strict=True):
@@ -457,9 +446,9 @@ class Adam:
 
 
 def check_learning(file: Path | None, *, has_draft: bool, writes: bool) -> None:
-    """Refuse what cannot work before anything is loaded. Raises UsageError or StorageError."""
+    """Check the settings of learning before anything is loaded. Raises UsageError or StorageError."""
     if not has_draft:
-        raise UsageError("only a draft model can learn, and there is none; give one with --draft PATH")
+        raise UsageError("only a draft model can learn, and none is loaded; choose one (--draft PATH)")
     if file is None:
         return
     if writes:
@@ -467,13 +456,13 @@ def check_learning(file: Path | None, *, has_draft: bool, writes: bool) -> None:
     if file.exists():
         SavedAdapter.read(file)
     elif not writes:
-        raise UsageError(f"there is no {file} to draft with; give --learn, too, to have it made")
+        raise UsageError(f"the learn file {file} does not exist; add --learn to create it")
 
 
 def open_aligner(draft: Decoder, file: Path | None, *, listens: bool) -> Aligner:
-    """The draft's aligner, with what `file` says it has learnt.
+    """The draft's aligner, with the additions of `file`, if it exists.
 
-    Raises UsageError for a file that is another draft's.
+    Raises UsageError for another draft's file.
     """
     aligner = Aligner(draft)
     aligner.is_listening = listens
@@ -483,7 +472,7 @@ def open_aligner(draft: Decoder, file: Path | None, *, listens: bool) -> Aligner
 
 
 def divergence(logits: Tensor, choices: Tensor, logs: Tensor) -> Tensor:
-    """KL(p ‖ q) [R] in nats, q from logits [R, V], p known by its likeliest tokens [R, K]; the others count as one."""
+    """KL(p ‖ q) [R] in nats: q from logits [R, V], p by its likeliest tokens [R, K]; the others count as one token."""
     least = 1e-6
     q_logs = logits.log_softmax(-1).gather(-1, choices)
     p, q = logs.exp(), q_logs.exp()
@@ -492,7 +481,7 @@ def divergence(logits: Tensor, choices: Tensor, logs: Tensor) -> Tensor:
 
 
 def learning_bytes(config: ModelConfig, itemsize: int, params: AlignmentParams) -> int:
-    """Upper bound of what learning takes beside the draft, what is heard aside, in bytes."""
+    """Upper bound of the bytes that training needs beside the draft, without the recorded data."""
     c, rows = config, params.window_tokens
     widths = 10 * c.hidden_size + 6 * c.num_heads * c.head_dim + 5 * c.intermediate_size
     attention = c.num_heads * rows * rows * (itemsize + 1 + (12 if c.attention_cap else 0))  # capped, in fp32
