@@ -76,12 +76,14 @@ class TokenRecycling:
 
     PROBABILITIES = np.array([0.0, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9, 0.98])  # lower bounds of the classes
     RANKS = np.array([0, 1, 2, 4])  # lower bounds of the classes
+    MOST_WAITING = 8  # rows of plain passes that are stored together
 
     def __init__(self, vocab_size: int, reliability: Reliability | None = None, num_spare_rows: int = 64) -> None:
         self.table = SuccessorTable(vocab_size)
         self._num_spare_rows = num_spare_rows
         self._reliability = reliability or self.new_reliability()
         self._last: ConsideredGuesses | None = None
+        self._waiting: list[tuple[int, torch.Tensor]] = []  # tokens of plain passes, and the target's logits after them
 
     @classmethod
     def new_reliability(cls) -> Reliability:
@@ -90,6 +92,7 @@ class TokenRecycling:
         return Reliability(np.tile(middle / 2, len(cls.RANKS)))
 
     def guess(self, text: Sequence[int], sampler: Sampler, max_nodes: int, max_depth: int) -> TokenTree:
+        self._store_waiting()
         tree, kinds, waits = TokenTree.empty(), np.empty(0, dtype=np.int64), np.empty(0)
         open_nodes, tokens = np.array([ROOT]), np.array([text[-1]], dtype=np.int64)
         # Scores fall along a path, so a node outside the best has no child among the best: levels suffice.
@@ -128,11 +131,24 @@ class TokenRecycling:
         if self._last is not None:
             self._reliability.observe(self._last, done.verdict)
         self._last = None
+        if not len(done.tree):
+            self._waiting.append((done.text[-1], done.logits[0]))
+            if len(self._waiting) == self.MOST_WAITING:
+                self._store_waiting()
+            return
+        self._store_waiting()
         tokens = np.concatenate(([done.text[-1]], done.tree.tokens))
         spare = set(range(min(self._num_spare_rows, len(tokens))))
         path = [0, *(node + 1 for node in done.verdict.path)]
         rows = [*sorted(spare.difference(path)), *path]  # rows of the text come last, so they count
         self.table.store(tokens[rows], torch.stack([done.logits[row] for row in rows]))
+
+    def _store_waiting(self) -> None:
+        """Store the rows of plain passes together: one by one they take a few percent of a small target's pass."""
+        if self._waiting:
+            tokens, rows = zip(*self._waiting, strict=True)
+            self.table.store(np.array(tokens), torch.stack(rows))
+            self._waiting.clear()
 
 
 def _joined(upper: TokenTree, lower: TokenTree) -> TokenTree:

@@ -98,6 +98,20 @@ def test_nothing_known_nothing_guessed() -> None:
     assert int(logits_of(1)[0].argmax()) == tree.tokens[0]
 
 
+def test_plain_passes_are_stored_together_and_never_many_wait() -> None:
+    recycling, table = TokenRecycling(VOCAB_SIZE), SuccessorTable(VOCAB_SIZE)
+    tokens = [3, 4, 3, 5, 6, 7, 8, 9]
+    assert len(tokens) == TokenRecycling.MOST_WAITING
+    for place, token in enumerate(tokens):
+        logits = logits_of(1, seed=place)
+        table.store(np.array([token]), logits)
+        recycling.observe(TargetPass([token], TokenTree.empty(), Verdict([], [0]), logits))
+    for found, expected in zip(
+        *(part.successors(np.arange(VOCAB_SIZE)) for part in (recycling.table, table)), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_first_scores_are_sure_of_what_the_target_was_sure_of() -> None:
     recycling = TokenRecycling(VOCAB_SIZE)
     for token, confidence in ((1, 0.99), (2, 0.4)):
