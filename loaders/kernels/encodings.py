@@ -8,30 +8,36 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .compiler import Emitter
 
-# Names of what an encoding has computed of one row of the matrix; the first is the address where its weights begin.
+# Names of what an encoding has computed of one row of the matrix; the first is the address where its weights begin, the
+# last that of the row's scratch where the encoding has one.
 Row = tuple[str, ...]
+Vectors = Iterator[tuple[int, str]]  # first weight, counted from the step's, and the vector from there on
 
 
 class Encoding(ABC):
     """One way in which weights lie, for vectors of `lanes` numbers.
 
     size, num_bytes: so many weights take so many bytes of the first part; size is a power of two.
+    scratch: fp32 numbers that `begin_block` keeps for the steps of a block of `size` weights.
     step: weights a step. interleave: of each interleave · lanes weights the vectors hold every interleave-th, so that
     vector 0 begins with weights 0 and `interleave`. most_direct: rows of the other factor up to which unpacking anew
-    for every few of them takes less time than a panel. declarations: of the functions that its instructions
+    for every few of them takes less time than a panel. is_decoded_first: whether all vectors of a step take
+    fewer registers than what they are decoded from. declarations: of the functions that its instructions
     call, but for `llvm.fma`, which every kernel has.
     """
 
     size: int
     num_bytes: int
     step: int
+    scratch = 0
     interleave = 1
     most_direct = 16
+    is_decoded_first = False
     declarations = ""
 
     def __init__(self, lanes: int) -> None:
@@ -45,9 +51,16 @@ class Encoding(ABC):
     def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
         """What is the same for all steps of row `index`. parts: addresses of what the matrix consists of."""
 
+    def begin_block(self, e: Emitter, row: Row, column: str) -> None:
+        """Put what steps share into the row's scratch. column: the first of a block of `size` weights."""
+        raise NotImplementedError  # by those that have a scratch
+
     @abstractmethod
-    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> list[str]:
-        """step / lanes fp32 vectors of the weights from `column` on."""
+    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        """step / lanes fp32 vectors of the weights from `column` on, in any order.
+
+        The instructions for each are written when it is asked for, so that registers hold few at a time.
+        """
 
     def start(self, e: Emitter, base: str, index: str, row_bytes: str) -> str:
         """The address of row `index`, for a row's bytes."""
@@ -67,19 +80,18 @@ class Float16(Encoding):
     def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
         return (self.start(e, parts[0], index, e.op(f"mul i64 {num_columns}, 2")),)
 
-    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> list[str]:
-        found, n = [], self.lanes
+    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        n = self.lanes
         for first in range(0, self.step, n):
             place = e.address(row[0], e.op(f"add i64 {column}, {first}"), "i16")
             if self._is_bf16:  # the upper half of an fp32
                 halves = e.op(f"load <{n} x i16>, ptr {place}, align 1")
                 wide = e.op(f"zext <{n} x i16> {halves} to <{n} x i32>")
                 bits = e.op(f"shl <{n} x i32> {wide}, splat (i32 16)")
-                found.append(e.op(f"bitcast <{n} x i32> {bits} to {self.vector}"))
+                yield first, e.op(f"bitcast <{n} x i32> {bits} to {self.vector}")
             else:
                 halves = e.op(f"load <{n} x half>, ptr {place}, align 1")
-                found.append(e.op(f"fpext <{n} x half> {halves} to {self.vector}"))
-        return found
+                yield first, e.op(f"fpext <{n} x half> {halves} to {self.vector}")
 
 
 class Int8(Encoding):
@@ -96,14 +108,13 @@ class Int8(Encoding):
         scale = e.op(f"fmul float {scale}, {constant(self._unit)}")
         return self.start(e, parts[0], index, num_columns), splat(e, scale, self.lanes)
 
-    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> list[str]:
-        found, n = [], self.lanes
+    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        n = self.lanes
         for first in range(0, self.step, n):
             place = e.address(row[0], e.op(f"add i64 {column}, {first}"))
             codes = e.op(f"load <{n} x i8>, ptr {place}, align 1")
             numbers = e.op(f"sitofp <{n} x i8> {codes} to {self.vector}")
-            found.append(e.op(f"fmul {self.vector} {numbers}, {row[1]}"))
-        return found
+            yield first, e.op(f"fmul {self.vector} {numbers}, {row[1]}")
 
 
 @dataclass(frozen=True)
@@ -128,7 +139,7 @@ class FourBit(Encoding):
     def __init__(self, lanes: int, values: Sequence[float], blocks: Blocks) -> None:
         super().__init__(lanes)
         self.step, self._values, self._blocks = 4 * lanes, values, blocks
-        self.declarations = LOOK_UP[lanes]
+        self.declarations, self.is_decoded_first = LOOK_UP[lanes], lanes == 8
 
     def can_read(self, num_columns: int) -> bool:
         return num_columns % self._blocks.size == 0 and self._blocks.size % self.step == 0
@@ -137,8 +148,8 @@ class FourBit(Encoding):
         first = e.op(f"mul i64 {index}, {num_columns}")
         return e.address(parts[0], e.op(f"lshr i64 {first}, 1")), e.op(f"udiv i64 {first}, {self._blocks.size}")
 
-    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> list[str]:
-        found, n = [], self.lanes
+    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        n = self.lanes
         block = e.op(f"add i64 {row[1]}, {e.op(f'udiv i64 {column}, {self._blocks.size}')}")
         scale = splat(e, self._scale(e, parts, block), n)
         place = e.address(row[0], e.op(f"lshr i64 {column}, 1"))
@@ -146,8 +157,9 @@ class FourBit(Encoding):
             codes = e.op(f"load <{n} x i8>, ptr {e.address(place, str(half))}, align 1")
             low = e.op(f"zext <{n} x i8> {codes} to <{n} x i32>")  # what is above its four bits is not looked at
             high = e.op(f"lshr <{n} x i32> {low}, splat (i32 4)")
-            found += [e.op(f"fmul {self.vector} {look_up(e, n, self._values, code)}, {scale}") for code in (high, low)]
-        return found
+            for place_in_pair, code in enumerate((high, low)):
+                value = look_up(e, n, self._values, code)
+                yield 2 * half + place_in_pair * n, e.op(f"fmul {self.vector} {value}, {scale}")
 
     def _scale(self, e: Emitter, parts: Sequence[str], block: str) -> str:
         if not self._blocks.outer_size:
@@ -172,9 +184,39 @@ class Unpacked(Encoding):
     def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
         return (self.start(e, parts[0], index, str(4 * self._stride)),)
 
-    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> list[str]:
-        places = [e.op(f"add i64 {column}, {first}") for first in range(0, self.step, self.lanes)]
-        return [e.op(f"load {self.vector}, ptr {e.address(row[0], place, 'float')}, align 4") for place in places]
+    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        for first in range(0, self.step, self.lanes):
+            place = e.address(row[0], e.op(f"add i64 {column}, {first}"), "float")
+            yield first, e.op(f"load {self.vector}, ptr {place}, align 4")
+
+
+class RowReader:
+    """The steps of one kernel along rows of the matrix, each row with a scratch if the encoding needs one."""
+
+    def __init__(self, e: Emitter, encoding: Encoding, parts: Sequence[str], count: int) -> None:
+        """In the first block of a function; count: rows at a time."""
+        self.encoding, self._e, self._parts = encoding, e, parts
+        self._scratch = [e.op(f"alloca [{encoding.scratch} x float], align 64") for _ in range(count)]
+        self._rows: list[Row] = []
+
+    def begin_rows(self, indices: Sequence[str], num_columns: str) -> list[str]:
+        """These rows from here on; returns the addresses where their weights begin."""
+        found = [self.encoding.row(self._e, self._parts, index, num_columns) for index in indices]
+        self._rows = [(*row, own) for row, own in zip(found, self._scratch, strict=True)]
+        return [row[0] for row in found]
+
+    def step(self, column: str) -> list[Vectors]:
+        """The vectors of each row's step, after what comes before the first step of a block."""
+        e, encoding = self._e, self.encoding
+        if encoding.scratch:
+            inside = e.op(f"and i64 {column}, {encoding.size - 1}")
+            e.do(f"br i1 {e.op(f'icmp eq i64 {inside}, 0')}, label %new_block, label %in_block")
+            e.label("new_block")
+            for row in self._rows:
+                encoding.begin_block(e, row, column)
+            e.do("br label %in_block")
+            e.label("in_block")
+        return [encoding.vectors(e, self._parts, row, column) for row in self._rows]
 
 
 def splat(e: Emitter, number: str, lanes: int, kind: str = "float") -> str:

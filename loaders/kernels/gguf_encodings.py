@@ -8,15 +8,11 @@ Blocks of 256 weights are read by quarters: 64 weights that lie one behind the o
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from .compiler import Emitter
-from .encodings import LOOK_UP, Encoding, Row, look_up, splat
-
-
-def i32(e: Emitter, operation: str, left: str, right: str | int) -> str:
-    """An operation on two numbers of 32 bit."""
-    return e.op(f"{operation} i32 {left}, {right}")
+from .encodings import LOOK_UP, Encoding, Row, Vectors, look_up, splat
 
 
 def i64(e: Emitter, operation: str, left: str, right: str | int) -> str:
@@ -24,15 +20,34 @@ def i64(e: Emitter, operation: str, left: str, right: str | int) -> str:
     return e.op(f"{operation} i64 {left}, {right}")
 
 
-def narrow(e: Emitter, number: str) -> str:
-    """The lower half of an i64."""
-    return e.op(f"trunc i64 {number} to i32")
+def of_bytes(e: Emitter, operation: str, codes: str, number: int, count: int = 32) -> str:
+    """An operation on each of so many bytes and a constant."""
+    return e.op(f"{operation} <{count} x i8> {codes}, splat (i8 {number})")
+
+
+def of_words(e: Emitter, operation: str, codes: str, numbers: Sequence[int]) -> str:
+    """An operation on 32-bit words and as many constants."""
+    constants = ", ".join(f"i32 {number}" for number in numbers)
+    return e.op(f"{operation} <{len(numbers)} x i32> {codes}, <{constants}>")
+
+
+def either(e: Emitter, one: str, other: str, kind: str = "<32 x i8>") -> str:
+    return e.op(f"or {kind} {one}, {other}")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a step's weights are: the address of their block, which quarter of it (i64), the address of the scratch."""
+
+    block: str
+    quarter: str
+    scratch: str
 
 
 class BlockEncoding(Encoding):
     """Blocks of `size` weights in `num_bytes` (parts: the blocks). A step is 32 weights, or 64 of a larger block."""
 
-    size, most_direct = 32, 4
+    size, most_direct = 32, 8
 
     def __init__(self, lanes: int) -> None:
         super().__init__(lanes)
@@ -43,76 +58,50 @@ class BlockEncoding(Encoding):
         row_bytes = i64(e, "mul", i64(e, "udiv", num_columns, self.size), self.num_bytes)
         return (self.start(e, parts[0], index, row_bytes),)
 
-    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> list[str]:
-        block = i64(e, "udiv", column, self.size)
-        place = e.address(row[0], i64(e, "mul", block, self.num_bytes))
-        return self.numbers(e, place, i64(e, "lshr", i64(e, "and", column, self.size - 1), 6))
+    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        quarter = i64(e, "lshr", i64(e, "and", column, self.size - 1), 6)
+        return self.numbers(e, Step(self.block(e, row, column), quarter, row[-1]))
+
+    def block(self, e: Emitter, row: Row, column: str) -> str:
+        return e.address(row[0], i64(e, "mul", i64(e, "udiv", column, self.size), self.num_bytes))
 
     @abstractmethod
-    def numbers(self, e: Emitter, block: str, quarter: str) -> list[str]:
-        """The fp32 vectors of a step of the block at this address. quarter: i64, the number of the step in it."""
+    def numbers(self, e: Emitter, step: Step) -> Vectors:
+        """The vectors of a step."""
 
     # ---------------------------------------------------------------------------------------- pieces of blocks
 
-    def half(self, e: Emitter, block: str, at: int) -> str:
-        """The fp16 number at byte `at` as a float."""
-        return e.op(f"fpext half {e.op(f'load half, ptr {e.address(block, str(at))}, align 1')} to float")
+    def half(self, e: Emitter, block: str, at: int, count: int) -> str:
+        """The fp16 number at byte `at` as a vector of so many floats.
 
-    def word(self, e: Emitter, place: str, bits: int) -> str:
-        """The number of `bits` bits at an address, as i32."""
-        loaded = e.op(f"load i{bits}, ptr {place}, align 1")
-        return loaded if bits == 32 else e.op(f"zext i{bits} {loaded} to i32")
+        It is loaded with its neighbours. For one alone LLVM takes an instruction that keeps the rest of some register,
+        and so waits for the sum that this register may hold.
+        """
+        start = min(at, self.num_bytes - 8)
+        four = e.op(f"load <4 x half>, ptr {e.address(block, str(start))}, align 1")
+        floats = e.op(f"fpext <4 x half> {four} to <4 x float>")
+        lanes = ", ".join([f"i32 {(at - start) // 2}"] * count)
+        return e.op(f"shufflevector <4 x float> {floats}, <4 x float> poison, <{count} x i32> <{lanes}>")
 
-    def bytes(self, e: Emitter, place: str, count: int, extend: str = "zext") -> list[str]:
-        """Vectors of i32 of so many bytes from an address on."""
-        loads = [
-            f"load <{self.lanes} x i8>, ptr {e.address(place, str(i))}, align 1" for i in range(0, count, self.lanes)
-        ]
-        return [e.op(f"{extend} <{self.lanes} x i8> {e.op(load)} to {self._ints}") for load in loads]
+    def halves(self, e: Emitter, block: str, count: int) -> list[str]:
+        """The first fp16 numbers of a block, each as a vector."""
+        return [self.half(e, block, 2 * i, self.lanes) for i in range(count)]
 
-    def each(self, e: Emitter, operation: str, vectors: Sequence[str], other: str | int) -> list[str]:
-        """An operation on vectors of i32 with a constant, or with a vector."""
-        other = f"splat (i32 {other})" if isinstance(other, int) else other
-        return [e.op(f"{operation} {self._ints} {vector}, {other}") for vector in vectors]
+    def bytes(self, e: Emitter, place: str, extend: str = "zext") -> str:
+        """A vector of i32 of the bytes from an address on."""
+        loaded = e.op(f"load <{self.lanes} x i8>, ptr {place}, align 1")
+        return e.op(f"{extend} <{self.lanes} x i8> {loaded} to {self._ints}")
 
-    def both(self, e: Emitter, lower: Sequence[str], upper: Sequence[str], shift: int) -> list[str]:
-        """lower | upper << shift, vector by vector."""
-        moved = self.each(e, "shl", upper, shift)
-        return [e.op(f"or {self._ints} {low}, {high}") for low, high in zip(lower, moved, strict=True)]
+    def floats(self, e: Emitter, codes: str) -> str:
+        return e.op(f"sitofp {self._ints} {codes} to {self.vector}")
 
-    def nibbles(self, e: Emitter, place: str, count: int) -> list[str]:
-        """The lower halves of so many bytes, then the upper ones."""
-        whole = self.bytes(e, place, count)
-        return self.each(e, "and", whole, 15) + self.each(e, "lshr", whole, 4)
-
-    def fields(self, e: Emitter, vectors: Sequence[str], place: str, mask: int) -> list[str]:
-        """The bits of `mask` from bit `place` (i32) on."""
-        moved = self.each(e, "lshr", vectors, splat(e, place, self.lanes, "i32"))
-        return self.each(e, "and", moved, mask)
-
-    def floats(self, e: Emitter, codes: Sequence[str]) -> list[str]:
-        return [e.op(f"sitofp {self._ints} {vector} to {self.vector}") for vector in codes]
-
-    def scaled(
-        self, e: Emitter, numbers: Sequence[str], scales: Sequence[str], shifts: Sequence[str] | None = None
-    ) -> list[str]:
-        """numbers · scale + shift; floats `scales` and `shifts`, each for its share of the vectors."""
-        share, found = len(numbers) // len(scales), list[str]()
-        for i, scale in enumerate(scales):
-            factor = splat(e, scale, self.lanes)
-            addend = None if shifts is None else splat(e, shifts[i], self.lanes)
-            for vector in numbers[i * share : (i + 1) * share]:
-                if addend is None:
-                    found.append(e.op(f"fmul {self.vector} {vector}, {factor}"))
-                else:  # the product is exact, so that nothing is rounded otherwise than by two instructions
-                    operands = ", ".join(f"{self.vector} {operand}" for operand in (vector, factor, addend))
-                    found.append(e.op(f"call {self.vector} @llvm.fma.v{self.lanes}f32({operands})"))
-        return found
-
-    def times(self, e: Emitter, factor: str, codes: Sequence[str]) -> list[str]:
-        """factor · code for codes that are i32."""
-        numbers = [e.op(f"sitofp i32 {code} to float") for code in codes]
-        return [e.op(f"fmul float {factor}, {number}") for number in numbers]
+    def scaled(self, e: Emitter, numbers: str, scale: str, shift: str | None = None) -> str:
+        """numbers · scale + shift."""
+        if shift is None:
+            return e.op(f"fmul {self.vector} {numbers}, {scale}")
+        # The product is exact, so that nothing is rounded otherwise than by two instructions.
+        operands = ", ".join(f"{self.vector} {operand}" for operand in (numbers, scale, shift))
+        return e.op(f"call {self.vector} @llvm.fma.v{self.lanes}f32({operands})")
 
 
 # ------------------------------------------------------------------------------------------------------ blocks of 32
@@ -123,65 +112,14 @@ class Q8Zero(BlockEncoding):
 
     num_bytes = 34
 
-    def numbers(self, e: Emitter, block: str, quarter: str) -> list[str]:
-        codes = self.bytes(e, e.address(block, "2"), 32, "sext")
-        return self.scaled(e, self.floats(e, codes), [self.half(e, block, 0)])
-
-
-class Q4Zero(BlockEncoding):
-    """d fp16, codes of 4 bit, less 8."""
-
-    num_bytes, most_direct = 18, 12
-
-    def numbers(self, e: Emitter, block: str, quarter: str) -> list[str]:
-        codes = self.each(e, "sub", self.nibbles(e, e.address(block, "2"), 16), 8)
-        return self.scaled(e, self.floats(e, codes), [self.half(e, block, 0)])
-
-
-class Q4One(BlockEncoding):
-    """d, m fp16, codes of 4 bit."""
-
-    num_bytes, most_direct = 20, 12
-
-    def numbers(self, e: Emitter, block: str, quarter: str) -> list[str]:
-        codes = self.nibbles(e, e.address(block, "4"), 16)
-        return self.scaled(e, self.floats(e, codes), [self.half(e, block, 0)], [self.half(e, block, 2)])
-
-
-class FiveBit(BlockEncoding):
-    """The fifth bits of 32 codes in one word, then their lower four."""
-
-    def codes(self, e: Emitter, place: str) -> list[str]:
-        word = splat(e, self.word(e, place, 32), self.lanes, "i32")
-        lower = self.nibbles(e, e.address(place, "4"), 16)
-        upper = []
+    def numbers(self, e: Emitter, step: Step) -> Vectors:
+        (scale,) = self.halves(e, step.block, 1)
         for first in range(0, 32, self.lanes):
-            places = ", ".join(f"i32 {first + lane}" for lane in range(self.lanes))
-            upper += self.each(e, "and", self.each(e, "lshr", [word], f"<{places}>"), 1)
-        return self.both(e, lower, upper, 4)
+            codes = self.bytes(e, e.address(step.block, str(2 + first)), "sext")
+            yield first, self.scaled(e, self.floats(e, codes), scale)
 
 
-class Q5Zero(FiveBit):
-    """d fp16, codes of 5 bit, less 16."""
-
-    num_bytes = 22
-
-    def numbers(self, e: Emitter, block: str, quarter: str) -> list[str]:
-        codes = self.each(e, "sub", self.codes(e, e.address(block, "2")), 16)
-        return self.scaled(e, self.floats(e, codes), [self.half(e, block, 0)])
-
-
-class Q5One(FiveBit):
-    """d, m fp16, codes of 5 bit."""
-
-    num_bytes = 24
-
-    def numbers(self, e: Emitter, block: str, quarter: str) -> list[str]:
-        codes = self.codes(e, e.address(block, "4"))
-        return self.scaled(e, self.floats(e, codes), [self.half(e, block, 0)], [self.half(e, block, 2)])
-
-
-class LookedUp(BlockEncoding):
+class Nibbles(BlockEncoding):
     """Codes of 4 bit that stand for 16 values."""
 
     most_direct = 12
@@ -190,74 +128,176 @@ class LookedUp(BlockEncoding):
         super().__init__(lanes)
         self._values, self.declarations = values, LOOK_UP[lanes]
 
-    def values(self, e: Emitter, place: str) -> list[str]:
-        """Of 16 bytes: their lower codes' values, then the upper ones'."""
-        whole = self.bytes(e, place, 16)  # what is above four bits is not looked at
-        codes = whole + self.each(e, "lshr", whole, 4)
-        return [look_up(e, self.lanes, self._values, code) for code in codes]
+    def pairs(self, e: Emitter, place: str, count: int) -> Iterator[tuple[int, str, str]]:
+        """Of each vector of so many bytes: its first's number, the values of lower codes and those of upper ones."""
+        for first in range(0, count, self.lanes):
+            lower = self.bytes(e, e.address(place, str(first)))
+            upper = e.op(f"lshr {self._ints} {lower}, splat (i32 4)")
+            yield first, self._value(e, lower), self._value(e, upper)
+
+    def _value(self, e: Emitter, codes: str) -> str:
+        """By their lowest four bits; converted where that takes less time, as wider tables are two instructions."""
+        least = int(self._values[0])
+        if self.lanes == 16 or [*self._values] != [*range(least, least + 16)]:
+            return look_up(e, self.lanes, self._values, codes)
+        numbers = e.op(f"and {self._ints} {codes}, splat (i32 15)")
+        return self.floats(e, e.op(f"add {self._ints} {numbers}, splat (i32 {least})"))
 
 
-class IQ4NL(LookedUp):
-    """d fp16, codes."""
+class NibblesOf32(Nibbles):
+    """d fp16, m fp16 where there is one; of 16 bytes the lower codes, then the upper ones."""
 
-    num_bytes = 18
+    def __init__(self, lanes: int, values: Sequence[float], *, has_shift: bool = False) -> None:
+        super().__init__(lanes, values)
+        self._num_halves = 2 if has_shift else 1
+        self.num_bytes = 16 + 2 * self._num_halves
 
-    def numbers(self, e: Emitter, block: str, quarter: str) -> list[str]:
-        return self.scaled(e, self.values(e, e.address(block, "2")), [self.half(e, block, 0)])
+    def numbers(self, e: Emitter, step: Step) -> Vectors:
+        factors = self.halves(e, step.block, self._num_halves)
+        for first, lower, upper in self.pairs(e, e.address(step.block, str(2 * self._num_halves)), 16):
+            yield first, self.scaled(e, lower, *factors)
+            yield 16 + first, self.scaled(e, upper, *factors)
+
+
+class FiveBit(BlockEncoding):
+    """The fifth bits of 32 codes in one word, then their lower four."""
+
+    def codes(self, e: Emitter, place: str) -> Vectors:
+        for first in range(0, 32, self.lanes):
+            whole = self.bytes(e, e.address(place, str(4 + first % 16)))
+            bits = e.op(f"load i{self.lanes}, ptr {e.address(place, str(first // 8))}, align 1")
+            is_upper = e.op(f"bitcast i{self.lanes} {bits} to <{self.lanes} x i1>")
+            lower = e.op(
+                f"{'and' if first < 16 else 'lshr'} {self._ints} {whole}, splat (i32 {15 if first < 16 else 4})"
+            )
+            upper = e.op(
+                f"select <{self.lanes} x i1> {is_upper}, {self._ints} splat (i32 16), {self._ints} zeroinitializer"
+            )
+            yield first, either(e, lower, upper, self._ints)
+
+
+class Q5Zero(FiveBit):
+    """d fp16, codes of 5 bit, less 16."""
+
+    num_bytes = 22
+
+    def numbers(self, e: Emitter, step: Step) -> Vectors:
+        (scale,) = self.halves(e, step.block, 1)
+        for first, codes in self.codes(e, e.address(step.block, "2")):
+            numbers = self.floats(e, e.op(f"sub {self._ints} {codes}, splat (i32 16)"))
+            yield first, self.scaled(e, numbers, scale)
+
+
+class Q5One(FiveBit):
+    """d, m fp16, codes of 5 bit."""
+
+    num_bytes = 24
+
+    def numbers(self, e: Emitter, step: Step) -> Vectors:
+        factors = self.halves(e, step.block, 2)
+        for first, codes in self.codes(e, e.address(step.block, "4")):
+            yield first, self.scaled(e, self.floats(e, codes), *factors)
 
 
 # ------------------------------------------------------------------------------------------------------ blocks of 256
 
 
-class IQ4XS(LookedUp):
-    """d fp16, upper two bits of 8 scales, lower four, codes; scales less 32."""
-
-    size, num_bytes = 256, 136
-
-    def numbers(self, e: Emitter, block: str, quarter: str) -> list[str]:
-        lower = self.word(e, e.address(e.address(block, "4"), quarter), 8)
-        shift = i32(e, "shl", narrow(e, quarter), 2)
-        upper = i32(e, "lshr", self.word(e, e.address(block, "2"), 16), shift)
-        scales = []
-        for i in range(2):
-            low = i32(e, "and", i32(e, "lshr", lower, 4 * i), 15)
-            high = i32(e, "and", i32(e, "shl", i32(e, "lshr", upper, 2 * i), 4), 48)
-            scales.append(i32(e, "sub", i32(e, "or", low, high), 32))
-        codes = e.address(e.address(block, "8"), i64(e, "shl", quarter, 5))
-        values = self.values(e, codes) + self.values(e, e.address(codes, "16"))
-        return self.scaled(e, values, self.times(e, self.half(e, block, 0), scales))
-
-
-class WithMinima(BlockEncoding):
-    """Q4_K's and Q5_K's: d and dmin fp16, 8 scales and 8 minima of 6 bit in 12 bytes; w = d·s·code - dmin·min."""
+class LargeBlock(BlockEncoding):
+    """The scales of a whole block are decoded together, before its first quarter, into the scratch."""
 
     size = 256
 
-    def scales_and_shifts(self, e: Emitter, block: str, quarter: str) -> tuple[list[str], list[str]]:
-        """Two each. The packing is explained at `gguf_blocks._scales_and_lows`; here two bytes at a time."""
-        pair = i64(e, "shl", i64(e, "and", quarter, 1), 1)
-        first, second, third = (self.word(e, e.address(e.address(block, str(at)), pair), 16) for at in (4, 8, 12))
-        is_first = e.op(f"icmp ult i64 {quarter}, 2")
-        found = []
-        for own, lower in ((first, third), (second, i32(e, "lshr", third, 4))):
-            whole = i32(e, "and", own, 0x3F3F)
-            upper = i32(e, "and", i32(e, "lshr", own, 2), 0x3030)
-            pieces = i32(e, "or", i32(e, "and", lower, 0x0F0F), upper)
-            codes = e.op(f"select i1 {is_first}, i32 {whole}, i32 {pieces}")
-            found.append([i32(e, "and", codes, 255), i32(e, "lshr", codes, 8)])
-        lowest = e.op(f"fneg float {self.half(e, block, 2)}")
-        return self.times(e, self.half(e, block, 0), found[0]), self.times(e, lowest, found[1])
+    def begin_block(self, e: Emitter, row: Row, column: str) -> None:
+        e.do(f"store <{self.scratch} x float> {self.scales(e, self.block(e, row, column))}, ptr {row[-1]}, align 64")
+
+    @abstractmethod
+    def scales(self, e: Emitter, block: str) -> str:
+        """What the scratch is to hold, [scratch]."""
+
+    def factors(self, e: Emitter, step: Step, per_quarter: int, first: int = 0) -> list[str]:
+        """Those of a quarter, from number `first` of the scratch on, each as a vector."""
+        start = i64(e, "add", i64(e, "mul", step.quarter, per_quarter), first)
+        places = [e.address(step.scratch, i64(e, "add", start, i), "float") for i in range(per_quarter)]
+        return [splat(e, e.op(f"load float, ptr {place}, align 4"), self.lanes) for place in places]
+
+    def product(self, e: Emitter, codes: str, kind: str, count: int, factor: str) -> str:
+        """factor · codes, these of an integer kind (its conversion's name and its own), as floats."""
+        conversion, integer = kind.split()
+        numbers = e.op(f"{conversion} <{count} x {integer}> {codes} to <{count} x float>")
+        return e.op(f"fmul <{count} x float> {numbers}, {factor}")
+
+    def moved(self, e: Emitter, place: str, bit: str) -> str:
+        """The 32 bytes from an address on, moved down by `bit` (i64): only their lowest bits are of use."""
+        words = e.op(f"load <16 x i16>, ptr {place}, align 1")
+        distance = splat(e, e.op(f"trunc i64 {bit} to i16"), 16, "i16")
+        return e.op(f"bitcast <16 x i16> {e.op(f'lshr <16 x i16> {words}, {distance}')} to <32 x i8>")
+
+    def widened(self, e: Emitter, codes: str, extend: str, at: int) -> Vectors:
+        """<32 x i8> as vectors of floats. at: the first's number."""
+        for first in range(0, 32, self.lanes):
+            lanes = ", ".join(f"i32 {first + lane}" for lane in range(self.lanes))
+            some = e.op(f"shufflevector <32 x i8> {codes}, <32 x i8> poison, <{self.lanes} x i32> <{lanes}>")
+            yield at + first, self.floats(e, e.op(f"{extend} <{self.lanes} x i8> {some} to {self._ints}"))
 
 
-class Q4K(WithMinima):
+class IQ4XS(Nibbles, LargeBlock):
+    """d fp16, upper two bits of 8 scales, lower four, codes; scales less 32."""
+
+    num_bytes, scratch = 136, 8
+
+    def scales(self, e: Emitter, block: str) -> str:
+        lower = splat(e, e.op(f"load i32, ptr {e.address(block, '4')}, align 1"), 8, "i32")
+        lower = of_words(e, "and", of_words(e, "lshr", lower, range(0, 32, 4)), [15] * 8)
+        loaded = e.op(f"load i16, ptr {e.address(block, '2')}, align 1")
+        upper = splat(e, e.op(f"zext i16 {loaded} to i32"), 8, "i32")
+        upper = of_words(e, "and", of_words(e, "lshr", upper, range(0, 16, 2)), [3] * 8)
+        codes = either(e, lower, of_words(e, "shl", upper, [4] * 8), "<8 x i32>")
+        scale = self.half(e, block, 0, 8)
+        return self.product(e, of_words(e, "sub", codes, [32] * 8), "sitofp i32", 8, scale)
+
+    def numbers(self, e: Emitter, step: Step) -> Vectors:
+        codes = e.address(e.address(step.block, "8"), i64(e, "shl", step.quarter, 5))
+        for i, scale in enumerate(self.factors(e, step, 2)):
+            for first, lower, upper in self.pairs(e, e.address(codes, str(16 * i)), 16):
+                yield 32 * i + first, self.scaled(e, lower, scale)
+                yield 32 * i + 16 + first, self.scaled(e, upper, scale)
+
+
+class WithMinima(LargeBlock):
+    """Q4_K's and Q5_K's: d and dmin fp16, 8 scales and 8 minima of 6 bit in 12 bytes; w = d·s·code - dmin·min."""
+
+    scratch = 16
+
+    def scales(self, e: Emitter, block: str) -> str:
+        """d · scales, then -dmin · minima. `gguf_blocks._scales_and_lows` explains how they are packed."""
+        words = e.op(f"load <4 x i32>, ptr {block}, align 1")
+        own = self._words(e, words, (1, 3, 2, 3))
+        lower = of_words(e, "and", of_words(e, "lshr", own, (0, 0, 0, 4)), (0x3F3F3F3F, 0x0F0F0F0F) * 2)
+        upper = of_words(e, "lshr", self._words(e, words, (1, 1, 2, 2)), [2] * 4)
+        codes = either(e, lower, of_words(e, "and", upper, (0, 0x30303030) * 2), "<4 x i32>")
+        halves = e.op(f"load <2 x half>, ptr {block}, align 1")
+        both = e.op(f"fpext <2 x half> {halves} to <2 x float>")
+        signed = e.op(f"fmul <2 x float> {both}, <float 1.0, float -1.0>")
+        lanes = ", ".join(f"i32 {place // 8}" for place in range(16))
+        factor = e.op(f"shufflevector <2 x float> {signed}, <2 x float> poison, <16 x i32> <{lanes}>")
+        return self.product(e, e.op(f"bitcast <4 x i32> {codes} to <16 x i8>"), "uitofp i8", 16, factor)
+
+    def _words(self, e: Emitter, words: str, places: Sequence[int]) -> str:
+        lanes = ", ".join(f"i32 {place}" for place in places)
+        return e.op(f"shufflevector <4 x i32> {words}, <4 x i32> poison, <4 x i32> <{lanes}>")
+
+
+class Q4K(Nibbles, WithMinima):
     """Then codes of 4 bit: a quarter is the lower halves of 32 bytes, then their upper ones."""
 
     num_bytes = 144
 
-    def numbers(self, e: Emitter, block: str, quarter: str) -> list[str]:
-        place = e.address(e.address(block, "16"), i64(e, "shl", quarter, 5))
-        codes = self.floats(e, self.nibbles(e, place, 32))
-        return self.scaled(e, codes, *self.scales_and_shifts(e, block, quarter))
+    def numbers(self, e: Emitter, step: Step) -> Vectors:
+        codes = e.address(e.address(step.block, "16"), i64(e, "shl", step.quarter, 5))
+        scales, shifts = self.factors(e, step, 2), self.factors(e, step, 2, 8)
+        for first, lower, upper in self.pairs(e, codes, 32):
+            yield first, self.scaled(e, lower, scales[0], shifts[0])
+            yield 32 + first, self.scaled(e, upper, scales[1], shifts[1])
 
 
 class Q5K(WithMinima):
@@ -265,107 +305,119 @@ class Q5K(WithMinima):
 
     num_bytes = 176
 
-    def numbers(self, e: Emitter, block: str, quarter: str) -> list[str]:
-        place = e.address(e.address(block, "48"), i64(e, "shl", quarter, 5))
-        lower, whole = self.nibbles(e, place, 32), self.bytes(e, e.address(block, "16"), 32)
-        bit = i32(e, "shl", narrow(e, quarter), 1)
-        upper = self.fields(e, whole, bit, 1) + self.fields(e, whole, i32(e, "or", bit, 1), 1)
-        codes = self.floats(e, self.both(e, lower, upper, 4))
-        return self.scaled(e, codes, *self.scales_and_shifts(e, block, quarter))
+    def numbers(self, e: Emitter, step: Step) -> Vectors:
+        place = e.address(e.address(step.block, "48"), i64(e, "shl", step.quarter, 5))
+        whole = e.op(f"load <32 x i8>, ptr {place}, align 1")
+        fifth = self.moved(e, e.address(step.block, "16"), i64(e, "shl", step.quarter, 1))
+        scales, shifts = self.factors(e, step, 2), self.factors(e, step, 2, 8)
+        for i, (operation, number) in enumerate((("and", 15), ("lshr", 4))):
+            upper = of_bytes(e, "shl", of_bytes(e, "and", fifth, 1 << i), 4 - i)
+            codes = either(e, of_bytes(e, operation, whole, number), upper)
+            for first, numbers in self.widened(e, codes, "zext", 32 * i):
+                yield first, self.scaled(e, numbers, scales[i], shifts[i])
 
 
-class ByCrumbs(BlockEncoding):
+class ByCrumbs(LargeBlock):
     """Types with pieces of two bits: four of a byte are 32 weights apart, 32 bytes are half a block."""
 
-    size = 256
+    def crumbs(self, e: Emitter, place: str, step: Step) -> list[str]:
+        """The two bits of a quarter's first 32 codes, as bytes, and of the others. place: where the block has them."""
+        own = e.address(place, i64(e, "shl", i64(e, "lshr", step.quarter, 1), 5))
+        moved = self.moved(e, own, i64(e, "mul", self.odd(e, step), 4))
+        return [of_bytes(e, "and", moved, 3), of_bytes(e, "and", of_bytes(e, "lshr", moved, 2), 3)]
 
-    def crumbs(self, e: Emitter, place: str, quarter: str) -> list[str]:
-        """The two bits of 64 codes of a quarter, from where the block has such bytes."""
-        half = i64(e, "shl", i64(e, "lshr", quarter, 1), 5)
-        whole = self.bytes(e, e.address(place, half), 32)
-        bit = self.odd(e, quarter, 4)
-        return self.fields(e, whole, bit, 3) + self.fields(e, whole, i32(e, "or", bit, 2), 3)
+    def odd(self, e: Emitter, step: Step) -> str:
+        """1 in the second quarter of a half, else 0."""
+        return i64(e, "and", step.quarter, 1)
 
-    def odd(self, e: Emitter, quarter: str, times: int) -> str:
-        """i32: `times` in the second quarter of a half, else 0."""
-        return i32(e, "mul", i32(e, "and", narrow(e, quarter), 1), times)
-
-    def four(self, e: Emitter, word: str) -> list[str]:
-        """The four bytes of an i32, each as i32."""
-        moved = [i32(e, "lshr", word, 8 * i) for i in range(4)]
-        return [i32(e, "and", piece, 255) for piece in moved]
+    def parts(self, e: Emitter, codes: Sequence[str], extend: str, factors: Sequence[Sequence[str]]) -> Vectors:
+        """Codes of 64 weights, and for each 16 of these their scale and, where there is one, their shift."""
+        for i, own in enumerate(codes):
+            for first, numbers in self.widened(e, own, extend, 32 * i):
+                yield first, self.scaled(e, numbers, *(factor[first // 16] for factor in factors))
 
 
 class Q2K(ByCrumbs):
     """scales [16] (4 bit, above them 4 of a minimum), codes of 2 bit, d, dmin fp16."""
 
-    num_bytes = 84
+    num_bytes, scratch = 84, 32
 
-    def numbers(self, e: Emitter, block: str, quarter: str) -> list[str]:
-        word = self.word(e, e.address(block, i64(e, "shl", quarter, 2)), 32)
-        scales = self.four(e, i32(e, "and", word, 0x0F0F0F0F))
-        lows = self.four(e, i32(e, "and", i32(e, "lshr", word, 4), 0x0F0F0F0F))
-        codes = self.floats(e, self.crumbs(e, e.address(block, "16"), quarter))
-        lowest = e.op(f"fneg float {self.half(e, block, 82)}")
-        return self.scaled(e, codes, self.times(e, self.half(e, block, 80), scales), self.times(e, lowest, lows))
+    def scales(self, e: Emitter, block: str) -> str:
+        """d · scales, then -dmin · minima."""
+        codes = e.op(f"load <16 x i8>, ptr {block}, align 1")
+        factors = self.half(e, block, 80, 16), e.op(f"fneg <16 x float> {self.half(e, block, 82, 16)}")
+        pieces = of_bytes(e, "and", codes, 15, 16), of_bytes(e, "lshr", codes, 4, 16)
+        found = [self.product(e, own, "uitofp i8", 16, factor) for own, factor in zip(pieces, factors, strict=True)]
+        lanes = ", ".join(f"i32 {place}" for place in range(32))
+        return e.op(f"shufflevector <16 x float> {found[0]}, <16 x float> {found[1]}, <32 x i32> <{lanes}>")
+
+    def numbers(self, e: Emitter, step: Step) -> Vectors:
+        codes = self.crumbs(e, e.address(step.block, "16"), step)
+        return self.parts(e, codes, "zext", [self.factors(e, step, 4), self.factors(e, step, 4, 16)])
 
 
 class Q3K(ByCrumbs):
     """third bits (eight of a byte are 32 weights apart), codes of 2 bit, 16 scales of 6 bit, d fp16."""
 
-    num_bytes = 110
+    num_bytes, scratch = 110, 16
 
-    def numbers(self, e: Emitter, block: str, quarter: str) -> list[str]:
-        bit = i32(e, "shl", narrow(e, quarter), 1)
-        whole = self.bytes(e, block, 32)
-        upper = self.fields(e, whole, bit, 1) + self.fields(e, whole, i32(e, "or", bit, 1), 1)
-        codes = self.both(e, self.crumbs(e, e.address(block, "32"), quarter), upper, 2)
-        numbers = self.floats(e, self.each(e, "sub", codes, 4))
-        return self.scaled(e, numbers, self.times(e, self.half(e, block, 108), self._scales(e, block, quarter, bit)))
+    def scales(self, e: Emitter, block: str) -> str:
+        """Codes less 32: lower four bits in bytes 96 to 103, upper two in 104 to 107."""
+        pair = e.op(f"load <2 x i32>, ptr {e.address(block, '96')}, align 1")
+        lower = e.op(f"shufflevector <2 x i32> {pair}, <2 x i32> poison, <4 x i32> <i32 0, i32 1, i32 0, i32 1>")
+        lower = of_words(e, "and", of_words(e, "lshr", lower, (0, 0, 4, 4)), [0x0F0F0F0F] * 4)
+        upper = splat(e, e.op(f"load i32, ptr {e.address(block, '104')}, align 1"), 4, "i32")
+        upper = of_words(e, "and", of_words(e, "lshr", upper, (0, 2, 4, 6)), [0x03030303] * 4)
+        codes = either(e, lower, of_words(e, "shl", upper, [4] * 4), "<4 x i32>")
+        numbers = of_bytes(e, "sub", e.op(f"bitcast <4 x i32> {codes} to <16 x i8>"), 32, 16)
+        return self.product(e, numbers, "sitofp i8", 16, self.half(e, block, 108, 16))
 
-    def _scales(self, e: Emitter, block: str, quarter: str, bit: str) -> list[str]:
-        """Four, less 32: lower four bits in bytes 96 to 103, upper two in 104 to 107."""
-        place = e.address(e.address(block, "96"), i64(e, "shl", i64(e, "and", quarter, 1), 2))
-        shift = i32(e, "shl", i32(e, "lshr", bit, 2), 2)
-        lower = i32(e, "and", i32(e, "lshr", self.word(e, place, 32), shift), 0x0F0F0F0F)
-        upper = i32(e, "lshr", self.word(e, e.address(block, "104"), 32), bit)
-        upper = i32(e, "shl", i32(e, "and", upper, 0x03030303), 4)
-        return [i32(e, "sub", code, 32) for code in self.four(e, i32(e, "or", lower, upper))]
+    def numbers(self, e: Emitter, step: Step) -> Vectors:
+        third = self.moved(e, step.block, i64(e, "shl", step.quarter, 1))
+        upper = [of_bytes(e, "shl", of_bytes(e, "and", third, 1 << i), 2 - i) for i in range(2)]
+        lower = self.crumbs(e, e.address(step.block, "32"), step)
+        codes = [of_bytes(e, "sub", either(e, *own), 4) for own in zip(lower, upper, strict=True)]
+        return self.parts(e, codes, "sext", [self.factors(e, step, 4)])
 
 
 class Q6K(ByCrumbs):
     """lower four bits, upper two, scales int8 [16], d fp16; codes less 32."""
 
-    num_bytes = 210
+    num_bytes, scratch = 210, 16
 
-    def numbers(self, e: Emitter, block: str, quarter: str) -> list[str]:
-        half = i64(e, "shl", i64(e, "lshr", quarter, 1), 6)
-        lower = self.fields(e, self.bytes(e, e.address(block, half), 64), self.odd(e, quarter, 4), 15)
-        upper = self.crumbs(e, e.address(block, "128"), quarter)
-        numbers = self.floats(e, self.each(e, "sub", self.both(e, lower, upper, 4), 32))
-        places = e.address(e.address(block, "192"), i64(e, "shl", quarter, 2))
-        loaded = [e.op(f"load i8, ptr {e.address(places, str(i))}") for i in range(4)]
-        scales = [e.op(f"sext i8 {scale} to i32") for scale in loaded]
-        return self.scaled(e, numbers, self.times(e, self.half(e, block, 208), scales))
+    def scales(self, e: Emitter, block: str) -> str:
+        codes = e.op(f"load <16 x i8>, ptr {e.address(block, '192')}, align 1")
+        return self.product(e, codes, "sitofp i8", 16, self.half(e, block, 208, 16))
+
+    def numbers(self, e: Emitter, step: Step) -> Vectors:
+        half, bit = i64(e, "shl", i64(e, "lshr", step.quarter, 1), 6), i64(e, "mul", self.odd(e, step), 4)
+        places = [e.address(e.address(step.block, half), str(32 * i)) for i in range(2)]
+        lower = [of_bytes(e, "and", self.moved(e, place, bit), 15) for place in places]
+        upper = [of_bytes(e, "shl", own, 4) for own in self.crumbs(e, e.address(step.block, "128"), step)]
+        codes = [of_bytes(e, "sub", either(e, *own), 32) for own in zip(lower, upper, strict=True)]
+        return self.parts(e, codes, "sext", [self.factors(e, step, 4)])
 
 
 def block_encoding(name: str, lanes: int, iq4_values: Sequence[float]) -> BlockEncoding | None:
     """The encoding of a type; None for those that have none. iq4_values: what the 16 codes of IQ4's types stand for."""
-    if name in _LOOKED_UP:
-        return _LOOKED_UP[name](lanes, iq4_values)
+    if name in _NIBBLES:
+        return _NIBBLES[name](lanes, iq4_values)
     return _PLAIN[name](lanes) if name in _PLAIN else None
 
 
-_LOOKED_UP: Mapping[str, Callable[[int, Sequence[float]], BlockEncoding]] = {"IQ4_NL": IQ4NL, "IQ4_XS": IQ4XS}
+_NIBBLES: Mapping[str, Callable[[int, Sequence[float]], BlockEncoding]] = {
+    "Q4_0": lambda lanes, _: NibblesOf32(lanes, range(-8, 8)),
+    "Q4_1": lambda lanes, _: NibblesOf32(lanes, range(16), has_shift=True),
+    "Q4_K": lambda lanes, _: Q4K(lanes, range(16)),
+    "IQ4_NL": NibblesOf32,
+    "IQ4_XS": IQ4XS,
+}
 _PLAIN: Mapping[str, Callable[[int], BlockEncoding]] = {
     "Q8_0": Q8Zero,
-    "Q4_0": Q4Zero,
-    "Q4_1": Q4One,
     "Q5_0": Q5Zero,
     "Q5_1": Q5One,
     "Q2_K": Q2K,
     "Q3_K": Q3K,
-    "Q4_K": Q4K,
     "Q5_K": Q5K,
     "Q6_K": Q6K,
 }

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from .compiler import Emitter, compile_ir, run_on_threads
-from .encodings import Encoding, Unpacked
+from .encodings import Encoding, RowReader, Unpacked, Vectors
 
 # Without a panel: rows of x at a time, and bytes of weights that a thread takes at a time, which stay in its cache.
 FEW_TILE_ROWS, CHUNK_BYTES = 4, 2**17
 # With one: its rows and columns, 192 KiB, and rows of x at a time, 24 KiB, which a first-level cache holds beside it.
 PANEL_ROWS, PANEL_COLUMNS, PANEL_TILE_ROWS = 48, 1024, 6
 MOST_PARTS, CACHE_LINE = 5, 64
-UNPACK_AHEAD = 4  # rows of the matrix between the one that is unpacked to a panel and the one that is fetched meanwhile
+FETCH_AHEAD = 4  # rows of the matrix between one that is read and one that is fetched into the caches meanwhile
 
 _PARTS = ", ".join(f"ptr %part{i}" for i in range(MOST_PARTS))
 _NONE = ", ".join(["ptr null"] * (MOST_PARTS - 1))
@@ -151,7 +151,7 @@ class RowProduct:
     def source(self) -> str:
         """The module that is compiled."""
         lanes, vector = self.encoding.lanes, self.encoding.vector
-        few = [Tile(rows, 4 if lanes == 16 or rows <= 2 else 2) for rows in range(1, FEW_TILE_ROWS + 1)]
+        few = [Tile(rows, 4 if lanes == 16 or rows == 1 else 2) for rows in range(1, FEW_TILE_ROWS + 1)]
         panel = [Tile(rows, 4 if lanes == 16 else 2) for rows in range(1, PANEL_TILE_ROWS + 1)]
         return "".join(
             (
@@ -204,8 +204,8 @@ def _block(name: str, encoding: Encoding, tile: Tile) -> str:
     e, vector, lanes = Emitter(), encoding.vector, encoding.lanes
     chains = _chains(tile, encoding)
     sums = [(i, j, u) for i in range(tile.rows) for j in range(tile.outputs) for u in range(chains)]
-    parts = [f"%part{i}" for i in range(MOST_PARTS)]
     e.label("entry")
+    reader = RowReader(e, encoding, [f"%part{i}" for i in range(MOST_PARTS)], tile.outputs)
     e.do("br label %outputs_loop")
     e.label("outputs_loop")
     e.do("%output = phi i64 [ %first, %entry ], [ %next_output, %store ]")
@@ -213,7 +213,7 @@ def _block(name: str, encoding: Encoding, tile: Tile) -> str:
     e.do(f"br i1 {e.op('icmp sle i64 %next_output, %last')}, label %rows_begin, label %end")
     e.label("rows_begin")
     indices = [e.op(f"add i64 %output, {j}") for j in range(tile.outputs)]
-    matrix = [encoding.row(e, parts, index, "%columns") for index in indices]
+    starts = reader.begin_rows(indices, "%columns")
     xs = [e.address("%x", e.op(f"mul i64 %columns, {i}"), "float") for i in range(tile.rows)]
     e.do("br label %step")
     e.label("step")
@@ -223,10 +223,10 @@ def _block(name: str, encoding: Encoding, tile: Tile) -> str:
     if name == "few" and tile.outputs > 1:
         e.do("br i1 %fetch, label %fetch_ahead, label %compute")
         e.label("fetch_ahead")
-        _fetch(e, encoding, [row[0] for row in matrix], "%column", len(matrix))
+        _fetch(e, encoding, starts, "%column")
         e.do("br label %compute")
         e.label("compute")
-    _step(e, encoding, tile, [encoding.vectors(e, parts, row, "%column") for row in matrix], xs)
+    _step(e, encoding, tile, reader.step("%column"), xs)
     e.do("br label %step_end")
     e.label("step_end")
     e.do(f"%next_column = add i64 %column, {encoding.step}")
@@ -247,12 +247,12 @@ def _block(name: str, encoding: Encoding, tile: Tile) -> str:
     return e.function(f"define internal i64 @{name}_{tile.rows}_{tile.outputs}({_BLOCK})")
 
 
-def _fetch(e: Emitter, encoding: Encoding, starts: Sequence[str], column: str, distance: int) -> None:
-    """Fetch into the caches what the step at `column` reads of the rows `distance` behind those at `starts`.
+def _fetch(e: Emitter, encoding: Encoding, starts: Sequence[str], column: str) -> None:
+    """Fetch what the step at `column` reads of the rows FETCH_AHEAD behind those that begin at `starts`.
 
     A CPU fetches ahead by itself where one stretch of memory is read to its end, hardly where several are by turns.
     """
-    ahead = e.op(f"mul i64 {_bytes_of(e, encoding, '%columns')}, {distance}")
+    ahead = e.op(f"mul i64 {_bytes_of(e, encoding, '%columns')}, {FETCH_AHEAD}")
     behind = e.op(f"add i64 {_bytes_of(e, encoding, column)}, {ahead}")
     for start in starts:
         for line in range(0, encoding.step * encoding.num_bytes // encoding.size, CACHE_LINE):
@@ -266,23 +266,27 @@ def _bytes_of(e: Emitter, encoding: Encoding, num_weights: str) -> str:
 
 
 def _chains(tile: Tile, encoding: Encoding) -> int:
-    """Sums for each product, so that one addition need not wait for the one before; as many as a step has vectors."""
-    wanted = 4 if tile.rows * tile.outputs == 1 else 2 if tile.rows == 1 else 1
+    """Sums for each product, so that one addition need not wait for the one before.
+
+    As many as a step has vectors and registers have room for.
+    """
+    wanted = 4 if tile.rows * tile.outputs == 1 else 2 if tile.rows == 1 and encoding.lanes == 16 else 1
     return min(wanted, encoding.step // encoding.lanes)
 
 
-def _step(e: Emitter, encoding: Encoding, tile: Tile, weights: Sequence[Sequence[str]], xs: Sequence[str]) -> None:
-    """One step along K: what is added to each sum."""
+def _step(e: Emitter, encoding: Encoding, tile: Tile, weights: Sequence[Vectors], xs: Sequence[str]) -> None:
+    """One step along K: what is added to each sum. weights: of each row of the matrix."""
     vector, fma = encoding.vector, f"@llvm.fma.v{encoding.lanes}f32"
     new: dict[tuple[int, int, int], str] = {}
-    for part in range(encoding.step // encoding.lanes):
-        place = e.op(f"add i64 %column, {part * encoding.lanes}")
-        factors = [e.op(f"load {vector}, ptr {e.address(x, place, 'float')}, align 4") for x in xs]
-        for i in range(tile.rows):
-            for j in range(tile.outputs):
-                u = part % _chains(tile, encoding)
+    if encoding.is_decoded_first:
+        weights = [iter(list(vectors)) for vectors in weights]
+    for part, found in enumerate(zip(*weights, strict=True)):
+        place, u = e.op(f"add i64 %column, {found[0][0]}"), part % _chains(tile, encoding)
+        for i, x in enumerate(xs):
+            factor = e.op(f"load {vector}, ptr {e.address(x, place, 'float')}, align 4")
+            for j, (_, weight) in enumerate(found):
                 before = new.get((i, j, u), f"%sum{i}_{j}_{u}")
-                product = f"{vector} {weights[j][part]}, {vector} {factors[i]}, {vector} {before}"
+                product = f"{vector} {weight}, {vector} {factor}, {vector} {before}"
                 new[i, j, u] = e.op(f"call {vector} {fma}({product})")
     for (i, j, u), value in new.items():
         e.do(f"%new{i}_{j}_{u} = bitcast {vector} {value} to {vector}")
@@ -292,20 +296,23 @@ def _unpack(encoding: Encoding) -> str:
     """Rows first .. last of the matrix, `%width` columns from `%start` on, to a panel."""
     e, parts = Emitter(), [f"%part{i}" for i in range(MOST_PARTS)]
     e.label("entry")
+    reader = RowReader(e, encoding, parts, 1)
     e.do("br label %row")
     e.label("row")
     e.do("%index = phi i64 [ %first, %entry ], [ %next_index, %row_end ]")
-    row = encoding.row(e, parts, "%index", "%columns")
+    starts = reader.begin_rows(["%index"], "%columns")
     start = e.op(f"mul i64 {e.op('sub i64 %index, %first')}, {PANEL_COLUMNS}")
     e.do("br label %step")
     e.label("step")
-    e.do("%done = phi i64 [ 0, %row ], [ %next_done, %step ]")
+    e.do("%done = phi i64 [ 0, %row ], [ %next_done, %step_end ]")
     column = e.op("add i64 %start, %done")
-    _fetch(e, encoding, [row[0]], column, UNPACK_AHEAD)
-    found = encoding.vectors(e, parts, row, column)
-    for part, weights in enumerate(found):
-        place = e.op(f"add i64 {e.op(f'add i64 {start}, %done')}, {part * encoding.lanes}")
+    _fetch(e, encoding, starts, column)
+    (vectors,) = reader.step(column)
+    for first, weights in vectors:
+        place = e.op(f"add i64 {e.op(f'add i64 {start}, %done')}, {first}")
         e.do(f"store {encoding.vector} {weights}, ptr {e.address('%panel', place, 'float')}, align 4")
+    e.do("br label %step_end")
+    e.label("step_end")
     e.do(f"%next_done = add i64 %done, {encoding.step}")
     e.do(f"br i1 {e.op('icmp slt i64 %next_done, %width')}, label %step, label %row_end")
     e.label("row_end")

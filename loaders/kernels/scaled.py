@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .compiler import Emitter
-from .encodings import Encoding, FourBit, Row, splat
+from .encodings import Encoding, FourBit, Row, Vectors, splat
 
 _NAN = "0x7FF8000000000000"
 _CODE_MASK = 0x7F  # all but the sign
@@ -35,8 +35,8 @@ class Fp8(Encoding):
         blocks = e.op(f"udiv i64 {e.op(f'add i64 {num_columns}, {self._width - 1}')}, {self._width}")
         return codes, e.address(parts[1], e.op(f"mul i64 {down}, {blocks}"), "float")
 
-    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> list[str]:
-        found, n, scale = [], self.lanes, row[1]
+    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        n, scale = self.lanes, row[1]
         if self._width:
             scale = self._scale(e, row[1], e.op(f"udiv i64 {column}, {self._width}"))
         for first in range(0, self.step, n):
@@ -48,8 +48,7 @@ class Fp8(Encoding):
             size = e.op(f"and <{n} x i8> {codes}, splat (i8 {_CODE_MASK})")
             is_nan = e.op(f"icmp eq <{n} x i8> {size}, splat (i8 {_CODE_MASK})")
             numbers = e.op(f"select <{n} x i1> {is_nan}, {self.vector} splat (float {_NAN}), {self.vector} {numbers}")
-            found.append(e.op(f"fmul {self.vector} {numbers}, {scale}"))
-        return found
+            yield first, e.op(f"fmul {self.vector} {numbers}, {scale}")
 
     def _scale(self, e: Emitter, base: str, index: str) -> str:
         scale = e.op(f"load float, ptr {e.address(base, index, 'float')}, align 4")
@@ -59,6 +58,6 @@ class Fp8(Encoding):
 class LowFirst(FourBit):
     """The first of two codes in the lower half of a byte."""
 
-    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> list[str]:
-        found = super().vectors(e, parts, row, column)
-        return [found[place ^ 1] for place in range(len(found))]
+    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        for first, weights in super().vectors(e, parts, row, column):
+            yield first ^ self.lanes, weights

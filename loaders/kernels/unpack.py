@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .compiler import Emitter, compile_ir, run_on_threads
-from .encodings import Encoding
+from .encodings import Encoding, RowReader
 
 CHUNK_ELEMENTS = 2**17  # that a thread takes at a time
 MOST_PARTS = 5
@@ -79,17 +79,21 @@ class Unpacker:
         """Rows first .. last of the matrix."""
         e, parts = Emitter(), [f"%part{i}" for i in range(MOST_PARTS)]
         e.label("entry")
+        reader = RowReader(e, self.encoding, parts, 1)
         e.do("br label %row")
         e.label("row")
         e.do("%index = phi i64 [ %first, %entry ], [ %next_index, %row_end ]")
-        row = self.encoding.row(e, parts, "%index", "%columns")
+        reader.begin_rows(["%index"], "%columns")
         start = e.address("%out", e.op("mul i64 %index, %columns"), _KINDS[self.dtype])
         e.do("br label %step")
         e.label("step")
-        e.do("%column = phi i64 [ 0, %row ], [ %next_column, %step ]")
-        for part, weights in enumerate(self.encoding.vectors(e, parts, row, "%column")):
-            place = e.op(f"add i64 %column, {part * self.encoding.lanes}")
+        e.do("%column = phi i64 [ 0, %row ], [ %next_column, %step_end ]")
+        (vectors,) = reader.step("%column")
+        for first, weights in vectors:
+            place = e.op(f"add i64 %column, {first}")
             e.do(f"store {self._rounded(e, weights)}, ptr {e.address(start, place, _KINDS[self.dtype])}, align 1")
+        e.do("br label %step_end")
+        e.label("step_end")
         e.do(f"%next_column = add i64 %column, {self.encoding.step}")
         e.do(f"br i1 {e.op('icmp slt i64 %next_column, %columns')}, label %step, label %row_end")
         e.label("row_end")
