@@ -55,7 +55,7 @@ class MovingAverage:
 class Retry:
     """When to retry a choice that did not pay off: after `first` occasions, then twice as many, up to `longest`."""
 
-    STRIDE = 4  # occasions
+    CLOSE, STRIDE = 4, 16  # occasions
 
     def __init__(self, first: int = 8, longest: int = 128) -> None:
         self._first, self._longest = first, longest
@@ -74,9 +74,9 @@ class Retry:
     def wants_look(self) -> bool:
         """Whether to find out on this occasion if it pays by now, which takes time itself.
 
-        On the first ones after it did, and then on every STRIDE-th.
+        On the first CLOSE ones after it did, and then on every STRIDE-th.
         """
-        return self._passed <= self.STRIDE or self._passed % self.STRIDE == 0
+        return self._passed <= self.CLOSE or self._passed % self.STRIDE == 0
 
     def wait(self) -> None:
         """Count one occasion. If a retry was due at it, the next wait is twice as long."""

@@ -64,13 +64,13 @@ def test_what_does_not_pay_is_tried_after_ever_longer_waits() -> None:
 
 
 def test_the_longer_something_has_not_paid_the_more_seldom_it_is_looked_at() -> None:
-    retry, looks = Retry(first=16), list[int]()
+    retry, looks = Retry(first=64), list[int]()
     assert not retry.is_pausing
-    for occasion in range(16):
+    for occasion in range(64):
         looks += [occasion] if retry.wants_look else []
         retry.is_worth_trying(pays=False)
         assert retry.is_pausing
-    assert looks == [0, 1, 2, 3, 4, 8, 12]
+    assert looks == [0, 1, 2, 3, 4, 16, 32, 48]
     retry.is_worth_trying(pays=True)
     assert (retry.wants_look, retry.is_pausing) == (True, False)
 

@@ -122,5 +122,5 @@ def test_the_next_request_goes_on_where_the_draft_did_not_pay() -> None:
 def test_plain_passes_are_measured_when_the_draft_is_looked_at() -> None:
     """So that those between are as quick as plain decoding's, and a change is seen nevertheless."""
     draft = Useless(pass_s=3.0)
-    draft.asked(100)
+    draft.asked(400)
     assert float(draft.costs.target.seconds(np.array([1]))[0]) == pytest.approx(3.0, rel=0.05)
