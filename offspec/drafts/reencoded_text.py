@@ -161,7 +161,6 @@ class OwnTokens:
         """Keep the tokens that end at `end` or before it, at most `most` of them."""
         count = min(bisect_right(self.ends, end), most)
         del self.ids[count:], self.ends[count:]
-        self.num_settled = min(self.num_settled, count)
 
 
 def _begins_word(string: str, at: int) -> bool:
