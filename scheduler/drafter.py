@@ -61,14 +61,14 @@ class DraftRequest:
     """The input of a drafter for one request.
 
     sampler: the target's. final: tokens that end the text and have no children. num_unscored: tokens of the text that
-    the target's first pass scores; None: as many as the draft scores. draft_reads_prompt: the draft
-    scores the text itself; otherwise it drafts only after the target has scored all tokens but the last.
+    the target's first pass scores; None: as many as the draft scores. most_read: tokens
+    that the draft scores itself before it drafts; with more unscored ones it waits for the target. None: no limit.
     """
 
     sampler: Sampler
     final: Collection[int] = ()
     num_unscored: int | None = None
-    draft_reads_prompt: bool = True
+    most_read: int | None = None
 
 
 class Drafter(Protocol):

@@ -124,7 +124,8 @@ class ModelDrafter:
     @property
     def _can_ask_model(self) -> bool:
         rounds = self._rounds
-        return rounds.model_depth > 0 and (self._request.draft_reads_prompt or rounds.num_unscored <= 1)
+        most_read = self._request.most_read
+        return rounds.model_depth > 0 and (most_read is None or rounds.num_unscored <= most_read)
 
     def _grow(self) -> None:
         """Run draft rounds while they are worth their cost."""

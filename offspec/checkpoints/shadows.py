@@ -45,7 +45,7 @@ class Shadow:
         checkpoint = open_checkpoint(path)
         bits = next((bits for bits in SHADOW_FORMATS if checkpoint.config.get(ENTRY) == _mark(target, bits)), None)
         if bits is None:
-            remedy = "make one with offspec quantize MODEL DST --shadow BITS"
+            remedy = "delete the folder, or make one elsewhere with offspec quantize MODEL DST --shadow BITS"
             raise CheckpointError(f"{path} is not a shadow of {target.checkpoint.path}; {remedy}")
         stored = StoredModel.of(checkpoint, layer_prefix=LAYER_PREFIX)
         for i in range(target.config.num_layers):

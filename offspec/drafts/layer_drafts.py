@@ -37,6 +37,9 @@ from .without_model import LookupDraft
 
 SHADOW, RESIDENT = "shadow", "resident"
 DEFAULT_BITS = 4
+# Tokens of a prompt that the draft scores itself, so that the first pass has a tree. Reading a longer prompt costs as
+# much arithmetic as the target's pass over it; after that pass the draft has the target's entries anyway.
+MOST_READ, MOST_READ_ON_CPU = 512, 64
 
 
 class LayersOfTarget(ModelDraft):
@@ -61,7 +64,8 @@ class LayersOfTarget(ModelDraft):
         return TextCaches(text, LayerDraftText(self.decoder, text, num_tokens + MAX_ROWS if num_tokens else 0))
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
-        return super().drafter(replace(task, request=replace(task.request, draft_reads_prompt=False)), learnt)
+        most_read = MOST_READ_ON_CPU if self.decoder.device.type == "cpu" else MOST_READ
+        return super().drafter(replace(task, request=replace(task.request, most_read=most_read)), learnt)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 Examples: SubSpec's low-bit copies (2509.18344), skipped layers (Draft & Verify, 2309.08168), an early exit
 (LayerSkip, 2404.16710). In each of them a layer's keys and values estimate what the target computes there. So
-`LayerDraftText` copies the target's entries after each pass. For the same reason it never reads a prompt: the target's
-pass does. This module knows nothing of files, or of how trees grow.
+`LayerDraftText` copies the target's entries after each pass, those of a prompt included. This module knows nothing of
+files, or of how trees grow.
 """
 
 from __future__ import annotations

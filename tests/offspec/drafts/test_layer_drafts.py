@@ -17,7 +17,7 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.checkpoints.shadows import Shadow, find_shadow, made_shadows, make_shadow, shadow_folder
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
-from offspec.drafts.layer_drafts import LayersOfTarget, OpenedShadow
+from offspec.drafts.layer_drafts import MOST_READ_ON_CPU, LayersOfTarget, OpenedShadow
 from offspec.errors import CheckpointError, OffspecError, UsageError
 from offspec.loaders.placement import SHADOW_ITEM, Limits, Placement, Slots
 from offspec.loading import LoadedTarget
@@ -111,18 +111,26 @@ def test_entries_of_the_text_are_the_targets(files: ModelFiles, kind: str) -> No
             assert sum(1 for _ in request) > 1
 
 
-def test_no_prompt_is_read_by_the_draft(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    chains = list[int]()
+@pytest.mark.parametrize(
+    ("length", "read"), [(5, {0, 1, 5}), (MOST_READ_ON_CPU, {0, 1, MOST_READ_ON_CPU}), (65, {0, 1})]
+)
+def test_a_long_prompt_is_left_to_the_target(
+    files: ModelFiles, length: int, read: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chains = set[int]()
     whole = LayerDraftText.states
 
     def states(self: LayerDraftText, chain: list[int], *rest: object, **more: object) -> torch.Tensor:
-        chains.append(len(chain))
+        chains.add(len(chain))
         return whole(self, chain, *rest, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LayerDraftText, "states", states)
     with opened(files, "shadow") as engine:
-        said(engine, 0.0, 16)
-    assert set(chains) == {0, 1}
+        for _ in engine.generate(
+            [3 + i % 7 for i in range(length)], SamplingParams(12), SpeculationParams(8, lookup=False)
+        ):
+            pass
+    assert chains == read
 
 
 def test_a_shadow_is_accepted_more_often_than_the_built_in_draft() -> None:
