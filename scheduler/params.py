@@ -112,7 +112,7 @@ class SpeculationParams:
     tree: Tree = "best-first"
     width: int | None = None
     children: int = 16
-    max_depth: int = 32
+    max_depth: int = 64
     stopping: Stopping = "default"
     lookup: bool = True
     recycling: bool = False
