@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from offspec.checkpoints.load import LoadSettings, load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import DTYPES, ModelFiles
 from offspec.loaders.formats import Weight
 from offspec.loaders.hardware import read_hardware
 from offspec.loaders.measure import measure_rates
@@ -147,9 +147,9 @@ class OneLayer(WeightSource):
     def close(self) -> None: ...
 
 
-def run_one(folder: Path, ram: int, widths: list[int], repeats: int) -> dict[str, Any]:
+def run_one(folder: Path, ram: int, widths: list[int], repeats: int, dtype: str) -> dict[str, Any]:
     """All measurements within one RAM limit."""
-    files = ModelFiles.open(folder, "bf16", "cpu", [])
+    files = ModelFiles.open(folder, dtype, "cpu", [])
     largest = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     plan = plan_here(files, [], read_hardware(CPU), MemoryOptions(ram=ram, context=CONTEXT))
     rates = measure_rates(
@@ -270,14 +270,17 @@ def drop_page_cache() -> None:
         print(f"cannot drop the page cache ({exc.strerror}); reads bypass it anyway", file=sys.stderr)
 
 
-def in_a_group(folder: Path, ram: int, widths: str, repeats: int) -> dict[str, Any]:
+def in_a_group(folder: Path, ram: int, widths: str, repeats: int, dtype: str) -> dict[str, Any]:
     """`run_one` in its own process and control group."""
     drop_page_cache()
     with memory_group(ram + SLACK_BYTES) as group:
         command = [sys.executable, __file__, "one", str(folder), "--ram", f"{ram}B", "--widths", widths]
         enter = None if group is None else (lambda: (group / "cgroup.procs").write_text(str(os.getpid())))
         done = subprocess.run(
-            [*command, "--repeats", str(repeats)], preexec_fn=enter, stdout=subprocess.PIPE, check=True
+            [*command, "--repeats", str(repeats), "--dtype", dtype],
+            preexec_fn=enter,
+            stdout=subprocess.PIPE,
+            check=True,
         )
         result: dict[str, Any] = json.loads(done.stdout)
         if group is not None:
@@ -313,14 +316,16 @@ def main() -> None:
     parser.add_argument("--ram", type=parse_size, default=6 * 2**30)
     parser.add_argument("--widths", default="1,8,64,128")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="bf16", choices=sorted(DTYPES), help="of the arithmetic")
     args = parser.parse_args()
     widths = [int(width) for width in args.widths.split(",")]
     if args.stage == "make":
         make(args.folder, args.layers)
     elif args.stage == "one":
-        print(json.dumps(run_one(args.folder, args.ram, widths, args.repeats)))
+        print(json.dumps(run_one(args.folder, args.ram, widths, args.repeats, args.dtype)))
     else:
-        results = [in_a_group(args.folder, parse_size(g), args.widths, args.repeats) for g in args.limits.split(",")]
+        limits = [parse_size(limit) for limit in args.limits.split(",")]
+        results = [in_a_group(args.folder, limit, args.widths, args.repeats, args.dtype) for limit in limits]
         for result in results:
             show(result)
         print(json.dumps(results))

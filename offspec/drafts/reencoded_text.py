@@ -119,7 +119,7 @@ class OwnTokens:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def reencode(self, string: str) -> int:
+    def encode_again(self, string: str) -> int:
         """Encode `string`. Returns the number of first tokens that did not change; at least one token is new.
 
         If the text is longer than the draft's context, only its end is kept.
@@ -225,7 +225,7 @@ class ReencodedText:
     def _enter(self, chain: Sequence[int]) -> list[int]:
         """Add to the text. Returns the tokens that the draft has to score behind those that it keeps."""
         self._read.extend(chain)
-        num_kept = self._own.reencode(self._read.string)
+        num_kept = self._own.encode_again(self._read.string)
         self._text.truncate(num_kept)
         return self._own.ids[num_kept:]
 
