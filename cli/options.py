@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 import select
 import sys
 from collections.abc import Callable
@@ -64,7 +65,8 @@ def budget(ctx: click.Context, param: click.Parameter, value: str) -> int | None
     except ValueError:
         number = -1
     if number is not None and not 0 <= number <= MAX_BUDGET:
-        raise click.BadParameter(f"{value!r} is neither auto nor a number from 0 (plain decoding) to {MAX_BUDGET}.")
+        what = f"neither auto nor a number from 0 (plain decoding) to {MAX_BUDGET}"
+        raise click.BadParameter(f"{reprlib.repr(value)} is {what}.")
     return number
 
 
