@@ -15,7 +15,6 @@ from .candidate_tree import CandidateTree, ChildScores
 from .child_scores import ChildScorer
 from .costs import WIDTHS
 from .drafter import DraftRequest, LogitCorrector, TreeModel
-from .params import MAX_ROWS
 from .tree import ROOT, FloatArray, IntArray
 from .verify import TargetStates
 
@@ -38,7 +37,7 @@ class DraftRounds:
     ) -> None:
         """scorer, calibration, corrector: of the model; None for a model without a corrector."""
         self._model = model
-        self._sampler, self._final = request.sampler, request.final
+        self._sampler, self._final, self._most_rows = request.sampler, request.final, request.most_rows
         self._scorer, self._calibration, self._corrector = scorer, calibration, corrector
         self._text: Sequence[int] = ()
         self._position = 0  # of the root's children
@@ -64,7 +63,7 @@ class DraftRounds:
     @property
     def room(self) -> int:
         """The number of nodes that can still be expanded."""
-        return MAX_ROWS - self.tree.num_expanded
+        return self._most_rows - self.tree.num_expanded
 
     def best(self, count: int) -> IntArray:
         """The best `count` candidates, best first."""

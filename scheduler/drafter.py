@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .params import MAX_ROWS
 from .sampling import Sampler
 from .tree import BoolArray, IntArray, TokenTree
 from .verify import TargetPass, TargetStates
@@ -61,14 +62,16 @@ class DraftRequest:
     """The input of a drafter for one request.
 
     sampler: the target's. final: tokens that end the text and have no children. num_unscored: tokens of the text that
-    the target's first pass scores; None: as many as the draft scores. most_read: tokens
-    that the draft scores itself before it drafts; with more unscored ones it waits for the target. None: no limit.
+    the target's first pass scores; None: as many as the draft scores. most_read: tokens that the draft scores itself
+    before it drafts; with more unscored ones it waits for the target. None: no limit. most_rows: nodes that may be
+    pending in the draft's KV cache.
     """
 
     sampler: Sampler
     final: Collection[int] = ()
     num_unscored: int | None = None
     most_read: int | None = None
+    most_rows: int = MAX_ROWS
 
 
 class Drafter(Protocol):

@@ -17,7 +17,6 @@ from offspec.loaders.layer_view import LayerView, ViewedLayer
 from offspec.loaders.placement import SHADOW_ITEM, Item
 from offspec.loaders.tiers import StoredModel, TieredWeights, load_layer
 from offspec.scheduler.drafter import Drafter
-from offspec.scheduler.params import MAX_ROWS
 
 from ..checkpoints.exit_layers import check_exit_layer
 from ..checkpoints.opening import ModelFiles, Note
@@ -26,7 +25,7 @@ from ..errors import UsageError
 from ..model.block import kv_cache_bytes
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.foreign_config import ForeignConfig
-from ..model.layer_draft import LayerDraft, LayerDraftText
+from ..model.layer_draft import MOST_ROWS, LayerDraft, LayerDraftText
 from ..model.text_caches import TextCaches
 from ..planning.memory import MemoryUse, Room
 from ..planning.plan import unpacking_items
@@ -61,11 +60,12 @@ class LayersOfTarget(ModelDraft):
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
         text = CachedDecoder(target, num_tokens + num_nodes)
-        return TextCaches(text, LayerDraftText(self.decoder, text, num_tokens + MAX_ROWS if num_tokens else 0))
+        return TextCaches(text, LayerDraftText(self.decoder, text, num_tokens + MOST_ROWS if num_tokens else 0))
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
         most_read = MOST_READ_ON_CPU if self.decoder.device.type == "cpu" else MOST_READ
-        return super().drafter(replace(task, request=replace(task.request, most_read=most_read)), learnt)
+        request = replace(task.request, most_read=most_read, most_rows=MOST_ROWS)
+        return super().drafter(replace(task, request=request), learnt)
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _check(request: OpenRequest) -> None:
 
 def _items(target: ModelFiles, room: Room, numbers: range) -> list[Item]:
     itemsize = target.dtype.itemsize
-    entries = kv_cache_bytes(target.config, room.context + MAX_ROWS, itemsize, numbers)
+    entries = kv_cache_bytes(target.config, room.context + MOST_ROWS, itemsize, numbers)
     return [Item("draft KV cache", on_device=entries), *guessing_items(target.config, target)]
 
 

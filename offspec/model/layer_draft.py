@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offspec.loaders.layer_view import LayerView
+from offspec.scheduler.params import MAX_ROWS
 
 from .decoder import CachedDecoder, Decoder
+
+MOST_ROWS = 1024  # nodes pending in the KV cache, whose entries are as large as the target's
 
 
 class LayerDraft(Decoder):
@@ -44,6 +47,10 @@ class LayerDraftText(CachedDecoder):
         super().__init__(decoder, capacity)
         self._target = target
         self._num_exact = 0  # entries from the start that are the target's
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for a text and MOST_ROWS nodes; `capacity` counts MAX_ROWS nodes."""
+        super().reserve(capacity - MAX_ROWS + MOST_ROWS)
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """As `CachedDecoder.keep`, to be called after the target's; then copies the target's new entries."""

@@ -21,7 +21,7 @@ from offspec.drafts.layer_drafts import MOST_READ_ON_CPU, LayersOfTarget, Opened
 from offspec.errors import CheckpointError, OffspecError, UsageError
 from offspec.loaders.placement import SHADOW_ITEM, Limits, Placement, Slots
 from offspec.loading import LoadedTarget
-from offspec.model.layer_draft import LayerDraftText
+from offspec.model.layer_draft import MOST_ROWS, LayerDraftText
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan
 from offspec.scheduler.tree import TokenTree
@@ -141,6 +141,18 @@ def test_a_shadow_is_accepted_more_often_than_the_built_in_draft() -> None:
             *_, last = engine.generate("def area(width, height):\n", params, SpeculationParams(16))
             passes[draft] = last.stats.num_passes
     assert passes["shadow"] < 0.8 * passes["builtin"]
+
+
+def test_room_is_made_once_for_a_whole_request(files: ModelFiles) -> None:
+    """However much is drafted, also during the pass: on a GPU the cache must not grow then."""
+    with opened(files, "shadow") as engine:
+        caches = engine.new_caches()
+        assert caches.draft is not None
+        capacities = set[int]()
+        params = SamplingParams(24, ignore_eos=True)
+        for _ in engine.generate(PROMPTS[0], params, SpeculationParams(256), caches=caches):
+            capacities.add(caches.draft.cache.capacity)
+        assert capacities == {len(engine.encode(PROMPTS[0])) + 24 + MOST_ROWS}
 
 
 # ---------------------------------------------------------------------------------------------------------- files
