@@ -150,8 +150,8 @@ def loading_options(function: F) -> F:
             type=ModelName("auto", "shadow", "self", "resident", "lookup", "none", "builtin"),
             default="auto",
             metavar="PATH|auto|shadow|self|resident|lookup|none",
-            help="Draft model: a path; shadow[:BITS] = the target in 4, 3 or 2 bits; self = early exit; resident = the "
-            "layers that stay; lookup = n-gram lookup; none. [default: auto]",
+            help="Draft: a path, shadow[:BITS] (low-bit target), self (early exit), resident (resident layers), "
+            "lookup (n-gram lookup), or none. [default: auto]",
         ),
         model_flags,
         memory_flags,

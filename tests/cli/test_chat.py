@@ -296,7 +296,7 @@ def test_a_full_context_is_told_beforehand(talk: Talk) -> None:
     result = talk(*(f"message {number}" for number in range(10)))
     assert result.code == 0
     warning, *notes = [line for line in result.err.splitlines() if tells(line, "context", CONTEXT)]
-    assert tells(warning, "oldest turns", "used")
+    assert tells(warning, "oldest turns", "in use")
     assert any(tells(note, "oldest") for note in notes)
     stopped = talk(*(f"message {number}" for number in range(12)), flags=("--when-full", "stop"))
     assert stopped.code == 1

@@ -483,7 +483,7 @@ def test_caches_serve_one_request_at_a_time(engine: Engine) -> None:
     alone = [[token for step in engine.generate(text, WARM) for token in step.token_ids] for text in MESSAGES[:2]]
     first = engine.generate(MESSAGES[0], WARM, caches=caches)
     found = list(next(first).token_ids)
-    with refused(UsageError, "caches", "in use"):
+    with refused(UsageError, "caches", "another request"):
         engine.generate(MESSAGES[1], WARM, caches=caches)
     assert found + [token for step in first for token in step.token_ids] == alone[0]
     assert [t for step in engine.generate(MESSAGES[1], WARM, caches=caches) for t in step.token_ids] == alone[1]
