@@ -15,7 +15,8 @@ import sys
 from dataclasses import asdict, dataclass
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.drafts.layer_drafts import LayersOfTarget
+from offspec.checkpoints.shadows import find_shadow
+from offspec.drafts.layer_drafts import DEFAULT_BITS, load_shadow
 from offspec.loaders.placement import spread
 from offspec.scheduler.params import Scoring
 
@@ -57,12 +58,13 @@ def measure(
     )
 
 
-def with_residents(engine: Engine, count: int) -> Engine:
+def with_residents(engine: Engine, bits: int, count: int) -> Engine:
     """The same target with a shadow of all layers but `count`, as if these alone stayed in memory."""
-    assert isinstance(engine.draft, LayersOfTarget)
-    layers = engine.target.config.num_layers
-    resident = spread(layers, count)
-    return engine.with_draft(engine.draft.without_shadows(resident))
+    assert engine.plan is not None
+    shadow = find_shadow(engine.plan.demand.target, bits)
+    assert shadow is not None, "loading the engine has made it"
+    layers = range(engine.target.config.num_layers)
+    return engine.with_draft(load_shadow(shadow, engine.target, set(layers) - set(spread(len(layers), count))))
 
 
 def main() -> None:
@@ -84,7 +86,7 @@ def main() -> None:
     args = parser.parse_args()
     engine = Engine.load(args.model, draft=args.draft, dtype=args.dtype)
     if args.resident:
-        engine = with_residents(engine, args.resident)
+        engine = with_residents(engine, int(args.draft.partition(":")[2] or DEFAULT_BITS), args.resident)
     if engine.draft.decoder is None:
         sys.exit("Error: no draft to measure; give --draft PATH")
     prompts = builtin.prompts()[: args.max_prompts]

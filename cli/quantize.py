@@ -85,6 +85,8 @@ def command(
 ) -> None:
     if revision is not None and Path(src).expanduser().exists():
         raise click.UsageError("--revision needs a hub id, but SRC is a local path.")
+    if shadow is not None and (form != ConvertParams.format or not double_quant):
+        raise click.UsageError("--shadow has a format of its own; leave out --format and --no-double-quant.")
     start = time.monotonic()
     bar = ConversionLine() if is_watched() and not quiet else None
     try:

@@ -29,26 +29,26 @@ class LayerView:
 
     def __init__(self, source: WeightSource, layers: Sequence[ViewedLayer], scratch: torch.Tensor | None) -> None:
         """scratch: see `WeightSource.scratch`; large enough for every layer of the view."""
-        self.source, self.layers, self.scratch = source, tuple(layers), scratch
+        self._source, self._layers, self.scratch = source, tuple(layers), scratch
 
     @property
     def num_layers(self) -> int:
-        return len(self.layers)
+        return len(self._layers)
 
     def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:
         assert isinstance(unit, int), "its units are layers"
-        layer = self.layers[unit]
-        return self.source.lend(layer) if isinstance(layer, int) else nullcontext(layer)
+        layer = self._layers[unit]
+        return self._source.lend(layer) if isinstance(layer, int) else nullcontext(layer)
 
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
         return self.lend(index)
 
     def shared(self, name: str) -> Weight:
-        return self.source.shared(name)
+        return self._source.shared(name)
 
     def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
-        return self.source.rows(name, indices)
+        return self._source.rows(name, indices)
 
     def close(self) -> None:
         """Frees the view's own weights; the source stays open."""
-        self.layers, self.scratch = (), None
+        self._layers, self.scratch = (), None

@@ -20,7 +20,7 @@ from offspec.errors import CheckpointError
 
 from ..gguf_types import GGUF_TYPES, GgufType
 
-ROUNDS = 2  # of least squares; a third one gains less than 1 % of the squared error
+ROUNDS = 2  # of least squares; a third one takes 0.5 to 1.7 % off the squared error of normal weights
 TILE = 1 << 19  # weights at a time: the temporaries stay in a core's cache
 TYPES: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.values()}
 

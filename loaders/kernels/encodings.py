@@ -51,9 +51,8 @@ class Encoding(ABC):
     def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
         """What is the same for all steps of row `index`. parts: addresses of what the matrix consists of."""
 
-    def begin_block(self, e: Emitter, row: Row, column: str) -> None:
+    def begin_block(self, e: Emitter, row: Row, column: str) -> None:  # noqa: B027 (without a scratch, nothing to do)
         """Put what steps share into the row's scratch. column: the first of a block of `size` weights."""
-        raise NotImplementedError  # by those that have a scratch
 
     @abstractmethod
     def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:

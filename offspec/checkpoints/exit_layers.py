@@ -66,11 +66,11 @@ def default_file(target: ModelFiles, exit_layer: int) -> Path:
     return exits_folder() / f"{fingerprint(target)}-{exit_layer}.safetensors"
 
 
-def refuse_foreign(config: ModelConfig) -> None:
-    """Raises UsageError for a target that transformers' modules run."""
+def refuse_foreign(config: ModelConfig, feature: str = "an exit layer") -> None:
+    """Raises UsageError for a target that transformers' modules run. feature: what needs offspec's own decoder."""
     if isinstance(config, ForeignConfig):
         raise UsageError(
-            f"an exit layer needs offspec's own decoder, and a {config.model_type} runs on transformers' modules; use "
+            f"{feature} needs offspec's own decoder, and a {config.model_type} runs on transformers' modules; use "
             "lookup (--draft lookup) or a small model (--draft PATH)"
         )
 

@@ -24,7 +24,7 @@ from ..model.block import layer_shapes
 from ..model.foreign_config import ForeignConfig
 from ..model.names import LAYER_PREFIX
 from .conversion import without_blanks
-from .exit_layers import fingerprint
+from .exit_layers import fingerprint, refuse_foreign
 from .from_config import layers_from_config
 from .opening import ModelFiles
 
@@ -33,9 +33,8 @@ ENTRY = "offspec_shadow"  # in a shadow's config.json: its target's fingerprint,
 
 @dataclass(frozen=True)
 class Shadow:
-    """A shadow whose headers fit its target. path: None for one that is not made yet, to plan with."""
+    """A shadow whose headers fit its target, or the sizes of one that is not made yet."""
 
-    path: Path | None
     bits: int
     layers: tuple[StoredLayer, ...]
 
@@ -43,7 +42,8 @@ class Shadow:
     def open(cls, path: Path, target: ModelFiles) -> Shadow:
         """Reads the headers. Raises CheckpointError for anything but a shadow of this target."""
         checkpoint = open_checkpoint(path)
-        bits = next((bits for bits in SHADOW_FORMATS if checkpoint.config.get(ENTRY) == _mark(target, bits)), None)
+        said, known = checkpoint.config.get(ENTRY), fingerprint(target)
+        bits = next((bits for bits in SHADOW_FORMATS if said == {"target": known, "bits": bits}), None)
         if bits is None:
             remedy = "delete the folder, or make one elsewhere with offspec quantize MODEL DST --shadow BITS"
             raise CheckpointError(f"{path} is not a shadow of {target.checkpoint.path}; {remedy}")
@@ -52,12 +52,12 @@ class Shadow:
             found = {n: w.shape for n, w in stored.layers[i].weights.items()} if i < len(stored.layers) else {}
             if found != layer_shapes(target.config, i):
                 raise CheckpointError(f"{path}: the tensors of layer {i} are not the target's; delete the folder")
-        return cls(path, bits, tuple(stored.layers))
+        return cls(bits, tuple(stored.layers))
 
     @classmethod
     def planned(cls, bits: int, target: ModelFiles) -> Shadow:
         """A shadow that is not made yet: sizes only."""
-        return cls(None, bits, tuple(layers_from_config(target.config, SHADOW_FORMATS[bits])))
+        return cls(bits, tuple(layers_from_config(target.config, SHADOW_FORMATS[bits])))
 
     def layer_bytes(self, target: ModelFiles) -> tuple[int, ...]:
         """Bytes in memory, by layer."""
@@ -72,10 +72,16 @@ def check_bits(bits: int) -> None:
 
 def shadow_folder(target: ModelFiles, bits: int) -> Path:
     """Where the target's shadow is kept, whether it is there or not."""
+    return _folders(target)[bits]
+
+
+def _folders(target: ModelFiles) -> dict[int, Path]:
+    """By bits."""
     from platformdirs import user_cache_path
 
-    name = f"{target.checkpoint.path.name}-{fingerprint(target)}-{bits}bit"
-    return user_cache_path("offspec", appauthor=False) / "shadows" / name
+    name = f"{target.checkpoint.path.name}-{fingerprint(target)}"
+    cache = user_cache_path("offspec", appauthor=False) / "shadows"
+    return {bits: cache / f"{name}-{bits}bit" for bits in SHADOW_FORMATS}
 
 
 def find_shadow(target: ModelFiles, bits: int) -> Shadow | None:
@@ -90,8 +96,7 @@ def made_shadows(target: ModelFiles) -> list[int]:
     )
     if not is_here or isinstance(target.config, ForeignConfig):
         return []
-    folders = {bits: shadow_folder(target, bits) for bits in SHADOW_FORMATS}
-    return [bits for bits, folder in folders.items() if _is_complete(folder)]
+    return [bits for bits, folder in _folders(target).items() if _is_complete(folder)]
 
 
 def _is_complete(folder: Path) -> bool:
@@ -108,18 +113,16 @@ def make_shadow(
     Raises UsageError, CheckpointError (the target), StorageError (the folder; repeat the call to resume).
     """
     check_bits(bits)
+    refuse_foreign(target.config, "a shadow")
+    mark: dict[str, str | int] = {"target": fingerprint(target), "bits": bits}
     return convert_layers(
         target.checkpoint.path,
         folder or shadow_folder(target, bits),
         ConvertParams(SHADOW_FORMATS[bits]),
         layer_prefix=LAYER_PREFIX,
         progress=progress,
-        understand=lambda checkpoint: _layers_alone(checkpoint, _mark(target, bits)),
+        understand=lambda checkpoint: _layers_alone(checkpoint, mark),
     )
-
-
-def _mark(target: ModelFiles, bits: int) -> dict[str, str | int]:
-    return {"target": fingerprint(target), "bits": bits}
 
 
 def _layers_alone(checkpoint: Checkpoint, mark: Mapping[str, str | int]) -> Checkpoint:

@@ -18,13 +18,11 @@ from offspec.loaders.placement import SHADOW_ITEM, Item
 from offspec.loaders.tiers import StoredModel, TieredWeights, load_layer
 from offspec.scheduler.drafter import Drafter
 
-from ..checkpoints.exit_layers import check_exit_layer
+from ..checkpoints.exit_layers import check_exit_layer, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
 from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
-from ..errors import UsageError
 from ..model.block import kv_cache_bytes
 from ..model.decoder import CachedDecoder, Decoder
-from ..model.foreign_config import ForeignConfig
 from ..model.layer_draft import MOST_ROWS, LayerDraft, LayerDraftText
 from ..model.text_caches import TextCaches
 from ..planning.memory import MemoryUse, Room
@@ -47,13 +45,6 @@ class LayersOfTarget(ModelDraft):
     allows_reload = False  # it relies on the layers that stay
 
     decoder: LayerDraft
-
-    def without_shadows(self, numbers: Collection[int]) -> LayersOfTarget:
-        """The same draft with the target's own weights in these layers, which have to be resident."""
-        view = self.decoder.view
-        layers = [n if n in numbers else layer for n, layer in zip(self.decoder.numbers, view.layers, strict=True)]
-        weights = LayerView(view.source, layers, view.scratch)
-        return LayersOfTarget(LayerDraft(self.decoder, self.decoder.numbers, weights), self.name)
 
     def prepare(self, max_context: int) -> None:
         """No graph captures its rounds: packed matrices are unpacked for each product."""
@@ -189,11 +180,7 @@ class OpenedLayers:
 
 def _check(request: OpenRequest) -> None:
     """Refuse what drafts of the target's layers cannot do. Raises UsageError."""
-    if isinstance(request.target.config, ForeignConfig):
-        raise UsageError(
-            f"--draft {request.options.draft} needs offspec's own decoder, and a {request.target.config.model_type} "
-            "runs through transformers' modules; use --draft lookup or a small model"
-        )
+    refuse_foreign(request.target.config, f"--draft {request.options.draft}")
     request.options.refuse_exit_file()
     request.options.refuse_learning()
 

@@ -31,7 +31,7 @@ class LayerDraft(Decoder):
             device=target.device,
             make_layer_caches=target.make_layer_caches,
         )
-        self.numbers, self.view = tuple(numbers), weights
+        self.numbers = tuple(numbers)
 
 
 class LayerDraftText(CachedDecoder):

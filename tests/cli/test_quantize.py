@@ -149,3 +149,21 @@ def test_the_built_in_model_can_be_quantised(tmp_path: Path, offspec: Offspec) -
     assert told["source"] == "builtin"
     assert 0 < told["result_bytes"] < told["source_bytes"]
     assert offspec("run", tmp_path / "nf4", "def area(", "-n", 2, "--draft", "none").code == 0
+
+
+@pytest.mark.parametrize("flags", [("--format", "bf16"), ("--no-double-quant",)])
+def test_a_shadow_has_its_own_format(offspec: Offspec, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    offspec("quantize", "builtin", tmp_path / "shadow", "--shadow", "4", *flags).refusal(2, "--shadow", flags[0])
+    assert not (tmp_path / "shadow").exists()
+
+
+def test_a_shadow_in_a_folder(offspec: Offspec, tmp_path: Path) -> None:
+    made = offspec("quantize", "builtin", tmp_path / "shadow", "--shadow", "2", "-q", "--json")
+    assert made.code == 0
+    assert json.loads(made.out)["format"] == "q2_k"
+    draft = f"shadow:{tmp_path / 'shadow'}"
+    assert offspec("run", "builtin", "def f(", "-n", "4", "--draft", draft, "-q").code == 0
+
+
+def test_without_a_folder_only_a_shadow_is_made(offspec: Offspec) -> None:
+    offspec("quantize", "builtin").refusal(2, "DST")
