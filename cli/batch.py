@@ -20,6 +20,7 @@ from offspec import SamplingParams
 from offspec.checkpoints.atomic_files import check_writable, lock
 from offspec.errors import OffspecError, StorageError, UsageError
 
+from .flags import with_flags
 from .openai_api import sampling_params
 from .options import read_bytes, read_file
 from .terminal import TimeLeft, is_watched, show_line
@@ -169,8 +170,8 @@ class Batch:
             try:
                 found = answer(task.prompt, task.sampling(self._params))
             except OffspecError as exc:
-                self.errors[task.line] = str(exc)
-                self._tell(task.line, str(exc))
+                self.errors[task.line] = with_flags(str(exc))
+                self._tell(task.line, self.errors[task.line])
                 continue
             self._write({"line": task.line, **task.content, **found, "settings": self._settings_of(task)})
         if shows:

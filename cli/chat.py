@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from offspec import SamplingParams, SpeculationParams
 from offspec.errors import OffspecError, UsageError
 
+from .flags import with_flags
 from .help_groups import OffspecCommand, option
 from .learning import learning_kept
 from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquoted
@@ -350,7 +351,7 @@ class Chat:
         self._is_warned = is_filling
 
     def _tell_error(self, error: Exception) -> None:
-        message = error.message if isinstance(error, click.ClickException) else str(error)
+        message = error.message if isinstance(error, click.ClickException) else with_flags(str(error))
         if not isinstance(error, (OffspecError, click.ClickException)):
             message = f"{type(error).__name__}: {message} (unexpected; -v shows the traceback)"
         if self._verbose:

@@ -12,6 +12,7 @@ import click
 
 from offspec import __version__, format_quantity, format_size
 
+from .flags import with_flags
 from .help_groups import OffspecCommand, option
 from .terminal import is_watched, show_line
 
@@ -80,7 +81,7 @@ def table(found: Diagnosis, columns: int) -> str:
         lines += [line for row in rates for line in _lines(row, label_columns, columns)]
     if found.advice:
         lines += ["", "Advice"]
-        lines += [line for text in found.advice for line in _wrapped("- ", text, 2, columns)]
+        lines += [line for text in found.advice for line in _wrapped("- ", with_flags(text), 2, columns)]
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from click.shell_completion import shell_complete
 from offspec import __version__
 from offspec.errors import OffspecError
 
+from .flags import with_flags
 from .help_groups import HELP_NAMES
 
 COMMANDS = {
@@ -135,7 +136,7 @@ def run(args: list[str]) -> int:
         _detach_stdout()
         return _fail(f"cannot read or write: {exc}", FAILURE)
     except OffspecError as exc:
-        return _fail(str(exc), exc.exit_code, traceback=verbose)
+        return _fail(with_flags(str(exc)), exc.exit_code, traceback=verbose)
     except Exception as exc:  # noqa: BLE001 (out of memory, or a bug: still one line)
         return _fail(f"{type(exc).__name__}: {exc} (unexpected; -v shows the traceback)", FAILURE, traceback=verbose)
 

@@ -19,6 +19,7 @@ from offspec import SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
 from offspec.checkpoints.small_files import MOST_TEXT_BYTES, read_small_file
 from offspec.errors import UsageError
 
+from .flags import with_flags
 from .help_groups import option, research_option
 from .learning import learning_alone
 from .terminal import LoadingBar, is_watched
@@ -449,7 +450,7 @@ def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> En
     click.get_current_context().call_on_close(engine.close)
     for note in engine.notes:
         if verbose or (note.advice and not quiet):
-            click.echo(f"offspec: {note.text}", err=True)
+            click.echo(f"offspec: {with_flags(note.text)}", err=True)
     return engine
 
 

@@ -11,6 +11,7 @@ from click.core import ParameterSource
 
 from offspec import PLAN_FORMATS, format_seconds, format_size
 
+from .flags import with_flags
 from .help_groups import OffspecCommand, option
 from .options import MODEL, MODEL_HELP, ModelName, memory_flags, model_flags, size
 from .terminal import is_watched, show_line
@@ -83,7 +84,7 @@ def command(model: str, disk_rate: int | None, as_json: bool, quiet: bool, verbo
     progress("")
     for note in forecast.notes:
         if verbose or (note.advice and not quiet):
-            click.echo(f"offspec: {note.text}", err=True)
+            click.echo(f"offspec: {with_flags(note.text)}", err=True)
     if as_json:
         click.echo(json.dumps(forecast.as_dict()))
     else:
@@ -140,7 +141,7 @@ def _seconds(forecast: Forecast) -> list[str]:
         plain = f"{1 / seconds:8.2f}  plain decoding" if width == 1 else ""
         lines.append(f"{width:>20}  {_three_digits(seconds):>9}  {plain}".rstrip())
     lines += ["", *_examples(forecast)]
-    return [*lines, *(f"{name}: {source}" for name, source in forecast.sources())]
+    return [*lines, *(f"{name}: {with_flags(source)}" for name, source in forecast.sources())]
 
 
 def _examples(forecast: Forecast) -> list[str]:

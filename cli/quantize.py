@@ -13,6 +13,7 @@ from offspec import CONVERT_FORMATS, SHADOW_FORMATS, ConvertParams, format_quant
 from offspec.builtin import path as builtin_path
 from offspec.errors import OffspecError
 
+from .flags import with_flags
 from .help_groups import OffspecCommand, option
 from .options import MODEL
 from .terminal import TimeLeft, is_watched, show_line
@@ -136,7 +137,7 @@ def _warn_of_a_model_not_run(folder: Path) -> None:
     try:
         ModelFiles.open(folder, "auto", "cpu", [])
     except OffspecError as exc:
-        why = " ".join(str(exc).split())
+        why = " ".join(with_flags(str(exc)).split())
         click.echo(f"offspec: the conversion is complete, but offspec cannot run this model: {why}", err=True)
 
 

@@ -15,6 +15,7 @@ import click
 
 from offspec.errors import TokenizerError, UsageError
 
+from .flags import with_flags
 from .help_groups import OffspecCommand, option
 from .learning import learning_kept
 from .options import (
@@ -135,7 +136,7 @@ def _tell_of_template(engine: Engine) -> None:
     try:
         engine.tokenizer.check_chat_template()
     except TokenizerError as exc:
-        click.echo(f"offspec: {exc}. Chat requests will be refused; text completions work.", err=True)
+        click.echo(f"offspec: {with_flags(str(exc))}. Chat requests will be refused; text completions work.", err=True)
 
 
 def _warn_of_strangers(host: str) -> None:

@@ -36,6 +36,7 @@ from offspec.request import Step
 from offspec.session import Turn, encode_turns, lasting_caches, turns_of
 
 from .connections import Bodies
+from .flags import with_flags
 from .openai_api import Answer, CompletionRequest, Kind, failure, parse
 
 MOST_REMEMBERED = 256  # replies whose token ids are kept
@@ -372,7 +373,7 @@ def _refusal(error: OffspecError, status: int | None = None) -> Response:
     is_theirs = isinstance(error, (UsageError, TokenizerError, ContextLengthError))
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     kind = "invalid_request_error" if is_theirs else "server_error"
-    return JSONResponse(failure(str(error), kind=kind, code=code), status or (400 if is_theirs else 500))
+    return JSONResponse(failure(with_flags(str(error)), kind=kind, code=code), status or (400 if is_theirs else 500))
 
 
 async def _not_found(request: Request, exc: Exception) -> Response:

@@ -351,14 +351,14 @@ def _refuse_foreign(checkpoint: Checkpoint) -> None:
     """Raises CheckpointError for tensors that safetensors cannot store unchanged."""
     for info in checkpoint.tensors.values():
         if info.dtype not in DTYPE_BYTES or info.change is not None:
-            remedy = f"use --format {', '.join(FLOAT_FORMATS)} or {', '.join(QUANT_TYPES)}"
+            remedy = f"use `format` {', '.join(FLOAT_FORMATS)} or {', '.join(QUANT_TYPES)}"
             raise fault(info.path, f"tensor {show(info.name)} is {info.dtype} in GGUF's layout; {remedy}")
 
 
 def _refuse_four_bit(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -> None:
     """Raises CheckpointError for weights in bitsandbytes' 4-bit format, which would only lose precision."""
     if done := next((weight for weight in weights.values() if weight.dtype in QUANT_TYPES), None):
-        remedy = "use the 16-bit checkpoint, or --format keep to change only the layout"
+        remedy = "use the 16-bit checkpoint, or `format=keep` to change only the layout"
         what = f"{show(done.name)} is already quantised ({done.dtype})"
         raise CheckpointError(f"{checkpoint.path}: {what}; {remedy}")
 

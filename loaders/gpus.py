@@ -22,7 +22,7 @@ from .units import GIB
 PCIE4_X8, PCIE4_X16, PCIE5_X16 = 12.5e9, 25e9, 50e9  # bytes/s
 
 NVME_BYTES_PER_S = 7e9  # sequential reads of a good PCIe 4.0 x4 SSD by its data sheet
-NVME_SOURCE = "data sheet of an NVMe SSD with PCIe 4.0; --disk sets another rate"
+NVME_SOURCE = "data sheet of an NVMe SSD with PCIe 4.0; `disk` sets another rate"
 
 # Shares of a data sheet's figure that real code reaches; conservative estimates.
 MATMUL_SHARE, MEMORY_SHARE, DEQUANTISE_SHARE = 0.7, 0.8, 0.5

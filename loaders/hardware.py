@@ -113,7 +113,7 @@ def read_gpu(device: torch.device) -> Gpu:
     except (RuntimeError, AssertionError) as exc:  # torch built without CUDA asserts
         reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
         raise HardwareError(
-            f"{device} cannot be used ({reason}); check the output of nvidia-smi, or use --device cpu"
+            f"{device} cannot be used ({reason}); check the output of nvidia-smi, or use `device=cpu`"
         ) from exc
     return Gpu(properties.name, index, total_bytes, free_bytes, (properties.major, properties.minor))
 

@@ -179,7 +179,7 @@ def _refusal(
     return (
         f"{format_size(max(limit, 0))} of {tier} are not enough: "
         f"the model needs at least {format_size(sum(size for _, size in wanted))} "
-        f"({parts}); allow more with --{tier.lower()}, reduce --context, or use {smaller}"
+        f"({parts}); allow more (`{tier.lower()}`), set a smaller `context`, or use {smaller}"
     )
 
 

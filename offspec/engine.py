@@ -228,7 +228,7 @@ class Engine:
         planned, longest = self.max_context, self.target.config.max_context
         limit, more = "the model's context", ""
         if planned < longest:
-            limit, more = "the planned context", f" or set a larger context, up to {longest} (--context)"
+            limit, more = "the planned context", f" or set a larger `context`, up to {longest}"
         return (
             f"the prompt has {num_tokens} tokens and {limit} is {planned}, which leaves no room for an answer; "
             f"shorten the prompt{more}"

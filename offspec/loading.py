@@ -256,7 +256,7 @@ def load(options: LoadOptions) -> Loaded:
     """Open, plan and load. Raises a subclass of OffspecError if something cannot be loaded or does not match."""
     if options.threads is not None:
         if options.threads < 1:
-            raise UsageError(f"threads must be at least 1, not {options.threads} (--threads)")
+            raise UsageError(f"`threads` must be at least 1, not {options.threads}")
         set_num_threads(options.threads)
     notes: list[Note] = []
     device = choose_device(options.device, notes)

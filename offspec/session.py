@@ -152,7 +152,7 @@ class Session:
         if not self.drops_oldest and len(ids) >= limit:
             raise ContextLengthError(
                 f"the conversation would have {len(ids)} tokens, and the context is {limit}; save it and start a new "
-                "one, undo turns, or allow dropping the oldest turns (--when-full drop)"
+                "one, undo turns, or allow dropping the oldest turns (`when_full=drop`)"
             )
         if not self.drops_oldest or len(ids) + spare <= limit:
             return ids

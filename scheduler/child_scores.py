@@ -55,7 +55,7 @@ class ChildScorer:
 
 def draft_not_finite() -> NumericalError:
     """The error for draft logits that are not finite."""
-    return NumericalError("the draft's logits are not finite (NaN or infinity); try --dtype fp32 or another draft")
+    return NumericalError("the draft's logits are not finite (NaN or infinity); try `dtype=fp32` or another draft")
 
 
 # ------------------------------------------------------------------------------------------------ normalisers

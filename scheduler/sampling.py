@@ -159,7 +159,7 @@ def not_finite(position: int) -> NumericalError:
     """The error for target logits at `position` that are not finite."""
     return NumericalError(
         f"the target's logits for position {position} are not finite (NaN or infinity); "
-        "try --dtype fp32, and check the checkpoint's weights"
+        "try `dtype=fp32`, and check the checkpoint's weights"
     )
 
 

@@ -204,7 +204,7 @@ class CompressedTensorsFormat(ScaledFormat):
         said = checkpoint.config.get("quantization_config")
         if not isinstance(said, Mapping) or said.get("quant_method") != COMPRESSED_TENSORS:
             return None
-        told = f"{checkpoint.path.name} says how KV entries are quantised; it is not followed, --kv-cache decides"
+        told = f"{checkpoint.path.name} quantises KV entries; offspec keeps them in the compute dtype"
         schemes = schemes_in(said, checkpoint.path)
         return CompressedTensorsFormat(schemes, (told,) if said.get("kv_cache_scheme") else ())
 

@@ -71,7 +71,7 @@ def refuse_foreign(config: ModelConfig, feature: str = "an exit layer") -> None:
     if isinstance(config, ForeignConfig):
         raise UsageError(
             f"{feature} needs offspec's own decoder, and a {config.model_type} runs on transformers' modules; use "
-            "lookup (--draft lookup) or a small model (--draft PATH)"
+            "n-gram lookup (`draft=lookup`) or a small model (`draft=PATH`)"
         )
 
 
@@ -80,7 +80,7 @@ def check_exit_layer(number: int, config: ModelConfig) -> None:
     refuse_foreign(config)
     if not 1 <= number < config.num_layers:
         raise UsageError(
-            f"--exit-layer {number} is out of range: the model has {config.num_layers} layers; choose 1 to "
+            f"`exit_layer={number}` is out of range: the model has {config.num_layers} layers; choose 1 to "
             f"{config.num_layers - 1}"
         )
 
@@ -127,8 +127,8 @@ class ExitFile:
         newest = max(files, key=lambda file: (file.stat().st_mtime_ns, file.name), default=None)
         if newest is None:
             raise UsageError(
-                f"--draft self needs an exit layer, and there is none for {target.checkpoint.path}; run "
-                "offspec distill MODEL --exit-layer N first, or choose a file (--exit-file)"
+                f"`draft=self` needs an exit layer, and there is none for {target.checkpoint.path}; run "
+                "offspec distill MODEL --exit-layer N first, or choose a file (`exit_file`)"
             )
         return cls.open(newest, target)
 
@@ -158,6 +158,6 @@ def save(path: Path, layer: Mapping[str, Tensor], target: ModelFiles, exit_layer
         save_file({name: tensor.contiguous() for name, tensor in layer.items()}, unfinished, metadata)
         unfinished.replace(path)
     except (OSError, SafetensorError) as exc:
-        raise StorageError(f"{path} cannot be written: {exc}; choose another file (--out)") from exc
+        raise StorageError(f"{path} cannot be written: {exc}; choose another file (`out`)") from exc
     finally:
         unfinished.unlink(missing_ok=True)

@@ -168,12 +168,11 @@ def choose_device(wanted: str, notes: list[Note]) -> torch.device:
         return torch.device("cpu")
     named = re.fullmatch(r"cuda(?::([0-9]{1,4}))?", wanted)
     if named is None:
-        raise UsageError(f"--device {wanted} is not a device; use auto, cpu, cuda or cuda:N")
+        raise UsageError(f"`device={wanted}` is not a device; use auto, cpu, cuda or cuda:N")
     number, count = int(named[1] or 0), torch.cuda.device_count()
     if number >= count:
         raise UsageError(
-            f"--device {wanted} does not exist: this machine has {count} CUDA devices; use --device cpu or another "
-            "number"
+            f"`device={wanted}` does not exist: this machine has {count} CUDA devices; use cpu or another number"
         )
     return torch.device("cuda", number)
 
@@ -184,7 +183,7 @@ def choose_dtype(
     """`auto` is the checkpoint's dtype, but fp32 for a small model on a CPU, where exact text costs little."""
     if wanted != "auto":
         if wanted not in DTYPES:
-            raise UsageError(f"--dtype {wanted} is unknown; use auto, {', '.join(DTYPES)}")
+            raise UsageError(f"`dtype={wanted}` is unknown; use auto, {', '.join(DTYPES)}")
         return DTYPES[wanted]
     if device_type == "cpu" and 4 * count_parameters(stored) <= SMALL_MODEL_BYTES:
         notes.append(Note(f"dtype fp32 for {name} (a small model; the text is exact to the token)"))
@@ -192,7 +191,7 @@ def choose_dtype(
     kept = stored.shared[config.embedding_name].dtype
     chosen = {"F16": torch.float16, "F32": torch.float32}.get(kept, torch.bfloat16)
     is_slow = device_type == "cpu" and chosen is torch.float16 and "avx512_bf16" in instructions()
-    remedy = "; bf16 may be several times as fast on this CPU (--dtype bf16)" if is_slow else ""
+    remedy = "; bf16 may be several times as fast on this CPU (`dtype=bf16`)" if is_slow else ""
     notes.append(Note(f"dtype {str(chosen).removeprefix('torch.')} for {name} (the checkpoint's own){remedy}", is_slow))
     return chosen
 
@@ -208,5 +207,5 @@ def locate(model: str, revision: str | None, role: str, *, weights: bool = True)
     role: target or draft; for `builtin`. Raises a subclass of OffspecError.
     """
     if revision is not None and (model == "builtin" or Path(model).expanduser().is_dir()):
-        raise UsageError(f"revision {revision!r} needs a hub id, and {model} is a local model; omit it (--revision)")
+        raise UsageError(f"`revision={revision}` needs a hub id, and {model} is a local model; omit it")
     return builtin.path(role) if model == "builtin" else resolve(model, revision, weights=weights)

@@ -32,7 +32,7 @@ from ..text.tokenizer import Tokenizer
 from ..training.online import Aligner
 from .learnt import EstimatesAndRecall
 
-NEEDS_DRAFT_MODEL = "joint acceptance needs a draft model, and none is loaded; choose one (--draft PATH)"
+NEEDS_DRAFT_MODEL = "joint acceptance needs a draft model, and none is loaded; choose one (`draft=PATH`)"
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ class DraftOptions:
     def refuse_learning(self) -> None:
         """For kinds without a model of their own. Raises UsageError if the draft is to learn."""
         if self.learns:
-            raise UsageError("only a draft model can learn, and none is loaded; choose one (--draft PATH)")
+            raise UsageError("only a draft model can learn, and none is loaded; choose one (`draft=PATH`)")
 
     def refuse_exit_file(self) -> None:
         """For kinds without an exit layer. Raises UsageError if an exit file or an exit layer was given."""
         if self.exit_layer is not None and self.draft != "self":
-            raise UsageError(f"--exit-layer {self.exit_layer} needs an early-exit draft; add --draft self, or omit it")
+            raise UsageError(f"`exit_layer={self.exit_layer}` needs an early-exit draft; add `draft=self`, or omit it")
         if self.exit_file is not None:
             raise UsageError(
-                f"--exit-file {self.exit_file} needs an early-exit draft; add --draft self, or omit the file"
+                f"`exit_file={self.exit_file}` needs an early-exit draft; add `draft=self`, or omit the file"
             )
 
 

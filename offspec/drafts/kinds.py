@@ -22,7 +22,7 @@ def _open_self(request: OpenRequest) -> OpenedDraft:
     if options.exit_layer is None:
         return OpenedSelf.open(request)
     if options.exit_file is not None:
-        raise UsageError("--exit-layer drafts without the exit layer of --exit-file; give one of the two")
+        raise UsageError("`exit_layer` drafts without a trained exit layer, `exit_file` is one; give one of the two")
     return OpenedLayers.open_exit(request)
 
 
@@ -52,7 +52,7 @@ def _resolve(model: str, request: OpenRequest) -> str:
         request.notes.append(Note(f"draft: the target's shadow of {bits[0]} bits, found in the cache"))
         return f"{SHADOW}:{bits[0]}"
     remedy = (
-        "a small model of the same family (--draft PATH) or a copy of the target in 4 bits (--draft shadow) is faster"
+        "a small model of the same family (`draft=PATH`) or a copy of the target in 4 bits (`draft=shadow`) is faster"
     )
     text = f"draft: n-gram lookup, because no draft model was given for {model}; {remedy}"
     request.notes.append(Note(text, advice=True))

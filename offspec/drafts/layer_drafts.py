@@ -180,7 +180,7 @@ class OpenedLayers:
 
 def _check(request: OpenRequest) -> None:
     """Refuse what drafts of the target's layers cannot do. Raises UsageError."""
-    refuse_foreign(request.target.config, f"--draft {request.options.draft}")
+    refuse_foreign(request.target.config, f"`draft={request.options.draft}`")
     request.options.refuse_exit_file()
     request.options.refuse_learning()
 

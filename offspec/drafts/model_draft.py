@@ -158,7 +158,7 @@ class OpenedModel:
             request.notes.append(other.note(name))
         if is_larger := _is_larger(files, request.target):
             text = f"the draft {name} is larger than the target, so it is asked only where layers are streamed, or"
-            request.notes.append(Note(f"{text} where --budget says how many nodes to send", advice=True))
+            request.notes.append(Note(f"{text} if `budget` sets the number of nodes", advice=True))
         return cls(name, files, options, other, is_larger)
 
     @property
@@ -227,7 +227,7 @@ def _refuse_foreign_learner(name: str, config: ModelConfig) -> None:
     if isinstance(config, ForeignConfig):
         raise UsageError(
             f"the draft {name} runs on transformers' modules, and only offspec's own decoder can learn; "
-            "omit learning (--learn, --learn-file)"
+            "omit `learn` and `learn_file`"
         )
 
 
@@ -235,7 +235,7 @@ def _refuse_other_vocabulary(name: str, other: OtherVocabulary | None) -> None:
     if other is not None:
         raise UsageError(
             f"the draft {name} has another vocabulary than the target, and only a draft with the target's can learn "
-            "from it; leave --learn and --learn-file out"
+            "from it; omit `learn` and `learn_file`"
         )
 
 

@@ -59,7 +59,7 @@ class OpenedSelf:
         refuse_foreign(target.config)
         if request.tokenizer is None:
             raise UsageError(
-                "plan does not support --draft self; use --draft none and add the size of one layer and its KV cache"
+                "plan does not support `draft=self`; use `draft=none` and add the size of one layer and its KV cache"
             )
         options.refuse_learning()
         found = ExitFile.find(target) if options.exit_file is None else ExitFile.open(options.exit_file, target)

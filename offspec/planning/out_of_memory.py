@@ -50,13 +50,13 @@ def with_fewer_residents(plan: Plan) -> Plan:
 def explain_out_of_memory(plan: Plan, device: torch.device, message: str) -> str:
     """One line with the planned bytes, the allocated bytes, and the remedy. message: torch's own."""
     limits, placement = plan.placement.limits, plan.placement
-    limit, planned, option = limits.ram, placement.ram_bytes, "--ram"
+    limit, planned, setting = limits.ram, placement.ram_bytes, "ram"
     if limits.device is not None:
-        limit, planned, option = limits.device, placement.device_bytes, "--vram"
+        limit, planned, setting = limits.device, placement.device_bytes, "vram"
     peak = f", torch's peak was {format_size(device_bytes(device)[1])}" if device.type == "cuda" else ""
     return (
         f"{device} ran out of memory ({message}): planned {format_size(planned)}, limit {format_size(limit)}{peak}; "
-        f"close other programs that use this memory, or set a lower limit ({option}) or a smaller context (--context)"
+        f"close other programs that use this memory, or set a lower limit (`{setting}`) or a smaller `context`"
     )
 
 

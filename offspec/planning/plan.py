@@ -164,9 +164,7 @@ def make_plan(
     longest, tree = target.config.max_context, max(options.tree or 0, _max_nodes(limits))
     if options.context is not None:
         if options.context > longest:
-            raise UsageError(
-                f"context {options.context} exceeds the model's maximum of {longest}; set a smaller one (--context)"
-            )
+            raise UsageError(f"`context={options.context}` exceeds the model's maximum of {longest}; set a smaller one")
         return _plan_for(Room(options.context, tree), demand)
     context = min(longest, DEFAULT_CONTEXT)
     while True:

@@ -30,7 +30,7 @@ def _rope_factors(plan: Plan) -> list[Note]:
     if plan.context <= original:
         return [Note(f"LongRoPE: factors for texts of up to {original} tokens, by the context")]
     chosen = f"LongRoPE: factors for texts of more than {original} tokens, by the context"
-    return [Note(f"{chosen}; a context of {original} or less selects the others (--context)", advice=True)]
+    return [Note(f"{chosen}; a context of {original} or less selects the others (`context`)", advice=True)]
 
 
 def tell_tiers(plan: Plan) -> str:
@@ -44,10 +44,10 @@ def tell_tiers(plan: Plan) -> str:
 def _missing(limits: Limits, options: MemoryOptions) -> list[Note]:
     """Notes on limits that have no effect, or exceed the free memory."""
     notes: list[Note] = []
-    for flag, allowed, limit in (("--vram", options.vram, limits.device), ("--ram", options.ram, limits.ram)):
+    for name, allowed, limit in (("vram", options.vram, limits.device), ("ram", options.ram, limits.ram)):
         if allowed is not None and limit is None:
-            notes.append(Note(f"{flag} is ignored on the CPU", advice=True))
+            notes.append(Note(f"`{name}` is ignored on the CPU", advice=True))
         elif allowed is not None and limit is not None and limit < allowed:
-            exceeds = f"{flag} {format_size(allowed)} exceeds the free memory"
+            exceeds = f"`{name}={format_size(allowed)}` exceeds the free memory"
             notes.append(Note(f"{exceeds}; the limit is {format_size(limit)}", advice=True))
     return notes

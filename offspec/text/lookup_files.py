@@ -73,7 +73,7 @@ def open_index(
     MemoryLimitError if memory is insufficient to build it, StorageError if it cannot be written.
     """
     if not files:
-        raise UsageError("no files for n-gram lookup; give at least one text file (--lookup-files)")
+        raise UsageError("no files for n-gram lookup; give at least one text file (`lookup_files`)")
     folder, paths = folder or default_folder(), [Path(file) for file in files]
     owner, content = _owner(_MAGIC, paths, tokenizer), _content(paths)
     file = folder / f"{owner}-{content}.index"
@@ -84,7 +84,7 @@ def open_index(
         free = format_size(max(free_bytes, 0))
         raise MemoryLimitError(
             f"building the lookup index needs {format_size(needed)} of RAM, and {free} may be used; raise the limit "
-            "(--ram), use fewer files, or build it once with more RAM"
+            "(`ram`), use fewer files, or build it once with more RAM"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,7 @@ class SharedTokens:
             raise VocabularyMismatchError(
                 f"the draft's vocabulary is another one: {target.folder} and {draft.folder} share {share:.0%} of the "
                 f"tokens of a sample text, and at least {LEAST_SHARE:.0%} are needed for guesses to pay off: choose a "
-                "draft of the target's family, or --draft lookup"
+                "draft of the target's family, or `draft=lookup`"
             )
         roles = _equal_roles(target, draft).items()
         special = {i: other for i, other in roles if i < target_size and other < draft_size}
@@ -80,7 +80,7 @@ def _check_bytes_known(tokenizer: Tokenizer, role: str) -> None:
         raise VocabularyMismatchError(
             f"the draft's vocabulary is another one, and which text the tokens of the {role} {tokenizer.folder} stand "
             "for is known of byte-level BPE and sentencepiece only: choose a draft of the target's family, or "
-            "--draft lookup"
+            "`draft=lookup`"
         )
 
 

@@ -155,7 +155,7 @@ class SpecialText:
             if token_id in self._ids and self._added[token_id].content in renamed[start:end]:
                 raise TokenizerError(
                     f"a message contains {renamed[start:end]!r}, for which this vocabulary has only a special token; "
-                    "change the message, or allow special tokens in messages (--special-in-text)"
+                    "change the message, or allow special tokens in messages (`special_in_text`)"
                 )
         return EncodedText(ids, encoding.offsets, _moved(pieces, at, lambda piece: piece.renamed))
 

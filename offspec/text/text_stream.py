@@ -50,7 +50,7 @@ class TextStream:
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
         if "" in stop:
-            raise UsageError("a stop string is empty, which would end every text at once; omit it (--stop)")
+            raise UsageError("a stop string is empty, which would end every text at once; omit it (`stop`)")
         self.stopped: str | None = None
         self._detokenizer = detokenizer
         self._stops = tuple(stop)

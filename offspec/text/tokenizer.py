@@ -325,7 +325,7 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
         raise VocabularyMismatchError(
             f"the draft has another vocabulary: token {first} is {ours[first]!r} in {target.folder}, but "
             f"{theirs[first]!r} in {draft.folder} ({len(differing)} differ); choose a draft of the target's family "
-            "(--draft PATH), or none (--draft none)"
+            "(`draft=PATH`), or none (`draft=none`)"
         )
 
 

@@ -237,7 +237,7 @@ def _slow_disk(d: Diagnosis) -> str | None:
         return None
     return (
         f"{format_quantity(rate, 'B/s')} is slow: an NVMe SSD reads 3 to 7 GB/s, and streams models faster by the "
-        "same factor (--path measures another folder)."
+        "same factor (`path` measures another folder)."
     )
 
 

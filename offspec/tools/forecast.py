@@ -168,7 +168,7 @@ class Assumptions:
         """Raises UsageError for a disk rate that is not positive."""
         rate = self.disk_bytes_per_s
         if rate is not None and not rate > 0:
-            raise UsageError(f"the disk's rate must be above 0 bytes per second, not --disk {rate}; for example 7GB")
+            raise UsageError(f"the disk's rate must be above 0 bytes per second, not `disk={rate:g}`; for example 7GB")
 
 
 def make_forecast(

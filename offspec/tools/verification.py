@@ -184,7 +184,7 @@ def _with_draft(engine: Engine, draft: str) -> Engine:
     if draft == "random":
         return engine.with_draft(ModelDraft(_random_draft(engine), "random"))
     if not engine.guesses:
-        raise UsageError("the engine has no draft; choose one (--draft), or verify a random one (--drafts random)")
+        raise UsageError("the engine has no draft; choose one (`draft`), or verify a random one (`drafts=random`)")
     return engine
 
 

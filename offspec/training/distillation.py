@@ -100,7 +100,7 @@ def distill(
     if params.text_tokens > target.config.max_context:
         longest = target.config.max_context
         raise UsageError(
-            f"--text-tokens {params.text_tokens} exceeds the model's context of {longest}; choose a smaller value"
+            f"`text_tokens={params.text_tokens}` exceeds the model's context of {longest}; choose a smaller value"
         )
     out = out or default_file(files, exit_layer)
     work = out.with_name(f"{out.name}.work")
@@ -130,12 +130,12 @@ def _locked(work: Path, out: Path) -> Iterator[None]:
         work.parent.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise _cannot_write(work, exc) from exc
-    with locked_name(work, f"another process is making {out}; wait until it has ended, or choose another file (--out)"):
+    with locked_name(work, f"another process is making {out}; wait until it has ended, or choose another file (`out`)"):
         yield
 
 
 def _cannot_write(work: Path, exc: OSError) -> StorageError:
-    return StorageError(f"{work} cannot be written: {exc.strerror}; choose another file (--out)")
+    return StorageError(f"{work} cannot be written: {exc.strerror}; choose another file (`out`)")
 
 
 def _open_work(
@@ -152,9 +152,9 @@ def _open_work(
         shutil.rmtree(_deleted(work), ignore_errors=True)  # left by a run that was stopped while deleting
         found = settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else None
         if resume and found is None:
-            raise UsageError(f"there is nothing to resume at {work}; omit --resume")
+            raise UsageError(f"there is nothing to resume at {work}; omit `resume`")
         if not resume and found is not None:
-            raise UsageError(f"{work} contains an interrupted run; continue it (--resume), or delete the folder")
+            raise UsageError(f"{work} contains an interrupted run; continue it (`resume`), or delete the folder")
         if found is not None and found != wanted:
             raise UsageError(f"{work} contains a run with other settings; use the same settings, or delete the folder")
         work.mkdir(parents=True, exist_ok=True)
@@ -232,7 +232,7 @@ class Shards:
         try:
             return load_file(file)
         except (OSError, SafetensorError) as exc:
-            raise CheckpointError(f"{file} cannot be read ({exc}); delete it, and continue with --resume") from exc
+            raise CheckpointError(f"{file} cannot be read ({exc}); delete it, and continue with `resume`") from exc
 
     def _file(self, index: int) -> Path:
         return self._folder / f"shard-{index:05}.safetensors"
@@ -261,7 +261,9 @@ def _pieces(files: Sequence[Path], tokenizer: Tokenizer, length: int) -> IntArra
     """[shards, B, T]: the files in pieces of T = `length` tokens; the first pieces fill up the last shard."""
     ids = np.concatenate([part for file in files for part in _encoded(file, tokenizer)])
     if len(ids) < length:
-        raise UsageError(f"the texts have {len(ids)} tokens, and at least {length} are needed; give more text (--text)")
+        raise UsageError(
+            f"the texts have {len(ids)} tokens, and at least {length} are needed; give more text (`texts`)"
+        )
     pieces = ids[: len(ids) // length * length].astype(np.int64).reshape(-1, length)
     count = math.ceil(len(pieces) / SHARD_TEXTS)
     return np.resize(pieces, (count, SHARD_TEXTS, length))
@@ -272,9 +274,9 @@ def _encoded(file: Path, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.int32]
     try:
         text = read_small_file(file, MOST_TEXT_BYTES, allow_pipe=True).decode()
     except OSError as exc:
-        raise UsageError(f"--text {file} cannot be read: {exc.strerror}; give a text file") from exc
+        raise UsageError(f"`texts={file}` cannot be read: {exc.strerror}; give a text file") from exc
     except UnicodeDecodeError as exc:
-        raise UsageError(f"--text {file} cannot be read as UTF-8 text: {exc}") from exc
+        raise UsageError(f"`texts={file}` cannot be read as UTF-8 text: {exc}") from exc
     for first in range(0, max(1, len(text)), PART_CHARACTERS):
         part = tokenizer.encode(text[first : first + PART_CHARACTERS], add_special_tokens=first == 0)
         yield np.array(part, dtype=np.int32)
@@ -286,7 +288,7 @@ def _start(tokenizer: Tokenizer) -> int:
         return tokenizer.bos_id
     if not (known := [token_id for token_id in tokenizer.eos_ids if token_id < tokenizer.vocab_size]):
         raise UsageError(
-            "the model has neither a token that begins texts (BOS) nor one that ends them (EOS); give texts (--text)"
+            "the model has neither a token that begins texts (BOS) nor one that ends them (EOS); give texts (`texts`)"
         )
     return min(known)
 
@@ -472,6 +474,6 @@ class Trainer:
             self._accelerator.load_state(str(newest))
         except Exception as exc:  # four kinds of files, with various exceptions if damaged
             raise CheckpointError(
-                f"{newest} is damaged ({first_line(exc)}); delete it, and --resume restarts the training"
+                f"{newest} is damaged ({first_line(exc)}); delete it, and `resume` restarts the training"
             ) from exc
         return int(newest.name.removeprefix("step-"))

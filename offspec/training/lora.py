@@ -66,7 +66,7 @@ class Adapter:
         if not is_static(draft):
             raise UsageError(
                 "the draft's weights are quantised or streamed, and only plain resident ones can learn; choose a draft "
-                "in bf16, fp16 or fp32 (--draft PATH)"
+                "in bf16, fp16 or fp32 (`draft=PATH`)"
             )
         self.draft, self.share = draft, 1.0
         tensors = _tensors(draft)
@@ -140,7 +140,7 @@ class Adapter:
         """
         if (saved := SavedAdapter.read(path)).draft != self.fingerprint:
             raise UsageError(
-                f"{path} was learnt for another draft; choose that draft (--draft PATH) or another file (--learn-file)"
+                f"{path} was learnt for another draft; choose that draft (`draft=PATH`) or another file (`learn_file`)"
             )
         found = {}
         for name, (rows, columns) in adapted_shapes(self.draft.config).items():
@@ -173,7 +173,9 @@ class SavedAdapter:
             with safe_open(path, framework="pt") as file:
                 about = file.metadata() or {}
                 if about.get("format") != FILE_FORMAT:
-                    raise UsageError(f"{path} was not written by --learn; choose another file (--learn-file)")
+                    raise UsageError(
+                        f"{path} was not written by a draft that learns (`learn`); choose another file (`learn_file`)"
+                    )
                 if about.get("version") != FILE_VERSION:
                     raise UsageError(
                         f"{path} has format version {about.get('version')}, only {FILE_VERSION} is supported; "
@@ -185,7 +187,7 @@ class SavedAdapter:
         except OSError as exc:
             raise UsageError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         except SafetensorError as exc:
-            raise UsageError(f"{path} is not a safetensors file ({exc}); choose another file (--learn-file)") from exc
+            raise UsageError(f"{path} is not a safetensors file ({exc}); choose another file (`learn_file`)") from exc
 
 
 def _tensors(decoder: Decoder) -> dict[str, Tensor]:

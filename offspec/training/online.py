@@ -448,7 +448,7 @@ class Adam:
 def check_learning(file: Path | None, *, has_draft: bool, writes: bool) -> None:
     """Check the settings of learning before anything is loaded. Raises UsageError or StorageError."""
     if not has_draft:
-        raise UsageError("only a draft model can learn, and none is loaded; choose one (--draft PATH)")
+        raise UsageError("only a draft model can learn, and none is loaded; choose one (`draft=PATH`)")
     if file is None:
         return
     if writes:
@@ -456,7 +456,7 @@ def check_learning(file: Path | None, *, has_draft: bool, writes: bool) -> None:
     if file.exists():
         SavedAdapter.read(file)
     elif not writes:
-        raise UsageError(f"the learn file {file} does not exist; add --learn to create it")
+        raise UsageError(f"the learn file {file} does not exist; add `learn` to create it")
 
 
 def open_aligner(draft: Decoder, file: Path | None, *, listens: bool) -> Aligner:

@@ -589,7 +589,7 @@ def test_a_target_that_cannot_be_written(source: Path, target: Path, monkeypatch
 
 def test_what_is_quantised_already(source: Path, tmp_path: Path, target: Path) -> None:
     convert(source, tmp_path / "nf4")
-    with refused(CheckpointError, tmp_path / "nf4", "already", "--format keep"):
+    with refused(CheckpointError, tmp_path / "nf4", "already", "`format=keep`"):
         convert(tmp_path / "nf4", target)
     shutil.copyfile(source / "config.json", tmp_path / "nf4" / "config.json")  # the tensors still tell
     with refused(CheckpointError, tmp_path / "nf4", "already"):

@@ -119,11 +119,11 @@ def test_the_slots_in_ram_are_as_large_as_those_on_the_device() -> None:
 
 
 def test_a_refusal_has_the_numbers_and_the_remedy() -> None:
-    with refused(MemoryLimitError, "3.7 GiB", "RAM", "4.7 GiB", "KV cache 1.9 GiB", "--ram"):
+    with refused(MemoryLimitError, "3.7 GiB", "RAM", "4.7 GiB", "KV cache 1.9 GiB", "`ram`"):
         place(layers(12), ITEMS, Limits(None, 4 * GB))
-    with refused(MemoryLimitError, "VRAM", "--vram"):
+    with refused(MemoryLimitError, "VRAM", "`vram`"):
         place(layers(12), ITEMS, Limits(3 * GB, 64 * GB))
-    with refused(MemoryLimitError, "RAM", "--ram"):
+    with refused(MemoryLimitError, "RAM", "`ram`"):
         place(layers(12), ITEMS, Limits(8 * GB, 2 * GB))
 
 

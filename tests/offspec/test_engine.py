@@ -492,7 +492,7 @@ def test_weights_that_are_no_numbers(pair: Pair, tmp_path: Path) -> None:
 
 def test_fp16_that_overflows(pair: Pair, tmp_path: Path) -> None:
     large = scale_weights(variant(pair.target, tmp_path / "target"), {"lm_head.weight": 3e5})
-    with refused(NumericalError, "--dtype fp32"):
+    with refused(NumericalError, "`dtype=fp32`"):
         steps(load(large, dtype="fp16"))
     assert steps(load(large, dtype="fp32"))
 
@@ -608,7 +608,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto", notes) == choose_device("cuda", notes) == torch.device("cuda:0")
     assert [note.text for note in notes] == ["device cuda:0 (found)"]
     for wanted in ("cuda:2", "cuda:999", "cuda:-1", "cuda:x", "mps", "meta", "tpu", ""):
-        with refused(UsageError, "--device", *[wanted] * bool(wanted)):
+        with refused(UsageError, f"`device={wanted}`"):
             choose_device(wanted, notes)
 
 
@@ -618,7 +618,7 @@ def test_device_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[Note] = []
     assert choose_device("auto", notes) == CPU
     assert "no CUDA device" in notes[0].text
-    with refused(UsageError, "--device cuda", "0 CUDA devices"):
+    with refused(UsageError, "`device=cuda`", "0 CUDA devices"):
         choose_device("cuda", notes)
 
 
@@ -642,7 +642,7 @@ def test_a_model_without_a_known_draft_says_so(pair: Pair) -> None:
     engine = Engine.load(str(pair.target), device="cpu")
     (advice,) = [note.text for note in engine.notes if note.advice]
     assert engine.draft.decoder is None
-    assert "--draft" in advice
+    assert "`draft=PATH`" in advice
     assert steps(engine, max_new_tokens=4)[-1].stats.tokens_per_pass == 1
 
 

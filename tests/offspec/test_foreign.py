@@ -344,5 +344,5 @@ def test_what_needs_our_own_decoder_is_refused(models: dict[str, Foreign], pair:
     foreign = str(models["stablelm"].folder)
     with refused(UsageError, "exit layer", "decoder"):
         Engine.load(foreign, draft="self")
-    with refused(UsageError, "learn", "--learn"):
+    with refused(UsageError, "learn", "`learn`"):
         Engine.load(str(pair.target), draft=foreign, learn=True)

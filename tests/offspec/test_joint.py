@@ -114,7 +114,7 @@ def test_caches_go_on_from_request_to_request(engine: Engine) -> None:
 def test_it_needs_a_draft_and_no_temperature(pair: Pair, engine: Engine) -> None:
     for draft in ("none", "lookup"):
         alone = Engine.load(str(pair.target), draft=draft, device="cpu")
-        with refused(UsageError, "joint", "--draft"):
+        with refused(UsageError, "joint", "`draft=PATH`"):
             alone.generate(PROMPT, speculation=JOINT)  # at once, not at the first step
     with refused(UsageError, "joint", "temperature", 0, 1, "exact"):
         engine.generate(PROMPT, SamplingParams(temperature=1.0), JOINT)

@@ -158,7 +158,7 @@ def test_caches_that_are_rewound_are_as_good_as_new(engines: dict[str, Engine]) 
 
 
 def test_learning_from_the_target_needs_its_vocabulary(pair: Pair, tmp_path: Path) -> None:
-    with refused(UsageError, "vocabulary", "--learn"):
+    with refused(UsageError, "vocabulary", "`learn`"):
         load(pair, with_tokenizer(pair, tmp_path / "prose", "prose"), learn=True)
 
 
@@ -179,7 +179,7 @@ def test_what_is_shared_is_said(pair: Pair, tmp_path: Path) -> None:
 def test_a_larger_draft_is_asked_where_layers_are_streamed_or_with_a_budget(pair: Pair, tmp_path: Path) -> None:
     large = build_pair(tmp_path, num_layers=4).draft
     engine = load(pair, large)
-    assert any(tells(note.text, "larger", large, "--budget") for note in engine.notes)
+    assert any(tells(note.text, "larger", large, "`budget`") for note in engine.notes)
     sampling = SamplingParams(30, ignore_eos=True)
     expected = ids(engine, sampling, PLAIN)
     auto = SpeculationParams(lookup=False)

@@ -190,7 +190,7 @@ def test_stats_say_what_was_streamed(engine: Engine, pair: Pair) -> None:
 
 
 def test_too_little_memory_is_refused_before_anything_is_read(pair: Pair) -> None:
-    with refused(MemoryLimitError, "1 MiB", "at least", "--ram"):
+    with refused(MemoryLimitError, "1 MiB", "at least", "`ram`"):
         Engine.load(str(pair.target), draft="none", device="cpu", ram=2**20)
 
 
@@ -199,7 +199,7 @@ def test_a_context_asked_for_is_the_limit_and_is_said(pair: Pair) -> None:
     assert loaded.max_context == 40
     assert any(tells(note.text, "context", "40 tokens") for note in loaded.notes)
     assert len(says(loaded, SamplingParams(100, ignore_eos=True))) < 40
-    with refused(UsageError, "--context", 1000, CONTEXT):
+    with refused(UsageError, "`context=1000`", CONTEXT):
         Engine.load(str(pair.target), draft="none", device="cpu", context=1000)
 
 

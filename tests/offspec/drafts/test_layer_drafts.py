@@ -218,10 +218,10 @@ def test_bits_that_no_shadow_has(files: ModelFiles, draft: str) -> None:
 def test_drafts_that_cannot_be_made(files: ModelFiles) -> None:
     tokenizer = Tokenizer.load(files.checkpoint.path)
     for options, flag in (
-        (DraftOptions("shadow", exit_layer=2), "--exit-layer"),
+        (DraftOptions("shadow", exit_layer=2), "`exit_layer=2`"),
         (DraftOptions("resident", learn=True), "learn"),
-        (DraftOptions("self", exit_layer=NUM_LAYERS), "--exit-layer"),
-        (DraftOptions("self", exit_layer=1, exit_file=Path("x")), "--exit-file"),
+        (DraftOptions("self", exit_layer=NUM_LAYERS), f"`exit_layer={NUM_LAYERS}`"),
+        (DraftOptions("self", exit_layer=1, exit_file=Path("x")), "`exit_file`"),
     ):
         with pytest.raises(UsageError, match=flag):
             open_draft("target", OpenRequest(options, files, tokenizer, "fp32", "cpu", []))

@@ -286,5 +286,5 @@ def test_the_first_layers_are_planned_to_stay(folder: Path) -> None:
     assert plan.placement.resident[0] == 0
     assert plan.placement.streamed
     assert least(early) > least(None) + layer_bytes
-    with refused(MemoryLimitError, "exit layer", "--ram"):
+    with refused(MemoryLimitError, "exit layer", "`ram`"):
         make_plan(files, features(early), Limits(None, least(early) - 512), MemoryOptions(context=64), 0)

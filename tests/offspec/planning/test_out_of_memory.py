@@ -124,7 +124,7 @@ def test_caches_that_do_not_fit_are_made_with_fewer_residents(
     assert says(engine) == expected
     assert num_resident(engine) < 8
     scarce(KVCache, "reserve", {failing})
-    with refused(MemoryLimitError, "cpu", "out of memory", "--context"):
+    with refused(MemoryLimitError, "cpu", "out of memory", "`context`"):
         says(engine)
     engine.close()
 
@@ -146,7 +146,7 @@ def test_running_out_again_is_explained(scarce: Callable[..., Scarce]) -> None:
     engine = load()
     scarce(CachedDecoder, "score_rows", {2})
     scarce(KVCache, "reserve", {5})
-    with refused(MemoryLimitError, "cpu", "out of memory", "--context"):
+    with refused(MemoryLimitError, "cpu", "out of memory", "`context`"):
         says(engine)
     engine.close()
 
@@ -165,7 +165,7 @@ def test_counters_go_on_after_running_out_of_memory(scarce: Callable[..., Scarce
 def test_running_out_twice_in_one_request_is_explained(scarce: Callable[..., Scarce]) -> None:
     engine = load()
     scarce(CachedDecoder, "score_rows", {2, 3})
-    with refused(MemoryLimitError, "cpu", "planned", "CUDA out of memory", "--ram", "--context"):
+    with refused(MemoryLimitError, "cpu", "planned", "CUDA out of memory", "`ram`", "`context`"):
         says(engine)
     engine.close()
 

@@ -282,9 +282,9 @@ def test_a_default_context_shrinks_to_what_fits_one_asked_for_does_not(large: Pa
     assert plan(large, "nf4", Limits(24 * GIB, 64 * GIB)).context == DEFAULT_CONTEXT
     tight = plan(large, "nf4", Limits(5 * GIB, 64 * GIB))
     assert MIN_CONTEXT <= tight.context < DEFAULT_CONTEXT
-    with refused(MemoryLimitError, "--context"):
+    with refused(MemoryLimitError, "`context`"):
         plan(large, "nf4", Limits(5 * GIB, 64 * GIB), MemoryOptions(context=DEFAULT_CONTEXT))
-    with refused(UsageError, "--context", 200_000, 131_072):
+    with refused(UsageError, "`context=200000`", 131_072):
         plan(large, "nf4", Limits(24 * GIB, 64 * GIB), MemoryOptions(context=200_000))
 
 
@@ -315,9 +315,9 @@ def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkey
     [
         (24, MemoryOptions(), []),
         (24, MemoryOptions(vram=24 * GIB, ram=64 * GIB), []),
-        (24, MemoryOptions(vram=80 * GIB), [("--vram", "80 GiB", "24 GiB")]),
-        (None, MemoryOptions(ram=99 * GIB), [("--ram", "99 GiB", "64 GiB")]),
-        (None, MemoryOptions(vram=1 * GIB), [("--vram", "CPU")]),
+        (24, MemoryOptions(vram=80 * GIB), [("`vram=80 GiB`", "24 GiB")]),
+        (None, MemoryOptions(ram=99 * GIB), [("`ram=99 GiB`", "64 GiB")]),
+        (None, MemoryOptions(vram=1 * GIB), [("`vram`", "CPU")]),
     ],
 )
 def test_what_was_allowed_and_is_not_there_is_noted(
@@ -413,5 +413,5 @@ def test_the_largest_context_is_the_last_that_fits(large: Path) -> None:
     most = plan(large, "nf4", limits).largest_context()
     assert DEFAULT_CONTEXT < most < LLAMA_70B["max_position_embeddings"]  # type: ignore[operator]
     assert plan(large, "nf4", limits, MemoryOptions(context=most)).context == most
-    with refused(MemoryLimitError, "--context"):
+    with refused(MemoryLimitError, "`context`"):
         plan(large, "nf4", limits, MemoryOptions(context=most + 1))

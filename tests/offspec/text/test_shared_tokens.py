@@ -124,7 +124,7 @@ def test_vocabularies_that_share_too_little_are_refused(tokenizers: dict[str, To
     characters = Backend(models.BPE({chr(code): code - 0x4E00 for code in range(0x4E00, 0x4F00)}, []))
     characters.pre_tokenizer, characters.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     draft = Tokenizer.load(write(tmp_path / "characters", characters))
-    with refused(VocabularyMismatchError, tokenizers["code"].folder, draft.folder, "25%", "--draft lookup"):
+    with refused(VocabularyMismatchError, tokenizers["code"].folder, draft.folder, "25%", "`draft=lookup`"):
         shared_of(tokenizers["code"], draft)
 
 
@@ -134,7 +134,7 @@ def test_a_tokenizer_whose_tokens_bytes_cannot_be_told_is_refused(
     words = Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     other = Tokenizer.load(write(tmp_path / "words", words))
     for pair, role in (((tokenizers["code"], other), "draft"), ((other, tokenizers["code"]), "target")):
-        with refused(VocabularyMismatchError, other.folder, role, "--draft lookup"):
+        with refused(VocabularyMismatchError, other.folder, role, "`draft=lookup`"):
             shared_of(*pair)
 
 

@@ -221,7 +221,7 @@ def test_what_only_the_special_token_can_write_is_refused(tmp_path: Path) -> Non
     config = {"chat_template": "{% for m in messages %}{{ m.content }} <end>{% endfor %}"}
     ours = Tokenizer.load(write_folder(tmp_path, backend, tokenizer_config=config))
     assert ours.encode_chat(chat("a a")) == [1, 1, 0]
-    with refused(TokenizerError, "'<end>'", "--special-in-text"):
+    with refused(TokenizerError, "'<end>'", "`special_in_text`"):
         ours.encode_chat(chat("a <end> a"))
 
 

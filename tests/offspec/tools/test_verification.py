@@ -190,7 +190,7 @@ def test_settings_that_cannot_be_meant(values: tuple[Any, Any, Any, Any], words:
 
 def test_own_needs_something_that_guesses(engine: Engine) -> None:
     alone = engine.with_draft(NoDraft())
-    with refused(UsageError, "--draft"):
+    with refused(UsageError, "`draft`"):
         verify(alone, PROMPTS, [setting()])
     assert verify(alone, PROMPTS, [setting(draft="random")], max_new_tokens=4).is_exact
 

@@ -123,11 +123,11 @@ def test_a_resumed_run_does_not_begin_again(engine: Engine, files: ModelFiles, t
 
 def test_what_cannot_be_resumed_is_said(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
     out = tmp_path / "exit.safetensors"
-    with refused(UsageError, "nothing", "resume", "--resume"):
+    with refused(UsageError, "nothing", "`resume`"):
         train(engine, files, out, resume=True)
     with pytest.raises(Stop):
         train(engine, files, out, progress=stop_at("texts written", 1))
-    with refused(UsageError, "interrupted", "--resume", "delete"):
+    with refused(UsageError, "interrupted", "`resume`", "delete"):
         train(engine, files, out)
     with refused(UsageError, "other settings"):
         train(engine, files, out, replace(SMALL, steps=5), resume=True)
@@ -178,7 +178,7 @@ def test_a_second_run_is_told_of_the_first(engine: Engine, files: ModelFiles, tm
 
     def meanwhile(what: str, done: int, total: int) -> None:
         if (what, done) == ("texts written", 1):
-            with refused(UsageError, out, "another process", "--out") as caught:
+            with refused(UsageError, out, "another process", "`out`") as caught:
                 train(engine, files, out, resume=resume)
             refusals.append(str(caught.value))
 
@@ -189,7 +189,7 @@ def test_a_second_run_is_told_of_the_first(engine: Engine, files: ModelFiles, tm
 
 @pytest.mark.parametrize("number", [0, NUM_LAYERS, -1])
 def test_a_layer_that_is_none_is_refused(engine: Engine, files: ModelFiles, tmp_path: Path, number: int) -> None:
-    with refused(UsageError, f"--exit-layer {number}", "4 layers", "1 to 3"):
+    with refused(UsageError, f"`exit_layer={number}`", "4 layers", "1 to 3"):
         distill(Teacher(engine.target, files, engine.tokenizer), number, SMALL, out=tmp_path / "exit.safetensors")
 
 
@@ -247,7 +247,7 @@ def test_the_target_may_be_closed_before_training(
 
 
 def test_texts_longer_than_the_context_are_refused(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
-    with refused(UsageError, "--text-tokens 129", "context", 128):
+    with refused(UsageError, "`text_tokens=129`", "context", 128):
         train(engine, files, tmp_path / "exit.safetensors", replace(SMALL, text_tokens=129))
 
 
@@ -280,7 +280,7 @@ def test_a_text_that_does_not_end_is_refused(
     engine: Engine, files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offspec.training.distillation.MOST_TEXT_BYTES", 1 << 20)
-    with refused(UsageError, "--text /dev/zero", "1 MiB"):
+    with refused(UsageError, "`texts=/dev/zero`", "1 MiB"):
         train(engine, files, tmp_path / "exit.safetensors", texts=[Path("/dev/zero")])
 
 
@@ -370,7 +370,7 @@ def test_a_damaged_interrupted_run_is_one_line(damaged: str, engine: Engine, fil
     assert found
     for file in found:
         file.write_bytes(file.read_bytes()[:20])
-    with refused(CheckpointError, "--resume"):
+    with refused(CheckpointError, "`resume`"):
         train(engine, files, out, resume=True)
 
 
@@ -386,5 +386,5 @@ def test_a_full_disk_while_training_is_one_line(
 
 
 def test_an_exit_file_is_for_self(folder: Path, trained: Distilled) -> None:
-    with refused(UsageError, f"--exit-file {trained.path}", "--draft self"):
+    with refused(UsageError, f"`exit_file={trained.path}`", "`draft=self`"):
         Engine.load(str(folder), draft="none", exit_file=trained.path, device="cpu")

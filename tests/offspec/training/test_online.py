@@ -521,7 +521,7 @@ def test_a_damaged_file_is_refused(pair: Pair, tmp_path: Path) -> None:
     with refused(UsageError, file, "version 9"):
         load(pair, learn_file=file)
     save_file(tensors, file)
-    with refused(UsageError, file, "--learn"):
+    with refused(UsageError, file, "`learn`"):
         load(pair, learn_file=file)
     file.write_bytes(b"not safetensors")
     with refused(UsageError, file, "safetensors"):
@@ -533,14 +533,14 @@ def test_what_cannot_be_written_is_refused_before_anything_is_loaded(pair: Pair,
         load(pair, learn=True, learn_file=tmp_path / "nowhere" / "learnt.safetensors")
     with refused(StorageError, tmp_path, "folder"):
         load(pair, learn=True, learn_file=tmp_path)
-    with refused(UsageError, tmp_path / "learnt.safetensors", "--learn"):
+    with refused(UsageError, tmp_path / "learnt.safetensors", "`learn`"):
         load(pair, learn_file=tmp_path / "learnt.safetensors")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("draft", ["none", "lookup"])
 def test_without_a_draft_model_nothing_can_learn(pair: Pair, draft: str) -> None:
-    with refused(UsageError, "draft model", "--draft"):
+    with refused(UsageError, "draft model", "`draft=PATH`"):
         Engine.load(str(pair.target), draft=draft, device="cpu", learn=True)
 
 

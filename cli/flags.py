@@ -1,0 +1,21 @@
+"""Names flags in messages: where the Python API says `context` or `draft=none`, the terminal says `--draft none`.
+
+Errors and notes of `offspec`, `loaders` and `scheduler` name a setting by its argument in Python, between backticks.
+"""
+
+from __future__ import annotations
+
+import re
+
+_ARGUMENTS = (
+    *("budget", "context", "device", "disk", "draft", "drafts", "dtype", "exit_file", "exit_layer", "format", "learn"),
+    *("learn_file", "lookup_files", "out", "path", "ram", "resume", "revision", "special_in_text", "stop"),
+    *("text_tokens", "threads", "vram", "when_full"),
+)
+FLAGS = {name: f"--{name.replace('_', '-')}" for name in _ARGUMENTS} | {"texts": "--text"}
+_NAMED = re.compile(rf"`({'|'.join(FLAGS)})(?:=([^`]*))?`")
+
+
+def with_flags(message: str) -> str:
+    """The message with flags in place of arguments; other words between backticks stay."""
+    return _NAMED.sub(lambda found: " ".join(filter(None, (FLAGS[found[1]], found[2]))), message)
