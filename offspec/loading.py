@@ -27,7 +27,7 @@ from .model.decoder import Decoder
 from .model.kv_cache import KVCache
 from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
-from .planning.plan import Plan
+from .planning.plan import KV_ITEM, Plan
 from .planning.probe import (
     choose_products,
     measure_fused_limits,
@@ -142,10 +142,8 @@ class LoadedTarget:
             return
         files = plan.demand.target
         self._caches.add(cache)
-        planned, needed = (
-            kv_cache_bytes(files.config, count, files.dtype.itemsize)
-            for count in (plan.context + plan.tree, num_entries)
-        )
+        planned = sum(item.on_device for item in plan.placement.items if item.name == KV_ITEM)
+        needed = kv_cache_bytes(files.config, num_entries, files.dtype.itemsize)
         taken = sum(other.nbytes for other in self._caches) + (needed if num_entries > cache.capacity else 0)
         unused = plan.placement.limits.ram - plan.placement.ram_bytes
         weights.spare(unused + planned - taken)

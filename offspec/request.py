@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from offspec.loaders.cuda import device_bytes, span
 from offspec.scheduler.drafter import DraftRequest
 from offspec.scheduler.joint import joint_walk
-from offspec.scheduler.params import MAX_ROWS, SamplingParams, SpeculationParams, max_nodes
+from offspec.scheduler.params import MAX_ROWS, SamplingParams, SpeculationParams, tree_room
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import TokenTree
 from offspec.scheduler.verify import Logits, TargetPass, Verdict, exact_walk
@@ -88,7 +88,7 @@ class Request:
         caches, engine, speculation = self._caches, self.engine, self.asked.speculation
         num_prefilled = caches.rewind(text)
         self.text, self.target = caches.text, caches.target  # the same list as the caches'
-        num_entries = self._longest + _tree_room(speculation, engine.target.device.type)
+        num_entries = self._longest + tree_room(speculation, engine.target.device.type) + caches.num_shared
         engine.loaded.make_kv_room(self.target.cache, num_entries)
         self.target.cache.reserve(num_entries)
         if caches.draft is not None:  # reserve for all rounds: on a GPU it must not grow during the target's pass
@@ -189,10 +189,3 @@ class Request:
             texts[-1] += stream.flush()
         num_accepted = min(len(verdict.path), len(tokens))
         return Step(tokens, "".join(texts), replace(self.stats), reason, num_accepted, tuple(texts))
-
-
-def _tree_room(speculation: SpeculationParams, device_type: str) -> int:
-    """The maximum number of nodes of a tree that is sent to the target."""
-    if speculation.is_lossy:
-        return speculation.beam * speculation.gamma
-    return max_nodes(device_type) if speculation.budget is None else speculation.budget

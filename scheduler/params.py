@@ -163,3 +163,10 @@ class SpeculationParams:
             raise UsageError(
                 f"beam x gamma, the size of the tree, must be at most {MAX_JOINT_NODES}, not {self.beam * self.gamma}"
             )
+
+
+def tree_room(speculation: SpeculationParams, device_type: str) -> int:
+    """The maximum number of nodes of a tree that is sent to the target."""
+    if speculation.is_lossy:
+        return speculation.beam * speculation.gamma
+    return max_nodes(device_type) if speculation.budget is None else speculation.budget

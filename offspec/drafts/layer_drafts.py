@@ -17,6 +17,7 @@ from offspec.loaders.layer_view import LayerView, ViewedLayer
 from offspec.loaders.placement import SHADOW_ITEM, Item
 from offspec.loaders.tiers import StoredModel, TieredWeights, load_layer
 from offspec.scheduler.drafter import Drafter
+from offspec.scheduler.params import tree_room
 
 from ..checkpoints.exit_layers import check_exit_layer, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
@@ -26,7 +27,7 @@ from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import MOST_ROWS, LayerDraft, LayerDraftText
 from ..model.text_caches import TextCaches
 from ..planning.memory import MemoryUse, Room
-from ..planning.plan import unpacking_items
+from ..planning.plan import KV_ITEM, unpacking_items
 from .base import Attach, Draft, DraftTask, OpenRequest
 from .learnt import EstimatesAndRecall
 from .model_draft import ModelDraft, guessing_items
@@ -37,6 +38,16 @@ DEFAULT_BITS = 4
 # Tokens of a prompt that the draft scores itself, so that the first pass has a tree. Reading a longer prompt costs as
 # much arithmetic as the target's pass over it; after that pass the draft has the target's entries anyway.
 MOST_READ, MOST_READ_ON_CPU = 512, 64
+
+
+def most_read(device_type: str) -> int:
+    """The longest prompt that the draft scores itself."""
+    return MOST_READ_ON_CPU if device_type == "cpu" else MOST_READ
+
+
+def num_shared_entries(device_type: str) -> int:
+    """Entries of the target's KV cache that are the draft's own: a prompt and pending nodes."""
+    return most_read(device_type) + MOST_ROWS
 
 
 class LayersOfTarget(ModelDraft):
@@ -50,12 +61,15 @@ class LayersOfTarget(ModelDraft):
         """No graph captures its rounds: packed matrices are unpacked for each product."""
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
-        text = CachedDecoder(target, num_tokens + num_nodes)
-        return TextCaches(text, LayerDraftText(self.decoder, text, num_tokens + MOST_ROWS if num_tokens else 0))
+        num_shared = num_shared_entries(self.decoder.device.type)
+        text = CachedDecoder(target, num_tokens + num_nodes + num_shared if num_tokens else 0)
+        return TextCaches(text, LayerDraftText(self.decoder, text), num_shared)
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
-        most_read = MOST_READ_ON_CPU if self.decoder.device.type == "cpu" else MOST_READ
-        request = replace(task.request, most_read=most_read, most_rows=MOST_ROWS)
+        device_type = self.decoder.device.type
+        if isinstance(task.text, LayerDraftText):
+            task.text.begin(tree_room(task.speculation, device_type))
+        request = replace(task.request, most_read=most_read(device_type), most_rows=MOST_ROWS)
         return super().drafter(replace(task, request=request), learnt)
 
 
@@ -66,6 +80,7 @@ class OpenedShadow:
     shadow: Shadow
     models: Sequence[ModelFiles]
     notes: list[Note]
+    device_type: str
 
     @classmethod
     def open(cls, request: OpenRequest) -> OpenedShadow:
@@ -81,11 +96,11 @@ class OpenedShadow:
         else:
             shadow = _of_bits(int(said[:4] or DEFAULT_BITS), request)
         stored = replace(target.stored, layers=list(shadow.layers))
-        return cls(shadow, (replace(target, stored=stored),), request.notes)
+        return cls(shadow, (replace(target, stored=stored),), request.notes, request.device_type)
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
-        """KV entries and scratch of its own, and copies of the layers that will be streamed."""
-        items = [*unpacking_items(self.models[0]), *_items(target, room, range(target.config.num_layers))]
+        """Scratch of its own, entries in the target's KV cache, and copies of the layers that will be streamed."""
+        items = [*unpacking_items(self.models[0]), *_items(target, self.device_type)]
         return MemoryUse(tuple(items), shadow_bytes=self.shadow.layer_bytes(target))
 
     def load(self, device: torch.device) -> Attach:
@@ -135,13 +150,14 @@ class OpenedLayers:
     target: ModelFiles
     num_first: int | None
     notes: list[Note]
+    device_type: str
     models: Sequence[ModelFiles] = ()
 
     @classmethod
     def open_resident(cls, request: OpenRequest) -> OpenedLayers:
         """Raises UsageError."""
         _check(request)
-        return cls(request.target, None, request.notes)
+        return cls(request.target, None, request.notes, request.device_type)
 
     @classmethod
     def open_exit(cls, request: OpenRequest) -> OpenedLayers:
@@ -153,12 +169,11 @@ class OpenedLayers:
         request.notes.append(
             Note(f"draft: the first {number} of {request.target.config.num_layers} layers, without an exit layer")
         )
-        return cls(request.target, number, request.notes)
+        return cls(request.target, number, request.notes, request.device_type)
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
-        """KV entries and scratch of its own. An early exit's layers have to be resident."""
-        numbers = range(target.config.num_layers if self.num_first is None else self.num_first)
-        items = [*unpacking_items(target), *_items(target, room, numbers)]
+        """Scratch of its own, and entries in the target's KV cache. An early exit's layers have to be resident."""
+        items = [*unpacking_items(target), *_items(target, self.device_type)]
         return MemoryUse(tuple(items), num_pinned_layers=self.num_first or 0)
 
     def load(self, device: torch.device) -> Attach:
@@ -185,10 +200,9 @@ def _check(request: OpenRequest) -> None:
     request.options.refuse_learning()
 
 
-def _items(target: ModelFiles, room: Room, numbers: range) -> list[Item]:
-    itemsize = target.dtype.itemsize
-    entries = kv_cache_bytes(target.config, room.context + MOST_ROWS, itemsize, numbers)
-    return [Item("draft KV cache", on_device=entries), *guessing_items(target.config, target)]
+def _items(target: ModelFiles, device_type: str) -> list[Item]:
+    entries = kv_cache_bytes(target.config, num_shared_entries(device_type), target.dtype.itemsize)
+    return [Item(KV_ITEM, on_device=entries), *guessing_items(target.config, target)]
 
 
 def _weights(target: Decoder) -> TieredWeights:

@@ -37,6 +37,8 @@ class LayerCache(Protocol):
     It manages slots, and does not know which of them are committed or pending. Arguments and results have attention's
     dtype and device, for any format of storage. `write` and `read` are called for each layer; `reserve`, `keep` and
     `wipe` are called once for all layers.
+
+    A draft that shares the cache calls `write` and `read` while the target's pass does. They write to different slots.
     """
 
     @property
@@ -142,12 +144,12 @@ class KVCache:
         return sum(part.nbytes for part in self._parts)
 
     @torch.inference_mode(False)  # outside inference mode, `keep` may not write to inference tensors
-    def reserve(self, capacity: int) -> None:
-        """Grow to at least `capacity` entries, and keep the existing ones."""
+    def reserve(self, capacity: int, in_use: int = 0) -> None:
+        """Grow to at least `capacity` entries; keep the existing ones, and the first `in_use` slots."""
         if capacity <= self.capacity:
             return
         for part in self._parts:
-            part.reserve(capacity, self.size)
+            part.reserve(capacity, max(self.size, in_use))
         self.positions = torch.cat((self.positions, self.positions.new_empty(capacity - self.capacity)))
 
     def extend(self, count: int) -> None:
@@ -173,13 +175,6 @@ class KVCache:
         part, layer = self._layers[layer]
         return part.read(layer, end)
 
-    def copy(self, other: KVCache, layers: Sequence[int], start: int, stop: int) -> None:
-        """Overwrite the entries in slots start .. stop by those of `other`. layers: those of `other`, one for each."""
-        for layer, theirs in enumerate(layers):
-            keys, values = (entries[:, start:].transpose(0, 1) for entries in other.read(theirs, stop))
-            self.write(layer, keys, values, start)
-        self.positions[start:stop] = other.positions[start:stop]
-
     def append(self, num_committed: int, num_pending: int) -> None:
         """Count the entries that all layers have written: committed ones (if nothing is pending), then pending ones."""
         assert num_committed == 0 or self.pending == 0, "the committed prefix cannot grow behind pending entries"
@@ -196,11 +191,15 @@ class KVCache:
         assert all(a < b for a, b in pairwise((-1, *kept, self.pending))), "kept entries must be pending and ascending"
         if kept != list(range(len(kept))):
             slots = to_device(torch.tensor(kept), self.positions.device) + self.length
-            for part in self._parts:
-                part.keep(self.length, slots)
-            self.positions[self.length : self.length + len(kept)] = self.positions[slots]
+            self.move(self.length, slots)
         self.length += len(path)
         self.pending = len(pending)
+
+    def move(self, start: int, slots: Tensor) -> None:
+        """Move the entries in slots [K] (ascending) to start .. start + K, in use or not."""
+        for part in self._parts:
+            part.keep(start, slots)
+        self.positions[start : start + len(slots)] = self.positions[slots]
 
     def truncate(self, length: int) -> None:
         """Drop all entries from position `length` on, and all pending ones."""

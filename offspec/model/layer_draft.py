@@ -2,18 +2,22 @@
 
 Examples: SubSpec's low-bit copies (2509.18344), skipped layers (Draft & Verify, 2309.08168), an early exit
 (LayerSkip, 2404.16710). In each of them a layer's keys and values estimate what the target computes there. So
-`LayerDraftText` copies the target's entries after each pass, those of a prompt included. This module knows nothing of
+`LayerDraftText` reads the target's entries, those of a prompt included (`shared_cache`). This module knows nothing of
 files, or of how trees grow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
 
 from offspec.loaders.layer_view import LayerView
-from offspec.scheduler.params import MAX_ROWS
 
-from .decoder import CachedDecoder, Decoder
+from .decoder import AppendedRows, CachedDecoder, Decoder
+from .kv_cache import KVCache
+from .shared_cache import GapVisibility, SharedCache
 
 MOST_ROWS = 1024  # nodes pending in the KV cache, whose entries are as large as the target's
 
@@ -33,37 +37,32 @@ class LayerDraft(Decoder):
         )
         self.numbers = tuple(numbers)
 
+    def rows(self, positions: Tensor, cache: KVCache, tree_mask: Tensor | None, first_layer: int = 0) -> AppendedRows:
+        """`Decoder.rows`, which do not attend to the gap of a shared cache."""
+        if not isinstance(cache, SharedCache):
+            return super().rows(positions, cache, tree_mask, first_layer)
+        cache.extend(len(positions))  # places the first own entries
+        rows = super().rows(positions, cache, tree_mask, first_layer)
+        seen = rows.visibility
+        return replace(rows, visibility=GapVisibility(seen.start, positions, seen.key_positions, tree_mask, cache.gap))
+
 
 class LayerDraftText(CachedDecoder):
-    """The cached text of a `LayerDraft`. Entries of committed tokens are the target's as soon as the target has them.
+    """The cached text of a `LayerDraft`, in its target's KV cache.
 
     The last token of a pass is the target's choice, which the target has not scored yet. If the draft has scored it,
     its entry is the draft's own until the next pass.
     """
 
     decoder: LayerDraft
+    cache: SharedCache
 
-    def __init__(self, decoder: LayerDraft, target: CachedDecoder, capacity: int = 0) -> None:
-        super().__init__(decoder, capacity)
-        self._target = target
-        self._num_exact = 0  # entries from the start that are the target's
+    def __init__(self, decoder: LayerDraft, target: CachedDecoder) -> None:
+        self.decoder, self.cache = decoder, SharedCache(target, decoder.numbers)
+
+    def begin(self, room: int) -> None:
+        """Start a request whose trees have at most `room` nodes, from the target's entries."""
+        self.cache.begin(room)
 
     def reserve(self, capacity: int) -> None:
-        """Make room for a text and MOST_ROWS nodes; `capacity` counts MAX_ROWS nodes."""
-        super().reserve(capacity - MAX_ROWS + MOST_ROWS)
-
-    def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
-        """As `CachedDecoder.keep`, to be called after the target's; then copies the target's new entries."""
-        super().keep(path, pending)
-        length = self._target.length
-        if length > self.length:  # tokens that the draft has not scored: a prompt, or those of other guessers
-            assert not pending, "nodes below a token that the draft has not scored"
-            self.cache.extend(length - self.length)
-            self.cache.append(length - self.length, 0)
-        if length > self._num_exact:
-            self.cache.copy(self._target.cache, self.decoder.numbers, self._num_exact, length)
-            self._num_exact = length
-
-    def truncate(self, length: int) -> None:
-        super().truncate(length)
-        self._num_exact = min(self._num_exact, length)
+        """Nothing: the target's cache has room for the draft's entries (`TextCaches.num_shared`)."""

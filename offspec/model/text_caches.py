@@ -72,10 +72,10 @@ class TextCaches:
     `text`. `user` is the generator of the running request; two at once would mix their texts.
     """
 
-    def __init__(self, target: CachedDecoder, draft: DraftText | None) -> None:
-        """target, draft: both empty."""
+    def __init__(self, target: CachedDecoder, draft: DraftText | None, num_shared: int = 0) -> None:
+        """target, draft: both empty. num_shared: entries of the target's cache that are the draft's own."""
         self.text: list[int] = []
-        self.target, self.draft = target, draft
+        self.target, self.draft, self.num_shared = target, draft, num_shared
         self.user = SoleUser(
             "another request is using these caches; finish it, close its iterator, or use other caches "
             "(Engine.new_caches)"

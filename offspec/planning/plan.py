@@ -30,7 +30,7 @@ MIN_CONTEXT = 512  # the smallest default context; a smaller one would be of lit
 WORKSPACE_BYTES = 64 * 2**20  # samplers, the tokenizer and the allocator's rounding
 CUDA_WORKSPACE_BYTES = 300 * 2**20
 SPARE = 0.05  # share of the free memory left for other programs, if the user sets no limit
-PROGRAM_ITEM, EMBEDDING_ITEM = "program", "embedding"
+PROGRAM_ITEM, EMBEDDING_ITEM, KV_ITEM = "program", "embedding", "KV cache"
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _items(room: Room, demand: Demand, uses: Sequence[MemoryUse]) -> list[Item]:
     cuda_bytes = CUDA_WORKSPACE_BYTES if on_gpu else 0
     items = [
         Item(PROGRAM_ITEM, on_host=demand.program_bytes + WORKSPACE_BYTES, on_device=cuda_bytes),
-        Item("KV cache", on_device=kv_cache_bytes(config, room.context + room.tree, itemsize)),
+        Item(KV_ITEM, on_device=kv_cache_bytes(config, room.context + room.tree, itemsize)),
         Item("activations", on_device=workspace),
     ]
     if not config.tied_head:

@@ -1,4 +1,4 @@
-"""Drafts of the target's own layers: the text is plain decoding's, entries are the target's, memory is as planned."""
+"""Drafts of the target's own layers: the text is plain decoding's, the KV cache is shared, memory is as planned."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from offspec.scheduler.verify import Verdict
 from offspec.text.tokenizer import Tokenizer
 
 from ...pair import build_pair
+from ..model.test_shared_cache import CopyingText
 
 CPU = torch.device("cpu")
 NUM_LAYERS, RESIDENT = 4, (0, 2)
@@ -88,27 +89,30 @@ def test_the_text_is_plain_decodings(files: ModelFiles, kind: str, temperature: 
         assert said(engine, temperature, None, recall=False, recycling=True) == plain
 
 
+def conversation(engine: Engine, temperature: float) -> list[tuple[list[int], list[int], list[int]]]:
+    """Three requests on the same caches, the last one from an earlier place: of each pass, its tree and its verdict."""
+    caches, passes = engine.new_caches(), []
+
+    def note(tree: TokenTree, verdict: Verdict) -> None:
+        passes.append((tree.tokens.tolist(), tree.parents.tolist(), verdict.tokens))
+
+    for prompt in (PROMPTS[2], PROMPTS[2] + "y = 2\n", PROMPTS[2][:6] + "z"):
+        params = SamplingParams(20, temperature=temperature, seed=5, ignore_eos=True)
+        speculation = SpeculationParams(16, overlap=False)
+        assert sum(1 for _ in engine.generate(prompt, params, speculation, caches=caches, observer=note)) > 1
+    return passes
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_entries_of_the_text_are_the_targets(files: ModelFiles, kind: str) -> None:
-    """After every pass, to the bit, whoever proposed the tokens; also after the text was taken back."""
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_are_those_of_a_cache_of_its_own(
+    files: ModelFiles, kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(files, kind) as engine:
-        caches = engine.new_caches()
-        target, draft = caches.target, caches.draft
-        assert isinstance(draft, LayerDraftText)
-
-        def check(tree: TokenTree, verdict: Verdict) -> None:
-            length = target.length
-            assert draft.length in (length, length + 1)
-            for layer, number in enumerate(draft.decoder.numbers):
-                for ours, theirs in zip(
-                    draft.cache.read(layer, length), target.cache.read(number, length), strict=True
-                ):
-                    assert torch.equal(ours, theirs)
-            assert draft.cache.positions[:length].tolist() == list(range(length))
-
-        for prompt in (PROMPTS[2], PROMPTS[2] + "y = 2\n", PROMPTS[2][:6] + "z"):
-            request = engine.generate(prompt, SamplingParams(20), SpeculationParams(16), caches=caches, observer=check)
-            assert sum(1 for _ in request) > 1
+        shared = conversation(engine, temperature)
+    monkeypatch.setattr("offspec.drafts.layer_drafts.LayerDraftText", CopyingText)
+    with opened(files, kind) as engine:
+        assert shared == conversation(engine, temperature)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,7 @@ def test_room_is_made_once_for_a_whole_request(files: ModelFiles) -> None:
         params = SamplingParams(24, ignore_eos=True)
         for _ in engine.generate(PROMPTS[0], params, SpeculationParams(256), caches=caches):
             capacities.add(caches.draft.cache.capacity)
-        assert capacities == {len(engine.encode(PROMPTS[0])) + 24 + MOST_ROWS}
+        assert capacities == {len(engine.encode(PROMPTS[0])) + 24 + 256 + MOST_READ_ON_CPU + MOST_ROWS}
 
 
 # ---------------------------------------------------------------------------------------------------------- files

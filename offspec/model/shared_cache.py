@@ -1,0 +1,127 @@
+"""`SharedCache`: a draft's entries inside its target's KV cache (SubSpec, 2509.18344).
+
+Slots: the target's committed entries; a gap, where the target's next pass puts its rows; then the draft's own entries.
+The draft does not attend to the gap, so both may write at the same time. After a verdict the target commits what it
+accepted, and the gap and the draft's own entries move on behind it. This module knows nothing of layers' weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offspec.loaders.small_transfers import to_device
+from offspec.scheduler.params import MAX_NODES
+
+from .attention import Visibility
+from .decoder import CachedDecoder
+from .kv_cache import KVCache
+
+
+class SharedCache(KVCache):
+    """A text's entries as a draft sees them: `num_exact` of the target's, then its own, committed and pending.
+
+    `length` and `pending` count as in any KV cache. `size` is the slot of the next entry, behind the gap. layers: the
+    target's, one for each of the draft's. Only `begin` and rows of a chain may make the target's cache grow, which must
+    not happen during a pass; so requests reserve the entries of a chain and of all nodes before.
+    """
+
+    def __init__(self, target: CachedDecoder, layers: Sequence[int]) -> None:
+        super().__init__((), target.device)
+        self._target, self._numbers = target, tuple(layers)
+        self.num_exact = 0
+        self._room = MAX_NODES
+        self._start = 0  # the slot of the first own entry
+        self._end_of_numbers = 0  # all slots below have been written to
+
+    @property
+    def size(self) -> int:
+        return self._start + self.length - self.num_exact + self.pending
+
+    @property
+    def gap(self) -> slice:
+        """Slots that belong to the target's next pass."""
+        return slice(self.num_exact, self._start)
+
+    @property
+    def nbytes(self) -> int:
+        """None of its own: the target's cache counts them."""
+        return 0
+
+    def begin(self, room: int) -> None:
+        """Take the target's entries as they are, and drop all others. room: the nodes of the target's largest tree."""
+        self._room = room
+        self.truncate(self._target.length)
+
+    def reserve(self, capacity: int, in_use: int = 0) -> None:
+        """Make room for `capacity` slots."""
+        self._target.cache.reserve(capacity, max(self.size, in_use))
+
+    def extend(self, count: int) -> None:
+        """Make room for `count` more entries. The first own entries are a chain, which the target will score too."""
+        if self.length == self.num_exact and not self.pending:
+            self._start = self.num_exact + count + self._room
+        self.reserve(self.size + count)
+        cache = self._target.cache
+        if self.positions is not cache.positions:  # the cache has other memory
+            self.positions, self._end_of_numbers = cache.positions, self.num_exact
+        self._fill_gap()
+        self._end_of_numbers = max(self._end_of_numbers, self.size + count)
+
+    def _fill_gap(self) -> None:
+        """Put zeros where nothing was written yet: attention multiplies masked values by 0, and 0 times NaN is NaN."""
+        first, last = self._end_of_numbers, self._start
+        if first < last:
+            for number in self._numbers:
+                keys, values = self._target.cache.read(number, last)
+                zeros = [torch.zeros_like(part[:, first:]).transpose(0, 1) for part in (keys, values)]
+                self._target.cache.write(number, zeros[0], zeros[1], first)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
+        self._target.cache.write(self._numbers[layer], keys, values, start)
+
+    def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        self._target.cache.scatter(self._numbers[layer], keys, values, slots)
+
+    def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        return self._target.cache.read(self._numbers[layer], end)
+
+    def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
+        """As `KVCache.keep`, to be called after the target's. The target's entries replace those of `path`.
+
+        The target has not scored the last token of a pass, which it chose itself. If `path` ends with this token, its
+        entry stays the draft's, and the entries `pending` below it stay too.
+        """
+        known, length = self.length + len(path), self._target.length
+        first = self.size - self.pending
+        if known <= length:
+            assert not pending, "nodes below a token that the draft has not scored"
+            self.truncate(length)
+            return
+        assert known == length + 1, "the target scores all but the last token"
+        start = length + 1 + self._room
+        slots = to_device(torch.tensor([path[-1], *pending]), self.positions.device) + first
+        self._target.cache.move(start, slots)
+        self.num_exact, self._start, self.length, self.pending = length, start, known, len(pending)
+
+    def truncate(self, length: int) -> None:
+        """Drop all own entries, and the target's from position `length` on."""
+        self.length = self.num_exact = self._start = min(length, self._target.length)
+        self.pending = 0
+
+
+@dataclass(frozen=True)
+class GapVisibility(Visibility):
+    """The attention mask of a pass over a cache with a gap: slots that no row attends to."""
+
+    gap: slice
+
+    def mask(self, first: int, last: int, window: int | None) -> Tensor:
+        mask = super().mask(first, last, window)
+        if mask is None:
+            mask = torch.ones(1, self.start + last, dtype=torch.bool, device=self.positions.device)
+        mask[:, self.gap] = False
+        return mask
