@@ -1,4 +1,4 @@
-"""`offspec quantize`: converts a checkpoint to 4 bit or plain floats, or only to a layout for fast streaming."""
+"""`offspec quantize`: converts a checkpoint to 4 bit, packed bf16 or plain floats, or only to a fast layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from offspec import CONVERT_FORMATS, SHADOW_FORMATS, ConvertParams, format_quantity
+from offspec import CONVERT_FORMATS, LOSSLESS_FORMAT, SHADOW_FORMATS, ConvertParams, format_quantity
 from offspec.builtin import path as builtin_path
 from offspec.errors import OffspecError
 
@@ -17,6 +17,8 @@ from .flags import with_flags
 from .help_groups import OffspecCommand, option
 from .options import MODEL
 from .terminal import TimeLeft, is_watched, show_line
+
+PLAIN_BITS = 16  # a weight
 
 if TYPE_CHECKING:
     from offspec.checkpoints.conversion import Conversion
@@ -28,8 +30,11 @@ if TYPE_CHECKING:
     help="""Convert SRC into the checkpoint DST. SRC is a folder, a GGUF file, a Hugging Face hub id, or `builtin`.
 
 nf4 and fp4 convert the matrices inside the layers to bitsandbytes' 4-bit format, as transformers saves it. Embeddings,
-norms and lm_head keep 16 or 32 bits. bf16, fp16 and fp32 unpack quantised matrices. keep changes no tensor, only the
+norms and lm_head keep 16 or 32 bits. bf16, fp16 and fp32 unpack packed matrices. keep changes no tensor, only the
 layout. Every layer gets its own file, which is read in one piece.
+
+With bf16-packed, bf16 matrices inside the layers take 12 bits a weight, and results keep every bit. The format bf16
+restores the original tensors.
 
 SRC may have any format that offspec runs: 16 or 32 bits, AWQ, GPTQ, GGUF, fp8, compressed-tensors. Conversion cannot
 recover the precision that a quantised SRC has lost.
@@ -43,6 +48,7 @@ has no index and cannot be loaded.
 Examples:
   offspec quantize ./Llama-3.1-70B-Instruct ./Llama-3.1-70B-nf4
   offspec quantize meta-llama/Llama-3.1-8B ./Llama-3.1-8B-packed --format keep
+  offspec quantize ./Qwen2.5-32B-Instruct ./Qwen2.5-32B-packed --format bf16-packed
   offspec quantize ./SmolLM2-135M-Instruct.Q4_1.gguf ./SmolLM2-135M --format bf16
   offspec quantize ./Qwen2.5-32B-Instruct --shadow 4
 """,
@@ -55,7 +61,7 @@ Examples:
     type=click.Choice(CONVERT_FORMATS),
     default=ConvertParams.format,
     show_default=True,
-    help="4-bit NormalFloat, 4-bit float, plain floats, or unchanged tensors.",
+    help="4-bit NormalFloat, 4-bit float, bf16 in 12 bits without loss, plain floats, or unchanged tensors.",
 )
 @option(
     "--double-quant/--no-double-quant",
@@ -104,11 +110,31 @@ def command(
     if as_json:
         said = {"source": src, "target": str(done.path), "format": done.format, "num_files": done.num_files}
         said |= {"num_resumed": done.num_resumed, "source_bytes": done.source_bytes, "result_bytes": done.result_bytes}
+        said["bits_per_weight"] = {name: round(bits, 3) for name, bits in done.bits_per_weight.items()}
         click.echo(json.dumps(said | {"seconds": round(time.monotonic() - start, 3)}))
     else:
         before, after = (format_quantity(nbytes, "B") for nbytes in (done.source_bytes, done.result_bytes))
         resumed = f", {done.num_resumed} of them from the earlier run" if done.num_resumed else ""
         click.echo(f"{done.path}: {before} → {after} in {done.num_files} files{resumed}, each verified after writing")
+        for line in _ratios(done, each=verbose):
+            click.echo(line)
+
+
+def _ratios(done: Conversion, *, each: bool) -> list[str]:
+    """The bits a weight of the matrices that were packed without loss, as their content allows; of each one if asked.
+
+    Other formats have the same for all.
+    """
+    if done.format != LOSSLESS_FORMAT:
+        return []
+    packed = [bits for bits in done.bits_per_weight.values() if bits < PLAIN_BITS]
+    lines = [f"  {bits:6.3f} bits  {name}" for name, bits in done.bits_per_weight.items()] if each else []
+    found = (
+        f"{min(packed):.2f} to {max(packed):.2f} bits a weight instead of {PLAIN_BITS}" if packed else "none smaller"
+    )
+    left = len(done.bits_per_weight) - len(packed)
+    stayed = f"; {left} would not shrink and stayed as they were" if left else ""
+    return [*lines, f"{len(packed)} matrices packed: {found}, the same bits when unpacked again (compared){stayed}"]
 
 
 def _convert(

@@ -1,4 +1,4 @@
-"""Converts a checkpoint to NF4, FP4 or plain floats, or copies its tensors into one file per layer.
+"""Converts a checkpoint to NF4, FP4, packed bf16 or plain floats, or copies its tensors into one file per layer.
 
 The result has one safetensors file per layer, with page-aligned data, so that one contiguous read loads a layer; the
 first file contains all other tensors. It is a normal checkpoint for `transformers` and bitsandbytes. Memory: one layer
@@ -34,7 +34,7 @@ from .formats import StoredWeight, formats_in, packer_for, stored_weights
 from .formats.core import Packer
 from .formats.plain import FloatPacker
 from .hub import resolve
-from .params import FLOAT_FORMATS, QUANT_TYPES, ConvertParams
+from .params import FLOAT_FORMATS, LOSSLESS_FORMAT, QUANT_TYPES, ConvertParams
 from .records import FLOAT_DTYPES
 from .safetensors_folder import CONFIG_FILE, INDEX_FILE, read_header
 from .safetensors_folder import UNFINISHED_MARKER as MARKER
@@ -60,7 +60,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion. An earlier run wrote `num_resumed` of the `num_files`."""
+    """The result of a conversion. An earlier run wrote `num_resumed` of the `num_files`.
+
+    bits_per_weight: of each matrix that was to be converted, by name; those that stayed as they were among them.
+    """
 
     path: Path
     format: str
@@ -68,6 +71,7 @@ class Conversion:
     result_bytes: int
     num_files: int
     num_resumed: int
+    bits_per_weight: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,13 @@ class _Item:
         return sum(info.nbytes for info in self.infos)
 
     @property
-    def suffixes(self) -> tuple[str, ...]:
-        return ("",) if self.packer is None else self.packer.suffixes
+    def possible_names(self) -> tuple[frozenset[str], ...]:
+        """Names of its tensors in the result: one set, or two where the content decides."""
+        plain = frozenset((self.name,))
+        if self.packer is None:
+            return (plain,)
+        packed = frozenset(self.name + suffix for suffix in self.packer.suffixes)
+        return (packed, plain) if self.packer.is_lossless else (packed,)
 
     @property
     def result_bytes(self) -> int:
@@ -136,8 +145,9 @@ def convert(
         counter.add(sum(shard.source_bytes for shard in finished))
         for shard in rest:
             write_shard(target / shard.name, list(work.pieces(shard, counter)))
-        nbytes = work.publish()
-    return Conversion(target, params.format, num_bytes(checkpoint), nbytes, len(work.shards), len(finished))
+        tensors = work.publish()
+    sizes = (num_bytes(checkpoint), sum(info.nbytes for info in tensors.values()), len(work.shards), len(finished))
+    return Conversion(target, params.format, *sizes, work.bits_per_weight(tensors))
 
 
 @dataclass
@@ -272,6 +282,8 @@ class _Work:
             weights = stored_weights(checkpoint.tensors, formats_in(checkpoint))
             if params.format in QUANT_TYPES:
                 _refuse_four_bit(checkpoint, weights)
+            if self._packer.is_lossless:
+                _refuse_packed(checkpoint, weights)
             items = _items(checkpoint, weights, self._packer, layer_prefix)
             self._packer.prepare()  # reports missing packages before anything is written
         self._quantised = [item for item in items.values() if item.packer is not None]
@@ -285,12 +297,21 @@ class _Work:
     def is_finished(self, shard: _Shard) -> bool:
         """Whether the file has the expected tensors. Its content was verified before it got its final name."""
         try:
-            return read_header(self._target / shard.name).keys() == self._names(shard)
+            found = read_header(self._target / shard.name).keys()
         except CheckpointError:
             return False
+        expected = [next((names for names in item.possible_names if names <= found), None) for item in shard.items]
+        return None not in expected and found == frozenset[str]().union(*filter(None, expected))
 
-    def _names(self, shard: _Shard) -> set[str]:
-        return {item.name + suffix for item in shard.items for suffix in item.suffixes}
+    def bits_per_weight(self, tensors: Mapping[str, TensorInfo]) -> dict[str, float]:
+        """Of each converted matrix, by its name. tensors: all of the result."""
+        found = dict[str, float]()
+        for item in self._quantised:
+            assert item.stored is not None
+            names = next(names for names in item.possible_names if names <= tensors.keys())
+            if len(item.stored.shape) > 1:
+                found[item.name] = 8 * sum(tensors[name].nbytes for name in names) / math.prod(item.stored.shape)
+        return found
 
     def result_bytes(self, shards: Iterable[_Shard]) -> int:
         """Bytes of the files, rounded up where an exact figure would be costly."""
@@ -305,8 +326,8 @@ class _Work:
                 info = item.infos[0]
                 yield Piece(info.name, info.dtype, info.shape, partial(_chunks, info, counter))
 
-    def publish(self) -> int:
-        """Write all files except weights, the index last: it makes the folder a checkpoint. Returns its bytes."""
+    def publish(self) -> dict[str, TensorInfo]:
+        """Write all files except weights, the index last: it makes the folder a checkpoint. Returns its tensors."""
         headers = {shard.name: read_header(self._target / shard.name) for shard in self.shards}
         tensors = {name: info for infos in headers.values() for name, info in infos.items()}
         if self._quantised:
@@ -323,7 +344,7 @@ class _Work:
             sync_folder(self._target)
         except OSError as exc:
             raise cannot_write(self._target, exc) from exc
-        return nbytes
+        return tensors
 
     def _put(self, name: str, content: bytes) -> None:
         path = self._target / name
@@ -363,6 +384,19 @@ def _refuse_four_bit(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]
         raise CheckpointError(f"{checkpoint.path}: {what}; {remedy}")
 
 
+def _refuse_packed(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -> None:
+    """Raises CheckpointError for a source that has no plain bf16 matrices, or others that are quantised."""
+    if done := next((weight for weight in weights.values() if weight.plain_dtype is None), None):
+        remedy = f"{LOSSLESS_FORMAT} packs bf16 without loss; for other layouts, use --format keep"
+        raise CheckpointError(f"{checkpoint.path}: {show(done.name)} is quantised ({done.dtype}); {remedy}")
+    if any(weight.dtype == LOSSLESS_FORMAT for weight in weights.values()):
+        raise CheckpointError(f"{checkpoint.path}: is packed already ({LOSSLESS_FORMAT}); use --format keep to copy it")
+    if not any(weight.dtype == "BF16" and len(weight.shape) == 2 for weight in weights.values()):
+        found = ", ".join(sorted({weight.dtype for weight in weights.values()}))
+        what = f"has no bf16 matrices ({found}), and {LOSSLESS_FORMAT} packs no others"
+        raise CheckpointError(f"{checkpoint.path}: {what}; --format bf16 rounds to bf16")
+
+
 def _items(
     checkpoint: Checkpoint, weights: Mapping[str, StoredWeight], packer: Packer, layer_prefix: str
 ) -> dict[str, _Item]:
@@ -372,7 +406,7 @@ def _items(
     items: dict[str, _Item] = {}
     for name, stored in weights.items():
         infos = stored.streamed
-        if name in matrices:
+        if name in matrices and (stored.dtype == "BF16" or not packer.is_lossless):
             items[name] = _Item(name, infos, stored, packer.for_shape(stored.shape))
         elif stored.is_packed or any(info.change is not None for info in infos):
             items[name] = _Item(name, infos, stored, _beside(stored, packer))
@@ -421,14 +455,14 @@ def _once(content: memoryview) -> Iterable[memoryview]:
 
 
 def read_whole(stored: StoredWeight) -> Tensor:
-    """The whole weight in its own dtype; packed and fp64 weights in fp32. Raises CheckpointError."""
+    """The whole weight in its own dtype; quantised and fp64 weights in fp32. Raises CheckpointError."""
     parts = [torch.empty(info.nbytes, dtype=torch.uint8) for info in stored.streamed]
     for info, part in zip(stored.streamed, parts, strict=True):
         _fill(info, 0, part.numpy().data)
     weight = stored.bind(parts)
     if isinstance(weight, Tensor):
         return weight.float() if weight.dtype is torch.float64 else weight
-    return weight.dequantize(torch.float32)
+    return weight.dequantize(weight.unpacked_dtype)
 
 
 def _chunks(info: TensorInfo, counter: _Counter) -> Iterator[memoryview]:

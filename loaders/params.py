@@ -8,21 +8,23 @@ from offspec.errors import UsageError
 
 QUANT_TYPES = ("nf4", "fp4")
 FLOAT_FORMATS = ("bf16", "fp16", "fp32")
-CONVERT_FORMATS = (*QUANT_TYPES, *FLOAT_FORMATS, "keep")
+LOSSLESS_FORMAT = "bf16-packed"
+CONVERT_FORMATS = (*QUANT_TYPES, LOSSLESS_FORMAT, *FLOAT_FORMATS, "keep")
 SHADOW_FORMATS = {4: "q4_k", 3: "q3_k", 2: "q2_k"}  # bits → the format of a shadow's matrices
 GROUPED_METHODS = ("awq", "gptq")
 FP8_METHODS = ("fp8", "fbgemm_fp8")
 COMPRESSED_TENSORS = "compressed-tensors"
 QUANT_METHODS = ("bitsandbytes", *GROUPED_METHODS, *FP8_METHODS, COMPRESSED_TENSORS)  # methods that offspec reads
-PLAN_FORMATS = ("bf16", "fp16", "fp32", "fp8", "nf4", "w4a16", "nvfp4")
+PLAN_FORMATS = ("bf16", LOSSLESS_FORMAT, "fp16", "fp32", "fp8", "nf4", "w4a16", "nvfp4")
 
 
 @dataclass(frozen=True)
 class ConvertParams:
     """The result of `offspec quantize`.
 
-    format: nf4, fp4, one of FLOAT_FORMATS (quantised matrices are unpacked), keep (the same tensors in a new layout),
-    or one of SHADOW_FORMATS. double_quant: store scales of nf4 and fp4 in 8 bit instead of 32.
+    format: nf4, fp4, LOSSLESS_FORMAT (bf16 in fewer bytes), one of FLOAT_FORMATS (packed matrices are unpacked), keep
+    (the same tensors in a new layout), or one of SHADOW_FORMATS. double_quant: store scales of nf4 and fp4 in 8 bit
+    instead of 32.
     """
 
     format: str = "nf4"

@@ -75,9 +75,10 @@ def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = Fals
         if not anew and COSTS.get(kind) is None and str(kind) in stored:
             COSTS.set(kind, stored[str(kind)])
     missing = [kind for kind in wanted if anew or COSTS.get(kind) is None]
-    measured = {kind: measure_ways(kind) for kind in missing}
-    for kind, ways in measured.items():
-        COSTS.set(kind, ways)
+    measured = dict[ProductKind, WayCosts]()
+    for kind in missing:  # one after the other: what comes later is multiplied in the ways known by then
+        measured[kind] = measure_ways(kind)
+        COSTS.set(kind, measured[kind])
     if kept := {str(kind): ways for kind, ways in measured.items() if is_plausible(ways)}:
         _write({**_read(), **kept})
 
@@ -153,6 +154,8 @@ def forms_of(stored: Iterable[StoredWeight], dtype: torch.dtype, *, is_kept: boo
         if len(weight.shape) == 2:
             if weight.is_packed or not is_kept or weight.is_kept_as_read(dtype):
                 found.add((form_of(weight.dtype), dtype))
+                if weight.plain_dtype is not None:  # whose ways packed ones share
+                    found.add((form_of(weight.plain_dtype), dtype))
             if dtype in HALF_DTYPES:  # the form after unpacking, or of kept matrices
                 found.add((HALF_DTYPES[dtype], dtype))
     return found

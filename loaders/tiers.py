@@ -58,7 +58,8 @@ class StoredLayer:
         bound: dict[str, Weight] = {}
         for name, stored in self.weights.items():
             weight = stored.bind([parts[info.name] for info in stored.streamed])
-            as_plain = len(weight.shape) < 2 or (is_kept and not stored.is_packed)
+            stays_packed = stored.is_packed and stored.is_kept_as_read(dtype)
+            as_plain = len(weight.shape) < 2 or (is_kept and not stays_packed)
             bound[name] = dense(weight, dtype) if as_plain else weight
         return bound
 

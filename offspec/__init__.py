@@ -29,6 +29,7 @@ _HOMES = {
     "OffspecError": "offspec.errors",
     "CONVERT_FORMATS": "offspec.loaders.params",
     "ConvertParams": "offspec.loaders.params",
+    "LOSSLESS_FORMAT": "offspec.loaders.params",
     "PLAN_FORMATS": "offspec.loaders.params",
     "convert": "offspec.checkpoints.conversion",
     "SEED_LIMIT": "offspec.scheduler.params",
@@ -40,6 +41,7 @@ _HOMES = {
 }
 __all__ = [
     "CONVERT_FORMATS",
+    "LOSSLESS_FORMAT",
     "PLAN_FORMATS",
     "SEED_LIMIT",
     "SHADOW_FORMATS",
@@ -59,7 +61,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from offspec.loaders.params import CONVERT_FORMATS, PLAN_FORMATS, SHADOW_FORMATS, ConvertParams
+    from offspec.loaders.params import CONVERT_FORMATS, LOSSLESS_FORMAT, PLAN_FORMATS, SHADOW_FORMATS, ConvertParams
     from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
     from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
 

@@ -47,7 +47,10 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # kept for comparison.
 UNDER_FORMATS = {"checkpoint", "gguf_types", "params", "records", "registry"} | {
     f"kernels.{name}"
-    for name in ("compiler", "encodings", "gguf_encodings", "row_product", "scaled", "triton_unpack", "unpack")
+    for name in (
+        *("bf16_bits", "compiler", "encodings", "gguf_encodings"),
+        *("row_product", "scaled", "triton_unpack", "unpack"),
+    )
 }
 ABOVE_BASELINES = {"offspec.scheduler.controllers", "offspec.scheduler.learnt", "offspec.drafts.model_draft"}
 # These two stand for the package as it is installed, all four folders, not for the folder they lie in.

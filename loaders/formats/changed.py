@@ -58,6 +58,10 @@ class ReorderedMatrix:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.stored.shape)
 
+    @property
+    def unpacked_dtype(self) -> torch.dtype:
+        return self.stored.dtype if isinstance(self.stored, Tensor) else self.stored.unpacked_dtype
+
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         matrix = in_order(core.dense(self.stored, dtype), self.num_heads, dim=0)
         return matrix if out is None else out.copy_(matrix)
@@ -99,6 +103,10 @@ class ChangedWeight:
     @property
     def streamed(self) -> tuple[TensorInfo, ...]:
         return self.stored.streamed
+
+    @property
+    def plain_dtype(self) -> str | None:
+        return self.stored.plain_dtype
 
     @property
     def is_packed(self) -> bool:

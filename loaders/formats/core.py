@@ -62,6 +62,11 @@ class PackedWeight(Protocol):
         """`linear` without dequantising, which is faster for few rows; None if no such kernel exists."""
         ...
 
+    @property
+    def unpacked_dtype(self) -> torch.dtype:
+        """A dtype that holds all numbers of the matrix: bf16 if they are bf16's, else fp32."""
+        ...
+
 
 Weight: TypeAlias = Tensor | PackedWeight
 
@@ -84,10 +89,11 @@ Table: TypeAlias = Tensor | PackedTable
 class PackedMatrix:
     """Base of most packed weights: dequantises for each product, unless a kernel was measured to be faster.
 
-    form: the key for the costs of its products (`products.ProductKind`).
+    form: the key for the costs of its products (`products.ProductKind`). unpacked_dtype: one that holds its numbers.
     """
 
     form = ""
+    unpacked_dtype = torch.float32
 
     @property
     def fused_linear(self) -> Product | None:
@@ -200,6 +206,11 @@ class StoredWeight(Protocol):
         ...
 
     @property
+    def plain_dtype(self) -> str | None:
+        """The stored dtype of the plain tensor with the same bits, "BF16"; None if it is quantised."""
+        ...
+
+    @property
     def fused_kind(self) -> Hashable | None:
         """A key for the speed of its `fused_linear`, besides the dtype of x; None if its format has none."""
         ...
@@ -237,6 +248,7 @@ class PackedStored:
     """Base of most packed stored weights: all data are in `streamed`, and are kept as read."""
 
     is_packed = True
+    plain_dtype: str | None = None
 
     @property
     def fused_kind(self) -> Hashable | None:
@@ -301,6 +313,13 @@ Allocate: TypeAlias = Callable[[str, str, tuple[int, ...]], TensorInfo]  # name,
 
 class Packer(Protocol):
     """Writes a format for `offspec quantize`, with the settings of one run."""
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether it packs bf16 matrices alone, keeps their bits, and returns those that would not shrink as they are,
+        under the weight's own name.
+        """
+        ...
 
     def prepare(self) -> None:
         """Raises OffspecError if a package that packing needs is missing."""

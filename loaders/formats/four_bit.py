@@ -473,6 +473,7 @@ class Packer4bit:
     """Writes NF4 or FP4 in transformers' layout: 64 weights per scale; scales in 8 bit with `double_quant`."""
 
     params: ConvertParams
+    is_lossless = False
 
     def prepare(self) -> None:
         bitsandbytes_functional()

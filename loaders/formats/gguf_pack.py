@@ -175,6 +175,7 @@ class GgufPacker:
     """Writes matrices in one of these types, each as one tensor of bytes under a name that ends in the type's."""
 
     name: str
+    is_lossless = False
 
     def prepare(self) -> None:
         pass

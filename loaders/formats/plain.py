@@ -49,6 +49,10 @@ class PlainWeight:
         return self.info.dtype
 
     @property
+    def plain_dtype(self) -> str:
+        return self.info.dtype
+
+    @property
     def streamed(self) -> tuple[TensorInfo, ...]:
         return (self.info,)
 
@@ -105,6 +109,7 @@ class FloatPacker:
 
     dtype: torch.dtype
     suffixes = ("",)
+    is_lossless = False
 
     def prepare(self) -> None:
         pass

@@ -122,9 +122,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, scratch: Ten
 
     scratch: at least N·K elements of x's dtype, for a weight of another dtype.
     """
-    way = TORCH
-    if weight.dtype in HALF_DTYPES and not _needs_grad(x, weight):
-        way = COSTS.way(ProductKind.of(HALF_DTYPES[weight.dtype], x.dtype, weight.numel()), rows_of(x))
+    way = TORCH if torch.is_grad_enabled() and weight.requires_grad else way_for(weight.dtype, x, weight.numel())
     if way == KERNEL and (product := half_product(weight.dtype)) is not None and can_multiply(product, x, weight):
         return plus(product(x, [weight], weight.shape[0]), bias)
     if way == TILES:
@@ -132,6 +130,13 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, scratch: Ten
     if weight.dtype != x.dtype:
         weight = weight.to(x.dtype) if scratch is None else scratch[: weight.numel()].view(weight.shape).copy_(weight)
     return F.linear(x, weight, bias)
+
+
+def way_for(dtype: torch.dtype, x: Tensor, num_elements: int) -> str:
+    """The way for a plain matrix of `dtype` with so many elements, and the rows x."""
+    if dtype not in HALF_DTYPES or (torch.is_grad_enabled() and x.requires_grad):
+        return TORCH
+    return COSTS.way(ProductKind.of(HALF_DTYPES[dtype], x.dtype, num_elements), rows_of(x))
 
 
 def plus(product: Tensor, bias: Tensor | None) -> Tensor:
@@ -153,10 +158,6 @@ def can_multiply(product: RowProduct, x: Tensor, weight: Tensor) -> bool:
         and x.numel() > 0
         and weight.numel() > 0
     )
-
-
-def _needs_grad(x: Tensor, weight: Tensor) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
 
 
 def _by_tiles(x: Tensor, weight: Tensor) -> Tensor:

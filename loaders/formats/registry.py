@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ..checkpoint import Checkpoint, TensorInfo
 from ..params import ConvertParams
 from ..registry import Registry
+from .bf16_packed import PackedBf16Format
 from .changed import changed
 from .compressed_tensors import CompressedTensorsFormat
 from .core import Packer, StoredWeight, TensorGroup, WeightFormat, read_small
@@ -23,7 +24,14 @@ from .plain import PlainFormat
 
 # In the order in which they are tried; the last one accepts or refuses all other weights.
 FORMATS = Registry[WeightFormat](
-    GroupedFormat(), Fp8Format(), CompressedTensorsFormat(), FourBitFormat(), Int8Format(), GgufFormat(), PlainFormat()
+    GroupedFormat(),
+    Fp8Format(),
+    CompressedTensorsFormat(),
+    FourBitFormat(),
+    Int8Format(),
+    PackedBf16Format(),
+    GgufFormat(),
+    PlainFormat(),
 )
 
 

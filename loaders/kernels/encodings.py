@@ -28,7 +28,7 @@ class Encoding(ABC):
     vector 0 begins with weights 0 and `interleave`. most_direct: rows of the other factor up to which unpacking anew
     for every few of them takes less time than a panel. is_decoded_first: whether all vectors of a step take
     fewer registers than what they are decoded from. declarations: of the functions that its instructions
-    call, but for `llvm.fma`, which every kernel has.
+    call, but for `llvm.fma`, which every kernel has. has_bf16: whether it makes bits of bf16, too (`bf16_vectors`).
     """
 
     size: int
@@ -39,6 +39,7 @@ class Encoding(ABC):
     most_direct = 16
     is_decoded_first = False
     declarations = ""
+    has_bf16 = False
 
     def __init__(self, lanes: int) -> None:
         self.lanes, self.vector = lanes, f"<{lanes} x float>"
@@ -60,6 +61,10 @@ class Encoding(ABC):
 
         The instructions for each are written when it is asked for, so that registers hold few at a time.
         """
+
+    def bf16_vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        """The same weights as integers, <16 x i16> each, where bf16 holds them all to the bit."""
+        raise NotImplementedError
 
     def start(self, e: Emitter, base: str, index: str, row_bytes: str) -> str:
         """The address of row `index`, for a row's bytes."""
@@ -204,7 +209,7 @@ class RowReader:
         self._rows = [(*row, own) for row, own in zip(found, self._scratch, strict=True)]
         return [row[0] for row in found]
 
-    def step(self, column: str) -> list[Vectors]:
+    def step(self, column: str, *, as_bf16: bool = False) -> list[Vectors]:
         """The vectors of each row's step, after what comes before the first step of a block."""
         e, encoding = self._e, self.encoding
         if encoding.scratch:
@@ -215,7 +220,8 @@ class RowReader:
                 encoding.begin_block(e, row, column)
             e.do("br label %in_block")
             e.label("in_block")
-        return [encoding.vectors(e, self._parts, row, column) for row in self._rows]
+        vectors = encoding.bf16_vectors if as_bf16 else encoding.vectors
+        return [vectors(e, self._parts, row, column) for row in self._rows]
 
 
 def splat(e: Emitter, number: str, lanes: int, kind: str = "float") -> str:

@@ -5,7 +5,7 @@ tile several times. They are the same numbers: products of codes and 16-bit scal
 torch's CUDA wheels; importing this module raises ImportError where it is not installed. With TRITON_INTERPRET=1 in the
 environment the kernels run on a CPU, slowly.
 
-The layouts are explained at `formats.gguf_blocks` and `formats.grouped`.
+The layouts are explained at `formats.gguf_blocks`, `formats.grouped` and `formats.bf16_bits`.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-any-unimported
@@ -20,6 +20,7 @@ from torch import Tensor
 
 BLOCKS = tl.constexpr(8)  # of GGUF's that a program unpacks
 INPUTS, OUTPUTS = tl.constexpr(16), tl.constexpr(128)  # of AWQ's and GPTQ's
+WEIGHTS = tl.constexpr(1024)  # of a row of packed bf16
 
 
 @triton.jit
@@ -102,6 +103,30 @@ def _gptq(codes, zeros, scales, groups, out, num_inputs, num_outputs, zero_offse
     tl.store(out + row * num_outputs + column, number.to(out.dtype.element_ty), mask=is_there)
 
 
+@triton.jit
+def _bf16_bits(low, codes, groups, out, num_columns, code_bytes, height, group_bytes):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WEIGHTS + tl.arange(0, WEIGHTS)
+    is_there = column < num_columns
+    byte = tl.load(low + row * num_columns + column, mask=is_there, other=0).to(tl.int32)
+    place = column // 32 * 16 + column % 16
+    pair = tl.load(codes + row * code_bytes + place, mask=is_there, other=0).to(tl.int32)
+    code = pair >> (column % 32 // 16 * 4) & 15
+    group = groups + row // height * group_bytes
+    exponent = tl.load(group + code).to(tl.int32)
+    bits = (byte & 128) << 8 | exponent << 7 | byte & 127
+    is_apart = is_there & (code == 15)
+    value = group + 16 + 2 * tl.minimum(byte, (group_bytes - 16) // 2 - 1)
+    first = tl.load(value, mask=is_apart, other=0).to(tl.int32)
+    second = tl.load(value + 1, mask=is_apart, other=0).to(tl.int32)
+    bits = tl.where(is_apart, first | second << 8, bits)
+    if out.dtype.element_ty == tl.bfloat16:
+        tl.store(out + row * num_columns + column, bits.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=is_there)
+    else:
+        number = (bits << 16).to(tl.float32, bitcast=True)
+        tl.store(out + row * num_columns + column, number.to(out.dtype.element_ty), mask=is_there)
+
+
 _GGUF: Mapping[str, tuple[Callable[..., None], int]] = {"Q8_0": (_q8_0, 34), "Q4_K": (_q4_k, 144), "Q6_K": (_q6_k, 210)}
 
 
@@ -125,6 +150,13 @@ def unpack_awq(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, out
 def unpack_gptq(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, out: Tensor, zero_offset: int) -> None:
     """codes int32 [K/8, N], zeros int32 [G, N/8], scales [G, N], groups int64 [K] → out, contiguous [K, N]."""
     _gptq[_grid(out)](codes, zeros, scales, groups, out, *out.shape, zero_offset)
+
+
+def unpack_bf16_bits(low: Tensor, codes: Tensor, groups: Tensor, height: int, out: Tensor) -> None:
+    """The parts of a packed bf16 matrix, and the rows of a group → out, contiguous [N, K]; bf16 gets the same bits."""
+    num_rows, num_columns = out.shape
+    grid = (num_rows, triton.cdiv(num_columns, WEIGHTS.value))
+    _bf16_bits[grid](low, codes, groups, out, num_columns, codes.shape[1], height, groups.shape[1])
 
 
 def _grid(out: Tensor) -> tuple[int, int]:

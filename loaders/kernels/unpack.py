@@ -88,10 +88,12 @@ class Unpacker:
         e.do("br label %step")
         e.label("step")
         e.do("%column = phi i64 [ 0, %row ], [ %next_column, %step_end ]")
-        (vectors,) = reader.step("%column")
+        is_exact = self.dtype == torch.bfloat16 and self.encoding.has_bf16
+        (vectors,) = reader.step("%column", as_bf16=is_exact)
         for first, weights in vectors:
             place = e.op(f"add i64 %column, {first}")
-            e.do(f"store {self._rounded(e, weights)}, ptr {e.address(start, place, _KINDS[self.dtype])}, align 1")
+            stored = f"<16 x i16> {weights}" if is_exact else self._rounded(e, weights)
+            e.do(f"store {stored}, ptr {e.address(start, place, _KINDS[self.dtype])}, align 1")
         e.do("br label %step_end")
         e.label("step_end")
         e.do(f"%next_column = add i64 %column, {self.encoding.step}")

@@ -19,7 +19,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from offspec import convert
@@ -28,9 +28,10 @@ from offspec.loaders import convert as converting
 from offspec.loaders import shards
 from offspec.loaders.checkpoint import num_bytes
 from offspec.loaders.containers import open_checkpoint
+from offspec.loaders.formats import bf16_bits, bf16_packed, stored_weights
 from offspec.loaders.formats.four_bit import pack_4bit
 from offspec.loaders.formats.process_state import bitsandbytes_functional
-from offspec.loaders.params import ConvertParams
+from offspec.loaders.params import LOSSLESS_FORMAT, ConvertParams
 from offspec.loaders.records import Record
 from offspec.loaders.safetensors_folder import INDEX_FILE, read_header
 from offspec.loaders.safetensors_folder import UNFINISHED_MARKER as MARKER
@@ -42,6 +43,7 @@ from .fakes import LAYER_PREFIX
 Tensors = dict[str, Tensor]
 NUM_LAYERS = 3
 KEEP = ConvertParams("keep")
+PACKED = ConvertParams(LOSSLESS_FORMAT)
 
 
 def toy_tensors(dtype: torch.dtype = torch.bfloat16) -> Tensors:
@@ -173,6 +175,88 @@ def test_the_matrices_of_layers_are_packed_and_all_else_is_kept(
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
 
 
+def test_packed_bf16_comes_back_as_it_was(tmp_path: Path, target: Path) -> None:
+    tensors = toy_tensors()
+    source = write(tmp_path / "source", tensors, num_shards=3)
+    done = convert(source, target, PACKED)
+    found = loaded(target)
+    wide = [name for name in tensors if "up_proj.weight" in name]  # rows of whole blocks; the others would not shrink
+    for name, tensor in tensors.items():
+        assert (name not in found) == (name in wide)
+        assert name in wide or same({name: found[name]}, {name: tensor})
+    assert [name for name in done.bits_per_weight if done.bits_per_weight[name] < 16] == wide
+    assert done.bits_per_weight.keys() == {name for name in tensors if is_multiplied(name)}
+    sizes = [sum(part.nbytes for part_name, part in found.items() if part_name.startswith(name)) for name in wide]
+    bits = [8 * size / tensors[name].numel() for size, name in zip(sizes, wide, strict=True)]
+    assert bits == [done.bits_per_weight[name] for name in wide]
+    assert done.result_bytes == sum(tensor.nbytes for tensor in found.values()) < done.source_bytes
+    assert "quantization_config" not in json.loads((target / "config.json").read_text())
+    convert(target, tmp_path / "back", ConvertParams("bf16"))
+    assert same(loaded(tmp_path / "back"), tensors)
+    convert(target, tmp_path / "kept", KEEP)
+    assert same(loaded(tmp_path / "kept"), found)
+    for params in (ConvertParams("nf4"), ConvertParams("fp32")):
+        convert(target, tmp_path / params.format, params)
+        convert(source, tmp_path / f"{params.format}-plainly", params)
+        assert same(loaded(tmp_path / params.format), loaded(tmp_path / f"{params.format}-plainly"))
+
+
+def test_nan_and_infinity_are_packed_as_they_are(tmp_path: Path, target: Path) -> None:
+    tensors = toy_tensors()
+    matrix = tensors["model.layers.1.mlp.up_proj.weight"]
+    matrix.view(torch.int16)[0, :5] = torch.tensor([0x7F81, -1, 0x7F80, 1, -(1 << 15)]).to(torch.int16)
+    convert(write(tmp_path / "source", tensors), target, PACKED)
+    convert(target, tmp_path / "back", ConvertParams("bf16"))
+    assert same(loaded(tmp_path / "back"), tensors)
+
+
+def test_what_packed_bf16_is_not_made_of(tmp_path: Path, target: Path) -> None:
+    for dtype, word in ((torch.float16, "F16"), (torch.float32, "F32")):
+        source = write(tmp_path / word, toy_tensors(dtype))
+        with refused(CheckpointError, source, word, LOSSLESS_FORMAT, "--format bf16"):
+            convert(source, target, PACKED)
+    source = write(tmp_path / "source", toy_tensors())
+    convert(source, tmp_path / "nf4")
+    with refused(CheckpointError, tmp_path / "nf4", "quantised", "nf4", "--format keep"):
+        convert(tmp_path / "nf4", target, PACKED)
+    convert(source, tmp_path / "packed", PACKED)
+    with refused(CheckpointError, tmp_path / "packed", "already", "--format keep"):
+        convert(tmp_path / "packed", target, PACKED)
+    assert not target.exists()
+
+
+def test_a_memory_that_changes_bits_is_found(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each matrix is unpacked again before it is written."""
+
+    def harmed(matrix: Tensor) -> bf16_bits.PackedBits | None:
+        bits = bf16_bits.pack(matrix)
+        if bits is not None:
+            bits.low[3, 5] ^= 4
+        return bits
+
+    monkeypatch.setattr(bf16_packed, "pack", harmed)
+    with refused(CheckpointError, "up_proj.weight", "other bits", "memory"):
+        convert(write(tmp_path / "source", toy_tensors()), target, PACKED)
+    with pytest.raises(CheckpointError):
+        open_checkpoint(target)
+
+
+@pytest.mark.parametrize("harm", ["truncate", "cut off the exceptions"])
+def test_a_damaged_packed_checkpoint_is_refused(harm: str, tmp_path: Path, target: Path) -> None:
+    convert(write(tmp_path / "source", toy_tensors()), target, PACKED)
+    file = target / "model-00003-of-00004.safetensors"
+    if harm == "truncate":
+        os.truncate(file, file.stat().st_size - 1)
+        with refused(CheckpointError, file):
+            open_checkpoint(target)
+        return
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight.bf16_groups"
+    save_file(tensors | {name: tensors[name][:, :-3].contiguous()}, file, {"format": "pt"})
+    with refused(CheckpointError, file, "up_proj.weight", "bf16_groups", "damaged"):
+        stored_weights(open_checkpoint(target).tensors)
+
+
 @pytest.mark.parametrize("params", [KEEP, ConvertParams(), ConvertParams(double_quant=False)], ids=str)
 def test_a_layer_is_one_aligned_read(params: ConvertParams, source: Path, target: Path) -> None:
     convert(source, target, params)
@@ -263,7 +347,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:
     monkeypatch.setattr(owner, function, counting)
 
 
-@pytest.mark.parametrize("params", [KEEP, ConvertParams()], ids=lambda params: params.format)
+@pytest.mark.parametrize("params", [KEEP, ConvertParams(), PACKED], ids=lambda params: params.format)
 @pytest.mark.parametrize("function", ["_write", "_read_back", "sync_folder", "read_whole", "_fill"])
 def test_stopped_anywhere_it_goes_on(
     function: str, params: ConvertParams, source: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -310,7 +394,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from offspec.loaders import shards
-from offspec import convert
+from offspec import ConvertParams, convert
 
 real, writes = shards.write_verified, iter(range(99))
 
@@ -325,21 +409,22 @@ def slow(path, content):
     return real(path, chunks())
 
 shards.write_verified = slow
-convert(Path(sys.argv[1]), Path(sys.argv[2]))
+convert(Path(sys.argv[1]), Path(sys.argv[2]), ConvertParams(sys.argv[4]))
 """
 
 
-@pytest.mark.parametrize("write_number", [0, 2])
+@pytest.mark.parametrize(("write_number", "params"), [(0, ConvertParams()), (2, ConvertParams()), (2, PACKED)], ids=str)
 def test_killed_in_the_middle_of_a_file_it_goes_on(
-    write_number: int, source: Path, target: Path, tmp_path: Path
+    write_number: int, params: ConvertParams, target: Path, tmp_path: Path
 ) -> None:
-    arguments = [sys.executable, "-c", KILLED, str(source), str(target), str(write_number)]
+    source = write(tmp_path / "source", toy_tensors(), num_shards=3)
+    arguments = [sys.executable, "-c", KILLED, str(source), str(target), str(write_number), params.format]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"now\n"
         with refused(UsageError, "another process"):
-            convert(source, target)
+            convert(source, target, params)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(300)
@@ -350,10 +435,10 @@ def test_killed_in_the_middle_of_a_file_it_goes_on(
     with refused(MissingWeightsError, target, "unfinished"):
         open_checkpoint(target)
     told: list[int] = []
-    done = convert(source, target, progress=lambda bytes_done, _: told.append(bytes_done))
+    done = convert(source, target, params, progress=lambda bytes_done, _: told.append(bytes_done))
     assert done.num_resumed == write_number
     assert (told[0] > 0) == (write_number > 0)
-    convert(source, tmp_path / "whole")
+    convert(source, tmp_path / "whole", params)
     assert contents(target) == contents(tmp_path / "whole")
 
 
@@ -654,6 +739,7 @@ import sys
 from pathlib import Path
 from offspec import convert
 from offspec.stats import peak_host_bytes
+from offspec.loaders.formats import bf16_bits, bf16_packed, stored_weights
 from offspec.loaders.formats.four_bit import pack_4bit
 from offspec.loaders.formats.process_state import bitsandbytes_functional
 import torch

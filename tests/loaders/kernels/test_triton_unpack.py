@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import offspec.loaders.kernels
+from offspec.loaders.formats.bf16_bits import group_rows, pack, unpack
 from offspec.loaders.formats.gguf import unpack_reference
 from offspec.loaders.formats.grouped import GroupedMatrix
 from offspec.loaders.formats.on_gpu import FASTER_WAY, FasterWay, triton_kernels
@@ -76,6 +77,26 @@ def test_awq_and_gptq(kernels: ModuleType, form: str, tmp_path: Path) -> None:
             upright = torch.full((num_inputs, num_outputs), torch.nan, dtype=dtype)
             packed.unpack_with(kernels, upright)
             assert same_bits(upright.t().contiguous(), packed.dequantize(dtype).contiguous())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(40, 1056), (7, 62), (3, 2048)])
+def test_packed_bf16(kernels: ModuleType, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Every bit, NaN's too, and exceptions."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    matrix[1, 5:25] = torch.arange(20).exp2().bfloat16() * 1e-30
+    matrix.view(torch.int16)[2, :3] = torch.tensor([0x7F81, -1, 1]).to(torch.int16)
+    bits = pack(matrix)
+    assert bits is not None
+    found = torch.full(shape, 7.0, dtype=dtype)
+    kernels.unpack_bf16_bits(bits.low, bits.codes, bits.groups, group_rows(shape[1]), found)
+    expected = torch.empty(shape, dtype=dtype)
+    unpack(bits, expected)
+    assert (
+        same_bits(found, expected) if dtype != torch.float16 else torch.equal(found.nan_to_num(), expected.nan_to_num())
+    )
+    assert dtype != torch.bfloat16 or same_bits(found, matrix)
 
 
 # ------------------------------------------------------------------------------------------------ which way is taken
