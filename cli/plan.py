@@ -13,10 +13,11 @@ from offspec import PLAN_FORMATS, format_seconds, format_size
 
 from .flags import with_flags
 from .help_groups import OffspecCommand, option
-from .options import MODEL, MODEL_HELP, ModelName, memory_flags, model_flags, size
+from .options import MODEL, MODEL_HELP, ModelName, WholeNumber, memory_flags, model_flags, size
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
+    from offspec.drafts.weighing import Prospect
     from offspec.tools.forecast import Forecast
 
 WIDTHS = (1, 16, 64, 256, 512)
@@ -33,15 +34,24 @@ WIDTHS = (1, 16, 64, 256, 512)
 Examples:
   offspec plan ./Llama-3.1-70B-Instruct --draft ./Llama-3.2-1B-Instruct --ram 48GiB
   offspec plan meta-llama/Llama-3.1-70B-Instruct --format nf4 --gpu rtx4090 --ram 64GiB
+  offspec plan ./Qwen2.5-32B-Instruct --draft ./Qwen2.5-0.5B-Instruct --draft shadow --gpu rtx4090 --ram 128GiB
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)
 @option(
     "--draft",
-    type=ModelName("auto", "lookup", "none", "builtin"),
-    default="auto",
-    metavar="PATH|auto|lookup|none",
-    help="Draft model: a path; lookup and none need no memory. [default: auto, lookup except for builtin]",
+    "drafts",
+    type=ModelName("auto", "shadow", "self", "resident", "lookup", "none", "builtin"),
+    default=("auto",),
+    multiple=True,
+    metavar="PATH|auto|shadow|self|resident|lookup|none",
+    help="Draft, as for `offspec run`; several are compared, and the plan is for the fastest. [default: auto]",
+)
+@option(
+    "--exit-layer",
+    type=WholeNumber(1),
+    metavar="N",
+    help="With --draft self: draft with the first N layers, without a trained exit layer.",
 )
 @model_flags
 @memory_flags
@@ -66,7 +76,15 @@ Examples:
 @option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @option("-q", "--quiet", is_flag=True, help="Print no notes to stderr.")
 @option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
-def command(model: str, disk_rate: int | None, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
+def command(
+    model: str,
+    drafts: tuple[str, ...],
+    disk_rate: int | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> None:
     is_said = click.get_current_context().get_parameter_source("device") is ParameterSource.COMMANDLINE
     if options["gpu"] is not None and options["device"] != "auto" and is_said:
         raise click.UsageError(
@@ -80,7 +98,9 @@ def command(model: str, disk_rate: int | None, as_json: bool, quiet: bool, verbo
             show_line(f"measuring {what}" if what else "")
 
     assumptions = Assumptions(options.pop("gpu"), options.pop("form"), disk_rate)
-    forecast = make_forecast(LoadOptions(model, **options), assumptions, widths=WIDTHS, progress=progress)
+    forecast = make_forecast(
+        LoadOptions(model, drafts[0], **options), assumptions, drafts=drafts, widths=WIDTHS, progress=progress
+    )
     progress("")
     for note in forecast.notes:
         if verbose or (note.advice and not quiet):
@@ -99,7 +119,16 @@ def describe(forecast: Forecast) -> list[str]:
     rows.append(["limit", *(format_size(limit or 0) for limit in (limits.device, limits.ram))])
     if not forecast.has_card:
         rows = [[name, ram] for name, _, ram in rows]
-    return [forecast.title, "", *_table(rows), "", forecast.where, *_seconds(forecast), *_gains(forecast)]
+    return [
+        forecast.title,
+        "",
+        *_table(rows),
+        "",
+        forecast.where,
+        *_seconds(forecast),
+        *_drafts(forecast),
+        *_gains(forecast),
+    ]
 
 
 def _cell(number: int) -> str:
@@ -114,6 +143,60 @@ def _table(rows: list[list[str]]) -> list[str]:
         )
         for row in rows
     ]
+
+
+def _drafts(forecast: Forecast) -> list[str]:
+    """What each draft is expected to bring, and which one is the fastest."""
+    if len(forecast.prospects) < 2:
+        return []
+    rows = [["draft", "its memory", "resident", "pass s", "round s", "rounds", "tokens/pass", "tokens/s", "sampled"]]
+    rows += [_draft_row(prospect) for prospect in forecast.prospects if prospect.plan is not None]
+    refused = [_refusal(prospect) for prospect in forecast.prospects if prospect.plan is None]
+    return [
+        "",
+        "Drafts, by these rates (sampled: tokens/s at temperature 1):",
+        *_table(rows),
+        *refused,
+        *_verdict(forecast),
+    ]
+
+
+def _refusal(prospect: Prospect) -> str:
+    """Why a draft cannot be used, without the figures in parentheses."""
+    why, _, _ = prospect.why_not.partition(" (")
+    return f"{prospect.name}: {with_flags(why)}"
+
+
+def _draft_row(prospect: Prospect) -> list[str]:
+    assert prospect.plan is not None
+    assert prospect.greedy is not None
+    assert prospect.sampled is not None
+    best = prospect.greedy
+    resident = f"{len(prospect.plan.placement.resident)} of {len(prospect.plan.layers)}"
+    return [
+        prospect.name,
+        _cell(prospect.draft_bytes),
+        resident,
+        _three_digits(best.pass_s),
+        _three_digits(best.round_s) if best.round_s else "-",
+        str(best.num_rounds) if best.round_s else "-",
+        f"{best.tokens_per_pass:.1f}",
+        f"{best.tokens_per_s:.2f}",
+        f"{prospect.sampled.tokens_per_s:.2f}",
+    ]
+
+
+def _verdict(forecast: Forecast) -> list[str]:
+    """The fastest draft and its lead; what it needs, if it is a shadow; where tokens per pass come from."""
+    from offspec.drafts.weighing import by_rate
+
+    first, *rest = by_rate(forecast.prospects)
+    lead = f", {first.tokens_per_s / rest[0].tokens_per_s:.2f} times {rest[0].name}" if rest else ""
+    lines = [f"The fastest is {first.name}{lead}."]
+    kind, _, bits = first.name.partition(":")
+    if kind == "shadow" and bits.isdecimal():
+        lines.append(f"A shadow is made once: offspec quantize {forecast.model} --shadow {bits}")
+    return [*lines, "Tokens per pass are those of the built-in pair (docs/drafts.md); your models may differ by half."]
 
 
 def _gains(forecast: Forecast) -> list[str]:

@@ -54,6 +54,12 @@ def fingerprint(target: ModelFiles) -> str:
     return digest.hexdigest()[:16]
 
 
+def has_weights(target: ModelFiles) -> bool:
+    """Whether the target's weights are here; of a model that is only planned for, they may be missing."""
+    infos = [info for weight in target.stored.layers[0].weights.values() for info in weight.streamed]
+    return all(info.path.is_file() for info in infos)
+
+
 def exits_folder() -> Path:
     """The default folder of exit layers."""
     from platformdirs import user_data_path  # imported here, so that the engine runs without it

@@ -24,7 +24,7 @@ from ..model.block import layer_shapes
 from ..model.foreign_config import ForeignConfig
 from ..model.names import LAYER_PREFIX
 from .conversion import without_blanks
-from .exit_layers import fingerprint, refuse_foreign
+from .exit_layers import fingerprint, has_weights, refuse_foreign
 from .from_config import layers_from_config
 from .opening import ModelFiles
 
@@ -91,10 +91,7 @@ def find_shadow(target: ModelFiles, bits: int) -> Shadow | None:
 
 def made_shadows(target: ModelFiles) -> list[int]:
     """The bits of the finished shadows in the user's cache, most first. None for a target without weights here."""
-    is_here = all(
-        info.path.is_file() for weight in target.stored.layers[0].weights.values() for info in weight.streamed
-    )
-    if not is_here or isinstance(target.config, ForeignConfig):
+    if not has_weights(target) or isinstance(target.config, ForeignConfig):
         return []
     return [bits for bits, folder in _folders(target).items() if _is_complete(folder)]
 

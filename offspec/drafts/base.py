@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from offspec.loaders.convert import Progress
+from offspec.loaders.placement import Placement
 from offspec.scheduler.budget import Controller
 from offspec.scheduler.controllers import controller_for
 from offspec.scheduler.drafter import Drafter, DraftRequest, NoDrafter
@@ -27,6 +28,7 @@ from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.text_caches import DraftText, TextCaches
+from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..text.tokenizer import Tokenizer
 from ..training.online import Aligner
@@ -102,6 +104,9 @@ class OpenedDraft(Protocol):
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         """The memory that the draft needs beside `target`."""
+
+    def guessing(self, placement: Placement) -> Guessing:
+        """How it guesses if the target's layers are placed so, for predictions of its speed."""
 
     def load(self, device: torch.device) -> Attach:
         """Load the draft's own weights before the target's. The result makes the `Draft`, given the loaded target.

@@ -26,6 +26,7 @@ def _open_self(request: OpenRequest) -> OpenedDraft:
     return OpenedLayers.open_exit(request)
 
 
+AUTO, BUILTIN = "auto", "builtin"
 KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
     "none": NoDraft.open,
     LookupDraft.NAME: LookupDraft.open,
@@ -42,15 +43,22 @@ def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
     return KINDS.get(kind, OpenedModel.open)(replace(request, options=options))
 
 
+def automatic_names(model: str, request: OpenRequest) -> list[str]:
+    """The drafts that `auto` chooses from: the built-in pair's own, or else shadows that are made, and lookup."""
+    if model == BUILTIN:
+        return [BUILTIN]
+    return [*(f"{SHADOW}:{bits}" for bits in made_shadows(request.target)), LookupDraft.NAME]
+
+
 def _resolve(model: str, request: OpenRequest) -> str:
     """The name of a kind or a model; `auto` becomes one of them."""
-    if request.options.draft != "auto":
+    if request.options.draft != AUTO:
         return request.options.draft
-    if model == "builtin":
-        return "builtin"
-    if bits := made_shadows(request.target):
-        request.notes.append(Note(f"draft: the target's shadow of {bits[0]} bits, found in the cache"))
-        return f"{SHADOW}:{bits[0]}"
+    name = automatic_names(model, request)[0]
+    if name != LookupDraft.NAME:
+        if name != BUILTIN:
+            request.notes.append(Note(f"draft: the target's {name}, found in the cache"))
+        return name
     remedy = (
         "a small model of the same family (`draft=PATH`) or a copy of the target in 4 bits (`draft=shadow`) is faster"
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from offspec.loaders.layer_view import LayerView, ViewedLayer
-from offspec.loaders.placement import SHADOW_ITEM, Item
+from offspec.loaders.placement import SHADOW_ITEM, Item, Placement
 from offspec.loaders.tiers import StoredModel, TieredWeights, load_layer
 from offspec.scheduler.drafter import Drafter
 from offspec.scheduler.params import tree_room
@@ -26,8 +26,10 @@ from ..model.block import kv_cache_bytes
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import MOST_ROWS, LayerDraft, LayerDraftText
 from ..model.text_caches import TextCaches
+from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..planning.plan import KV_ITEM, unpacking_items
+from .acceptance import EXIT, LOOKUP, RESIDENT_LAYERS, SHADOWS
 from .base import Attach, Draft, DraftTask, OpenRequest
 from .learnt import EstimatesAndRecall
 from .model_draft import ModelDraft, guessing_items
@@ -78,6 +80,7 @@ class OpenedShadow:
     """A shadow whose headers fit the target."""
 
     shadow: Shadow
+    target: ModelFiles
     models: Sequence[ModelFiles]
     notes: list[Note]
     device_type: str
@@ -96,12 +99,25 @@ class OpenedShadow:
         else:
             shadow = _of_bits(int(said[:4] or DEFAULT_BITS), request)
         stored = replace(target.stored, layers=list(shadow.layers))
-        return cls(shadow, (replace(target, stored=stored),), request.notes, request.device_type)
+        packed = replace(target, stored=stored)
+        return cls(shadow, target, (packed,), request.notes, request.device_type)
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         """Scratch of its own, entries in the target's KV cache, and copies of the layers that will be streamed."""
         items = [*unpacking_items(self.models[0]), *_items(target, self.device_type)]
         return MemoryUse(tuple(items), shadow_bytes=self.shadow.layer_bytes(target))
+
+    def guessing(self, placement: Placement) -> Guessing:
+        """A round goes through the copies of the streamed layers, and the layers that stay.
+
+        A target that is not streamed has a copy of every layer, or no shadow if there is no room for it.
+        """
+        copies, layers = self.models[0], len(self.shadow.layers)
+        if not placement.streamed and all(item.name != SHADOW_ITEM for item in placement.items):
+            return Guessing(acceptance=LOOKUP)
+        chosen = len(placement.streamed) or layers
+        parts = ((copies, chosen), (self.target, layers - chosen))
+        return Guessing(parts, SHADOWS[self.shadow.bits], share=chosen / layers)
 
     def load(self, device: torch.device) -> Attach:
         return self._attach
@@ -176,6 +192,14 @@ class OpenedLayers:
         items = [*unpacking_items(target), *_items(target, self.device_type)]
         return MemoryUse(tuple(items), num_pinned_layers=self.num_first or 0)
 
+    def guessing(self, placement: Placement) -> Guessing:
+        layers = self.target.config.num_layers
+        number = len(placement.resident) if self.num_first is None else self.num_first
+        if number in (0, layers):
+            return Guessing(acceptance=LOOKUP)
+        acceptance = RESIDENT_LAYERS if self.num_first is None else EXIT
+        return Guessing(((self.target, number),), acceptance)
+
     def load(self, device: torch.device) -> Attach:
         return self._attach
 
@@ -186,11 +210,7 @@ class OpenedLayers:
             which = "all layers stay" if numbers else "no layer stays"
             self.notes.append(Note(f"{which}, so there is no smaller draft to make of them", advice=True))
             return LookupDraft()
-        num_elements = self.target.stored.scratch_elements((), target.dtype)
-        view = LayerView(weights, numbers, _scratch(num_elements, target))
-        kind = RESIDENT if self.num_first is None else "exit"
-        name = f"{kind} ({len(numbers)} of {target.config.num_layers} layers)"
-        return LayersOfTarget(LayerDraft(target, numbers, view), name)
+        return load_layers(self.target, target, numbers, RESIDENT if self.num_first is None else "exit")
 
 
 def _check(request: OpenRequest) -> None:
@@ -209,6 +229,14 @@ def _weights(target: Decoder) -> TieredWeights:
     weights = target.weights
     assert isinstance(weights, TieredWeights), "a target that was loaded by a plan"
     return weights
+
+
+def load_layers(files: ModelFiles, target: Decoder, numbers: Sequence[int], kind: str = RESIDENT) -> LayersOfTarget:
+    """The draft that goes through these layers of the target as they are; they have to be resident."""
+    num_elements = files.stored.scratch_elements((), target.dtype)
+    view = LayerView(target.weights, numbers, _scratch(num_elements, target))
+    name = f"{kind} ({len(numbers)} of {target.config.num_layers} layers)"
+    return LayersOfTarget(LayerDraft(target, numbers, view), name)
 
 
 def _scratch(num_elements: int, target: Decoder) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offspec.loaders.placement import Item
+from offspec.loaders.placement import Item, Placement
 from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
 from offspec.scheduler.baselines.sequoia import SequoiaDrafter
 from offspec.scheduler.costs import WIDTHS
@@ -27,10 +27,12 @@ from ..model.decoder import CachedDecoder, Decoder
 from ..model.foreign_config import ForeignConfig
 from ..model.row_logits import HEAD_ROWS
 from ..model.text_caches import TextCaches
+from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..planning.plan import all_resident, pass_bytes, resident_bytes, unpacking_items
 from ..text.tokenizer import Tokenizer, check_vocabularies
 from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
+from .acceptance import OTHER_VOCABULARY, SMALL_MODEL
 from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
 from .learnt import EstimatesAndRecall
 from .recall import RecallingText, recall_bytes
@@ -179,6 +181,10 @@ class OpenedModel:
             learning = learning_bytes(files.config, itemsize, params)
             items.append(Item("learning", on_device=learning, on_host=params.buffer_bytes))
         return MemoryUse(tuple(items), pass_bytes(files, room))
+
+    def guessing(self, placement: Placement) -> Guessing:
+        acceptance = SMALL_MODEL if self.other is None else OTHER_VOCABULARY
+        return Guessing(((self.files, self.files.config.num_layers),), acceptance, is_captured=True)
 
     def load(self, device: torch.device) -> Attach:
         options = self.options

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
-from offspec.loaders.placement import Item
+from offspec.loaders.placement import Item, Placement
 from offspec.scheduler.params import MAX_ROWS
 
-from ..checkpoints.exit_layers import ExitFile, refuse_foreign
+from ..checkpoints.exit_layers import ExitFile, has_weights, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
 from ..model.block import kv_cache_bytes
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit, shared_text
 from ..model.text_caches import TextCaches
+from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
+from .acceptance import EXIT_LAYER
 from .base import Attach, OpenRequest
 from .model_draft import ModelDraft, guessing_items
 
@@ -50,6 +52,7 @@ class OpenedSelf:
     """An exit layer's file, whose header fits the target."""
 
     file: ExitFile
+    target: ModelFiles
     models: Sequence[ModelFiles] = ()
 
     @classmethod
@@ -57,15 +60,16 @@ class OpenedSelf:
         """Open the given exit file, or the newest exit layer for this target. Raises UsageError, CheckpointError."""
         target, options = request.target, request.options
         refuse_foreign(target.config)
-        if request.tokenizer is None:
+        if not has_weights(target):
             raise UsageError(
-                "plan does not support `draft=self`; use `draft=none` and add the size of one layer and its KV cache"
+                f"`draft=self` needs the weights of {target.checkpoint.path}, to which its exit layer belongs; give "
+                "`exit_layer` to plan for an early exit without a trained layer"
             )
         options.refuse_learning()
         found = ExitFile.find(target) if options.exit_file is None else ExitFile.open(options.exit_file, target)
         layers = f"the target's first {found.exit_layer} of {target.config.num_layers} layers"
         request.notes.append(Note(f"draft: {layers}, and the exit layer {found.path}"))
-        return cls(found)
+        return cls(found, target)
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         """The exit layer, its KV cache, the drafted nodes' KV entries in the layers before it, and hidden states.
@@ -84,6 +88,10 @@ class OpenedSelf:
             *guessing_items(config, target),
         ]
         return MemoryUse(tuple(items), num_pinned_layers=num_first)
+
+    def guessing(self, placement: Placement) -> Guessing:
+        """A round goes through the first layers and the exit layer, which has the shape of the next one."""
+        return Guessing(((self.target, self.file.exit_layer + 1),), EXIT_LAYER, overlaps=False)
 
     def load(self, device: torch.device) -> Attach:
         return lambda target: SelfDraft(EarlyExit(target, self.file.exit_layer, self.file.load(target.dtype, device)))

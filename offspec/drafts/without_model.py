@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from offspec.loaders.placement import Placement
 from offspec.scheduler.lookup import Guesser, PromptLookup
 
 from ..checkpoints.opening import ModelFiles
+from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
+from .acceptance import LOOKUP
 from .base import Attach, Draft, DraftTask, OpenRequest
 from .learnt import EstimatesAndRecall
 
@@ -21,6 +24,9 @@ class WithoutModel(Draft):
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         return MemoryUse()
+
+    def guessing(self, placement: Placement) -> Guessing:
+        return Guessing()
 
     def load(self, device: torch.device) -> Attach:
         return lambda target: self
@@ -51,6 +57,9 @@ class LookupDraft(WithoutModel):
         request.options.refuse_learning()
         request.options.refuse_exit_file()
         return cls()
+
+    def guessing(self, placement: Placement) -> Guessing:
+        return Guessing(acceptance=LOOKUP)
 
     def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
         looked_up: list[Guesser] = [PromptLookup(learnt.lookups)] if task.speculation.lookup else []

@@ -110,17 +110,17 @@ class Plan:
 
     def predict_pass_s(self, rates: Rates, width: int) -> float:
         """Seconds of one pass over `width` rows (chain and tree) in the steady state."""
-        head_s = self.work.head_elements * _seconds_per_element(rates.matmul_flops, min(width, HEAD_ROWS))
-        return self._pass_s(rates, _layer_s(self.work, rates, width), head_s)
+        head_s = self.work.head_elements * seconds_per_element(rates.matmul_flops, min(width, HEAD_ROWS))
+        return self._pass_s(rates, layer_s(self.work, rates, width), head_s)
 
     def link_s(self, rates: Rates) -> float:
         """Seconds to move the streamed layers, without computation."""
         return self._pass_s(rates, 0.0)
 
-    def _pass_s(self, rates: Rates, layer_s: float, head_s: float = 0.0) -> float:
+    def _pass_s(self, rates: Rates, each_s: float, head_s: float = 0.0) -> float:
         disk = rates.disk_bytes_per_s or math.inf
         link = rates.host_to_device_bytes_per_s if self.placement.limits.device is not None else None
-        compute_s = (*(layer_s for _ in self.layers[1:]), layer_s + head_s)
+        compute_s = (*(each_s for _ in self.layers[1:]), each_s + head_s)
         return predict_pass_s(self.placement, self.layers, PassRates(compute_s, disk, link))
 
     def with_more(self, *, vram: int = 0, ram: int = 0) -> Plan:
@@ -275,18 +275,18 @@ def pass_bytes(model: ModelFiles, room: Room) -> int:
 # ------------------------------------------------------------------------------------------------ prediction
 
 
-def _layer_s(work: Work, rates: Rates, width: int) -> float:
+def layer_s(work: Work, rates: Rates, width: int) -> float:
     """Seconds of arithmetic in one layer."""
-    matmul_s = work.layer_elements * _seconds_per_element(rates.matmul_flops, width)
+    matmul_s = work.layer_elements * seconds_per_element(rates.matmul_flops, width)
     used = 1 - (1 - work.expert_share) ** width  # expected share of the experts, if rows choose independently
     rows = max(1, round(width * work.expert_share / used))
-    matmul_s += work.expert_elements * used * _seconds_per_element(rates.matmul_flops, rows)
+    matmul_s += work.expert_elements * used * seconds_per_element(rates.matmul_flops, rows)
     if not work.packed_elements or not rates.dequantise_elements_per_s:
         return matmul_s
     return matmul_s + work.packed_elements / rates.dequantise_elements_per_s
 
 
-def _seconds_per_element(flops: Mapping[int, float], width: int) -> float:
+def seconds_per_element(flops: Mapping[int, float], width: int) -> float:
     """Seconds for one weight and `width` rows: linear between measured widths, at the last rate beyond them."""
     if not flops:
         return 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import psutil
 import torch
@@ -97,6 +98,33 @@ def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per
         matmul_flops=measure_matmul(device, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.2),
         dequantise_elements_per_s=measure_dequantise(device, target.dtype, form, seconds=0.05) if form else None,
     )
+
+
+class ProductRates:
+    """Rates of products with the matrices of a target and of drafts. `rates` are the target's, as measured or assumed.
+
+    On a CPU, the rate depends on the format of a matrix; each format is measured once. Small models are not measured
+    (`choose_products`), and have the target's rates.
+    """
+
+    def __init__(self, target: ModelFiles, rates: Rates, device_type: str) -> None:
+        self._rates, self._device = rates, torch.device(device_type)
+        self._known = {self._kind(target): rates}
+
+    def __call__(self, model: ModelFiles) -> Rates:
+        if self._device.type != "cpu":
+            return self._rates
+        kind = self._kind(model)
+        if kind not in self._known:
+            choose_products([(model, True)], self._device)
+            products = product_flops(*kind)
+            found = replace(self._rates, matmul_flops=products, dequantise_elements_per_s=None)
+            self._known[kind] = found if products else self._rates
+        return self._known[kind]
+
+    @staticmethod
+    def _kind(model: ModelFiles) -> tuple[str, torch.dtype]:
+        return model.packed_form or HALF_DTYPES.get(model.dtype, ""), model.dtype
 
 
 def measure_fused_limits(models: Sequence[ModelFiles], device: torch.device) -> list[Note]:

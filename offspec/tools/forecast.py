@@ -17,12 +17,12 @@ from offspec.loaders.measure import measure_rates
 from offspec.loaders.units import format_count, format_quantity, format_size
 
 from ..checkpoints.opening import DTYPES, ModelFiles, Note, choose_device, locate
-from ..drafts.base import OpenedDraft, OpenRequest
-from ..drafts.kinds import open_draft
+from ..drafts.base import OpenRequest
+from ..drafts.weighing import Prospect, Scales, by_rate
 from ..errors import OffspecError, UsageError
 from ..loading import LoadOptions
 from ..planning.plan import Plan
-from ..planning.probe import plan_here
+from ..planning.probe import ProductRates, plan_here
 from ..planning.report import explain_plan, tell_tiers
 
 GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4
@@ -64,7 +64,9 @@ class Forecast:
 
     model: the name as given; title: its size and format. gains: more VRAM, then more RAM, in steps of GAIN_STEP_BYTES,
     as long as a step changes the placement. four_bit: the same model in that format; None if nothing is streamed, or
-    it has 4 bits already. max_context: the largest context that fits, in tokens.
+    it has 4 bits already. max_context: the largest context that fits, in tokens. prospects: what drafts would bring, as
+    asked for and then others; empty if one draft was asked for and nothing is streamed. draft: the one of `plan`, the
+    fastest of those that were asked for.
     """
 
     model: str
@@ -77,6 +79,8 @@ class Forecast:
     gains: list[Gain]
     four_bit: FourBit | None
     max_context: int
+    draft: str
+    prospects: list[Prospect]
 
     @property
     def tree_pass_s(self) -> float:
@@ -148,6 +152,8 @@ class Forecast:
             "four_bit": self.four_bit and self.four_bit.as_dict(),
             "gain_pass_tokens": GAIN_WIDTH,
             "gains": [gain.as_dict() for gain in self.gains],
+            "draft": self.draft,
+            "drafts": [prospect.as_dict() for prospect in self.prospects],
             "rates": asdict(self.rates),
         }
 
@@ -175,52 +181,95 @@ def make_forecast(
     options: LoadOptions,
     assumptions: Assumptions | None = None,
     *,
+    drafts: Sequence[str] = (),
     widths: Sequence[int] = (1,),
     progress: Callable[[str], None] = lambda what: None,
 ) -> Forecast:
     """Predict a model, which need not be downloaded, on this machine or with another card. options: `Engine.load`'s.
 
-    widths: rows of a pass. This machine's rates are measured, on the disk with the model. With another card, all rates
-    come from data sheets. Raises MemoryLimitError if the model does not fit.
+    drafts: compare these, and plan for the fastest; none is `options.draft`. widths: rows of a pass. This machine's
+    rates are measured, on the disk with the model. With another card, all rates come from data sheets. Raises
+    MemoryLimitError if the model does not fit.
     """
     assumed = assumptions or Assumptions()
     assumed.check()
     notes: list[Note] = []
-    known = find_gpu(assumed.gpu) if assumed.gpu is not None else None
-    place = torch.device("cpu") if known else choose_device(options.device, notes)
-    target, draft = _open_to_plan(options, assumed.form, "cuda" if known else place.type, notes)
-    hardware = _hardware(place, known, options.ram)
-    plan = plan_here(target, [draft], hardware, options.memory)
-    if known is None:
-        rates = measure_rates(
-            place,
-            target.dtype,
-            largest_weight_file(target.checkpoint.path) or target.checkpoint.path,
-            widths=widths,
-            form=target.packed_form,
-            beside_reads=bool(plan.placement.on_disk) and place.type == "cpu",
-            progress=progress,
-        )
-    else:
-        rates = _with_disk(known.rates(), NVME_BYTES_PER_S, NVME_SOURCE)
-    if assumed.disk_bytes_per_s is not None:
-        rates = _with_disk(rates, assumed.disk_bytes_per_s, "given")
-    name = hardware.gpu.name if hardware.gpu else "RAM"
-    pass_s = {w: plan.predict_pass_s(rates, w) for w in widths}
-    notes += explain_plan(plan)
-    if known is None and (load := psutil.getloadavg()[0]) > hardware.num_cores:
-        notes.append(
-            Note(
-                f"this machine is busy: {load:.1f} processes share {hardware.num_cores} cores, so the measured rates "
-                "are too low",
-                advice=True,
-            )
-        )
-    title, gains = _title(target, assumed.form, plan), _gains(plan, rates)
-    four_bit = _four_bit(plan, rates)
-    return Forecast(
-        options.model, title, name, plan, rates, pass_s, notes, gains, four_bit, max_context=plan.largest_context()
+    machine = Machine.of(options, assumed, notes)
+    request = _open_to_plan(options, assumed.form, machine.device_type, notes)
+    scales = Scales(
+        options.model, request, lambda draft: plan_here(request.target, [draft], machine.hardware, options.memory)
     )
+    names = scales.names(drafts or (options.draft,))
+    first = scales.first_plan(names)
+    rates = machine.measure(request.target, first, widths, progress)
+    prospects = scales.compare(names, ProductRates(request.target, rates, machine.device_type), first)
+    chosen = by_rate(prospects[: len(names)])[0]
+    plan = chosen.plan or first
+    notes += [*explain_plan(plan), *machine.notes()]
+    return Forecast(
+        options.model,
+        _title(request.target, assumed.form, plan),
+        machine.name,
+        plan,
+        rates,
+        {w: plan.predict_pass_s(rates, w) for w in widths},
+        notes,
+        _gains(plan, rates),
+        _four_bit(plan, rates),
+        plan.largest_context(),
+        chosen.name,
+        prospects,
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that a forecast is for: this one, or this one with a card by its data sheet (`known`).
+
+    disk_bytes_per_s: as assumed; None if it is measured, or a usual one.
+    """
+
+    place: torch.device
+    known: KnownGpu | None
+    hardware: Hardware
+    disk_bytes_per_s: float | None
+
+    @classmethod
+    def of(cls, options: LoadOptions, assumed: Assumptions, notes: list[Note]) -> Machine:
+        known = find_gpu(assumed.gpu) if assumed.gpu is not None else None
+        place = torch.device("cpu") if known else choose_device(options.device, notes)
+        return cls(place, known, _hardware(place, known, options.ram), assumed.disk_bytes_per_s)
+
+    @property
+    def device_type(self) -> str:
+        return "cuda" if self.known else self.place.type
+
+    @property
+    def name(self) -> str:
+        return self.hardware.gpu.name if self.hardware.gpu else "RAM"
+
+    def measure(self, target: ModelFiles, plan: Plan, widths: Sequence[int], progress: Callable[[str], None]) -> Rates:
+        """Rates of products with the target's matrices, and of the links; of an assumed card, from its data sheet."""
+        if self.known is not None:
+            rates = _with_disk(self.known.rates(), NVME_BYTES_PER_S, NVME_SOURCE)
+        else:
+            rates = measure_rates(
+                self.place,
+                target.dtype,
+                largest_weight_file(target.checkpoint.path) or target.checkpoint.path,
+                widths=widths,
+                form=target.packed_form,
+                beside_reads=bool(plan.placement.on_disk) and self.place.type == "cpu",
+                progress=progress,
+            )
+        return rates if self.disk_bytes_per_s is None else _with_disk(rates, self.disk_bytes_per_s, "given")
+
+    def notes(self) -> list[Note]:
+        """A note if this machine is too busy to be measured."""
+        if self.known is not None or (load := psutil.getloadavg()[0]) <= self.hardware.num_cores:
+            return []
+        busy = f"this machine is busy: {load:.1f} processes share {self.hardware.num_cores} cores"
+        return [Note(f"{busy}, so the measured rates are too low", advice=True)]
 
 
 def _with_disk(rates: Rates, bytes_per_s: float, source: str) -> Rates:
@@ -242,14 +291,11 @@ def _four_bit(plan: Plan, rates: Rates) -> FourBit | None:
     return FourBit(found, found.predict_pass_s(rates, GAIN_WIDTH))
 
 
-def _open_to_plan(
-    options: LoadOptions, form: str | None, device_type: str, notes: list[Note]
-) -> tuple[ModelFiles, OpenedDraft]:
-    """Open target and draft; for hub ids, only config.json is downloaded."""
+def _open_to_plan(options: LoadOptions, form: str | None, device_type: str, notes: list[Note]) -> OpenRequest:
+    """Open the target, for drafts that are only planned for; for hub ids, only config.json is downloaded."""
     path = locate(options.model, options.revision, "target", weights=False)
     target = ModelFiles.from_config(path, form, options.dtype, device_type, notes)
-    request = OpenRequest(options.drafting, target, None, options.dtype, device_type, notes)
-    return target, open_draft(options.model, request)
+    return OpenRequest(options.drafting, target, None, options.dtype, device_type, notes)
 
 
 def _hardware(place: torch.device, known: KnownGpu | None, ram: int | None) -> Hardware:

@@ -16,6 +16,7 @@ from .conftest import Offspec
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = Rates(disk_bytes_per_s=2e9, matmul_flops={1: 1e10}, sources={"disk_bytes_per_s": "2 readers"})
     monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: rates)
+    monkeypatch.setattr("offspec.planning.probe.choose_products", lambda models, device: None)
 
 
 @pytest.fixture
@@ -142,11 +143,57 @@ def test_more_of_which_memory(offspec: Offspec, large: Path) -> None:
     assert {gain["memory"] for gain in plenty} == {"VRAM"}
 
 
+def test_drafts_are_compared_in_one_table(offspec: Offspec, large: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_hidden_layers": 8}
+    (small / "config.json").write_text(json.dumps(json.loads((large / "config.json").read_text()) | shape))
+    card = ("plan", large, "--gpu", "rtx4090", "--vram", "10GiB", "--ram", "64GiB", "-c", "2048", "-q")
+    asked = (*card, "--draft", small, "--draft", "shadow:3", "--draft", "self", "--exit-layer", "4")
+    told = json.loads(offspec(*asked, "--json").out)
+    drafts = {draft["draft"]: draft for draft in told["drafts"]}
+    assert list(drafts) == [str(small), "shadow:3", "self", "shadow:4", "shadow:2", "lookup", "none"]
+    usable = {name: draft for name, draft in drafts.items() if "greedy" in draft}
+    assert told["draft"] == max(
+        [str(small), "shadow:3", "self"], key=lambda name: usable[name]["greedy"]["tokens_per_s"]
+    )
+    alone = json.loads(offspec(*card, "--draft", told["draft"], "--json").out)
+    assert told["resident_layers"] == alone["resident_layers"]
+    assert drafts["none"]["greedy"]["tokens_per_s"] == pytest.approx(1 / drafts["none"]["greedy"]["pass_s"])
+    assert drafts["none"]["draft_bytes"] == 0 < drafts["shadow:2"]["draft_bytes"] < drafts["shadow:4"]["draft_bytes"]
+    shown = offspec(*asked).out
+    fastest = max(usable, key=lambda name: usable[name]["greedy"]["tokens_per_s"])
+    assert f"The fastest is {fastest}, " in shown
+    for name, draft in usable.items():
+        (row,) = (line.split() for line in shown.splitlines() if line.split()[:1] == [name])
+        assert row[-2:] == [f"{draft[kind]['tokens_per_s']:.2f}" for kind in ("greedy", "sampled")]
+
+
+def test_a_draft_that_does_not_fit_says_so_in_the_table(offspec: Offspec, large: Path) -> None:
+    asked = ("plan", large, "--gpu", "rtx4090", "--vram", "5GiB", "--ram", "64GiB", "-c", "2048", "-q")
+    shown = offspec(*asked, "--draft", "lookup").out
+    assert "shadow:4: 5 GiB of VRAM are not enough" in shown
+    assert "The fastest is " in shown
+    refused = offspec(*asked, "--draft", "shadow:4")
+    refused.refusal(1, "shadow", "5 GiB of VRAM")
+    assert offspec(*asked, "--draft", "shadow:4", "--draft", "none").code == 0
+
+
+def test_the_command_that_makes_the_shadow_is_told(offspec: Offspec, large: Path) -> None:
+    asked = ("plan", large, "--gpu", "rtx4090", "--vram", "10GiB", "--ram", "64GiB", "-c", "2048", "-q")
+    fastest = json.loads(offspec(*asked, "--json").out)["drafts"]
+    best = max((draft for draft in fastest if "greedy" in draft), key=lambda draft: draft["greedy"]["tokens_per_s"])
+    kind, _, bits = best["draft"].partition(":")
+    assert kind == "shadow"
+    assert f"offspec quantize {large} --shadow {bits}" in offspec(*asked).out
+
+
 def test_refusals(offspec: Offspec, large: Path) -> None:
     offspec("plan", large, "--draft", "none", "--device", "cpu", "--ram", "1GiB", "-q").refusal(1, "1 GiB", "--ram")
     offspec("plan", large, "--gpu", "rtx9999", "-q").refusal(2, "rtx9999", "rtx4090")
     offspec("plan", large, "--ram", "plenty").refusal(2, "--ram", "plenty", "20GiB")
     offspec("plan", large, "--gpu", "rtx4090", "--device", "cpu", "-q").refusal(2, "--gpu rtx4090", "--device cpu")
     offspec("plan", large, "--disk", "0", "-q").refusal(2, "--disk 0", "7GB")
+    offspec("plan", large, "--draft", "lookup", "--exit-layer", "2", "-q").refusal(2, "--exit-layer 2", "--draft self")
     (large / "config.json").unlink()
     offspec("plan", large, "-q").refusal(1, large / "config.json")

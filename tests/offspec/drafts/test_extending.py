@@ -20,9 +20,10 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.base import Attach, Draft, DraftTask, OpenRequest
 from offspec.drafts.kinds import KINDS
 from offspec.drafts.learnt import EstimatesAndRecall
-from offspec.loaders.placement import Item
+from offspec.loaders.placement import Item, Placement
 from offspec.loading import LoadOptions
 from offspec.model.decoder import Decoder
+from offspec.planning.drafting import Acceptance, Guessing
 from offspec.planning.memory import MemoryUse, Room
 from offspec.scheduler.drafter import Drafter, NoDrafter
 from offspec.scheduler.tree import TokenTree
@@ -79,6 +80,9 @@ class OpenedTable:
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         return MemoryUse((Item("successor table", on_device=8 * target.config.vocab_size),))
+
+    def guessing(self, placement: Placement) -> Guessing:
+        return Guessing(acceptance=Acceptance({8: 3.0}, {8: 1.2}, "this test"))
 
     def load(self, device: torch.device) -> Attach:
         def attach(target: Decoder) -> Draft:

@@ -268,7 +268,7 @@ def test_the_first_layers_are_planned_to_stay(folder: Path) -> None:
     early, layer_bytes = ExitFile(Path("exit"), 1, 1), files.stored.layers[0].cost(files.dtype).resident_bytes
 
     def features(exit_file: ExitFile | None) -> list[OpenedSelf]:
-        return [] if exit_file is None else [OpenedSelf(exit_file)]
+        return [] if exit_file is None else [OpenedSelf(exit_file, files)]
 
     def least(exit_file: ExitFile | None) -> int:
         """The least RAM that is not refused."""

@@ -1,0 +1,25 @@
+"""Tokens per pass by kind of draft, for predictions before anything has run: measured on the built-in pair.
+
+A draft of a real model may guess better or worse; `offspec run --stats` tells tokens per pass.
+"""
+
+from __future__ import annotations
+
+from ..planning.drafting import Acceptance
+
+_SOURCE = "the built-in pair, docs/drafts.md"
+
+# SubSpec (2509.18344) has 11.9 for a 1.5B draft of a 7B model, and 28.4 for a shadow of 4 bits.
+SMALL_MODEL = Acceptance({64: 13.8, 256: 17.4}, {64: 5.1, 256: 6.7}, _SOURCE)
+OTHER_VOCABULARY = Acceptance({64: 5.3}, {64: 2.6}, _SOURCE)
+SHADOWS = {
+    4: Acceptance({64: 22.0, 256: 28.3}, {64: 11.3, 256: 15.0}, _SOURCE),
+    2: Acceptance({64: 12.8, 256: 16.7}, {64: 4.7, 256: 6.1}, _SOURCE),
+    3: Acceptance({64: 18.7, 256: 22.9}, {64: 8.5, 256: 10.8}, _SOURCE, share=5 / 8),
+}
+EXIT_LAYER = Acceptance({64: 4.1}, {64: 3.3}, "the built-in target, docs/early-exit.md")
+EXIT = Acceptance({64: 2.0}, {64: 2.0}, "the built-in target, docs/early-exit.md")
+RESIDENT_LAYERS = Acceptance({64: 1.3}, {64: 1.3}, _SOURCE)
+# On a 7B model grown from the built-in one (docs/LOG.md, 2026-11-23), and at temperature 1 on the built-in one. Greedy
+# texts of the built-in target repeat themselves, so its own 5.9 would promise too much.
+LOOKUP = Acceptance({64: 2.6}, {64: 1.6}, "docs/LOG.md, 2026-11-23")

@@ -1,0 +1,135 @@
+"""Compares drafts by predicted tokens/s before anything is loaded: a draft is chosen by its latency (2402.01528)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from offspec.loaders.params import SHADOW_FORMATS
+
+from ..checkpoints.opening import Note
+from ..errors import OffspecError
+from ..model.foreign_config import ForeignConfig
+from ..planning.drafting import Drafting, RatesOf, predict_drafting
+from ..planning.plan import PROGRAM_ITEM, Plan
+from .base import OpenedDraft, OpenRequest
+from .kinds import AUTO, automatic_names, open_draft
+from .layer_drafts import SHADOW
+from .self_draft import NAME as SELF
+from .without_model import LookupDraft
+
+NO_DRAFT = "none"
+PlanWith = Callable[[OpenedDraft], Plan]  # raises MemoryLimitError
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What a draft is expected to bring.
+
+    name: as `--draft` takes it. plan: None if the draft does not fit or cannot be used, and `why_not` says why.
+    draft_bytes: memory that it needs. greedy, sampled: the fastest drafting at temperature 0 and 1. source: where the
+    tokens per pass come from.
+    """
+
+    name: str
+    plan: Plan | None = None
+    why_not: str = ""
+    draft_bytes: int = 0
+    greedy: Drafting | None = None
+    sampled: Drafting | None = None
+    source: str = ""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """At temperature 0; 0 for a draft that cannot be used."""
+        return self.greedy.tokens_per_s if self.greedy else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        if self.plan is None or self.greedy is None or self.sampled is None:
+            return {"draft": self.name, "why_not": self.why_not}
+        return {
+            "draft": self.name,
+            "draft_bytes": self.draft_bytes,
+            "num_resident_layers": len(self.plan.placement.resident),
+            "greedy": vars(self.greedy),
+            "sampled": vars(self.sampled),
+            "source": self.source,
+        }
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Compares drafts of one target.
+
+    request: opens drafts that are only planned for. plan_with: the plan with a draft.
+    """
+
+    model: str
+    request: OpenRequest
+    plan_with: PlanWith
+
+    def names(self, given: Sequence[str]) -> list[str]:
+        """The names without duplicates; `auto` becomes the names that it chooses from.
+
+        Raises UsageError for settings of an early exit if none is given.
+        """
+        if SELF not in given:
+            replace(self.request.options, draft=given[0]).refuse_exit_file()
+        found = list[str]()
+        for name in given:
+            found += automatic_names(self.model, self.request) if name == AUTO else [name]
+        return list(dict.fromkeys(found))
+
+    def first_plan(self, names: Sequence[str]) -> Plan:
+        """The plan with the first draft that can be used. Raises the first one's OffspecError if none can."""
+        errors = list[OffspecError]()
+        for name in names:
+            try:
+                return self.plan_with(self.open(name, self.request.notes))
+            except OffspecError as exc:
+                errors.append(exc)
+        raise errors[0]
+
+    def open(self, name: str, notes: list[Note]) -> OpenedDraft:
+        """The draft of this name, only planned for: nothing is made or loaded. Raises OffspecError."""
+        options = replace(self.request.options, draft=name)
+        if name != SELF:  # the flag is another draft's
+            options = replace(options, exit_layer=None)
+        return open_draft(self.model, replace(self.request, options=options, tokenizer=None, notes=notes))
+
+    def compare(self, names: Sequence[str], rates_of: RatesOf, plan: Plan) -> list[Prospect]:
+        """What these drafts would bring; and the usual ones, if several are compared or `plan` streams layers."""
+        others = usual_names(plan) if plan.placement.streamed or len(names) > 1 else []
+        without = _item_bytes(self.plan_with(self.open(NO_DRAFT, [])))
+        return [self._prospect(name, rates_of, without) for name in dict.fromkeys([*names, *others])]
+
+    def _prospect(self, name: str, rates_of: RatesOf, bytes_without: int) -> Prospect:
+        try:
+            opened = self.open(name, [])
+            plan = self.plan_with(opened)
+        except OffspecError as exc:
+            return Prospect(name, why_not=str(exc))
+        guessing = opened.guessing(plan.placement)
+        greedy, sampled = (predict_drafting(plan, guessing, rates_of, greedy=greedy) for greedy in (True, False))
+        source = guessing.acceptance.source if guessing.acceptance else ""
+        return Prospect(name, plan, "", _item_bytes(plan) - bytes_without, greedy, sampled, source)
+
+
+def _item_bytes(plan: Plan) -> int:
+    """Memory beside the layers and the program, which grows as it runs."""
+    items = plan.placement.items
+    return sum(item.on_device + item.on_host for item in items if item.name != PROGRAM_ITEM)
+
+
+def usual_names(plan: Plan) -> list[str]:
+    """Drafts that need no other model, to compare others with: shadows only for targets that are streamed."""
+    shadows = [f"{SHADOW}:{bits}" for bits in SHADOW_FORMATS]
+    can_have = plan.placement.streamed and not isinstance(plan.demand.target.config, ForeignConfig)
+    return [*(shadows if can_have else []), LookupDraft.NAME, NO_DRAFT]
+
+
+def by_rate(prospects: Sequence[Prospect]) -> list[Prospect]:
+    """The drafts that can be used, by tokens/s at temperature 0, most first."""
+    usable = [prospect for prospect in prospects if prospect.greedy is not None]
+    return sorted(usable, key=lambda prospect: -prospect.tokens_per_s)

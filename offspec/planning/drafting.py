@@ -1,0 +1,133 @@
+"""Predicts what a draft brings: seconds per round, tokens per pass, tokens/s.
+
+The tokens per pass of a kind of draft come from a small table of measurements (`drafts.acceptance`). Seconds follow
+from a plan and a machine's rates. Pure functions; neither files nor kinds of draft are known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from offspec.loaders.hardware import Rates
+from offspec.scheduler.params import SpeculationParams
+
+from ..checkpoints.opening import ModelFiles
+from ..model.row_logits import HEAD_ROWS
+from .plan import Plan, Work, layer_s, seconds_per_element
+
+MAX_ROUNDS = SpeculationParams.max_depth  # a round makes the tree one level deeper
+BEND = 3  # of the curve in `Acceptance.tokens`: fitted to replayed texts (docs/drafts.md)
+# Rounds during a pass spare the next tree the more rounds, the longer the accepted paths are for their depth; fitted to
+# replayed texts, where a small model was spared 0.3 of them, and a shadow of 4 bits 0.7 (docs/drafts.md).
+SPARED_POWER = 8
+# On a GPU, seconds to launch the kernels of one layer: about 75, of 5 us each, or 1.5 us in a captured graph.
+EAGER_LAYER_S, CAPTURED_LAYER_S = 75 * 5e-6, 75 * 1.5e-6
+NUM_HEADS = 2  # times that a round multiplies by the head: for its logits, and for recall
+
+RatesOf = Callable[[ModelFiles], Rates]  # rates of products with a model's matrices
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How many tokens a pass brings with a kind of draft.
+
+    greedy, sampled (temperature 1): nodes of the tree → tokens per pass with MAX_ROUNDS rounds. source: where these
+    figures were measured. share: the share of the target's layers that the draft approximated there.
+    """
+
+    greedy: Mapping[int, float]
+    sampled: Mapping[int, float]
+    source: str
+    share: float = 1.0
+
+    def tokens(self, num_nodes: int, num_rounds: int, *, greedy: bool, share: float = 1.0) -> float:
+        """Expected tokens per pass of a tree of `num_nodes` nodes after `num_rounds` rounds.
+
+        A path is at most num_rounds + 1 tokens long, and on average as long as the draft guesses right: a smooth
+        minimum of both. Wrong guesses are as frequent as approximated layers (`share`).
+        """
+        measured = (self.greedy if greedy else self.sampled)[num_nodes]
+        longest = _without(measured, MAX_ROUNDS + 1)
+        longest = 1 + (longest - 1) * self.share / share if share else math.inf
+        return _smooth_minimum(num_rounds + 1, longest)
+
+
+def _smooth_minimum(one: float, other: float) -> float:
+    return float((one**-BEND + other**-BEND) ** (-1 / BEND))
+
+
+def _without(result: float, one: float) -> float:
+    """The other value, if `result` is the smooth minimum of it and `one`."""
+    return float((result**-BEND - one**-BEND) ** (-1 / BEND))
+
+
+@dataclass(frozen=True)
+class Guessing:
+    """How a draft guesses.
+
+    layers: the layers that a round goes through, as (model, number of layers). acceptance: None if nothing guesses.
+    share: of the target's layers that the draft approximates. is_captured: on a GPU, rounds run as captured graphs.
+    overlaps: rounds also run during the target's pass.
+    """
+
+    layers: tuple[tuple[ModelFiles, int], ...] = ()
+    acceptance: Acceptance | None = None
+    share: float = 1.0
+    is_captured: bool = False
+    overlaps: bool = True
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A prediction: the tree and the rounds that bring the most tokens/s, and their seconds.
+
+    num_rounds: all rounds of a pass, those during the previous pass included.
+    """
+
+    num_nodes: int
+    num_rounds: int
+    round_s: float
+    pass_s: float
+    tokens_per_pass: float
+    tokens_per_s: float
+
+
+def predict_drafting(plan: Plan, guessing: Guessing, rates_of: RatesOf, *, greedy: bool) -> Drafting:
+    """The fastest drafting of `guessing` for a plan: as many nodes and rounds as bring the most tokens/s."""
+    rates, acceptance = rates_of(plan.demand.target), guessing.acceptance
+    plain_s = plan.predict_pass_s(rates, 1)
+    plain = Drafting(0, 0, 0.0, plain_s, 1.0, 1 / plain_s)
+    if acceptance is None:
+        return plain
+    found = [plain]
+    for num_nodes in acceptance.greedy:
+        pass_s = plan.predict_pass_s(rates, 1 + num_nodes)
+        one_s = round_s(plan, guessing, rates_of, rows_of_round(num_nodes))
+        for num_rounds in range(1, MAX_ROUNDS + 1) if one_s else (MAX_ROUNDS,):
+            tokens = acceptance.tokens(num_nodes, num_rounds, greedy=greedy, share=guessing.share)
+            spared_s = (tokens / (num_rounds + 1)) ** SPARED_POWER * pass_s if guessing.overlaps else 0.0
+            seconds = pass_s + max(0.0, num_rounds * one_s - spared_s)
+            found.append(Drafting(num_nodes, num_rounds, one_s, pass_s, tokens, tokens / seconds))
+    return max(found, key=lambda drafting: drafting.tokens_per_s)
+
+
+def rows_of_round(num_nodes: int) -> int:
+    """The rows of a round that grows a tree of `num_nodes`: `scheduler.budget.FixedBudget`'s."""
+    return min(64, max(16, num_nodes // 8))
+
+
+def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int) -> float:
+    """Seconds of one round of the draft over `width` rows; 0 for a draft without a model."""
+    if not guessing.layers:
+        return 0.0
+    launch_s = CAPTURED_LAYER_S if guessing.is_captured else EAGER_LAYER_S
+    if plan.placement.limits.device is None:
+        launch_s = 0.0
+    in_layers = sum(
+        count * (launch_s + layer_s(Work.of(model), rates_of(model), width)) for model, count in guessing.layers
+    )
+    first = guessing.layers[0][0]
+    head = Work.of(first).head_elements
+    return in_layers + NUM_HEADS * head * seconds_per_element(rates_of(first).matmul_flops, min(width, HEAD_ROWS))
