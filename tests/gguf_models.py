@@ -103,10 +103,17 @@ WRITTEN = {
 }
 
 
-def write_model(path: Path, config: Json, tensors: Mapping[str, Tensor], kinds: Mapping[str, str] = {}) -> Path:
+def write_model(
+    path: Path,
+    config: Json,
+    tensors: Mapping[str, Tensor],
+    kinds: Mapping[str, str] = {},
+    vocabulary: Mapping[str, Any] | None = None,
+) -> Path:
     """The GGUF file of a model: config as transformers' `to_dict` has it, tensors by Hugging Face's names.
 
-    kinds: a part of a tensor's name in GGUF → its type; the others are F32.
+    kinds: a part of a tensor's name in GGUF → its type; the others are F32. vocabulary: metadata of the tokenizer; None
+    is two letters and their merge.
     """
     written = WRITTEN[config["model_type"]]
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == written.arch)
@@ -118,7 +125,8 @@ def write_model(path: Path, config: Json, tensors: Mapping[str, Tensor], kinds: 
     renamed |= _factors(config)
     types = {name: kind for name in renamed for part, kind in kinds.items() if part in name}
     metadata = {f"{written.arch}.{key}": value for key, value in _metadata(config, written).items()}
-    return write_gguf(path, written.arch, metadata | _vocabulary(config), renamed, types)
+    tokenizer = _letters(config) if vocabulary is None else vocabulary
+    return write_gguf(path, written.arch, {**metadata, **tokenizer}, renamed, types)
 
 
 def _changed(name: str, tensor: Tensor, config: Json, written: Written) -> np.ndarray:
@@ -192,7 +200,7 @@ def _factors(config: Json) -> dict[str, np.ndarray]:
     return {"rope_freqs.weight": (1 / (kept + (1 - kept) / factor)).float().numpy()}
 
 
-def _vocabulary(config: Json) -> dict[str, Any]:
+def _letters(config: Json) -> dict[str, Any]:
     """Two letters and their merge, and names for the other ids."""
     size = config["vocab_size"]
     tokens = ["<end>", "a", "b", "ab", *(f"<{i}>" for i in range(4, size))]

@@ -1,58 +1,25 @@
-"""The pages: commands parse, examples run, links lead somewhere, the chart shows the table's figures."""
+"""The pages: every command is run, examples run, links lead somewhere, the chart shows the table's figures."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 from xml.etree import ElementTree
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from offspec import Engine, __version__
 from offspec.cli.main import COMMANDS, cli
 
-ROOT = Path(__file__).resolve().parent.parent
-# The log tells what was tried when; its commands are of their day.
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "offspec/builtin/README.md")),
-    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md"),
-]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SEPARATORS = {"&&", "||", "|", ";", "<", ">", "$(", ")", "&", "\n"}
+from .pages import ELSEWHERE, FENCE, PAGES, ROOT, blocks, commands, commands_of
+
 SVG = "{http://www.w3.org/2000/svg}"
 MEDIAN_WORDS, MOST_WORDS = 15, 35  # of a sentence, in README and help
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return [content for name, content in FENCE.findall(page.read_text(encoding="utf-8")) if name == language]
-
-
-def shell_lines(page: Path) -> Iterator[str]:
-    """Lines of sh blocks, and of blocks that are indented."""
-    for content in blocks(page, "sh"):
-        yield from content.replace("\\\n", " ").splitlines()
-    outside = FENCE.sub("", page.read_text(encoding="utf-8")).replace("\\\n", " ")
-    yield from (line.strip() for line in outside.splitlines() if line.startswith("    "))
-
-
-def commands_of(line: str) -> Iterator[list[str]]:
-    """The words of each call of offspec in a line of shell: `FOO=1 offspec run … && offspec chat … # comment`."""
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
-    lexer.whitespace_split = True
-    words: list[str] = []
-    for word in [*lexer, "\n"]:
-        if word not in SEPARATORS:
-            words.append(word)
-            continue
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-            words.pop(0)
-        if words[:1] == ["offspec"]:
-            yield words[1:]
-        words = []
 
 
 def check_parses(args: list[str]) -> None:
@@ -69,21 +36,36 @@ def check_parses(args: list[str]) -> None:
             parameter.type_cast_value(context, values[parameter.name])
 
 
-def calls() -> list[tuple[str, list[str]]]:
-    return [(page.name, args) for page in PAGES for line in shell_lines(page) for args in commands_of(line)]
+def test_commands_are_found() -> None:
+    found = [command for command in commands() if command.program == "offspec"]
+    assert {command.words[1] for command in found} == set(COMMANDS)
+    pages = ("README.md", *(f"docs/{name}.md" for name in ("usage", "streaming", "drafts", "joint", "early-exit")))
+    assert {*pages} <= {command.page for command in found}
+    line = "X=1 offspec run builtin 'a # b' < in.txt && git diff | offspec chat > out # offspec serve"
+    first, second, third = commands_of(line)
+    assert (first.words, first.environment, first.stdin) == (("offspec", "run", "builtin", "a # b"), ("X=1",), "in.txt")
+    assert (second.is_piped, third.is_piped, third.words) == (False, True, ("offspec", "chat"))
 
 
-def test_calls_are_found() -> None:
-    found = calls()
-    assert {args[0] for _, args in found} == set(COMMANDS)
-    assert {"README.md", "usage.md", "streaming.md", "drafts.md", "joint.md", "early-exit.md"} <= {n for n, _ in found}
-    both = "X=1 offspec run builtin 'a # b' && offspec chat | head # offspec serve"
-    assert list(commands_of(both)) == [["run", "builtin", "a # b"], ["chat"]]
+def test_every_command_is_run_or_named() -> None:
+    """`tests/cli/test_commands_of_*` and `tests/benchmarks/test_commands` run programs; ELSEWHERE has the others."""
+    assert [str(found) for found in commands() if found.program not in ("", "offspec", "benchmark")] == []
+    assert [name for name in ELSEWHERE if not any(found.begins(name) for found in commands())] == []
+    assert [where for where in ELSEWHERE.values() if "/" in where and not (ROOT / where).exists()] == []
 
 
-@pytest.mark.parametrize(("page", "args"), calls(), ids=lambda part: part if isinstance(part, str) else " ".join(part))
-def test_commands_parse(page: str, args: list[str]) -> None:
-    check_parses(args)
+def test_tests_that_a_page_names_are_there() -> None:
+    files = [word for found in commands() if "pytest" in found.words for word in found.words if "/" in word]
+    assert files
+    assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_the_example_of_a_command_runs() -> None:
+    (code,) = (code for code in blocks(ROOT / "docs" / "extending.md", "python") if "`offspec tokens`" in code)
+    names: dict[str, Any] = {"__name__": "offspec.cli.tokens", "__package__": "offspec.cli"}
+    exec(compile(code, "docs/extending.md", "exec"), names)
+    result = CliRunner().invoke(names["command"], ["builtin", "def area("])
+    assert (result.exit_code, result.output) == (0, "301 695 69 12\n")
 
 
 @pytest.mark.parametrize(
@@ -104,8 +86,9 @@ def test_examples_in_help_parse(name: str) -> None:
     examples = [line.strip() for line in lines if re.match(r"\s*(\S.* \| )?(\S+=\S+ )?offspec [a-z]+( |$)", line)]
     assert examples
     for line in examples:
-        for args in commands_of(line):
-            check_parses(args)
+        for found in commands_of(line):
+            if found.words[0] == "offspec":
+                check_parses(found.args)
 
 
 def sentences(text: str) -> Iterator[int]:

@@ -20,6 +20,7 @@ from ..refusals import check_message
 
 if TYPE_CHECKING:
     from ..pair import Pair
+    from .sandbox import Sandbox, Shelf
 
 
 @dataclass(frozen=True)
@@ -112,3 +113,19 @@ def long_prompt(tmp_path: Path) -> Path:
     file = tmp_path / "long.txt"
     file.write_text("x" * 500)
     return file
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    """The models of the sandbox, which stand for those that the pages name."""
+    from .sandbox import Shelf
+
+    return Shelf(tmp_path_factory.mktemp("shelf"))
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, shelf: Shelf, offspec: Offspec, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+    """Runs commands of README and docs."""
+    from .sandbox import Sandbox
+
+    return Sandbox(tmp_path, shelf, offspec, monkeypatch)

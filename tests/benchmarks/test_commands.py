@@ -1,0 +1,80 @@
+"""The calls of benchmarks in README and docs: their flags as they stand there, with tiny models and few tokens."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from benchmarks import grow
+from benchmarks.drafts import specialise
+from offspec.cli.main import run
+
+from ..pages import Command, commands
+from ..pair import Pair, build_pair
+
+TINY = ("--model", "target", "--draft", "draft")
+# Arguments that come after those of the pages and take precedence, by module.
+SMALL: dict[str, tuple[str, ...]] = {
+    "benchmarks.acceptance": (*TINY, "--max-prompts", "1", "--max-new-tokens", "4", "--budgets", "4"),
+    "benchmarks.drafts.alignment": (
+        *(*TINY, "--folder", "headers", "--prompt-tokens", "16", "--max-new-tokens", "8"),
+        *("--held-out", "1", "--requests", "0,1"),
+    ),
+    "benchmarks.drafts.early_exit": (
+        *("--model", "target", "--prompts", "1", "--tokens", "4", "--budgets", "4", "--temperatures", "0"),
+    ),
+    "benchmarks.drafts.specialise": ("--model", "target", "--folder", "headers", "--minutes", "0.001"),
+    "benchmarks.grow": (),
+    "benchmarks.scheduling.joint": ("--max-prompts", "1", "--max-new-tokens", "4", "--taus", "0.1"),
+    "benchmarks.scheduling.schedulers": ("--prompts", "1", "--tokens", "4", "--budgets", "4", "--temperatures", "0"),
+    "benchmarks.unpack": ("--types", "fp8,nf4", "--shape", "256x256", "--rows", "1"),
+}
+SHAPE = grow.Shape(512, 1024, 9, 16, 4)  # in place of a 7B's
+
+
+def module_of(command: Command) -> tuple[str, list[str]]:
+    """`python -m MODULE ARGS` or `python FOLDER/FILE.py ARGS`."""
+    _, *words = command.words
+    if words[0] == "-m":
+        return words[1], words[2:]
+    return words[0].removesuffix(".py").replace("/", "."), words[1:]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"), 5, max_position_embeddings=1024)
+
+
+@pytest.fixture
+def folder(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: the pair, texts to learn from, and where results go."""
+    monkeypatch.chdir(tmp_path)
+    for name, path in (("target", pair.target), ("draft", pair.draft)):
+        (tmp_path / name).symlink_to(path)
+    for name in ("headers", "docs"):
+        (tmp_path / name).mkdir()
+    for number in range(8):
+        for kind in ("h", "txt"):
+            (tmp_path / "headers" / f"{number}.{kind}").write_text(f"int number_{number}(int width);\n" * 20)
+    monkeypatch.setitem(grow.SHAPES, "7b", SHAPE)
+    monkeypatch.setattr(specialise, "WINDOW", 32)
+    monkeypatch.setattr(specialise, "ROWS", 2)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", [found for found in commands() if found.program == "benchmark"], ids=str)
+@pytest.mark.usefixtures("folder")
+def test_commands_run(command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module, args = module_of(command)
+    if "--plot" in args:
+        pytest.importorskip("matplotlib")
+    for file in (arg for arg in args if arg.startswith("exit")):  # made by the commands before this one
+        flags = ("--steps", "1", "--num-texts", "16", "--text-tokens", "8", "--out", file)
+        assert run(["distill", "target", "--exit-layer", file[4], *flags]) == 0
+    monkeypatch.setattr(sys, "argv", [module, *args, *SMALL[module]])
+    import_module(module).main()
+    said = capsys.readouterr()
+    assert said.out.strip() or said.err.strip()

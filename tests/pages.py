@@ -1,0 +1,144 @@
+"""The commands that README and the pages of docs/ show."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# The log tells what was tried when; its commands are of their day.
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "offspec/builtin/README.md")),
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md"),
+]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`]+)`")
+ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
+ENDS = {"&&", "||", ";", "&", "|", "\n"}
+# First words by which a command is told from a formula or a name.
+PROGRAMS = ("offspec", "python", "python3", "pip", "pytest", "curl", "git", "scripts/check", "scripts/fuzz", "for")
+# Commands that no test runs as they stand, as they begin → who does, or why nobody does.
+ELSEWHERE = {
+    **dict.fromkeys(("python3 -m venv", "python -m venv", ". .venv/bin/activate"), ".ci/run"),
+    "pip install": ".ci/run",
+    **dict.fromkeys(("scripts/check", "pytest", "python -m pytest"), ".ci/run"),
+    "scripts/fuzz": "tests/fuzz",
+    "git clone": "the checkout is there",
+    "git diff": "stands for any text",
+    **dict.fromkeys(("git archive", "tar -x"), "fetches an old model, by which a figure was measured"),
+    "curl": "tests/cli/sandbox.py",
+    **dict.fromkeys(("for stage in", "do python scripts/train_builtin.py", "done"), "trains for hours"),
+    "offspec tokens": "tests/test_docs.py",
+    "offspec run --budget 96": "names a flag",
+    **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),
+    "python -m benchmarks.peers": "tests/benchmarks/test_peers.py",
+    "python -m benchmarks.card": "tests/benchmarks/test_card.py",
+    "python benchmarks/streaming.py measure": "needs control groups and a checkpoint of 13 GB",
+    "python scripts/record_terminal.py": "tests/cli/test_transcript.py",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a shell line: its words without assignments before them and redirections.
+
+    page: where it stands. environment: the assignments. is_piped: standard input is another command's output.
+    stdin: the file that it reads instead.
+    """
+
+    page: str
+    words: tuple[str, ...]
+    environment: tuple[str, ...] = ()
+    is_piped: bool = False
+    stdin: str | None = None
+
+    def __str__(self) -> str:
+        return " ".join((*self.environment, *self.words))
+
+    def begins(self, beginning: str) -> bool:
+        """Whether the command starts with these words, with its environment or without."""
+        lines = (str(self), " ".join(self.words))
+        return any(f"{line} ".startswith(f"{beginning} ") for line in lines)
+
+    @property
+    def program(self) -> str:
+        """`offspec`, `benchmark` for a module or script that measures, or "" for what neither runs."""
+        if any(map(self.begins, ELSEWHERE)):
+            return ""
+        is_benchmark = " ".join(self.words).startswith(("python -m benchmarks.", "python benchmarks/"))
+        return "benchmark" if is_benchmark else self.words[0]
+
+    @property
+    def args(self) -> list[str]:
+        return list(self.words[1:])
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [content for name, content in FENCE.findall(page.read_text(encoding="utf-8")) if name == language]
+
+
+def shell_lines(page: Path) -> Iterator[str]:
+    """Lines of sh blocks, and commands in indented blocks and between backticks."""
+    for content in blocks(page, "sh"):
+        yield from content.replace("\\\n", " ").splitlines()
+    outside = FENCE.sub("", page.read_text(encoding="utf-8")).replace("\\\n", " ")
+    indented = [line.strip() for line in outside.splitlines() if line.startswith("    ")]
+    spans = [" ".join(span.split()) for span in SPAN.findall(outside)]
+    yield from (line for line in indented if _is_command(line))
+    yield from (span for span in spans if _is_command(span) and not _is_name(span))
+
+
+def _is_command(line: str) -> bool:
+    words = line.split()
+    while words and ASSIGNMENT.fullmatch(words[0]):
+        words.pop(0)
+    return words[:1] != [] and words[0] in PROGRAMS
+
+
+def _is_name(span: str) -> bool:
+    """Whether this is a program, a command or a flag of one, without arguments: `offspec plan --format`."""
+    first, *others = span.split()
+    return "/" not in first and (len(others) < 2 or (len(others) == 2 and others[1].startswith("--")))
+
+
+def commands_of(line: str, page: str = "") -> Iterator[Command]:
+    """The commands of a line of shell: `FOO=1 offspec run … < file && git diff | offspec chat … # comment`."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
+    lexer.whitespace_split = True
+    tokens, found = [*lexer, "\n"], Command(page, ())
+    while tokens:
+        token = tokens.pop(0)
+        if token == "<":
+            found = replace(found, stdin=tokens.pop(0))
+        elif token == ">":
+            tokens.pop(0)
+        elif token in ENDS:
+            if found.words:
+                yield found
+            found = Command(page, (), is_piped=token == "|")
+        elif not found.words and ASSIGNMENT.fullmatch(token):
+            found = replace(found, environment=(*found.environment, token))
+        else:
+            found = replace(found, words=(*found.words, token))
+
+
+def commands() -> list[Command]:
+    """All of them, each once: by the page where it stands first."""
+    found = [
+        command
+        for page in PAGES
+        for line in shell_lines(page)
+        for command in commands_of(line, str(page.relative_to(ROOT)))
+    ]
+    firsts: dict[tuple[str, ...], Command] = {}
+    for command in found:
+        firsts.setdefault((*command.environment, *command.words, command.stdin or ""), command)
+    return list(firsts.values())
+
+
+def offspec_commands(*pages: str, others: bool = False) -> list[Command]:
+    """The calls of offspec on these pages, or on all others."""
+    return [found for found in commands() if found.program == "offspec" and (found.page in pages) is not others]
