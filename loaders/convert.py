@@ -387,14 +387,14 @@ def _refuse_four_bit(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]
 def _refuse_packed(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -> None:
     """Raises CheckpointError for a source that has no plain bf16 matrices, or others that are quantised."""
     if done := next((weight for weight in weights.values() if weight.plain_dtype is None), None):
-        remedy = f"{LOSSLESS_FORMAT} packs bf16 without loss; for other layouts, use --format keep"
+        remedy = f"{LOSSLESS_FORMAT} packs bf16 without loss; for other layouts, use `format=keep`"
         raise CheckpointError(f"{checkpoint.path}: {show(done.name)} is quantised ({done.dtype}); {remedy}")
     if any(weight.dtype == LOSSLESS_FORMAT for weight in weights.values()):
-        raise CheckpointError(f"{checkpoint.path}: is packed already ({LOSSLESS_FORMAT}); use --format keep to copy it")
+        raise CheckpointError(f"{checkpoint.path}: is packed already ({LOSSLESS_FORMAT}); use `format=keep` to copy it")
     if not any(weight.dtype == "BF16" and len(weight.shape) == 2 for weight in weights.values()):
         found = ", ".join(sorted({weight.dtype for weight in weights.values()}))
         what = f"has no bf16 matrices ({found}), and {LOSSLESS_FORMAT} packs no others"
-        raise CheckpointError(f"{checkpoint.path}: {what}; --format bf16 rounds to bf16")
+        raise CheckpointError(f"{checkpoint.path}: {what}; `format=bf16` rounds to bf16")
 
 
 def _items(

@@ -213,14 +213,14 @@ def test_nan_and_infinity_are_packed_as_they_are(tmp_path: Path, target: Path) -
 def test_what_packed_bf16_is_not_made_of(tmp_path: Path, target: Path) -> None:
     for dtype, word in ((torch.float16, "F16"), (torch.float32, "F32")):
         source = write(tmp_path / word, toy_tensors(dtype))
-        with refused(CheckpointError, source, word, LOSSLESS_FORMAT, "--format bf16"):
+        with refused(CheckpointError, source, word, LOSSLESS_FORMAT, "`format=bf16`"):
             convert(source, target, PACKED)
     source = write(tmp_path / "source", toy_tensors())
     convert(source, tmp_path / "nf4")
-    with refused(CheckpointError, tmp_path / "nf4", "quantised", "nf4", "--format keep"):
+    with refused(CheckpointError, tmp_path / "nf4", "quantised", "nf4", "`format=keep`"):
         convert(tmp_path / "nf4", target, PACKED)
     convert(source, tmp_path / "packed", PACKED)
-    with refused(CheckpointError, tmp_path / "packed", "already", "--format keep"):
+    with refused(CheckpointError, tmp_path / "packed", "already", "`format=keep`"):
         convert(tmp_path / "packed", target, PACKED)
     assert not target.exists()
 
