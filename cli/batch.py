@@ -8,8 +8,8 @@ import os
 import sys
 import time
 from codecs import BOM_UTF8
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +27,9 @@ from .terminal import TimeLeft, is_watched, show_line
 
 Answer = dict[str, Any]
 Turns = list[dict[str, str]]
+Asked = tuple[str | Turns, SamplingParams]  # a prompt and its settings
+# Answers a list of prompts in any order: yields a prompt's place in the list, and its answer or error.
+Answers = Callable[[Sequence[Asked]], Generator[tuple[int, Answer | OffspecError], None, None]]
 EMPTY_PROMPT = "the prompt is empty"
 ANSWER_BEGINS = b'{"line": '
 OWN_KEYS = frozenset(
@@ -157,23 +160,41 @@ class Batch:
         return [task for task in self.tasks if task.line not in self._done]
 
     def run(self, answer: Callable[[str | Turns, SamplingParams], Answer], *, quiet: bool) -> None:
-        """Answer the open tasks. Reports a failed task and continues; raises OffspecError at the end if any failed."""
+        """Answer the open tasks one after the other. Raises OffspecError at the end if any failed."""
+
+        def answers(prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | OffspecError], None, None]:
+            for place, (prompt, params) in enumerate(prompts):
+                try:
+                    found: Answer | OffspecError = answer(prompt, params)
+                except OffspecError as exc:
+                    found = exc
+                yield place, found
+
+        self.collect(answers, quiet=quiet)
+
+    def collect(self, answers: Answers, *, quiet: bool, progress: Callable[[], str] = lambda: "") -> None:
+        """Write the answers to the open tasks as they come; without open tasks, `answers` is not called.
+
+        Reports a failed task and continues; raises OffspecError at the end if any failed.
+        progress: what the progress line says at its end.
+        """
         for line, error in sorted(self.errors.items()):
             self._tell(line, error)
         tasks, shows, left = self.open_tasks, is_watched() and not quiet and self.output is not None, TimeLeft()
-        self._cut_half_line()
         num_before = len(self.tasks) - len(tasks)
-        for number, task in enumerate(tasks):
-            if shows:
+
+        def show(number: int) -> None:
+            if shows and number < len(tasks):
                 time_left = left(time.monotonic(), number, len(tasks))
-                show_line(f"prompt {num_before + number + 1} of {len(self.tasks)}{time_left}")
-            try:
-                found = answer(task.prompt, task.sampling(self._params))
-            except OffspecError as exc:
-                self.errors[task.line] = with_flags(str(exc))
-                self._tell(task.line, self.errors[task.line])
-                continue
-            self._write({"line": task.line, **task.content, **found, "settings": self._settings_of(task)})
+                show_line(f"prompt {num_before + number + 1} of {len(self.tasks)}{time_left}{progress()}")
+
+        self._cut_half_line()
+        if tasks:
+            with closing(answers([(task.prompt, task.sampling(self._params)) for task in tasks])) as found:
+                show(0)
+                for number, (place, answer) in enumerate(found, 1):
+                    self._keep(tasks[place], answer)
+                    show(number)
         if shows:
             show_line()
         if self.errors:
@@ -182,6 +203,13 @@ class Batch:
             raise OffspecError(
                 f"{len(self.errors)} of {self._num_lines} lines of {self.source} failed ({lines}){again}"
             )
+
+    def _keep(self, task: Task, answer: Answer | OffspecError) -> None:
+        if isinstance(answer, OffspecError):
+            self.errors[task.line] = with_flags(str(answer))
+            self._tell(task.line, self.errors[task.line])
+        else:
+            self._write({"line": task.line, **task.content, **answer, "settings": self._settings_of(task)})
 
     def _tell(self, line: int, error: str) -> None:
         click.echo(f"offspec: {self.source}, line {line}: {' '.join(error.split())}", err=True)

@@ -21,6 +21,7 @@ from offspec import SamplingParams, SpeculationParams
 from .batch import EMPTY_PROMPT, Batch, Turns
 from .help_groups import OffspecCommand, option
 from .learning import learning_kept
+from .node_engine import Job
 from .options import (
     MODEL,
     MODEL_HELP,
@@ -34,6 +35,7 @@ from .options import (
     sampling_options,
     speculation_options,
 )
+from .ray_batch import RayEngines
 from .terminal import first_pass_shown, marked, shows_colors
 
 if TYPE_CHECKING:
@@ -131,6 +133,11 @@ into the answer.
     metavar="FILE",
     help="File for the answers to a .jsonl file; prompts already answered there are skipped. [default: -, stdout]",
 )
+@option(
+    "--ray",
+    metavar="ADDRESS|auto",
+    help="Answer a .jsonl file on all nodes of a Ray cluster: HOST:PORT of its head, or auto.",
+)
 @option("--prompt-ids", metavar='"1,2,3"', help="Prompt as token ids, without chat template and special tokens.")
 @option("--system", metavar="TEXT", help="System message, for models with a chat template.")
 @option("--raw", is_flag=True, help="Continue the prompt as text, without the chat template.")
@@ -154,6 +161,7 @@ def command(
     prompt_file: Path | None,
     prompt_ids: str | None,
     output: Path | None,
+    ray: str | None,
     system: str | None,
     raw: bool,
     color_accepted: bool,
@@ -180,6 +188,7 @@ def command(
         raise click.UsageError("--output needs a --prompt-file that ends with .jsonl.")
     if learn and learn_file is None and not asked.is_batch:
         raise click.UsageError("--learn helps only later prompts: give --learn-file FILE, or a .jsonl --prompt-file.")
+    _check_ray(ray, asked, options["device"], writes=learn_file if learn else None)
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget, "chats": system is not None}
     load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
     if asked.is_batch:
@@ -189,7 +198,13 @@ def command(
             settings |= {"draft": options["draft"], **lossy_settings(speculation)}
         ask = partial(_answer_line, asked=asked, speculation=speculation)
         with closing(_batch_of(asked, None if output == STANDARD_OUTPUT else output, settings, params)) as batch:
-            _run_batch(batch, load, ask, learn_file, show_stats=show_stats, quiet=quiet)
+            if ray is None:
+                _run_batch(batch, load, ask, learn_file, show_stats=show_stats, quiet=quiet)
+            else:
+                job = Job(model, options, partial(_answer_only, ask=ask))
+                _run_on_ray(
+                    batch, RayEngines(ray, job, quiet=quiet, verbose=verbose), show_stats=show_stats, quiet=quiet
+                )
     else:
         _run_one(asked, model, load, params, speculation, shown, learn_file)
 
@@ -274,6 +289,37 @@ def _run_batch(
     finally:
         if show_stats:
             click.echo(describe_batch(ends), err=True)
+
+
+def _check_ray(address: str | None, asked: PromptFlags, device: str, *, writes: Path | None) -> None:
+    """Raises click.UsageError for what --ray does not go with. writes: the file of the draft's training."""
+    if address is None:
+        return
+    if not asked.is_batch:
+        raise click.UsageError("--ray needs a --prompt-file that ends with .jsonl.")
+    if writes is not None:
+        raise click.UsageError("With --ray each engine learns for itself: omit --learn, or --learn-file.")
+    if device.startswith("cuda:"):
+        raise click.UsageError(f"Ray chooses the GPU of each engine: give --device cuda instead of {device}.")
+
+
+def _answer_only(
+    engine: Engine,
+    prompt: str | Turns,
+    params: SamplingParams,
+    *,
+    ask: Callable[[Engine, str | Turns, SamplingParams], tuple[dict[str, Any], Step]],
+) -> dict[str, Any]:
+    return ask(engine, prompt, params)[0]
+
+
+def _run_on_ray(batch: Batch, engines: RayEngines, *, show_stats: bool, quiet: bool) -> None:
+    """Answer the open tasks on a cluster; if there is none, no cluster is looked for."""
+    try:
+        batch.collect(engines.answers, quiet=quiet, progress=engines.progress)
+    finally:
+        if show_stats:
+            click.echo(engines.describe(), err=True)
 
 
 def _alone(argument: str) -> tuple[str, str | None]:

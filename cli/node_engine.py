@@ -1,0 +1,116 @@
+"""One engine of several: loads a model on its own machine, and answers lists of prompts.
+
+It does not know who calls it. Everything that it takes and returns can be pickled, and it raises nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from offspec import SamplingParams, __version__
+from offspec.errors import CheckpointError, HardwareError, MemoryLimitError, OffspecError
+
+from .batch import Answer, Asked, Turns
+
+if TYPE_CHECKING:
+    from offspec import Engine
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every engine needs. Paths are looked up on the engine's machine, relative to `folder` if it exists there.
+
+    options: of `Engine.load`, and special_in_text. ask: the answer of an engine to a prompt; may raise OffspecError.
+    """
+
+    model: str
+    options: Mapping[str, Any]
+    ask: Callable[[Engine, str | Turns, SamplingParams], Answer]
+    folder: str = field(default_factory=os.getcwd)
+    version: str = __version__
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an engine did with a list of prompts.
+
+    results: of the first prompts of the list, in its order: the answer, or the error of a prompt that has none.
+    fault: why the engine cannot answer the others, or any; None if it did all. dtype: that of the arithmetic.
+    notes: for an empty list, automatic choices while loading and their reasons, as (text, is advice).
+    """
+
+    results: list[Answer | str]
+    fault: str | None = None
+    dtype: str = ""
+    notes: list[tuple[str, bool]] = field(default_factory=list)
+
+
+class NodeEngine:
+    """An engine in a process of its own; a fault in loading is reported by every `answer`."""
+
+    def __init__(self, job: Job, ram: int | None = None) -> None:
+        """ram: a limit in bytes for an engine that shares its machine with others; None is all that is free."""
+        self._job, self._fault = job, ""
+        try:
+            self._engine = _load(job, ram)
+        except Exception as exc:  # noqa: BLE001 (out of memory, a library that is missing: the others go on)
+            self._fault = reason_of(exc)
+
+    def answer(self, prompts: Sequence[Asked]) -> Report:
+        """Answer the prompts one after the other. An empty list waits until the model is loaded."""
+        if self._fault:
+            return Report([], self._fault)
+        results = list[Answer | str]()
+        for prompt, params in prompts:
+            try:
+                results.append(self._job.ask(self._engine, prompt, params))
+            except Exception as exc:  # noqa: BLE001 (whatever it is, it is told where the prompts come from)
+                if self._ends_engine(exc):
+                    self._fault = reason_of(exc)
+                    return Report(results, self._fault)
+                results.append(str(exc))
+        notes = [(note.text, note.advice) for note in self._engine.notes] if not prompts else []
+        return Report(results, dtype=str(self._engine.target.dtype).removeprefix("torch."), notes=notes)
+
+    def _ends_engine(self, exc: Exception) -> bool:
+        """Whether the engine failed, not the prompt."""
+        if isinstance(exc, MemoryLimitError):
+            try:
+                self._engine.loaded.check()
+            except MemoryLimitError:
+                return True
+        return not isinstance(exc, OffspecError) or isinstance(exc, (CheckpointError, HardwareError))
+
+
+def _load(job: Job, ram: int | None) -> Engine:
+    """The engine. Raises OffspecError, also if it would cut texts earlier than others do."""
+    if job.version != __version__:
+        raise OffspecError(f"it has offspec {__version__}, not {job.version}; install the same version")
+    with suppress(OSError):
+        os.chdir(job.folder)
+    from offspec import Engine
+    from offspec.planning.plan import DEFAULT_CONTEXT
+
+    options = dict(job.options)
+    special_in_text = options.pop("special_in_text", False)
+    if options.get("ram") is None:
+        options["ram"] = ram
+    engine = Engine.load(job.model, **options)
+    engine.tokenizer.special_in_text = special_in_text
+    wanted = min(DEFAULT_CONTEXT, engine.target.config.max_context)
+    if options.get("context") is None and engine.max_context < wanted:
+        raise MemoryLimitError(
+            f"its memory allows a context of {engine.max_context} tokens, not {wanted}; with --context "
+            f"{engine.max_context} every node has the same"
+        )
+    return engine
+
+
+def reason_of(exc: BaseException) -> str:
+    """An error as one line."""
+    message = " ".join(str(exc).split())
+    return message if isinstance(exc, OffspecError) else f"{type(exc).__name__}: {message}"

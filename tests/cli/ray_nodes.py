@@ -1,0 +1,80 @@
+"""A Ray cluster whose nodes are processes of this machine, as small as Ray allows."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+import pytest
+
+NODE = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+LONG_S = 300.0  # what is waited for at most, where a test would else hang
+
+
+class Nodes:
+    """The nodes of a cluster. The first one is the head, without CPUs: it gets no engine."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0})
+        self.nodes = list[psutil.Process]()  # without the head
+
+    @property
+    def address(self) -> str:
+        found: str = self._cluster.address
+        return found
+
+    def add(self, **env: str) -> psutil.Process:
+        """The main process of a new node with one CPU. env: its environment, where it is not this process's."""
+        node = self._cluster.add_node(**NODE, num_cpus=1, env_vars=env)
+        self.nodes.append(psutil.Process(node.all_processes["raylet"][0].process.pid))
+        return self.nodes[-1]
+
+    def kill(self, node: psutil.Process) -> None:
+        """End a node by its process ids, the engine's too; Ray is not told."""
+        self.nodes.remove(node)
+        for process in (node, *node.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def nodes() -> Iterator[Nodes]:
+    """Ray leaves some files open, and warns of its own future."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'offspec[ray]'")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cluster = Nodes()
+        try:
+            yield cluster
+        finally:
+            cluster.close()
+
+
+def calls_of(node: psutil.Process, name: str) -> list[psutil.Process]:
+    """The processes of a node that carry out a call, by Ray's name for it: `ray::Class.method`."""
+    found = []
+    for process in node.children(recursive=True):
+        try:
+            words: list[str] = process.cmdline()
+        except psutil.Error:  # it has ended
+            continue
+        if words and words[0].startswith(f"ray::{name}"):
+            found.append(process)
+    return found
+
+
+def wait_for(condition: Any, seconds: float = LONG_S) -> None:
+    """Wait until `condition()` is true; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.05)

@@ -1,0 +1,108 @@
+"""One engine of several: whatever goes wrong is reported; what is only a prompt's fault does not end the engine."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offspec import Engine, SamplingParams
+from offspec.cli.node_engine import Job, NodeEngine
+from offspec.errors import CheckpointError, ContextLengthError, MemoryLimitError
+from offspec.loading import LoadedTarget
+from offspec.planning import plan
+
+from ..pair import CONTEXT, Pair
+from ..refusals import check_message, tells
+
+PARAMS = SamplingParams(max_new_tokens=4)
+
+
+def ask(engine: Engine, prompt: Any, params: SamplingParams) -> dict[str, Any]:
+    return {"text": engine.complete(prompt, params), "from": Path.cwd().name}
+
+
+@pytest.fixture
+def job(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.chdir(pair.target.parent)
+    found = Job(pair.target.name, {"device": "cpu", "draft": "draft", "special_in_text": True}, ask)
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+def test_prompts_in_answers_out(job: Job, pair: Pair) -> None:
+    """Paths are relative to the folder of whoever asked."""
+    engine = NodeEngine(pickle.loads(pickle.dumps(job)))
+    loaded = engine.answer([])
+    assert (loaded.results, loaded.fault, loaded.dtype) == ([], None, "float32")
+    report = engine.answer([("hi", PARAMS), ("x" * 500, PARAMS), ("more", PARAMS)])
+    first, second, third = report.results
+    with Engine.load(pair.target, draft=str(pair.draft), device="cpu") as alone:
+        texts = [alone.complete(prompt, PARAMS) for prompt in ("hi", "more")]
+    assert [first, third] == [{"text": text, "from": pair.target.parent.name} for text in texts]
+    assert isinstance(second, str)
+    assert tells(second, "context", CONTEXT)
+    assert report.fault is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": "no-such-model"}, ("no-such-model",)),
+        ({"version": "0.0.1"}, ("0.0.1", "offspec")),
+        ({"options": {"no_such_option": 1}}, ("no_such_option",)),
+        ({"options": {"draft": "none", "device": "cpu", "context": "many"}}, ("TypeError",)),
+    ],
+)
+def test_an_engine_that_cannot_be_loaded_says_why(change: dict[str, Any], words: tuple[str, ...], job: Job) -> None:
+    engine = NodeEngine(replace(job, **change))
+    for prompts in ([], [("hi", PARAMS)]):
+        report = engine.answer(prompts)
+        assert report.results == []
+        assert report.fault is not None
+        check_message(report.fault, *words)
+
+
+def test_an_engine_with_a_smaller_context_than_others_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its texts would end earlier, so they would depend on the node."""
+    monkeypatch.setattr(LoadedTarget, "max_context", 64)
+    fault = NodeEngine(job).answer([]).fault
+    assert fault is not None
+    check_message(fault, 64, CONTEXT, "--context 64")
+    assert NodeEngine(replace(job, options={**job.options, "context": 64})).answer([]).fault is None
+    monkeypatch.setattr(plan, "DEFAULT_CONTEXT", 64)
+    assert NodeEngine(job).answer([]).fault is None
+
+
+@pytest.mark.parametrize("error", [MemoryLimitError("gone"), CheckpointError("gone"), OSError("gone")])
+def test_an_engine_that_fails_returns_what_it_has(error: Exception, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(engine: Engine, prompt: Any, params: SamplingParams) -> dict[str, Any]:
+        if prompt == "2":
+            engine.close()
+            raise error
+        return {"text": prompt}
+
+    def check(self: LoadedTarget) -> None:
+        raise MemoryLimitError("the target is no longer in memory")
+
+    engine = NodeEngine(replace(job, ask=fail))
+    monkeypatch.setattr(LoadedTarget, "check", check)
+    report = engine.answer([("1", PARAMS), ("2", PARAMS), ("3", PARAMS)])
+    assert report.results == [{"text": "1"}]
+    assert report.fault is not None
+    assert tells(report.fault, "gone")
+    assert engine.answer([("3", PARAMS)]).fault == report.fault
+
+
+@pytest.mark.parametrize("error", [MemoryLimitError("too much"), ContextLengthError("too much")])
+def test_a_prompt_that_fails_does_not_end_the_engine(error: Exception, job: Job) -> None:
+    def fail(engine: Engine, prompt: Any, params: SamplingParams) -> dict[str, Any]:
+        if prompt == "2":
+            raise error
+        return {"text": prompt}
+
+    report = NodeEngine(replace(job, ask=fail)).answer([("1", PARAMS), ("2", PARAMS), ("3", PARAMS)])
+    assert (report.results, report.fault) == ([{"text": "1"}, "too much", {"text": "3"}], None)
