@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from numbers import Integral
@@ -21,10 +22,11 @@ from offspec.loaders.units import parse_size
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.retrieval import SuffixIndex
 
+from .batch import Batch, Ticket
 from .checkpoints.opening import Note
 from .drafts.base import NEEDS_DRAFT_MODEL, Draft
 from .drafts.without_model import NoDraft
-from .errors import ContextLengthError, UsageError
+from .errors import ContextLengthError, OffspecError, UsageError
 from .loading import LoadedTarget, LoadOptions, load
 from .model.decoder import Decoder
 from .model.text_caches import TextCaches
@@ -163,6 +165,20 @@ class Engine:
         observer: called with the tree and the verdict after every pass.
         Raises ContextLengthError or UsageError at once, NumericalError or MemoryLimitError while running.
         """
+        text, asked = self.check_request(prompt, params, speculation, observer)
+        caches = caches or self.new_caches()
+        with self.turn:  # if two threads use the same caches, one gets UsageError
+            caches.user.check_free()
+            return caches.user.begin(Request(self, text, asked, caches).run())
+
+    def check_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        speculation: SpeculationParams | None,
+        observer: Observer | None,
+    ) -> tuple[list[int], RequestParams]:
+        """A prompt's token ids and its request's parameters. Raises those errors of `generate` that come at once."""
         began = time.perf_counter()
         self.loaded.check()
         params, speculation = params or SamplingParams(), speculation or SpeculationParams()
@@ -175,11 +191,28 @@ class Engine:
             raise ContextLengthError(self._too_long(len(text)))
         seed = secrets.randbits(32) if params.seed is None else params.seed
         params = replace(params, seed=seed, max_new_tokens=min(params.max_new_tokens, room))
-        asked = RequestParams(params, seed, speculation, observer, began)
-        caches = caches or self.new_caches()
-        with self.turn:  # if two threads use the same caches, one gets UsageError
-            caches.user.check_free()
-            return caches.user.begin(Request(self, text, asked, caches).run())
+        return text, RequestParams(params, seed, speculation, observer, began)
+
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        speculation: SpeculationParams | None = None,
+        *,
+        max_texts: int | None = None,
+    ) -> Generator[tuple[int, Step], None, None]:
+        """Generate texts for several prompts, which share passes: pairs of a prompt's index and its next `Step`.
+
+        Each text is that of `generate` with the same parameters. params: for all prompts, or one for each. max_texts:
+        the maximum number of texts under way (`Batch`); the others wait in order. Raises the errors of `generate`.
+        """
+        batch = Batch(self, max_texts)
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
+        if len(each) != len(prompts):
+            raise UsageError(f"there are {len(prompts)} prompts and {len(each)} params; give one for all, or one each")
+        pairs = zip(prompts, each, strict=True)
+        indices = {batch.add(prompt, own, speculation): i for i, (prompt, own) in enumerate(pairs)}
+        return _steps_of(batch, indices)
 
     def complete(
         self, prompt: Prompt, params: SamplingParams | None = None, speculation: SpeculationParams | None = None
@@ -233,6 +266,15 @@ class Engine:
             f"the prompt has {num_tokens} tokens and {limit} is {planned}, which leaves no room for an answer; "
             f"shorten the prompt{more}"
         )
+
+
+def _steps_of(batch: Batch, indices: Mapping[Ticket, int]) -> Generator[tuple[int, Step], None, None]:
+    with closing(batch):
+        while not batch.is_idle:
+            for ticket, outcome in batch.step():
+                if isinstance(outcome, OffspecError):
+                    raise outcome
+                yield indices[ticket], outcome
 
 
 def _load_options(model: str, options: Mapping[str, Any]) -> LoadOptions:

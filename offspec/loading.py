@@ -21,7 +21,6 @@ from .checkpoints.load import LoadSettings, decoder_over, load_weights
 from .checkpoints.opening import ModelFiles, Note, choose_device, locate
 from .drafts.base import Draft, DraftOptions, OpenedDraft, OpenRequest
 from .drafts.kinds import open_draft
-from .drafts.weighing import Chooser, Scales
 from .errors import MemoryLimitError, UsageError
 from .model.block import kv_cache_bytes
 from .model.decoder import Decoder
@@ -30,7 +29,6 @@ from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.plan import KV_ITEM, Plan
 from .planning.probe import (
-    ProductRates,
     choose_products,
     measure_fused_limits,
     measure_link,
@@ -55,7 +53,8 @@ class LoadOptions:
     device: auto, cpu, cuda or cuda:N. dtype: auto, bf16, fp16, fp32. threads: CPU threads; None keeps torch's number.
     vram, ram: limits in bytes; None is all that is free. context: maximum number of tokens of prompt and answer; None
     is up to `planning.plan.DEFAULT_CONTEXT`. tree: nodes to reserve memory for, if requests will use a larger budget
-    than the automatic one. synchronous: no read-ahead; read each streamed layer when the pass needs it.
+    than the automatic one. texts: the number of texts that will share passes (`Engine.generate_many`), for which memory
+    is reserved. synchronous: no read-ahead; read each streamed layer when the pass needs it.
     progress(bytes_done, bytes_total) is called while resident weights load. lookup_files: text files for n-gram lookup.
     learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn`,
     the file must exist. chats: prompts will be messages; a model without a chat template is refused before its weights
@@ -72,6 +71,7 @@ class LoadOptions:
     ram: int | None = None
     context: int | None = None
     tree: int | None = None
+    texts: int = 1
     synchronous: bool = False
     progress: Progress | None = None
     lookup_files: Sequence[str | Path] = ()
@@ -84,7 +84,7 @@ class LoadOptions:
 
     @property
     def memory(self) -> MemoryOptions:
-        return MemoryOptions(self.vram, self.ram, self.context, self.tree)
+        return MemoryOptions(self.vram, self.ram, self.context, self.tree, self.texts)
 
     @property
     def drafting(self) -> DraftOptions:
@@ -242,23 +242,6 @@ class PlannedMemory:
         self.plan = leaner
 
 
-class MachineRates:
-    """This machine's rates for a target, measured once for each set of tiers that a plan uses."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._known: dict[tuple[bool, bool], tuple[float | None, Rates]] = {}
-
-    def measure(self, plan: Plan) -> tuple[float | None, Rates]:
-        """Bytes/s of the links that move the streamed layers (None: nothing is streamed), and the rates for `plan`."""
-        target, tiers = plan.demand.target, (bool(plan.placement.in_ram), bool(plan.placement.on_disk))
-        if tiers not in self._known:
-            choose_products([(target, not plan.placement.streamed)], self.device)
-            link = measure_link(plan, self.device)
-            self._known[tiers] = link, measure_quick_rates(target, self.device, link)
-        return self._known[tiers]
-
-
 @dataclass(frozen=True)
 class Loaded:
     """The parts of an engine."""
@@ -278,14 +261,13 @@ def load(options: LoadOptions) -> Loaded:
     notes: list[Note] = []
     device = choose_device(options.device, notes)
     # Check headers and tokenizers of both models first, so that errors appear before gigabytes are read.
-    machine = MachineRates(device)
-    files, tokenizer, opened = open_models(options, device.type, notes, machine)
+    files, tokenizer, opened = open_models(options, device.type, notes)
     features, index = list[MemoryUser]([opened]), None
     if options.lookup_files:
         free_bytes = ram_beside_program(read_hardware(device), options.memory)
         index = open_index(options.lookup_files, tokenizer, free_bytes=free_bytes)
         features.append(LookupIndex(options.lookup_files))
-    target, draft = _load_models(options, files, opened, features, machine, notes)
+    target, draft = _load_models(options, files, opened, features, device, notes)
     return Loaded(target, tokenizer, draft, index)
 
 
@@ -300,29 +282,15 @@ class LookupIndex:
         return MemoryUse((Item("lookup index", on_host=resident),))
 
 
-def open_models(
-    options: LoadOptions, device_type: str, notes: list[Note], machine: MachineRates | None = None
-) -> tuple[ModelFiles, Tokenizer, OpenedDraft]:
-    """Open and check the target, its tokenizer and the draft; loads no weights. Raises a subclass of OffspecError.
-
-    machine: its rates decide where several drafts are possible.
-    """
+def open_models(options: LoadOptions, device_type: str, notes: list[Note]) -> tuple[ModelFiles, Tokenizer, OpenedDraft]:
+    """Open and check the target, its tokenizer and the draft; loads no weights. Raises a subclass of OffspecError."""
     path = locate(options.model, options.revision, "target")
     files = ModelFiles.open(path, options.dtype, device_type, notes)
     tokenizer = Tokenizer.load(files.checkpoint.tokenizer_path or files.checkpoint.path)
     if options.chats:
         tokenizer.check_chat_template()
     request = OpenRequest(options.drafting, files, tokenizer, options.dtype, device_type, notes, options.progress)
-    if machine is not None:
-        request = replace(request, choose=_chooser(options, request, machine))
     return files, tokenizer, open_draft(options.model, request)
-
-
-def _chooser(options: LoadOptions, request: OpenRequest, machine: MachineRates) -> Chooser:
-    """Chooses a draft by the plans of this machine."""
-    hardware, target = read_hardware(machine.device), request.target
-    scales = Scales(options.model, request, lambda draft: plan_here(target, [draft], hardware, options.memory))
-    return Chooser(scales, lambda plan: ProductRates(target, machine.measure(plan)[1], machine.device.type))
 
 
 def _load_models(
@@ -330,18 +298,18 @@ def _load_models(
     files: ModelFiles,
     opened: OpenedDraft,
     features: Sequence[MemoryUser],
-    machine: MachineRates,
+    device: torch.device,
     notes: list[Note],
 ) -> tuple[LoadedTarget, Draft]:
-    device = machine.device
     if device.type == "cuda":  # otherwise memory that torch cached for a closed engine would count as used
         release_memory(device)
     plan = plan_here(files, features, read_hardware(device), options.memory)
     if device.type == "cuda":
         limit_memory(plan.placement.limits.device if options.vram is not None else None, device)
-    choose_products([(files, not plan.placement.streamed), *((model, True) for model in opened.models)], device)
-    link, rates = machine.measure(plan)
+    link = measure_link(plan, device)
     notes += explain_plan(plan, link)
+    choose_products([(files, not plan.placement.streamed), *((model, True) for model in opened.models)], device)
+    rates = measure_quick_rates(files, device, link)
     notes += measure_fused_limits([files, *opened.models], device)
     settings = LoadSettings(has_far_embedding=True, synchronous=options.synchronous, progress=options.progress)
     memory = PlannedMemory(plan, device, notes, lambda plan: load_weights(files, plan.placement, device, settings))

@@ -1,4 +1,4 @@
-"""The loop of one request, from a prompt to its text.
+"""One request, from a prompt to its text; and the pass that one or several requests share (`run_pass`).
 
 propose (draft) → score (target) → verify (scheduler) → commit (both caches) → observe → yield.
 The first pass takes the prompt and the first tree together, so that the weights are streamed once for both.
@@ -7,30 +7,38 @@ The first pass takes the prompt and the first tree together, so that the weights
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 from offspec.loaders.cuda import device_bytes, span
-from offspec.scheduler.drafter import DraftRequest
+from offspec.scheduler.drafter import CompetingDrafter, DraftRequest
 from offspec.scheduler.joint import joint_walk
-from offspec.scheduler.params import MAX_ROWS, SamplingParams, SpeculationParams, tree_room
+from offspec.scheduler.params import MAX_ROWS, SamplingParams, SpeculationParams, max_nodes, tree_room
 from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import TokenTree
+from offspec.scheduler.shared_pass import SharedPass
+from offspec.scheduler.tree import FloatArray, TokenTree
 from offspec.scheduler.verify import Logits, TargetPass, Verdict, exact_walk
 
-from .background import in_background
+from .background import Work, in_background
 from .drafts.base import DraftTask
+from .errors import NumericalError
+from .model.decoder import TextRows, score_together
+from .model.row_logits import RowLogits
 from .model.text_caches import TextCaches
 from .planning.out_of_memory import retry_out_of_memory
 from .stats import Stats, peak_host_bytes
-from .text.text_stream import TextStream
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 Observer = Callable[[TokenTree, Verdict], None]
+PREFILL_ROWS = 512  # of prompts in a pass that texts past their prompts share: a long prompt may not delay them long
+GRANT = 256  # new tokens for which a request that shares passes reserves KV entries at a time
+DRAFT_ROWS = 384  # `DraftRequest.most_rows` of requests that share passes, because each has a draft cache
+SWEEPS = 16  # rounds of each text's draft during a shared pass
 
 
 @dataclass(frozen=True)
@@ -65,14 +73,27 @@ class RequestParams:
 class Request:
     """A running request. `text` is the prompt and all emitted tokens; the caches hold all of it but the last token."""
 
-    def __init__(self, engine: Engine, text: list[int], asked: RequestParams, caches: TextCaches) -> None:
-        """text: the prompt's token ids. They and `max_new_tokens` must fit the context together."""
+    def __init__(
+        self,
+        engine: Engine,
+        text: list[int],
+        asked: RequestParams,
+        caches: TextCaches,
+        shared: SharedPass | None = None,
+    ) -> None:
+        """text: the prompt's token ids. They and `max_new_tokens` must fit the context together.
+
+        shared: the passes that it shares with other requests. None: passes of its own; it reserves all its KV entries.
+        """
         self.engine, self.asked, self.limit = engine, asked, asked.sampling.max_new_tokens
         self.final = frozenset() if asked.sampling.ignore_eos else engine.tokenizer.eos_ids
-        self._caches, self._longest = caches, len(text) + self.limit
+        self._caches, self._longest, self._shared = caches, len(text) + self.limit, shared
         self.sampler = Sampler(asked.sampling, asked.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
+        self._stream = engine.tokenizer.stream(asked.sampling.stop, skip_special_tokens=True)
         self._moved_before = engine.loaded.bytes_streamed
+        self._chain, self._tree = list[int](), TokenTree.empty()  # of the next pass
+        self._is_prefilling = False
         with engine.turn:
             num_prefilled = retry_out_of_memory(lambda: self._begin(text), self._make_room)
         self._listen = engine.draft.new_listener()
@@ -88,28 +109,61 @@ class Request:
         caches, engine, speculation = self._caches, self.engine, self.asked.speculation
         num_prefilled = caches.rewind(text)
         self.text, self.target = caches.text, caches.target  # the same list as the caches'
-        num_entries = self._longest + tree_room(speculation, engine.target.device.type) + caches.num_shared
-        engine.loaded.make_kv_room(self.target.cache, num_entries)
-        self.target.cache.reserve(num_entries)
+        most_rows = MAX_ROWS if self._shared is None else DRAFT_ROWS
+        if self._shared is None:
+            self.reserve(self.num_needed(self._longest, tree_room(speculation, engine.target.device.type)))
         if caches.draft is not None:  # reserve for all rounds: on a GPU it must not grow during the target's pass
-            caches.draft.reserve(self._longest + MAX_ROWS)
-        asked = DraftRequest(self.sampler, self.final, num_prefilled)
+            caches.draft.reserve(self.granted + most_rows)
+        asked = DraftRequest(self.sampler, self.final, num_prefilled, most_rows=most_rows, shared=self._shared)
         task = DraftTask(caches.draft, engine.target, asked, speculation, engine.lookup_index)
         self.drafter = engine.draft.drafter(task, engine.learnt)
+        drafter = self.drafter
+        self._competitor = drafter if isinstance(drafter, CompetingDrafter) and self._shared is not None else None
         return num_prefilled
+
+    @property
+    def granted(self) -> int:
+        """Tokens of the text, now and in a while, that need KV entries."""
+        return self._longest if self._shared is None else min(self._longest, len(self.text) + GRANT)
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the text that the target has not scored yet: the last one, and those of a prompt."""
+        return len(self.text) - self.target.length
+
+    @property
+    def num_entries(self) -> int:
+        """KV entries that the target's cache has room for."""
+        return self.target.cache.capacity
+
+    def num_needed(self, num_tokens: int, num_nodes: int) -> int:
+        """KV entries that a text of `num_tokens` and a tree of `num_nodes` need, with those of a draft among them."""
+        num_shared = self._caches.num_shared
+        if num_shared:
+            num_nodes = max(num_nodes, tree_room(self.asked.speculation, self.engine.target.device.type))
+        return num_tokens + num_nodes + num_shared
+
+    def reserve(self, num_entries: int) -> None:
+        """Make room for `num_entries` in the target's KV cache."""
+        if num_entries > self.target.cache.capacity:
+            self.engine.loaded.make_kv_room(self.target.cache, num_entries)
+            self.target.cache.reserve(num_entries)
 
     def _make_room(self, message: str) -> None:
         """After device memory ran out, drop the text's KV cache and reload the target. message: torch's error."""
         self.engine.loaded.make_room(message, self._caches.drop_target)
 
     def run(self) -> Generator[Step, None, None]:
-        """One step per pass, until the text ends."""
-        stream = self.engine.tokenizer.stream(self.asked.sampling.stop, skip_special_tokens=True)
+        """One step per pass of its own, until the text ends."""
+        alone = SharedPass(self.engine.learnt.costs, max_nodes(self.engine.target.device.type))
         while True:
             with self.engine.turn:
                 self.engine.loaded.check()
-                verdict = retry_out_of_memory(self._iterate, self._begin_again)
-            step = self._step(verdict, stream)
+                (verdict,) = retry_out_of_memory(lambda: run_pass([self], alone), self._begin_again)
+            if isinstance(verdict, NumericalError):
+                raise verdict
+            assert verdict is not None, "a pass of its own scores the whole prompt"
+            step = self.step(verdict)
             yield step
             if step.finish_reason:
                 return
@@ -117,49 +171,75 @@ class Request:
     def _begin_again(self, message: str) -> None:
         """After a pass ran out of device memory, free some and start again from the same text."""
         self._make_room(message)
+        self.resume()
+
+    def pause(self) -> None:
+        """Free the target's KV entries. `resume` must come before the next pass."""
+        self._caches.drop_target()
+
+    def resume(self) -> None:
+        """Start again from the same text, whose dropped entries the next pass computes again."""
         retry_out_of_memory(lambda: self._begin(self.text), self._make_room)
 
-    def _iterate(self) -> Verdict:
-        """One iteration: propose, score, verify, commit, observe."""
-        started = time.perf_counter()
-        text, target, drafter = self.text, self.target, self.drafter
-        with span("draft"):
-            tree = drafter.propose(text, max_depth=self.limit - self.stats.num_tokens - 1)
-        drafted = time.perf_counter()
-        with span("pass"), in_background(drafter.extend, target.device) if drafter.wants_overlap else nullcontext():
-            chain, layers = text[target.length :], self.engine.draft.target_layers
-            rows = target.score_rows(chain, tree.tokens, tree.depths, tree.mask(), layers)
-            target.synchronize()
-        with span("walk"):
-            verdict = self._judge(tree, rows)
-        scored = time.perf_counter()
-        target.keep(verdict.path)
-        done = TargetPass(text, tree, verdict, rows, rows)
-        drafter.observe(done)
-        self._listen(done)
-        text += verdict.tokens
-        self.sampler.extend(verdict.tokens)
-        self._count(len(tree), drafted - started, scored - drafted, time.perf_counter() - started)
-        if self.asked.observer is not None:
-            self.asked.observer(tree, verdict)
-        return verdict
+    # ---------------------------------------------------------------------------------------- parts of a pass
 
-    def _judge(self, tree: TokenTree, logits: Logits) -> Verdict:
+    def draft(self, num_chain: int) -> FloatArray | None:
+        """Draft for a pass that scores `num_chain` of the unscored tokens; a part of a prompt has no tree.
+
+        Returns the probabilities of candidates that compete with other texts' for the pass, descending; None if the
+        size of the tree does not depend on them.
+        """
+        self._chain, self._tree = self.text[self.target.length :][:num_chain], TokenTree.empty()
+        self._is_prefilling = num_chain < self.num_unscored
+        if self._is_prefilling:
+            return None
+        max_depth = self.limit - self.stats.num_tokens - 1
+        if self._competitor is not None:
+            return self._competitor.prepare(self.text, max_depth)
+        self._tree = self.drafter.propose(self.text, max_depth)
+        return None
+
+    def send(self, num_nodes: int | None) -> TextRows:
+        """The rows of the pass. num_nodes: of the candidates; None: as many as the drafter wants."""
+        if self._competitor is not None and not self._is_prefilling:
+            self._tree = self._competitor.send(num_nodes)
+        tree = self._tree
+        return TextRows(self._chain, tree.tokens, tree.depths, tree.mask())
+
+    def judge(self, logits: Logits) -> Verdict | NumericalError | None:
+        """The verdict on the tree; None after a part of a prompt."""
+        if self._is_prefilling:
+            return None
         position, speculation = len(self.text), self.asked.speculation
-        if speculation.is_lossy:
-            return joint_walk(tree, logits, self.sampler, position, tau=speculation.tau, final=self.final)
-        return exact_walk(tree, logits, self.sampler, position)
+        try:
+            if speculation.is_lossy:
+                return joint_walk(self._tree, logits, self.sampler, position, tau=speculation.tau, final=self.final)
+            return exact_walk(self._tree, logits, self.sampler, position)
+        except NumericalError as exc:
+            return exc
 
-    def _count(self, num_drafted: int, draft_s: float, target_s: float, total_s: float) -> None:
+    def commit(self, verdict: Verdict, rows: RowLogits) -> None:
+        """Keep what the verdict accepted, and tell the drafter."""
+        self.target.keep(verdict.path)
+        done = TargetPass(self.text, self._tree, verdict, rows, rows)
+        self.drafter.observe(done)
+        self._listen(done)
+        self.text += verdict.tokens
+        self.sampler.extend(verdict.tokens)
+
+    def count(self, draft_s: float, target_s: float, total_s: float) -> None:
+        """Record a pass: seconds of drafting, of the pass with its verdicts, and of everything."""
         stats, link = self.stats, self.engine.loaded.link_bytes_per_s
         stats.draft_s += draft_s
         stats.target_s += target_s
-        stats.num_passes += 1
-        stats.num_drafted_tokens += num_drafted
-        if stats.num_passes == 1:
-            stats.prefill_s, stats.ttft_s = total_s, time.perf_counter() - self.asked.began
+        if stats.num_passes == 0:
+            stats.prefill_s, stats.ttft_s = stats.prefill_s + total_s, time.perf_counter() - self.asked.began
         else:
             stats.decode_s += total_s
+        if self._is_prefilling:
+            return
+        stats.num_passes += 1
+        stats.num_drafted_tokens += len(self._tree)
         if moved := self.engine.loaded.bytes_streamed - self._moved_before:
             stats.stream_bytes_per_pass = moved // stats.num_passes
             stats.stream_gb_per_s = moved / stats.target_s / 1e9
@@ -167,9 +247,14 @@ class Request:
         stats.peak_host_bytes = peak_host_bytes()
         stats.peak_device_bytes = device_bytes(self.engine.target.device)[1]
 
-    def _step(self, verdict: Verdict, stream: TextStream) -> Step:
+    def observe(self, verdict: Verdict) -> None:
+        """Call the request's observer, if it has one."""
+        if self.asked.observer is not None:
+            self.asked.observer(self._tree, verdict)
+
+    def step(self, verdict: Verdict) -> Step:
         """The step of a verdict: its tokens up to the end of the text."""
-        tokens, texts = list[int](), list[str]()
+        tokens, texts, stream = list[int](), list[str](), self._stream
         reason = None
         for token in verdict.tokens:
             tokens.append(token)
@@ -189,3 +274,88 @@ class Request:
             texts[-1] += stream.flush()
         num_accepted = min(len(verdict.path), len(tokens))
         return Step(tokens, "".join(texts), replace(self.stats), reason, num_accepted, tuple(texts))
+
+
+def run_pass(requests: Sequence[Request], shared: SharedPass) -> list[Verdict | NumericalError | None]:
+    """One pass of the target over the texts of these requests: propose, score, verify, commit, observe.
+
+    Returns each request's verdict: None after a part of its prompt, an error if its logits are not finite. Each text is
+    the same as in passes of its own, whatever else shares the pass.
+    """
+    engine, target, started = requests[0].engine, requests[0].target, time.perf_counter()
+    with span("draft"):
+        rows = _propose(requests, shared)
+    drafted = time.perf_counter()
+    with span("pass"), _drafting(requests):
+        texts = [(request.target, own) for request, own in zip(requests, rows, strict=True)]
+        logits = score_together(texts, engine.draft.target_layers)
+        target.synchronize()
+    with span("walk"):
+        verdicts = [request.judge(own) for request, own in zip(requests, logits, strict=True)]
+    scored = time.perf_counter()
+    for request, verdict, own in zip(requests, verdicts, logits, strict=True):
+        if isinstance(verdict, Verdict):
+            request.commit(verdict, own)
+    ended = time.perf_counter()
+    for request in requests:
+        request.count(drafted - started, scored - drafted, ended - started)
+    good = [verdict for verdict in verdicts if isinstance(verdict, Verdict)]
+    if shared.is_shared:
+        num_nodes, num_tokens = sum(len(own.tokens) for own in rows), sum(len(verdict.tokens) for verdict in good)
+        shared.end(num_nodes, num_tokens, scored - drafted, ended - started)
+    for request, verdict in zip(requests, verdicts, strict=True):
+        if isinstance(verdict, Verdict):
+            request.observe(verdict)
+    return verdicts
+
+
+def _propose(requests: Sequence[Request], shared: SharedPass) -> list[TextRows]:
+    """Draft for all requests, and share the pass among their trees."""
+    began, chains = time.perf_counter(), _chains([request.num_unscored for request in requests])
+    shared.begin(chains)
+    drafted = list[FloatArray | None]()
+    for request, num_chain in zip(requests, chains, strict=True):
+        shared.next_text()
+        drafted.append(request.draft(num_chain))
+    if not shared.is_shared:
+        return [requests[0].send(None)]
+    competing = [found for found in drafted if found is not None]
+    sizes = iter(shared.sizes(competing, time.perf_counter() - began))
+    return [
+        request.send(None if found is None else next(sizes)) for request, found in zip(requests, drafted, strict=True)
+    ]
+
+
+def _chains(unscored: Sequence[int]) -> list[int]:
+    """How many of its unscored tokens each text scores in the next pass: all, or PREFILL_ROWS of all prompts.
+
+    The earlier texts come first; each scores at least one token.
+    """
+    if 1 not in unscored:
+        return list(unscored)
+    left, chains = PREFILL_ROWS, list[int]()
+    for number in unscored:
+        chains.append(max(1, min(number, left)))
+        left -= chains[-1] if number > 1 else 0
+    return chains
+
+
+def _drafting(requests: Sequence[Request]) -> AbstractContextManager[None]:
+    """Drafts for these requests in the background, as far as their drafters want to."""
+    works = [request.drafter.extend for request in requests if request.drafter.wants_overlap]
+    if not works:
+        return nullcontext()
+    device = requests[0].target.device
+    return in_background(works[0] if len(works) == 1 else lambda is_over: _take_turns(works, is_over), device)
+
+
+def _take_turns(works: Sequence[Work], is_over: Callable[[], bool]) -> None:
+    """One round of each text's draft after the other, so that no text takes all the time of the pass."""
+
+    def ends_after_round() -> Callable[[], bool]:
+        rounds = count()
+        return lambda: is_over() or next(rounds) > 0
+
+    for _ in range(SWEEPS):
+        for work in works:
+            work(ends_after_round())

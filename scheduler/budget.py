@@ -25,7 +25,8 @@ class DraftingState:
     best: probabilities of the best candidates, descending, at most the controller's limit. open: probabilities of those
     among them that can be expanded, descending. profile [C]: typical probabilities of a node's children. num_chain:
     rows of the target's pass in addition to the nodes. spent_s: seconds of drafting for this pass so far. overhead_s:
-    seconds of a pass with a tree in addition to drafting and scoring; 0 once a round has run.
+    seconds of a pass with a tree in addition to drafting and scoring; 0 once a round has run. tokens_per_s: the rate of
+    all texts of the pass, if it has several and the rate is known.
     """
 
     best: FloatArray
@@ -34,6 +35,7 @@ class DraftingState:
     num_chain: int
     spent_s: float
     overhead_s: float = 0.0
+    tokens_per_s: float | None = None
 
 
 class Controller(Protocol):
@@ -92,6 +94,8 @@ class MarginalRate:
 
     def rate(self, state: DraftingState) -> float:
         """Tokens/s of the last passes; before the first, the predicted rate of the tree or of plain decoding."""
+        if state.tokens_per_s:
+            return state.tokens_per_s
         if self._recent_rate.value:
             return self._recent_rate.value
         tokens, seconds = self._tokens_and_seconds(state)

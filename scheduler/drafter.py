@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from .params import MAX_ROWS
 from .sampling import Sampler
-from .tree import BoolArray, IntArray, TokenTree
+from .shared_pass import SharedPass
+from .tree import BoolArray, FloatArray, IntArray, TokenTree
 from .verify import TargetPass, TargetStates
 from .vocabulary import Vocabulary
 
@@ -64,7 +65,7 @@ class DraftRequest:
     sampler: the target's. final: tokens that end the text and have no children. num_unscored: tokens of the text that
     the target's first pass scores; None: as many as the draft scores. most_read: tokens that the draft scores itself
     before it drafts; with more unscored ones it waits for the target. None: no limit. most_rows: nodes that may be
-    pending in the draft's KV cache.
+    pending in the draft's KV cache. shared: the passes that the request shares with others; None: it has its own.
     """
 
     sampler: Sampler
@@ -72,6 +73,7 @@ class DraftRequest:
     num_unscored: int | None = None
     most_read: int | None = None
     most_rows: int = MAX_ROWS
+    shared: SharedPass | None = None
 
 
 class Drafter(Protocol):
@@ -89,6 +91,17 @@ class Drafter(Protocol):
 
     def observe(self, done: TargetPass) -> None:
         """Record the target's pass over the tree that was proposed last."""
+
+
+@runtime_checkable
+class CompetingDrafter(Drafter, Protocol):
+    """A drafter whose trees compete with those of other texts; `prepare`, then `send`, in place of `propose`."""
+
+    def prepare(self, text: Sequence[int], max_depth: int) -> FloatArray | None:
+        """The probabilities of the best candidates, descending; None if the tree's size is given."""
+
+    def send(self, num_nodes: int | None = None) -> TokenTree:
+        """The tree of the `num_nodes` best candidates; None: as many as the drafter would send on its own."""
 
 
 class SequentialDrafter:

@@ -25,7 +25,7 @@ from .lookup import Guesser
 from .overlap import Overlap
 from .params import SpeculationParams
 from .pricing import Clock, PassPricing
-from .tree import ROOT, IntArray, TokenTree
+from .tree import ROOT, FloatArray, IntArray, TokenTree
 from .verdict_learning import learn_children, learn_trust, learn_trust_unsent
 from .verify import TargetPass
 
@@ -62,10 +62,12 @@ class ModelDrafter:
         self._guessers = GuesserPool(guessers, request.sampler, self._calibration, clock)
         controller = controller or controller_for(params, learnt.costs)
         retry = self._calibration.retry if params.budget is None else None
-        self._pricing = PassPricing(controller, learnt.costs, self._calibration, clock, retry)
+        self._pricing = PassPricing(controller, learnt.costs, self._calibration, clock, retry, request.shared)
         self._draft_costs = learnt.costs.draft
         self._overlap = Overlap(allowed=params.overlap and params.reuse, switch=learnt.overlap_switch)
         self._text: Sequence[int] = ()
+        self._may_draft = False
+        self._best: IntArray = np.empty(0, dtype=np.int64)  # candidates, the best first
         self._sent: IntArray = np.empty(0, dtype=np.int64)
 
     @property
@@ -81,13 +83,32 @@ class ModelDrafter:
     # ------------------------------------------------------------------------------------------------ a tree
 
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
+        self.prepare(text, max_depth)
+        return self.send()
+
+    def prepare(self, text: Sequence[int], max_depth: int) -> FloatArray | None:
+        """See `CompetingDrafter`."""
         rounds, pricing = self._rounds, self._pricing
         self._text = text
         rounds.begin(text, min(max_depth, self._params.max_depth))
         pricing.begin(self._num_chain())
-        self._sent = np.empty(0, dtype=np.int64)
-        if rounds.max_depth > 0 and pricing.limit > 0:
+        self._sent = self._best = np.empty(0, dtype=np.int64)
+        self._may_draft = rounds.max_depth > 0 and pricing.limit > 0
+        if self._may_draft:
             self._draft()
+            if not rounds.is_untouched:
+                self._best = rounds.best(pricing.limit)
+        return rounds.probabilities(self._best) if self._is_priced else None
+
+    def send(self, num_nodes: int | None = None) -> TokenTree:
+        """See `CompetingDrafter`."""
+        rounds, pricing = self._rounds, self._pricing
+        if len(self._best):
+            self._sent = self._best[
+                : pricing.size(rounds.probabilities(self._best)) if num_nodes is None else num_nodes
+            ]
+        if self._may_draft:
+            self._learn_guessers_worth()
         tree, num_tokens = TokenTree.empty(), 1.0
         if len(self._sent):
             tree, num_tokens = rounds.tree.tree(self._sent), 1 + float(rounds.probabilities(self._sent).sum())
@@ -105,18 +126,21 @@ class ModelDrafter:
         return self._rounds.num_unscored if unscored is None else unscored
 
     def _draft(self) -> None:
-        """Run the guessers, then the draft, and select the nodes to send."""
+        """Run the guessers, then the draft."""
         rounds, pricing = self._rounds, self._pricing
-        # With a given budget, trees must not depend on measured times.
-        is_priced = self._params.budget is None
-        rate = pricing.tokens_per_s if is_priced else None
+        rate = pricing.tokens_per_s if self._is_priced else None
         self._guessers.ask(rounds.tree, self._text, pricing.limit, rounds.max_depth, rate)
         if self._can_ask_model and (rounds.tree.is_rooted or pricing.is_worth_a_round()):
             self._grow()
-        if not rounds.is_untouched:
-            best = rounds.best(pricing.limit)
-            self._sent = best[: pricing.size(rounds.probabilities(best))]
-        if is_priced and self._guessers.was_asked and not pricing.is_first:  # the first pass indexes the whole text
+
+    @property
+    def _is_priced(self) -> bool:
+        """Whether measured times decide; with a given budget, trees must not depend on them."""
+        return self._params.budget is None
+
+    def _learn_guessers_worth(self) -> None:
+        rounds, pricing = self._rounds, self._pricing
+        if self._is_priced and self._guessers.was_asked and not pricing.is_first:  # the first pass indexes all the text
             guessed = self._sent[rounds.tree.is_claimed(self._sent)]
             num_tokens = float(rounds.probabilities(guessed).sum())
             self._guessers.learn_worth(pricing.worth(num_tokens, len(guessed), len(self._sent)))

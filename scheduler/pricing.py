@@ -10,6 +10,7 @@ from .averages import DecayingRatio, Retry
 from .budget import RATE_FORGETTING, Controller, DraftingState
 from .calibration import DraftCalibration
 from .costs import MOST_ROWS, Costs
+from .shared_pass import SharedPass
 from .tree import FloatArray
 
 Clock = Callable[[], float]  # seconds
@@ -27,8 +28,10 @@ class PassPricing:
         calibration: DraftCalibration,
         clock: Clock,
         retry: Retry | None = None,
+        shared: SharedPass | None = None,
     ) -> None:
-        """retry: of earlier requests, if the draft may be switched off as it was there."""
+        """retry: of earlier requests, if the draft may be switched off as it was there. shared: see `DraftRequest`."""
+        self._shared = shared or SharedPass(costs, controller.limit)
         self._controller, self._costs, self._calibration, self._clock = controller, costs, calibration, clock
         self._recent_rate, self._retry = DecayingRatio(RATE_FORGETTING), retry or Retry()
         self._began = self._sent = self._judged = self._rounds_s = 0.0
@@ -37,19 +40,21 @@ class PassPricing:
         self.is_first = True  # the first pass contains the prefill and does not count for the rate
 
     def begin(self, num_chain: int) -> None:
-        """Start a pass. num_chain: its rows in addition to the nodes."""
-        self._began, self._rounds_s, self._num_chain = self._clock(), 0.0, num_chain
+        """Start a pass. num_chain: the text's rows in addition to the nodes."""
+        self._began, self._rounds_s = self._clock(), 0.0
+        self._num_chain = num_chain + self._shared.rows_beside
         self._rests = False
 
     @property
     def limit(self) -> int:
         """The maximum number of nodes to send."""
-        return self._controller.limit
+        limit = self._controller.limit
+        return min(limit, self._shared.limit) if self._shared.is_shared else limit
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens/s of the last passes; 0 before the first."""
-        return self._recent_rate.value
+        """Tokens/s of the last passes, of all their texts; 0 before the first."""
+        return self._shared.tokens_per_s if self._shared.is_shared else self._recent_rate.value
 
     def width(self, best: FloatArray, open_nodes: FloatArray) -> int:
         """Nodes of the next round, from the probabilities of the best candidates and of the open ones among them."""
@@ -61,7 +66,12 @@ class PassPricing:
 
     def _state(self, best: FloatArray, open_nodes: FloatArray) -> DraftingState:
         profile = self._calibration.profile.values
-        return DraftingState(best, open_nodes, profile, self._num_chain, self._clock() - self._began)
+        spent_s = self._clock() - self._began
+        return DraftingState(best, open_nodes, profile, self._num_chain, spent_s, tokens_per_s=self._shared_rate)
+
+    @property
+    def _shared_rate(self) -> float | None:
+        return self._shared.tokens_per_s if self._shared.is_shared else None
 
     def is_worth_a_round(self) -> bool:
         """Whether a first draft round pays off; if not, it is retried at growing intervals.
@@ -77,7 +87,7 @@ class PassPricing:
         """Whether a first round is expected to bring more tokens than its seconds bring otherwise."""
         root = np.array([self._calibration.trust.value])
         profile, overhead_s = self._calibration.profile.values, self._costs.overhead_s
-        state = DraftingState(NONE, root, profile, self._num_chain, 0.0, overhead_s)
+        state = DraftingState(NONE, root, profile, self._num_chain, 0.0, overhead_s, self._shared_rate)
         return self._controller.width(state) > 0
 
     def round(self, draft: Callable[[], int]) -> None:
@@ -103,6 +113,8 @@ class PassPricing:
     def judged(self, num_nodes: int) -> None:
         """Record the end of the target's pass, and its seconds by number of rows."""
         self._judged = self._clock()
+        if self._shared.is_shared:
+            return  # `SharedPass.end` records them once for all texts
         if (rows := self._num_chain + num_nodes) <= MOST_ROWS and (num_nodes or not self._rests):
             self._costs.target.observe(rows, self._judged - self._sent)
 
@@ -112,6 +124,6 @@ class PassPricing:
             seconds = self._clock() - self._began
             self._controller.observe(num_tokens, seconds)
             self._recent_rate.observe(num_tokens, seconds)
-            if self._rounds_s:
+            if self._rounds_s and not self._shared.is_shared:
                 self._costs.observe_overhead(seconds - self._rounds_s - (self._judged - self._sent))
         self.is_first = False

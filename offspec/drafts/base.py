@@ -6,7 +6,7 @@ Then it is loaded as a `Draft`. A new kind is one file with these two classes, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -79,27 +79,11 @@ class DraftOptions:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The draft with the most predicted tokens/s, by name, and all predictions (name → tokens/s, most first)."""
-
-    name: str
-    tokens_per_s: Mapping[str, float]
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {rate:.2g}" for name, rate in self.tokens_per_s.items())
-
-
-# Chooses among drafts by a plan and this machine's rates; others are predicted, too. None: there is no prediction.
-Choose = Callable[[Sequence[str], Sequence[str]], Choice | None]
-
-
-@dataclass(frozen=True)
 class OpenRequest:
     """A request to open a draft: the user's options, and the target.
 
     tokenizer: the target's; None if memory is only planned and files may be missing. dtype: auto, bf16, fp16, fp32.
     notes: opening appends each automatic choice. progress(bytes_done, bytes_total): called while a shadow is made.
-    choose(names, others): decides where several drafts are possible; without it, the first is taken.
     """
 
     options: DraftOptions
@@ -109,7 +93,6 @@ class OpenRequest:
     device_type: str
     notes: list[Note]
     progress: Progress | None = None
-    choose: Choose | None = None
 
 
 class OpenedDraft(Protocol):
@@ -152,12 +135,14 @@ class Draft:
     name: a model's name, `lookup`, or `self`; None if nothing drafts. decoder: the draft model, or None.
     aligner: trains the draft between requests, or None. overlaps: it can draft while the target's pass runs.
     allows_reload: the target's weights may be loaded again while this draft exists. target_layers: the target's layers
-    whose states `TargetPass` reports to the draft.
+    whose states `TargetPass` reports to the draft. num_shared: entries of a text's KV cache in the target that are the
+    draft's own.
     """
 
     overlaps = True
     allows_reload = True
     target_layers: Sequence[int] = ()
+    num_shared = 0
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name

@@ -63,9 +63,12 @@ class LayersOfTarget(ModelDraft):
         """No graph captures its rounds: packed matrices are unpacked for each product."""
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
-        num_shared = num_shared_entries(self.decoder.device.type)
-        text = CachedDecoder(target, num_tokens + num_nodes + num_shared if num_tokens else 0)
-        return TextCaches(text, LayerDraftText(self.decoder, text), num_shared)
+        text = CachedDecoder(target, num_tokens + num_nodes + self.num_shared if num_tokens else 0)
+        return TextCaches(text, LayerDraftText(self.decoder, text), self.num_shared)
+
+    @property
+    def num_shared(self) -> int:  # type: ignore[override]
+        return num_shared_entries(self.decoder.device.type)
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
         device_type = self.decoder.device.type
@@ -104,7 +107,7 @@ class OpenedShadow:
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         """Scratch of its own, entries in the target's KV cache, and copies of the layers that will be streamed."""
-        items = [*unpacking_items(self.models[0]), *_items(target, self.device_type)]
+        items = [*unpacking_items(self.models[0]), *_items(target, room, self.device_type)]
         return MemoryUse(tuple(items), shadow_bytes=self.shadow.layer_bytes(target))
 
     def guessing(self, placement: Placement) -> Guessing:
@@ -189,7 +192,7 @@ class OpenedLayers:
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         """Scratch of its own, and entries in the target's KV cache. An early exit's layers have to be resident."""
-        items = [*unpacking_items(target), *_items(target, self.device_type)]
+        items = [*unpacking_items(target), *_items(target, room, self.device_type)]
         return MemoryUse(tuple(items), num_pinned_layers=self.num_first or 0)
 
     def guessing(self, placement: Placement) -> Guessing:
@@ -220,8 +223,9 @@ def _check(request: OpenRequest) -> None:
     request.options.refuse_learning()
 
 
-def _items(target: ModelFiles, device_type: str) -> list[Item]:
-    entries = kv_cache_bytes(target.config, num_shared_entries(device_type), target.dtype.itemsize)
+def _items(target: ModelFiles, room: Room, device_type: str) -> list[Item]:
+    num_entries = room.texts * num_shared_entries(device_type)
+    entries = kv_cache_bytes(target.config, num_entries, target.dtype.itemsize)
     return [Item(KV_ITEM, on_device=entries), *guessing_items(target.config, target)]
 
 

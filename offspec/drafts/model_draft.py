@@ -169,7 +169,8 @@ class OpenedModel:
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         files, itemsize = self.files, self.files.dtype.itemsize
-        context = _num_entries(room.context, files.config, self.other)
+        others = room.num_tokens - room.context  # tokens of texts beside the longest
+        context = _num_entries(room.context, files.config, self.other) + others
         items = [
             *unpacking_items(files),
             Item("draft", on_device=resident_bytes(files)),

@@ -78,9 +78,9 @@ class OpenedSelf:
         """
         config, itemsize, num_first = target.config, target.dtype.itemsize, self.file.exit_layer
         replaced = range(num_first, num_first + 1)  # the exit layer's cache has the shape of this layer's
-        entries = kv_cache_bytes(config, room.context + MAX_ROWS, itemsize, replaced)
+        entries = kv_cache_bytes(config, room.num_tokens + MAX_ROWS, itemsize, replaced)
         entries += kv_cache_bytes(config, MAX_ROWS, itemsize, range(num_first))
-        states = (room.context + MAX_ROWS + room.tree) * config.hidden_size * itemsize
+        states = (room.num_tokens + MAX_ROWS + room.tree) * config.hidden_size * itemsize
         items = [
             Item("exit layer", on_device=self.file.num_elements * itemsize),
             Item("exit KV cache", on_device=entries),

@@ -8,6 +8,7 @@ places of norms in `Block.forward`. A block does not depend on where weights or 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
@@ -26,6 +27,7 @@ from .norms import normalize
 from .rope import RotaryEmbedding, Rotations, rotate
 from .rope_config import RopeConfig
 
+Projected = tuple[Tensor, Tensor, Tensor]  # queries [T, heads, D], keys and values [T, kv_heads, D] of T rows
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by their names in config.json
     "silu": F.silu,
     "swish": F.silu,
@@ -38,7 +40,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by their names in conf
 
 
 class PassRows(Protocol):
-    """The rows of one pass: their positions, chunks, mask and KV entries.
+    """The rows of one pass: their positions and chunks, and their attention.
 
     rotations: of the T rows' positions. chunks: (first, last) ranges of rows that go through a layer together.
     """
@@ -49,14 +51,29 @@ class PassRows(Protocol):
     @property
     def chunks(self) -> list[tuple[int, int]]: ...
 
+    def attend(self, block: Block, projected: Projected, first: int, last: int) -> Tensor:
+        """Attention [last - first, heads, head_dim] of rows first .. last, given their queries, keys and values."""
+
+
+class RowsOfText(ABC):
+    """`PassRows` of one text: its KV entries, and the mask over them."""
+
+    @abstractmethod
     def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
         """Bool [last - first, S]: the keys that rows first .. last attend to; None for all keys."""
 
+    @abstractmethod
     def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Store the keys and values [T, kv_heads, head_dim] of rows first .. last.
 
         Returns the keys and values for their attention, [kv_heads, S, head_dim] each.
         """
+
+    def attend(self, block: Block, projected: Projected, first: int, last: int) -> Tensor:
+        queries, keys, values = projected
+        keys, values = self.exchange(block.index, keys, values, first, last)
+        mask, c = self.mask(first, last, block.window), block.config
+        return attend(queries, keys, values, mask, scale=c.attention_scale, cap=c.attention_cap)
 
 
 class LayerWeights:
@@ -120,12 +137,10 @@ class Block:
             queries, keys = self.qk_normed(queries, keys, weights)
         if c.query_growth is not None:
             queries = queries * rows.rotations.growth(*c.query_growth)[first:last].to(queries.dtype)
-        keys, values = rows.exchange(self.index, keys, values, first, last)
-        mask = rows.mask(first, last, self.window)
-        out = attend(queries, keys, values, mask, scale=c.attention_scale, cap=c.attention_cap)
+        out = rows.attend(self, (queries, keys, values), first, last)
         return weights.linear("self_attn.o_proj", out.flatten(1))
 
-    def projected(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
+    def projected(self, x: Tensor, weights: LayerWeights) -> Projected:
         """Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim] of normed states x [T, hidden]."""
         c = self.config
         if c.has_fused_qkv:

@@ -22,6 +22,7 @@ from offspec.loaders.formats import Weight
 from offspec.loaders.small_transfers import page_locked, read_words, seen_by
 from offspec.scheduler.params import MAX_ROWS
 
+from .block import RowsOfText
 from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
 from .foreign_config import ForeignConfig
 from .kv_cache import KVCache
@@ -98,7 +99,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class StaticRows:
+class StaticRows(RowsOfText):
     """`PassRows` of a static round; only the device knows their slots and mask.
 
     slots, positions [W]. seen: bool [W, S], the mask over all keys of the round.

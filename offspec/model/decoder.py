@@ -8,8 +8,9 @@ module does not depend on sampling, budgets or where weights are stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,17 @@ from offspec.scheduler.vocabulary import Vocabulary
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .attention import CAPPED_SCORES, Visibility
-from .block import LayerWeights, PassRows, as_vector, build_blocks, kv_layouts, layer_shapes
+from .block import (
+    Block,
+    LayerWeights,
+    PassRows,
+    Projected,
+    RowsOfText,
+    as_vector,
+    build_blocks,
+    kv_layouts,
+    layer_shapes,
+)
 from .config import ModelConfig
 from .foreign_config import ForeignConfig
 from .kv_cache import KVCache, MakeLayerCaches, plain_layers
@@ -76,7 +87,7 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
 
 
 @dataclass(frozen=True)
-class AppendedRows:
+class AppendedRows(RowsOfText):
     """`PassRows` whose KV entries are appended to the cache. first_layer: the number of the cache's first layer."""
 
     cache: KVCache
@@ -91,13 +102,43 @@ class AppendedRows:
         self.cache.write(layer - self.first_layer, keys, values, start + first)
         return self.cache.read(layer - self.first_layer, start + last)
 
+    def __len__(self) -> int:
+        return len(self.visibility.positions)
+
     def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
-        """`Visibility.mask`; with one chunk it is computed once per pass, otherwise in each layer."""
-        if len(self.chunks) > 1:
+        """`Visibility.mask`; if it is all rows', it is computed once per pass, otherwise in each layer."""
+        if last - first < len(self):
             return self.visibility.mask(first, last, window)
         if window not in self.masks:
             self.masks[window] = self.visibility.mask(first, last, window)
         return self.masks[window]
+
+
+class JoinedRows:
+    """`PassRows` of several texts, one after the other, without padding (EMS-SD, 2405.07542).
+
+    They share every product with weights; attention is each text's own. parts: the texts' rows.
+    """
+
+    def __init__(self, config: ModelConfig, parts: Sequence[AppendedRows]) -> None:
+        self.parts = list(parts)
+        self.rotations = Rotations(torch.cat([part.visibility.positions for part in parts]))
+        self.ends = list(accumulate(len(part) for part in parts))
+        step = min(chunk_rows(config, part.visibility.start + len(part)) for part in parts)
+        self.chunks = [(first, min(first + step, self.ends[-1])) for first in range(0, self.ends[-1], step)]
+
+    def ranges(self) -> Iterator[tuple[AppendedRows, int, int]]:
+        """Each text's rows, and the range of them in the pass."""
+        return zip(self.parts, (0, *self.ends), self.ends, strict=False)
+
+    def attend(self, block: Block, projected: Projected, first: int, last: int) -> Tensor:
+        found = list[Tensor]()
+        for part, begin, end in self.ranges():
+            begins, ends = max(first, begin), min(last, end)
+            if begins < ends:
+                queries, keys, values = (each[begins - first : ends - first] for each in projected)
+                found.append(part.attend(block, (queries, keys, values), begins - begin, ends - begin))
+        return torch.cat(found)
 
 
 class Decoder:
@@ -253,6 +294,19 @@ def activation_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize
     return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + fp32 + mask, head)
 
 
+@dataclass(frozen=True)
+class TextRows:
+    """One text's rows in a pass, see `CachedDecoder.score`: a chain, then tree nodes tokens, depths [R] with a mask."""
+
+    chain: Sequence[int]
+    tokens: IntArray
+    depths: IntArray
+    mask: BoolArray
+
+    def __len__(self) -> int:
+        return len(self.chain) + len(self.tokens)
+
+
 class CachedDecoder:
     """A decoder with the KV cache of one text. The scheduler uses it for target and draft."""
 
@@ -303,7 +357,8 @@ class CachedDecoder:
 
         before: also return the states of up to `before` rows of the chain before its last one.
         """
-        return self.decoder.normed(self._pass(chain, tokens, depths, mask)[max(len(chain) - 1 - before, 0) :])
+        hidden = pass_together([(self, TextRows(chain, tokens, depths, mask))])
+        return self.decoder.normed(hidden[max(len(chain) - 1 - before, 0) :])
 
     def score_rows(
         self,
@@ -315,19 +370,9 @@ class CachedDecoder:
     ) -> RowLogits:
         """`score`, with each row's logits computed on first use.
 
-        layers: also keep the hidden states after these layers (from 0), of all rows (`RowLogits.layer_states`). Raises
-        ValueError for a layer that is not one of `observable_layers`.
+        layers: see `score_together`.
         """
-        if unknown := set(layers) - set(self.observable_layers):
-            raise ValueError(f"no hidden states after layer {min(unknown)}, only after {self.observable_layers}")
-        found: dict[int, Tensor] = {}
-
-        def after(layer: int, hidden: Tensor) -> None:
-            if layer in layers:
-                found[layer] = hidden.clone()
-
-        hidden = self._pass(chain, tokens, depths, mask, after if layers else None)
-        return RowLogits(self.decoder, hidden, max(len(chain) - 1, 0), found)
+        return score_together([(self, TextRows(chain, tokens, depths, mask))], layers)[0]
 
     @property
     def observable_layers(self) -> range:
@@ -338,21 +383,23 @@ class CachedDecoder:
         """Reserve room for `capacity` entries, committed and pending."""
         self.cache.reserve(capacity)
 
-    @torch.inference_mode()
-    def _pass(
-        self,
-        chain: Sequence[int],
-        tokens: IntArray,
-        depths: IntArray,
-        mask: BoolArray,
-        after: AfterLayer | None = None,
-    ) -> Tensor:
-        """Hidden states [len(chain) + R, hidden] of chain and nodes, see `score`. after: see `Decoder.through`."""
-        hidden = self.decoder.embed(torch.tensor([*chain, *tokens.tolist()]))
-        positions, tree_mask = placed(self.cache, len(chain), depths, mask)
-        hidden = self.decoder.through(hidden, self.decoder.rows(positions, self.cache, tree_mask), after=after)
-        self.cache.append(len(chain), len(tokens))
-        return hidden
+    @property
+    def layers(self) -> range:
+        """The layers that a pass takes its rows through."""
+        return range(self.decoder.config.num_layers)
+
+    def begin_pass(self, rows: TextRows) -> tuple[Tensor, AppendedRows]:
+        """Hidden states [T, hidden] of these rows before `layers`, and their places. `end_pass` must follow."""
+        hidden = self.decoder.embed(torch.tensor([*rows.chain, *rows.tokens.tolist()]))
+        return hidden, self._appended(rows)
+
+    def _appended(self, rows: TextRows) -> AppendedRows:
+        positions, tree_mask = placed(self.cache, len(rows.chain), rows.depths, rows.mask)
+        return self.decoder.rows(positions, self.cache, tree_mask, self.layers.start)
+
+    def end_pass(self, rows: TextRows) -> None:
+        """Count the entries that the pass has written."""
+        self.cache.append(len(rows.chain), len(rows.tokens))
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """Commit the pending nodes `path`, keep the nodes `pending` below them (both ascending), drop the others."""
@@ -361,6 +408,58 @@ class CachedDecoder:
     def truncate(self, length: int) -> None:
         """Drop the text from position `length` on."""
         self.cache.truncate(length)
+
+
+TextPass = tuple[CachedDecoder, TextRows]
+
+
+@torch.inference_mode()
+def pass_together(texts: Sequence[TextPass], after: AfterLayer | None = None) -> Tensor:
+    """One pass of the same decoder over rows of several texts: hidden states [T, hidden], text after text.
+
+    Every text has at least one row. Each text's rows become committed (chains) and pending (nodes) in its own cache, as
+    in `CachedDecoder.score`. The weights are streamed once. after: see `Decoder.through`.
+    """
+    first = texts[0][0]
+    begun = [text.begin_pass(rows) for text, rows in texts]
+    hidden, rows = begun[0]
+    joined: PassRows = rows
+    if len(begun) > 1:
+        hidden = torch.cat([each for each, _ in begun])
+        joined = JoinedRows(first.decoder.config, [rows for _, rows in begun])
+    if after is not None and first.layers.start:
+        after(first.layers.start - 1, hidden)
+    hidden = first.decoder.through(hidden, joined, first.layers, after)
+    for text, own in texts:
+        text.end_pass(own)
+    return hidden
+
+
+def score_together(texts: Sequence[TextPass], layers: Collection[int] = ()) -> list[RowLogits]:
+    """`pass_together`; for each text the logits of [(1 if chain else 0) + R] rows, each computed on first use.
+
+    layers: also keep the hidden states after these layers (from 0), of all rows (`RowLogits.layer_states`). Raises
+    ValueError for a layer that is not one of `observable_layers`.
+    """
+    if unknown := set(layers) - set(texts[0][0].observable_layers):
+        raise ValueError(f"no hidden states after layer {min(unknown)}, only after {texts[0][0].observable_layers}")
+    found: dict[int, Tensor] = {}
+
+    def after(layer: int, hidden: Tensor) -> None:
+        if layer in layers:
+            found[layer] = hidden.clone()
+
+    hidden = pass_together(texts, after if layers else None)
+    ends = list(accumulate(len(rows) for _, rows in texts))
+    return [
+        RowLogits(
+            text.decoder,
+            hidden[begin:end],
+            max(len(rows.chain) - 1, 0),
+            {layer: states[begin:end] for layer, states in found.items()},
+        )
+        for (text, rows), begin, end in zip(texts, (0, *ends), ends, strict=False)
+    ]
 
 
 def placed(cache: KVCache, num_chain: int, depths: IntArray, mask: BoolArray) -> tuple[Tensor, Tensor | None]:

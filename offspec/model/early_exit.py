@@ -21,7 +21,7 @@ from offspec.scheduler.params import MAX_NODES
 from offspec.scheduler.tree import ROOT
 
 from .block import PassRows
-from .decoder import AfterLayer, BoolArray, CachedDecoder, Decoder, IntArray, placed
+from .decoder import AppendedRows, BoolArray, CachedDecoder, Decoder, IntArray, TextRows, placed
 from .kv_cache import KVCache
 
 ABSENT = -2  # in place of a row: the node is not in the trunk
@@ -171,34 +171,24 @@ class SharedTarget(CachedDecoder):
         """From the trunk's last layer on: earlier layers' states of the draft's pass are not kept."""
         return range(self._layers.start - 1, self._layers.stop)
 
-    @torch.inference_mode()
-    def _pass(
-        self,
-        chain: Sequence[int],
-        tokens: IntArray,
-        depths: IntArray,
-        mask: BoolArray,
-        after: AfterLayer | None = None,
-    ) -> Tensor:
-        trunk = self.trunk
-        rows = trunk.find(tokens, parents_of(mask))
-        absent = np.flatnonzero(rows == ABSENT)
+    @property
+    def layers(self) -> range:
+        return self._layers
+
+    def begin_pass(self, rows: TextRows) -> tuple[Tensor, AppendedRows]:
+        trunk, chain = self.trunk, rows.chain
+        nodes = trunk.find(rows.tokens, parents_of(rows.mask))
+        absent = np.flatnonzero(nodes == ABSENT)
         size = trunk.cache.pending + len(absent)
-        rows[absent] = np.arange(trunk.cache.pending, size)
+        nodes[absent] = np.arange(trunk.cache.pending, size)
         region = np.zeros((len(absent), size), dtype=np.bool_)
-        region[:, rows] = mask[absent]
+        region[:, nodes] = rows.mask[absent]
         known = trunk.cache.length - self.length  # tokens of the chain that the draft has computed
-        trunk.advance(chain[known:], tokens[absent], depths[absent], region)
+        trunk.advance(chain[known:], rows.tokens[absent], rows.depths[absent], region)
         base = self.length + len(chain)
-        hidden = trunk.hidden([*range(self.length, base), *(base + rows).tolist()])  # the chain is never empty
-        positions, tree_mask = placed(self.cache, len(chain), depths, mask)
-        rest = self.decoder.rows(positions, self.cache, tree_mask, first_layer=self._layers.start)
-        if after is not None:
-            after(self._layers.start - 1, hidden)
-        hidden = self.decoder.through(hidden, rest, self._layers, after)
-        self.cache.append(len(chain), len(tokens))
-        self._rows = rows
-        return hidden
+        hidden = trunk.hidden([*range(self.length, base), *(base + nodes).tolist()])  # the chain is never empty
+        self._rows = nodes
+        return hidden, self._appended(rows)
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """`CachedDecoder.keep`; called once per pass, before the draft's."""
@@ -223,23 +213,11 @@ class SharedDraft(CachedDecoder):
         super().reserve(capacity)
         self.trunk.cache.reserve(capacity + MAX_NODES)
 
-    @torch.inference_mode()
-    def _pass(
-        self,
-        chain: Sequence[int],
-        tokens: IntArray,
-        depths: IntArray,
-        mask: BoolArray,
-        after: AfterLayer | None = None,
-    ) -> Tensor:
+    def begin_pass(self, rows: TextRows) -> tuple[Tensor, AppendedRows]:
         trunk, start = self.trunk, self.cache.size
         known = trunk.cache.length - self.length  # tokens of the chain accepted without having been expanded
-        trunk.advance(chain[known:], tokens, depths, mask)
-        hidden = trunk.hidden(range(start, trunk.cache.size))
-        positions, tree_mask = placed(self.cache, len(chain), depths, mask)
-        hidden = self.decoder.through(hidden, self.decoder.rows(positions, self.cache, tree_mask), after=after)
-        self.cache.append(len(chain), len(tokens))
-        return hidden
+        trunk.advance(rows.chain[known:], rows.tokens, rows.depths, rows.mask)
+        return trunk.hidden(range(start, trunk.cache.size)), self._appended(rows)
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         num_drafted = self.cache.pending

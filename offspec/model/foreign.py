@@ -17,7 +17,7 @@ from offspec.loaders.formats import Weight
 from offspec.loaders.weights import WeightSource
 
 from .block import PassRows
-from .decoder import AfterLayer, AppendedRows, Decoder
+from .decoder import AfterLayer, AppendedRows, Decoder, JoinedRows
 from .foreign_config import ForeignConfig, Source
 from .foreign_modules import LayerCall, TextCache, build
 from .foreign_probe import by_kind
@@ -43,6 +43,11 @@ class RowsCache(TextCache):
         )
         keys, values = self._rows.exchange(layer_idx, keys, values, self._first, self._last)
         return keys[None, ..., : dims[0]], values[None, ..., : dims[1]]
+
+
+def _texts(rows: AppendedRows | JoinedRows) -> list[tuple[AppendedRows, int, int]]:
+    """Each text's rows, and the range of them in the pass."""
+    return list(rows.ranges()) if isinstance(rows, JoinedRows) else [(rows, 0, len(rows))]
 
 
 class ForeignDecoder(Decoder):
@@ -85,10 +90,14 @@ class ForeignDecoder(Decoder):
     def through(
         self, hidden: Tensor, rows: PassRows, layers: range | None = None, after: AfterLayer | None = None
     ) -> Tensor:
-        assert isinstance(rows, AppendedRows)
-        assert layers is None, "a pass through transformers' modules takes all layers"
+        assert isinstance(rows, (AppendedRows, JoinedRows))
+        assert layers is None or len(layers) == len(self._layers), "a pass takes all of transformers' modules"
+        texts = _texts(rows)
         with self._preparing.lend(self._shared(), self.weights.scratch):
-            calls = self._calls(hidden, rows, *rows.chunks[0]) if len(rows.chunks) == 1 else None
+            calls = [
+                self._calls(hidden[begin:end], text, 0, len(text)) if len(text.chunks) == 1 else None
+                for text, begin, end in texts
+            ]
             for index, lender in enumerate(self._layers):
                 self.current_layer = index
                 with (
@@ -96,7 +105,11 @@ class ForeignDecoder(Decoder):
                     self.weights.layer(index) as tensors,
                     lender.lend(tensors, self.weights.scratch),
                 ):
-                    hidden = self._through_layer(index, hidden, rows, calls)
+                    parts = [
+                        self._through_layer(index, hidden[begin:end], text, own)
+                        for (text, begin, end), own in zip(texts, calls, strict=True)
+                    ]
+                    hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
                 if after is not None:
                     after(index, hidden)
         self.current_layer = 0

@@ -18,21 +18,35 @@ from ..checkpoints.opening import ModelFiles
 class MemoryOptions:
     """The user's limits: bytes of VRAM and RAM (None: all that is free), and the context and tree to reserve.
 
-    tree: nodes beside the context. At least the largest automatic budget is reserved, also for None.
+    tree: nodes beside the context. At least the largest automatic budget is reserved, also for None. texts: see `Room`.
     """
 
     vram: int | None = None
     ram: int | None = None
     context: int | None = None
     tree: int | None = None
+    texts: int = 1
+
+
+SHARED_TOKENS = 1024  # tokens reserved for each text beside the first that shares its passes
 
 
 @dataclass(frozen=True)
 class Room:
-    """The space that a plan reserves: tokens of a text, and nodes of a tree beside it."""
+    """The space that a plan reserves: tokens of the longest text, and nodes of all trees beside it.
+
+    texts: the number of texts that share passes. One may have the full context; for each other one SHARED_TOKENS are
+    reserved. They share all of it (`batch.Batch`), as the slots of llama.cpp's server share its context.
+    """
 
     context: int
     tree: int
+    texts: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts."""
+        return self.context + (self.texts - 1) * min(self.context, SHARED_TOKENS)
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,13 @@ class Plan:
         return self.room.tree
 
     @property
+    def kv_entries(self) -> int:
+        """Entries of the target's KV cache for all texts and trees, and for drafts that share it."""
+        target = self.demand.target
+        planned = sum(item.on_device for item in self.placement.items if item.name == KV_ITEM)
+        return planned // kv_cache_bytes(target.config, 1, target.dtype.itemsize)
+
+    @property
     def tiers(self) -> str:
         """The number of layers in each tier, such as "32 resident, 48 in RAM"."""
         p = self.placement
@@ -165,11 +172,11 @@ def make_plan(
     if options.context is not None:
         if options.context > longest:
             raise UsageError(f"`context={options.context}` exceeds the model's maximum of {longest}; set a smaller one")
-        return _plan_for(Room(options.context, tree), demand)
+        return _plan_for(Room(options.context, tree, options.texts), demand)
     context = min(longest, DEFAULT_CONTEXT)
     while True:
         try:
-            return _plan_for(Room(context, tree), demand)
+            return _plan_for(Room(context, tree, options.texts), demand)
         except MemoryLimitError:
             if context // 2 < MIN_CONTEXT:
                 raise
@@ -244,7 +251,7 @@ def _items(room: Room, demand: Demand, uses: Sequence[MemoryUse]) -> list[Item]:
     cuda_bytes = CUDA_WORKSPACE_BYTES if on_gpu else 0
     items = [
         Item(PROGRAM_ITEM, on_host=demand.program_bytes + WORKSPACE_BYTES, on_device=cuda_bytes),
-        Item(KV_ITEM, on_device=kv_cache_bytes(config, room.context + room.tree, itemsize)),
+        Item(KV_ITEM, on_device=kv_cache_bytes(config, room.num_tokens + room.tree, itemsize)),
         Item("activations", on_device=workspace),
     ]
     if not config.tied_head:

@@ -33,7 +33,7 @@ from ..checkpoints.atomic_files import locked_name, write_atomically
 from ..checkpoints.exit_layers import check_exit_layer, default_file, save
 from ..checkpoints.opening import ModelFiles
 from ..errors import CheckpointError, StorageError, UsageError
-from ..model.block import PassRows
+from ..model.block import PassRows, RowsOfText
 from ..model.decoder import Decoder, IntArray, placed
 from ..model.early_exit import EarlyExit
 from ..model.rope import Rotations
@@ -331,7 +331,7 @@ class Forest:
 # ------------------------------------------------------------------------------------------------ learning
 
 
-class _Batch:
+class _Batch(RowsOfText):
     """`PassRows` of one text: a plain causal pass without a KV cache."""
 
     def __init__(self, decoder: Decoder, length: int) -> None:

@@ -28,7 +28,7 @@ from offspec.scheduler.tree import ROOT
 
 from ..checkpoints.atomic_files import write_atomically
 from ..errors import UsageError
-from ..model.block import LayerWeights, matrix_shapes
+from ..model.block import LayerWeights, RowsOfText, matrix_shapes
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import is_static
 from ..model.decoder import Decoder
@@ -203,7 +203,7 @@ def _tensors(decoder: Decoder) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------------ differentiable
 
 
-class TreeRows:
+class TreeRows(RowsOfText):
     """`PassRows` of a tree of T tokens, without a KV cache. Each token attends to itself and its ancestors.
 
     parents [T]: the row of the previous token, lower than its own; ROOT at a text's start.

@@ -49,7 +49,7 @@ def test_mistakes_are_one_line(pair: Pair, offspec: Offspec) -> None:
     missing = offspec("run", pair.target, "x", "--draft", "self", "--device", "cpu")
     missing.refusal(2, "--draft self", "exit layer", "offspec distill")
     other = offspec("plan", pair.target, "--draft", "self", "--device", "cpu")
-    other.refusal(2, "--draft self", "exit layer", "offspec distill")
+    other.refusal(2, "--draft self", "plan")
     stray = offspec("run", pair.target, "x", "--exit-file", "none.safetensors", "--device", "cpu")
     stray.refusal(2, "--exit-file", "--draft self")
 

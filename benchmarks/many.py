@@ -1,0 +1,141 @@
+"""Tokens/s of several texts that share the target's passes, against one text after the other.
+
+    python -m benchmarks.many MODEL --ram 6GiB [--draft DRAFT] [--texts 8] [--temperature 1]    # wall-clock seconds
+    python -m benchmarks.many builtin --clock card                                              # simulated seconds
+
+The texts are held-out prompts of the built-in pair. Both ways run in one process, by turns, with `auto`; their texts
+are compared. MODEL is for example the 7B shape of `python -m benchmarks.grow`. With `--clock card`, passes and draft
+rounds take the seconds of a card (`benchmarks.scheduling.replay.Costs`: 70B in NF4 streamed to an RTX 4090, 0.9 s up to
+500 rows), and everything else takes none; trees and texts are real. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from offspec import Engine, SamplingParams, builtin
+from offspec.model.decoder import Decoder
+from offspec.scheduler.model_drafter import ModelDrafter
+from offspec.scheduler.params import MAX_NODES
+
+from .scheduling.replay import Costs, VirtualClock
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to answer all prompts.
+
+    num_passes: of the target. each_tokens_per_s: median over the texts, while they are under way.
+    """
+
+    max_texts: int
+    num_tokens: int
+    num_passes: int
+    seconds: float
+    each_tokens_per_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def measure(engine: Engine, prompts: list[str], params: list[SamplingParams], max_texts: int, clock: Clock) -> tuple:
+    """A row, and the texts' token ids."""
+    fresh = engine.with_draft(engine.draft)
+    ids: list[list[int]] = [[] for _ in prompts]
+    rates = [0.0] * len(prompts)
+    num_passes = 0
+    through = type(engine.target).through
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal num_passes
+        num_passes += args[0] is engine.target
+        return through(*args, **kwargs)
+
+    began = clock()
+    with mock.patch.object(type(engine.target), "through", counted):
+        for index, step in fresh.generate_many(prompts, params, max_texts=max_texts):
+            ids[index] += step.token_ids
+            rates[index] = step.stats.num_tokens / (step.stats.prefill_s + step.stats.decode_s)
+    seconds = clock() - began
+    return Row(max_texts, sum(map(len, ids)), num_passes, seconds, sorted(rates)[len(rates) // 2]), ids
+
+
+def simulate(engine: Engine, clock: VirtualClock, costs: Costs) -> list[Any]:
+    """Patches that make passes and rounds take `costs` on the clock."""
+    through = Decoder.through
+
+    def timed(self: Decoder, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        rows = len(hidden)
+        clock.advance(costs.pass_s(rows) if self is engine.target else costs.round_s(rows))
+        return through(self, hidden, *args, **kwargs)
+
+    defaults = dict(ModelDrafter.__init__.__kwdefaults__ or {}) | {"clock": clock.now}
+    engine.loaded.rates = None  # this machine's
+    return [
+        mock.patch("offspec.scheduler.params.CPU_MAX_NODES", MAX_NODES),
+        mock.patch.object(Decoder, "through", timed),
+        mock.patch.object(ModelDrafter.__init__, "__kwdefaults__", defaults),
+        mock.patch("offspec.request.time", mock.Mock(perf_counter=clock.now)),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="builtin")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--ram", default=None)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--context", type=int, default=None)
+    parser.add_argument("--texts", default="1,8", help="texts under way, one row each; the first is the base")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--clock", choices=("wall", "card"), default="wall")
+    args = parser.parse_args()
+    numbers = [int(number) for number in args.texts.split(",")]
+    options = {"draft": args.draft, "dtype": args.dtype, "ram": args.ram, "context": args.context}
+    tree = MAX_NODES if args.clock == "card" else None
+    engine = Engine.load(args.model, texts=max(numbers), tree=tree, **options)
+    prompts = builtin.prompts()[: args.prompts]
+    params = [
+        SamplingParams(args.max_new_tokens, temperature=args.temperature, seed=seed, ignore_eos=True)
+        for seed in range(len(prompts))
+    ]
+    clock: Clock = time.perf_counter
+    if args.clock == "card":
+        virtual = VirtualClock()
+        clock = virtual.now
+        for patch in simulate(engine, virtual, Costs()):
+            patch.start()
+    print(f"{len(prompts)} held-out prompts x {args.max_new_tokens} tokens, temperature {args.temperature:g}")
+    print("texts  tokens/s together   each  tokens per pass  seconds   gain  texts that differ")
+    rows, base, expected = list[Row](), 0.0, list[list[int]]()
+    for _ in range(args.repeats):
+        for number in numbers:
+            row, ids = measure(engine, prompts, params, number, clock)
+            base, expected = base or row.tokens_per_s, expected or ids
+            differ = sum(found != own for found, own in zip(ids, expected, strict=True))
+            rows.append(row)
+            print(
+                f"{number:>5}  {row.tokens_per_s:>17.2f}  {row.each_tokens_per_s:>5.2f}  "
+                f"{row.num_tokens / row.num_passes:>15.2f}  {row.seconds:>7.1f}  {row.tokens_per_s / base:>4.2f}x  "
+                f"{differ:>17}",
+                flush=True,
+            )
+    print(json.dumps({"settings": vars(args), "rows": [asdict(row) for row in rows]}))
+
+
+if __name__ == "__main__":
+    main()

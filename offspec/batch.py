@@ -1,0 +1,236 @@
+"""Several requests whose texts share the target's passes; texts join and leave between passes.
+
+A streamed pass costs the same for one text's rows as for those of eight. The KV entries that a plan reserves for one
+text of the full context and its tree are shared by all texts. If they run out, the text that joined last is paused: it
+is scored again later, and stays the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from offspec.scheduler.params import SamplingParams, SpeculationParams, max_nodes
+from offspec.scheduler.shared_pass import SharedPass
+
+from .errors import OffspecError
+from .model.text_caches import TextCaches
+from .planning.out_of_memory import retry_out_of_memory
+from .request import Observer, Request, RequestParams, Step, run_pass
+
+if TYPE_CHECKING:
+    from .engine import Engine, Prompt
+
+AUTO_TEXTS = 8  # texts under way; more of them bring little, because the later nodes of eight trees bring little
+Outcome = Step | OffspecError
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request of a batch. It waits, is under way, or has ended; only its batch writes it.
+
+    user: marks the caches as used while the request lasts.
+    """
+
+    text: list[int]
+    asked: RequestParams
+    caches: TextCaches | None
+    user: Generator[None, None, None]
+    request: Request | None = None
+    is_cancelled: bool = False
+
+
+class Batch:
+    """Requests that share passes. `add` and `cancel` may be called from any thread, `step` from one thread at a time.
+
+    Each text is that of `Engine.generate` alone with its seed, whatever shares its passes (in 16 bits up to near-ties,
+    as for any tree).
+    """
+
+    def __init__(self, engine: Engine, max_texts: int | None = None) -> None:
+        """max_texts: the maximum number of texts under way; None is AUTO_TEXTS. The others wait in order."""
+        self._engine, self._max_texts = engine, max_texts or AUTO_TEXTS
+        num_nodes = max_nodes(engine.target.device.type) if engine.plan is None else engine.plan.tree
+        self._shared = SharedPass(engine.learnt.costs, num_nodes)
+        self._num_entries = None if engine.plan is None else engine.plan.kv_entries
+        self._waiting, self._running = deque[Ticket](), list[Ticket]()
+        self._lock = Lock()  # guards the waiting tickets
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits or is under way."""
+        return not self._waiting and not self._running
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        *,
+        caches: TextCaches | None = None,
+        observer: Observer | None = None,
+    ) -> Ticket:
+        """Queue a request; the arguments and errors are those of `Engine.generate`."""
+        text, asked = self._engine.check_request(prompt, params, speculation, observer)
+        user = _marker()
+        with self._lock:
+            if caches is not None:
+                caches.user.check_free()
+                caches.user.begin(user)
+            ticket = Ticket(text, asked, caches, user)
+            self._waiting.append(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request before the next pass. Its caches keep its tokens so far."""
+        ticket.is_cancelled = True
+
+    def step(self) -> list[tuple[Ticket, Outcome]]:
+        """One pass over the texts under way, after waiting ones have joined; returns what each request got.
+
+        An error ends its request; an error of the whole pass ends all that are under way.
+        """
+        ended = self._join()
+        if not self._running:
+            return ended
+        try:
+            with self._engine.turn:
+                self._engine.loaded.check()
+                self._make_room()
+                running = list(self._running)
+                verdicts = retry_out_of_memory(
+                    lambda: run_pass([_request(ticket) for ticket in running], self._shared), self._begin_again
+                )
+        except OffspecError as exc:
+            ended += [(ticket, exc) for ticket in self._running]
+            for ticket in list(self._running):
+                self._leave(ticket)
+            return ended
+        for ticket, verdict in zip(running, verdicts, strict=True):
+            if verdict is None:
+                continue
+            outcome = verdict if isinstance(verdict, OffspecError) else _request(ticket).step(verdict)
+            ended.append((ticket, outcome))
+            if isinstance(outcome, OffspecError) or outcome.finish_reason:
+                self._leave(ticket)
+        return ended
+
+    def pause_last(self) -> None:
+        """Free the KV entries of the text that joined last; it waits, and goes on where it was. For `step`'s thread."""
+        if self._running:
+            last = self._running.pop()
+            _request(last).pause()
+            with self._lock:
+                self._waiting.appendleft(last)
+
+    def close(self) -> None:
+        """End all requests."""
+        with self._lock:
+            self._waiting.clear()
+        for ticket in list(self._running):
+            self._leave(ticket)
+
+    # ---------------------------------------------------------------------------------------- joining and leaving
+
+    def _join(self) -> list[tuple[Ticket, Outcome]]:
+        """Drop cancelled requests, and let waiting ones join in order. Returns those that could not."""
+        for cancelled in [ticket for ticket in self._running if ticket.is_cancelled]:
+            self._leave(cancelled)
+        failed = list[tuple[Ticket, Outcome]]()
+        while (ticket := self._next()) is not None:
+            try:
+                self._begin(ticket)
+            except OffspecError as exc:
+                failed.append((ticket, exc))
+                ticket.user.close()
+            else:
+                self._running.append(ticket)
+        return failed
+
+    def _next(self) -> Ticket | None:
+        """The next request, if there is room for it."""
+        with self._lock:
+            while self._waiting and self._waiting[0].is_cancelled:
+                self._waiting.popleft().user.close()
+            if not self._waiting or len(self._running) >= self._max_texts:
+                return None
+            if self._running and not self._has_room(self._needed(self._waiting[0])):
+                return None
+            return self._waiting.popleft()
+
+    def _needed(self, ticket: Ticket) -> int:
+        """KV entries that a waiting request needs to join; a paused one would otherwise soon be paused again."""
+        num_nodes = self._shared.limit_of(len(self._running) + 1)
+        if ticket.request is None:
+            return len(ticket.text) + num_nodes + self._engine.draft.num_shared
+        return ticket.request.num_needed(ticket.request.granted, num_nodes)
+
+    def _begin(self, ticket: Ticket) -> None:
+        if ticket.request is not None:
+            ticket.request.resume()
+            return
+        caches = ticket.caches or self._engine.new_caches()
+        ticket.request = Request(self._engine, ticket.text, ticket.asked, caches, self._shared)
+
+    def _leave(self, ticket: Ticket) -> None:
+        self._running.remove(ticket)
+        ticket.user.close()
+        ticket.request = None
+
+    def _begin_again(self, message: str) -> None:
+        """After a pass ran out of device memory: free all KV entries, load the target again, and start again."""
+
+        def free() -> None:
+            for ticket in self._running:
+                _request(ticket).pause()
+
+        self._engine.loaded.make_room(message, free)
+        for ticket in self._running:
+            _request(ticket).resume()
+
+    # ---------------------------------------------------------------------------------------- KV entries
+
+    def _has_room(self, num_entries: int) -> bool:
+        """Whether so many KV entries more are within the plan."""
+        if self._num_entries is None:
+            return True
+        return num_entries + sum(_request(ticket).num_entries for ticket in self._running) <= self._num_entries
+
+    def _make_room(self) -> None:
+        """Give every text the KV entries that it needs for the next pass; pause those that joined last if necessary."""
+        limit = self._shared.limit_of(len(self._running))
+        for ticket in list(self._running):
+            while ticket in self._running and not self._has_grown(_request(ticket), limit):
+                self.pause_last()
+
+    def _has_grown(self, request: Request, num_nodes: int) -> bool:
+        """Reserve KV entries for the text and `num_nodes` nodes, and for some tokens more if there is room."""
+        if request.num_needed(len(request.text), num_nodes) <= request.num_entries:
+            return True
+        for num_tokens in (request.granted, len(request.text)):
+            needed = request.num_needed(num_tokens, num_nodes)
+            if len(self._running) == 1 or self._has_room(needed - request.num_entries):
+                request.reserve(needed)
+                return True
+        return False
+
+
+def _request(ticket: Ticket) -> Request:
+    assert ticket.request is not None, "the request is not under way"
+    return ticket.request
+
+
+def _marker() -> Generator[None, None, None]:
+    """A generator that marks caches as used until it is closed."""
+    yield

@@ -1,0 +1,301 @@
+"""Texts that share passes are those of plain decoding alone, whatever joins, leaves, waits or is paused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offspec import Engine, SamplingParams, SpeculationParams, Step
+from offspec.batch import Batch, Ticket
+from offspec.errors import ContextLengthError, NumericalError, OffspecError, UsageError
+from offspec.model.decoder import CachedDecoder
+
+from ..pair import Pair, build_pair
+from ..refusals import refused
+from ..scheduler.fakes import few
+
+PLAIN = SpeculationParams(budget=0)
+PROMPTS = (
+    "def area(",
+    "class Tree:\n    def",
+    "import",
+    "for i in range(10):\n    print(i)\n" * 3,
+    "x = 1",
+    "return x +",
+)
+SAMPLING = (
+    SamplingParams(24, seed=1),
+    SamplingParams(9, temperature=1.0, seed=2),
+    SamplingParams(30, temperature=0.7, top_p=0.9, repetition_penalty=1.3, seed=3),
+    SamplingParams(17, temperature=1.2, top_k=20, seed=4, ignore_eos=True),
+    SamplingParams(12, repetition_penalty=0.8, seed=5, stop=("\n",)),
+)
+DRAFTS = ("own", "lookup", "none", "self", "resident")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+def load(pair: Pair, draft: str, **more: Any) -> Engine:
+    """In fp32, so that texts are equal and not only up to near-ties."""
+    if draft == "self":
+        more["exit_layer"] = 1
+    return Engine.load(
+        str(pair.target), draft=str(pair.draft) if draft == "own" else draft, device="cpu", dtype="fp32", **more
+    )
+
+
+@pytest.fixture(scope="module")
+def engines(pair: Pair) -> Iterator[dict[str, Engine]]:
+    found = {draft: load(pair, draft) for draft in DRAFTS}
+    yield found
+    for engine in found.values():
+        engine.close()
+
+
+def plain(engine: Engine, prompt: str, params: SamplingParams) -> list[int]:
+    return [token for step in engine.generate(prompt, params, PLAIN) for token in step.token_ids]
+
+
+@dataclass
+class Watched:
+    """A batch, and what its tickets got."""
+
+    batch: Batch
+    found: dict[Ticket, list[Step]] = field(default_factory=dict)
+    errors: dict[Ticket, OffspecError] = field(default_factory=dict)
+
+    def add(self, prompt: str, params: SamplingParams, speculation: SpeculationParams | None = None) -> Ticket:
+        ticket = self.batch.add(prompt, params, speculation)
+        self.found[ticket] = []
+        return ticket
+
+    def step(self) -> None:
+        for ticket, outcome in self.batch.step():
+            if isinstance(outcome, OffspecError):
+                self.errors[ticket] = outcome
+            else:
+                self.found[ticket].append(outcome)
+
+    def finish(self) -> None:
+        for _ in range(1000):
+            if self.batch.is_idle:
+                return
+            self.step()
+        pytest.fail("the batch does not end")
+
+    def ids(self, ticket: Ticket) -> list[int]:
+        return [token for step in self.found[ticket] for token in step.token_ids]
+
+
+# ------------------------------------------------------------------------------------------------ texts
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("budget", [None, 6])
+def test_texts_equal_plain_decoding(engines: dict[str, Engine], draft: str, budget: int | None) -> None:
+    engine, speculation = engines[draft], SpeculationParams(budget=budget)
+    params = [SAMPLING[i % len(SAMPLING)] for i in range(len(PROMPTS))]
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    for index, step in engine.generate_many(PROMPTS, params, speculation, max_texts=4):
+        found[index] += step.token_ids
+    assert found == [plain(engine, prompt, own) for prompt, own in zip(PROMPTS, params, strict=True)]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    """What happens between passes: requests join (prompt, sampling), are cancelled, or nothing."""
+    kinds = st.sampled_from(["add", "add", "step", "step", "step", "cancel", "pause"])
+    return draw(st.lists(st.tuples(kinds, st.integers(0, 5), st.integers(0, 4)), min_size=4, max_size=24))
+
+
+@few
+@given(schedule=schedules(), draft=st.sampled_from(DRAFTS), max_texts=st.integers(1, 4))
+def test_texts_do_not_depend_on_the_schedule(
+    engines: dict[str, Engine], schedule: list[tuple[str, int, int]], draft: str, max_texts: int
+) -> None:
+    engine = engines[draft]
+    watched = Watched(Batch(engine, max_texts))
+    asked: dict[Ticket, tuple[str, SamplingParams]] = {}
+    cancelled = set[Ticket]()
+    for kind, first, second in schedule:
+        if kind == "add":
+            prompt, params = PROMPTS[first], SAMPLING[second]
+            asked[watched.add(prompt, params)] = prompt, params
+        elif kind == "cancel" and asked:
+            ticket = list(asked)[first % len(asked)]
+            watched.batch.cancel(ticket)
+            cancelled.add(ticket)
+        elif kind == "pause":
+            watched.batch.pause_last()
+        else:
+            watched.step()
+    watched.finish()
+    assert not watched.errors
+    for ticket, (prompt, params) in asked.items():
+        expected, ids = plain(engine, prompt, params), watched.ids(ticket)
+        if ticket in cancelled:
+            assert ids == expected[: len(ids)]
+        else:
+            assert ids == expected
+            assert watched.found[ticket][-1].finish_reason is not None
+
+
+def test_a_text_alone_in_a_batch_has_the_same_trees(pair: Pair) -> None:
+    """One text is as fast in a batch as by itself."""
+    sizes = list[list[int]]()
+    for shares in (False, True):
+        engine = load(pair, "own")
+        run = engine.generate_many([PROMPTS[0]], SAMPLING[0]) if shares else engine.generate(PROMPTS[0], SAMPLING[0])
+        steps = [step[1] if isinstance(step, tuple) else step for step in run]
+        sizes.append([steps[-1].stats.num_prefilled_tokens, steps[-1].stats.num_prompt_tokens])
+        assert steps[-1].stats.num_drafted_tokens > 0
+        engine.close()
+    assert sizes[0] == sizes[1]
+
+
+def test_a_pass_takes_all_texts(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are walked once for all of them."""
+    engine = engines["none"]
+    walks = list[int]()
+    through = type(engine.target).through
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        walks.append(len(args[1]))
+        return through(*args, **kwargs)
+
+    monkeypatch.setattr(type(engine.target), "through", counted)
+    prompts = PROMPTS[:2]
+    lengths = [len(engine.encode(prompt)) for prompt in prompts]
+    params = SamplingParams(5, seed=0, ignore_eos=True)
+    list(engine.generate_many(prompts, params))
+    assert walks == [sum(lengths), 2, 2, 2, 2]
+
+
+def test_a_long_prompt_is_scored_in_parts_beside_other_texts(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offspec.request.PREFILL_ROWS", 5)
+    engine = engines["own"]
+    watched = Watched(Batch(engine))
+    first = watched.add(PROMPTS[0], SAMPLING[0])
+    watched.step()
+    second = watched.add(PROMPTS[3], SAMPLING[1])
+    watched.step()
+    assert len(watched.found[first]) == 2
+    assert not watched.found[second]
+    watched.finish()
+    assert watched.ids(first) == plain(engine, PROMPTS[0], SAMPLING[0])
+    assert watched.ids(second) == plain(engine, PROMPTS[3], SAMPLING[1])
+    last = watched.found[second][-1].stats
+    assert last.num_passes == len(watched.found[second])
+    assert last.prefill_s > 0
+
+
+# ------------------------------------------------------------------------------------------------ KV entries
+
+
+def test_texts_share_the_planned_kv_entries(pair: Pair) -> None:
+    """Texts that do not fit beside each other wait or are paused; none is lost, and the plan is kept."""
+    engine = load(pair, "own", context=96)
+    assert engine.plan is not None
+    room = engine.plan.context + engine.plan.tree
+    batch = Batch(engine, 6)
+    watched = Watched(batch)
+    params = [SamplingParams(80, temperature=1.0, seed=i, ignore_eos=True) for i in range(6)]
+    tickets = [watched.add("def area(", own) for own in params]
+    most = 0
+    while not batch.is_idle:
+        watched.step()
+        entries = [ticket.request.num_entries for ticket in tickets if ticket.request is not None]
+        assert sum(entries) <= room
+        most = max(most, batch.num_running)
+    assert most > 1
+    for ticket, own in zip(tickets, params, strict=True):
+        assert watched.ids(ticket) == plain(engine, "def area(", own)
+    engine.close()
+
+
+def test_waiting_texts_join_in_order(engines: dict[str, Engine]) -> None:
+    watched = Watched(Batch(engines["none"], 2))
+    tickets = [watched.add("x = 1", SamplingParams(2 + i, seed=0, ignore_eos=True)) for i in range(5)]
+    began = list[Ticket]()
+    while not watched.batch.is_idle:
+        watched.step()
+        began += [ticket for ticket in tickets if watched.found[ticket] and ticket not in began]
+        assert watched.batch.num_running <= 2
+    assert began == tickets
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+def test_errors_come_at_once(engines: dict[str, Engine]) -> None:
+    batch = Batch(engines["none"])
+    with refused(UsageError, "prompt"):
+        batch.add("")
+    with refused(ContextLengthError):
+        batch.add("x = 1\n" * 1000)
+    assert batch.is_idle
+
+
+def test_a_text_with_bad_logits_ends_alone(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engines["none"]
+    watched = Watched(Batch(engine))
+    good = watched.add(PROMPTS[0], SAMPLING[0])
+    bad = watched.add(PROMPTS[1], SAMPLING[0])
+    watched.step()
+    request = bad.request
+    assert request is not None
+    monkeypatch.setattr(request.sampler, "choose", lambda *args: (_ for _ in ()).throw(NumericalError("not finite")))
+    watched.finish()
+    assert isinstance(watched.errors[bad], NumericalError)
+    assert watched.ids(good) == plain(engine, PROMPTS[0], SAMPLING[0])
+
+
+def test_caches_belong_to_one_request(engines: dict[str, Engine]) -> None:
+    engine = engines["own"]
+    caches = engine.new_caches()
+    batch = Batch(engine)
+    ticket = batch.add(PROMPTS[0], SAMPLING[0], caches=caches)
+    with refused(UsageError, "caches"):
+        batch.add(PROMPTS[1], SAMPLING[0], caches=caches)
+    while not batch.is_idle:
+        batch.step()
+    assert ticket.request is None
+    again = batch.add(PROMPTS[0], SAMPLING[0], caches=caches)
+    outcomes = [outcome for _, outcome in batch.step()]
+    assert isinstance(outcomes[0], Step)
+    assert outcomes[0].stats.num_prefilled_tokens == 1
+    batch.cancel(again)
+    batch.step()
+    assert batch.is_idle
+    caches.user.check_free()
+
+
+def test_texts_have_their_own_layer_states(engines: dict[str, Engine]) -> None:
+    """Of a shared pass, each text gets the states and logits of a pass of its own."""
+    from offspec.model.decoder import TextRows, score_together
+    from offspec.scheduler.tree import TokenTree
+
+    decoder, tree = engines["none"].target, TokenTree.chain([7, 8])
+    chains = [[5, 6, 7], [9], [3, 4]]
+
+    def rows(chain: list[int]) -> TextRows:
+        return TextRows(chain, tree.tokens, tree.depths, tree.mask())
+
+    together = score_together([(CachedDecoder(decoder), rows(chain)) for chain in chains], [0, 1])
+    for chain, found in zip(chains, together, strict=True):
+        alone = score_together([(CachedDecoder(decoder), rows(chain))], [0, 1])[0]
+        assert len(found) == len(alone) == 3
+        torch.testing.assert_close(found[2], alone[2], atol=2e-5, rtol=1e-5)
+        for layer in (0, 1):
+            torch.testing.assert_close(found.layer_states[layer], alone.layer_states[layer], atol=2e-5, rtol=1e-5)
