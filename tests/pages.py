@@ -31,6 +31,8 @@ ELSEWHERE = {
     **dict.fromkeys(("git archive", "tar -x"), "fetches an old model, by which a figure was measured"),
     "curl": "tests/cli/sandbox.py",
     **dict.fromkeys(("for stage in", "do python scripts/train_builtin.py", "done"), "trains for hours"),
+    **dict.fromkeys(("ray start", "offspec run ~/models/Llama-3.1-70B-nf4"), "tests/cli/test_ray_batch.py"),
+    "serve run": "tests/cli/test_ray_serve.py",
     "offspec tokens": "tests/test_docs.py",
     "offspec run --budget 96": "names a flag",
     **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),

@@ -29,9 +29,12 @@ class Nodes:
         found: str = self._cluster.address
         return found
 
-    def add(self, **env: str) -> psutil.Process:
-        """The main process of a new node with one CPU. env: its environment, where it is not this process's."""
-        node = self._cluster.add_node(**NODE, num_cpus=1, env_vars=env)
+    def add(self, num_gpus: int = 0, **env: str) -> psutil.Process:
+        """The main process of a new node with one CPU. env: its environment, where it is not this process's.
+
+        num_gpus: the node has none, but Ray starts what needs one.
+        """
+        node = self._cluster.add_node(**NODE, num_cpus=1, num_gpus=num_gpus, env_vars=env)
         self.nodes.append(psutil.Process(node.all_processes["raylet"][0].process.pid))
         return self.nodes[-1]
 

@@ -1,0 +1,33 @@
+"""OpenAI's API over one engine, as the class of a Ray Serve deployment. It does not import Ray.
+
+docs/many-machines.md deploys it. Ray Serve starts the replicas, spreads requests over them, and replaces a replica that
+is no longer healthy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.applications import Starlette
+
+from offspec import Engine, SamplingParams, SpeculationParams
+
+from .serve import MAX_NEW_TOKENS
+from .server import Service, application
+
+
+class Replica:
+    """One engine and its routes, those of `offspec serve`. `serve.ingress()` calls the methods by these names."""
+
+    def __init__(self, model: str = "builtin", *, api_key: str | None = None, **options: Any) -> None:
+        """options: of `Engine.load`. api_key: requests without it are refused. Raises OffspecError."""
+        self._service = Service(Engine.load(model, **options), SpeculationParams())
+        self._api_key = api_key
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        return application(self._service, SamplingParams(max_new_tokens=MAX_NEW_TOKENS), self._api_key)
+
+    def check_health(self) -> None:
+        """Raises the error after which the engine cannot continue."""
+        if self._service.error is not None:
+            raise self._service.error
