@@ -24,6 +24,7 @@ from offspec.errors import OffspecError, UsageError
 from .batch import Answer, Asked
 from .flags import with_flags
 from .node_engine import Job, NodeEngine, Report, reason_of
+from .terminal import is_watched, show_line
 
 PROMPTS_PER_CALL = 1  # an engine answers one prompt after the other, so longer lists would only be lost with a node
 LOOK_S = 5.0  # between looks for new nodes
@@ -215,6 +216,8 @@ class RayEngines:
         return Report([], fault)
 
     def _tell(self, engine: RemoteEngine, message: str) -> None:
+        if is_watched():
+            show_line()  # instead of the progress line, which comes again
         click.echo(f"offspec: node {engine.name}: {with_flags(message)}", err=True)
 
     def _disconnect(self) -> None:
