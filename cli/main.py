@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
@@ -39,6 +40,7 @@ COMMANDS = {
 COMPLETION = "_OFFSPEC_COMPLETE"  # set by the shell's completion script (click)
 # Signals that end the program, besides Ctrl-C.
 ENDING_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+SERVE_THREAD = "offspec-serve"  # the name of the thread that runs a server's passes
 DONE, FAILURE, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -95,7 +97,17 @@ def main() -> NoReturn:
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:  # under nohup, SIGHUP is ignored
             signal.signal(number, _leave)
-    sys.exit(run(sys.argv[1:]))
+    try:
+        code = run(sys.argv[1:])
+    except SystemExit as exc:  # from `_leave`, or a server's handler of SIGTERM
+        code = exc.code if isinstance(exc.code, int) else FAILURE
+    if any(thread.name == SERVE_THREAD for thread in threading.enumerate()):
+        # A pass of a server that has stopped. Python would end while torch computes, or wait for a minute.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, AttributeError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -13,7 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from offspec import SamplingParams
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     from offspec.engine import Prompt
 
 Json = dict[str, Any]
+MOST_ANSWERS = 16  # to one request
 Kind = Literal["chat", "text"]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 FINISHES = {"eos": "stop", "stop": "stop", "length": "length", None: None}
 # Unsupported fields that would change the answer, with their values that have no effect.
 NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "logprobs": (False,),
@@ -91,13 +90,18 @@ MINUS_ONE: Json = {"max_new_tokens": sys.maxsize, "seed": None, "top_k": 0}
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """One request. prompt: a text or token ids for kind "text", messages for kind "chat"."""
+    """One request. prompt: a text or token ids for kind "text", messages for kind "chat".
+
+    num_answers: answers with seeds that count up from the request's. user: whom the client asks for.
+    """
 
     kind: Kind
     prompt: Prompt
     params: SamplingParams
     streams: bool = False
     wants_usage: bool = False  # whether a stream ends with the token counts
+    num_answers: int = 1
+    user: str = ""
 
 
 # ------------------------------------------------------------------------------------------------ requests
@@ -120,6 +124,8 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
         sampling_params(body, defaults),
         bool(_field(body, "stream", bool, "true or false")),
         bool(options.get("include_usage")),
+        _num_answers(body),
+        str(_field(body, "user", str, "a string") or ""),
     )
 
 
@@ -135,6 +141,17 @@ def sampling_params(body: Mapping[str, Any], defaults: SamplingParams) -> Sampli
             raise UsageError("stop must be a string or a list of strings, none of them empty")
         params = replace(params, stop=tuple(texts))
     return params
+
+
+def _num_answers(body: Json) -> int:
+    """n. `best_of` may only repeat it: to choose the best of more answers takes the likelihoods of their tokens."""
+    number, best_of = (_field(body, name, int, "a whole number") for name in ("n", "best_of"))
+    number = 1 if number is None else int(number)
+    if not 1 <= number <= MOST_ANSWERS:
+        raise UsageError(f"n must be between 1 and {MOST_ANSWERS}, not {number}")
+    if best_of not in (None, number):
+        raise UsageError("best_of is not supported, but for the value of n; omit it")
+    return number
 
 
 def _with(params: SamplingParams, name: str, value: Any) -> SamplingParams:
@@ -195,11 +212,20 @@ def _message(number: int, message: Any) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------ answers
 
 
+@dataclass(frozen=True)
+class Said:
+    """Text of an answer, all of it or a part. figures: `Stats.as_dict`, once there is a pass."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    figures: Json = field(default_factory=dict)
+
+
 class Answer:
-    """Builds the answer to one request; all parts of a stream have the same id."""
+    """Builds the response to one request; all parts of a stream have the same id."""
 
     def __init__(self, asked: CompletionRequest, model: str) -> None:
-        self._asked = asked
+        self._asked, self._figures = asked, list[Json]()
         self._is_chat = asked.kind == "chat"
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -207,35 +233,50 @@ class Answer:
             "model": model,
         }
 
-    def whole(self, text: str, finish_reason: str | None, figures: Json) -> Json:
-        """The whole answer as one object. figures: `Stats.as_dict`."""
-        said = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": FINISHES[finish_reason]}
+    def whole(self, answers: Sequence[Said]) -> Json:
+        """The whole answers as one object."""
+        choices, figures = [], [said.figures for said in answers]
+        for index, said in enumerate(answers):
+            message = {"message": {"role": "assistant", "content": said.text}} if self._is_chat else {"text": said.text}
+            finish_reason = FINISHES[said.finish_reason]
+            choices.append({"index": index, **message, "logprobs": None, "finish_reason": finish_reason})
         kind = "chat.completion" if self._is_chat else "text_completion"
-        return {**self._head, "object": kind, "choices": [choice], "usage": usage(figures), "offspec": figures}
+        own = {"offspec": figures[0] if len(figures) == 1 else figures}
+        return {**self._head, "object": kind, "choices": choices, "usage": usage(figures), **own}
 
-    def parts(self, text: str, finish_reason: str | None, figures: Json, *, is_first: bool) -> Sequence[Json]:
-        """The text of one pass as parts of a stream; the last pass adds the finish reason and the statistics."""
+    def part(self, index: int, said: Said, *, is_first: bool) -> Json:
+        """A part of a stream: an answer's text of one pass. The answer's last part has its figures."""
         role = {"role": "assistant"} if is_first else {}
-        said = {"delta": {**role, "content": text}} if self._is_chat else {"text": text}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": FINISHES[finish_reason]}
-        head = {**self._head, "object": "chat.completion.chunk" if self._is_chat else "text_completion"}
-        if finish_reason is None:
-            return [{**head, "choices": [choice]}]
-        found = [{**head, "choices": [choice], "offspec": figures}]
-        if self._asked.wants_usage:
-            found.append({**head, "choices": [], "usage": usage(figures)})
+        text = {"delta": {**role, "content": said.text}} if self._is_chat else {"text": said.text}
+        choice = {"index": index, **text, "logprobs": None, "finish_reason": FINISHES[said.finish_reason]}
+        found = {**self._part_head, "choices": [choice]}
+        if said.finish_reason is not None:
+            self._figures.append(said.figures)
+            found["offspec"] = said.figures
         return found
 
+    def usage_part(self) -> Json | None:
+        """The part with the token counts, if the request wants one, after the last parts of all answers."""
+        if not self._asked.wants_usage:
+            return None
+        return {**self._part_head, "choices": [], "usage": usage(self._figures)}
 
-def usage(figures: Json) -> Json:
-    """Tokens of the prompt and of the answer. cached_tokens: prompt tokens that the KV caches already held."""
-    prompt, answer = figures["num_prompt_tokens"], figures["num_tokens"]
+    @property
+    def _part_head(self) -> Json:
+        return {**self._head, "object": "chat.completion.chunk" if self._is_chat else "text_completion"}
+
+
+def usage(figures: Sequence[Json]) -> Json:
+    """Tokens of the prompt and of its answers. cached_tokens: prompt tokens that the KV caches already held.
+
+    Of several answers, the one that found the fewest scored the prompt.
+    """
+    prompt, answer = figures[0]["num_prompt_tokens"], sum(found["num_tokens"] for found in figures)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": prompt - figures["num_prefilled_tokens"]},
+        "prompt_tokens_details": {"cached_tokens": prompt - max(found["num_prefilled_tokens"] for found in figures)},
     }
 
 

@@ -6,7 +6,8 @@ import logging
 import signal
 import socket
 import sys
-from contextlib import closing
+import time
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from .options import (
     loading_options,
     request_of,
     sampling_options,
+    size,
     speculation_options,
 )
 
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may request fewer
 # Wildcard address → an unassigned outside address (RFC 5737, RFC 3849), and the loopback address.
 EVERYWHERE = {"0.0.0.0": ("192.0.2.1", "127.0.0.1"), "::": ("2001:db8::1", "::1")}
-GRACE_S = 1  # for unfinished answers when the server stops
+GRACE_S = 1  # for requests that are still being received when the server stops
+MOST_WAITING = 64
 
 
 @click.command(
@@ -44,10 +47,10 @@ GRACE_S = 1  # for unfinished answers when the server stops
     name="serve",
     help=f"""Serve OpenAI's API over HTTP.
 
-{MODEL_HELP} Routes: /v1/chat/completions, /v1/completions and /v1/models, with or without streaming. The server answers
-one request at a time. The KV cache keeps the tokens that a request shares with the previous one. Sampling flags are
-defaults that a request may override. Answers have tokens/s and other statistics under "offspec". Requests from browsers
-are rejected unless an API key is set.
+{MODEL_HELP} Routes: /v1/chat/completions, /v1/completions, /v1/models and /metrics. The server answers one request at a
+time; the others wait in a queue. KV caches keep several conversations, so that a request scores only new tokens.
+Sampling flags are defaults that a request may override. Answers have tokens/s and other statistics under "offspec".
+Requests from browsers are rejected unless an API key is set.
 
 \b
 Examples:
@@ -77,17 +80,32 @@ Examples:
     metavar="KEY",
     help="Reject requests without this key; OFFSPEC_API_KEY keeps it out of process lists.",
 )
+@option(
+    "--max-queue",
+    type=WholeNumber(0),
+    default=MOST_WAITING,
+    show_default=True,
+    metavar="N",
+    help="Number of requests that may wait; others are refused with status 429.",
+)
+@option(
+    "--cache-ram",
+    callback=size,
+    metavar="SIZE",
+    help="RAM for the KV caches of earlier conversations. [default: 1/16 of the free RAM, at most 4 contexts]",
+)
 @loading_options
 @speculation_options
 @learning_options
 @partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
-@option("-q", "--quiet", is_flag=True, help="Print no notes.")
+@option("-q", "--quiet", is_flag=True, help="Print no notes, and no line for each request.")
 @option("-v", "--verbose", is_flag=True, help="Explain automatic choices, log requests; show tracebacks.")
 def command(
     model: str,
     host: str,
     port: int,
     api_key: str | None,
+    max_queue: int,
     quiet: bool,
     verbose: bool,
     learn: bool,
@@ -104,7 +122,8 @@ def command(
         import uvicorn
 
         from .connections import BACKLOG, Seldom, most_connections, protocol
-        from .server import Service, application, is_loopback
+        from .server import StoppableServer, application, is_loopback
+        from .service import Service
 
         if not quiet:
             _tell_of_template(engine)
@@ -112,7 +131,8 @@ def command(
                 _warn_of_strangers(host)
             click.echo(f"{engine.name} is served at http://{_address(sock)}/v1; Ctrl-C stops the server.")
             sys.stdout.flush()
-        with learning_kept(engine, learn_file, quiet=quiet), closing(Service(engine, speculation)) as service:
+        service = Service(engine, speculation, most_waiting=max_queue, tell=(lambda line: None) if quiet else _log)
+        with learning_kept(engine, learn_file, quiet=quiet), closing(service):
             app = application(service, params, api_key, is_private=is_loopback(host))
             config = uvicorn.Config(
                 app,
@@ -124,12 +144,16 @@ def command(
                 lifespan="off",
             )
             logging.getLogger("asyncio").addFilter(Seldom())
-            server = uvicorn.Server(config)
-            service.give_up = lambda: setattr(server, "should_exit", True)
+            server = StoppableServer(config, service)
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops first, then raises the signal again
             server.run(sockets=[sock])
         if service.error is not None:
             raise service.error
+
+
+def _log(line: str) -> None:
+    with suppress(OSError):  # requests go on without
+        click.echo(f"{time.strftime('%H:%M:%S')} {line}", err=True)
 
 
 def _tell_of_template(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""The server of `offspec serve`: one engine for many clients, and its HTTP routes.
+"""The HTTP routes of `offspec serve`.
 
 Import this module only to start a server: it needs torch.
 """
@@ -7,42 +7,35 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
-import re
 import secrets
+import socket
 import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing, closing, suppress
+from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
-import click
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import Engine, SamplingParams
 from offspec.checkpoints.small_files import parse_json
-from offspec.engine import Message
-from offspec.errors import ContextLengthError, MemoryLimitError, OffspecError, TokenizerError, UsageError
-from offspec.request import Step
-from offspec.session import Turn, encode_turns, lasting_caches, turns_of
+from offspec.errors import OffspecError, UsageError
 
+from .answering import EventResponse, describe, refusal, whole_response
 from .connections import Bodies
 from .flags import with_flags
-from .openai_api import Answer, CompletionRequest, Kind, failure, parse
+from .metrics import MEDIA_TYPE, one_line
+from .openai_api import Answer, CompletionRequest, Json, Kind, failure, parse
+from .privacy import public_name
+from .service import Service, StoppingError
 
-MOST_REMEMBERED = 256  # replies whose token ids are kept
 MOST_BYTES = 32 * 2**20  # of a request
 MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests being received
-STOPPING = failure("the server is stopping; retry when it runs again", kind="server_error")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -54,108 +47,17 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
-class Service:
-    """One engine for many clients. Requests run one after another on one thread, so that torch has one thread pool.
+class StoppableServer(uvicorn.Server):
+    """A uvicorn server that answers requests under way with an error when it stops, instead of waiting for them."""
 
-    error: an error after which the engine cannot continue; the service then calls `give_up`.
-    """
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        service.give_up = lambda: setattr(self, "should_exit", True)
 
-    def __init__(self, engine: Engine, speculation: SpeculationParams) -> None:
-        self.engine = engine
-        self._speculation = speculation
-        self._folders = _folders(engine)
-        self._caches = lasting_caches(engine)
-        self._said = OrderedDict[str, list[int]]()  # replies and their original token ids
-        self._turn = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offspec-serve")
-        self.error: OffspecError | None = None
-        self.give_up: Callable[[], None] = lambda: None
-
-    def close(self) -> None:
-        """Wait for the current pass and stop the thread."""
-        self._thread.shutdown(cancel_futures=True)
-
-    async def answer(
-        self, asked: CompletionRequest, is_gone: Callable[[], Awaitable[bool]]
-    ) -> AsyncGenerator[Step | None, None]:
-        """Yields None once the request has its turn and is valid, then its steps.
-
-        is_gone: whether the client has disconnected; a client that leaves while waiting gets nothing.
-        Raises OffspecError without this machine's folders, which clients should not learn.
-        """
-        steps = self._steps(asked, is_gone)
-        try:
-            async with aclosing(steps):
-                async for step in steps:
-                    yield step
-        except OffspecError as exc:
-            raise type(exc)(without_paths(str(exc), self._folders)) from exc
-
-    async def _steps(
-        self, asked: CompletionRequest, is_gone: Callable[[], Awaitable[bool]]
-    ) -> AsyncGenerator[Step | None, None]:
-        call = partial(asyncio.get_running_loop().run_in_executor, self._thread)
-        async with self._turn:
-            if await is_gone():
-                return
-            steps = await call(self._begin, asked)
-            try:
-                yield None
-                while True:
-                    step = await call(next, steps)
-                    yield step
-                    if step.finish_reason is not None:
-                        break
-            finally:  # after the current pass and before the next request; the draft then trains
-                self._thread.submit(steps.close).add_done_callback(_tell_failure)
-
-    def _begin(self, asked: CompletionRequest) -> Generator[Step, None, None]:
-        steps = self.engine.generate(self._encode(asked), asked.params, self._speculation, caches=self._caches)
-        return self._followed(steps)
-
-    def _encode(self, asked: CompletionRequest) -> list[int]:
-        """The prompt's token ids. Replies keep their original token ids, because the KV caches contain these.
-
-        Refuses a prompt that is much too long before tokenizing it, which would block other requests for seconds.
-        """
-        prompt, most = asked.prompt, self.engine.max_context
-        if asked.kind == "chat":
-            found = turns_of(cast(Sequence[Message], prompt), self._said)
-            if found is not None:
-                return encode_turns(self.engine.tokenizer, *found, most)
-        elif not isinstance(prompt, str) and len(prompt) > most:
-            raise ContextLengthError(f"the prompt has {len(prompt)} tokens, but the context is {most}; shorten it")
-        return self.engine.encode(prompt)
-
-    def _followed(self, steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
-        reply = Turn("")
-        try:
-            with closing(steps):
-                for step in steps:
-                    reply.add(step)
-                    yield step
-        except GeneratorExit:  # the answer is complete, or the client has disconnected
-            self._remember(reply)
-        except MemoryLimitError as exc:  # the engine has lost its target
-            self.error = exc
-            self.give_up()
-            raise
-
-    def _remember(self, reply: Turn) -> None:
-        self._said[reply.reply] = reply.token_ids
-        self._said.move_to_end(reply.reply)
-        while len(self._said) > MOST_REMEMBERED:
-            self._said.popitem(last=False)
-        if reply.stats is not None:
-            self.engine.learn(reply.stats)
-
-
-def _tell_failure(ended: Future[None]) -> None:
-    if not ended.cancelled() and (exc := ended.exception()) is not None:
-        click.echo(f"offspec: training on the request failed: {type(exc).__name__}: {exc}", err=True)
-
-
-# ------------------------------------------------------------------------------------------------ HTTP
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.stop()
+        await super().shutdown(sockets)
 
 
 def application(
@@ -169,6 +71,7 @@ def application(
     guarded = Guard(api_key, is_private=is_private)
     routes = [
         Route("/health", api.health),
+        Route("/metrics", guarded(api.metrics)),
         Route("/v1/models", guarded(api.models)),
         Route("/v1/models/{id:path}", guarded(api.model)),
         Route("/v1/chat/completions", guarded(partial(api.completion, kind="chat")), methods=["POST"]),
@@ -184,7 +87,7 @@ class Api:
         self._service, self._defaults = service, defaults
         self._bodies = Bodies(MOST_BODIES_BYTES)
         self._name = public_name(service.engine.name)
-        self._described = {"id": self._name, "object": "model", "created": int(time.time()), "owned_by": "offspec"}
+        self._described = describe_model(service.engine, self._name)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described]})
@@ -198,23 +101,29 @@ class Api:
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
+    async def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(self._service.metrics.text(self._service.gauges()), media_type=MEDIA_TYPE)
+
     async def completion(self, request: Request, kind: Kind) -> Response:
         try:
             asked = parse(kind, await self._json(request), self._defaults)
-            steps = self._service.answer(asked, request.is_disconnected)
-            await anext(steps)
-            answer = Answer(asked, self._name)
-            if asked.streams:
-                return EventResponse(_events(answer, steps))
-            return await _whole(answer, steps, request)
-        except TooLargeError as exc:
-            return JSONResponse(failure(str(exc), kind=exc.kind), exc.status)
-        except OffspecError as exc:
-            return _refusal(exc)
-        except (ClientDisconnect, StopAsyncIteration):
-            return Response(status_code=499)  # the client has disconnected
+            work = await self._service.submit(asked, _client(request, asked))
+        except (TooLargeError, OffspecError) as exc:
+            return self._refusal(kind, exc)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
         except asyncio.CancelledError:
-            return JSONResponse(STOPPING, 503)
+            return refusal(StoppingError())
+        answer = Answer(asked, self._name)
+        if asked.streams:
+            return EventResponse(answer, work, self._service.cancel)
+        return await whole_response(answer, work, self._service.cancel, request)
+
+    def _refusal(self, kind: Kind, error: TooLargeError | OffspecError) -> Response:
+        self._service.tell(f"{kind}: refused: {one_line(with_flags(str(error)))}")
+        if isinstance(error, TooLargeError):
+            return JSONResponse(failure(str(error), kind=error.kind), error.status)
+        return refusal(error)
 
     async def _json(self, request: Request) -> Any:
         """The body as JSON. Raises UsageError, and TooLargeError for a body over its own or the common limit."""
@@ -233,6 +142,19 @@ class Api:
             raise UsageError(f"the request is not JSON ({exc})") from exc
         finally:
             self._bodies.give_back(len(content))
+
+
+def describe_model(engine: Engine, name: str) -> Json:
+    """The model as `/v1/models` lists it. The context is `max_model_len` in vLLM, and in llama.cpp's server `meta`."""
+    config = engine.target.config
+    meta = {"n_ctx": engine.max_context, "n_ctx_train": config.max_context, "n_vocab": config.vocab_size}
+    head = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "offspec"}
+    return {**head, "max_model_len": engine.max_context, "context_length": engine.max_context, "meta": meta}
+
+
+def _client(request: Request, asked: CompletionRequest) -> str:
+    """Whose request it is: clients take turns. Programs with many users state them (`user`)."""
+    return f"{request.client.host if request.client else ''} {asked.user}"
 
 
 class TooLargeError(Exception):
@@ -270,110 +192,11 @@ class Guard:
         return None
 
 
-def public_name(model: str) -> str:
-    """A model's name without its parent folders; a hub id is unchanged."""
-    path = Path(model).expanduser()
-    return path.resolve().name if path.is_dir() else model
-
-
-def without_paths(message: str, folders: Sequence[Path] = ()) -> str:
-    """A message without this machine's folders; files keep their names.
-
-    folders: known folders, removed whatever characters they contain. Other folders are recognised in quotes, or if
-    they contain neither spaces nor punctuation.
-    """
-    for folder in folders:
-        message = message.replace(f"{folder}/", "").replace(str(folder), folder.name)
-    message = re.sub(r"(['\"])/[^'\"]*/([^'\"/]*)\1", r"\1\2\1", message)
-    return re.sub(r"(?<![\w:/.<])/(?:[^\s/:;,'\"()]+/)+", "", message)
-
-
-def _folders(engine: Engine) -> list[Path]:
-    """The folders of the engine's models, in each form that a message may contain; longest first."""
-    named = (Path(name) for name in (engine.name, engine.draft_name, engine.tokenizer.folder) if name is not None)
-    given = [path.expanduser() for path in named if path.expanduser().is_dir()]
-    forms = {form for path in given for form in (path, path.absolute(), path.resolve())}
-    return sorted((form for form in forms if form.is_absolute()), key=lambda form: -len(str(form)))
-
-
 def _host_of(url: str) -> str:
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
         return url
-
-
-class EventResponse(StreamingResponse):
-    """A stream of server-sent events. When the server stops, the stream's last event reports it."""
-
-    media_type = "text/event-stream"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(asyncio.CancelledError):
-            await super().__call__(scope, receive, send)
-
-
-async def _events(answer: Answer, steps: AsyncGenerator[Step | None, None]) -> AsyncGenerator[str, None]:
-    """Server-sent events. A later error, or the server's stop, becomes an event: the status is already sent."""
-    made = asyncio.Queue[Step | Exception]()  # a slow client must not block other requests
-
-    async def make() -> None:
-        try:
-            async with aclosing(steps):
-                async for step in steps:
-                    assert step is not None
-                    made.put_nowait(step)
-        except Exception as exc:  # noqa: BLE001 (the loop below reports or raises it)
-            made.put_nowait(exc)
-
-    maker, is_first = asyncio.create_task(make()), True
-    try:
-        while True:
-            try:
-                found = await made.get()
-            except asyncio.CancelledError:
-                yield _event(STOPPING)
-                break
-            if isinstance(found, OffspecError):
-                yield _event(failure(str(found), kind="server_error"))
-                break
-            if isinstance(found, Exception):
-                raise found
-            for part in answer.parts(found.text, found.finish_reason, found.stats.as_dict(), is_first=is_first):
-                yield _event(part)
-            is_first = False
-            if found.finish_reason is not None:
-                break
-        yield "data: [DONE]\n\n"
-    finally:
-        maker.cancel()
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content)}\n\n"
-
-
-async def _whole(answer: Answer, steps: AsyncGenerator[Step | None, None], request: Request) -> Response:
-    texts, last = list[str](), None
-    try:
-        async with aclosing(steps):
-            async for last in steps:
-                assert last is not None
-                texts.append(last.text)
-                if await request.is_disconnected():
-                    break
-    except OffspecError as exc:
-        return _refusal(exc, status=500)
-    assert last is not None
-    return JSONResponse(answer.whole("".join(texts), last.finish_reason, last.stats.as_dict()))
-
-
-def _refusal(error: OffspecError, status: int | None = None) -> Response:
-    """An error response: status 400 for an invalid request, 500 for a server error, or `status`."""
-    is_theirs = isinstance(error, (UsageError, TokenizerError, ContextLengthError))
-    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-    kind = "invalid_request_error" if is_theirs else "server_error"
-    return JSONResponse(failure(with_flags(str(error)), kind=kind, code=code), status or (400 if is_theirs else 500))
 
 
 async def _not_found(request: Request, exc: Exception) -> Response:
@@ -383,7 +206,5 @@ async def _not_found(request: Request, exc: Exception) -> Response:
 
 
 async def _unexpected(request: Request, exc: Exception) -> Response:
-    click.echo(f"offspec: {type(exc).__name__}: {exc} (unexpected; offspec serve -v shows the traceback)", err=True)
-    # The exception's own text may contain anything, so the client does not get it.
-    told = f"{type(exc).__name__} (unexpected; the server's log has details)"
-    return JSONResponse(failure(told, kind="server_error"), 500)
+    content, status = describe(exc)
+    return JSONResponse(content, status)

@@ -66,8 +66,9 @@ class Engine:
     def load(cls, model: str | PathLike[str] = "builtin", **options: Any) -> Engine:
         """Load MODEL (a path, a hub id, or `builtin`) and its draft; layers that do not fit in memory are streamed.
 
-        options: the fields of `offspec.loading.LoadOptions`, e.g. draft, device, dtype, context. vram and ram may also
-        be texts like "4GiB". `notes` lists automatic choices and their reasons, `plan` shows where everything went.
+        options: the fields of `offspec.loading.LoadOptions`, e.g. draft, device, dtype, context. vram, ram and
+        cache_ram may also be texts like "4GiB". `notes` lists automatic choices and their reasons, `plan` shows where
+        everything went.
         The engine is a context manager: `with Engine.load(...) as engine` closes it at the end.
         Raises a subclass of OffspecError if something cannot be loaded or does not match.
         """
@@ -146,6 +147,13 @@ class Engine:
             raise UsageError(f"token id {bad[0]} is outside the model's vocabulary of {self.target.config.vocab_size}")
         return ids
 
+    def room_after(self, num_tokens: int) -> int:
+        """Tokens that the context leaves for an answer to a prompt. Raises ContextLengthError if it leaves none."""
+        room = self.max_context - num_tokens
+        if room < 1:
+            raise ContextLengthError(self._too_long(num_tokens))
+        return room
+
     def generate(
         self,
         prompt: Prompt,
@@ -186,9 +194,7 @@ class Engine:
         if speculation.is_lossy and self.draft.decoder is None:
             raise UsageError(NEEDS_DRAFT_MODEL)
         text = self.encode(prompt)
-        room = self.max_context - len(text)
-        if room < 1:
-            raise ContextLengthError(self._too_long(len(text)))
+        room = self.room_after(len(text))
         seed = secrets.randbits(32) if params.seed is None else params.seed
         params = replace(params, seed=seed, max_new_tokens=min(params.max_new_tokens, room))
         return text, RequestParams(params, seed, speculation, observer, began)
@@ -284,7 +290,7 @@ def _load_options(model: str, options: Mapping[str, Any]) -> LoadOptions:
         near = get_close_matches(unknown[0], known, n=1)
         meant = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
         raise UsageError(f"Engine.load has no option {unknown[0]!r}; {meant}")
-    for name in ("vram", "ram"):
+    for name in ("vram", "ram", "cache_ram"):
         size = found.get(name)
         if isinstance(size, str):
             found[name] = parse_size(size)

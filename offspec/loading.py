@@ -27,6 +27,7 @@ from .model.decoder import Decoder
 from .model.kv_cache import KVCache
 from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
+from .planning.parked_texts import ParkedTexts
 from .planning.plan import KV_ITEM, Plan
 from .planning.probe import (
     choose_products,
@@ -59,6 +60,8 @@ class LoadOptions:
     learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn`,
     the file must exist. chats: prompts will be messages; a model without a chat template is refused before its weights
     are read. needs_draft_model: requests will use joint acceptance; a draft without a model is refused equally early.
+    cache_ram: bytes of RAM for the KV caches of earlier conversations (`TextPool`); None is `planning.parked_texts`'
+    default.
     """
 
     model: str = "builtin"
@@ -81,6 +84,7 @@ class LoadOptions:
     exit_layer: int | None = None
     chats: bool = False
     needs_draft_model: bool = False
+    cache_ram: int | None = 0
 
     @property
     def memory(self) -> MemoryOptions:
@@ -267,6 +271,8 @@ def load(options: LoadOptions) -> Loaded:
         free_bytes = ram_beside_program(read_hardware(device), options.memory)
         index = open_index(options.lookup_files, tokenizer, free_bytes=free_bytes)
         features.append(LookupIndex(options.lookup_files))
+    if options.cache_ram != 0:
+        features.append(ParkedTexts(options.cache_ram, ram_beside_program(read_hardware(device), options.memory)))
     target, draft = _load_models(options, files, opened, features, device, notes)
     return Loaded(target, tokenizer, draft, index)
 

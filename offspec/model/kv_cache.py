@@ -139,6 +139,10 @@ class KVCache:
         return len(self.positions)
 
     @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
         return sum(part.nbytes for part in self._parts)

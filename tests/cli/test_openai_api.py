@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offspec import SamplingParams
-from offspec.cli.openai_api import Answer, parse
+from offspec.cli.openai_api import Answer, Said, parse
 from offspec.errors import UsageError
 from offspec.stats import Stats
 
@@ -89,7 +89,9 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         ({"messages": [{"role": "user", "content": None}]}, "messages[0] content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0] parts text"),
         ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0] tool_calls"),
-        ({"messages": [USER], "n": 2}, "n supported"),
+        ({"messages": [USER], "n": 0}, "n between 1 16 0"),
+        ({"messages": [USER], "n": 2.0}, "n number 2.0"),
+        ({"messages": [USER], "n": 2, "best_of": 3}, "best_of supported"),
         ({"messages": [USER], "logprobs": True}, "logprobs supported"),
         ({"messages": [USER], "logprobs": 0}, "logprobs supported"),
         ({"messages": [USER], "guided_json": {}}, "guided_json supported"),
@@ -140,7 +142,7 @@ def test_more_than_one_prompt_is_refused(prompt: Any) -> None:
 
 
 def test_a_whole_answer() -> None:
-    answer = Answer(parse("chat", {"messages": [USER]}, DEFAULTS), "builtin").whole("hello", "eos", FIGURES)
+    answer = Answer(parse("chat", {"messages": [USER]}, DEFAULTS), "builtin").whole([Said("hello", "eos", FIGURES)])
     assert answer["object"] == "chat.completion"
     assert answer["model"] == "builtin"
     (choice,) = answer["choices"]
@@ -155,8 +157,9 @@ def test_a_whole_answer() -> None:
 def test_the_parts_of_a_stream(wants_usage: bool) -> None:
     body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": wants_usage}}
     answer = Answer(parse("chat", body, DEFAULTS), "builtin")
-    (first,) = answer.parts("hel", None, FIGURES, is_first=True)
-    last, *rest = answer.parts("lo", "length", FIGURES, is_first=False)
+    first = answer.part(0, Said("hel"), is_first=True)
+    last = answer.part(0, Said("lo", "length", FIGURES), is_first=False)
+    rest = [part for part in (answer.usage_part(),) if part is not None]
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": "hel"}
     assert first["choices"][0]["finish_reason"] is None
     assert "offspec" not in first
@@ -171,6 +174,25 @@ def test_the_parts_of_a_stream(wants_usage: bool) -> None:
 
 def test_text_answers_have_a_shape_of_their_own() -> None:
     answer = Answer(parse("text", {"prompt": "a"}, DEFAULTS), "builtin")
-    assert answer.whole("b", "stop", FIGURES)["choices"][0]["text"] == "b"
-    (part,) = answer.parts("b", None, FIGURES, is_first=True)
+    assert answer.whole([Said("b", "stop", FIGURES)])["choices"][0]["text"] == "b"
+    part = answer.part(0, Said("b"), is_first=True)
     assert (part["object"], part["choices"][0]["text"]) == ("text_completion", "b")
+
+
+def test_several_answers_are_choices_of_one_response() -> None:
+    asked = parse(
+        "chat", {"messages": [USER], "n": 2, "best_of": 2, "stream_options": {"include_usage": True}}, DEFAULTS
+    )
+    assert asked.num_answers == 2
+    answer, later = Answer(asked, "builtin"), {**FIGURES, "num_prefilled_tokens": 1}
+    whole = answer.whole([Said("a", "eos", FIGURES), Said("b", "length", later)])
+    told = [(choice["index"], choice["message"]["content"], choice["finish_reason"]) for choice in whole["choices"]]
+    assert told == [(0, "a", "stop"), (1, "b", "length")]
+    assert (whole["usage"]["completion_tokens"], whole["offspec"]) == (6, [FIGURES, later])
+    for index, figures in ((1, later), (0, FIGURES)):  # the one that ends last need not be the first
+        part = answer.part(index, Said("c", "eos", figures), is_first=True)
+        assert (part["choices"][0]["index"], part["offspec"]) == (index, figures)
+    last = answer.usage_part()
+    assert last is not None
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}

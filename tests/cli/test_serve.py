@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 import signal
@@ -10,21 +9,19 @@ import socket
 import subprocess
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import click
 import pytest
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import Engine, SamplingParams
 from offspec.cli.connections import protocol
-from offspec.cli.serve import listening
-from offspec.cli.server import Service, application, is_loopback, without_paths
+from offspec.cli.privacy import without_paths
+from offspec.cli.server import is_loopback
 from offspec.errors import MemoryLimitError, NumericalError
 from offspec.session import Turn, turns_of
 from offspec.text.tokenizer import Tokenizer
@@ -32,68 +29,12 @@ from offspec.text.tokenizer import Tokenizer
 from ..pair import CONTEXT, Pair, variant
 from ..refusals import check_message, tells
 from .conftest import Offspec, finish, start
-
-USER = {"role": "user", "content": "hi"}
-LONG_S = 300.0  # what is waited for at most, where a test would else hang
-
-
-@dataclass(frozen=True)
-class Reply:
-    status: int
-    body: Any
-
-
-class Client:
-    """Asks a server, a connection a request."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-
-    def open(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LONG_S)
-        content = body if isinstance(body, (str, type(None))) else json.dumps(body)
-        connection.request(method, path, content, headers)
-        return connection
-
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-        with closing(self.open(method, path, body, **headers)) as connection:
-            response = connection.getresponse()
-            return Reply(response.status, json.loads(response.read()))
-
-    def chat(self, *messages: dict[str, str], **fields: Any) -> Reply:
-        return self.ask("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 8, **fields})
-
-    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
-        with closing(self.open("POST", path, {**body, "stream": True})) as connection:
-            response = connection.getresponse()
-            assert response.getheader("content-type", "").startswith("text/event-stream")
-            events = response.read().decode().split("\n\n")
-        assert events[-2:] == ["data: [DONE]", ""]
-        return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+from .serving import LONG_S, USER, Client, Reply, served
 
 
 @pytest.fixture(scope="module")
 def engine(pair: Pair) -> Engine:
     return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
-
-
-@contextmanager
-def served(
-    engine: Engine, http: type[H11Protocol] | None = None, **settings: Any
-) -> Generator[tuple[Client, Service], None, None]:
-    sock = listening("127.0.0.1", 0)
-    with closing(Service(engine, SpeculationParams())) as service:
-        app = application(service, SamplingParams(16), **settings)
-        limits = {"http": http or protocol(100), "timeout_graceful_shutdown": 1}
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", **limits))
-        service.give_up = lambda: setattr(server, "should_exit", True)
-        thread = Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        try:
-            yield Client(sock.getsockname()[1]), service
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +164,8 @@ def test_an_engine_that_lost_its_target_gives_up(engine: Engine, monkeypatch: py
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("chat/completions", {"messages": [USER], "n": 2}, ("n", "supported")),
+        ("chat/completions", {"messages": [USER], "best_of": 2}, ("best_of", "supported")),
+        ("chat/completions", {"messages": [USER], "n": 17}, ("n", 16, 17)),
         ("chat/completions", "{", ("JSON",)),
         ("completions", {"prompt": ""}, ("prompt", "empty")),
         ("completions", {"prompt": [10**6]}, (10**6, "vocabulary")),
@@ -494,7 +436,9 @@ def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], numbe
     assert Client(port_of(process)).chat(USER).status == 200
     process.send_signal(number)
     result = finish(process)
-    assert (result.code, result.err.strip()) == (code, "")
+    (line,) = result.err.split("\n")[:-1] if number == signal.SIGTERM else result.err.rstrip().split("\n")
+    assert result.code == code
+    assert tells(line, "chat", "length", "8 tokens", "tokens/s", "cached")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
@@ -514,10 +458,12 @@ def test_who_waits_is_told_that_the_server_stops(streams: bool, pair: Pair, tmp_
         process.send_signal(signal.SIGINT)
         *_, event, done, end = under_way.read().decode().split("\n\n")
         waiting = second.getresponse()
-        told = [json.loads(event.removeprefix("data: ")), json.loads(waiting.read())]
+        *_, answer = (part for part in waiting.read().decode().split("\n\n") if part not in ("", "data: [DONE]"))
+        told = [json.loads(text.removeprefix("data: ")) for text in (event, answer)]
     result = finish(process)
     assert (result.code, "Traceback" in result.err) == (130, False), result.err
-    assert (under_way.status, waiting.status, done, end) == (200, 503, "data: [DONE]", "")
+    assert (under_way.status, waiting.status) == (200, 200 if streams else 503)
+    assert (done, end) == ("data: [DONE]", "")
     assert told[0] == told[1]
     assert "stopping" in told[0]["error"]["message"]
 
@@ -550,7 +496,8 @@ def test_a_server_of_a_model_that_cannot_chat_says_so(pair: Pair, tmp_path: Path
     assert client.chat(USER).status == 400
     assert client.ask("POST", "/v1/completions", {"prompt": "hi", "max_tokens": 2}).status == 200
     process.terminate()
-    (note,) = finish(process).err.splitlines()
+    note, refused, _ = finish(process).err.splitlines()
+    assert tells(refused, "chat", "refused", "template")
     assert tells(note, folder, "chat template", "completions")
 
 

@@ -1,0 +1,403 @@
+"""One engine for many clients: a queue of limited length, and a thread that runs the passes of those under way."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Condition, Thread
+from typing import cast
+
+from offspec import SEED_LIMIT, Engine, SamplingParams, SpeculationParams
+from offspec.engine import Message
+from offspec.errors import MemoryLimitError, OffspecError, UsageError
+from offspec.model.text_caches import TextCaches
+from offspec.model.text_pool import TextPool
+from offspec.planning.parked_texts import parked_bytes
+from offspec.request import Step
+from offspec.session import Turn, encode_turns, lasting_caches, turns_of
+
+from .main import SERVE_THREAD
+from .metrics import Metrics, Times, log_line
+from .openai_api import CompletionRequest
+from .privacy import model_folders, without_paths
+from .turns import Ticket, Turns
+
+MOST_REMEMBERED = 256  # replies whose token ids are kept
+CLOSE_S = 0.5  # how long `close` waits for a pass
+LONGEST_RETRY_S = 60  # clients ignore longer times
+
+
+class BusyError(OffspecError):
+    """The queue is full. retry_after_s: when there may be room."""
+
+    def __init__(self, retry_after_s: int) -> None:
+        super().__init__(f"the server's queue is full; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class StoppingError(OffspecError):
+    """The server stops."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping; retry when it runs again")
+
+
+@dataclass(eq=False)
+class Job:
+    """One answer of a request.
+
+    followers: the request's other answers. They begin when this one has scored the prompt, and copy its KV entries.
+    """
+
+    work: Work
+    index: int
+    params: SamplingParams
+    asked_s: float
+    reply: Turn = field(default_factory=lambda: Turn(""))
+    followers: list[Job] = field(default_factory=list)
+    began_s: float | None = None
+    first_s: float | None = None
+    is_open: bool = True  # until its last step, its error, or its client's leave
+    is_taken: bool = False  # by the thread of the passes
+
+    def add(self, step: Step) -> None:
+        self.reply.add(step)
+        if self.first_s is None:
+            self.first_s = time.monotonic()
+
+    def times(self) -> Times:
+        now = time.monotonic()
+        first_s = None if self.first_s is None else self.first_s - self.asked_s
+        return Times((self.began_s or now) - self.asked_s, first_s, now - self.asked_s)
+
+
+class Work:
+    """A request under way: its answers, and the queue that their steps arrive in."""
+
+    def __init__(self, asked: CompletionRequest, prompt: list[int], client: str, asked_s: float) -> None:
+        """client: whose request it is; clients take turns."""
+        self.kind, self.prompt, self.client = asked.kind, prompt, client
+        self.jobs = [Job(self, index, params, asked_s) for index, params in enumerate(_params(asked))]
+        self.jobs[0].followers = self.jobs[1:]
+        self._results = asyncio.Queue[tuple[int, Step | Exception]]()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def has_begun(self) -> bool:
+        return self.jobs[0].began_s is not None
+
+    def put(self, index: int, result: Step | Exception) -> None:
+        """The next step of an answer, or its error; from any thread."""
+        with suppress(RuntimeError):  # the loop may have ended
+            self._loop.call_soon_threadsafe(self._results.put_nowait, (index, result))
+
+    async def next(self, timeout_s: float | None = None) -> tuple[int, Step] | None:
+        """An answer's index and its next step; None if none arrives in time. Raises an answer's error."""
+        try:
+            index, result = await asyncio.wait_for(self._results.get(), timeout_s)
+        except asyncio.TimeoutError:
+            return None
+        if isinstance(result, Exception):
+            raise result
+        return index, result
+
+
+def _params(asked: CompletionRequest) -> list[SamplingParams]:
+    """The parameters of each answer: seeds count up from the request's."""
+    if asked.num_answers == 1:
+        return [asked.params]
+    seed = secrets.randbits(32) if asked.params.seed is None else asked.params.seed
+    return [replace(asked.params, seed=(seed + index) % SEED_LIMIT) for index in range(asked.num_answers)]
+
+
+class Line:
+    """Jobs that wait. Clients take turns, so that one with many requests does not hold up the others."""
+
+    def __init__(self) -> None:
+        self._by_client = OrderedDict[str, deque[Job]]()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_client.values()))
+
+    def append(self, job: Job) -> None:
+        self._by_client.setdefault(job.work.client, deque()).append(job)
+
+    def put_first(self, jobs: Sequence[Job]) -> None:
+        """Before the other jobs of their client, and its turn is the next."""
+        for job in reversed(jobs):
+            self._by_client.setdefault(job.work.client, deque()).appendleft(job)
+            self._by_client.move_to_end(job.work.client, last=False)
+
+    def pop(self) -> Job:
+        """The next client's first job; the client's next turn is after all others'."""
+        client, jobs = next(iter(self._by_client.items()))
+        job = jobs.popleft()
+        del self._by_client[client]
+        if jobs:
+            self._by_client[client] = jobs
+        return job
+
+    def discard(self, job: Job) -> None:
+        jobs = self._by_client.get(job.work.client, deque())
+        with suppress(ValueError):
+            jobs.remove(job)
+            if not jobs:
+                del self._by_client[job.work.client]
+
+
+class Service:
+    """One engine for many clients. One thread runs all passes, so that torch has one thread pool; another encodes.
+
+    error: an error after which the engine cannot continue; the service then calls `give_up`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        speculation: SpeculationParams,
+        *,
+        most_waiting: int,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """most_waiting: answers beyond those under way. tell: gets a line for each answer that has ended."""
+        self.engine, self.metrics, self.tell = engine, Metrics(), tell
+        self.error: OffspecError | None = None
+        self.give_up: Callable[[], None] = lambda: None
+        self._speculation, self._folders = speculation, model_folders(engine)
+        self._batch, self._pool = Turns(engine), TextPool(partial(lasting_caches, engine), 1, parked_bytes(engine.plan))
+        self._most_open = most_waiting + self._pool.most_texts
+        self._said = OrderedDict[str, list[int]]()  # replies and their original token ids
+        # The fields below belong to the lock of `_changed`, but for `_under_way`, which belongs to the passes' thread.
+        self._changed = Condition()
+        self._open, self._line, self._left = set[Job](), Line(), list[Job]()
+        self._num_encoding, self._is_stopping = 0, False
+        self._under_way = dict[Ticket, tuple[Job, TextCaches]]()
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="offspec-encode")
+        self._thread = Thread(target=self._run, name=SERVE_THREAD, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Answer all requests with an error, at once, and take no more."""
+        with self._changed:
+            self._is_stopping = True
+            for job in list(self._open):
+                job.work.put(job.index, StoppingError())
+                self._close(job, "stopped")
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stop the threads. Waits for a pass under way, but not for long: a streamed pass can take a minute."""
+        self.stop()
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+        self._thread.join(CLOSE_S)
+
+    def gauges(self) -> dict[str, tuple[str, float]]:
+        """Present figures and their descriptions, by name."""
+        with self._changed:
+            num_begun = sum(job.began_s is not None for job in self._open)
+            num_waiting = len(self._open) - num_begun + self._num_encoding
+        return {
+            "requests_running": ("Answers under way.", num_begun),
+            "requests_waiting": ("Answers that wait for their turn.", num_waiting),
+            "parked_texts": ("Earlier conversations whose KV entries are kept in RAM.", self._pool.num_parked),
+            "parked_bytes": ("Bytes of these entries.", self._pool.parked_bytes),
+        }
+
+    # ---------------------------------------------------------------------------------------- for the event loop
+
+    async def submit(self, asked: CompletionRequest, client: str) -> Work:
+        """Check a request and queue its answers. client: who asks.
+
+        Raises BusyError if the queue is full, StoppingError, and the errors of `Engine.generate` for an invalid
+        request, without this machine's folders, which clients should not learn.
+        """
+        asked_s = time.monotonic()
+        self._reserve(asked.num_answers)
+        try:
+            prompt = await asyncio.get_running_loop().run_in_executor(self._encoder, self._encode, asked)
+        except OffspecError as exc:
+            raise self._without_paths(exc) from exc
+        finally:
+            with self._changed:
+                self._num_encoding -= asked.num_answers
+        work = Work(asked, prompt, client, asked_s)
+        with self._changed:
+            if self._is_stopping:
+                raise StoppingError
+            self._open.update(work.jobs)
+            self._line.append(work.jobs[0])
+            self._changed.notify()
+        return work
+
+    def cancel(self, work: Work) -> None:
+        """Nobody reads the answers any more. Those under way end before the next pass."""
+        with self._changed:
+            for job in work.jobs:
+                if job.is_open and job.is_taken:
+                    self._left.append(job)
+                elif job.is_open:
+                    self._line.discard(job)
+                    self._close(job, "left")
+            self._changed.notify()
+
+    def _reserve(self, num_answers: int) -> None:
+        """Take places in the queue. Raises BusyError, and UsageError if there are never so many."""
+        with self._changed:
+            if self._is_stopping:
+                raise StoppingError
+            if num_answers > self._most_open:
+                raise UsageError(f"n must be at most {self._most_open}, the length of the server's queue")
+            if len(self._open) + self._num_encoding + num_answers > self._most_open:
+                self.metrics.refused()
+                expected_s = round(self.metrics.usual_answer_s / self._pool.most_texts)
+                raise BusyError(min(max(expected_s, 1), LONGEST_RETRY_S))
+            self._num_encoding += num_answers
+
+    def _encode(self, asked: CompletionRequest) -> list[int]:
+        """The prompt's token ids. Replies keep their original token ids, because the KV caches contain these.
+
+        Refuses a prompt that is much too long before tokenizing it, which would block other requests for seconds.
+        """
+        prompt, most = asked.prompt, self.engine.max_context
+        self._speculation.check_sampling(asked.params)
+        found = turns_of(cast(Sequence[Message], prompt), self._said) if asked.kind == "chat" else None
+        if found is not None:
+            ids = encode_turns(self.engine.tokenizer, *found, most)
+        else:
+            if asked.kind == "text" and not isinstance(prompt, str):
+                self.engine.room_after(len(prompt))
+            ids = self.engine.encode(prompt)
+        self.engine.room_after(len(ids))
+        return ids
+
+    def _without_paths(self, error: OffspecError) -> OffspecError:
+        return type(error)(without_paths(str(error), self._folders))
+
+    # ---------------------------------------------------------------------------------------- the passes' thread
+
+    def _run(self) -> None:
+        while self._has_work():
+            self._end_left()
+            self._begin_waiting()
+            self._step()
+
+    def _has_work(self) -> bool:
+        """Wait for work; False if the service stops."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopping or self._line or self._left or self._under_way)
+            return not self._is_stopping
+
+    def _begin_waiting(self) -> None:
+        while len(self._under_way) < self._pool.most_texts:
+            with self._changed:
+                if not self._line:
+                    return
+                job = self._line.pop()
+                job.is_taken = True
+                job.began_s = time.monotonic()
+            self._begin(job)
+
+    def _begin(self, job: Job) -> None:
+        try:
+            caches = self._pool.borrow(job.work.prompt)
+        except Exception as exc:  # noqa: BLE001 (its client is told)
+            self._fail(job, exc)
+            return
+        try:
+            ticket = self._batch.add(job.work.prompt, job.params, self._speculation, caches=caches)
+        except Exception as exc:  # noqa: BLE001 (its client is told)
+            self._pool.give_back(caches)
+            self._fail(job, exc)
+        else:
+            self._under_way[ticket] = job, caches
+
+    def _step(self) -> None:
+        if not self._under_way:
+            return
+        try:
+            results = self._batch.step()
+        except Exception as exc:  # noqa: BLE001 (the clients are told)
+            results = [(ticket, exc) for ticket in self._under_way]
+        for ticket, result in results:
+            if isinstance(result, Step):
+                self._advance(ticket, result)
+            else:
+                self._fail(self._leave(ticket), result)
+
+    def _advance(self, ticket: Ticket, step: Step) -> None:
+        """Deliver a step. After the last one, the draft trains."""
+        job, _ = self._under_way[ticket]
+        job.add(step)
+        if job.followers:
+            self._release_followers(job)
+        if step.finish_reason is None:
+            job.work.put(job.index, step)
+            return
+        self._leave(ticket)
+        self._remember(job.reply)
+        self._close(job, step.finish_reason)
+        job.work.put(job.index, step)
+        self._learn(job.reply)
+
+    def _end_left(self) -> None:
+        """End the answers under way whose clients have disconnected."""
+        with self._changed:
+            left, self._left = [job for job in self._left if job.is_open], []
+        for ticket in [ticket for ticket, (job, _) in self._under_way.items() if job in left]:
+            job = self._leave(ticket)
+            self._remember(job.reply)
+            self._close(job, "left")
+            self._learn(job.reply)
+
+    def _leave(self, ticket: Ticket) -> Job:
+        """End a request in the batch, and free its caches for others."""
+        self._batch.cancel(ticket)
+        job, caches = self._under_way.pop(ticket)
+        self._pool.give_back(caches)
+        return job
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        self._close(job, "failed")
+        if isinstance(error, MemoryLimitError):  # the engine has lost its target
+            self.error = error
+            self.give_up()
+        job.work.put(job.index, self._without_paths(error) if isinstance(error, OffspecError) else error)
+
+    def _close(self, job: Job, outcome: str) -> None:
+        """Count an answer that has ended, unless the server's stop has ended it before."""
+        with self._changed:
+            if not job.is_open:
+                return
+            job.is_open = False
+            self._open.discard(job)
+            if job.followers:
+                self._release_followers(job)
+        times = job.times()
+        self.metrics.ended(outcome, job.reply.stats, times)
+        self.tell(log_line(job.work.kind, outcome, job.reply.stats, times))
+
+    def _release_followers(self, job: Job) -> None:
+        with self._changed:
+            self._line.put_first([follower for follower in job.followers if follower.is_open])
+            job.followers = []
+
+    def _remember(self, reply: Turn) -> None:
+        self._said[reply.reply] = reply.token_ids
+        self._said.move_to_end(reply.reply)
+        while len(self._said) > MOST_REMEMBERED:
+            self._said.popitem(last=False)
+
+    def _learn(self, reply: Turn) -> None:
+        if reply.stats is None:
+            return
+        try:
+            self.engine.learn(reply.stats)
+        except Exception as exc:  # noqa: BLE001 (requests can go on without)
+            self.tell(f"training on the request failed: {type(exc).__name__}: {exc}")

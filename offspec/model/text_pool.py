@@ -1,0 +1,175 @@
+"""KV caches of several conversations: a few for running requests, and copies in RAM of texts that had to leave them.
+
+A request begins with the longest beginning of its text that any of them has: its caches' own, a copy's, or that of a
+request that is running. So a chat continues where it was, although other requests came between, and texts with a common
+beginning score it once. Entries are copied bit by bit, so the text is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .cuda_graphs import StaticText
+from .decoder import CachedDecoder
+from .kv_cache import KVCache
+from .text_caches import DraftText, TextCaches
+
+WORTHWHILE = 32  # tokens; scoring fewer of them again is as fast as copying entries
+Ids = NDArray[np.int64]
+
+
+class Entries:
+    """A copy in RAM of the committed entries of a `KVCache`."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.length = cache.length
+        self._layers = [
+            [part.to("cpu", copy=True) for part in cache.read(layer, self.length)] for layer in range(cache.num_layers)
+        ]
+
+    def read(self, layer: int, end: int) -> Sequence[Tensor]:
+        """Keys and values [heads, end, dim] of a layer."""
+        return [part[:, :end] for part in self._layers[layer]]
+
+
+@dataclass(frozen=True)
+class ParkedText:
+    """A text whose caches were given to another one. draft: None if the draft has to read the text again."""
+
+    ids: Ids
+    target: Entries
+    draft: Entries | None
+    nbytes: int
+
+
+class TextPool:
+    """The caches of at most `most_texts` requests at a time, and parked texts of at most `most_bytes`.
+
+    Not thread-safe. Texts leave in the order of their last use.
+    """
+
+    def __init__(self, new_caches: Callable[[], TextCaches], most_texts: int, most_bytes: int) -> None:
+        """new_caches: makes empty caches; called once here, and again when more requests run than before."""
+        self._new_caches, self.most_texts, self._most_bytes = new_caches, most_texts, most_bytes
+        self._free, self._used = [new_caches()], list[TextCaches]()  # each of them least recently used first
+        self._parked: list[ParkedText] = []
+
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
+
+    @property
+    def parked_bytes(self) -> int:
+        return sum(parked.nbytes for parked in self._parked)
+
+    def borrow(self, text: Sequence[int]) -> TextCaches:
+        """Caches that no other request uses, with the longest known beginning of `text`. Not more than `most_texts`."""
+        wanted = np.asarray(text[:-1], dtype=np.int64)  # the last token is always scored
+        if not self._free:
+            assert len(self._used) < self.most_texts
+            self._free.append(self._new_caches())
+        own = max(self._free, key=lambda caches: _num_common(_ids(caches), wanted))
+        num_own = _num_common(_ids(own), wanted)
+        source, num_tokens = self._longest(wanted)
+        if num_own and max(_num_known(own), num_tokens) < num_own + WORTHWHILE:
+            caches = own  # its text goes on
+        else:
+            caches = self._free[0]
+            self._park(caches)
+            if source is not caches and num_tokens >= _num_common(_ids(caches), wanted) + WORTHWHILE:
+                _fill(caches, source, wanted[:num_tokens])
+        self._free.remove(caches)
+        self._used.append(caches)
+        return caches
+
+    def give_back(self, caches: TextCaches) -> None:
+        """The request is over; its text stays in the caches until another request needs them."""
+        self._used.remove(caches)
+        self._free.append(caches)
+
+    def _longest(self, wanted: Ids) -> tuple[ParkedText | TextCaches | None, int]:
+        """The text with the longest beginning of `wanted`, of those that can be copied, and its number of tokens."""
+        found: tuple[ParkedText | TextCaches | None, int] = (None, 0)
+        for index, parked in enumerate(self._parked):
+            if (num_tokens := _num_common(parked.ids, wanted)) > found[1]:
+                found, latest = (parked, num_tokens), index
+        for caches in filter(_has_all_entries, (*self._used, *self._free)):
+            if (num_tokens := _num_common(_ids(caches), wanted)) > found[1]:
+                found = (caches, num_tokens)
+        if isinstance(found[0], ParkedText):
+            self._parked.append(self._parked.pop(latest))
+        return found
+
+    @torch.inference_mode()
+    def _park(self, caches: TextCaches) -> None:
+        """Copy a text's entries to RAM, unless it is short, or too long, or a parked text begins with it."""
+        ids = _ids(caches)
+        held = [cache for cache in (caches.target.cache, _own_cache(caches.draft)) if cache is not None]
+        nbytes = sum(_entry_bytes(cache) * cache.length for cache in held)
+        if len(ids) < WORTHWHILE or nbytes > self._most_bytes or not _has_all_entries(caches):
+            return
+        if any(_num_common(parked.ids, ids) == len(ids) for parked in self._parked):
+            return
+        self._parked = [parked for parked in self._parked if _num_common(parked.ids, ids) < len(parked.ids)]
+        while self.parked_bytes + nbytes > self._most_bytes:
+            self._parked.pop(0)
+        target, *draft = map(Entries, held)
+        self._parked.append(ParkedText(ids, target, draft[0] if draft else None, nbytes))
+
+
+def _ids(caches: TextCaches) -> Ids:
+    """The tokens of a text whose entries the target's cache has."""
+    return np.asarray(caches.text[: _num_known(caches)], dtype=np.int64)
+
+
+def _num_known(caches: TextCaches) -> int:
+    return min(caches.target.length, len(caches.text))  # an interrupted request may have more entries than tokens
+
+
+def _num_common(one: Ids, other: Ids) -> int:
+    """The number of first tokens that two texts have in common."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _entry_bytes(cache: KVCache) -> int:
+    return cache.nbytes // max(cache.capacity, 1)
+
+
+def _has_all_entries(caches: TextCaches) -> bool:
+    """Whether one cache has the target's entries. An early exit shares those of the first layers with the target."""
+    return type(caches.target) is CachedDecoder
+
+
+def _own_cache(draft: DraftText | None) -> KVCache | None:
+    """The draft's cache, if its entries depend on nothing but the target's tokens."""
+    return draft.cache if isinstance(draft, CachedDecoder) and type(draft) in (CachedDecoder, StaticText) else None
+
+
+@torch.inference_mode()
+def _fill(caches: TextCaches, source: ParkedText | TextCaches | None, ids: Ids) -> None:
+    """Make `ids` the caches' text, with the entries of `source`. A draft that `source` has none of is left empty."""
+    assert source is not None
+    caches.rewind(ids[:1].tolist())
+    caches.text = ids.tolist()
+    _copy(caches.target.cache, source.target if isinstance(source, ParkedText) else source.target.cache, len(ids))
+    draft = source.draft if isinstance(source, ParkedText) else _own_cache(source.draft)
+    if (cache := _own_cache(caches.draft)) is not None and draft is not None:
+        _copy(cache, draft, min(len(ids), draft.length))
+
+
+def _copy(cache: KVCache, other: Entries | KVCache, length: int) -> None:
+    """Make the first `length` entries of `other` those of an empty cache."""
+    cache.reserve(length)
+    for layer in range(cache.num_layers):
+        keys, values = other.read(layer, length)
+        cache.write(layer, keys.transpose(0, 1), values.transpose(0, 1), 0)
+    cache.positions[:length] = torch.arange(length, device=cache.positions.device)
+    cache.append(length, 0)

@@ -1,0 +1,77 @@
+"""A server in this process, and clients that ask it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.cli.connections import protocol
+from offspec.cli.serve import listening
+from offspec.cli.server import StoppableServer, application
+from offspec.cli.service import Service
+
+USER = {"role": "user", "content": "hi"}
+LONG_S = 300.0  # what is waited for at most, where a test would else hang
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    body: Any
+
+
+class Client:
+    """Asks a server, a connection a request."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def open(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LONG_S)
+        content = body if isinstance(body, (str, type(None))) else json.dumps(body)
+        connection.request(method, path, content, headers)
+        return connection
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+        with closing(self.open(method, path, body, **headers)) as connection:
+            response = connection.getresponse()
+            return Reply(response.status, json.loads(response.read()))
+
+    def chat(self, *messages: dict[str, str], **fields: Any) -> Reply:
+        return self.ask("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 8, **fields})
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        with closing(self.open("POST", path, {**body, "stream": True})) as connection:
+            response = connection.getresponse()
+            assert response.getheader("content-type", "").startswith("text/event-stream")
+            assert response.getheader("cache-control") == "no-cache"
+            events = [event for event in response.read().decode().split("\n\n") if not event.startswith(":")]
+        assert events[-2:] == ["data: [DONE]", ""]
+        return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
+@contextmanager
+def served(
+    engine: Engine, http: type[H11Protocol] | None = None, most_waiting: int = 16, **settings: Any
+) -> Generator[tuple[Client, Service], None, None]:
+    sock = listening("127.0.0.1", 0)
+    with closing(Service(engine, SpeculationParams(), most_waiting=most_waiting)) as service:
+        app = application(service, SamplingParams(16), **settings)
+        limits = {"http": http or protocol(100), "timeout_graceful_shutdown": 1}
+        server = StoppableServer(uvicorn.Config(app, log_level="critical", lifespan="off", **limits), service)
+        thread = Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            yield Client(sock.getsockname()[1]), service
+        finally:
+            server.should_exit = True
+            thread.join()
