@@ -12,8 +12,9 @@ from starlette.applications import Starlette
 
 from offspec import Engine, SamplingParams, SpeculationParams
 
-from .serve import MAX_NEW_TOKENS
-from .server import Service, application
+from .serve import MAX_NEW_TOKENS, MOST_WAITING
+from .server import application
+from .service import Service
 
 
 class Replica:
@@ -21,7 +22,8 @@ class Replica:
 
     def __init__(self, model: str = "builtin", *, api_key: str | None = None, **options: Any) -> None:
         """options: of `Engine.load`. api_key: requests without it are refused. Raises OffspecError."""
-        self._service = Service(Engine.load(model, **options), SpeculationParams())
+        engine = Engine.load(model, **{"cache_ram": None, **options})
+        self._service = Service(engine, SpeculationParams(), most_waiting=MOST_WAITING)
         self._api_key = api_key
 
     def __serve_build_asgi_app__(self) -> Starlette:

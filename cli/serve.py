@@ -39,7 +39,7 @@ MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may reques
 # Wildcard address → an unassigned outside address (RFC 5737, RFC 3849), and the loopback address.
 EVERYWHERE = {"0.0.0.0": ("192.0.2.1", "127.0.0.1"), "::": ("2001:db8::1", "::1")}
 GRACE_S = 1  # for requests that are still being received when the server stops
-MOST_WAITING = 64
+MOST_WAITING = 64  # requests in the queue, by default
 
 
 @click.command(
