@@ -408,7 +408,7 @@ class Chat:
         except ValueError as exc:
             raise UsageError(f"/set {argument}: {exc}") from exc
         key = key.replace("_", "-").lstrip("-")
-        key = SHORTHANDS.get(key, key)
+        typed, key = key, SHORTHANDS.get(key, key)
         parameter = self.values.parameters.get(key)
         takes_several = parameter is not None and parameter.multiple
         if not words and isinstance(parameter, click.Option) and parameter.is_flag:
@@ -425,7 +425,7 @@ class Chat:
         else:
             value = words[0]
         self.change({key: value})
-        click.echo(f"{key} {_worded(self.values.as_dict()[key])}")
+        click.echo(f"{typed} {_worded(self.values.as_dict()[key])}")
 
     def show_settings(self) -> None:
         found = self.values.as_dict()

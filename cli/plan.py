@@ -236,6 +236,8 @@ def _examples(forecast: Forecast) -> list[str]:
         f"{EXAMPLE_ACCEPTED} tokens per pass of {GAIN_WIDTH} give {_three_digits(forecast.example_tokens_per_s)} "
         "tokens/s, minus the time for drafting.",
     ]
+    if forecast.example_tokens_per_s <= forecast.plain_tokens_per_s:
+        lines.append("That is not faster than plain decoding; `offspec bench` also measures smaller trees.")
     if forecast.prompt_s is not None:
         first = format_seconds(forecast.prompt_s)
         lines.append(f"With a prompt of {PROMPT_TOKENS} tokens, the first token comes after {first}.")

@@ -118,7 +118,8 @@ class FileReader:
             rest = out[done:]
             count = self._read_some(path, offset + done, rest)
             if count == 0:
-                raise fault(path, f"ends at byte {offset + done}, inside its data: it is truncated; download it again")
+                size = path.stat().st_size  # not offset + done: reads begin at whole pages, maybe beyond the end
+                raise fault(path, f"ends at byte {size}, inside its data: it is truncated; download it again")
             done += count
 
     def _read_some(self, path: Path, offset: int, out: memoryview) -> int:

@@ -93,6 +93,11 @@ class Forecast:
         return EXAMPLE_ACCEPTED / self.tree_pass_s
 
     @property
+    def plain_tokens_per_s(self) -> float:
+        """Tokens/s of plain decoding."""
+        return 1 / self.plan.predict_pass_s(self.rates, 1)
+
+    @property
     def prompt_s(self) -> float | None:
         """Seconds to the first token of a prompt of PROMPT_TOKENS; None if it does not fit the context."""
         return self.plan.predict_pass_s(self.rates, PROMPT_TOKENS) if self.plan.context > PROMPT_TOKENS else None

@@ -132,6 +132,7 @@ def test_figures_after_each_reply_on_request(talk: Talk) -> None:
         figures = [line for line in result.err.splitlines() if "tokens per pass" in line]
         assert (result.code, len(figures)) == (0, 2)
     assert "tokens per pass" not in talk("/set verbose", "/set stats false", "hi").err
+    assert talk("/set verbose", "/set stats false").out.splitlines() == ["verbose true", "stats false"]
 
 
 @pytest.mark.parametrize("width", [20, 40, 68])

@@ -115,6 +115,14 @@ def test_a_pass_of_microseconds_has_digits(offspec: Offspec, monkeypatch: pytest
     assert offspec(*asked).code == 0
 
 
+def test_an_example_that_is_slower_than_plain_decoding_says_so(offspec: Offspec, large: Path) -> None:
+    """In RAM on a CPU, 64 rows take 64 times as long as one; on a card, about as long."""
+    asked = ("plan", large, "--draft", "none", "-q")
+    slow, fast = offspec(*asked, "--device", "cpu").out, offspec(*asked, "--gpu", "rtx4090").out
+    assert "not faster than plain decoding" in slow
+    assert "not faster" not in fast
+
+
 def test_what_more_memory_would_bring(offspec: Offspec, large: Path) -> None:
     """16 GB of weights: on 8 GiB some stay, with 8 more most, with 16 more all."""
     asked = ("plan", large, "--draft", "none", "--device", "cpu", "--ram", "8GiB", "-q")

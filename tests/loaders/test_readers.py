@@ -81,11 +81,13 @@ def test_a_file_system_without_direct_reads_is_said(file: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_file_cut_off_is_named_with_the_place(file: Path, direct: bool) -> None:
+@pytest.mark.parametrize("offset", [0, 2 * BLOCK_BYTES])
+def test_a_file_cut_off_is_named_with_its_size(file: Path, direct: bool, offset: int) -> None:
     reader, buffer = FileReader(direct=direct), HostBuffer(3 * BLOCK_BYTES)
-    os.truncate(file, BLOCK_BYTES)
-    with refused(CheckpointError, file, f"byte {BLOCK_BYTES}"):
-        reader.read(file, 0, buffer.view, 3 * BLOCK_BYTES)
+    os.truncate(file, BLOCK_BYTES + 5)
+    with refused(CheckpointError, file, f"byte {BLOCK_BYTES + 5}"):
+        reader.read(file, offset, buffer.view, BLOCK_BYTES)
+        reader.read(file, BLOCK_BYTES, buffer.view, BLOCK_BYTES)
     reader.close()
 
 
