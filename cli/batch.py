@@ -218,7 +218,7 @@ class Batch:
         """The output, opened and locked before a model is loaded; its content does not change."""
         check_sink(output)
         if output.exists() and not output.is_file():  # reading a pipe or a device may never end
-            raise UsageError(f"{output} is not a regular file: give another --output")
+            raise UsageError(f"{output} is not a regular file; give a file, or - for standard output (--output)")
         if output.exists() and output.samefile(self.source):
             raise UsageError(f"{output} is the prompt file itself: give another --output")
         try:

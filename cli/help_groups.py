@@ -13,7 +13,7 @@ import click
 F = TypeVar("F", bound=Callable[..., Any])
 HELP_NAMES = ("-h", "--help")
 SHOWS_ALL = "offspec.shows_all_flags"  # set in a click context's `meta` by `--help-all`
-FEW = 16  # a command with at most so many flags shows all of them under one heading: they fit a screen
+FEW = 16  # a command with at most this number of flags shows all of them under one heading
 
 # Heading → flags in display order; a command's other flags come first, under "Options".
 OWN = "Options"

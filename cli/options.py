@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 MODEL_HELP = "MODEL is a folder, a GGUF file, a Hugging Face hub id, or `builtin`."
-IDLE_S = 3  # after so many seconds without input, a note says that the prompt waits for the pipe
+IDLE_S = 3  # seconds without input after which a note says that the command waits for the pipe
 MAX_BUDGET = 8192  # for N nodes the mask takes N² bytes, the logits 4 · N · vocabulary bytes
 
 

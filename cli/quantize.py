@@ -73,7 +73,7 @@ Examples:
     "--shadow",
     type=click.Choice([str(bits) for bits in SHADOW_FORMATS]),
     metavar="4|3|2",
-    help="Make a shadow of SRC in so many bits, for --draft shadow.",
+    help="Bits per weight of a shadow of SRC, for --draft shadow.",
 )
 @option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")

@@ -7,8 +7,8 @@ are flags without their dashes, and `model`; a table applies to one command:
     [chat]
     temperature = 0.7
 
-OFFSPEC_DRAFT and OFFSPEC_CHAT_TEMPERATURE have the same effect. An unknown key is an error, because nobody would notice
-a misspelt default. The same click parameters check these values and flags.
+OFFSPEC_DRAFT and OFFSPEC_CHAT_TEMPERATURE have the same effect. An unknown key is an error, because a misspelt
+default would go unnoticed. The same click parameters check these values and flags.
 """
 
 from __future__ import annotations

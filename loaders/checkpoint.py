@@ -40,8 +40,8 @@ DTYPE_BYTES = {
 class Change:
     """The difference between a container's numbers and those that the architecture of its config expects.
 
-    num_heads: if not 0, the rows belong to so many heads, and in each head, rows i and i + head_dim / 2, which RoPE
-    rotates together, are adjacent (llama.cpp's order for Llama's queries and keys).
+    num_heads: if not 0, the rows belong to this number of heads, and in each head, rows i and i + head_dim / 2, which
+    RoPE rotates together, are adjacent (llama.cpp's order for Llama's queries and keys).
     added: the value added to every number (llama.cpp stores Gemma's norms as 1 + w).
     """
 

@@ -62,7 +62,7 @@ Progress = Callable[[int, int], None]
 class Conversion:
     """The result of a conversion. An earlier run wrote `num_resumed` of the `num_files`.
 
-    bits_per_weight: of each matrix that was to be converted, by name; those that stayed as they were among them.
+    bits_per_weight: by name, of each matrix to convert, including those that were kept unchanged.
     """
 
     path: Path

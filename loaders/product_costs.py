@@ -48,7 +48,7 @@ from .small_files import parse_json, read_small_file
 ROWS = (1, 4, 16, 64, 256)
 SHAPES = {True: (4096, 2048), False: (512, 2048)}  # of a large matrix and a small one
 CACHE_BYTES = 64 * 2**20  # total size of the alternating matrices, which fit no cache
-HOPELESS, HOPELESS_ROWS = 4, 16  # a way this many times slower than the best at so many rows is not tried for more rows
+HOPELESS, HOPELESS_ROWS = 4, 16  # at 16 rows, a way 4 times as slow as the best is not tried for more rows
 _REVISION = 3  # of the file's content; files of other revisions are ignored
 _POINT_S, _LEAST_RUNS = 0.012, 2
 _MOST_TRIES = 3  # repetitions of a disturbed measurement

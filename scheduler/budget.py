@@ -107,7 +107,7 @@ class MarginalRate:
         return 0.0 if self._is_new(PLAIN_ROWS) else 1 / float(curve.seconds(np.array([PLAIN_ROWS]))[0])
 
     def _is_new(self, rows: int) -> bool:
-        """Whether passes with about so many rows have hardly been seen."""
+        """Whether few passes with about this number of rows were measured."""
         return self._costs.target.weight(rows) < 0.25
 
     def size(self, state: DraftingState) -> int:

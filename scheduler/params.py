@@ -18,7 +18,7 @@ MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop texts, and characters of each: eve
 _STOP_LENGTH = f"texts of at most {MAX_STOP_LENGTH} characters"
 MAX_NODES = 1024  # per tree, if the budget is found at run time
 DEFAULT_NODES = 64  # per tree of baselines that need a budget, if none is given
-# MAX_NODES on a CPU. For so many rows, arithmetic takes longer than reading 16-bit weights from any disk (512
+# MAX_NODES on a CPU. For this number of rows, arithmetic takes longer than reading 16-bit weights from any disk (512
 # operations per weight: 1 TFLOP/s for 4 GB/s), and KV entries of more rows would take memory from resident layers.
 CPU_MAX_NODES = 256
 MAX_ROWS = 3072  # expanded candidates pending in the draft's KV cache at a time

@@ -30,6 +30,8 @@ ELSEWHERE = {
     "git diff": "stands for any text",
     **dict.fromkeys(("git archive", "tar -x"), "fetches an old model, by which a figure was measured"),
     "curl": "tests/cli/sandbox.py",
+    # These need a cluster.
+    **dict.fromkeys(("ray start", "offspec run ~/models/Llama-3.1-70B-nf4"), "tests/cli/test_ray_batch.py"),
     **dict.fromkeys(("for stage in", "do python scripts/train_builtin.py", "done"), "trains for hours"),
     **dict.fromkeys(("ray start", "offspec run ~/models/Llama-3.1-70B-nf4"), "tests/cli/test_ray_batch.py"),
     "serve run": "tests/cli/test_ray_serve.py",

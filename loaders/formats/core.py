@@ -335,7 +335,7 @@ class Packer(Protocol):
         ...
 
     def num_bytes(self, elements: int) -> int:
-        """Bytes of a matrix with so many elements in a file, or a little more."""
+        """Bytes of a matrix with this number of elements in a file, or an upper bound of them."""
         ...
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:

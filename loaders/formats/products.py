@@ -133,7 +133,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, scratch: Ten
 
 
 def way_for(dtype: torch.dtype, x: Tensor, num_elements: int) -> str:
-    """The way for a plain matrix of `dtype` with so many elements, and the rows x."""
+    """The way for a plain matrix of `dtype` with `num_elements` elements, and the rows x."""
     if dtype not in HALF_DTYPES or (torch.is_grad_enabled() and x.requires_grad):
         return TORCH
     return COSTS.way(ProductKind.of(HALF_DTYPES[dtype], x.dtype, num_elements), rows_of(x))

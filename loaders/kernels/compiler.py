@@ -123,7 +123,7 @@ def compile_ir(text: str, name: str) -> Callable[..., None]:
 
 
 def run_on_threads(worker: Callable[..., None], job: ctypes.Array[ctypes.c_int64], num_threads: int) -> None:
-    """`worker(job)` on so many threads at once, torch's where it can be; they share the job's work."""
+    """Run `worker(job)` on `num_threads` threads at a time, torch's if possible; they share the job."""
     parallel = _gnu_parallel()
     if num_threads == 1:
         worker(job)

@@ -20,9 +20,9 @@ Vectors = Iterator[tuple[int, str]]  # first weight, counted from the step's, an
 
 
 class Encoding(ABC):
-    """One way in which weights lie, for vectors of `lanes` numbers.
+    """A memory layout of weights, for vectors of `lanes` numbers.
 
-    size, num_bytes: so many weights take so many bytes of the first part; size is a power of two.
+    size, num_bytes: `size` weights take `num_bytes` bytes of the first part; size is a power of two.
     scratch: fp32 numbers that `begin_block` keeps for the steps of a block of `size` weights.
     step: weights a step. interleave: of each interleave · lanes weights the vectors hold every interleave-th, so that
     vector 0 begins with weights 0 and `interleave`. most_direct: rows of the other factor up to which unpacking anew
@@ -45,7 +45,7 @@ class Encoding(ABC):
         self.lanes, self.vector = lanes, f"<{lanes} x float>"
 
     def can_read(self, num_columns: int) -> bool:
-        """Whether rows of so many weights are whole steps."""
+        """Whether a row of `num_columns` weights is a whole number of steps."""
         return num_columns % self.step == 0
 
     @abstractmethod

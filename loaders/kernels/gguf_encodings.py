@@ -21,7 +21,7 @@ def i64(e: Emitter, operation: str, left: str, right: str | int) -> str:
 
 
 def of_bytes(e: Emitter, operation: str, codes: str, number: int, count: int = 32) -> str:
-    """An operation on each of so many bytes and a constant."""
+    """An operation on each of `count` bytes and a constant."""
     return e.op(f"{operation} <{count} x i8> {codes}, splat (i8 {number})")
 
 
@@ -72,7 +72,7 @@ class BlockEncoding(Encoding):
     # ---------------------------------------------------------------------------------------- pieces of blocks
 
     def half(self, e: Emitter, block: str, at: int, count: int) -> str:
-        """The fp16 number at byte `at` as a vector of so many floats.
+        """The fp16 number at byte `at` as a vector of `count` floats.
 
         It is loaded with its neighbours. For one alone LLVM takes an instruction that keeps the rest of some register,
         and so waits for the sum that this register may hold.
@@ -129,7 +129,7 @@ class Nibbles(BlockEncoding):
         self._values, self.declarations = values, LOOK_UP[lanes]
 
     def pairs(self, e: Emitter, place: str, count: int) -> Iterator[tuple[int, str, str]]:
-        """Of each vector of so many bytes: its first's number, the values of lower codes and those of upper ones."""
+        """For each vector of bytes: the number of its first byte, its lower codes and its upper codes."""
         for first in range(0, count, self.lanes):
             lower = self.bytes(e, e.address(place, str(first)))
             upper = e.op(f"lshr {self._ints} {lower}, splat (i32 4)")

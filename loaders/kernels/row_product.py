@@ -261,7 +261,7 @@ def _fetch(e: Emitter, encoding: Encoding, starts: Sequence[str], column: str) -
 
 
 def _bytes_of(e: Emitter, encoding: Encoding, num_weights: str) -> str:
-    """What so many weights of a row take."""
+    """The bytes of `num_weights` weights of a row."""
     return e.op(f"udiv i64 {e.op(f'mul i64 {num_weights}, {encoding.num_bytes}')}, {encoding.size}")
 
 

@@ -71,7 +71,7 @@ def check_bits(bits: int) -> None:
 
 
 def shadow_folder(target: ModelFiles, bits: int) -> Path:
-    """Where the target's shadow is kept, whether it is there or not."""
+    """The folder for the target's shadow of `bits` bits; it may not exist."""
     return _folders(target)[bits]
 
 
@@ -85,7 +85,7 @@ def _folders(target: ModelFiles) -> dict[int, Path]:
 
 
 def find_shadow(target: ModelFiles, bits: int) -> Shadow | None:
-    """The shadow of so many bits in the user's cache; None where there is none, or one that is not finished."""
+    """The complete shadow of `bits` bits in the user's cache, or None."""
     return Shadow.open(shadow_folder(target, bits), target) if bits in made_shadows(target) else None
 
 

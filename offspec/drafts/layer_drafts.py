@@ -1,7 +1,7 @@
 """Drafts made of the target's own layers, without training (`model.layer_draft`).
 
 shadow: all layers; the streamed ones as copies in 4, 3 or 2 bits on the device (SubSpec, 2509.18344).
-resident: the layers that stay, without the streamed ones (Draft & Verify, 2309.08168).
+resident: the resident layers, without the streamed ones (Draft & Verify, 2309.08168).
 exit: the first layers, then norm and head (LayerSkip, 2404.16710).
 """
 
@@ -55,7 +55,7 @@ def num_shared_entries(device_type: str) -> int:
 class LayersOfTarget(ModelDraft):
     """A loaded draft of the target's own layers."""
 
-    allows_reload = False  # it relies on the layers that stay
+    allows_reload = False  # it uses the resident layers
 
     decoder: LayerDraft
 
@@ -111,7 +111,7 @@ class OpenedShadow:
         return MemoryUse(tuple(items), shadow_bytes=self.shadow.layer_bytes(target))
 
     def guessing(self, placement: Placement) -> Guessing:
-        """A round goes through the copies of the streamed layers, and the layers that stay.
+        """A round runs the copies of the streamed layers, and the resident layers.
 
         A target that is not streamed has a copy of every layer, or no shadow if there is no room for it.
         """
@@ -132,7 +132,7 @@ class OpenedShadow:
         if not chosen and any(item.name == SHADOW_ITEM for item in placement.items):
             chosen = placement.resident
         if not chosen:
-            text = "all layers stay and leave no room for a shadow, so only repetitions are drafted"
+            text = "all layers are resident and leave no room for a shadow; the draft is n-gram lookup"
             self.notes.append(Note(text, advice=True))
             return LookupDraft()
         return load_shadow(self.shadow, target, chosen)
@@ -164,7 +164,7 @@ def load_shadow(shadow: Shadow, target: Decoder, chosen: Collection[int]) -> Lay
 
 @dataclass(frozen=True)
 class OpenedLayers:
-    """Layers of the target as they are: the first `num_first` (an early exit), or all that stay (None)."""
+    """Layers of the target as they are: the first `num_first` (an early exit), or all resident ones (None)."""
 
     target: ModelFiles
     num_first: int | None
@@ -210,8 +210,10 @@ class OpenedLayers:
         weights = _weights(target)
         numbers = weights.placement.resident if self.num_first is None else tuple(range(self.num_first))
         if not numbers or len(numbers) == target.config.num_layers:
-            which = "all layers stay" if numbers else "no layer stays"
-            self.notes.append(Note(f"{which}, so there is no smaller draft to make of them", advice=True))
+            which = "all layers are resident" if numbers else "no layer is resident"
+            self.notes.append(
+                Note(f"{which}, so the resident layers are no smaller draft; the draft is n-gram lookup", advice=True)
+            )
             return LookupDraft()
         return load_layers(self.target, target, numbers, RESIDENT if self.num_first is None else "exit")
 

@@ -1,10 +1,10 @@
 """The cached text of a draft with another vocabulary than the target's: a `TreeModel` that takes the target's ids.
 
-The draft reads the text in its own encoding. When the target adds tokens, the text is encoded again from the beginning
-of a word shortly before them. The draft's cache keeps the tokens up to the first one that differs, and the others are
-scored. A node of the tree is read as the draft's token of the same bytes. If there is none, it is read as the tokens
-that the draft's tokenizer makes of its bytes. The draft guesses only tokens that both vocabularies have (TLI, Timor et
-al., 2502.05202). Knows nothing of how trees grow.
+The draft scores the text in its own encoding. When the target adds tokens, the text is encoded again from a word
+boundary shortly before them. The draft's cache keeps the tokens before the first difference, and the draft scores the
+others. A node of the tree is mapped to the draft's token with the same bytes, or else to the tokens into which the
+draft's tokenizer splits those bytes. The draft proposes only tokens that both vocabularies contain (TLI, Timor et al.,
+2502.05202). This module does not know how trees grow.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ..text.reencoding import Reencoder
 from ..text.shared_tokens import SharedTokens
 from ..text.tokenizer import Tokenizer
 
-BACK = 8  # least number of known tokens that are encoded again with new text
-BOUNDARY = 64  # number of tokens before these among which the beginning of a word is looked for
+BACK = 8  # minimum number of known tokens that are encoded again with new text
+BOUNDARY = 64  # number of tokens before these that are searched for a word boundary
 SPACES, WORD_STARTS = frozenset(" \n\t\r"), frozenset(" \n")
 
 
@@ -48,23 +48,23 @@ class OtherVocabulary:
         Raises VocabularyMismatchError if they share too few tokens.
         """
         shared = SharedTokens.of(target, draft, target_size, draft_size)
-        # Columns that are not shared get ids beyond the target's, so they are never guessed.
+        # Columns that are not shared get ids beyond the target's, so they are never proposed.
         columns = np.arange(target_size, target_size + draft_size)
         columns[list(shared.to_draft.values())] = list(shared.to_draft)
         vocabulary = Vocabulary.mapped(columns, num_inputs=target_size)
         return cls(shared, Reencoder(target, draft, shared, draft_size), vocabulary)
 
     def note(self, name: str) -> Note:
-        """What the user should know of the draft."""
+        """A note that fewer of the draft's tokens will be accepted."""
         shared = f"they share {self.shared.share:.0%} of a sample text's tokens"
         return Note(
-            f"the draft {name} has another vocabulary than the target: {shared}, and only shared tokens are guessed, "
-            "so fewer guesses are accepted than of a draft with the target's vocabulary",
+            f"the draft {name} has another vocabulary than the target: {shared}, and only shared tokens are drafted, "
+            "so fewer are accepted than with a draft of the target's vocabulary",
             advice=True,
         )
 
     def text(self, text: CachedDecoder) -> ReencodedText:
-        """The draft's text as the drafter sees it. text: an empty one."""
+        """The draft's text in the target's ids, for the drafter. text: the draft's own, empty."""
         return ReencodedText(text, self.reencoder, self.vocabulary)
 
 
@@ -96,7 +96,7 @@ class TargetText:
         self.string += "".join(pieces)
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from `length` on."""
+        """Remove the tokens from `length` on."""
         del self.ends[length:]
         self.string = self.string[: self.ends[-1] if self.ends else 0]
         if self._first is not None and self._first >= length:
@@ -106,7 +106,7 @@ class TargetText:
 class OwnTokens:
     """The draft's tokens of a text, and the end of each in the text's string.
 
-    num_settled: the first so many tokens come from the draft's tokenizer; those behind them are accepted nodes.
+    num_settled: the number of first tokens that come from the draft's tokenizer; the others are accepted nodes.
     """
 
     def __init__(self, reencoder: Reencoder, most: int) -> None:
@@ -120,7 +120,7 @@ class OwnTokens:
         return len(self.ids)
 
     def encode_again(self, string: str) -> int:
-        """Encode `string`. Returns the number of first tokens that did not change; at least one token is new.
+        """Encode `string`. Returns the number of leading tokens that did not change; at least one token is new.
 
         If the text is longer than the draft's context, only its end is kept.
         """
@@ -145,7 +145,7 @@ class OwnTokens:
         self.ends = [*(start for _ in prefix), *self.ends[-count:]]
 
     def _restart(self, string: str) -> int:
-        """The first token to encode again: at the beginning of a word, if there is one nearby."""
+        """The index of the first token to encode again: at a word boundary, if there is one nearby."""
         latest, least = min(self.num_settled, len(self)) - BACK, len(self._reencoder.prefix)
         for token in range(latest, max(latest - BOUNDARY, least), -1):
             if _begins_word(string, self.ends[token - 1]):
@@ -153,25 +153,25 @@ class OwnTokens:
         return 0 if latest - BOUNDARY <= least else latest
 
     def extend(self, ids: Sequence[int], end: int) -> None:
-        """Append an accepted node's tokens. All of them get its end, so that they are kept or forgotten together."""
+        """Append an accepted node's tokens. All get the node's end, so that they are kept or removed together."""
         self.ids += ids
         self.ends += [end] * len(ids)
 
     def truncate(self, end: int, most: int) -> None:
-        """Keep the tokens that end at `end` or before it, at most `most` of them."""
+        """Keep the tokens that end at or before `end`, at most `most` of them."""
         count = min(bisect_right(self.ends, end), most)
         del self.ids[count:], self.ends[count:]
 
 
 def _begins_word(string: str, at: int) -> bool:
-    """Whether a word or a special token begins or ends there, where tokenizers split every text."""
+    """Whether position `at` is a word boundary or next to a special token, where all tokenizers split text."""
     before, behind = string[at - 1 : at], string[at : at + 1]
     is_special = Reencoder.is_special(before) or Reencoder.is_special(behind)
     return is_special or (behind in WORD_STARTS and before not in SPACES)
 
 
 class ReencodedText:
-    """A draft's cached text in its own encoding (a `DraftText`): tokens come in as the target's ids."""
+    """A draft's cached text in its own encoding (a `DraftText`); its inputs are the target's ids."""
 
     def __init__(self, text: CachedDecoder, reencoder: Reencoder, vocabulary: Vocabulary) -> None:
         """text: the draft's, empty. vocabulary: the draft's, in terms of the target's ids."""
@@ -187,7 +187,7 @@ class ReencodedText:
 
     @property
     def max_context(self) -> int:
-        """In the target's tokens: those of the text, and as many as the draft's context has left."""
+        """The target's tokens of the text, plus the free positions of the draft's context."""
         return self.length + self._text.max_context - self._text.length
 
     @property
@@ -197,7 +197,7 @@ class ReencodedText:
 
     @property
     def own_ids(self) -> list[int]:
-        """The committed text as the draft reads it."""
+        """The committed text in the draft's ids."""
         return list(self._own.ids)
 
     @torch.inference_mode()
@@ -209,7 +209,7 @@ class ReencodedText:
     def states(
         self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
     ) -> Tensor:
-        """As `CachedDecoder.states`, but without the rows `before`, as the draft's text has other rows."""
+        """As `CachedDecoder.states`, but `before` is ignored, because the draft's text has other rows."""
         own = self._enter(chain) if chain else []
         new = [self._reencoder.node_ids(token) for token in tokens.tolist()]
         rows = _NodeRows.of(self._pending, new, depths, mask)
@@ -223,7 +223,7 @@ class ReencodedText:
         return states[torch.from_numpy(np.append(root, rows.last + len(root))).to(states.device)]
 
     def _enter(self, chain: Sequence[int]) -> list[int]:
-        """Add to the text. Returns the tokens that the draft has to score behind those that it keeps."""
+        """Append to the text. Returns the draft's tokens after the cached ones, which it has to score."""
         self._read.extend(chain)
         num_kept = self._own.encode_again(self._read.string)
         self._text.truncate(num_kept)
@@ -241,7 +241,7 @@ class ReencodedText:
         self._tokens = [self._tokens[node] for node in pending]
 
     def truncate(self, length: int) -> None:
-        """Forget the text from the target's token `length` on, and all pending nodes."""
+        """Remove the text from the target's token `length` on, and all pending nodes."""
         self._read.truncate(length)
         self._own.truncate(len(self._read.string), self._text.length)
         self._text.truncate(len(self._own))

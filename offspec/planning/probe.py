@@ -26,7 +26,7 @@ from ..errors import OffspecError
 from .memory import MemoryOptions, MemoryUser
 from .plan import Plan, limits_of, make_plan
 
-LEAST_CHOSEN_WEIGHTS = 2**26  # `choose_products` measures for models with at least so many weights in their layers
+LEAST_CHOSEN_WEIGHTS = 2**26  # `choose_products` measures for models whose layers have at least this number of weights
 
 
 def plan_here(target: ModelFiles, features: Sequence[MemoryUser], hardware: Hardware, options: MemoryOptions) -> Plan:

@@ -1,7 +1,7 @@
-"""Encodes a text of one vocabulary's tokens in another vocabulary: a target's text for its draft.
+"""Converts token ids of one vocabulary to those of another: a target's text for its draft.
 
-Here a text is a string with one character per byte and one per special token. So positions in it can be compared,
-whatever tokens it is made of. A text need not be UTF-8, as tokens may end inside a character. Knows nothing of models.
+The intermediate form is a string with one character per byte and one per special token, so that positions do not depend
+on the tokens. It need not be UTF-8, because a token may end inside a character. This module does not know models.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .shared_tokens import SharedTokens, ids_by_bytes
 from .tokenizer import Tokenizer
 
 FIRST_SPECIAL = 256  # the first character that stands for a special token; those below it stand for bytes
-SPARE = 1.25  # room for texts that need more of the draft's tokens than SAMPLE does
-MOST_BYTES = 32  # length of the longest token that greedy encoding looks for
+SPARE = 1.25  # a margin for texts that need more of the draft's tokens than SAMPLE does
+MOST_BYTES = 32  # bytes of the longest token that greedy encoding tries
 _PARTS = re.compile(r"[\x00-\xff]+|[^\x00-\xff]")
 _BAD_BYTES = re.compile("([\udc80-\udcff]+)")  # as `surrogateescape` writes them
-_CONTEXTS = "\n", "a"  # put before a text, so that the tokenizer adds its space there
+_CONTEXTS = "\n", "a"  # placed before a text, so that the tokenizer adds its space before them
 
 
 class Encoded(NamedTuple):
@@ -37,7 +37,7 @@ class Reencoder:
     """Turns the target's tokens into a string, and a string into the draft's tokens."""
 
     def __init__(self, target: Tokenizer, draft: Tokenizer, shared: SharedTokens, draft_size: int) -> None:
-        """draft_size: number of ids that the draft model has. prefix: what the draft's texts begin with (BOS)."""
+        """draft_size: number of ids that the draft model has. prefix: the ids that begin the draft's texts (BOS)."""
         assert target.token_bytes is not None
         assert draft.token_bytes is not None
         self.prefix = [token for token in draft.encode("") if token < draft_size]
@@ -52,14 +52,14 @@ class Reencoder:
         self._node_ids: dict[int, list[int]] = {}
 
     def piece(self, token: int) -> str:
-        """The characters of the target's token in a string."""
+        """The characters that stand for the target's token."""
         content = self._target_bytes.get(token)
         if content is None:
             return chr(min(FIRST_SPECIAL + token, sys.maxunicode))
         return content.decode("latin-1")
 
     def first_piece(self, piece: str) -> str:
-        """The first piece of a string that is text, without the target's added space, with the draft's."""
+        """The first text piece of a string, with the draft's added space instead of the target's."""
         text = piece.removeprefix(" ") if self._target_adds_space else piece
         return " " + text if self._draft_adds_space else text
 
@@ -69,7 +69,7 @@ class Reencoder:
         return piece >= chr(FIRST_SPECIAL)
 
     def most_tokens(self, num_tokens: int) -> int:
-        """Room for the draft's tokens of `num_tokens` of the target's, estimated from SAMPLE."""
+        """An estimate, from SAMPLE, of how many draft tokens `num_tokens` target tokens need."""
         return math.ceil(max(1.0, SPARE * self._shared.ratio) * num_tokens)
 
     def node_ids(self, token: int) -> list[int]:
@@ -81,7 +81,7 @@ class Reencoder:
         return self._node_ids[token]
 
     def encode(self, string: str, start: int = 0) -> Encoded:
-        """The draft's tokens for a string from `start` on. Special tokens that the draft lacks are left out."""
+        """The draft's tokens for a string from `start` on. Special tokens that the draft lacks are omitted."""
         ids, ends = list[int](), list[int]()
         for match in _PARTS.finditer(string, start):
             first, part = match.start(), match[0]
@@ -99,7 +99,7 @@ class Reencoder:
         return None if is_first and target in self._lead else self._shared.to_draft.get(target)
 
     def _tokens(self, content: bytes) -> Iterator[tuple[int, int]]:
-        """Tokens of these bytes, each with its end."""
+        """The tokens of these bytes, each with the position of its end."""
         done = 0
         for part in _BAD_BYTES.split(content.decode("utf-8", "surrogateescape")):
             stretch = part.encode("utf-8", "surrogateescape")
@@ -109,10 +109,10 @@ class Reencoder:
             done += len(stretch)
 
     def _of_text(self, text: str) -> Iterator[tuple[int, int]]:
-        """Tokens as the draft's tokenizer makes them, each with its end in bytes.
+        """The tokens from the draft's tokenizer, each with its end in bytes.
 
-        A text that the tokenizer would change (it normalises, or finds special tokens) is cut at spaces, and the parts
-        that it still would change are encoded greedily.
+        If the tokenizer would change the text (by normalising it, or by finding special tokens), the text is split at
+        spaces. Parts that it would still change are encoded greedily.
         """
         content = text.encode()
         for ids in self._encodings(text):
@@ -128,18 +128,18 @@ class Reencoder:
         yield from ((token, start + end) for token, end in self._of_text(text[at:]))
 
     def _encodings(self, text: str) -> Iterator[list[int]]:
-        """Ways to encode a text that follows another text, the best first; none where the tokenizer fails."""
+        """Encodings of a text that follows another text, the best first; none if the tokenizer fails."""
         with suppress(TokenizerError):  # the vocabulary does not cover a character
             if not self._draft_adds_space:
                 yield self._draft.encode(text, add_special_tokens=False)
                 return
-            if text.startswith(" "):  # which the tokenizer puts back
+            if text.startswith(" "):  # the tokenizer adds it again
                 yield self._draft.encode(text[1:], add_special_tokens=False)
             for context in _CONTEXTS:
                 yield self._draft.encode_after(context, text)
 
     def _longest_first(self, content: bytes) -> Iterator[tuple[int, int]]:
-        """The longest token at each position. Bytes without a token are left out."""
+        """Greedy encoding: the longest token at each position. Bytes without a token are omitted."""
         at = 0
         while at < len(content):
             for end in range(min(len(content), at + self._longest), at, -1):

@@ -1,7 +1,7 @@
 """Tokens that two vocabularies have in common: tokens of the same bytes, and special tokens of the same role.
 
-Their share of a text decides whether a model may draft for a target of another vocabulary. It is measured on a text of
-this module, because a draft is opened before there is a text of the user's. Knows nothing of models.
+Their share of a text decides whether a model may draft for a target with another vocabulary. The share is measured on
+SAMPLE, because a draft is opened before the user's text is known. This module does not know models.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from ..errors import VocabularyMismatchError
 from .tokenizer import Tokenizer
 
-# A run of accepted guesses ends at the first token that is not shared. With a share s of shared tokens, it has at most
-# s / (1 - s) tokens on average. At s = 1/4 this is a third of a token, which hardly ever pays for a draft.
+# A run of accepted draft tokens ends at the first token that is not shared. With a share s, its mean length is at most
+# s / (1 - s). At s = 1/4 this is a third of a token, for which a draft seldom pays off.
 LEAST_SHARE = 0.25
 
 SAMPLE = """\
@@ -40,11 +40,11 @@ est gratuite. La biblioteca abrirá mañana a las nueve. Сегодня хоро
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """What a target's and a draft's tokenizer have in common.
+    """The tokens that a target's and a draft's tokenizer share.
 
-    to_draft: target id → draft id, one to one. share: which part of SAMPLE's tokens is shared, of the target's or of
-    the draft's, whichever is smaller (a draft whose tokens are bytes predicts words badly, and the other way round).
-    ratio: number of SAMPLE's tokens in the draft's vocabulary ÷ in the target's.
+    to_draft: target id → draft id, one to one. share: the fraction of SAMPLE's tokens that is shared; the smaller of
+    the target's and the draft's, because a draft of byte tokens predicts words badly, and vice versa. ratio: number of
+    SAMPLE's tokens in the draft's vocabulary ÷ number in the target's.
     """
 
     to_draft: Mapping[int, int]
@@ -66,8 +66,8 @@ class SharedTokens:
         share = min(sum(i in pairs for i in ours) / len(ours), sum(i in shared for i in theirs) / len(theirs))
         if share < LEAST_SHARE:
             raise VocabularyMismatchError(
-                f"the draft's vocabulary is another one: {target.folder} and {draft.folder} share {share:.0%} of the "
-                f"tokens of a sample text, and at least {LEAST_SHARE:.0%} are needed for guesses to pay off: choose a "
+                f"the draft's vocabulary differs too much: {target.folder} and {draft.folder} share {share:.0%} of the "
+                f"tokens of a sample text, and at least {LEAST_SHARE:.0%} are needed for a draft to pay off; choose a "
                 "draft of the target's family, or `draft=lookup`"
             )
         roles = _equal_roles(target, draft).items()
@@ -78,16 +78,16 @@ class SharedTokens:
 def _check_bytes_known(tokenizer: Tokenizer, role: str) -> None:
     if tokenizer.token_bytes is None:
         raise VocabularyMismatchError(
-            f"the draft's vocabulary is another one, and which text the tokens of the {role} {tokenizer.folder} stand "
-            "for is known of byte-level BPE and sentencepiece only: choose a draft of the target's family, or "
-            "`draft=lookup`"
+            "draft and target have different vocabularies, which is supported for byte-level BPE and sentencepiece "
+            f"only; the {role} {tokenizer.folder} has another kind of tokenizer; choose a draft of the target's "
+            "family, or `draft=lookup`"
         )
 
 
 def ids_by_bytes(tokenizer: Tokenizer, size: int) -> dict[bytes, int]:
-    """Ids below `size` by their bytes. Of several tokens of the same bytes, it is the one that occurs in texts.
+    """Ids below `size` by their bytes. Of several tokens with the same bytes, the one that occurs in texts.
 
-    Sentencepiece has a byte token beside the token of each ASCII character. The tokenizer's `token_bytes` are known.
+    Sentencepiece has a byte token in addition to the token of each ASCII character. Needs `tokenizer.token_bytes`.
     """
     contents, found = tokenizer.token_bytes, dict[bytes, int]()
     assert contents is not None
@@ -100,7 +100,7 @@ def ids_by_bytes(tokenizer: Tokenizer, size: int) -> dict[bytes, int]:
 def _equal_roles(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:
     """Special tokens of the same name that end an answer in both models or in neither, and the two EOS tokens.
 
-    Tokens that begin every text (BOS) are left out, as the draft's text begins with its own.
+    Tokens that begin every text (BOS) are omitted, because the draft's text begins with its own.
     """
     pairs = dict[int, int]()
     ours, theirs = (tokenizer.special_ids - {*tokenizer.encode("")} for tokenizer in (target, draft))

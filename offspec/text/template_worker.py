@@ -43,7 +43,7 @@ def limit_address_space(most_bytes: int) -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """Let the system end this process (SIGALRM) after so many seconds; 0 removes the limit."""
+    """Let the system end this process (SIGALRM) after `seconds`; 0 removes the limit."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_REAL, seconds)
 

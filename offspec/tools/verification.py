@@ -149,7 +149,7 @@ def verify(
 ) -> VerificationReport:
     """Compare every setting with plain decoding on every prompt. progress(settings done, number of settings).
 
-    random_passes: with a random draft, stop each text after so many passes.
+    random_passes: with a random draft, the number of passes after which each text stops.
     Raises UsageError if a setting uses the engine's own draft and it has none.
     """
     engines = {draft: _with_draft(engine, draft) for draft in {setting.draft for setting in settings}}

@@ -35,7 +35,7 @@ from ..model.row_logits import HEAD_ROWS
 from .lora import Adapter, SavedAdapter, TreeRows, adapter_bytes
 
 SHARES = (1.0, 0.5, 0.0)  # candidate shares of the additions; the best one is merged
-MEMORY_PLACES = 256.0  # after so many new positions, a share's earlier losses have half the weight
+MEMORY_PLACES = 256.0  # number of new positions after which a share's earlier losses have half the weight
 LEAST_LOG = -1e4  # instead of minus infinity, so that 0 times it is 0
 IntArray = npt.NDArray[np.int64]
 
