@@ -64,8 +64,9 @@ class GuesserPool:
                 continue
             began = self._clock()
             guesses = guesser.guess(text, self._sampler, min(max_nodes, MAX_GUESSES), max_depth)
-            guesses = replace(guesses, scores=guesses.scores + self._log_trust)
-            tree.add_guesses(guesses, self._calibration.index)
+            if len(guesses):
+                guesses = replace(guesses, scores=guesses.scores + self._log_trust)
+                tree.add_guesses(guesses, self._calibration.index)
             self._asked.append((worth, self._clock() - began))
 
     @property

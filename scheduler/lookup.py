@@ -54,11 +54,13 @@ class Matches:
         self._last: ConsideredGuesses | None = None
 
     def tree(self, rows: IntArray, lengths: IntArray, sampler: Sampler, position: int, max_nodes: int) -> TokenTree:
-        """The best nodes of the trie of M continuations.
+        """The best nodes of the trie of M continuations; without any, an empty tree.
 
         rows [M, D]: tokens after a match, padded with NO_TOKEN; preferred rows first. lengths [M]: matched tokens.
         position: of the first proposed token.
         """
+        if not len(rows):
+            return TokenTree.empty()
         trie = Trie(rows, lengths)
         waits = waits_of(trie.tokens, trie.depths, sampler, position)
         gains = self._reliability.log_probabilities(trie.kinds, waits)

@@ -29,6 +29,9 @@ from .tree import ROOT, FloatArray, IntArray, TokenTree
 from .verdict_learning import learn_children, learn_trust, learn_trust_unsent
 from .verify import TargetPass
 
+EMPTY_TREE = TokenTree.empty()
+NO_NODES: IntArray = np.empty(0, dtype=np.int64)
+
 
 class ModelDrafter:
     """Proposes trees of the likeliest candidates of draft and guessers; one drafter per request.
@@ -61,14 +64,15 @@ class ModelDrafter:
         self._rounds = DraftRounds(model, request, scorer, self._calibration, corrector)
         self._guessers = GuesserPool(guessers, request.sampler, self._calibration, clock)
         controller = controller or controller_for(params, learnt.costs)
-        retry = self._calibration.retry if params.budget is None else None
-        self._pricing = PassPricing(controller, learnt.costs, self._calibration, clock, retry, request.shared)
+        known = self._calibration
+        retry, switch = (known.retry, known.switch) if params.budget is None else (None, None)
+        self._pricing = PassPricing(controller, learnt.costs, known, clock, retry, switch, request.shared)
         self._draft_costs = learnt.costs.draft
         self._overlap = Overlap(allowed=params.overlap and params.reuse, switch=learnt.overlap_switch)
         self._text: Sequence[int] = ()
         self._may_draft = False
-        self._best: IntArray = np.empty(0, dtype=np.int64)  # candidates, the best first
-        self._sent: IntArray = np.empty(0, dtype=np.int64)
+        self._best = self._sent = NO_NODES  # candidates, the best first
+        self._is_plain = False  # this pass does not speculate
 
     @property
     def candidates(self) -> CandidateTree:
@@ -89,10 +93,14 @@ class ModelDrafter:
     def prepare(self, text: Sequence[int], max_depth: int) -> FloatArray | None:
         """See `CompetingDrafter`."""
         rounds, pricing = self._rounds, self._pricing
+        self._best = self._sent = NO_NODES
+        self._is_plain = not pricing.speculates
+        if self._is_plain:
+            pricing.begin_plain()
+            return None
         self._text = text
         rounds.begin(text, min(max_depth, self._params.max_depth))
         pricing.begin(self._num_chain())
-        self._sent = self._best = np.empty(0, dtype=np.int64)
         self._may_draft = rounds.max_depth > 0 and pricing.limit > 0
         if self._may_draft:
             self._draft()
@@ -102,6 +110,9 @@ class ModelDrafter:
 
     def send(self, num_nodes: int | None = None) -> TokenTree:
         """See `CompetingDrafter`."""
+        if self._is_plain:
+            self._overlap.begin(is_on=False)
+            return EMPTY_TREE
         rounds, pricing = self._rounds, self._pricing
         if len(self._best):
             self._sent = self._best[
@@ -109,12 +120,12 @@ class ModelDrafter:
             ]
         if self._may_draft:
             self._learn_guessers_worth()
-        tree, num_tokens = TokenTree.empty(), 1.0
+        tree, num_expected = EMPTY_TREE, 0.0
         if len(self._sent):
-            tree, num_tokens = rounds.tree.tree(self._sent), 1 + float(rounds.probabilities(self._sent).sum())
-        cycle_s = pricing.send()
+            tree, num_expected = rounds.tree.tree(self._sent), float(rounds.probabilities(self._sent).sum())
+        cycle_s = pricing.send(num_expected)
         if self._overlap.is_learning and not pricing.is_first:
-            self._overlap.observe(num_tokens, cycle_s)
+            self._overlap.observe(1 + num_expected, cycle_s)
         self._overlap.begin(is_on=self.wants_overlap)
         return tree
 
@@ -128,7 +139,7 @@ class ModelDrafter:
     def _draft(self) -> None:
         """Run the guessers, then the draft."""
         rounds, pricing = self._rounds, self._pricing
-        rate = pricing.tokens_per_s if self._is_priced else None
+        rate = pricing.tokens_per_s if self._is_priced and not pricing.is_catching_up else None
         self._guessers.ask(rounds.tree, self._text, pricing.limit, rounds.max_depth, rate)
         if self._can_ask_model and (rounds.tree.is_rooted or pricing.is_worth_a_round()):
             self._grow()
@@ -168,7 +179,7 @@ class ModelDrafter:
 
     @property
     def wants_overlap(self) -> bool:
-        return self._rounds.tree.is_rooted and self._overlap.is_on
+        return not self._is_plain and self._rounds.tree.is_rooted and self._overlap.is_on
 
     def extend(self, is_over: Callable[[], bool]) -> None:
         """Continue the rounds of `propose` during the pass."""
@@ -177,6 +188,9 @@ class ModelDrafter:
     # ------------------------------------------------------------------------------------------------ a verdict
 
     def observe(self, done: TargetPass) -> None:
+        if self._is_plain:
+            self._observe_plain(done)
+            return
         self._pricing.judged(len(done.tree))
         self._guessers.observe(done)
         if not self._rounds.is_untouched:  # where nothing pays, passes follow each other as in plain decoding
@@ -184,6 +198,15 @@ class ModelDrafter:
         else:
             self._rounds.keep_nothing()
         self._pricing.end(len(done.verdict.tokens))
+
+    def _observe_plain(self, done: TargetPass) -> None:
+        """After a pass without speculation: record only what a later trial needs."""
+        self._guessers.observe(done)
+        if self._rounds.is_untouched:
+            self._rounds.keep_nothing()
+        else:  # of the last tree
+            self._rounds.keep(NO_NODES, done.verdict.tokens, reuse=self._params.reuse)
+        self._pricing.end_plain()
 
     def _learn(self, done: TargetPass) -> None:
         """From a verdict on what was drafted or guessed, sent or not; and keep what is left of it."""

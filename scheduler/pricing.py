@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 
 from .averages import DecayingRatio, Retry
-from .budget import RATE_FORGETTING, Controller, DraftingState
+from .budget import PLAIN_ROWS, RATE_FORGETTING, Controller, DraftingState
 from .calibration import DraftCalibration
 from .costs import MOST_ROWS, Costs
 from .shared_pass import SharedPass
+from .speculation_switch import SpeculationSwitch
 from .tree import FloatArray
 
 Clock = Callable[[], float]  # seconds
@@ -28,16 +29,54 @@ class PassPricing:
         calibration: DraftCalibration,
         clock: Clock,
         retry: Retry | None = None,
+        switch: SpeculationSwitch | None = None,
         shared: SharedPass | None = None,
     ) -> None:
-        """retry: of earlier requests, if the draft may be switched off as it was there. shared: see `DraftRequest`."""
+        """retry, switch: of earlier requests, if the draft, or all speculation, may be switched off as it was there.
+
+        shared: see `DraftRequest`.
+        """
         self._shared = shared or SharedPass(costs, controller.limit)
         self._controller, self._costs, self._calibration, self._clock = controller, costs, calibration, clock
         self._recent_rate, self._retry = DecayingRatio(RATE_FORGETTING), retry or Retry()
         self._began = self._sent = self._judged = self._rounds_s = 0.0
-        self._num_chain = 0
+        self._num_chain, self._num_expected = 0, 0.0
+        self._switch = switch
+        if switch is not None:
+            switch.begin_text()
         self._rests = False  # nothing is drafted in this pass, and its seconds are known
         self.is_first = True  # the first pass contains the prefill and does not count for the rate
+
+    @property
+    def speculates(self) -> bool:
+        """Whether to speculate in the next pass."""
+        switch = self._own_switch
+        return switch is None or switch.speculates(is_first=self.is_first)
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether a trial of speculation begins, in which the draft and all guessers are asked."""
+        switch = self._own_switch
+        return switch is not None and switch.is_catching_up
+
+    @property
+    def _own_switch(self) -> SpeculationSwitch | None:
+        """The switch; None in a pass of several texts, whose seconds are not this text's."""
+        return None if self._shared.is_shared else self._switch
+
+    def begin_plain(self) -> None:
+        """Start a pass without speculation. `end_plain` ends it; no other call is needed."""
+        self._began = self._sent = self._clock()
+
+    def end_plain(self) -> None:
+        """Record the end of an iteration that `begin_plain` has started."""
+        if not self.is_first and self._switch is not None:
+            seconds = self._clock() - self._began
+            self._observe_rate(1, seconds)
+            self._switch.observe_plain(seconds)
+            if not self._switch.is_resting:
+                self._costs.target.observe(PLAIN_ROWS, seconds)
+        self.is_first = False
 
     def begin(self, num_chain: int) -> None:
         """Start a pass. num_chain: the text's rows in addition to the nodes."""
@@ -53,8 +92,10 @@ class PassPricing:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens/s of the last passes, of all their texts; 0 before the first."""
-        return self._shared.tokens_per_s if self._shared.is_shared else self._recent_rate.value
+        """Tokens/s of the last passes, of all their texts, or of plain passes if faster; 0 before the first."""
+        if self._shared.is_shared:
+            return self._shared.tokens_per_s
+        return max(self._recent_rate.value, 0.0 if self._switch is None else self._switch.plain_tokens_per_s)
 
     def width(self, best: FloatArray, open_nodes: FloatArray) -> int:
         """Nodes of the next round, from the probabilities of the best candidates and of the open ones among them."""
@@ -81,7 +122,7 @@ class PassPricing:
         retry = self._retry
         looks = not retry.is_pausing if self.is_first else retry.wants_look
         self._rests = not looks and not self.is_first
-        return retry.is_worth_trying(pays=looks and self._promises_tokens())
+        return retry.is_worth_trying(pays=looks and self._promises_tokens()) or self.is_catching_up
 
     def _promises_tokens(self) -> bool:
         """Whether a first round is expected to bring more tokens than its seconds bring otherwise."""
@@ -105,9 +146,12 @@ class PassPricing:
         without, all_of_them = self._costs.target.seconds(np.array([rows - num_nodes, rows]))
         return float(num_tokens - self.tokens_per_s * (all_of_them - without))
 
-    def send(self) -> float:
-        """Record that the tree is sent. Returns the seconds since the previous tree."""
-        last, self._sent = self._sent, self._clock()
+    def send(self, num_expected: float = 0.0) -> float:
+        """Record that the tree is sent. Returns the seconds since the previous tree.
+
+        num_expected: the number of its nodes that should be accepted.
+        """
+        last, self._sent, self._num_expected = self._sent, self._clock(), num_expected
         return self._sent - last
 
     def judged(self, num_nodes: int) -> None:
@@ -122,8 +166,16 @@ class PassPricing:
         """Record the end of the iteration, and its tokens."""
         if not self.is_first:
             seconds = self._clock() - self._began
-            self._controller.observe(num_tokens, seconds)
-            self._recent_rate.observe(num_tokens, seconds)
+            self._observe_rate(num_tokens, seconds)
+            if (switch := self._own_switch) is not None:
+                switch.observe(seconds, self._num_expected, num_tokens - 1, self._predicted_plain_s)
             if self._rounds_s and not self._shared.is_shared:
                 self._costs.observe_overhead(seconds - self._rounds_s - (self._judged - self._sent))
         self.is_first = False
+
+    def _observe_rate(self, num_tokens: int, seconds: float) -> None:
+        self._controller.observe(num_tokens, seconds)
+        self._recent_rate.observe(num_tokens, seconds)
+
+    def _predicted_plain_s(self) -> float:
+        return float(self._costs.target.seconds(np.array([PLAIN_ROWS]))[0])

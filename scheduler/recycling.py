@@ -6,6 +6,7 @@ the last token, their successors and so on form a tree.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -76,14 +77,15 @@ class TokenRecycling:
 
     PROBABILITIES = np.array([0.0, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9, 0.98])  # lower bounds of the classes
     RANKS = np.array([0, 1, 2, 4])  # lower bounds of the classes
-    MOST_WAITING = 8  # rows of plain passes that are stored together
+    MOST_WAITING = 16  # rows of plain passes that are stored by the next guess; older ones are dropped
 
     def __init__(self, vocab_size: int, reliability: Reliability | None = None, num_spare_rows: int = 64) -> None:
         self.table = SuccessorTable(vocab_size)
         self._num_spare_rows = num_spare_rows
         self._reliability = reliability or self.new_reliability()
         self._last: ConsideredGuesses | None = None
-        self._waiting: list[tuple[int, torch.Tensor]] = []  # tokens of plain passes, and the target's logits after them
+        # Tokens of plain passes, and the target's logits after them.
+        self._waiting = deque[tuple[int, torch.Tensor]](maxlen=self.MOST_WAITING)
 
     @classmethod
     def new_reliability(cls) -> Reliability:
@@ -133,8 +135,6 @@ class TokenRecycling:
         self._last = None
         if not len(done.tree):
             self._waiting.append((done.text[-1], done.logits[0]))
-            if len(self._waiting) == self.MOST_WAITING:
-                self._store_waiting()
             return
         self._store_waiting()
         tokens = np.concatenate(([done.text[-1]], done.tree.tokens))
@@ -144,7 +144,7 @@ class TokenRecycling:
         self.table.store(tokens[rows], torch.stack([done.logits[row] for row in rows]))
 
     def _store_waiting(self) -> None:
-        """Store the rows of plain passes together: one by one they take a few percent of a small target's pass."""
+        """Store the rows of plain passes, which takes a few percent of a small target's pass, when they are needed."""
         if self._waiting:
             tokens, rows = zip(*self._waiting, strict=True)
             self.table.store(np.array(tokens), torch.stack(rows))

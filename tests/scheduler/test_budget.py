@@ -218,7 +218,7 @@ def test_a_random_draft_ends_in_plain_passes(slope: float, round_s: float) -> No
     text = Text(RANDOM, flat_until(1, slope), round_s, 300)
     assert text.tokens == plain_text(TARGET, SamplingParams(), 1, PROMPT, 300)
     assert text.rounds(100, 300) <= 6  # the pauses are 8, 16, .. 128 long
-    assert all(rows == 0 for rows in text.target.batches[-64:])
+    assert sum(rows > 0 for rows in text.target.batches[-64:]) <= 1, "of a trial"
     assert text.rate > 0.95
 
 

@@ -98,14 +98,16 @@ def test_nothing_known_nothing_guessed() -> None:
     assert int(logits_of(1)[0].argmax()) == tree.tokens[0]
 
 
-def test_plain_passes_are_stored_together_and_never_many_wait() -> None:
+def test_plain_passes_are_stored_by_the_next_guess_and_never_many_wait() -> None:
     recycling, table = TokenRecycling(VOCAB_SIZE), SuccessorTable(VOCAB_SIZE)
-    tokens = [3, 4, 3, 5, 6, 7, 8, 9]
-    assert len(tokens) == TokenRecycling.MOST_WAITING
+    tokens = [1, 2, *([3, 4, 3, 5] * TokenRecycling.MOST_WAITING)][: 2 + TokenRecycling.MOST_WAITING]
     for place, token in enumerate(tokens):
         logits = logits_of(1, seed=place)
-        table.store(np.array([token]), logits)
+        if place >= len(tokens) - TokenRecycling.MOST_WAITING:
+            table.store(np.array([token]), logits)
         recycling.observe(TargetPass([token], TokenTree.empty(), Verdict([], [0]), logits))
+    assert not (recycling.table.successors(np.array(tokens))[0] >= 0).any(), "nothing was asked yet"
+    recycling.guess([9], Sampler(SamplingParams(), 0, VOCAB_SIZE), 1, 1)
     for found, expected in zip(
         *(part.successors(np.arange(VOCAB_SIZE)) for part in (recycling.table, table)), strict=True
     ):
