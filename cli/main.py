@@ -30,7 +30,7 @@ COMMANDS = {
     "chat": "Chat with a model.",
     "serve": "Serve OpenAI's API over HTTP.",
     "bench": "Compare speculative and plain decoding.",
-    "plan": "Show where a model's layers would lie, and how long a pass would take.",
+    "plan": "Predict the placement of a model's layers and the time of a pass.",
     "quantize": "Convert a checkpoint to 4 bit or plain floats, in a layout for fast streaming.",
     "distill": "Train an exit layer, so that a model can be its own draft.",
     "verify": "Check that speculative text equals plain decoding, token for token.",

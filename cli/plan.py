@@ -1,4 +1,4 @@
-"""`offspec plan`: predicts where a model's layers would lie and how long a pass would take, without its weights."""
+"""`offspec plan`: predicts the placement of a model's layers and the time of a pass, without its weights."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class PassLine:
         self._thread.start()
 
     def done(self) -> None:
-        """Remove the line for good."""
+        """Stop updating the line, and remove it."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join()

@@ -1,1 +1,1 @@
-"""From bytes to tensors: checkpoints, and where their weights lie. Independent of tokens, trees and architectures."""
+"""From bytes to tensors: checkpoints and the placement of weights. Independent of tokens, trees and architectures."""

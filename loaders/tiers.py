@@ -215,7 +215,7 @@ class TieredWeights:
 
     @property
     def placement(self) -> Placement:
-        """Where each layer lies."""
+        """The tier of each layer."""
         return self._placement
 
     @contextmanager

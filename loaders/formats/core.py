@@ -326,7 +326,7 @@ class Packer(Protocol):
         ...
 
     def for_shape(self, shape: tuple[int, ...]) -> Packer | None:
-        """The packer for a matrix of this shape; None where it is left as it is."""
+        """The packer for a matrix of this shape; None if the matrix is kept unchanged."""
         ...
 
     @property

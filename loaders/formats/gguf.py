@@ -190,7 +190,7 @@ def _as_packed(kind: str, name: str, shape: tuple[int, ...], allocate: Allocate)
 
 
 def _read_bytes(group: TensorGroup, part: str) -> GgufWeight:
-    """A matrix that lies as bytes [N, bytes of a row] under a name that ends in the type's. Raises CheckpointError."""
+    """A matrix stored as bytes [N, bytes per row] under a name with the type's suffix. Raises CheckpointError."""
     info, kind = group.parts[part], QUANTISED[IN_FOLDERS[part]]
     if len(group.parts) > 1:
         group.refuse(info, f"is there twice, as {' and '.join(map(show, group.parts))}; {DAMAGED}")

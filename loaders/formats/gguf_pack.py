@@ -1,8 +1,8 @@
 """Quantises matrices to GGUF's types Q4_K, Q3_K, Q2_K and Q4_1, in plain torch, from the weights alone.
 
-A block's scale, and its minimum where the type has one, begin with the range of its weights. Then codes and scale take
-turns: least squares gives the scale and minimum that fit the codes best, and these give new codes. A block of 256
-rounds its 8 or 16 scales to integers of 4 or 6 bits; the codes are rounded last, with the scales as stored.
+A block's scale, and its minimum if the type has one, start from the range of its weights. Then codes and scales are
+improved by turns: least squares gives the best scale and minimum for the codes, and these give new codes. A block of
+256 rounds its 8 or 16 scales to integers of 4 or 6 bits; the codes are rounded last, with the stored scales.
 
 Source: the layouts of ggml-common.h, as `gguf_blocks` decodes them. llama.cpp searches a grid of scales instead.
 """
@@ -98,7 +98,7 @@ def _bytes(codes: Tensor) -> Tensor:
 
 
 def _crumbs(codes: Tensor) -> Tensor:
-    """uint8 [B, 256], two bits each → [B, 64]: four weights that lie 32 apart share a byte."""
+    """uint8 [B, 256], two bits each → [B, 64]: four weights at distances of 32 share a byte."""
     parts = codes.view(-1, 2, 4, 32)
     return (parts[:, :, 0] | parts[:, :, 1] << 2 | parts[:, :, 2] << 4 | parts[:, :, 3] << 6).flatten(1)
 
@@ -181,7 +181,7 @@ class GgufPacker:
         pass
 
     def for_shape(self, shape: tuple[int, ...]) -> GgufPacker | None:
-        """Rows that blocks of 256 do not fill are written in Q4_1; those that blocks of 32 do not fill, not at all."""
+        """Q4_1 if a row is not a multiple of 256 weights; None if it is not a multiple of 32."""
         if shape[1] % TYPES[self.name].num_weights == 0:
             return self
         return GgufPacker("Q4_1") if shape[1] % TYPES["Q4_1"].num_weights == 0 else None
@@ -206,5 +206,5 @@ class GgufPacker:
 
 
 def suffix(name: str) -> str:
-    """What the name of a matrix in a folder of safetensors ends in where it lies in this type."""
+    """The suffix of a matrix's name in a safetensors folder if it is stored in this type."""
     return f".{name.lower()}"

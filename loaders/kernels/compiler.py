@@ -49,11 +49,11 @@ class Emitter:
 
 @cache
 def instructions() -> frozenset[str]:
-    """Vector instructions that kernels may use: what the CPU has, as far as torch was not told to do without.
+    """Vector instructions that kernels may use: those of the CPU, unless torch is configured not to use them.
 
-    Empty where there can be no kernels: another kind of CPU, or no llvmlite. Of avx2, avx512 and avx512_bf16 each
-    implies those before it. What hides instructions from torch (`ATEN_CPU_CAPABILITY`) or from oneDNN
-    (`ONEDNN_MAX_CPU_ISA`) hides them from kernels, too.
+    Empty if kernels are impossible: on another kind of CPU, or without llvmlite. Of avx2, avx512 and avx512_bf16, each
+    implies those before it. Variables that hide instructions from torch (`ATEN_CPU_CAPABILITY`) or from oneDNN
+    (`ONEDNN_MAX_CPU_ISA`) hide them from kernels, too.
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return frozenset()
@@ -72,7 +72,7 @@ _NAMES = {"avx2": "AVX2", "avx512": "AVX-512", "avx512_bf16": "AVX512-BF16"}
 
 
 def describe_instructions() -> str:
-    """The vector instructions that products are computed with here, for people; "" where nothing is known of them."""
+    """The vector instructions that products are computed with here, as text; "" if unknown."""
     names = [_NAMES[name] for name in sorted(instructions())]
     if "AVX512-BF16" in names and _host_features().get("amx-bf16"):
         names.append("AMX")

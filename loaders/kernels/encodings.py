@@ -1,7 +1,7 @@
-"""How weights lie in memory, for kernels: each encoding writes the instructions that make fp32 vectors of them.
+"""Memory layouts of weights, for kernels: each encoding emits the instructions that decode them to fp32 vectors.
 
-A kernel goes along a row of a matrix [N, K] in steps of `step` weights. The vectors that an encoding makes of one step
-may hold its weights in another order; `interleave` says in which, and the other factor is laid out alike.
+A kernel processes a row of a matrix [N, K] in steps of `step` weights. The vectors of a step may hold its weights in
+another order; `interleave` describes it, and the other factor is stored in the same order.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from .compiler import Emitter
 
-# Names of what an encoding has computed of one row of the matrix; the first is the address where its weights begin, the
-# last that of the row's scratch where the encoding has one.
+# Names of the values that an encoding has computed for a row; the first is the address of its weights, the last that of
+# the row's scratch, if the encoding has one.
 Row = tuple[str, ...]
 Vectors = Iterator[tuple[int, str]]  # first weight, counted from the step's, and the vector from there on
 
@@ -24,11 +24,11 @@ class Encoding(ABC):
 
     size, num_bytes: `size` weights take `num_bytes` bytes of the first part; size is a power of two.
     scratch: fp32 numbers that `begin_block` keeps for the steps of a block of `size` weights.
-    step: weights a step. interleave: of each interleave · lanes weights the vectors hold every interleave-th, so that
-    vector 0 begins with weights 0 and `interleave`. most_direct: rows of the other factor up to which unpacking anew
-    for every few of them takes less time than a panel. is_decoded_first: whether all vectors of a step take
-    fewer registers than what they are decoded from. declarations: of the functions that its instructions
-    call, but for `llvm.fma`, which every kernel has. has_bf16: whether it makes bits of bf16, too (`bf16_vectors`).
+    step: weights per step. interleave: of each interleave · lanes weights, a vector holds every interleave-th, so
+    vector 0 begins with weights 0 and `interleave`. most_direct: the number of rows of the other factor up to which
+    repeated unpacking takes less time than a panel. is_decoded_first: whether all vectors of a step take fewer
+    registers than their encoded form. declarations: of the functions that its instructions call, except `llvm.fma`,
+    which every kernel has. has_bf16: whether it also makes bf16 vectors (`bf16_vectors`).
     """
 
     size: int
@@ -50,7 +50,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
-        """What is the same for all steps of row `index`. parts: addresses of what the matrix consists of."""
+        """Values that all steps of row `index` share. parts: addresses of the matrix's tensors."""
 
     def begin_block(self, e: Emitter, row: Row, column: str) -> None:  # noqa: B027 (without a scratch, nothing to do)
         """Put what steps share into the row's scratch. column: the first of a block of `size` weights."""
@@ -59,11 +59,11 @@ class Encoding(ABC):
     def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
         """step / lanes fp32 vectors of the weights from `column` on, in any order.
 
-        The instructions for each are written when it is asked for, so that registers hold few at a time.
+        Instructions for a vector are emitted when it is requested, so that few registers are in use at a time.
         """
 
     def bf16_vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
-        """The same weights as integers, <16 x i16> each, where bf16 holds them all to the bit."""
+        """The same weights as bf16 bits, <16 x i16> each, for encodings whose weights bf16 represents exactly."""
         raise NotImplementedError
 
     def start(self, e: Emitter, base: str, index: str, row_bytes: str) -> str:
@@ -238,7 +238,7 @@ LOOK_UP = {
 
 
 def look_up(e: Emitter, lanes: int, values: Sequence[float], codes: str) -> str:
-    """Of 16 values those [lanes] that codes i32 [lanes] stand for, by their lowest four bits."""
+    """Look up codes i32 [lanes] in a table of 16 values, by their lowest four bits → [lanes]."""
     if lanes == 16:
         table = _table(values)
         return e.op(f"call <16 x float> @llvm.x86.avx512.permvar.sf.512(<16 x float> {table}, <16 x i32> {codes})")

@@ -1,8 +1,8 @@
-"""GGUF's quantised types as encodings of kernels: the blocks lie one behind the other, a row behind the one before.
+"""GGUF's quantised types as encodings of kernels: blocks are contiguous, and so are rows.
 
 The layouts are those of ggml-common.h, explained in `formats.gguf_blocks`; the numbers are the same bit for bit, since
-all but the last sum of a weight is exact. Blocks of 18, 34 or 210 bytes lie anywhere, so every load is unaligned.
-Blocks of 256 weights are read by quarters: 64 weights that lie one behind the other.
+all but the last sum of a weight is exact. Blocks of 18, 34 or 210 bytes are not aligned, so every load is unaligned.
+Blocks of 256 weights are read in quarters of 64 consecutive weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .encodings import LOOK_UP, Encoding, Row, Vectors, look_up, splat
 
 
 def i64(e: Emitter, operation: str, left: str, right: str | int) -> str:
-    """An operation on two numbers of 64 bit, as addresses are."""
+    """An operation on two 64-bit numbers, such as addresses."""
     return e.op(f"{operation} i64 {left}, {right}")
 
 
@@ -120,7 +120,7 @@ class Q8Zero(BlockEncoding):
 
 
 class Nibbles(BlockEncoding):
-    """Codes of 4 bit that stand for 16 values."""
+    """4-bit codes: indices into a table of 16 values."""
 
     most_direct = 12
 
@@ -212,7 +212,7 @@ class LargeBlock(BlockEncoding):
 
     @abstractmethod
     def scales(self, e: Emitter, block: str) -> str:
-        """What the scratch is to hold, [scratch]."""
+        """The values for the scratch, [scratch]."""
 
     def factors(self, e: Emitter, step: Step, per_quarter: int, first: int = 0) -> list[str]:
         """Those of a quarter, from number `first` of the scratch on, each as a vector."""
@@ -399,7 +399,7 @@ class Q6K(ByCrumbs):
 
 
 def block_encoding(name: str, lanes: int, iq4_values: Sequence[float]) -> BlockEncoding | None:
-    """The encoding of a type; None for those that have none. iq4_values: what the 16 codes of IQ4's types stand for."""
+    """The encoding of a type; None for other types. iq4_values: the values of IQ4's 16 codes."""
     if name in _NIBBLES:
         return _NIBBLES[name](lanes, iq4_values)
     return _PLAIN[name](lanes) if name in _PLAIN else None

@@ -108,7 +108,7 @@ class Tile:
 
 
 class RowProduct:
-    """x [R, K] times a matrix [N, K] that lies in `encoding`; compiled at its first use."""
+    """x [R, K] times a matrix [N, K] stored in `encoding`; compiled at its first use."""
 
     def __init__(self, encoding: Encoding) -> None:
         self.encoding = encoding
@@ -116,13 +116,13 @@ class RowProduct:
         self._compiled: Callable[..., None] | None = None
 
     def prepare(self) -> None:
-        """Compile it, unless it is."""
+        """Compile it, if it is not compiled yet."""
         with self._lock:
             if self._compiled is None:
                 self._compiled = compile_ir(self.source, "worker")
 
     def __call__(self, x: Tensor, parts: Sequence[Tensor], num_outputs: int) -> Tensor:
-        """x [..., K] on the CPU, parts: what the matrix consists of (see the encoding) → [..., N] in x's dtype.
+        """x [..., K] on the CPU, parts: the matrix's tensors (see the encoding) → [..., N] in x's dtype.
 
         The sums are fp32, rounded to x's dtype at the end. K must be one that the encoding `can_read`.
         """
@@ -248,9 +248,9 @@ def _block(name: str, encoding: Encoding, tile: Tile) -> str:
 
 
 def _fetch(e: Emitter, encoding: Encoding, starts: Sequence[str], column: str) -> None:
-    """Fetch what the step at `column` reads of the rows FETCH_AHEAD behind those that begin at `starts`.
+    """Prefetch the step at `column` of the rows FETCH_AHEAD after those that begin at `starts`.
 
-    A CPU fetches ahead by itself where one stretch of memory is read to its end, hardly where several are by turns.
+    A CPU prefetches by itself if one block of memory is read sequentially, but hardly if several are read by turns.
     """
     ahead = e.op(f"mul i64 {_bytes_of(e, encoding, '%columns')}, {FETCH_AHEAD}")
     behind = e.op(f"add i64 {_bytes_of(e, encoding, column)}, {ahead}")

@@ -27,7 +27,7 @@ _JOB_WORDS = 5
 
 
 class Unpacker:
-    """Matrices [N, K] that lie in `encoding`, in `dtype`; compiled at its first use."""
+    """Unpacks matrices [N, K] stored in `encoding` to `dtype`; compiled at its first use."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         """encoding: one that makes vectors in the order of the weights. dtype: fp32, bf16 or fp16."""

@@ -1,4 +1,4 @@
-"""Predicts what a draft brings: seconds per round, tokens per pass, tokens/s.
+"""Predicts the speed with a draft: seconds per round, tokens per pass, tokens/s.
 
 The tokens per pass of a kind of draft come from a small table of measurements (`drafts.acceptance`). Seconds follow
 from a plan and a machine's rates. Pure functions; neither files nor kinds of draft are known here.
