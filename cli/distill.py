@@ -1,13 +1,16 @@
-"""`offspec distill`: trains an exit layer, so that a model can be its own draft."""
+"""`offspec distill`: trains an exit layer, or finds layers to skip, so that a model can be its own draft."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from offspec import format_seconds
 from offspec.training.distill_params import DistillParams
@@ -16,6 +19,9 @@ from .help_groups import OffspecCommand, option, research_option
 from .options import MODEL, MODEL_HELP, Number, WholeNumber, load_engine, memory_flags
 from .terminal import TimeLeft, is_watched, show_line
 
+if TYPE_CHECKING:
+    from offspec.training.distillation import Distilled, Teacher
+
 P = DistillParams
 
 
@@ -23,6 +29,9 @@ P = DistillParams
     cls=OffspecCommand,
     name="distill",
     help=f"""Train an exit layer, so that the first layers of MODEL become its draft (--draft self).
+
+With --skip, nothing is trained: a search finds in which order layers are best skipped. --draft resident then drafts
+without the layers that are streamed, and streams those that it can best do without.
 
 {MODEL_HELP} The target generates texts, or reads given ones. One transformer layer after layer N learns to predict the
 target's output. MODEL itself does not change. The built-in model takes some minutes. A run needs disk space for the
@@ -35,21 +44,22 @@ Examples:
   offspec distill builtin --exit-layer 2
   offspec run builtin --draft self "def area("
   offspec distill ./Llama-3.1-8B --exit-layer 4 --text notes.txt --out exit4.safetensors
+  offspec distill ./Llama-3.1-8B --skip
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)
 @option(
     "--exit-layer",
     type=int,
-    required=True,
     metavar="N",
     help="Number of initial layers used as the draft; they stay in memory. Try a quarter of all layers first.",
 )
+@option("--skip", "skips", is_flag=True, help="Find layers to skip, for --draft resident, instead of training.")
 @option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="File for the exit layer. [default: in the user's data folder, for --draft self]",
+    help="File for the result. [default: in the user's data folder, where --draft finds it]",
 )
 @option(
     "--text",
@@ -124,7 +134,8 @@ Examples:
 @option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
 def command(
     model: str,
-    exit_layer: int,
+    exit_layer: int | None,
+    skips: bool,
     out: Path | None,
     texts: tuple[Path, ...],
     resume: bool,
@@ -139,6 +150,10 @@ def command(
     context: int | None,
     **settings: Any,
 ) -> None:
+    if skips == (exit_layer is not None):
+        raise click.UsageError("Give either --exit-layer N, to train an exit layer, or --skip.")
+    if skips:
+        _refuse_training_flags()
     params = DistillParams(**settings)
     from offspec.checkpoints.opening import open_target
     from offspec.training.distillation import Teacher, distill
@@ -146,33 +161,59 @@ def command(
     loading = {"revision": revision, "device": device, "dtype": dtype, "vram": vram, "ram": ram, "context": context}
     engine = load_engine(model, quiet=quiet, verbose=verbose, draft="none", **loading)
     files = open_target(model, revision, dtype, engine.target.device.type)
-    began, line = time.monotonic(), TrainingLine() if is_watched() and not quiet else None
+    teacher = Teacher(engine.target, files, engine.tokenizer, close_before_training=True)
+    more: dict[str, Any] = {"out": None if out is None else out.expanduser(), "texts": texts, "resume": resume}
+    began = time.monotonic()
+    with _progress(quiet=quiet) as line:
+        if exit_layer is None:
+            said, sentence = _skips(teacher, params, progress=line, **more)
+        else:
+            said, sentence = _exit(distill(teacher, exit_layer, params, progress=line, **more))
+    seconds = time.monotonic() - began
+    if as_json:
+        click.echo(json.dumps(said | {"seconds": round(seconds, 3)}))
+    else:
+        click.echo(f"{sentence}; took {format_seconds(seconds)}")
+
+
+def _refuse_training_flags() -> None:
+    """Raises click.UsageError for flags of training that --skip does not use."""
+    context = click.get_current_context()
+    for name in ("steps", "num_texts", "text_tokens", "batch_texts", "learning_rate", "init"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--skip trains nothing; leave out --{name.replace('_', '-')}.")
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[TrainingLine | None]:
+    """A progress line on a terminal, and what to do after Ctrl-C."""
+    line = TrainingLine() if is_watched() and not quiet else None
     try:
-        done = distill(
-            Teacher(engine.target, files, engine.tokenizer, close_before_training=True),
-            exit_layer,
-            params,
-            out=None if out is None else out.expanduser(),
-            texts=texts,
-            resume=resume,
-            progress=line,
-        )
+        yield line
     except KeyboardInterrupt:
         click.echo("\nInterrupted; the same command with --resume continues from the last checkpoint.", err=True)
         raise
     finally:
         if line is not None:
             line.clear()
-    seconds = time.monotonic() - began
-    if as_json:
-        said = {"path": str(done.path), "exit_layer": done.exit_layer, "num_tokens": done.num_tokens}
-        said |= {"num_steps": done.num_steps, "agreement_before": done.agreement_before, "agreement": done.agreement}
-        click.echo(json.dumps(said | {"seconds": round(seconds, 3)}))
-    else:
-        click.echo(
-            f"{done.path}: the exit layer predicts the target's likeliest token at {done.agreement:.0%} of held-out "
-            f"positions (untrained: {done.agreement_before:.0%}); took {format_seconds(seconds)}"
-        )
+
+
+def _exit(done: Distilled) -> tuple[dict[str, Any], str]:
+    """The result of training as JSON and as a sentence."""
+    said = {"path": str(done.path), "exit_layer": done.exit_layer, "num_tokens": done.num_tokens}
+    said |= {"num_steps": done.num_steps, "agreement_before": done.agreement_before, "agreement": done.agreement}
+    agrees = f"the exit layer predicts the target's likeliest token at {done.agreement:.0%} of held-out positions"
+    return said, f"{done.path}: {agrees} (untrained: {done.agreement_before:.0%})"
+
+
+def _skips(teacher: Teacher, params: DistillParams, **more: Any) -> tuple[dict[str, Any], str]:
+    """Search layers to skip; the result as JSON and as a sentence."""
+    from offspec.training.skipping import SkipParams, search_skips
+
+    found = search_skips(teacher, SkipParams(temperature=params.temperature, seed=params.seed), **more)
+    shares = ", ".join(f"{n}: {share:.0%}" for n, share in enumerate(found.agreement) if n)
+    said = {"path": str(found.path), "order": found.order, "agreement": found.agreement, "num_tokens": found.num_tokens}
+    return said, f"{found.path}: without so many layers the likeliest token is the target's at {shares} of positions"
 
 
 class TrainingLine:

@@ -93,33 +93,54 @@ def scattered(num_layers: int) -> tuple[int, ...]:
     return tuple(i for i in (int(f"{n:0{bits}b}"[::-1], 2) for n in range(1 << bits)) if i < num_layers)
 
 
-def place(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, num_pinned: int = 0) -> Placement:
+@dataclass(frozen=True)
+class Wishes:
+    """What decides which layers are resident. num_pinned: the first layers that must be, because they draft.
+
+    streamed_first: all layers in the order in which they are streamed; without it, resident layers are spread evenly.
+    """
+
+    num_pinned: int = 0
+    streamed_first: tuple[int, ...] = ()
+
+    def chosen(self, num_layers: int, count: int) -> tuple[int, ...]:
+        """The resident layers, if `count` are resident beside the pinned ones."""
+        free = range(self.num_pinned, num_layers)
+        if not self.streamed_first:
+            return (*range(self.num_pinned), *(self.num_pinned + i for i in spread(len(free), count)))
+        streamed = [layer for layer in self.streamed_first if layer in free][: len(free) - count]
+        return tuple(layer for layer in range(num_layers) if layer not in streamed)
+
+
+def place(
+    layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, wishes: Wishes | None = None
+) -> Placement:
     """Place as many layers as fit on the device, as many of the rest as fit in RAM, and the others on disk.
 
-    num_pinned: number of first layers that must be resident, because they draft. Raises MemoryLimitError, with the
-    numbers and the remedy, if not even streaming all other layers fits.
+    Raises MemoryLimitError, with the numbers and the remedy, if not even streaming all but the pinned layers fits.
     """
+    wishes = wishes or Wishes()
     if limits.device is None:
-        return _place_on_cpu(layers, items, limits, num_pinned)
-    return _place_on_gpu(layers, items, limits, limits.device, num_pinned)
+        return _place_on_cpu(layers, items, limits, wishes)
+    return _place_on_gpu(layers, items, limits, limits.device, wishes)
 
 
-def _place_on_cpu(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, num_pinned: int) -> Placement:
+def _place_on_cpu(layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, wishes: Wishes) -> Placement:
     needs, slot_bytes = [(item.name, item.on_device + item.on_host) for item in items], _slot_bytes(layers)
-    resident, rest, num_slots, used = _fill("RAM", limits.ram, layers, needs, slot_bytes, num_pinned)
+    resident, rest, num_slots, used = _fill("RAM", limits.ram, layers, needs, slot_bytes, wishes)
     items = (*items, *_shadows(layers, rest))
     return Placement(resident, (), rest, Slots(num_slots, 0, slot_bytes), items, limits, 0, used)
 
 
 def _place_on_gpu(
-    layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, device: int, num_pinned: int
+    layers: Sequence[LayerCost], items: Sequence[Item], limits: Limits, device: int, wishes: Wishes
 ) -> Placement:
     needs, slot_bytes = [(item.name, item.on_device) for item in items], _slot_bytes(layers)
-    resident, rest, num_slots, used = _fill("VRAM", device, layers, needs, slot_bytes, num_pinned)
+    resident, rest, num_slots, used = _fill("VRAM", device, layers, needs, slot_bytes, wishes)
     items = (*items, *_shadows(layers, rest))
     needs = [(item.name, item.on_host) for item in items]
     waiting = [LayerCost(layers[i].read_bytes, slot_bytes, layers[i].slot_bytes) for i in rest]
-    kept, on_disk, num_host_slots, used_ram = _fill("RAM", limits.ram, waiting, needs, slot_bytes)
+    kept, on_disk, num_host_slots, used_ram = _fill("RAM", limits.ram, waiting, needs, slot_bytes, Wishes())
     in_ram, on_disk = tuple(rest[i] for i in kept), tuple(rest[i] for i in on_disk)
     slots = Slots(num_slots, num_host_slots, slot_bytes)
     return Placement(resident, in_ram, on_disk, slots, items, limits, used, used_ram)
@@ -137,29 +158,29 @@ def _fill(
     layers: Sequence[LayerCost],
     needs: Sequence[tuple[str, int]],
     slot_bytes: int,
-    num_pinned: int = 0,
+    wishes: Wishes,
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
     """Fill one tier with layers: kept layers, remaining layers, slots for the latter, bytes used."""
     shadows = sum(layer.shadow_bytes for layer in layers)
     taken = sum(size for _, size in needs) + shadows
     sizes = [layer.resident_bytes - layer.shadow_bytes for layer in layers]  # a resident layer needs no shadow
-    kept, num_slots = _keep(sizes, limit - taken, slot_bytes, num_pinned)
+    kept, num_slots = _keep(sizes, limit - taken, slot_bytes, wishes)
     if kept is None:
-        pinned = [layer.resident_bytes for layer in layers[:num_pinned]]
+        pinned = [layer.resident_bytes for layer in layers[: wishes.num_pinned]]
         raise MemoryLimitError(_refusal(tier, limit, [*needs, (SHADOW_ITEM, shadows)], slot_bytes, pinned))
     rest = tuple(i for i in range(len(sizes)) if i not in kept)
     return kept, rest, num_slots, taken + num_slots * slot_bytes + sum(sizes[i] for i in kept)
 
 
-def _keep(sizes: Sequence[int], room: int, slot_bytes: int, num_pinned: int) -> tuple[tuple[int, ...] | None, int]:
+def _keep(sizes: Sequence[int], room: int, slot_bytes: int, wishes: Wishes) -> tuple[tuple[int, ...] | None, int]:
     """The most layers that fit in `room` together with slots for the others, and the slots; None if too few fit."""
     if sum(sizes) <= room:
         return tuple(range(len(sizes))), 0
-    num_free = len(sizes) - num_pinned
+    num_free = len(sizes) - wishes.num_pinned
     for num_slots in (MAX_SLOTS, MIN_SLOTS):
         left = room - num_slots * slot_bytes
         for count in range(num_free - 1, -1, -1):
-            chosen = (*range(num_pinned), *(num_pinned + i for i in spread(num_free, count)))
+            chosen = wishes.chosen(len(sizes), count)
             if sum(sizes[i] for i in chosen) <= left:
                 return chosen, num_slots
     return None, 0

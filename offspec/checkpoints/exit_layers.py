@@ -69,7 +69,12 @@ def exits_folder() -> Path:
 
 def default_file(target: ModelFiles, exit_layer: int) -> Path:
     """The default file of an exit layer after the target's first `exit_layer` layers."""
-    return exits_folder() / f"{fingerprint(target)}-{exit_layer}.safetensors"
+    return data_file(target, f"{exit_layer}.safetensors")
+
+
+def data_file(target: ModelFiles, suffix: str) -> Path:
+    """A file of this target in the default folder."""
+    return exits_folder() / f"{fingerprint(target)}-{suffix}"
 
 
 def refuse_foreign(config: ModelConfig, feature: str = "an exit layer") -> None:

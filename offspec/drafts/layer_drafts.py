@@ -22,6 +22,7 @@ from offspec.scheduler.params import tree_room
 from ..checkpoints.exit_layers import check_exit_layer, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
 from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
+from ..checkpoints.skip_files import SkipFile
 from ..model.block import kv_cache_bytes
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import MOST_ROWS, LayerDraft, LayerDraftText
@@ -29,7 +30,7 @@ from ..model.text_caches import TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..planning.plan import KV_ITEM, unpacking_items
-from .acceptance import EXIT, LOOKUP, RESIDENT_LAYERS, SHADOWS
+from .acceptance import EXIT, LOOKUP, RESIDENT_LAYERS, SHADOWS, of_agreement
 from .base import Attach, Draft, DraftTask, OpenRequest
 from .learnt import EstimatesAndRecall
 from .model_draft import ModelDraft, guessing_items
@@ -164,19 +165,30 @@ def load_shadow(shadow: Shadow, target: Decoder, chosen: Collection[int]) -> Lay
 
 @dataclass(frozen=True)
 class OpenedLayers:
-    """Layers of the target as they are: the first `num_first` (an early exit), or all resident ones (None)."""
+    """Layers of the target as they are: the first `num_first` (an early exit), or all resident ones (None).
+
+    skips: the order in which layers are best skipped; the plan then streams these.
+    """
 
     target: ModelFiles
     num_first: int | None
     notes: list[Note]
     device_type: str
     models: Sequence[ModelFiles] = ()
+    skips: SkipFile | None = None
 
     @classmethod
     def open_resident(cls, request: OpenRequest) -> OpenedLayers:
-        """Raises UsageError."""
+        """All layers that stay, by a file of `offspec distill --skip` if there is one.
+
+        Raises UsageError, CheckpointError.
+        """
         _check(request)
-        return cls(request.target, None, request.notes, request.device_type)
+        target, (_, _, file) = request.target, request.options.draft.partition(":")
+        skips = SkipFile.open(Path(file).expanduser(), target) if file else SkipFile.find(target)
+        if skips is not None:
+            request.notes.append(Note(f"draft: layers are skipped by {skips.path}"))
+        return cls(target, None, request.notes, request.device_type, skips=skips)
 
     @classmethod
     def open_exit(cls, request: OpenRequest) -> OpenedLayers:
@@ -193,7 +205,8 @@ class OpenedLayers:
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         """Scratch of its own, and entries in the target's KV cache. An early exit's layers have to be resident."""
         items = [*unpacking_items(target), *_items(target, room, self.device_type)]
-        return MemoryUse(tuple(items), num_pinned_layers=self.num_first or 0)
+        order = () if self.skips is None else self.skips.order
+        return MemoryUse(tuple(items), num_pinned_layers=self.num_first or 0, streamed_first=order)
 
     def guessing(self, placement: Placement) -> Guessing:
         layers = self.target.config.num_layers
@@ -201,6 +214,8 @@ class OpenedLayers:
         if number in (0, layers):
             return Guessing(acceptance=LOOKUP)
         acceptance = RESIDENT_LAYERS if self.num_first is None else EXIT
+        if self.skips is not None:
+            acceptance = of_agreement(self.skips.agreement_without(layers - number), str(self.skips.path))
         return Guessing(((self.target, number),), acceptance)
 
     def load(self, device: torch.device) -> Attach:

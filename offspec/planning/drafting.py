@@ -34,13 +34,12 @@ class Acceptance:
     """How many tokens a pass brings with a kind of draft.
 
     greedy, sampled (temperature 1): nodes of the tree → tokens per pass with MAX_ROUNDS rounds. source: where these
-    figures were measured. share: the share of the target's layers that the draft approximated there.
+    figures were measured.
     """
 
     greedy: Mapping[int, float]
     sampled: Mapping[int, float]
     source: str
-    share: float = 1.0
 
     def tokens(self, num_nodes: int, num_rounds: int, *, greedy: bool, share: float = 1.0) -> float:
         """Expected tokens per pass of a tree of `num_nodes` nodes after `num_rounds` rounds.
@@ -50,7 +49,7 @@ class Acceptance:
         """
         measured = (self.greedy if greedy else self.sampled)[num_nodes]
         longest = _without(measured, MAX_ROUNDS + 1)
-        longest = 1 + (longest - 1) * self.share / share if share else math.inf
+        longest = 1 + (longest - 1) / share if share else math.inf
         return _smooth_minimum(num_rounds + 1, longest)
 
 

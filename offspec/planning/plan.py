@@ -13,7 +13,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from offspec.loaders.hardware import Hardware, Rates
-from offspec.loaders.placement import SHADOW_ITEM, Item, LayerCost, Limits, PassRates, Placement, place, predict_pass_s
+from offspec.loaders.placement import (
+    SHADOW_ITEM,
+    Item,
+    LayerCost,
+    Limits,
+    PassRates,
+    Placement,
+    Wishes,
+    place,
+    predict_pass_s,
+)
 from offspec.loaders.tiers import StoredLayer
 from offspec.scheduler.params import max_nodes
 
@@ -210,14 +220,19 @@ def _plan_for(room: Room, demand: Demand) -> Plan:
     target = demand.target
     uses = [feature.memory_use(target, room) for feature in demand.features]
     costs = _layer_costs(target, uses)
-    items, num_pinned = _items(room, demand, uses), sum(use.num_pinned_layers for use in uses)
-    placement = _place(costs, items, demand.limits, num_pinned)
+    items, wishes = _items(room, demand, uses), _wishes(uses)
+    placement = _place(costs, items, demand.limits, wishes)
     if not placement.streamed and (shadows := sum(cost.shadow_bytes for cost in costs)):
         # A model that fits has a shadow of every layer, if that fits beside it.
         with suppress(MemoryLimitError):
-            beside = _place(costs, [*items, Item(SHADOW_ITEM, on_device=shadows)], demand.limits, num_pinned)
+            beside = _place(costs, [*items, Item(SHADOW_ITEM, on_device=shadows)], demand.limits, wishes)
             placement = placement if beside.streamed else beside
     return Plan(demand, room, placement, tuple(costs), Work.of(target))
+
+
+def _wishes(uses: Sequence[MemoryUse]) -> Wishes:
+    order = next((use.streamed_first for use in uses if use.streamed_first), ())
+    return Wishes(sum(use.num_pinned_layers for use in uses), order)
 
 
 def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[LayerCost]:
@@ -226,18 +241,18 @@ def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[LayerCos
     return [replace(cost, shadow_bytes=nbytes) for cost, nbytes in zip(costs, shadows, strict=True)]
 
 
-def _place(costs: list[LayerCost], items: list[Item], limits: Limits, num_pinned: int) -> Placement:
+def _place(costs: list[LayerCost], items: list[Item], limits: Limits, wishes: Wishes) -> Placement:
     """`place`; if layers are on disk, the embedding stays on disk too, is read by row, and needs no memory."""
     without = [item for item in items if item.name != EMBEDDING_ITEM]
     try:
-        placement = place(costs, items, limits, num_pinned)
+        placement = place(costs, items, limits, wishes)
     except MemoryLimitError:
-        leaner = place(costs, without, limits, num_pinned)
+        leaner = place(costs, without, limits, wishes)
         if not leaner.on_disk:
             raise
         return leaner
     # If all layers were resident without the embedding, it would have to be in memory too, and it does not fit.
-    if placement.on_disk and (leaner := place(costs, without, limits, num_pinned)).on_disk:
+    if placement.on_disk and (leaner := place(costs, without, limits, wishes)).on_disk:
         return leaner
     return placement
 

@@ -206,8 +206,8 @@ class Shards:
         """
         self._folder, self._target, self._params = folder, target, params
         self._first, self._rest = range(exit_layer), range(exit_layer, target.config.num_layers)
-        self._given = _pieces(texts, tokenizer, params.text_tokens) if texts else None
-        self._start = _start(tokenizer) if not texts else None
+        self._given = text_pieces(texts, tokenizer, params.text_tokens) if texts else None
+        self._start = first_token(tokenizer) if not texts else None
 
     def make(self, progress: Progress) -> int:
         """Make the missing shards, each atomically. Returns the number of shards."""
@@ -257,7 +257,7 @@ class Shards:
         return {name: torch.stack([part[name] for part in parts], dim=1) for name in parts[0]}
 
 
-def _pieces(files: Sequence[Path], tokenizer: Tokenizer, length: int) -> IntArray:
+def text_pieces(files: Sequence[Path], tokenizer: Tokenizer, length: int) -> IntArray:
     """[shards, B, T]: the files in pieces of T = `length` tokens; the first pieces fill up the last shard."""
     ids = np.concatenate([part for file in files for part in _encoded(file, tokenizer)])
     if len(ids) < length:
@@ -282,7 +282,7 @@ def _encoded(file: Path, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.int32]
         yield np.array(part, dtype=np.int32)
 
 
-def _start(tokenizer: Tokenizer) -> int:
+def first_token(tokenizer: Tokenizer) -> int:
     """The token before a text: BOS, or EOS of the previous text."""
     if tokenizer.bos_id is not None:
         return tokenizer.bos_id
@@ -298,14 +298,14 @@ class Forest:
 
     def __init__(self, target: Decoder, first: range, rest: range, num_texts: int) -> None:
         self._target, self._first, self._rest, self._num_texts = target, first, rest, num_texts
-        self._cache = target.new_cache()
+        self.cache = target.new_cache()
         self._owners = np.empty(0, dtype=np.int64)  # the text of each entry in the cache
         self.logits = torch.empty(0)  # [B, 1, vocab]: after the last tokens
 
     @torch.inference_mode()
     def add(self, tokens: IntArray, num_labels: int) -> Shard:
         """Append tokens [B, T]. Returns the shard's parts for them, [B * T, ...]."""
-        target, cache, (num_texts, length) = self._target, self._cache, tokens.shape
+        target, cache, (num_texts, length) = self._target, self.cache, tokens.shape
         owners = np.repeat(np.arange(num_texts), length)
         depths = np.tile(np.arange(length), num_texts) + len(self._owners) // num_texts
         own = (owners[:, None] == owners) & (depths[:, None] >= depths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_mistakes_are_one_line(pair: Pair, offspec: Offspec) -> None:
     missing = offspec("run", pair.target, "x", "--draft", "self", "--device", "cpu")
     missing.refusal(2, "--draft self", "exit layer", "offspec distill")
     other = offspec("plan", pair.target, "--draft", "self", "--device", "cpu")
-    other.refusal(2, "--draft self", "plan")
+    other.refusal(2, "--draft self", "exit layer", "offspec distill")
     stray = offspec("run", pair.target, "x", "--exit-file", "none.safetensors", "--device", "cpu")
     stray.refusal(2, "--exit-file", "--draft self")
 
@@ -69,3 +70,35 @@ def test_ctrl_c_says_how_to_go_on(pair: Pair, offspec: Offspec, exits: Path, mon
     offspec(*asked).refusal(2, "interrupted", "--resume")
     assert offspec(*asked, "--resume").code == 0
     assert [file.suffix for file in exits.iterdir()] == [".safetensors"]
+
+
+def test_layers_to_skip_are_found_and_resumed(
+    pair: Pair, offspec: Offspec, exits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offspec.training import skipping
+
+    monkeypatch.setattr(skipping.SkipParams, "__init__", _few_tokens(skipping.SkipParams.__init__))
+    made = offspec("distill", pair.target, "--skip", "--device", "cpu", "--json")
+    assert (made.code, made.err) == (0, "")
+    said = json.loads(made.out)
+    assert Path(said["path"]).parent == exits
+    assert sorted(said["order"]) == [0, 1]
+    again = offspec("distill", pair.target, "--skip", "--device", "cpu", "-q")
+    assert tells(again.out, said["path"], "likeliest token")
+    told = offspec("run", pair.target, "x", "--draft", "resident", "--device", "cpu", "--max-new-tokens", 2, "-v")
+    assert tells(told.err, "skipped by", said["path"])
+    resumed = offspec("distill", pair.target, "--skip", "--resume", "--device", "cpu")
+    resumed.refusal(2, "nothing to resume", "--resume")
+
+
+def _few_tokens(init: Any) -> Any:
+    def make(self: Any, **settings: Any) -> None:
+        init(self, **{"num_tokens": 32, **settings})
+
+    return make
+
+
+def test_training_and_skipping_are_told_apart(pair: Pair, offspec: Offspec) -> None:
+    offspec("distill", pair.target).refusal(2, "--exit-layer", "--skip")
+    offspec("distill", pair.target, "--exit-layer", 1, "--skip").refusal(2, "--exit-layer", "--skip")
+    offspec("distill", pair.target, "--skip", "--steps", 4).refusal(2, "--skip", "--steps")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from offspec.loaders.placement import (
     Limits,
     PassRates,
     Placement,
+    Wishes,
     place,
     predict_pass_s,
     scattered,
@@ -69,6 +71,23 @@ def test_what_is_placed_fits_and_every_layer_lies_somewhere(
         assert placed.ram_bytes == 12 + host
     assert (placed.slots.num > 0) == bool(placed.streamed)
     assert (placed.slots.num_host > 0) == (device is not None and bool(placed.on_disk))
+
+
+@given(costs, st.integers(0, 1000), st.randoms(), st.integers(0, 2))
+def test_layers_are_streamed_in_the_order_asked_for(
+    costs: list[LayerCost], ram: int, random: Random, pinned: int
+) -> None:
+    order = list(range(len(costs)))
+    random.shuffle(order)
+    wishes = Wishes(min(pinned, len(costs)), tuple(order))
+    try:
+        placed = place(costs, [], Limits(None, ram), wishes)
+    except MemoryLimitError:
+        return
+    free = [layer for layer in order if layer >= wishes.num_pinned]
+    assert set(placed.streamed) == set(free[: len(placed.streamed)])
+    assert placed.resident == tuple(sorted(placed.resident))
+    assert len(placed.resident) + len(placed.streamed) == len(costs)
 
 
 @given(costs, st.integers(0, 1000), st.integers(0, 500))
@@ -161,7 +180,7 @@ def test_pinned_layers_stay_or_all_is_refused(
 ) -> None:
     num_pinned = data.draw(st.integers(0, len(costs)))
     try:
-        placed = place(costs, [], Limits(device, ram), num_pinned)
+        placed = place(costs, [], Limits(device, ram), Wishes(num_pinned))
     except MemoryLimitError:
         return
     assert placed.resident[:num_pinned] == tuple(range(num_pinned))
@@ -169,15 +188,15 @@ def test_pinned_layers_stay_or_all_is_refused(
 
 
 def test_the_others_are_spread_behind_those_that_are_pinned() -> None:
-    assert place(layers(12), [], Limits(None, 8 * GB), 2).resident == (0, 1, 3, 7, 10)
-    assert place(layers(12), [], Limits(8 * GB, 64 * GB), 4).resident == (0, 1, 2, 3, 8)
-    assert place(layers(12), [], Limits(None, 12 * GB), 4).resident == tuple(range(12))
+    assert place(layers(12), [], Limits(None, 8 * GB), Wishes(2)).resident == (0, 1, 3, 7, 10)
+    assert place(layers(12), [], Limits(8 * GB, 64 * GB), Wishes(4)).resident == (0, 1, 2, 3, 8)
+    assert place(layers(12), [], Limits(None, 12 * GB), Wishes(4)).resident == tuple(range(12))
 
 
 def test_pinned_layers_that_do_not_fit_are_refused_with_their_bytes() -> None:
-    place(layers(12), ITEMS, Limits(None, 9 * GB), 4)
+    place(layers(12), ITEMS, Limits(None, 9 * GB), Wishes(4))
     with refused(MemoryLimitError, "8.4 GiB", "3.7 GiB", "exit layer"):
-        place(layers(12), ITEMS, Limits(None, 9 * GB - 1), 4)
+        place(layers(12), ITEMS, Limits(None, 9 * GB - 1), Wishes(4))
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 8, 25, 80])

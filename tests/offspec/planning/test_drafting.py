@@ -64,10 +64,7 @@ def rates_of(model: ModelFiles) -> Rates:
 def test_tokens_per_pass_are_those_measured_and_less_with_fewer_rounds(acceptance: Acceptance) -> None:
     for greedy, measured in ((True, acceptance.greedy), (False, acceptance.sampled)):
         for nodes, tokens in measured.items():
-            found = [
-                acceptance.tokens(nodes, rounds, greedy=greedy, share=acceptance.share)
-                for rounds in range(MAX_ROUNDS + 1)
-            ]
+            found = [acceptance.tokens(nodes, rounds, greedy=greedy) for rounds in range(MAX_ROUNDS + 1)]
             assert found[-1] == pytest.approx(tokens)
             assert found == sorted(found)
             assert all(1 <= found[rounds] + 0.1 <= rounds + 1.2 for rounds in (0, 1, 2))
@@ -75,7 +72,7 @@ def test_tokens_per_pass_are_those_measured_and_less_with_fewer_rounds(acceptanc
 
 def test_a_draft_that_approximates_fewer_layers_errs_less() -> None:
     few, most, whole = (SHADOWS[3].tokens(64, MAX_ROUNDS, greedy=True, share=share) for share in (0.1, 1.0, 0.0))
-    assert most < 18.7 < few < whole == pytest.approx(MAX_ROUNDS + 1)
+    assert 18.6 < most < 18.8 < few < whole == pytest.approx(MAX_ROUNDS + 1)
 
 
 def test_without_guesses_decoding_is_plain(plan: Plan) -> None:
