@@ -41,6 +41,7 @@ from .safetensors_folder import UNFINISHED_MARKER as MARKER
 from .shards import (
     CHUNK_BYTES,
     PART_SUFFIX,
+    Background,
     Piece,
     cannot_write,
     forget_cached,
@@ -143,8 +144,9 @@ def convert(
         _check_space(target, work.result_bytes(rest))
         counter = _Counter(num_bytes(checkpoint), progress)
         counter.add(sum(shard.source_bytes for shard in finished))
-        for shard in rest:
-            write_shard(target / shard.name, list(work.pieces(shard, counter)))
+        with Background() as verifying:  # while the next file is computed
+            for shard in rest:
+                write_shard(target / shard.name, list(work.pieces(shard, counter)), verifying)
         tensors = work.publish()
     sizes = (num_bytes(checkpoint), sum(info.nbytes for info in tensors.values()), len(work.shards), len(finished))
     return Conversion(target, params.format, *sizes, work.bits_per_weight(tensors))

@@ -14,8 +14,10 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from offspec.errors import StorageError
@@ -25,6 +27,14 @@ from .checkpoint import DTYPE_BYTES
 PART_SUFFIX = ".part"
 PAGE_BYTES = 4096
 CHUNK_BYTES = 8 * 2**20
+
+
+Later = Callable[[Callable[[], None]], None]
+
+
+def at_once(work: Callable[[], None]) -> None:
+    """A `Later` that does not wait."""
+    work()
 
 
 @dataclass(frozen=True)
@@ -41,10 +51,10 @@ class Piece:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def write_shard(path: Path, pieces: Sequence[Piece]) -> None:
+def write_shard(path: Path, pieces: Sequence[Piece], later: Later = at_once) -> None:
     """Write a safetensors file. It gets its final name only after its content was read back and verified.
 
-    Raises StorageError, and any error of `chunks`.
+    later: runs the reading back, perhaps during other work. Raises StorageError, and any error of `chunks`.
     """
     ordered = sorted(pieces, key=_place)
 
@@ -53,21 +63,54 @@ def write_shard(path: Path, pieces: Sequence[Piece]) -> None:
         for piece in ordered:
             yield from piece.chunks()
 
-    write_verified(path, content())
+    write_verified(path, content(), later)
 
 
-def write_verified(path: Path, content: Iterable[memoryview]) -> None:
+def write_verified(path: Path, content: Iterable[memoryview], later: Later = at_once) -> None:
     """Write a file whole or not at all, even on a power failure, and verify its content. Raises StorageError."""
     part = path.with_name(path.name + PART_SUFFIX)
     with _storing(path, part):
         path.parent.mkdir(parents=True, exist_ok=True)
         written = _write(part, content)
+    later(partial(_verify, path, part, written))
+
+
+def _verify(path: Path, part: Path, written: tuple[int, int]) -> None:
+    with _storing(path, part):
         if written != _read_back(part):
             raise StorageError(
                 f"{path}: the data read back differ from the data written; check this machine's disk and memory"
             )
         os.replace(part, path)
         sync_folder(path.parent)
+
+
+class Background:
+    """A `Later` on a thread: one piece of work at a time, during whatever comes between two of them."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verify")
+        self._running: Future[None] | None = None
+
+    def __call__(self, work: Callable[[], None]) -> None:
+        """Start it when the one before has ended, whose error is raised here."""
+        self.wait()
+        self._running = self._thread.submit(work)
+
+    def wait(self) -> None:
+        """Wait for the last one; raises its error."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.result()
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """After an error the last one ends, too; its own error is dropped."""
+        self._thread.shutdown()
+        if error[0] is None:
+            self.wait()
 
 
 def header(pieces: Sequence[Piece]) -> bytes:
@@ -95,16 +138,15 @@ def _write(part: Path, content: Iterable[memoryview]) -> tuple[int, int]:
         for chunk in content:
             file.write(chunk)
             nbytes, checksum = nbytes + chunk.nbytes, zlib.crc32(chunk, checksum)
-        file.flush()
-        os.fsync(file.fileno())
     return nbytes, checksum
 
 
 def _read_back(part: Path) -> tuple[int, int]:
-    """Number and checksum of the bytes on the disk itself, not in the page cache."""
+    """Flush the file; number and checksum of the bytes on the disk itself, not in the page cache."""
     nbytes, checksum = 0, 0
     buffer = memoryview(bytearray(CHUNK_BYTES))
-    with part.open("rb", buffering=0) as file:
+    with part.open("r+b", buffering=0) as file:
+        os.fsync(file.fileno())
         forget_cached(file.fileno())
         while count := file.readinto(buffer):
             nbytes, checksum = nbytes + count, zlib.crc32(buffer[:count], checksum)

@@ -49,7 +49,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 UNDER_FORMATS = {"checkpoint", "gguf_types", "params", "records", "registry"} | {
     f"kernels.{name}"
     for name in (
-        *("bf16_bits", "compiler", "encodings", "gguf_encodings"),
+        *("bf16_bits", "compiler", "encodings", "gguf_encodings", "group_quantising"),
         *("row_product", "scaled", "triton_unpack", "unpack"),
     )
 }

@@ -398,7 +398,7 @@ from offspec import ConvertParams, convert
 
 real, writes = shards.write_verified, iter(range(99))
 
-def slow(path, content):
+def slow(path, content, *later):
     def chunks():
         for i, chunk in enumerate(content):
             yield chunk
@@ -406,7 +406,7 @@ def slow(path, content):
                 print("now", flush=True)
                 time.sleep(3600)
     number = next(writes)
-    return real(path, chunks())
+    return real(path, chunks(), *later)
 
 shards.write_verified = slow
 convert(Path(sys.argv[1]), Path(sys.argv[2]), ConvertParams(sys.argv[4]))
@@ -436,8 +436,8 @@ def test_killed_in_the_middle_of_a_file_it_goes_on(
         open_checkpoint(target)
     told: list[int] = []
     done = convert(source, target, params, progress=lambda bytes_done, _: told.append(bytes_done))
-    assert done.num_resumed == write_number
-    assert (told[0] > 0) == (write_number > 0)
+    assert done.num_resumed in (write_number, max(0, write_number - 1))  # the last whole one may not be verified yet
+    assert (told[0] > 0) == (done.num_resumed > 0)
     convert(source, tmp_path / "whole", params)
     assert contents(target) == contents(tmp_path / "whole")
 
@@ -457,7 +457,7 @@ def test_what_a_killed_run_left_of_a_file_makes_room_first(
         stop_at(patch, "_read_back", 1)
         with pytest.raises(StopError):
             convert(source, target, KEEP)
-    (half,) = target.glob("*.part")
+    half = min(target.glob("*.part"))  # the next file may have been begun, too
     left = []
 
     def look(*args: object) -> None:

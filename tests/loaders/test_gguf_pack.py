@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from offspec.errors import CheckpointError
 from offspec.loaders.formats.gguf_blocks import UNPACK
 from offspec.loaders.formats.gguf_pack import PACK, TILE, TYPES, GgufPacker, pack_rows
+from offspec.loaders.kernels.group_quantising import can_run
 
 # Relative root mean square errors on normally distributed weights, a little above what was measured.
 MOST_ERROR = {"Q4_K": 0.076, "Q4_1": 0.077, "Q3_K": 0.150, "Q2_K": 0.280}
@@ -37,6 +38,20 @@ def test_numbers_already_quantised_hardly_change(name: str) -> None:
     once = unpacked(pack_rows(normal(16, 512), name), name)
     twice = unpacked(pack_rows(once, name), name)
     assert (twice - once).norm() / once.norm() < MOST_ERROR[name] / 3
+
+
+@pytest.mark.skipif(not can_run(), reason="no kernels on this CPU")
+@pytest.mark.parametrize("name", PACK)
+def test_kernels_and_plain_torch_write_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for weights of all sizes, for one sign, for few values, and next to the least number there is."""
+    random = torch.Generator().manual_seed(2)
+    noise, some = torch.randn(64, 512, generator=random), torch.rand(64, 512, generator=random)
+    cases = [normal(600, 1024), noise * torch.logspace(-12, 3, 64)[:, None], some, -some, (5 * some).round() - 2]
+    cases += [torch.zeros(4, 256), noise * 1e-30, noise * 1e-38, noise.bfloat16()]
+    packed = [pack_rows(case, name) for case in cases]
+    monkeypatch.setattr("offspec.loaders.formats.gguf_pack.can_run", lambda: False)
+    for case, found in zip(cases, packed, strict=True):
+        assert torch.equal(found, pack_rows(case, name))
 
 
 @pytest.mark.parametrize("name", PACK)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -177,26 +180,48 @@ def test_a_shadow_is_made_once(files: ModelFiles) -> None:
         assert abs(size - planned) < 4096  # how tensors are aligned
 
 
-def test_an_interrupted_one_is_resumed(files: ModelFiles, tmp_path: Path) -> None:
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    make_shadow(files, 3, whole)
-    shutil.copytree(whole, resumed)
+MAKING = """
+import sys, time
+from pathlib import Path
+from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.shadows import make_shadow
 
-    class Stop(BaseException):
-        pass
+def stop(done, total):
+    if done > float(sys.argv[2]) * total:
+        print("now", flush=True)
+        time.sleep(3600)
 
-    def stop(done: int, total: int) -> None:
-        if done > total / 2:
-            raise Stop
+make_shadow(ModelFiles.open(Path(sys.argv[1]), "fp32", "cpu", []), 3, progress=stop)
+"""
 
-    shutil.rmtree(resumed)
-    with pytest.raises(Stop):
-        make_shadow(files, 3, resumed, stop)
-    with pytest.raises(OffspecError):
-        Shadow.open(resumed, files)
-    assert make_shadow(files, 3, resumed).num_resumed > 0
-    for path in whole.iterdir():
-        assert (resumed / path.name).read_bytes() == path.read_bytes()
+
+def killed(files: ModelFiles, share: float) -> None:
+    """A process that makes the shadow of 3 bits in the cache, killed (SIGKILL) after this share of the weights."""
+    arguments = [sys.executable, "-c", MAKING, str(files.checkpoint.path), str(share)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"now\n"
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_killed_twice_it_is_resumed_to_the_same_bytes(
+    files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In between nothing looks like a shadow."""
+    make_shadow(files, 3, tmp_path / "whole")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for share in (0.3, 0.8):
+        killed(files, share)
+        folder = shadow_folder(files, 3)
+        assert any(folder.glob("*.safetensors*"))
+        assert (made_shadows(files), find_shadow(files, 3)) == ([], None)
+        with pytest.raises(OffspecError, match="unfinished"):
+            Shadow.open(folder, files)
+    assert make_shadow(files, 3).num_resumed > 0
+    for path in (tmp_path / "whole").iterdir():
+        assert (folder / path.name).read_bytes() == path.read_bytes()
+    assert len(list(folder.iterdir())) == len(list((tmp_path / "whole").iterdir()))
 
 
 def test_a_folder_of_ones_own(files: ModelFiles, tmp_path: Path) -> None:
