@@ -6,15 +6,15 @@ It does not know who calls it. Everything that it takes and returns can be pickl
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from offspec import SamplingParams, __version__
+from offspec import __version__
 from offspec.errors import CheckpointError, HardwareError, MemoryLimitError, OffspecError
 
-from .batch import Answer, Asked, Turns
+from .batch import Answer, Asked
 
 if TYPE_CHECKING:
     from offspec import Engine
@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 class Job:
     """What every engine needs. Paths are looked up on the engine's machine, relative to `folder` if it exists there.
 
-    options: of `Engine.load`, and special_in_text. ask: the answer of an engine to a prompt; may raise OffspecError.
+    options: of `Engine.load`, and special_in_text. answers: yields, for an engine and prompts, the place of each prompt
+    in the list and its answer or error, in any order; another exception ends the engine. prompts_per_call: how many
+    prompts an engine gets at a time.
     """
 
     model: str
     options: Mapping[str, Any]
-    ask: Callable[[Engine, str | Turns, SamplingParams], Answer]
+    answers: Callable[[Engine, Sequence[Asked]], Generator[tuple[int, Answer | OffspecError], None, None]]
+    prompts_per_call: int = 1
     folder: str = field(default_factory=os.getcwd)
     version: str = __version__
 
@@ -38,12 +41,12 @@ class Job:
 class Report:
     """What an engine did with a list of prompts.
 
-    results: of the first prompts of the list, in its order: the answer, or the error of a prompt that has none.
+    results: by the places of prompts in the list: the answer, or the error of a prompt that has none.
     fault: why the engine cannot answer the others, or any; None if it did all. dtype: that of the arithmetic.
     notes: for an empty list, automatic choices while loading and their reasons, as (text, is advice).
     """
 
-    results: list[Answer | str]
+    results: dict[int, Answer | str]
     fault: str | None = None
     dtype: str = ""
     notes: list[tuple[str, bool]] = field(default_factory=list)
@@ -61,29 +64,30 @@ class NodeEngine:
             self._fault = reason_of(exc)
 
     def answer(self, prompts: Sequence[Asked]) -> Report:
-        """Answer the prompts one after the other. An empty list waits until the model is loaded."""
+        """Answer the prompts. An empty list waits until the model is loaded."""
+        results: dict[int, Answer | str] = {}
         if self._fault:
-            return Report([], self._fault)
-        results = list[Answer | str]()
-        for prompt, params in prompts:
-            try:
-                results.append(self._job.ask(self._engine, prompt, params))
-            except Exception as exc:  # noqa: BLE001 (whatever it is, it is told where the prompts come from)
-                if self._ends_engine(exc):
-                    self._fault = reason_of(exc)
-                    return Report(results, self._fault)
-                results.append(str(exc))
+            return Report(results, self._fault)
+        try:
+            with closing(self._job.answers(self._engine, prompts)) as found:
+                for place, result in found:
+                    if isinstance(result, OffspecError) and self._is_lost_by(result):
+                        raise result
+                    results[place] = str(result) if isinstance(result, OffspecError) else result
+        except Exception as exc:  # noqa: BLE001 (whatever it is, it is told where the prompts come from)
+            self._fault = reason_of(exc)
+            return Report(results, self._fault)
         notes = [(note.text, note.advice) for note in self._engine.notes] if not prompts else []
         return Report(results, dtype=str(self._engine.target.dtype).removeprefix("torch."), notes=notes)
 
-    def _ends_engine(self, exc: Exception) -> bool:
+    def _is_lost_by(self, error: OffspecError) -> bool:
         """Whether the engine failed, not the prompt."""
-        if isinstance(exc, MemoryLimitError):
+        if isinstance(error, MemoryLimitError):
             try:
                 self._engine.loaded.check()
             except MemoryLimitError:
                 return True
-        return not isinstance(exc, OffspecError) or isinstance(exc, (CheckpointError, HardwareError))
+        return isinstance(error, (CheckpointError, HardwareError))
 
 
 def _load(job: Job, ram: int | None) -> Engine:

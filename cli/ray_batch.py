@@ -26,7 +26,6 @@ from .flags import with_flags
 from .node_engine import Job, NodeEngine, Report, reason_of
 from .terminal import is_watched, show_line
 
-PROMPTS_PER_CALL = 1  # an engine answers one prompt after the other, so longer lists would only be lost with a node
 LOOK_S = 5.0  # between looks for new nodes
 MOST_DEATHS = 3  # of engines' processes while they answered the same prompt; then the prompt has failed
 RESTARTS = 2  # of an engine's process, by Ray
@@ -88,7 +87,7 @@ class RayEngines:
         self._idle = list[RemoteEngine]()
         self._known = set[str]()  # ids of nodes that were given their engines
         self._deaths = Counter[int]()  # by the places of prompts
-        self._dtypes = set[str]()
+        self._dtypes = list[str]()
         self._next_look, self._began, self._ended = 0.0, 0.0, 0.0  # `time.monotonic()`
 
     def answers(self, prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | OffspecError], None, None]:
@@ -106,9 +105,8 @@ class RayEngines:
                 self._start_engines()
                 self._hand_out(waiting, prompts)
                 if not self._calls:
-                    raise OffspecError(
-                        f"no node of the Ray cluster can run {self._job.model}; {len(waiting)} prompts are unanswered"
-                    )
+                    what = f"can run {self._job.model}" if self._engines else "offers CPUs or GPUs"
+                    raise OffspecError(f"no node of the Ray cluster {what}; {len(waiting)} prompts are unanswered")
                 for call in ray.wait(list(self._calls), timeout=LOOK_S)[0]:
                     yield from self._take(call, waiting)
         finally:
@@ -153,7 +151,7 @@ class RayEngines:
         """Give the next prompts to engines without work."""
         while waiting and self._idle:
             engine = self._idle.pop()
-            engine.places = [waiting.popleft() for _ in range(min(PROMPTS_PER_CALL, len(waiting)))]
+            engine.places = [waiting.popleft() for _ in range(min(self._job.prompts_per_call, len(waiting)))]
             self._calls[engine.handle.answer.remote([prompts[place] for place in engine.places])] = engine
             self._began = self._began or time.monotonic()
 
@@ -170,10 +168,10 @@ class RayEngines:
         else:
             self._after_report(engine, report)
         self._ended = time.monotonic()
-        for place, result in zip(places, report.results, strict=False):
+        for position, result in report.results.items():
             engine.count(result)
-            yield place, OffspecError(result) if isinstance(result, str) else result
-        unanswered = places[len(report.results) :]
+            yield places[position], OffspecError(result) if isinstance(result, str) else result
+        unanswered = [place for position, place in enumerate(places) if position not in report.results]
         self._deaths.update(unanswered)
         for place in reversed(unanswered):
             if self._deaths[place] < MOST_DEATHS:
@@ -194,13 +192,16 @@ class RayEngines:
         for text, is_advice in report.notes:
             if self._verbose or (is_advice and not self._quiet):
                 self._tell(engine, text)
-        self._dtypes.add(report.dtype)
-        if len(self._dtypes) > 1 and not self._quiet:
-            kinds = " and ".join(sorted(self._dtypes))
-            click.echo(
-                f"offspec: the nodes compute in {kinds}, so texts may differ; --dtype sets one for all", err=True
-            )
-            self._dtypes = {report.dtype}
+        self._compare(report.dtype)
+
+    def _compare(self, dtype: str) -> None:
+        """Say it when the engines first compute in two dtypes."""
+        if dtype not in self._dtypes:
+            self._dtypes.append(dtype)
+            if len(self._dtypes) == 2 and not self._quiet:
+                kinds = " and ".join(self._dtypes)
+                text = f"the nodes compute in {kinds}, so texts may differ; --dtype sets one for all"
+                click.echo(f"offspec: {text}", err=True)
 
     def _after_death(self, engine: RemoteEngine, exc: Exception, *, has_prompts: bool) -> Report:
         """After the engine's process died: wait for it if Ray restarts it; says what happened."""
@@ -213,7 +214,7 @@ class RayEngines:
         else:
             fault = cause_of(exc) if is_there else "the node left the cluster or died"
         self._tell(engine, fault)
-        return Report([], fault)
+        return Report({}, fault)
 
     def _tell(self, engine: RemoteEngine, message: str) -> None:
         if is_watched():

@@ -17,8 +17,9 @@ import click
 from click.core import ParameterSource
 
 from offspec import SamplingParams, SpeculationParams
+from offspec.errors import OffspecError
 
-from .batch import EMPTY_PROMPT, Batch, Turns
+from .batch import EMPTY_PROMPT, Asked, Batch, Turns
 from .help_groups import OffspecCommand, option
 from .learning import learning_kept
 from .node_engine import Job
@@ -201,7 +202,7 @@ def command(
             if ray is None:
                 _run_batch(batch, load, ask, learn_file, show_stats=show_stats, quiet=quiet)
             else:
-                job = Job(model, options, partial(_answer_only, ask=ask))
+                job = Job(model, options, partial(_answers_in_order, ask=ask))
                 _run_on_ray(
                     batch, RayEngines(ray, job, quiet=quiet, verbose=verbose), show_stats=show_stats, quiet=quiet
                 )
@@ -303,14 +304,20 @@ def _check_ray(address: str | None, asked: PromptFlags, device: str, *, writes: 
         raise click.UsageError(f"Ray chooses the GPU of each engine: give --device cuda instead of {device}.")
 
 
-def _answer_only(
+def _answers_in_order(
     engine: Engine,
-    prompt: str | Turns,
-    params: SamplingParams,
+    prompts: Sequence[Asked],
     *,
     ask: Callable[[Engine, str | Turns, SamplingParams], tuple[dict[str, Any], Step]],
-) -> dict[str, Any]:
-    return ask(engine, prompt, params)[0]
+) -> Generator[tuple[int, dict[str, Any] | OffspecError], None, None]:
+    """The answers of one engine to several prompts, one after the other (`node_engine.Job`)."""
+    for place, (prompt, params) in enumerate(prompts):
+        try:
+            found, _ = ask(engine, prompt, params)
+        except OffspecError as exc:
+            yield place, exc
+        else:
+            yield place, found
 
 
 def _run_on_ray(batch: Batch, engines: RayEngines, *, show_stats: bool, quiet: bool) -> None:

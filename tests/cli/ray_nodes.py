@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TypeVar
 
 import psutil
 import pytest
 
+Found = TypeVar("Found")
 NODE = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 LONG_S = 300.0  # what is waited for at most, where a test would else hang
 
@@ -34,7 +35,8 @@ class Nodes:
 
         num_gpus: the node has none, but Ray starts what needs one.
         """
-        node = self._cluster.add_node(**NODE, num_cpus=1, num_gpus=num_gpus, env_vars=env)
+        node = self._cluster.add_node(**NODE, num_cpus=1, num_gpus=num_gpus, env_vars=env, wait=False)
+        self._cluster._wait_for_node(node, timeout=LONG_S)  # 30 s by default, too short for a busy machine
         self.nodes.append(psutil.Process(node.all_processes["raylet"][0].process.pid))
         return self.nodes[-1]
 
@@ -75,9 +77,10 @@ def calls_of(node: psutil.Process, name: str) -> list[psutil.Process]:
     return found
 
 
-def wait_for(condition: Any, seconds: float = LONG_S) -> None:
-    """Wait until `condition()` is true; fails after `seconds`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s"
+def wait_for(condition: Callable[[], Found]) -> Found:
+    """Wait until `condition()` is true, and return it; fails after LONG_S."""
+    end = time.monotonic() + LONG_S
+    while not (found := condition()):
+        assert time.monotonic() < end, f"not within {LONG_S} s"
         time.sleep(0.05)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams
+from offspec.cli.batch import Asked
 from offspec.cli.node_engine import Job, NodeEngine
-from offspec.errors import CheckpointError, ContextLengthError, MemoryLimitError
+from offspec.errors import CheckpointError, ContextLengthError, MemoryLimitError, OffspecError
 from offspec.loading import LoadedTarget
 from offspec.planning import plan
 
@@ -21,14 +23,37 @@ from ..refusals import check_message, tells
 PARAMS = SamplingParams(max_new_tokens=4)
 
 
-def ask(engine: Engine, prompt: Any, params: SamplingParams) -> dict[str, Any]:
-    return {"text": engine.complete(prompt, params), "from": Path.cwd().name}
+Found = Generator[tuple[int, dict[str, Any] | OffspecError], None, None]
+
+
+def answers(engine: Engine, prompts: Sequence[Asked]) -> Found:
+    """In reverse order."""
+    for place, (prompt, params) in reversed(list(enumerate(prompts))):
+        try:
+            yield place, {"text": engine.complete(prompt, params), "from": Path.cwd().name}
+        except OffspecError as exc:
+            yield place, exc
+
+
+def failing(error: Exception) -> Callable[[Engine, Sequence[Asked]], Found]:
+    """The second prompt fails."""
+
+    def answer(engine: Engine, prompts: Sequence[Asked]) -> Found:
+        for place, (prompt, _) in enumerate(prompts):
+            if prompt == "2":
+                if not isinstance(error, OffspecError):
+                    raise error
+                yield place, error
+            else:
+                yield place, {"text": prompt}
+
+    return answer
 
 
 @pytest.fixture
 def job(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     monkeypatch.chdir(pair.target.parent)
-    found = Job(pair.target.name, {"device": "cpu", "draft": "draft", "special_in_text": True}, ask)
+    found = Job(pair.target.name, {"device": "cpu", "draft": "draft", "special_in_text": True}, answers)
     monkeypatch.chdir(tmp_path)
     return found
 
@@ -37,9 +62,10 @@ def test_prompts_in_answers_out(job: Job, pair: Pair) -> None:
     """Paths are relative to the folder of whoever asked."""
     engine = NodeEngine(pickle.loads(pickle.dumps(job)))
     loaded = engine.answer([])
-    assert (loaded.results, loaded.fault, loaded.dtype) == ([], None, "float32")
+    assert (loaded.results, loaded.fault, loaded.dtype) == ({}, None, "float32")
     report = engine.answer([("hi", PARAMS), ("x" * 500, PARAMS), ("more", PARAMS)])
-    first, second, third = report.results
+    assert list(report.results) == [2, 1, 0]
+    first, second, third = (report.results[place] for place in range(3))
     with Engine.load(pair.target, draft=str(pair.draft), device="cpu") as alone:
         texts = [alone.complete(prompt, PARAMS) for prompt in ("hi", "more")]
     assert [first, third] == [{"text": text, "from": pair.target.parent.name} for text in texts]
@@ -61,7 +87,7 @@ def test_an_engine_that_cannot_be_loaded_says_why(change: dict[str, Any], words:
     engine = NodeEngine(replace(job, **change))
     for prompts in ([], [("hi", PARAMS)]):
         report = engine.answer(prompts)
-        assert report.results == []
+        assert report.results == {}
         assert report.fault is not None
         check_message(report.fault, *words)
 
@@ -79,19 +105,13 @@ def test_an_engine_with_a_smaller_context_than_others_is_refused(job: Job, monke
 
 @pytest.mark.parametrize("error", [MemoryLimitError("gone"), CheckpointError("gone"), OSError("gone")])
 def test_an_engine_that_fails_returns_what_it_has(error: Exception, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(engine: Engine, prompt: Any, params: SamplingParams) -> dict[str, Any]:
-        if prompt == "2":
-            engine.close()
-            raise error
-        return {"text": prompt}
-
     def check(self: LoadedTarget) -> None:
         raise MemoryLimitError("the target is no longer in memory")
 
-    engine = NodeEngine(replace(job, ask=fail))
+    engine = NodeEngine(replace(job, answers=failing(error)))
     monkeypatch.setattr(LoadedTarget, "check", check)
     report = engine.answer([("1", PARAMS), ("2", PARAMS), ("3", PARAMS)])
-    assert report.results == [{"text": "1"}]
+    assert report.results == {0: {"text": "1"}}
     assert report.fault is not None
     assert tells(report.fault, "gone")
     assert engine.answer([("3", PARAMS)]).fault == report.fault
@@ -99,10 +119,6 @@ def test_an_engine_that_fails_returns_what_it_has(error: Exception, job: Job, mo
 
 @pytest.mark.parametrize("error", [MemoryLimitError("too much"), ContextLengthError("too much")])
 def test_a_prompt_that_fails_does_not_end_the_engine(error: Exception, job: Job) -> None:
-    def fail(engine: Engine, prompt: Any, params: SamplingParams) -> dict[str, Any]:
-        if prompt == "2":
-            raise error
-        return {"text": prompt}
-
-    report = NodeEngine(replace(job, ask=fail)).answer([("1", PARAMS), ("2", PARAMS), ("3", PARAMS)])
-    assert (report.results, report.fault) == ([{"text": "1"}, "too much", {"text": "3"}], None)
+    engine = NodeEngine(replace(job, answers=failing(error)))
+    report = engine.answer([("1", PARAMS), ("2", PARAMS), ("3", PARAMS)])
+    assert (report.results, report.fault) == ({0: {"text": "1"}, 1: "too much", 2: {"text": "3"}}, None)

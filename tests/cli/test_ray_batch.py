@@ -147,7 +147,7 @@ def test_a_node_dies_and_one_has_no_model(
     command = ("run", *model, "--output", output, "--ray", cluster.address, "--stats")
     process = start(*command, env={"HOME": str(home)})
     wait_for(lambda: process.poll() is not None or output.read_bytes().count(b"\n") >= 12)
-    at_work = [node for node in able if calls_of(node, "NodeEngine.answer")]
+    at_work = wait_for(lambda: [node for node in able if calls_of(node, "NodeEngine.answer")])
     cluster.kill(at_work[0])
     result = finish(process)
     assert (result.code, result.out) == (0, ""), result
@@ -177,7 +177,10 @@ def test_a_process_that_dies_is_started_again(cluster: Nodes, source: Path, tmp_
     """And Ctrl-C ends the command and the engines."""
     output = tmp_path / "answers.jsonl"
     args = ("run", "builtin", *CPU, "--prompt-file", source, "--ray", cluster.address, "--output", output)
-    process, (lasting,) = start(*args), cluster.nodes
+    lasting, *others = cluster.nodes
+    for node in others:
+        cluster.kill(node)
+    process = start(*args)
     wait_for(lambda: process.poll() is not None or (output.exists() and output.read_bytes().count(b"\n") >= 2))
     (call,) = calls_of(lasting, "NodeEngine")
     call.kill()
@@ -188,4 +191,4 @@ def test_a_process_that_dies_is_started_again(cluster: Nodes, source: Path, tmp_
     assert (result.code, result.out) == (130, ""), result
     assert tells(result.err, "its process died", "starts it again")
     assert len({record["line"] for record in records(output)}) == len(records(output)) < 40
-    wait_for(lambda: not calls_of(lasting, "NodeEngine"), 20)
+    wait_for(lambda: not calls_of(lasting, "NodeEngine"))
