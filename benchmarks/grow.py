@@ -44,8 +44,9 @@ from offspec.loaders.checkpoint import Checkpoint
 from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.convert import read_whole
 from offspec.loaders.formats import formats_in, stored_weights
+from offspec.loaders.formats.bf16_packed import Bf16Packer
 from offspec.loaders.formats.four_bit import pack_4bit, quantization_config
-from offspec.loaders.params import ConvertParams
+from offspec.loaders.params import LOSSLESS_FORMAT, QUANT_TYPES, ConvertParams
 from offspec.loaders.safetensors_folder import INDEX_FILE, read_header
 from offspec.loaders.shards import Piece, write_shard
 from offspec.model.block import layer_shapes
@@ -56,12 +57,12 @@ SPREAD = 0.02  # standard deviation of random weights, as at initialisation
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 JOB_FILE = "grown.json"
 Pack = Callable[[Tensor, str], Mapping[str, Tensor]]  # a matrix and a format → suffix of its name → tensor
-_SAFETENSORS_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+_SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a large model. format: bf16 or nf4 (double-quantised, in bitsandbytes' layout)."""
+    """Dimensions of a large model. format: bf16, bf16-packed or nf4 (double-quantised, in bitsandbytes' layout)."""
 
     hidden_size: int
     intermediate_size: int
@@ -155,7 +156,7 @@ def _config(small: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         "tie_word_embeddings": False,  # the padding of a head of its own can be random
         "torch_dtype": "bfloat16",
     }
-    if shape.format != "bf16":
+    if shape.format in QUANT_TYPES:
         config["quantization_config"] = quantization_config(ConvertParams(shape.format), "BF16")
     return config
 
@@ -184,7 +185,9 @@ def _pieces(
         if layout.shape.format == "bf16" or not (name.startswith(LAYER_PREFIX) and len(shape) == 2):
             yield Piece(name, "BF16", shape, partial(_made, make))
             continue
-        for suffix, part in pack(make(), layout.shape.format).items():
+        form = layout.shape.format
+        parts = Bf16Packer().pack(make()) if form == LOSSLESS_FORMAT else pack(make(), form)
+        for suffix, part in parts.items():
             yield Piece(name + suffix, _SAFETENSORS_DTYPES[part.dtype], tuple(part.shape), partial(_once, part))
 
 

@@ -48,8 +48,8 @@ class KnownGpu:
         free_bytes = int(self.total_bytes * USABLE_SHARE) - CONTEXT_BYTES
         return Gpu(self.name, 0, self.total_bytes, free_bytes, self.capability)
 
-    def rates(self) -> Rates:
-        """The expected rates of the card, without a disk rate."""
+    def rates(self, packed_bytes: float = _NF4_BYTES) -> Rates:
+        """The expected rates of the card, without a disk rate. packed_bytes: per weight of a packed matrix."""
         source = f"data sheet of the {self.name}, reduced to realistic shares"
         memory = MEMORY_SHARE * self.memory_bytes_per_s
         fields = ("host_to_device_bytes_per_s", "memory_bytes_per_s", "matmul_flops", "dequantise_elements_per_s")
@@ -59,7 +59,7 @@ class KnownGpu:
             # Each weight has 2 bytes, is read once and needs 2 FLOP per row: `width` FLOP per byte, up to the limit of
             # arithmetic.
             matmul_flops={width: min(width * memory, MATMUL_SHARE * self.bf16_flops) for width in _WIDTHS},
-            dequantise_elements_per_s=DEQUANTISE_SHARE * self.memory_bytes_per_s / (_NF4_BYTES + _BF16_BYTES),
+            dequantise_elements_per_s=DEQUANTISE_SHARE * self.memory_bytes_per_s / (packed_bytes + _BF16_BYTES),
             sources=dict.fromkeys(fields, source),
         )
 

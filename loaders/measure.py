@@ -32,6 +32,7 @@ from .formats.core import PackedWeight
 from .formats.process_state import FUSED_ROWS
 from .formats.products import HALF_DTYPES
 from .hardware import Rates, read_memory
+from .params import LOSSLESS_FORMAT
 from .product_costs import has_choice, know_products, of_no_file, product_flops
 from .readers import READ_BYTES, FileReader, HostBuffer, align_down
 from .stream import NUM_READERS
@@ -64,10 +65,10 @@ def measure_rates(
     """All rates of this machine, each measured for about `seconds`; a failed one is None, with its reason in `sources`.
 
     path: a file to read, or a folder (see `measure_disk`). widths: rows of the matrix products. form: format of packed
-    matrices; None for plain ones of `dtype`. On a CPU, whole products with packed matrices are measured; on a GPU,
-    their unpacking (None: NF4). beside_reads: if `path` is a large file, read it during the measurement of products and
-    unpacking, as in a pass with layers on disk: readers use a share of the CPU, and threads that share a matrix wait
-    for the slowest. progress is called with the name of each measurement.
+    matrices; None for plain ones of `dtype`. On a CPU, whole products with packed matrices are measured; on a GPU, and
+    for LOSSLESS_FORMAT, their unpacking (None: NF4). beside_reads: if `path` is a large file, read it during the
+    measurement of products and unpacking, as in a pass with layers on disk: readers use a share of the CPU, and threads
+    that share a matrix wait for the slowest. progress is called with the name of each measurement.
     """
     if (free := read_memory().available_bytes) < ROOM_BYTES:
         why = f"not measured: only {format_size(free)} of RAM are free, and this needs {format_size(ROOM_BYTES)}"
@@ -78,7 +79,8 @@ def measure_rates(
     def reads() -> AbstractContextManager[None]:
         return reads_in_flight(path) if beside_reads else nullcontext()
 
-    is_packed = form is not None and device.type == "cpu" and has_choice(form)
+    multiplied = None if form == LOSSLESS_FORMAT else form  # unpacked first, where layers are not resident
+    is_packed = multiplied is not None and device.type == "cpu" and has_choice(multiplied)
     unpacked = form or "nf4"
 
     def attempt(field: str, what: str, measure: Callable[[], tuple[Any, str]]) -> Any:
@@ -96,7 +98,7 @@ def measure_rates(
         ),
         memory_bytes_per_s=attempt("memory_bytes_per_s", "memory", lambda: _memory(device, seconds)),
         matmul_flops=attempt(
-            "matmul_flops", "matrix products", lambda: _matmul(device, dtype, widths, seconds, reads, form)
+            "matmul_flops", "matrix products", lambda: _matmul(device, dtype, widths, seconds, reads, multiplied)
         )
         or {},
         dequantise_elements_per_s=attempt(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from .checkpoint import Checkpoint
 from .cuda import DeviceFiller, DeviceSlot, pin_whole, unpin
 from .formats import StoredTable, StoredWeight, Weight, as_table, dense, formats_in, stored_weights, take_rows
+from .formats.bf16_packed import PackedBf16Matrix, is_bf16_matrix, pack_if_smaller, planned_bytes
 from .formats.blocked import in_blocks
 from .placement import LayerCost, Placement, scattered
 from .readers import FileReader, FileStates, HostBuffer, Reader, align_down, align_up
@@ -32,9 +33,14 @@ LEAST_STREAMED = 4  # layers that always stay on disk: more than a ring reads ah
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """The stored weights of one layer (or of those outside the layers), by short name."""
+    """The stored weights of one layer (or of those outside the layers), by short name.
+
+    packs: whether bf16 matrices that stay in memory take 12 bits a weight there, as `bf16_packed` files have them;
+    otherwise they are unpacked when they are loaded.
+    """
 
     weights: Mapping[str, StoredWeight]
+    packs: bool = False
 
     @cached_property
     def record(self) -> Record:
@@ -46,14 +52,49 @@ class StoredLayer:
 
     def cost(self, dtype: torch.dtype) -> LayerCost:
         """The bytes to stream it, and to keep it resident for computing in `dtype`."""
+        if self.is_converted(dtype):
+            kept = sum(self._kept_bytes(weight, dtype) for weight in self.weights.values())
+            return LayerCost(self.record.read_bytes, self.record.nbytes, kept)
         converted = [w for w in self.weights.values() if not w.is_kept_as_read(dtype)]
         resident = sum(prod(w.shape) * dtype.itemsize for w in converted)
         if len(converted) < len(self.weights):  # the others stay in the buffer of the record
             resident += self.record.nbytes
         return LayerCost(self.record.read_bytes, self.record.nbytes, resident)
 
+    def needs_scratch(self, weight: StoredWeight, dtype: torch.dtype, *, is_streamed: bool) -> bool:
+        """Whether products with one of its weights need memory for the matrix in `dtype`."""
+        if not is_streamed and is_bf16_matrix(weight) and self.is_converted(dtype):
+            return self.packs
+        return weight.is_packed or (is_streamed and len(weight.shape) > 1 and not weight.is_kept_as_read(dtype))
+
+    def is_converted(self, dtype: torch.dtype) -> bool:
+        """Whether bf16 matrices are kept in another form than they are read in, and everything in memory of its own."""
+        weights = self.weights.values()
+        changes = any(self._changes_form(weight, dtype) for weight in weights)
+        return changes and all(weight.plain_dtype is not None for weight in weights)
+
+    def _changes_form(self, weight: StoredWeight, dtype: torch.dtype) -> bool:
+        return is_bf16_matrix(weight) and dtype is torch.bfloat16 and weight.is_packed != self.packs
+
+    def _kept_bytes(self, weight: StoredWeight, dtype: torch.dtype) -> int:
+        if self._changes_form(weight, dtype):
+            return planned_bytes(weight.shape) if self.packs else 2 * prod(weight.shape)
+        is_as_read = weight.is_packed and weight.is_kept_as_read(dtype)
+        return sum(info.nbytes for info in weight.streamed) if is_as_read else prod(weight.shape) * dtype.itemsize
+
     def bind(self, buffer: torch.Tensor, dtype: torch.dtype, *, is_kept: bool) -> dict[str, Weight]:
         """The weights in a buffer with the record. Vectors have `dtype`; matrices too if they are kept."""
+        bound = self._views(buffer, dtype, is_kept=is_kept)
+        if not is_kept or not self.is_converted(dtype):
+            return bound
+        for name, weight in bound.items():
+            if self._changes_form(self.weights[name], dtype):
+                bound[name] = pack_if_smaller(weight) if isinstance(weight, torch.Tensor) else dense(weight, dtype)
+            elif isinstance(weight, torch.Tensor):
+                bound[name] = weight.clone()
+        return bound
+
+    def _views(self, buffer: torch.Tensor, dtype: torch.dtype, *, is_kept: bool) -> dict[str, Weight]:
         parts = self.record.parts(buffer)
         bound: dict[str, Weight] = {}
         for name, stored in self.weights.items():
@@ -90,8 +131,17 @@ class StoredModel:
 
     def to(self, device: torch.device) -> StoredModel:
         """The same model with the formats' tables (scales) on `device`."""
-        layers = [StoredLayer({name: w.to(device) for name, w in layer.weights.items()}) for layer in self.layers]
+        layers = [replace(layer, weights={n: w.to(device) for n, w in layer.weights.items()}) for layer in self.layers]
         return StoredModel(layers, {name: w.to(device) for name, w in self.shared.items()})
+
+    def keeping(self, *, packed: bool) -> StoredModel:
+        """The same model with bf16 matrices of resident layers packed, or plain."""
+        return replace(self, layers=[replace(layer, packs=packed) for layer in self.layers])
+
+    @property
+    def has_bf16_matrices(self) -> bool:
+        """Whether there are matrices in its layers that can be kept packed or plain."""
+        return any(is_bf16_matrix(weight) for layer in self.layers for weight in layer.weights.values())
 
     def scratch_elements(self, streamed: Collection[int], dtype: torch.dtype) -> int:
         """Elements of the largest matrix that needs scratch memory, with the layers `streamed` streamed."""
@@ -99,7 +149,7 @@ class StoredModel:
             prod(weight.shape)
             for index, layer in enumerate(self.layers)
             for weight in layer.weights.values()
-            if weight.is_packed or (index in streamed and len(weight.shape) > 1 and not weight.is_kept_as_read(dtype))
+            if layer.needs_scratch(weight, dtype, is_streamed=index in streamed)
         )
         return max(made, default=0)
 
@@ -303,16 +353,25 @@ class TieredWeights:
 
     def _load(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
         """Load a layer into its own memory on the device, in the compute dtype."""
+        if layer.is_converted(self._dtype):
+            bound = layer.bind(self._read(layer, self._staging(layer)).tensor, self._dtype, is_kept=True)
+            return bound if device.type == "cpu" else {name: _moved(weight, device) for name, weight in bound.items()}
         return layer.bind(layer.record.on(device, self._read(layer).tensor), self._dtype, is_kept=True)
 
     def _load_blocked(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
         """As `_load`, with matrices in oneDNN's order if all support it; the next layer then reuses the buffer."""
-        size = layer.record.nbytes
-        buffer = self._staged if self._staged is not None and self._staged.nbytes >= size else HostBuffer(size)
+        buffer = self._staging(layer)
         bound = layer.bind(self._read(layer, buffer).tensor, self._dtype, is_kept=True)
         kept = in_blocks(bound)
-        self._staged = None if kept is None else buffer
+        if kept is None and not layer.is_converted(self._dtype):
+            self._staged = None  # what is bound lies there
         return bound if kept is None else kept
+
+    def _staging(self, layer: StoredLayer) -> HostBuffer:
+        """The buffer for a layer that is then converted; the next one reuses it."""
+        if self._staged is None or self._staged.nbytes < layer.record.nbytes:
+            self._staged = HostBuffer(layer.record.nbytes)
+        return self._staged
 
     def _read(self, layer: StoredLayer, into: HostBuffer | None = None) -> HostBuffer:
         buffer = read_record(self._reader, layer.record, into=into)
@@ -354,6 +413,11 @@ class TieredWeights:
             filler = DeviceFiller(in_ram, disk, {i: layers[i].record for i in p.streamed}, self._device)
             opened.pop_all()  # from here on, the filler closes `disk`
         return Ring(self._placement.streamed, slots, filler)
+
+
+def _moved(weight: Weight, device: torch.device) -> Weight:
+    assert isinstance(weight, torch.Tensor | PackedBf16Matrix), "converted layers consist of these"
+    return weight.to(device)
 
 
 def load_layer(layer: StoredLayer, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:

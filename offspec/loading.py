@@ -28,7 +28,7 @@ from .model.kv_cache import KVCache
 from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.parked_texts import ParkedTexts
-from .planning.plan import KV_ITEM, Plan
+from .planning.plan import KV_ITEM, Plan, with_faster_residents
 from .planning.probe import (
     choose_products,
     measure_fused_limits,
@@ -37,7 +37,7 @@ from .planning.probe import (
     plan_here,
     ram_beside_program,
 )
-from .planning.report import explain_plan
+from .planning.report import explain_packing, explain_plan
 from .process import set_num_threads
 from .text.lookup_files import lookup_memory_bytes, open_index
 from .text.tokenizer import Tokenizer
@@ -313,12 +313,13 @@ def _load_models(
     if device.type == "cuda":
         limit_memory(plan.placement.limits.device if options.vram is not None else None, device)
     link = measure_link(plan, device)
-    notes += explain_plan(plan, link)
     choose_products([(files, not plan.placement.streamed), *((model, True) for model in opened.models)], device)
     rates = measure_quick_rates(files, device, link)
+    plan = with_faster_residents(plan, rates)
+    notes += [*explain_plan(plan, link), *explain_packing(plan)]
     notes += measure_fused_limits([files, *opened.models], device)
     settings = LoadSettings(has_far_embedding=True, synchronous=options.synchronous, progress=options.progress)
-    memory = PlannedMemory(plan, device, notes, lambda plan: load_weights(files, plan.placement, device, settings))
+    memory = PlannedMemory(plan, device, notes, lambda plan: load_planned(plan, device, settings))
 
     def load_both() -> tuple[Decoder, Draft]:
         attach = opened.load(device)  # the draft first: it is small, so its errors appear early
@@ -331,6 +332,11 @@ def _load_models(
     target = LoadedTarget(decoder, memory, notes=notes)
     target.rates, target.link_bytes_per_s = rates, link
     return target, draft
+
+
+def load_planned(plan: Plan, device: torch.device, settings: LoadSettings) -> TieredWeights:
+    """The plan's weights where it puts them. Raises what `load_weights` raises."""
+    return load_weights(plan.demand.target, plan.placement, device, settings)
 
 
 def _unpinned(decoder: Decoder) -> list[Note]:

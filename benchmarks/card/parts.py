@@ -20,6 +20,7 @@ from .jobs import JOBS, Figures
 from .kernels import attention, draft_rounds, vocabulary
 from .link import small_copies
 from .models import say
+from .packed import packed_bf16
 from .passes import baseline, passes
 from .report import tell
 
@@ -41,6 +42,7 @@ def parts_of(bench: Bench, names: Sequence[str]) -> dict[str, Callable[[], Itera
         parts[where] = partial(passes, bench, name, cap)
         if i == 0:
             parts[f"{where} as SpecExec"] = partial(baseline, bench, name, cap)
+    parts[f"packed bf16 {names[0]}"] = partial(packed_bf16, bench, names[0])
     parts[f"attention {names[0]}"] = partial(attention, bench, names[0])
     return parts
 

@@ -109,6 +109,14 @@ class ModelFiles:
                 elements[weight.dtype] += math.prod(weight.shape)
         return max(elements, key=lambda form: elements[form], default=None)
 
+    def keeping(self, *, packed: bool) -> ModelFiles:
+        """The same model, with bf16 matrices of resident layers packed, or plain."""
+        return self if self.stored.layers[0].packs == packed else self._kept_otherwise
+
+    @cached_property
+    def _kept_otherwise(self) -> ModelFiles:
+        return replace(self, stored=self.stored.keeping(packed=not self.stored.layers[0].packs))
+
     @cached_property
     def num_parameters(self) -> int:
         return count_parameters(self.stored)

@@ -124,8 +124,9 @@ def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int) -> fl
     launch_s = CAPTURED_LAYER_S if guessing.is_captured else EAGER_LAYER_S
     if plan.placement.limits.device is None:
         launch_s = 0.0
+    works = [(model, count, Work.of(model)) for model, count in guessing.layers]
     in_layers = sum(
-        count * (launch_s + layer_s(Work.of(model), rates_of(model), width)) for model, count in guessing.layers
+        count * (launch_s + layer_s(work, rates_of(model), width, work.kept_elements)) for model, count, work in works
     )
     first = guessing.layers[0][0]
     head = Work.of(first).head_elements

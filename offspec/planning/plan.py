@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from offspec.loaders.hardware import Hardware, Rates
+from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.placement import (
     SHADOW_ITEM,
     Item,
@@ -39,6 +40,7 @@ DEFAULT_CONTEXT = 4096
 MIN_CONTEXT = 512  # the smallest default context; a smaller one would be of little use
 WORKSPACE_BYTES = 64 * 2**20  # samplers, the tokenizer and the allocator's rounding
 CUDA_WORKSPACE_BYTES = 300 * 2**20
+COMPARED_WIDTH = 16  # rows of the pass by which plans are compared
 SPARE = 0.05  # share of the free memory left for other programs, if the user sets no limit
 PROGRAM_ITEM, EMBEDDING_ITEM, KV_ITEM = "program", "embedding", "KV cache"
 
@@ -47,7 +49,9 @@ PROGRAM_ITEM, EMBEDDING_ITEM, KV_ITEM = "program", "embedding", "KV cache"
 class Demand:
     """The inputs of a plan.
 
-    features: these need memory beside the target. program_bytes: RAM that the process already holds.
+    features: these need memory beside the target. program_bytes: RAM that the process already holds. packs: whether
+    bf16 matrices of resident layers are kept packed if not all layers can be resident; more of them are then. None:
+    if files have them packed.
     """
 
     target: ModelFiles
@@ -55,6 +59,11 @@ class Demand:
     limits: Limits
     options: MemoryOptions
     program_bytes: int
+    packs: bool | None = None
+
+    @property
+    def is_packing(self) -> bool:
+        return self.target.packed_form == LOSSLESS_FORMAT if self.packs is None else self.packs
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,7 @@ class Work:
     """Elements that a pass multiplies: of one layer's matrices, of its matrices dequantised for each use, of the head.
 
     expert_elements: of a layer's experts, not counted in layer_elements. A row uses expert_share of them.
+    kept_elements: of a resident layer's matrices that are dequantised for each use.
     """
 
     layer_elements: int
@@ -69,20 +79,30 @@ class Work:
     head_elements: int
     expert_elements: int = 0
     expert_share: float = 1.0
+    kept_elements: int = 0
 
     @classmethod
     def of(cls, target: ModelFiles) -> Work:
         layers = target.stored.layers
         matrices = [w for layer in layers for w in layer.weights.values() if len(w.shape) == 2]
         packed = [w for w in matrices if w.is_packed]
-        each, unpacked = (sum(math.prod(w.shape) for w in found) // len(layers) for found in (matrices, packed))
+        kept = [
+            weight
+            for layer in layers
+            for weight in layer.weights.values()
+            if len(weight.shape) == 2 and layer.needs_scratch(weight, target.dtype, is_streamed=False)
+        ]
+        each, unpacked, unpacked_kept = (
+            sum(math.prod(w.shape) for w in found) // len(layers) for found in (matrices, packed, kept)
+        )
         head_elements = target.config.vocab_size * target.config.hidden_size
         if not isinstance(target.config, ForeignConfig):
-            return cls(each, unpacked, head_elements)
+            return cls(each, unpacked, head_elements, kept_elements=unpacked_kept)
         weights = [weight for layer in layers for weight in layer.weights.items()]
         experts = sum(math.prod(w.shape) for name, w in weights if is_of_experts(name, w.shape)) // len(layers)
         own = sum(math.prod(w.shape) for name, w in weights if len(w.shape) == 2 and not is_of_experts(name, w.shape))
-        return cls(own // len(layers), unpacked, head_elements, experts, target.config.expert_share)
+        share = target.config.expert_share
+        return cls(own // len(layers), unpacked, head_elements, experts, share, unpacked_kept)
 
 
 @dataclass(frozen=True)
@@ -128,16 +148,24 @@ class Plan:
     def predict_pass_s(self, rates: Rates, width: int) -> float:
         """Seconds of one pass over `width` rows (chain and tree) in the steady state."""
         head_s = self.work.head_elements * seconds_per_element(rates.matmul_flops, min(width, HEAD_ROWS))
-        return self._pass_s(rates, layer_s(self.work, rates, width), head_s)
+        return self._pass_s(rates, self._layers_s(rates, width), head_s)
 
     def link_s(self, rates: Rates) -> float:
         """Seconds to move the streamed layers, without computation."""
-        return self._pass_s(rates, 0.0)
+        return self._pass_s(rates, [0.0] * len(self.layers))
 
-    def _pass_s(self, rates: Rates, each_s: float, head_s: float = 0.0) -> float:
+    def _layers_s(self, rates: Rates, width: int) -> list[float]:
+        """Seconds of arithmetic in each layer."""
+        resident, work = set(self.placement.resident), self.work
+        kept_s, streamed_s = (
+            layer_s(work, rates, width, unpacked) for unpacked in (work.kept_elements, work.packed_elements)
+        )
+        return [kept_s if i in resident else streamed_s for i in range(len(self.layers))]
+
+    def _pass_s(self, rates: Rates, layers_s: Sequence[float], head_s: float = 0.0) -> float:
         disk = rates.disk_bytes_per_s or math.inf
         link = rates.host_to_device_bytes_per_s if self.placement.limits.device is not None else None
-        compute_s = (*(each_s for _ in self.layers[1:]), each_s + head_s)
+        compute_s = (*layers_s[:-1], layers_s[-1] + head_s)
         return predict_pass_s(self.placement, self.layers, PassRates(compute_s, disk, link))
 
     def with_more(self, *, vram: int = 0, ram: int = 0) -> Plan:
@@ -146,9 +174,13 @@ class Plan:
         device = None if limits.device is None else limits.device + vram
         return _plan_for(self.room, replace(self.demand, limits=Limits(device, limits.ram + ram)))
 
+    def packing(self, *, packs: bool) -> Plan:
+        """The plan with bf16 matrices of resident layers kept packed or plain. Raises MemoryLimitError."""
+        return _plan_for(self.room, replace(self.demand, packs=packs))
+
     def with_target(self, target: ModelFiles) -> Plan:
         """The plan for the same model in another format. Raises MemoryLimitError."""
-        return _plan_for(self.room, replace(self.demand, target=target))
+        return _plan_for(self.room, replace(self.demand, target=target, packs=None))
 
     def largest_context(self) -> int:
         """The maximum context, in tokens, that fits the same memory; more layers may be streamed for it."""
@@ -193,6 +225,17 @@ def make_plan(
             context //= 2
 
 
+def with_faster_residents(plan: Plan, rates: Rates) -> Plan:
+    """The plan with packed bf16 matrices of resident layers kept packed or unpacked, whichever has the faster pass.
+
+    Packed, more layers are resident, and each pass unpacks them.
+    """
+    if not plan.placement.streamed or plan.demand.target.packed_form != LOSSLESS_FORMAT:
+        return plan
+    other = plan.packing(packs=not plan.demand.is_packing)
+    return min((plan, other), key=lambda found: found.predict_pass_s(rates, COMPARED_WIDTH))
+
+
 def limits_of(hardware: Hardware, options: MemoryOptions, own_bytes: int) -> Limits:
     """The bytes that may be used: the user's limit, at most what is free; by default a little less than what is free.
 
@@ -217,6 +260,17 @@ def _max_nodes(limits: Limits) -> int:
 
 
 def _plan_for(room: Room, demand: Demand) -> Plan:
+    """Matrices are kept packed only where layers are streamed: plain ones are multiplied faster."""
+    if not demand.is_packing:
+        return _plan_of(room, replace(demand, target=demand.target.keeping(packed=False)))
+    with suppress(MemoryLimitError):
+        plain = _plan_of(room, replace(demand, target=demand.target.keeping(packed=False)))
+        if not plain.placement.streamed:
+            return plain
+    return _plan_of(room, replace(demand, target=demand.target.keeping(packed=True)))
+
+
+def _plan_of(room: Room, demand: Demand) -> Plan:
     target = demand.target
     uses = [feature.memory_use(target, room) for feature in demand.features]
     costs = _layer_costs(target, uses)
@@ -297,15 +351,15 @@ def pass_bytes(model: ModelFiles, room: Room) -> int:
 # ------------------------------------------------------------------------------------------------ prediction
 
 
-def layer_s(work: Work, rates: Rates, width: int) -> float:
-    """Seconds of arithmetic in one layer."""
+def layer_s(work: Work, rates: Rates, width: int, unpacked_elements: int) -> float:
+    """Seconds of arithmetic in one layer, with so many elements to dequantise."""
     matmul_s = work.layer_elements * seconds_per_element(rates.matmul_flops, width)
     used = 1 - (1 - work.expert_share) ** width  # expected share of the experts, if rows choose independently
     rows = max(1, round(width * work.expert_share / used))
     matmul_s += work.expert_elements * used * seconds_per_element(rates.matmul_flops, rows)
-    if not work.packed_elements or not rates.dequantise_elements_per_s:
+    if not unpacked_elements or not rates.dequantise_elements_per_s:
         return matmul_s
-    return matmul_s + work.packed_elements / rates.dequantise_elements_per_s
+    return matmul_s + unpacked_elements / rates.dequantise_elements_per_s
 
 
 def seconds_per_element(flops: Mapping[int, float], width: int) -> float:

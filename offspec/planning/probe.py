@@ -18,6 +18,7 @@ from offspec.loaders.measure import (
     measure_host_to_device,
     measure_matmul,
 )
+from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.product_costs import forms_of, know_products, product_flops
 
 from ..checkpoints.load import is_blocked
@@ -87,15 +88,17 @@ def choose_products(models: Iterable[tuple[ModelFiles, bool]], device: torch.dev
 def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: float | None) -> Rates:
     """Rates for `Plan.predict_pass_s`, measured in a quarter of a second and 64 MiB: good for a first estimate."""
     form = target.packed_form
-    products = product_flops(form or HALF_DTYPES.get(target.dtype, ""), target.dtype) if device.type == "cpu" else {}
-    if products:
+    is_unpacked_first = form == LOSSLESS_FORMAT  # its resident layers may be plain, so products are measured apart
+    known = HALF_DTYPES.get(target.dtype, "") if form is None or is_unpacked_first else form
+    products = product_flops(known, target.dtype) if device.type == "cpu" else {}
+    if products and not is_unpacked_first:
         return Rates(
             disk_bytes_per_s=link_bytes_per_s, host_to_device_bytes_per_s=link_bytes_per_s, matmul_flops=products
         )
     return Rates(
         disk_bytes_per_s=link_bytes_per_s,
         host_to_device_bytes_per_s=link_bytes_per_s,
-        matmul_flops=measure_matmul(device, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.2),
+        matmul_flops=products or measure_matmul(device, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.2),
         dequantise_elements_per_s=measure_dequantise(device, target.dtype, form, seconds=0.05) if form else None,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.placement import Limits
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
@@ -19,6 +20,16 @@ def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note
         where += f", which takes {seconds} at {format_quantity(link_bytes_per_s, 'B/s')} (measured)"
     context = Note(f"context {plan.context} tokens (the KV cache has room for as many)")
     return [*_missing(plan.demand.limits, plan.demand.options), context, *_rope_factors(plan), Note(where)]
+
+
+def explain_packing(plan: Plan) -> list[Note]:
+    """How bf16 matrices that files have packed are kept in memory."""
+    target = plan.demand.target
+    if target.packed_form != LOSSLESS_FORMAT:
+        return []
+    if not target.stored.layers[0].packs:
+        return [Note(f"{LOSSLESS_FORMAT} matrices of resident layers are unpacked once, while they are loaded")]
+    return [Note(f"{LOSSLESS_FORMAT} matrices stay packed in memory, so that more layers are resident: {plan.tiers}")]
 
 
 def _rope_factors(plan: Plan) -> list[Note]:

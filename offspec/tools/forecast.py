@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from offspec.loaders.formats import plan_form
 from offspec.loaders.gpus import NVME_BYTES_PER_S, NVME_SOURCE, KnownGpu, find_gpu
 from offspec.loaders.hardware import Hardware, Rates, read_hardware
 from offspec.loaders.measure import measure_rates
+from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.units import format_count, format_quantity, format_size
 
 from ..checkpoints.opening import DTYPES, ModelFiles, Note, choose_device, locate
@@ -21,9 +23,9 @@ from ..drafts.base import OpenRequest
 from ..drafts.weighing import Prospect, Scales, by_rate
 from ..errors import OffspecError, UsageError
 from ..loading import LoadOptions
-from ..planning.plan import Plan
+from ..planning.plan import Plan, with_faster_residents
 from ..planning.probe import ProductRates, plan_here
-from ..planning.report import explain_plan, tell_tiers
+from ..planning.report import explain_packing, explain_plan, tell_tiers
 
 GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4
 GAIN_WIDTH = 64  # rows of the pass that gains are predicted for
@@ -209,8 +211,8 @@ def make_forecast(
     rates = machine.measure(request.target, first, widths, progress)
     prospects = scales.compare(names, ProductRates(request.target, rates, machine.device_type), first)
     chosen = by_rate(prospects[: len(names)])[0]
-    plan = chosen.plan or first
-    notes += [*explain_plan(plan), *machine.notes()]
+    plan = with_faster_residents(chosen.plan or first, rates)
+    notes += [*explain_plan(plan), *explain_packing(plan), *machine.notes()]
     return Forecast(
         options.model,
         _title(request.target, assumed.form, plan),
@@ -256,7 +258,7 @@ class Machine:
     def measure(self, target: ModelFiles, plan: Plan, widths: Sequence[int], progress: Callable[[str], None]) -> Rates:
         """Rates of products with the target's matrices, and of the links; of an assumed card, from its data sheet."""
         if self.known is not None:
-            rates = _with_disk(self.known.rates(), NVME_BYTES_PER_S, NVME_SOURCE)
+            rates = _with_disk(_card_rates(self.known, target), NVME_BYTES_PER_S, NVME_SOURCE)
         else:
             rates = measure_rates(
                 self.place,
@@ -277,6 +279,15 @@ class Machine:
         return [Note(f"{busy}, so the measured rates are too low", advice=True)]
 
 
+def _card_rates(card: KnownGpu, target: ModelFiles) -> Rates:
+    """The card's rates, with its unpacking of the target's packed matrices."""
+    if target.packed_form != LOSSLESS_FORMAT:
+        return card.rates()
+    packed = [weight for weight in target.stored.layers[0].weights.values() if weight.is_packed]
+    num_bytes = sum(info.nbytes for weight in packed for info in weight.streamed)
+    return card.rates(num_bytes / sum(math.prod(weight.shape) for weight in packed))
+
+
 def _with_disk(rates: Rates, bytes_per_s: float, source: str) -> Rates:
     return replace(rates, disk_bytes_per_s=bytes_per_s, sources={**rates.sources, "disk_bytes_per_s": source})
 
@@ -284,7 +295,7 @@ def _with_disk(rates: Rates, bytes_per_s: float, source: str) -> Rates:
 def _four_bit(plan: Plan, rates: Rates) -> FourBit | None:
     """The same model in 4 bit, in the same memory."""
     target = plan.demand.target
-    if target.packed_form is not None or not plan.placement.streamed:
+    if target.packed_form not in (None, LOSSLESS_FORMAT) or not plan.placement.streamed:
         return None
     dtype = next(name for name, found in DTYPES.items() if found == target.dtype)
     device_type = "cpu" if plan.placement.limits.device is None else "cuda"

@@ -38,7 +38,7 @@ def results(folder: Path) -> dict[str, Any]:
 def test_every_part_has_figures(results: dict[str, Any]) -> None:
     assert list(results) == [
         *("machine", "small copies", "exact", "draft tiny", "vocabulary tiny"),
-        *("tiny half", "tiny half as SpecExec", "attention tiny"),
+        *("tiny half", "tiny half as SpecExec", "packed bf16 tiny", "attention tiny"),
     ]
     assert not any("error" in line for line in results.values())
     assert results["exact"]["figures"]["texts_equal"]
@@ -65,6 +65,17 @@ def test_the_baseline_keeps_nothing(results: dict[str, Any]) -> None:
     figures = results["tiny half as SpecExec"]["figures"]
     assert figures["num_resident"] == 0
     assert figures["stream_bytes"] > results["tiny half"]["figures"]["stream_bytes"]
+
+
+def test_packed_bf16_moves_fewer_bytes(results: dict[str, Any]) -> None:
+    figures = results["packed bf16 tiny"]["figures"]
+    assert figures["kernel"]["is_equal"]
+    assert min(figures["kernel"]["seconds"], figures["kernel"]["bytes_per_s"]) > 0
+    plain, packed = figures["plain"], figures["packed"]
+    assert packed["num_resident"] >= plain["num_resident"]
+    assert packed["stream_bytes"] < 0.77 * plain["stream_bytes"]
+    assert plain["pass_s"].keys() == packed["pass_s"].keys()
+    assert figures["logits_are_equal"]
 
 
 def test_both_ways_of_attention_agree(results: dict[str, Any]) -> None:
@@ -94,7 +105,7 @@ def test_what_is_there_is_not_done_again(
 def test_without_time_nothing_is_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(tmp_path), "--device", "cpu", "--shape", "tiny", "--minutes", "0"])
     assert not (tmp_path / "results.jsonl").exists()
-    assert capsys.readouterr().err.count("no time left") == 8
+    assert capsys.readouterr().err.count("no time left") == 9
 
 
 def test_a_part_that_fails_is_told_and_done_again(

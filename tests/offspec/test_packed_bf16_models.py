@@ -1,0 +1,213 @@
+"""A bf16-packed checkpoint computes the bf16 one's logits, bit for bit, wherever its layers are; commands take it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from offspec import ConvertParams, Engine, builtin, convert, loading
+from offspec.checkpoints.load import load_weights
+from offspec.checkpoints.opening import ModelFiles
+from offspec.loaders.formats.products import COSTS, KERNEL, TORCH, ProductKind, WayCosts, num_lanes
+from offspec.loaders.gpus import find_gpu
+from offspec.loaders.hardware import Rates
+from offspec.loaders.params import LOSSLESS_FORMAT
+from offspec.loaders.placement import Limits, Placement, Slots, place
+from offspec.loaders.units import GIB
+from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.planning.memory import MemoryOptions
+from offspec.planning.plan import Plan, make_plan, with_faster_residents
+
+from .test_grouped_models import NO_NODES, PLAIN, RATES, TREES, offspec, streamed, texts
+
+CPU = torch.device("cpu")
+IDS = [(7 * i) % 4000 for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in target; its own layout is that of `plain`."""
+    folder = tmp_path_factory.mktemp("packed") / "packed"
+    convert(builtin.path("target"), folder, ConvertParams(LOSSLESS_FORMAT))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same tensors, each layer at the same place of a file as it is packed."""
+    folder = tmp_path_factory.mktemp("plain") / "plain"
+    convert(builtin.path("target"), folder, ConvertParams("keep"))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _costs() -> Iterator[None]:
+    yield
+    COSTS.clear()
+
+
+def everywhere(files: ModelFiles, num_resident: int) -> Placement:
+    """So many layers are resident, the others on disk."""
+    costs = [layer.cost(files.dtype) for layer in files.stored.layers]
+    whole = place(costs, [], Limits(None, 2**40))
+    resident, on_disk = (tuple(r) for r in np.split(np.arange(len(costs)), [num_resident]))
+    slots = Slots(2, 0, max(cost.slot_bytes for cost in costs))
+    return replace(whole, resident=resident, on_disk=on_disk, slots=slots)
+
+
+def logits(folder: Path, dtype: str, num_resident: int, *, keeps_packed: bool = False) -> Tensor:
+    """Of a long prompt, and of one token after it."""
+    files = ModelFiles.open(folder, dtype, "cpu", []).keeping(packed=keeps_packed)
+    weights = load_weights(files, everywhere(files, num_resident), CPU)
+    with closing(weights):
+        text = CachedDecoder(Decoder(files.config, weights, dtype=files.dtype, device=CPU), 64)
+        return torch.cat([text.score(IDS, *NO_NODES), text.score([5], *NO_NODES)])
+
+
+@pytest.mark.parametrize("way", [TORCH, KERNEL])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_logits_have_the_bits_of_the_plain_model(dtype: str, way: str, plain: Path, packed: Path) -> None:
+    """Resident and unpacked, resident and packed, streamed: in the way that plain matrices are multiplied."""
+    if way == KERNEL and not num_lanes():
+        pytest.skip("this processor has no kernels")
+    kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    for form in ("bf16", LOSSLESS_FORMAT):
+        COSTS.set(ProductKind(form, kind, is_large=False), WayCosts({way: {1: 1.0}}))
+    for num_resident in (8, 3, 0):
+        expected = logits(plain, dtype, num_resident)
+        for keeps_packed in (False, True):
+            assert torch.equal(logits(packed, dtype, num_resident, keeps_packed=keeps_packed), expected)
+
+
+def test_texts_and_notes(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Engine.load("builtin", draft="lookup", device="cpu", dtype="bf16")) as source:
+        expected = texts(source, PLAIN)
+    for num_resident in (8, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(loading, "plan_here", streamed(num_resident))
+            patch.setattr(loading, "with_faster_residents", lambda plan, rates: plan)
+            patch.setattr(loading, "measure_quick_rates", lambda *_: RATES)
+            engine = Engine.load(str(packed), draft="lookup", device="cpu", dtype="bf16")
+        with closing(engine):
+            assert engine.target.weights.is_resident == (num_resident == 8)
+            assert any(LOSSLESS_FORMAT in note.text for note in engine.notes)
+            assert [texts(engine, speculation) for speculation in (PLAIN, TREES)] == [expected, expected]
+
+
+# ------------------------------------------------------------------------------------------------------------ plans
+
+
+QWEN_32B = {
+    "model_type": "qwen2",
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen-32b")
+    (folder / "config.json").write_text(json.dumps(QWEN_32B))
+    return folder
+
+
+def planned(folder: Path, form: str, device_type: str, limits: Limits) -> Plan:
+    files = ModelFiles.from_config(folder, form, "bf16", device_type, [])
+    return make_plan(files, [], limits, MemoryOptions(), GIB // 2)
+
+
+CARD = Limits(int(23.1 * GIB), 64 * GIB)
+
+
+def test_a_card_keeps_more_layers_and_is_faster(large: Path) -> None:
+    """32B in 16 bit on an RTX 4090: a third less time a byte, and a third more layers that stay."""
+    rates = find_gpu("rtx4090").rates(1.51)
+    plain, packed = (planned(large, form, "cuda", CARD) for form in ("bf16", LOSSLESS_FORMAT))
+    assert packed.stream_bytes < 0.7 * plain.stream_bytes
+    assert len(packed.placement.resident) >= 1.25 * len(plain.placement.resident)
+    assert packed.predict_pass_s(rates, 64) < 0.7 * plain.predict_pass_s(rates, 64)
+    assert 8 * packed.stream_bytes / len(packed.placement.streamed) < 12.1 * packed.work.layer_elements * 1.001
+
+
+def test_what_fits_plain_is_kept_plain(large: Path) -> None:
+    """Nothing is unpacked in its passes, and it needs no scratch."""
+    for device_type, limits in (("cpu", Limits(None, 80 * GIB)), ("cuda", Limits(75 * GIB, 80 * GIB))):
+        made = planned(large, LOSSLESS_FORMAT, device_type, limits)
+        plain = planned(large, "bf16", device_type, limits)
+        assert not made.placement.streamed
+        assert made.work.kept_elements == 0
+        kept = [sum(cost.resident_bytes for cost in found.layers) for found in (made, plain)]
+        assert kept[0] == pytest.approx(kept[1], rel=1e-5)
+        tight = made.with_more(ram=-20 * GIB) if device_type == "cpu" else made.with_more(vram=-20 * GIB)
+        assert tight.work.kept_elements == tight.work.layer_elements
+        assert not tight.with_more(ram=20 * GIB, vram=20 * GIB).work.kept_elements
+
+
+def test_packed_residents_only_where_they_are_faster(large: Path) -> None:
+    made = planned(large, LOSSLESS_FORMAT, "cpu", Limits(None, 24 * GIB))
+    fast = Rates(disk_bytes_per_s=3e9, matmul_flops={1: 5e10, 64: 1e12}, dequantise_elements_per_s=2e10)
+    slow = replace(fast, disk_bytes_per_s=1e11, dequantise_elements_per_s=1e8)
+    assert with_faster_residents(made, fast).placement.resident == made.placement.resident
+    other = with_faster_residents(made, slow)
+    assert len(other.placement.resident) < len(made.placement.resident)
+    assert other.predict_pass_s(slow, 16) < made.predict_pass_s(slow, 16)
+    assert (other.work.kept_elements, other.work.packed_elements) == (0, made.work.packed_elements)
+    plain = planned(large, "bf16", "cpu", Limits(None, 24 * GIB))
+    assert with_faster_residents(plain, slow) is plain
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.setattr("sys.stdin", None)
+    monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: RATES)
+
+    def call(*args: object) -> str:
+        code, out, err = offspec(capsys, *args)
+        assert code == 0, err
+        return out
+
+    return call
+
+
+def test_commands(packed: Path, tmp_path: Path, say: Callable[..., str]) -> None:
+    flags = ("--device", "cpu", "--draft", "none")
+    said: Mapping[str, Any] = json.loads(say("plan", packed, *flags, "-q", "--json"))
+    assert said["resident_layers"] == list(range(8))
+    assert LOSSLESS_FORMAT in said["title"]
+    runs = [say("run", path, "def area(", *flags, "--max-new-tokens", 12, "-q") for path in (packed, "builtin")]
+    assert runs[0] == runs[1] != ""
+    assert "bf16-packed" in say("plan", "builtin", *flags, "--format", LOSSLESS_FORMAT, "-q")
+    (tmp_path / "prompts.txt").write_text("def area(")
+    small = ("--max-new-tokens", 8, "--temperatures", "0", "--budgets", "8", "--random-passes", 1)
+    verified = ("--prompts", tmp_path / "prompts.txt", "--draft", "lookup", "--device", "cpu", "-q", "--json")
+    assert json.loads(say("verify", packed, *verified, *small))["exact"]
+    made = json.loads(say("quantize", packed, tmp_path / "back", "--format", "bf16", "-q", "--json"))
+    assert set(made["bits_per_weight"].values()) == {16.0}
+
+
+def test_quantize_says_the_bits_of_each_matrix(tmp_path: Path, say: Callable[..., str]) -> None:
+    told = say("quantize", "builtin", tmp_path / "a", "--format", LOSSLESS_FORMAT, "-q", "-v")
+    assert "56 matrices packed: 12.01 to 12.02 bits a weight instead of 16" in told
+    assert "bits  model.layers.7.mlp.down_proj.weight" in told
+    said = json.loads(say("quantize", "builtin", tmp_path / "b", "--format", LOSSLESS_FORMAT, "-q", "--json"))
+    assert len(said["bits_per_weight"]) == 56
+    assert max(said["bits_per_weight"].values()) < 12.1
