@@ -79,9 +79,8 @@ def measure_rates(
     def reads() -> AbstractContextManager[None]:
         return reads_in_flight(path) if beside_reads else nullcontext()
 
-    multiplied = None if form == LOSSLESS_FORMAT else form  # unpacked first, where layers are not resident
+    multiplied, unpacked = None if form == LOSSLESS_FORMAT else form, form or "nf4"
     is_packed = multiplied is not None and device.type == "cpu" and has_choice(multiplied)
-    unpacked = form or "nf4"
 
     def attempt(field: str, what: str, measure: Callable[[], tuple[Any, str]]) -> Any:
         progress(what)
