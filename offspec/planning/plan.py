@@ -232,7 +232,10 @@ def with_faster_residents(plan: Plan, rates: Rates) -> Plan:
     """
     if not plan.placement.streamed or plan.demand.target.packed_form != LOSSLESS_FORMAT:
         return plan
-    other = plan.packing(packs=not plan.demand.is_packing)
+    try:
+        other = plan.packing(packs=not plan.demand.is_packing)
+    except MemoryLimitError:  # layers that must be resident do not fit in the other form
+        return plan
     return min((plan, other), key=lambda found: found.predict_pass_s(rates, COMPARED_WIDTH))
 
 
