@@ -139,7 +139,8 @@ class ExitFile:
         if newest is None:
             raise UsageError(
                 f"`draft=self` needs an exit layer, and there is none for {target.checkpoint.path}; run "
-                "offspec distill MODEL --exit-layer N first, or choose a file (`exit_file`)"
+                "offspec distill MODEL --exit-layer N first, choose a file (`exit_file`), or draft without a trained "
+                "exit layer (`exit_layer`)"
             )
         return cls.open(newest, target)
 

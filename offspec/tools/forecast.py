@@ -18,6 +18,7 @@ from offspec.loaders.measure import measure_rates
 from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.units import format_count, format_quantity, format_size
 
+from .. import builtin
 from ..checkpoints.opening import DTYPES, ModelFiles, Note, choose_device, locate
 from ..drafts.base import OpenRequest
 from ..drafts.weighing import Prospect, Scales, by_rate
@@ -330,7 +331,8 @@ def _title(target: ModelFiles, form: str | None, plan: Plan) -> str:
         form or target.packed_form or plan_form(target.checkpoint.config),
         f"{weights}; context {plan.context}",
     )
-    return f"{target.checkpoint.path.name}: {', '.join(parts)}"
+    path = target.checkpoint.path
+    return f"{'builtin' if path == builtin.path('target') else path.name}: {', '.join(parts)}"
 
 
 def _gains(plan: Plan, rates: Rates) -> list[Gain]:

@@ -38,6 +38,7 @@ def large(tmp_path: Path) -> Path:
 def test_the_built_in_model_stays_in_memory(offspec: Offspec) -> None:
     result = offspec("plan", "builtin", "--device", "cpu")
     assert result.code == 0
+    assert result.out.startswith("builtin: 7.3 M parameters")
     assert "8 layers" in result.out
     assert "plain decoding" in result.out
 
