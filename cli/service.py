@@ -248,7 +248,7 @@ class Service:
             self._changed.notify()
 
     def _reserve(self, num_answers: int) -> None:
-        """Take places in the queue. Raises BusyError, and UsageError if there are never so many."""
+        """Take places in the queue. Raises BusyError, and UsageError if the queue is always too small."""
         with self._changed:
             if self._is_stopping:
                 raise StoppingError

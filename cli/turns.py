@@ -54,7 +54,7 @@ class Turns:
         return [(ticket, step)]
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a request; one that has ended is left alone."""
+        """End a request; does nothing if it has ended."""
         for found, steps in self._requests:
             if found is ticket:
                 steps.close()

@@ -127,7 +127,7 @@ class Batch:
         return ended
 
     def pause_last(self) -> None:
-        """Free the KV entries of the text that joined last; it waits, and goes on where it was. For `step`'s thread."""
+        """Free the KV entries of the text that joined last; it waits, and resumes later. For `step`'s thread."""
         if self._running:
             last = self._running.pop()
             _request(last).pause()
@@ -202,7 +202,7 @@ class Batch:
     # ---------------------------------------------------------------------------------------- KV entries
 
     def _has_room(self, num_entries: int) -> bool:
-        """Whether so many KV entries more are within the plan."""
+        """Whether this number of additional KV entries is within the plan."""
         if self._num_entries is None:
             return True
         return num_entries + sum(_request(ticket).num_entries for ticket in self._running) <= self._num_entries
