@@ -10,7 +10,7 @@ import time
 from codecs import BOM_UTF8
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +20,7 @@ from offspec import SamplingParams
 from offspec.checkpoints.atomic_files import check_writable, lock
 from offspec.errors import OffspecError, StorageError, UsageError
 
+from .constraints import constraint_in
 from .flags import with_flags
 from .openai_api import sampling_params
 from .options import read_bytes, read_file
@@ -56,8 +57,9 @@ class Task:
         return self.prompt if isinstance(self.prompt, str) else "\n\n".join(part["content"] for part in self.prompt)
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """`defaults`, overridden by the line's own `temperature`, `max_new_tokens`, …. Raises UsageError."""
-        return sampling_params(self.content, defaults)
+        """`defaults`, overridden by the line's own `temperature`, `json_schema`, …. Raises UsageError."""
+        params = sampling_params(self.content, defaults)
+        return replace(params, constraint=constraint_in(self.content, params.constraint))
 
 
 def read_tasks(source: Path, taken: frozenset[str] = frozenset()) -> tuple[list[Task], dict[int, str]]:
@@ -267,7 +269,10 @@ class Batch:
             self._file.flush()
 
     def _settings_of(self, task: Task) -> dict[str, Any]:
-        return {**self._settings, **asdict(task.sampling(self._params))}
+        settings = asdict(task.sampling(self._params))
+        if settings["constraint"] is None:  # as in the answers of versions without constraints
+            del settings["constraint"]
+        return {**self._settings, **settings}
 
     def _is_answer(self, record: Answer, task: Task) -> bool:
         content = {key: value for key, value in task.content.items() if key not in OWN_KEYS}

@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from offspec import SamplingParams, SpeculationParams
 from offspec.errors import OffspecError, UsageError
 
+from .constraints import constraint_of, constraint_options
 from .flags import with_flags
 from .help_groups import OffspecCommand, option
 from .learning import learning_kept
@@ -89,6 +90,7 @@ Examples:
 @speculation_options
 @learning_options
 @partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
+@constraint_options
 @option("-q", "--quiet", is_flag=True, help="Print no notes to stderr.")
 @option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
 @click.pass_context
@@ -139,6 +141,7 @@ def _setting_names() -> set[str]:
 
     @speculation_options
     @sampling_options
+    @constraint_options
     def probe() -> None: ...
 
     return {str(parameter.name) for parameter in click.command()(probe).params}
@@ -180,8 +183,10 @@ class Values:
         self.parameters = {key: p for key, p in settable(command).items() if p.name in values}
 
     def params(self) -> tuple[SamplingParams, SpeculationParams]:
-        """Raises UsageError for an invalid value or combination."""
-        return request_of(dict(self._values))
+        """Raises UsageError or click.UsageError for an invalid value or combination."""
+        values = dict(self._values)
+        values["constraint"] = constraint_of(values)
+        return request_of(values)
 
     def __getitem__(self, name: str) -> Any:
         """A value by click's name."""
@@ -203,6 +208,9 @@ class Values:
         before, self._values = self._values, values
         try:
             self.params()
+        except click.UsageError as exc:
+            self._values = before
+            raise UsageError(exc.message) from exc
         except (OffspecError, TypeError) as exc:
             self._values = before
             raise exc if isinstance(exc, OffspecError) else UsageError("a setting has no value") from exc

@@ -21,13 +21,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Model": ("device", "dtype", "revision", "threads", "special_in_text"),
     "Draft": (
         *("draft", "budget", "lookup_files", "exit_file", "exit_layer", "learn", "learn_file"),
-        *("lookup", "recycling", "recall", "reuse", "overlap", "scoring", "tree", "stopping"),
+        *("lookup", "recycling", "recall", "reuse", "overlap", "forced", "scoring", "tree", "stopping"),
         *("accept", "tau", "beam", "gamma"),
     ),
     "Memory": ("vram", "ram", "context", "synchronous"),
     "Sampling": (
         *("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-        *("seed", "stop", "ignore_eos"),
+        *("seed", "stop", "ignore_eos", "json_schema", "json_object", "grammar", "regex"),
     ),
     "Output": ("show_stats", "as_json", "color_accepted", "wrap", "quiet", "verbose"),
 }

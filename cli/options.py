@@ -309,6 +309,11 @@ def _guess_options(function: F) -> F:
             default=SpeculationParams.overlap,
             help="Keep drafting while the target's pass runs.",
         ),
+        research_option(
+            "--forced/--no-forced",
+            default=SpeculationParams.forced,
+            help="With a schema or grammar: add the tokens that it forces to the tree.",
+        ),
     )(function)
 
 
@@ -540,8 +545,10 @@ def lossy_settings(speculation: SpeculationParams) -> dict[str, Any]:
 
 
 def sampling_of(options: dict[str, Any]) -> SamplingParams:
-    """Remove the values of `sampling_options` from `options`."""
-    return SamplingParams(**{field.name: options.pop(field.name) for field in fields(SamplingParams)})
+    """Remove the values of `sampling_options`, and a `constraint`, from `options`."""
+    constraint = options.pop("constraint", None)
+    names = [field.name for field in fields(SamplingParams) if field.name != "constraint"]
+    return SamplingParams(constraint=constraint, **{name: options.pop(name) for name in names})
 
 
 def speculation_of(options: dict[str, Any]) -> SpeculationParams:

@@ -20,6 +20,7 @@ from offspec import SamplingParams, SpeculationParams
 from offspec.errors import OffspecError
 
 from .batch import EMPTY_PROMPT, Asked, Batch, Turns
+from .constraints import constraint_of, constraint_options
 from .help_groups import OffspecCommand, option
 from .learning import learning_kept
 from .node_engine import Job
@@ -113,11 +114,12 @@ Examples:
   offspec run builtin "def area("
   offspec run ./Llama-3.1-70B-Instruct --draft ./Llama-3.2-1B-Instruct "Why is the sky blue?"
   git diff | offspec run ./Llama-3.1-8B-Instruct "Explain this change." --temperature 0.6 --stats
+  offspec run ./Llama-3.1-8B-Instruct "Name three rivers." --json-schema rivers.schema.json
   offspec run builtin --prompt-file prompts.jsonl --output answers.jsonl
 
 A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}. Its
-"temperature", "max_new_tokens", "seed", "stop" and other sampling settings override flags. Its other keys are copied
-into the answer.
+"temperature", "max_new_tokens", "seed", "stop" and other sampling settings override flags, and so do "json_schema",
+"json_object", "grammar" and "regex". Its other keys are copied into the answer.
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)
@@ -151,6 +153,7 @@ into the answer.
 @speculation_options
 @learning_options
 @sampling_options
+@constraint_options
 @option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @option("--stats", "show_stats", is_flag=True, help="Show tokens/s and other statistics on stderr.")
 @option("-q", "--quiet", is_flag=True, help="Print no notes to stderr.")
@@ -174,6 +177,7 @@ def command(
     learn_file: Path | None,
     **options: Any,
 ) -> None:
+    options["constraint"] = constraint_of(options)
     params, speculation = request_of(options)
     options["needs_draft_model"] = speculation.is_lossy
     if prompt_flag is not None and prompt is not None:
@@ -400,13 +404,19 @@ def _pass_on(last: Step) -> None:
 
 
 def _tell_cut(engine: Engine, last: Step, params: SamplingParams) -> None:
-    """Print a note if a limit cut the text, with the flag that allows more; not for an explicit --max-new-tokens."""
+    """Print a note if a limit cut the text, with the flag that allows more; not for an explicit --max-new-tokens.
+
+    Constrained text that is cut is invalid, so the note is printed in any case.
+    """
     if last.finish_reason != "length":
         return
     planned, longest = engine.max_context, engine.target.config.max_context
     if last.stats.num_tokens < params.max_new_tokens:
         more = f"; --context N allows more, up to {longest}" if planned < longest else ""
         click.echo(f"offspec: cut, because the context of {planned} tokens is full{more}", err=True)
+    elif params.constraint is not None:
+        limit = f"cut at {params.max_new_tokens} tokens, before the end of what the constraint demands"
+        click.echo(f"offspec: {limit}; --max-new-tokens N allows more", err=True)
     elif click.get_current_context().get_parameter_source("max_new_tokens") is not ParameterSource.COMMANDLINE:
         click.echo(f"offspec: cut at {params.max_new_tokens} tokens; --max-new-tokens N allows more", err=True)
 

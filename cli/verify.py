@@ -12,6 +12,7 @@ from offspec import SEED_LIMIT
 from offspec.errors import VerificationError
 
 from .batch import read_prompts
+from .constraints import NAMES, constraint_of, constraint_options
 from .help_groups import OffspecCommand, option, research_option
 from .options import (
     MODEL,
@@ -130,6 +131,7 @@ Example:
     metavar="S",
     help="Seed of the first prompt; each further prompt has the next seed.",
 )
+@constraint_options
 @loading_options
 @research_option(
     "--accept",
@@ -164,7 +166,8 @@ def command(
     from offspec import builtin
     from offspec.tools.verification import settings_of, verify
 
-    settings = settings_of(temperatures, top_p, budgets, scorings, drafts)
+    constraint = constraint_of({name: loading.pop(name) for name in NAMES})
+    settings = settings_of(temperatures, top_p, budgets, scorings, drafts, constraint)
     if prompt_file is None:
         prompts = builtin.prompts()[: max_prompts or BUILTIN_PROMPTS]
     else:

@@ -23,6 +23,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "loaders").is_dir():
 _HOMES = {
     "Engine": "offspec.engine",
     "Step": "offspec.request",
+    "Constraint": "offspec.scheduler.params",
     "SpeculationParams": "offspec.scheduler.params",
     "SamplingParams": "offspec.scheduler.params",
     "Stats": "offspec.stats",
@@ -45,6 +46,7 @@ __all__ = [
     "PLAN_FORMATS",
     "SEED_LIMIT",
     "SHADOW_FORMATS",
+    "Constraint",
     "ConvertParams",
     "Engine",
     "OffspecError",
@@ -63,7 +65,7 @@ __all__ = [
 if TYPE_CHECKING:
     from offspec.loaders.params import CONVERT_FORMATS, LOSSLESS_FORMAT, PLAN_FORMATS, SHADOW_FORMATS, ConvertParams
     from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
-    from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
+    from offspec.scheduler.params import SEED_LIMIT, Constraint, SamplingParams, SpeculationParams
 
     from .checkpoints.conversion import convert
     from .engine import Engine

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, TypeGuard
 
 from offspec.loaders.units import parse_size
-from offspec.scheduler.params import SamplingParams, SpeculationParams
+from offspec.scheduler.params import Constraint, SamplingParams, SpeculationParams
 from offspec.scheduler.retrieval import SuffixIndex
 
 from .batch import Batch, Ticket
@@ -34,6 +34,7 @@ from .planning.out_of_memory import retry_out_of_memory
 from .planning.plan import Plan
 from .request import Observer, Request, RequestParams, Step
 from .stats import Stats
+from .text.grammar import ConstraintCompiler, GrammarConstraint
 from .text.tokenizer import Tokenizer
 from .training.online import Aligner
 
@@ -61,6 +62,7 @@ class Engine:
         self.name, self.lookup_index = name, index
         self.learnt = self.draft.new_learnt(target.decoder, target.predict_pass_s if target.rates else None)
         self.draft.prepare(self.max_context)
+        self._constraints = ConstraintCompiler(tokenizer, target.decoder.config.vocab_size)
 
     @classmethod
     def load(cls, model: str | PathLike[str] = "builtin", **options: Any) -> Engine:
@@ -171,7 +173,8 @@ class Engine:
         caches: from `new_caches`, kept from request to request; tokens that the prompt shares with the earlier text are
         not scored again. One request at a time may use them: UsageError while another iterator is open.
         observer: called with the tree and the verdict after every pass.
-        Raises ContextLengthError or UsageError at once, NumericalError or MemoryLimitError while running.
+        Raises ContextLengthError or UsageError at once, TokenizerError if a constraint does not fit the tokenizer.
+        Raises NumericalError, MemoryLimitError or ConstraintError while running.
         """
         text, asked = self.check_request(prompt, params, speculation, observer)
         caches = caches or self.new_caches()
@@ -197,7 +200,10 @@ class Engine:
         room = self.room_after(len(text))
         seed = secrets.randbits(32) if params.seed is None else params.seed
         params = replace(params, seed=seed, max_new_tokens=min(params.max_new_tokens, room))
-        return text, RequestParams(params, seed, speculation, observer, began)
+        constraint = None
+        if params.constraint is not None:
+            constraint = self.compile_constraint(params.constraint, gives_forced=speculation.forced)
+        return text, RequestParams(params, seed, speculation, observer, began, constraint)
 
     def generate_many(
         self,
@@ -219,6 +225,10 @@ class Engine:
         pairs = zip(prompts, each, strict=True)
         indices = {batch.add(prompt, own, speculation): i for i, (prompt, own) in enumerate(pairs)}
         return _steps_of(batch, indices)
+
+    def compile_constraint(self, constraint: Constraint, *, gives_forced: bool = True) -> GrammarConstraint:
+        """The constraint on one answer's tokens. Raises the errors of `ConstraintCompiler.compile`."""
+        return self._constraints.compile(constraint, gives_forced=gives_forced)
 
     def complete(
         self, prompt: Prompt, params: SamplingParams | None = None, speculation: SpeculationParams | None = None

@@ -12,6 +12,7 @@
     ├── HardwareError             a device or disk of this machine does not respond
     ├── StorageError              a file cannot be written: no space, no permission
     ├── NumericalError            the model computed a value that is not a number
+    ├── ConstraintError           a grammar or schema allows no further token, or is too complex to follow
     └── VerificationError         speculative text differs from plain decoding's
 
 Exceptions of other libraries become one of these, with `from exc`, where they arise.
@@ -68,6 +69,10 @@ class StorageError(OffspecError):
 
 class NumericalError(OffspecError):
     """The model computed a value that is not a number."""
+
+
+class ConstraintError(OffspecError):
+    """A grammar or schema allows no further token, or is too complex to follow."""
 
 
 class VerificationError(OffspecError):

@@ -14,7 +14,9 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from offspec.loaders.cuda import device_bytes, span
+from offspec.scheduler.constraint import TokenConstraint
 from offspec.scheduler.drafter import CompetingDrafter, DraftRequest
+from offspec.scheduler.forced import prepare_masks
 from offspec.scheduler.joint import joint_walk
 from offspec.scheduler.params import MAX_ROWS, SamplingParams, SpeculationParams, max_nodes, tree_room
 from offspec.scheduler.sampling import Sampler
@@ -24,7 +26,7 @@ from offspec.scheduler.verify import Logits, TargetPass, Verdict, exact_walk
 
 from .background import Work, in_background
 from .drafts.base import DraftTask
-from .errors import NumericalError
+from .errors import ConstraintError, NumericalError, OffspecError
 from .model.decoder import TextRows, score_together
 from .model.row_logits import RowLogits
 from .model.text_caches import TextCaches
@@ -61,13 +63,17 @@ class Step:
 
 @dataclass(frozen=True)
 class RequestParams:
-    """The parameters of a request. seed: the sampling seed, never None. began: the start time, by `perf_counter`."""
+    """The parameters of a request.
+
+    seed: the sampling seed, never None. began: the start time, by `perf_counter`. constraint: of the answer, compiled.
+    """
 
     sampling: SamplingParams
     seed: int
     speculation: SpeculationParams
     observer: Observer | None
     began: float
+    constraint: TokenConstraint | None = None
 
 
 class Request:
@@ -90,6 +96,7 @@ class Request:
         self._caches, self._longest, self._shared = caches, len(text) + self.limit, shared
         self.sampler = Sampler(asked.sampling, asked.seed, engine.target.config.vocab_size, engine.target.device)
         self.sampler.extend(text)
+        self.sampler.constrain(asked.constraint)
         self._stream = engine.tokenizer.stream(asked.sampling.stop, skip_special_tokens=True)
         self._moved_before = engine.loaded.bytes_streamed
         self._chain, self._tree = list[int](), TokenTree.empty()  # of the next pass
@@ -160,7 +167,7 @@ class Request:
             with self.engine.turn:
                 self.engine.loaded.check()
                 (verdict,) = retry_out_of_memory(lambda: run_pass([self], alone), self._begin_again)
-            if isinstance(verdict, NumericalError):
+            if isinstance(verdict, OffspecError):
                 raise verdict
             assert verdict is not None, "a pass of its own scores the whole prompt"
             step = self.step(verdict)
@@ -206,7 +213,7 @@ class Request:
         tree = self._tree
         return TextRows(self._chain, tree.tokens, tree.depths, tree.mask())
 
-    def judge(self, logits: Logits) -> Verdict | NumericalError | None:
+    def judge(self, logits: Logits) -> Verdict | OffspecError | None:
         """The verdict on the tree; None after a part of a prompt."""
         if self._is_prefilling:
             return None
@@ -215,8 +222,20 @@ class Request:
             if speculation.is_lossy:
                 return joint_walk(self._tree, logits, self.sampler, position, tau=speculation.tau, final=self.final)
             return exact_walk(self._tree, logits, self.sampler, position)
-        except NumericalError as exc:
+        except (NumericalError, ConstraintError) as exc:
             return exc
+
+    @property
+    def prepares_masks(self) -> bool:
+        """Whether to compute a constraint's masks during the pass: on a GPU, or while layers are read."""
+        engine = self.engine
+        is_idle = engine.target.device.type != "cpu" or engine.loaded.bytes_streamed > self._moved_before
+        return is_idle and self.sampler.constraint is not None and not self._is_prefilling
+
+    def prepare_masks(self, is_over: Callable[[], bool]) -> None:
+        """Compute the masks that the walk may need, until `is_over`."""
+        assert self.sampler.constraint is not None
+        prepare_masks(self.sampler.constraint, self._tree, is_over)
 
     def commit(self, verdict: Verdict, rows: RowLogits) -> None:
         """Keep what the verdict accepted, and tell the drafter."""
@@ -276,11 +295,11 @@ class Request:
         return Step(tokens, "".join(texts), replace(self.stats), reason, num_accepted, tuple(texts))
 
 
-def run_pass(requests: Sequence[Request], shared: SharedPass) -> list[Verdict | NumericalError | None]:
+def run_pass(requests: Sequence[Request], shared: SharedPass) -> list[Verdict | OffspecError | None]:
     """One pass of the target over the texts of these requests: propose, score, verify, commit, observe.
 
-    Returns each request's verdict: None after a part of its prompt, an error if its logits are not finite. Each text is
-    the same as in passes of its own, whatever else shares the pass.
+    Returns each request's verdict: None after a part of its prompt, an error if its logits are not finite or its
+    constraint allows no token. Each text is the same as in passes of its own, whatever else shares the pass.
     """
     engine, target, started = requests[0].engine, requests[0].target, time.perf_counter()
     with span("draft"):
@@ -341,12 +360,21 @@ def _chains(unscored: Sequence[int]) -> list[int]:
 
 
 def _drafting(requests: Sequence[Request]) -> AbstractContextManager[None]:
-    """Drafts for these requests in the background, as far as their drafters want to."""
+    """Computes masks and drafts for these requests in the background, as far as their drafters want to."""
     works = [request.drafter.extend for request in requests if request.drafter.wants_overlap]
-    if not works:
+    constrained = [request for request in requests if request.prepares_masks]
+    if not works and not constrained:
         return nullcontext()
-    device = requests[0].target.device
-    return in_background(works[0] if len(works) == 1 else lambda is_over: _take_turns(works, is_over), device)
+
+    def work(is_over: Callable[[], bool]) -> None:
+        for request in constrained:
+            request.prepare_masks(is_over)
+        if len(works) == 1:
+            works[0](is_over)
+        else:
+            _take_turns(works, is_over)
+
+    return in_background(work, requests[0].target.device)
 
 
 def _take_turns(works: Sequence[Work], is_over: Callable[[], bool]) -> None:

@@ -49,8 +49,13 @@ class ChildScores:
         return np.minimum(scores, 0.0)
 
     def likelihood(self, row: int, token: int) -> FloatArray:
-        """[S]: log-probability of `token` at one row for each s; a token outside the candidates counts as the last."""
+        """[S]: log-probability of `token` at one row for each s; a token outside the candidates counts as the last.
+
+        0 for a row without candidates, which says nothing about s.
+        """
         possible = np.isfinite(self.values[row])
+        if not possible.any():
+            return np.zeros(len(GRID))
         found = np.flatnonzero((self.tokens[row] == token) & possible)
         value = float(self.values[row, found[0]] if len(found) else self.values[row, possible].min())
         log_probabilities: FloatArray = value / GRID - self.normalisers[row]
@@ -63,7 +68,8 @@ def _columns(scores: ChildScores) -> list[np.ndarray]:
 
 # A candidate. parent: the parent's index, or ROOT. row: its place among the expanded nodes, which is the draft's
 # pending region; -1 if not expanded. value: v at its parent, -inf if the model has not scored it. claim: a guesser's
-# score, -inf if there is none. score: the maximum of the claim and the model's score.
+# score, -inf if there is none. forced: a constraint allows no other token at its place, so its score is its parent's.
+# Otherwise score is the maximum of the claim and the model's score.
 NODE = np.dtype(
     [
         ("token", np.int64),
@@ -73,7 +79,9 @@ NODE = np.dtype(
         ("value", np.float64),
         ("claim", np.float64),
         ("score", np.float64),
-    ]
+        ("forced", np.bool_),
+    ],
+    align=True,  # torch reads columns, whose strides must be multiples of 8 bytes
 )
 
 NO_THRESHOLD = (0, 0), -np.inf
@@ -93,7 +101,7 @@ class CandidateTree:
         self._final = np.array(sorted(final), dtype=np.int64)
         self._child_scores: list[ChildScores] = []  # the root's, then those of the expanded nodes, by row
         self._ancestors = np.zeros((64, 64), dtype=np.bool_)  # [row, row]: the attention mask
-        self._guessed = np.empty(0, dtype=np.int64)  # nodes that a guesser proposed
+        self._guessed = np.empty(0, dtype=np.int64)  # nodes that a guesser proposed, or a constraint forces
         # The arguments of the last `best`, and the lowest score that it returned: added nodes can only raise it.
         self._threshold = NO_THRESHOLD
 
@@ -127,6 +135,7 @@ class CandidateTree:
         new["token"], new["parent"], new["depth"] = scores.tokens[row, column], parents[row], depths[row]
         new["row"], new["claim"] = -1, -np.inf
         new["value"], new["score"] = scores.values[row, column], sums[row, column]
+        new["forced"] = False
 
     def _more(self, count: int) -> np.ndarray:
         """Extend `nodes` by `count` and return the new ones, uninitialised."""
@@ -150,7 +159,7 @@ class CandidateTree:
         return self._of("depth", nodes, 0)
 
     def _already_there(self, parents: IntArray, scores: ChildScores) -> BoolArray:
-        """[R, C]: the children that a guesser proposed before; their nodes get the model's values."""
+        """[R, C]: the children that are candidates already; their nodes get the model's values."""
         there = np.zeros(scores.tokens.shape, dtype=np.bool_)
         guessed = self._guessed
         for node in guessed[np.isin(self.nodes["parent"][guessed], parents)] if len(guessed) else ():
@@ -176,7 +185,7 @@ class CandidateTree:
                 continue
             if (place := known.get((above, token))) is None:
                 place = known[above, token] = size + len(new)
-                new.append((token, above, tree.depths[i], -1, -np.inf, -np.inf, tree.scores[i]))
+                new.append((token, above, tree.depths[i], -1, -np.inf, -np.inf, tree.scores[i], False))
             places[i] = place
         self._more(len(new))[:] = np.array(new, dtype=NODE)
         found = np.array(places[:-1], dtype=np.int64)
@@ -186,7 +195,25 @@ class CandidateTree:
         self.rescore(index)
 
     def _find_guessed(self) -> None:
-        self._guessed = np.flatnonzero(np.isfinite(self.nodes["claim"]))
+        self._guessed = np.flatnonzero(np.isfinite(self.nodes["claim"]) | self.nodes["forced"])
+
+    def add_forced(self, above: int, tokens: Sequence[int], index: int) -> list[int]:
+        """Add tokens of which each is the only one allowed, as a chain below `above` (or ROOT); returns its nodes."""
+        chain, was_there = list[int](), False
+        for token in tokens:
+            node = self.child(above, token)
+            if node is None:
+                score, depth = self._of("score", np.array([above]), 0.0)[0], self.depths(np.array([above]))[0] + 1
+                node = len(self.nodes)
+                self._more(1)[:] = np.array([(token, above, depth, -1, -np.inf, -np.inf, score, True)], dtype=NODE)
+            else:
+                was_there, self.nodes["forced"][node] = True, True
+            chain.append(node)
+            above = node
+        self._find_guessed()
+        if was_there:
+            self.rescore(index)
+        return chain
 
     def disputed(self, places: IntArray, index: int) -> tuple[IntArray, FloatArray]:
         """Children of `places` (nodes, or ROOT) whose guesser gives them a higher probability than the model does.
@@ -235,6 +262,7 @@ class CandidateTree:
         if judged.any():
             normalisers = self.child_scores.normalisers[self._score_rows()[judged], index]
             gains[judged] = nodes["value"][judged] / GRID[index] - normalisers
+        gains[nodes["forced"]] = 0.0
         for depth in range(1, int(nodes["depth"].max()) + 1):
             level = np.flatnonzero(nodes["depth"] == depth)
             base = np.zeros(len(level)) if depth == 1 else nodes["score"][nodes["parent"][level]]
@@ -279,12 +307,18 @@ class CandidateTree:
 
     def probabilities(self, nodes: IntArray, trust: float) -> FloatArray:
         """Acceptance probabilities of these nodes: `trust` times the model's probability, or a guesser's claim."""
-        found: FloatArray = np.where(self.is_claimed(nodes), 1.0, trust) * np.exp(self.nodes["score"][nodes])
+        is_trusted = self.is_claimed(nodes) | self.is_certain(nodes)
+        found: FloatArray = np.where(is_trusted, 1.0, trust) * np.exp(self.nodes["score"][nodes])
         return found
 
     def is_claimed(self, nodes: IntArray) -> BoolArray:
         """Which of these nodes have a guesser's score."""
         found: BoolArray = self.nodes["score"][nodes] <= self.nodes["claim"][nodes]
+        return found
+
+    def is_certain(self, nodes: IntArray) -> BoolArray:
+        """Which of these nodes are forced, as are all nodes above them."""
+        found: BoolArray = self.nodes["forced"][nodes] & (self.nodes["score"][nodes] == 0)
         return found
 
     def rows(self, path: IntArray) -> list[int]:

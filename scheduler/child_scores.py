@@ -50,7 +50,10 @@ class ChildScorer:
         normalisers = _log_normalisers(parts[:, 2 * count :])
         if not np.isfinite(normalisers).all():
             raise draft_not_finite()
-        return ChildScores(parts[:, :count].astype(np.int64), parts[:, count : 2 * count], normalisers)
+        found, best_values = parts[:, :count].astype(np.int64), parts[:, count : 2 * count]
+        return ChildScores(
+            found, np.where(self._sampler.are_allowed(found, paths), best_values, -math.inf), normalisers
+        )
 
 
 def draft_not_finite() -> NumericalError:

@@ -19,6 +19,7 @@ from .tree import ROOT, FloatArray, IntArray
 from .verify import TargetStates
 
 MAX_CORRECTED = int(WIDTHS[-1])  # the likeliest nodes, whose logits are corrected after a pass
+MAX_FORCED = 64  # the likeliest nodes, below which forced tokens are looked for
 
 
 class DraftRounds:
@@ -42,11 +43,13 @@ class DraftRounds:
         self._text: Sequence[int] = ()
         self._position = 0  # of the root's children
         self.tree = CandidateTree(self._final)
+        self._constraint = request.sampler.constraint
+        self._asked: set[int] = set()  # nodes below which forced tokens were looked for
         self.max_depth = self.model_depth = 0
 
     def begin(self, text: Sequence[int], max_depth: int) -> None:
         """Start a tree of continuations of `text`, at most max_depth deep."""
-        self._text, self._position, self.max_depth = text, len(text), max_depth
+        self._text, self._position, self.max_depth, self._asked = text, len(text), max_depth, set()
         # The draft predicts positions beyond its context badly, or not at all.
         self.model_depth = min(max_depth, self._model.max_context - len(text))
 
@@ -66,8 +69,11 @@ class DraftRounds:
         return self._most_rows - self.tree.num_expanded
 
     def best(self, count: int) -> IntArray:
-        """The best `count` candidates, best first."""
-        return self.tree.best(count, self.max_depth)
+        """The best `count` candidates, best first, with what the constraint forces below the likeliest of them."""
+        found = self.tree.best(count, self.max_depth)
+        if self._add_forced(found[:MAX_FORCED]):
+            found = self.tree.best(count, self.max_depth)
+        return found
 
     def open_among(self, nodes: IntArray) -> IntArray:
         """Those of `nodes` that the draft can expand, in the same order."""
@@ -103,6 +109,29 @@ class DraftRounds:
             if not len(nodes):
                 break
             self.expand(nodes[:width])
+
+    def forced(self, most: int) -> list[int]:
+        """Up to `most` tokens that the constraint forces after the text."""
+        return [] if self._constraint is None else self._constraint.forced([], most)
+
+    def begin_forced(self) -> None:
+        """Add the tokens that the constraint forces below the root."""
+        self._add_forced(np.empty(0, dtype=np.int64))
+
+    def _add_forced(self, nodes: IntArray) -> bool:
+        """Add the tokens that the constraint forces below the root and below `nodes`; whether there were any."""
+        if self._constraint is None:
+            return False
+        is_any = False
+        for node in (ROOT, *nodes.tolist()):
+            if node in self._asked:
+                continue
+            self._asked.add(node)
+            path = [] if node == ROOT else self.tree.path_tokens(np.array([node]))[0]
+            if tokens := self._constraint.forced(path, self.max_depth - len(path)):
+                self._asked.update(self.tree.add_forced(node, tokens, self._calibration.index))
+                is_any = True
+        return is_any
 
     def rejudge(self) -> None:
         """Rescore the kept part of the last tree, which was drafted before the last verdict."""

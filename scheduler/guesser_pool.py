@@ -11,6 +11,7 @@ import numpy as np
 from .averages import MovingAverage, Retry
 from .calibration import DraftCalibration
 from .candidate_tree import CandidateTree
+from .forced import allowed_part
 from .lookup import Guesser
 from .pricing import Clock
 from .sampling import Sampler
@@ -64,6 +65,8 @@ class GuesserPool:
                 continue
             began = self._clock()
             guesses = guesser.guess(text, self._sampler, min(max_nodes, MAX_GUESSES), max_depth)
+            if self._sampler.constraint is not None:
+                guesses = allowed_part(guesses, self._sampler.constraint)
             if len(guesses):
                 guesses = replace(guesses, scores=guesses.scores + self._log_trust)
                 tree.add_guesses(guesses, self._calibration.index)

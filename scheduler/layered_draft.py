@@ -85,9 +85,9 @@ class LayeredDraft:
         gains = (best - values.logsumexp(-1, keepdim=True)).double().cpu().numpy()
         if np.isnan(gains).any():
             raise draft_not_finite()
-        found = LayerCandidates(
-            np.where(np.isfinite(gains), tokens.cpu().numpy(), -1), np.minimum(gains, 0.0), first_row
-        )
+        proposed = tokens.cpu().numpy()
+        gains = np.where(self.sampler.are_allowed(proposed, self._paths), gains, -np.inf)
+        found = LayerCandidates(np.where(np.isfinite(gains), proposed, -1), np.minimum(gains, 0.0), first_row)
         self.layers.append(found)
         return found
 

@@ -72,7 +72,8 @@ class ModelDrafter:
         self._text: Sequence[int] = ()
         self._may_draft = False
         self._best = self._sent = NO_NODES  # candidates, the best first
-        self._is_plain = False  # this pass does not speculate
+        self._is_plain = False  # this pass does not speculate, but for what a constraint forces
+        self._forced: list[int] = []
 
     @property
     def candidates(self) -> CandidateTree:
@@ -97,6 +98,7 @@ class ModelDrafter:
         self._is_plain = not pricing.speculates
         if self._is_plain:
             pricing.begin_plain()
+            self._forced = rounds.forced(min(max_depth, self._params.max_depth, pricing.limit))
             return None
         self._text = text
         rounds.begin(text, min(max_depth, self._params.max_depth))
@@ -112,7 +114,7 @@ class ModelDrafter:
         """See `CompetingDrafter`."""
         if self._is_plain:
             self._overlap.begin(is_on=False)
-            return EMPTY_TREE
+            return TokenTree.chain(self._forced) if self._forced else EMPTY_TREE
         rounds, pricing = self._rounds, self._pricing
         if len(self._best):
             self._sent = self._best[
@@ -137,8 +139,9 @@ class ModelDrafter:
         return self._rounds.num_unscored if unscored is None else unscored
 
     def _draft(self) -> None:
-        """Run the guessers, then the draft."""
+        """Add what is forced, run the guessers, then the draft."""
         rounds, pricing = self._rounds, self._pricing
+        rounds.begin_forced()
         rate = pricing.tokens_per_s if self._is_priced and not pricing.is_catching_up else None
         self._guessers.ask(rounds.tree, self._text, pricing.limit, rounds.max_depth, rate)
         if self._can_ask_model and (rounds.tree.is_rooted or pricing.is_worth_a_round()):
@@ -205,7 +208,7 @@ class ModelDrafter:
         if self._rounds.is_untouched:
             self._rounds.keep_nothing()
         else:  # of the last tree
-            self._rounds.keep(NO_NODES, done.verdict.tokens, reuse=self._params.reuse)
+            self._rounds.keep(NO_NODES, done.verdict.tokens, reuse=self._params.reuse and not done.verdict.path)
         self._pricing.end_plain()
 
     def _learn(self, done: TargetPass) -> None:

@@ -5,8 +5,10 @@ This module imports neither torch nor numpy, so that `--help` is fast.
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
@@ -27,6 +29,7 @@ Accept = Literal["exact", "joint"]
 Scoring = Literal["coupled", "specexec"]
 Tree = Literal["best-first", "sequoia", "opt-tree"]
 Stopping = Literal["default", "thompson", "thompson-calibrated"]
+ConstraintKind = Literal["json_schema", "json_object", "grammar", "regex"]
 NUMBERS: dict[str, tuple[type, str]] = {"int": (Integral, "a whole number"), "float": (Real, "a number")}
 
 
@@ -47,12 +50,53 @@ def _check_numbers(params: Any) -> None:
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """What an answer must be: JSON by a schema, any JSON object, a text of a grammar, or a match of a regex.
+
+    `Constraint.json_schema({...})` and so on make one. The engine compiles it with the model's tokenizer.
+    """
+
+    kind: ConstraintKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ConstraintKind):
+            raise UsageError(f"a constraint must be one of {', '.join(get_args(ConstraintKind))}, not {self.kind!r}")
+        if not isinstance(self.text, str):
+            raise UsageError(f"a constraint of kind {self.kind} needs a text, not {reprlib.repr(self.text)}")
+
+    @classmethod
+    def json_schema(cls, schema: str | bool | Mapping[str, Any]) -> Constraint:
+        """schema: JSON Schema as text or object. Raises UsageError for an object that JSON cannot express."""
+        try:
+            return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+        except (TypeError, ValueError, RecursionError) as exc:
+            raise UsageError(f"the JSON schema is not JSON ({exc})") from exc
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Any JSON object."""
+        return cls("json_object")
+
+    @classmethod
+    def grammar(cls, text: str) -> Constraint:
+        """text: llama.cpp's GBNF, or Lark as llguidance reads it."""
+        return cls("grammar", text)
+
+    @classmethod
+    def regex(cls, text: str) -> Constraint:
+        """text: a regular expression that the whole answer must match, in the syntax of Rust's regex crate."""
+        return cls("regex", text)
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping; the defaults are greedy.
 
     temperature 0 is greedy and ignores top_k, top_p and min_p. top_k 0, top_p 1 and min_p 0 disable the filters. The
     repetition penalty (CTRL, 1909.05858, as in transformers) applies to every token of the prompt and of the text so
-    far. seed None selects a random one, which the statistics report. Raises UsageError for a value out of range.
+    far. seed None selects a random one, which the statistics report. constraint: what the answer must be, or None.
+    Raises UsageError for a value out of range.
     """
 
     max_new_tokens: int = 256
@@ -64,6 +108,7 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -79,10 +124,13 @@ class SamplingParams:
             ("stop", are_texts and all(self.stop), "a tuple of texts that are not empty"),
             ("stop", are_texts and len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} texts"),
             ("stop", are_texts and max(map(len, self.stop), default=0) <= MAX_STOP_LENGTH, _STOP_LENGTH),
+            ("constraint", self.constraint is None or isinstance(self.constraint, Constraint), "a Constraint"),
         ]
         for name, good, wanted in checks:
             if not good:
                 raise UsageError(f"{name} must be {wanted}, not {reprlib.repr(getattr(self, name))}")
+        if self.ignore_eos and self.constraint is not None:
+            raise UsageError("ignore_eos contradicts a constraint, which says where the text ends; omit one of them")
 
 
 @dataclass(frozen=True)
@@ -97,7 +145,7 @@ class SpeculationParams:
     thompson-calibrated also uses costs and the draft's confidence. lookup: merge in n-gram lookup in the text.
     recycling: merge in the target's earlier top-k predictions after the same token; always on without a draft model.
     recall: correct the draft by the target's predictions at similar places. reuse: keep the subtree below the accepted
-    token. overlap: draft during the target's pass.
+    token. overlap: draft during the target's pass. forced: add the tokens that a constraint forces to the tree.
 
     accept: exact, or joint (`scheduler.joint`), which is lossy: it accepts the longest path whose joint probability
     under the target is at least `tau`, in (0, 1], times that under the draft. Joint acceptance drafts by beam search,
@@ -119,6 +167,7 @@ class SpeculationParams:
     recall: bool = True
     reuse: bool = True
     overlap: bool = True
+    forced: bool = True
     accept: Accept = "exact"
     tau: float = 0.1
     beam: int = 8

@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from offspec.errors import NumericalError
 
+from .constraint import MaskBits, TokenConstraint
 from .params import SEED_LIMIT, SamplingParams
+from .tree import BoolArray, IntArray
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = SEED_LIMIT - 1
@@ -71,6 +74,7 @@ class Sampler:
     """Chooses tokens for one request, and gives drafters the same noise.
 
     vocab_size: the target's; a draft's logits may have fewer columns. `extend` records the text, for the penalty.
+    constraint: the tokens that the answer may have, or None; set by `constrain` when the text is the prompt.
     """
 
     def __init__(self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
@@ -79,6 +83,7 @@ class Sampler:
         self._noise: dict[int, Tensor] = {}
         self._rounded: dict[int, Tensor] = {}
         self._length = 0  # of the text
+        self.constraint: TokenConstraint | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -87,11 +92,21 @@ class Sampler:
     @property
     def needs_history(self) -> bool:
         """Whether a row's distribution depends on the preceding tokens, in addition to the logits."""
+        return self._has_penalty or self.constraint is not None
+
+    @property
+    def _has_penalty(self) -> bool:
         return self.params.repetition_penalty != 1
+
+    def constrain(self, constraint: TokenConstraint | None) -> None:
+        """Allow only what the constraint allows from here on: `extend` passes it the tokens that follow."""
+        self.constraint = constraint
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Record tokens of the text: the prompt, then every emitted token."""
-        if self.needs_history:
+        if self.constraint is not None:
+            self.constraint.accept(tokens)
+        if self._has_penalty:
             self._seen[torch.tensor(tokens, dtype=torch.long, device=self.device)] = True
         self._length += len(tokens)
         for kept in (self._noise, self._rounded):
@@ -113,11 +128,13 @@ class Sampler:
     def process(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Apply the parameters to logits [R, V]: log-probabilities up to a constant per row, [R, V].
 
-        Excluded tokens are -inf. paths[r]: the tokens between the text and row r, for the repetition penalty.
-        Order as in transformers: penalty, temperature, top-k, top-p, min-p. Greedy: penalty only.
+        Excluded tokens are -inf. paths[r]: the tokens between the text and row r, for constraint and penalty.
+        Order as in transformers: constraint, penalty, temperature, top-k, top-p, min-p. Greedy: the first two only.
         """
         p = self.params
-        if self.needs_history:
+        if self.constraint is not None:
+            logits = self._allowed(logits, paths)
+        if self._has_penalty:
             logits = self._penalised(logits, paths)
         if self.is_greedy:
             return logits
@@ -134,8 +151,10 @@ class Sampler:
     def choose(self, logits: Tensor, position: int, path: Sequence[int]) -> int:
         """The token at `position`, given the logits [V] after text + path.
 
-        Raises NumericalError if the logits are not finite.
+        Raises NumericalError if the logits are not finite, ConstraintError if the constraint allows no token.
         """
+        if self.constraint is not None and not self.constraint.mask(path).any():
+            raise self.constraint.dead_end(path)
         values = self.process(logits[None].double(), [path])[0]
         if not self.is_greedy:
             values = values + self.noise(position)
@@ -143,6 +162,29 @@ class Sampler:
         if not math.isfinite(greatest):
             raise not_finite(position)
         return int(token)
+
+    def _allowed(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Exclude what the constraint forbids; but not from rows without any allowed token, see `are_allowed`."""
+        bits = self._mask_bits(paths)
+        allowed = _unpacked(bits, logits.device)[:, : logits.shape[1]]
+        return logits.masked_fill(~allowed & allowed.any(-1, keepdim=True), -math.inf)
+
+    def are_allowed(self, tokens: IntArray, paths: Sequence[Sequence[int]]) -> BoolArray:
+        """Which of a draft's proposals, `tokens` [R, C] after R paths, the constraint allows.
+
+        `process` excludes the others, but in rows in which nothing is left: at a dead end, and where the draft knows
+        none of the allowed tokens.
+        """
+        if self.constraint is None:
+            return np.ones(tokens.shape, dtype=np.bool_)
+        bits = np.take_along_axis(self._mask_bits(paths), tokens >> 3, axis=1)
+        found: BoolArray = (bits >> (tokens & 7).astype(np.uint8) & 1).astype(np.bool_)
+        return found
+
+    def _mask_bits(self, paths: Sequence[Sequence[int]]) -> MaskBits:
+        """[R, ceil(V / 8)], see `TokenConstraint.mask`."""
+        assert self.constraint is not None
+        return np.stack([self.constraint.mask(path) for path in paths])
 
     def _penalised(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         seen = self._seen[: logits.shape[-1]].expand_as(logits).clone()
@@ -153,6 +195,14 @@ class Sampler:
             seen[rows, tokens] = True
         penalty = self.params.repetition_penalty
         return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def _unpacked(bits: np.ndarray, device: torch.device) -> Tensor:
+    """Bool [R, 8 · B] of bits [R, B], lowest bit first. A GPU gets the bits, an eighth of the bytes."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(bits, axis=1, bitorder="little").view(np.bool_))
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    return (torch.from_numpy(bits).to(device)[..., None] >> shifts & 1).bool().flatten(1)
 
 
 def not_finite(position: int) -> NumericalError:

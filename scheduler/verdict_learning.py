@@ -14,7 +14,7 @@ from .verify import Verdict
 
 def learn_trust(trust: Trust, candidates: CandidateTree, sent: IntArray, tree: TokenTree, verdict: Verdict) -> None:
     """Update the trust from the draft's own nodes of `tree`, which consists of the candidates `sent`."""
-    own = ~candidates.is_claimed(sent)
+    own = ~(candidates.is_claimed(sent) | candidates.is_certain(sent))
     if own.any():
         trust.observe(float(np.exp(tree.scores[own]).sum()), int(own[verdict.path].sum()))
 

@@ -36,6 +36,7 @@ ELSEWHERE = {
     **dict.fromkeys(("ray start", "offspec run ~/models/Llama-3.1-70B-nf4"), "tests/cli/test_ray_batch.py"),
     "serve run": "tests/cli/test_ray_serve.py",
     "offspec tokens": "tests/test_docs.py",
+    "python -m tests.offspec.schemas": "tests/offspec/test_constraints.py",
     "offspec run --budget 96": "names a flag",
     **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),
     "python -m benchmarks.peers": "tests/benchmarks/test_peers.py",

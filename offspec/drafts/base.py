@@ -18,6 +18,7 @@ from offspec.loaders.placement import Placement
 from offspec.scheduler.budget import Controller
 from offspec.scheduler.controllers import controller_for
 from offspec.scheduler.drafter import Drafter, DraftRequest, NoDrafter
+from offspec.scheduler.forced import ForcedDrafter
 from offspec.scheduler.lookup import Guesser
 from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import SpeculationParams, max_nodes
@@ -170,7 +171,10 @@ class Draft:
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
         """The drafter of one request."""
         guessers = self.guessers(task, learnt)
-        if task.speculation.budget == 0 or not guessers:
+        speculation, constraint = task.speculation, task.request.sampler.constraint
+        if speculation.budget != 0 and not guessers and constraint is not None:
+            return ForcedDrafter(constraint, speculation.budget or max_nodes(task.target.device.type))
+        if speculation.budget == 0 or not guessers:
             return NoDrafter()
         return ModelDrafter(
             None,

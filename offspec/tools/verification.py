@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from offspec.scheduler.params import SEED_LIMIT, SamplingParams, Scoring, SpeculationParams
+from offspec.scheduler.params import SEED_LIMIT, Constraint, SamplingParams, Scoring, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 
 from ..drafts.model_draft import ModelDraft
@@ -43,6 +43,7 @@ class Setting:
     budget: int | None
     scoring: Scoring
     draft: str
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         self.sampling(max_new_tokens=1, seed=0)
@@ -59,7 +60,9 @@ class Setting:
         return budget_name(self.budget)
 
     def sampling(self, max_new_tokens: int, seed: int) -> SamplingParams:
-        return SamplingParams(max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=seed)
+        return SamplingParams(
+            max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=seed, constraint=self.constraint
+        )
 
     def speculation(self) -> SpeculationParams:
         return SpeculationParams(budget=self.budget, scoring=self.scoring)
@@ -129,10 +132,11 @@ def settings_of(
     budgets: Sequence[int | None],
     scorings: Sequence[Scoring],
     drafts: Sequence[str],
+    constraint: Constraint | None = None,
 ) -> list[Setting]:
     """Every combination, grouped by temperature; top_p is used at temperature 1 only."""
     return [
-        Setting(temperature, top_p if temperature == 1 else 1.0, budget, scoring, draft)
+        Setting(temperature, top_p if temperature == 1 else 1.0, budget, scoring, draft, constraint)
         for temperature, draft, scoring, budget in itertools.product(temperatures, drafts, scorings, budgets)
     ]
 
@@ -248,15 +252,20 @@ def _differences(
         return
     at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found)))
     a, b = (wanted[at] if at < len(wanted) else None), (found[at] if at < len(found) else None)
-    gap = None if a is None or b is None else _gap(engine, [*prompt, *wanted[:at]], params, a, b)
+    gap = None if a is None or b is None else _gap(engine, prompt, wanted[:at], params, (a, b))
     yield Difference(setting, index, at, a, b, gap, gap is not None and gap <= NEAR_TIE[engine.target.dtype])
 
 
-def _gap(engine: Engine, text: list[int], params: SamplingParams, a: int, b: int) -> float | None:
+def _gap(
+    engine: Engine, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams, tokens: tuple[int, int]
+) -> float | None:
     """The distance of two tokens' values after a text, including noise; None if sampling excludes one of them."""
-    target, device = engine.target, engine.target.device
+    target, device, text, (a, b) = engine.target, engine.target.device, [*prompt, *answer], tokens
     hidden = target.forward(torch.tensor(text), torch.arange(len(text), device=device), target.new_cache())
     sampler = Sampler(params, params.seed or 0, target.config.vocab_size, device)
+    if params.constraint is not None:
+        sampler.constrain(engine.compile_constraint(params.constraint))
+        sampler.extend(answer)
     values = sampler.process(target.logits(hidden[-1:]).double(), [[]])[0]
     if not sampler.is_greedy:
         values = values + sampler.noise(len(text))

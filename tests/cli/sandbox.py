@@ -43,6 +43,8 @@ WORDS = {"$(scripts/fetch_smollm2)": "SmolLM2.gguf", "org/name:Q4_K_M": "model.g
 FILES = {
     "prompts.jsonl": '{"prompt": "def area("}\n{"messages": [{"role": "user", "content": "Hello"}]}\n',
     "question.txt": "Why is the sky blue?\n",
+    "person.json": '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}',
+    "answer.gbnf": 'root ::= "yes" | "no" [a-z]*\n',
     "notes.txt": "def area(width, height):\n    return width * height\n",
 }
 SETTINGS = {
