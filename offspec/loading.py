@@ -21,6 +21,7 @@ from .checkpoints.load import LoadSettings, decoder_over, load_weights
 from .checkpoints.opening import ModelFiles, Note, choose_device, locate
 from .drafts.base import Draft, DraftOptions, OpenedDraft, OpenRequest
 from .drafts.kinds import open_draft
+from .drafts.weighing import Chooser, Scales
 from .errors import MemoryLimitError, UsageError
 from .model.block import kv_cache_bytes
 from .model.decoder import Decoder
@@ -30,6 +31,7 @@ from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, 
 from .planning.parked_texts import ParkedTexts
 from .planning.plan import KV_ITEM, Plan, with_faster_residents
 from .planning.probe import (
+    ProductRates,
     choose_products,
     measure_fused_limits,
     measure_link,
@@ -246,6 +248,23 @@ class PlannedMemory:
         self.plan = leaner
 
 
+class MachineRates:
+    """This machine's rates for a target, measured once for each set of tiers that a plan uses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._known: dict[tuple[bool, bool], tuple[float | None, Rates]] = {}
+
+    def measure(self, plan: Plan) -> tuple[float | None, Rates]:
+        """Bytes/s of the links that move the streamed layers (None: nothing is streamed), and the rates for `plan`."""
+        target, tiers = plan.demand.target, (bool(plan.placement.in_ram), bool(plan.placement.on_disk))
+        if tiers not in self._known:
+            choose_products([(target, not plan.placement.streamed)], self.device)
+            link = measure_link(plan, self.device)
+            self._known[tiers] = link, measure_quick_rates(target, self.device, link)
+        return self._known[tiers]
+
+
 @dataclass(frozen=True)
 class Loaded:
     """The parts of an engine."""
@@ -265,7 +284,8 @@ def load(options: LoadOptions) -> Loaded:
     notes: list[Note] = []
     device = choose_device(options.device, notes)
     # Check headers and tokenizers of both models first, so that errors appear before gigabytes are read.
-    files, tokenizer, opened = open_models(options, device.type, notes)
+    machine = MachineRates(device)
+    files, tokenizer, opened = open_models(options, device.type, notes, machine)
     features, index = list[MemoryUser]([opened]), None
     if options.lookup_files:
         free_bytes = ram_beside_program(read_hardware(device), options.memory)
@@ -273,7 +293,7 @@ def load(options: LoadOptions) -> Loaded:
         features.append(LookupIndex(options.lookup_files))
     if options.cache_ram != 0:
         features.append(ParkedTexts(options.cache_ram, ram_beside_program(read_hardware(device), options.memory)))
-    target, draft = _load_models(options, files, opened, features, device, notes)
+    target, draft = _load_models(options, files, opened, features, machine, notes)
     return Loaded(target, tokenizer, draft, index)
 
 
@@ -288,15 +308,29 @@ class LookupIndex:
         return MemoryUse((Item("lookup index", on_host=resident),))
 
 
-def open_models(options: LoadOptions, device_type: str, notes: list[Note]) -> tuple[ModelFiles, Tokenizer, OpenedDraft]:
-    """Open and check the target, its tokenizer and the draft; loads no weights. Raises a subclass of OffspecError."""
+def open_models(
+    options: LoadOptions, device_type: str, notes: list[Note], machine: MachineRates | None = None
+) -> tuple[ModelFiles, Tokenizer, OpenedDraft]:
+    """Open and check the target, its tokenizer and the draft; loads no weights. Raises a subclass of OffspecError.
+
+    machine: its rates decide where several drafts are possible.
+    """
     path = locate(options.model, options.revision, "target")
     files = ModelFiles.open(path, options.dtype, device_type, notes)
     tokenizer = Tokenizer.load(files.checkpoint.tokenizer_path or files.checkpoint.path)
     if options.chats:
         tokenizer.check_chat_template()
     request = OpenRequest(options.drafting, files, tokenizer, options.dtype, device_type, notes, options.progress)
+    if machine is not None:
+        request = replace(request, choose=_chooser(options, request, machine))
     return files, tokenizer, open_draft(options.model, request)
+
+
+def _chooser(options: LoadOptions, request: OpenRequest, machine: MachineRates) -> Chooser:
+    """Chooses a draft by the plans of this machine."""
+    hardware, target = read_hardware(machine.device), request.target
+    scales = Scales(options.model, request, lambda draft: plan_here(target, [draft], hardware, options.memory))
+    return Chooser(scales, lambda plan: ProductRates(target, machine.measure(plan)[1], machine.device.type))
 
 
 def _load_models(
@@ -304,17 +338,17 @@ def _load_models(
     files: ModelFiles,
     opened: OpenedDraft,
     features: Sequence[MemoryUser],
-    device: torch.device,
+    machine: MachineRates,
     notes: list[Note],
 ) -> tuple[LoadedTarget, Draft]:
+    device = machine.device
     if device.type == "cuda":  # otherwise memory that torch cached for a closed engine would count as used
         release_memory(device)
     plan = plan_here(files, features, read_hardware(device), options.memory)
     if device.type == "cuda":
         limit_memory(plan.placement.limits.device if options.vram is not None else None, device)
-    link = measure_link(plan, device)
     choose_products([(files, not plan.placement.streamed), *((model, True) for model in opened.models)], device)
-    rates = measure_quick_rates(files, device, link)
+    link, rates = machine.measure(plan)
     plan = with_faster_residents(plan, rates)
     notes += [*explain_plan(plan, link), *explain_packing(plan)]
     notes += measure_fused_limits([files, *opened.models], device)

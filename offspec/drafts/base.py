@@ -6,7 +6,7 @@ Then it is loaded as a `Draft`. A new kind is one file with these two classes, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -80,11 +80,27 @@ class DraftOptions:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """The draft with the most predicted tokens/s, by name, and all predictions (name → tokens/s, most first)."""
+
+    name: str
+    tokens_per_s: Mapping[str, float]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {rate:.2g}" for name, rate in self.tokens_per_s.items())
+
+
+# Chooses among drafts by a plan and this machine's rates; others are predicted, too. None: there is no prediction.
+Choose = Callable[[Sequence[str], Sequence[str]], Choice | None]
+
+
+@dataclass(frozen=True)
 class OpenRequest:
     """A request to open a draft: the user's options, and the target.
 
     tokenizer: the target's; None if memory is only planned and files may be missing. dtype: auto, bf16, fp16, fp32.
     notes: opening appends each automatic choice. progress(bytes_done, bytes_total): called while a shadow is made.
+    choose(names, others): decides where several drafts are possible; without it, the first is taken.
     """
 
     options: DraftOptions
@@ -94,6 +110,7 @@ class OpenRequest:
     device_type: str
     notes: list[Note]
     progress: Progress | None = None
+    choose: Choose | None = None
 
 
 class OpenedDraft(Protocol):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from offspec.loaders.params import SHADOW_FORMATS
+
 from ..checkpoints.opening import Note
 from ..checkpoints.shadows import made_shadows
 from ..errors import UsageError
-from .base import OpenedDraft, OpenRequest
+from .base import Choice, OpenedDraft, OpenRequest
 from .layer_drafts import RESIDENT, SHADOW, OpenedLayers, OpenedShadow
 from .model_draft import OpenedModel
 from .self_draft import NAME as SELF
@@ -50,18 +52,47 @@ def automatic_names(model: str, request: OpenRequest) -> list[str]:
     return [*(f"{SHADOW}:{bits}" for bits in made_shadows(request.target)), LookupDraft.NAME]
 
 
+def shadow_names() -> list[str]:
+    """The drafts that `shadow` chooses from: it has as many bits as bring the most tokens/s."""
+    return [f"{SHADOW}:{bits}" for bits in SHADOW_FORMATS]
+
+
 def _resolve(model: str, request: OpenRequest) -> str:
-    """The name of a kind or a model; `auto` becomes one of them."""
-    if request.options.draft != AUTO:
-        return request.options.draft
-    name = automatic_names(model, request)[0]
+    """The name of a kind or a model; `auto`, and `shadow` without bits, become one of them."""
+    said = request.options.draft
+    if said == SHADOW:
+        return _chosen_bits(request)
+    return _automatic(model, request) if said == AUTO else said
+
+
+def _chosen_bits(request: OpenRequest) -> str:
+    names = shadow_names()
+    choice = None if request.choose is None else request.choose(names, ())
+    if choice is None:
+        return names[0]
+    request.notes.append(Note(f"draft: {choice.name}, by predicted tokens/s: {choice}"))
+    return choice.name
+
+
+def _automatic(model: str, request: OpenRequest) -> str:
+    names = automatic_names(model, request)
+    if names == [BUILTIN]:
+        return BUILTIN
+    choice = None if request.choose is None else request.choose(names, shadow_names()[:1])
+    name = names[0] if choice is None else choice.name
+    rates = "" if choice is None else f"; predicted tokens/s: {choice}"
     if name != LookupDraft.NAME:
-        if name != BUILTIN:
-            request.notes.append(Note(f"draft: the target's {name}, found in the cache"))
-        return name
-    remedy = (
-        "a small model of the same family (`draft=PATH`) or a copy of the target in 4 bits (`draft=shadow`) is faster"
-    )
-    text = f"draft: n-gram lookup, because no draft model was given for {model}; {remedy}"
-    request.notes.append(Note(text, advice=True))
-    return LookupDraft.NAME
+        request.notes.append(Note(f"draft: the target's {name}, found in the cache{rates}"))
+    else:
+        request.notes.append(Note(_advice(model, choice, has_shadow=len(names) > 1) + rates, advice=True))
+    return name
+
+
+def _advice(model: str, choice: Choice | None, *, has_shadow: bool) -> str:
+    """Why lookup drafts, and what would be faster: by the prediction if there is one, a shadow that is not made yet."""
+    best = None if choice is None else next(iter(choice.tokens_per_s))
+    remedy = "a small model of the same family (`draft=PATH`)"
+    if best != LookupDraft.NAME:
+        remedy += " or a copy of the target in 4 bits (`draft=shadow`)"
+    why = "it is predicted to be faster than a shadow" if has_shadow else f"no draft model was given for {model}"
+    return f"draft: n-gram lookup, because {why}; {remedy} is faster"

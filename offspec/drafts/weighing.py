@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offspec.loaders.params import SHADOW_FORMATS
-
 from ..checkpoints.opening import Note
 from ..errors import OffspecError
 from ..model.foreign_config import ForeignConfig
 from ..planning.drafting import Drafting, RatesOf, predict_drafting
 from ..planning.plan import PROGRAM_ITEM, Plan
-from .base import OpenedDraft, OpenRequest
-from .kinds import AUTO, automatic_names, open_draft
+from .base import Choice, OpenedDraft, OpenRequest
+from .kinds import AUTO, automatic_names, open_draft, shadow_names
 from .layer_drafts import SHADOW
 from .self_draft import NAME as SELF
 from .without_model import LookupDraft
@@ -70,7 +68,7 @@ class Scales:
     plan_with: PlanWith
 
     def names(self, given: Sequence[str]) -> list[str]:
-        """The names without duplicates; `auto` becomes the names that it chooses from.
+        """The names without duplicates; `auto` and `shadow` become the names that they choose from.
 
         Raises UsageError for settings of an early exit if none is given.
         """
@@ -78,7 +76,8 @@ class Scales:
             replace(self.request.options, draft=given[0]).refuse_exit_file()
         found = list[str]()
         for name in given:
-            found += automatic_names(self.model, self.request) if name == AUTO else [name]
+            several = automatic_names(self.model, self.request) if name == AUTO else shadow_names()
+            found += several if name in (AUTO, SHADOW) else [name]
         return list(dict.fromkeys(found))
 
     def first_plan(self, names: Sequence[str]) -> Plan:
@@ -101,10 +100,10 @@ class Scales:
     def compare(self, names: Sequence[str], rates_of: RatesOf, plan: Plan) -> list[Prospect]:
         """What these drafts would bring; and the usual ones, if several are compared or `plan` streams layers."""
         others = usual_names(plan) if plan.placement.streamed or len(names) > 1 else []
-        without = _item_bytes(self.plan_with(self.open(NO_DRAFT, [])))
-        return [self._prospect(name, rates_of, without) for name in dict.fromkeys([*names, *others])]
+        return [self.prospect(name, rates_of) for name in dict.fromkeys([*names, *others])]
 
-    def _prospect(self, name: str, rates_of: RatesOf, bytes_without: int) -> Prospect:
+    def prospect(self, name: str, rates_of: RatesOf) -> Prospect:
+        """What this draft would bring, or why it cannot be used."""
         try:
             opened = self.open(name, [])
             plan = self.plan_with(opened)
@@ -113,7 +112,29 @@ class Scales:
         guessing = opened.guessing(plan.placement)
         greedy, sampled = (predict_drafting(plan, guessing, rates_of, greedy=greedy) for greedy in (True, False))
         source = guessing.acceptance.source if guessing.acceptance else ""
-        return Prospect(name, plan, "", _item_bytes(plan) - bytes_without, greedy, sampled, source)
+        taken = _item_bytes(plan) - _item_bytes(self.plan_with(self.open(NO_DRAFT, [])))
+        return Prospect(name, plan, "", taken, greedy, sampled, source)
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Chooses a draft while a model is loaded (`base.Choose`). measure: the rates for a plan, on this machine."""
+
+    scales: Scales
+    measure: Callable[[Plan], RatesOf]
+
+    def __call__(self, names: Sequence[str], others: Sequence[str]) -> Choice | None:
+        """None if nothing is streamed, or no draft can be used: there, predictions say little."""
+        try:
+            plan = self.scales.first_plan([NO_DRAFT])
+        except OffspecError:  # loading reports it
+            return None
+        if not plan.placement.streamed:
+            return None
+        rates_of = self.measure(plan)
+        found = by_rate([self.scales.prospect(name, rates_of) for name in dict.fromkeys([*names, *others])])
+        chosen = next((prospect.name for prospect in found if prospect.name in names), None)
+        return None if chosen is None else Choice(chosen, {each.name: each.tokens_per_s for each in found})
 
 
 def _item_bytes(plan: Plan) -> int:
@@ -124,9 +145,8 @@ def _item_bytes(plan: Plan) -> int:
 
 def usual_names(plan: Plan) -> list[str]:
     """Drafts that need no other model, to compare others with: shadows only for targets that are streamed."""
-    shadows = [f"{SHADOW}:{bits}" for bits in SHADOW_FORMATS]
     can_have = plan.placement.streamed and not isinstance(plan.demand.target.config, ForeignConfig)
-    return [*(shadows if can_have else []), LookupDraft.NAME, NO_DRAFT]
+    return [*(shadow_names() if can_have else []), LookupDraft.NAME, NO_DRAFT]
 
 
 def by_rate(prospects: Sequence[Prospect]) -> list[Prospect]:

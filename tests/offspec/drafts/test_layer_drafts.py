@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +16,12 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.load import LoadSettings, load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.checkpoints.shadows import Shadow, find_shadow, made_shadows, make_shadow, shadow_folder
-from offspec.drafts.base import DraftOptions, OpenRequest
+from offspec.drafts.base import Choice, DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
 from offspec.drafts.layer_drafts import MOST_READ_ON_CPU, LayersOfTarget, OpenedShadow
+from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, OffspecError, UsageError
 from offspec.loaders.placement import SHADOW_ITEM, Limits, Placement, Slots
 from offspec.loading import LoadedTarget
@@ -266,6 +267,56 @@ def test_a_made_shadow_is_what_auto_takes(files: ModelFiles, tmp_path: Path, mon
     found = open_draft("target", request)
     assert isinstance(found, OpenedShadow)
     assert found.shadow.bits == 3
+
+
+@pytest.mark.parametrize(("rates", "chosen"), [({"shadow:2": 2.0, "shadow:3": 3.0}, 3), ({}, 4)])
+def test_bits_are_chosen_by_the_plan(files: ModelFiles, rates: dict[str, float], chosen: int) -> None:
+    """Without a prediction it is 4."""
+    asked = list[list[str]]()
+
+    def choose(names: Sequence[str], others: Sequence[str]) -> Choice | None:
+        asked.append(list(names))
+        return Choice(max(rates, key=lambda name: rates[name]), rates) if rates else None
+
+    tokenizer, notes = Tokenizer.load(files.checkpoint.path), list[Note]()
+    request = OpenRequest(DraftOptions("shadow"), files, tokenizer, "fp32", "cpu", notes, choose=choose)
+    found = open_draft("target", request)
+    assert isinstance(found, OpenedShadow)
+    assert found.shadow.bits == chosen
+    assert asked == [["shadow:4", "shadow:3", "shadow:2"]]
+    assert any(
+        "shadow:3 3, shadow:2 2" in note.text or "shadow:2 2, shadow:3 3" in note.text for note in notes
+    ) == bool(rates)
+
+
+def test_auto_takes_the_faster_of_lookup_and_a_made_shadow(
+    files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tokenizer = Tokenizer.load(files.checkpoint.path)
+
+    def opened_by(rates: dict[str, float]) -> tuple[object, str]:
+        notes, best = list[Note](), sorted(rates, key=lambda name: -rates[name])
+        ordered = {name: rates[name] for name in best}
+
+        def choose(names: Sequence[str], others: Sequence[str]) -> Choice:
+            assert others == ["shadow:4"]
+            return Choice(next(name for name in best if name in names), ordered)
+
+        request = OpenRequest(DraftOptions(), files, tokenizer, "fp32", "cpu", notes, choose=choose)
+        return open_draft("target", request), notes[-1].text
+
+    made_none, text = opened_by({"lookup": 1.0, "shadow:4": 2.5})
+    assert isinstance(made_none, LookupDraft)
+    assert "`draft=shadow`" in text
+    assert "shadow:4 2.5, lookup 1" in text
+    _, text = opened_by({"lookup": 3.0, "shadow:4": 2.5})
+    assert "draft=shadow" not in text
+    make_shadow(files, 3)
+    assert isinstance(opened_by({"lookup": 1.0, "shadow:3": 2.5, "shadow:4": 3.0})[0], OpenedShadow)
+    slow, text = opened_by({"lookup": 3.0, "shadow:3": 2.5, "shadow:4": 2.0})
+    assert isinstance(slow, LookupDraft)
+    assert "faster than a shadow" in text
 
 
 # --------------------------------------------------------------------------------------------------------- memory

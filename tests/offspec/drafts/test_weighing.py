@@ -1,0 +1,89 @@
+"""Drafts are compared by plans alone: what is chosen brings the most tokens/s of what can be used."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from offspec.checkpoints.opening import ModelFiles
+from offspec.drafts.base import DraftOptions, OpenRequest
+from offspec.drafts.weighing import Chooser, Scales, by_rate
+from offspec.errors import MemoryLimitError, UsageError
+from offspec.loaders.hardware import Rates
+from offspec.loaders.placement import Limits
+from offspec.planning.memory import MemoryOptions
+from offspec.planning.plan import make_plan
+
+GIB = 2**30
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+FAST_ROUNDS = Rates(host_to_device_bytes_per_s=25e9, matmul_flops={1: 1e13, 256: 1e15}, dequantise_elements_per_s=1e13)
+SLOW_ROUNDS = replace(FAST_ROUNDS, dequantise_elements_per_s=1e9)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> ModelFiles:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return ModelFiles.from_config(tmp_path, None, "auto", "cuda", [])
+
+
+def scales_of(target: ModelFiles, vram: int, options: DraftOptions | None = None) -> Scales:
+    request = OpenRequest(options or DraftOptions(), target, None, "auto", "cuda", [])
+    limits, memory = Limits(vram, 64 * GIB), MemoryOptions(context=1024)
+    return Scales("target", request, lambda draft: make_plan(target, [draft], limits, memory, GIB))
+
+
+def test_a_shadow_wins_where_its_rounds_are_fast(target: ModelFiles) -> None:
+    scales = scales_of(target, 10 * GIB)
+    names = scales.names(["shadow", "lookup"])
+    assert names == ["shadow:4", "shadow:3", "shadow:2", "lookup"]
+    for rates, kind in ((FAST_ROUNDS, "shadow"), (SLOW_ROUNDS, "lookup")):
+        prospects = scales.compare(names, lambda model, rates=rates: rates, scales.first_plan(names))
+        assert [prospect.name for prospect in prospects] == [*names, "none"]
+        assert by_rate(prospects)[0].name.startswith(kind)
+        choice = Chooser(scales, lambda plan, rates=rates: lambda model: rates)(names, ["none"])
+        assert choice is not None
+        assert choice.name == by_rate(prospects)[0].name
+        assert list(choice.tokens_per_s) == [prospect.name for prospect in by_rate(prospects)]
+
+
+def test_bits_are_those_that_fit(target: ModelFiles) -> None:
+    """Copies of all layers take 3.7 GiB in 4 bits, and 2.8 in 3."""
+    scales = scales_of(target, 6 * GIB)
+    choice = Chooser(scales, lambda plan: lambda model: FAST_ROUNDS)(["shadow:4", "shadow:3", "shadow:2"], [])
+    assert choice is not None
+    assert set(choice.tokens_per_s) == {"shadow:3", "shadow:2"}
+    with pytest.raises(MemoryLimitError, match="shadow"):
+        scales.first_plan(["shadow:4"])
+    assert scales.first_plan(["shadow:4", "none"]).placement.streamed
+
+
+def test_nothing_is_chosen_for_a_target_that_stays_or_does_not_fit(target: ModelFiles) -> None:
+    for vram in (40 * GIB, 2**20):
+        chooser = Chooser(scales_of(target, vram), lambda plan: lambda model: FAST_ROUNDS)
+        assert chooser(["shadow:4", "lookup"], []) is None
+    assert Chooser(scales_of(target, 6 * GIB), lambda plan: lambda model: FAST_ROUNDS)(["shadow:4"], []) is None
+
+
+def test_settings_of_an_early_exit_are_its_own(target: ModelFiles) -> None:
+    scales = scales_of(target, 16 * GIB, DraftOptions(exit_layer=4))
+    assert scales.names(["self", "lookup"]) == ["self", "lookup"]
+    found = {
+        each.name: each
+        for each in scales.compare(["self", "lookup"], lambda model: FAST_ROUNDS, scales.first_plan(["self"]))
+    }
+    assert all(prospect.plan is not None for prospect in found.values())
+    with pytest.raises(UsageError, match="exit_layer=4"):
+        scales.names(["lookup"])
