@@ -23,8 +23,13 @@ SMALL: dict[str, tuple[str, ...]] = {
         *(*TINY, "--folder", "headers", "--prompt-tokens", "16", "--max-new-tokens", "8"),
         *("--held-out", "1", "--requests", "0,1"),
     ),
+    "benchmarks.drafts.card_model": ("--cases", "7b"),
     "benchmarks.drafts.early_exit": (
         *("--model", "target", "--prompts", "1", "--tokens", "4", "--budgets", "4", "--temperatures", "0"),
+    ),
+    "benchmarks.drafts.own_layers": (
+        *("--model", "target", "--prompts", "1", "--tokens", "4", "--budgets", "4", "--temperatures", "0"),
+        *("--resident", "2", "--drafts", "shadow:4,resident,exit,lookup"),
     ),
     "benchmarks.drafts.specialise": ("--model", "target", "--folder", "headers", "--minutes", "0.001"),
     "benchmarks.grow": (),
