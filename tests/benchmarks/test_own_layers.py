@@ -16,7 +16,7 @@ def test_every_draft_has_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    target = build_pair(tmp_path, 4).target
+    target = build_pair(tmp_path, 4, max_position_embeddings=1024).target
     few = ("--prompts", "1", "--tokens", "6", "--budgets", "4,8", "--temperatures", "0", "--dtype", "fp32")
     own_layers.main(["--model", str(target), "--resident", "1", *few])
     *_, last = capsys.readouterr().out.splitlines()
