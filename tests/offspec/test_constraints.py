@@ -71,7 +71,7 @@ def test_other_constraints_are_obeyed(engine: Engine, constraint: Constraint, is
     for temperature, seed in product((0.0, 1.5), range(2)):
         params = SamplingParams(60, temperature=temperature, seed=seed, constraint=constraint)
         texts = list[str]()
-        for speculation in (PLAIN, SpeculationParams(budget=12)):
+        for speculation in (PLAIN, SpeculationParams(budget=12), SpeculationParams()):
             *steps, last = engine.generate("def", params, speculation)
             texts.append("".join(step.text for step in (*steps, last)))
             assert last.finish_reason == "length" or is_right(texts[-1]), texts
