@@ -25,7 +25,7 @@ from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
 from ..checkpoints.skip_files import SkipFile
 from ..model.block import kv_cache_bytes
 from ..model.decoder import CachedDecoder, Decoder
-from ..model.layer_draft import MOST_ROWS, LayerDraft, LayerDraftText
+from ..model.layer_draft import LayerDraft, LayerDraftText
 from ..model.text_caches import TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
@@ -41,6 +41,8 @@ DEFAULT_BITS = 4
 # Tokens of a prompt that the draft scores itself, so that the first pass has a tree. Reading a longer prompt costs as
 # much arithmetic as the target's pass over it; after that pass the draft has the target's entries anyway.
 MOST_READ, MOST_READ_ON_CPU = 512, 64
+# Nodes pending in the KV cache, whose entries are as large as the target's. A tree of 256 nodes had up to 616.
+MOST_ROWS, MOST_ROWS_ON_CPU = 1024, 768
 
 
 def most_read(device_type: str) -> int:
@@ -48,9 +50,14 @@ def most_read(device_type: str) -> int:
     return MOST_READ_ON_CPU if device_type == "cpu" else MOST_READ
 
 
+def most_rows(device_type: str) -> int:
+    """The largest number of pending nodes."""
+    return MOST_ROWS_ON_CPU if device_type == "cpu" else MOST_ROWS
+
+
 def num_shared_entries(device_type: str) -> int:
     """Entries of the target's KV cache that are the draft's own: a prompt and pending nodes."""
-    return most_read(device_type) + MOST_ROWS
+    return most_read(device_type) + most_rows(device_type)
 
 
 class LayersOfTarget(ModelDraft):
@@ -75,7 +82,7 @@ class LayersOfTarget(ModelDraft):
         device_type = self.decoder.device.type
         if isinstance(task.text, LayerDraftText):
             task.text.begin(tree_room(task.speculation, device_type))
-        request = replace(task.request, most_read=most_read(device_type), most_rows=MOST_ROWS)
+        request = replace(task.request, most_read=most_read(device_type), most_rows=most_rows(device_type))
         return super().drafter(replace(task, request=request), learnt)
 
 
@@ -241,9 +248,9 @@ def _check(request: OpenRequest) -> None:
 
 
 def _items(target: ModelFiles, room: Room, device_type: str) -> list[Item]:
-    num_entries = room.texts * num_shared_entries(device_type)
-    entries = kv_cache_bytes(target.config, num_entries, target.dtype.itemsize)
-    return [Item(KV_ITEM, on_device=entries), *guessing_items(target.config, target)]
+    num_entries = num_shared_entries(device_type)
+    entries = kv_cache_bytes(target.config, room.texts * num_entries, target.dtype.itemsize)
+    return [Item(KV_ITEM, on_device=entries), *guessing_items(target.config, target, num_waiting=num_entries)]
 
 
 def _weights(target: Decoder) -> TieredWeights:

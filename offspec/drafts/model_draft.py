@@ -35,7 +35,7 @@ from ..training.online import Aligner, AlignmentParams, check_learning, learning
 from .acceptance import OTHER_VOCABULARY, SMALL_MODEL
 from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
 from .learnt import EstimatesAndRecall
-from .recall import RecallingText, recall_bytes
+from .recall import MOST_PROMPT, RecallingText, recall_bytes
 from .reencoded_text import OtherVocabulary
 
 WALKED_SLICES = 3  # slices of HEAD_ROWS rows that a walk keeps beside the current one
@@ -206,15 +206,21 @@ def _is_larger(draft: ModelFiles, target: ModelFiles) -> bool:
     return weights[0] > weights[1] and resident_bytes(draft) > resident_bytes(target)
 
 
-def guessing_items(draft: ModelConfig, target: ModelFiles, *, is_mapped: bool = False) -> list[Item]:
+def guessing_items(
+    draft: ModelConfig,
+    target: ModelFiles,
+    *,
+    is_mapped: bool = False,
+    num_waiting: int = MAX_ROWS + MOST_PROMPT,
+) -> list[Item]:
     """The memory that a draft model needs beside its weights and its KV cache.
 
-    is_mapped: its logits are spread over the target's vocabulary.
+    is_mapped: its logits are spread over the target's vocabulary. num_waiting: see `recall_bytes`.
     """
     itemsize, size = target.dtype.itemsize, draft.vocab_size
     columns = max(size, target.config.vocab_size) if is_mapped else size
     return [
-        Item("recall", on_device=recall_bytes(draft, target.config, itemsize)),
+        Item("recall", on_device=recall_bytes(draft, target.config, itemsize, num_waiting)),
         Item("guessing", on_device=_guessing_bytes(columns, target.config.vocab_size)),
     ]
 

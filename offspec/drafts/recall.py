@@ -84,13 +84,15 @@ class Recall:
         return Correction(states - (weights * lengths) @ keys, weights.to(targets.dtype) @ targets)
 
 
-def recall_bytes(draft: ModelConfig, target: ModelConfig, itemsize: int) -> int:
+def recall_bytes(
+    draft: ModelConfig, target: ModelConfig, itemsize: int, num_waiting: int = MAX_ROWS + MOST_PROMPT
+) -> int:
     """Bytes of a `Recall`, of the states that wait for a verdict and their copy, and of one corrected round.
 
-    The round has WIDTHS[-1] rows.
+    num_waiting: pending nodes and tokens of a prompt. The round has WIDTHS[-1] rows.
     """
     rows, place = int(WIDTHS[-1]), draft.hidden_size + 1 + target.hidden_size
-    waiting = 2 * (MAX_ROWS + MOST_PROMPT) * draft.hidden_size
+    waiting = 2 * num_waiting * draft.hidden_size
     return itemsize * (SIZE * place + waiting) + 4 * rows * (3 * SIZE + target.vocab_size)
 
 

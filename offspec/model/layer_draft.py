@@ -19,8 +19,6 @@ from .decoder import AppendedRows, CachedDecoder, Decoder
 from .kv_cache import KVCache
 from .shared_cache import GapVisibility, SharedCache
 
-MOST_ROWS = 1024  # nodes pending in the KV cache, whose entries are as large as the target's
-
 
 class LayerDraft(Decoder):
     """Some layers of a target, in their order, with its embedding, norm and head. numbers: the layers of the target."""

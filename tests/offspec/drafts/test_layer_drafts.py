@@ -20,12 +20,12 @@ from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.checkpoints.shadows import Shadow, find_shadow, made_shadows, make_shadow, shadow_folder
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
-from offspec.drafts.layer_drafts import MOST_READ_ON_CPU, LayersOfTarget, OpenedShadow
+from offspec.drafts.layer_drafts import MOST_READ_ON_CPU, MOST_ROWS_ON_CPU, LayersOfTarget, OpenedShadow
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, OffspecError, UsageError
 from offspec.loaders.placement import SHADOW_ITEM, Limits, Placement, Slots
 from offspec.loading import LoadedTarget
-from offspec.model.layer_draft import MOST_ROWS, LayerDraftText
+from offspec.model.layer_draft import LayerDraftText
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan
 from offspec.scheduler.tree import TokenTree
@@ -162,7 +162,7 @@ def test_room_is_made_once_for_a_whole_request(files: ModelFiles) -> None:
         params = SamplingParams(24, ignore_eos=True)
         for _ in engine.generate(PROMPTS[0], params, SpeculationParams(256), caches=caches):
             capacities.add(caches.draft.cache.capacity)
-        assert capacities == {len(engine.encode(PROMPTS[0])) + 24 + 256 + MOST_READ_ON_CPU + MOST_ROWS}
+        assert capacities == {len(engine.encode(PROMPTS[0])) + 24 + 256 + MOST_READ_ON_CPU + MOST_ROWS_ON_CPU}
 
 
 # ---------------------------------------------------------------------------------------------------------- files
