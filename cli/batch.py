@@ -161,19 +161,6 @@ class Batch:
     def open_tasks(self) -> list[Task]:
         return [task for task in self.tasks if task.line not in self._done]
 
-    def run(self, answer: Callable[[str | Turns, SamplingParams], Answer], *, quiet: bool) -> None:
-        """Answer the open tasks one after the other. Raises OffspecError at the end if any failed."""
-
-        def answers(prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | OffspecError], None, None]:
-            for place, (prompt, params) in enumerate(prompts):
-                try:
-                    found: Answer | OffspecError = answer(prompt, params)
-                except OffspecError as exc:
-                    found = exc
-                yield place, found
-
-        self.collect(answers, quiet=quiet)
-
     def collect(self, answers: Answers, *, quiet: bool, progress: Callable[[], str] = lambda: "") -> None:
         """Write the answers to the open tasks as they come; without open tasks, `answers` is not called.
 

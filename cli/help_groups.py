@@ -47,7 +47,17 @@ ADVANCED = {
         "learn",
         "learn_file",
     ),
-    *("min_p", "repetition_penalty", "ignore_eos", "color_accepted", "wrap", "prompt_ids", "ray", "history"),
+    *(
+        "min_p",
+        "repetition_penalty",
+        "ignore_eos",
+        "color_accepted",
+        "wrap",
+        "prompt_ids",
+        "max_texts",
+        "ray",
+        "history",
+    ),
 }
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 MODEL_HELP = "MODEL is a folder, a GGUF file, a Hugging Face hub id, or `builtin`."
 IDLE_S = 3  # seconds without input after which a note says that the command waits for the pipe
+MAX_TEXTS = 64  # that share passes
 MAX_BUDGET = 8192  # for N nodes the mask takes N² bytes, the logits 4 · N · vocabulary bytes
 
 
@@ -69,6 +70,15 @@ def budget(ctx: click.Context, param: click.Parameter, value: str) -> int | None
         what = f"neither auto nor a number from 0 (plain decoding) to {MAX_BUDGET}"
         raise click.BadParameter(f"{reprlib.repr(value)} is {what}.")
     return number
+
+
+def number_of_texts(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    """A click callback: `auto`, which is None, or a number of texts."""
+    if value == "auto":
+        return None
+    if not value.isdecimal() or not 1 <= int(value) <= MAX_TEXTS:
+        raise click.BadParameter(f"{reprlib.repr(value)} is neither auto nor a number from 1 to {MAX_TEXTS}.")
+    return int(value)
 
 
 def several_budgets(ctx: click.Context, param: click.Parameter, value: str) -> list[int | None]:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from offspec import SamplingParams, SpeculationParams
+from offspec import AUTO_TEXTS, SamplingParams, SpeculationParams
 from offspec.errors import OffspecError
 
-from .batch import EMPTY_PROMPT, Asked, Batch, Turns
+from .answers import SharedAnswers, answer_of
+from .batch import EMPTY_PROMPT, Answer, Asked, Batch, Turns
 from .constraints import constraint_of, constraint_options
 from .help_groups import OffspecCommand, option
 from .learning import learning_kept
@@ -31,6 +32,7 @@ from .options import (
     load_engine,
     loading_options,
     lossy_settings,
+    number_of_texts,
     read_prompt,
     request_of,
     reworded,
@@ -137,6 +139,15 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
     help="File for the answers to a .jsonl file; prompts already answered there are skipped. [default: -, stdout]",
 )
 @option(
+    "--batch",
+    "max_texts",
+    default="auto",
+    show_default=True,
+    metavar="auto|N",
+    callback=number_of_texts,
+    help="Answer up to N lines of a .jsonl file at a time; they share the target's passes.",
+)
+@option(
     "--ray",
     metavar="ADDRESS|auto",
     help="Answer a .jsonl file on all nodes of a Ray cluster: HOST:PORT of its head, or auto.",
@@ -165,6 +176,7 @@ def command(
     prompt_file: Path | None,
     prompt_ids: str | None,
     output: Path | None,
+    max_texts: int | None,
     ray: str | None,
     system: str | None,
     raw: bool,
@@ -201,12 +213,16 @@ def command(
         settings = {"model": model, **which, "system": system, "raw": raw}
         if speculation.is_lossy:  # exact answers do not depend on the draft
             settings |= {"draft": options["draft"], **lossy_settings(speculation)}
-        ask = partial(_answer_line, asked=asked, speculation=speculation)
         with closing(_batch_of(asked, None if output == STANDARD_OUTPUT else output, settings, params)) as batch:
+            num_texts = max_texts or max(1, min(AUTO_TEXTS, len(batch.open_tasks)))
+            options["texts"] = num_texts
+            to_prompt = partial(as_prompt, system=asked.system, raw=asked.raw)
+            together = partial(SharedAnswers, to_prompt=to_prompt, speculation=speculation, max_texts=num_texts)
             if ray is None:
-                _run_batch(batch, load, ask, learn_file, show_stats=show_stats, quiet=quiet)
+                load = partial(load, texts=num_texts)
+                _run_batch(batch, load, together, learn_file, show_stats=show_stats, quiet=quiet)
             else:
-                job = Job(model, options, partial(_answers_in_order, ask=ask))
+                job = Job(model, options, partial(_answers_together, together=together), num_texts)
                 _run_on_ray(
                     batch, RayEngines(ray, job, quiet=quiet, verbose=verbose), show_stats=show_stats, quiet=quiet
                 )
@@ -260,40 +276,33 @@ def _batch_of(asked: PromptFlags, output: Path | None, settings: dict[str, Any],
     return batch
 
 
-def _answer_line(
-    engine: Engine, prompt: str | Turns, params: SamplingParams, *, asked: PromptFlags, speculation: SpeculationParams
-) -> tuple[dict[str, Any], Step]:
-    """The answer to one line of a file."""
-    found, last = _answer(engine, as_prompt(engine, prompt, asked.system, asked.raw), params, speculation, quiet=True)
-    _pass_on(last)
-    return found, last
-
-
 def _run_batch(
     batch: Batch,
     load: Callable[[], Engine],
-    ask: Callable[[Engine, str | Turns, SamplingParams], tuple[dict[str, Any], Step]],
+    together: Callable[[Engine], SharedAnswers],
     learn_file: Path | None,
     *,
     show_stats: bool,
     quiet: bool,
 ) -> None:
     """Answer the open tasks; if there is none, no model is loaded."""
-    engine = load() if batch.open_tasks else None
-    ends: list[Step] = []
-
-    def answer(asked: str | Turns, params: SamplingParams) -> dict[str, Any]:
-        assert engine is not None
-        found, last = ask(engine, asked, params)
-        ends.append(last)
-        return found
-
+    if not batch.open_tasks:
+        batch.collect(_no_answers, quiet=quiet)
+        if show_stats:
+            click.echo(describe_batch([], 0.0), err=True)
+        return
+    engine = load()
+    found = together(engine)
     try:
-        with learning_kept(engine, learn_file, quiet=quiet) if engine is not None else nullcontext():
-            batch.run(answer, quiet=quiet)
+        with learning_kept(engine, learn_file, quiet=quiet):
+            batch.collect(found.answers, quiet=quiet, progress=found.progress)
     finally:
         if show_stats:
-            click.echo(describe_batch(ends), err=True)
+            click.echo(describe_batch(found.ends, found.seconds), err=True)
+
+
+def _no_answers(prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | OffspecError], None, None]:
+    yield from ()
 
 
 def _check_ray(address: str | None, asked: PromptFlags, device: str, *, writes: Path | None) -> None:
@@ -308,20 +317,11 @@ def _check_ray(address: str | None, asked: PromptFlags, device: str, *, writes: 
         raise click.UsageError(f"Ray chooses the GPU of each engine: give --device cuda instead of {device}.")
 
 
-def _answers_in_order(
-    engine: Engine,
-    prompts: Sequence[Asked],
-    *,
-    ask: Callable[[Engine, str | Turns, SamplingParams], tuple[dict[str, Any], Step]],
-) -> Generator[tuple[int, dict[str, Any] | OffspecError], None, None]:
-    """The answers of one engine to several prompts, one after the other (`node_engine.Job`)."""
-    for place, (prompt, params) in enumerate(prompts):
-        try:
-            found, _ = ask(engine, prompt, params)
-        except OffspecError as exc:
-            yield place, exc
-        else:
-            yield place, found
+def _answers_together(
+    engine: Engine, prompts: Sequence[Asked], *, together: Callable[[Engine], SharedAnswers]
+) -> Generator[tuple[int, Answer | OffspecError], None, None]:
+    """The answers of one engine to several prompts (`node_engine.Job`)."""
+    yield from together(engine).answers(prompts)
 
 
 def _run_on_ray(batch: Batch, engines: RayEngines, *, show_stats: bool, quiet: bool) -> None:
@@ -427,20 +427,10 @@ def _answer(
     """The answer to one request as a JSON object, and its last step."""
     ids = engine.encode(prompt)
     steps = list(_steps(engine, ids, params, speculation, quiet=quiet))
-    last, stats = steps[-1], steps[-1].stats
+    last = steps[-1]
     if last.finish_reason != INTERRUPTED:
-        engine.learn(stats)
-    answer = {
-        "model": engine.name,
-        "draft": engine.draft_name,
-        "prompt_token_ids": ids,
-        "token_ids": [token for step in steps for token in step.token_ids],
-        "text": "".join(step.text for step in steps),
-        "finish_reason": last.finish_reason,
-        "seed": stats.seed,
-        "stats": stats.as_dict(),
-    }
-    return answer, last
+        engine.learn(last.stats)
+    return answer_of(engine, ids, steps), last
 
 
 def describe(last: Step) -> str:
@@ -466,15 +456,14 @@ def describe(last: Step) -> str:
     return "\n".join(lines)
 
 
-def describe_batch(ends: Sequence[Step]) -> str:
-    """The statistics of a batch as text. ends: the last step of each request."""
+def describe_batch(ends: Sequence[Step], seconds: float) -> str:
+    """The statistics of a batch as text. ends: the last step of each request. seconds: of all of them together."""
     if not ends:
         return "batch     0 prompts"
     stats = [last.stats for last in ends]
     num_tokens, num_passes = sum(s.num_tokens for s in stats), sum(s.num_passes for s in stats)
-    seconds = sum(s.ttft_s + s.decode_s for s in stats)
     ended = ", ".join(f"{count} {reason}" for reason, count in Counter(last.finish_reason for last in ends).items())
     return (
         f"batch     {len(ends)} prompts ({ended}), {num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s including "
-        f"first passes, {num_tokens / num_passes:.2f} tokens per pass"
+        f"first passes, {num_tokens / num_passes:.2f} tokens per pass of a text"
     )

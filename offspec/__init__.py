@@ -21,6 +21,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "loaders").is_dir():
     __path__.append(str(_root))
 
 _HOMES = {
+    "AUTO_TEXTS": "offspec.scheduler.params",
     "Engine": "offspec.engine",
     "Step": "offspec.request",
     "Constraint": "offspec.scheduler.params",
@@ -41,6 +42,7 @@ _HOMES = {
     "parse_size": "offspec.loaders.units",
 }
 __all__ = [
+    "AUTO_TEXTS",
     "CONVERT_FORMATS",
     "LOSSLESS_FORMAT",
     "PLAN_FORMATS",
@@ -65,7 +67,7 @@ __all__ = [
 if TYPE_CHECKING:
     from offspec.loaders.params import CONVERT_FORMATS, LOSSLESS_FORMAT, PLAN_FORMATS, SHADOW_FORMATS, ConvertParams
     from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
-    from offspec.scheduler.params import SEED_LIMIT, Constraint, SamplingParams, SpeculationParams
+    from offspec.scheduler.params import AUTO_TEXTS, SEED_LIMIT, Constraint, SamplingParams, SpeculationParams
 
     from .checkpoints.conversion import convert
     from .engine import Engine

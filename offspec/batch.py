@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from offspec.scheduler.params import SamplingParams, SpeculationParams, max_nodes
+from offspec.scheduler.params import AUTO_TEXTS, SamplingParams, SpeculationParams, max_nodes
 from offspec.scheduler.shared_pass import SharedPass
 
 from .errors import OffspecError
@@ -24,7 +24,6 @@ from .request import Observer, Request, RequestParams, Step, run_pass
 if TYPE_CHECKING:
     from .engine import Engine, Prompt
 
-AUTO_TEXTS = 8  # texts under way; more of them bring little, because the later nodes of eight trees bring little
 Outcome = Step | OffspecError
 
 

@@ -23,6 +23,7 @@ DEFAULT_NODES = 64  # per tree of baselines that need a budget, if none is given
 # MAX_NODES on a CPU. For this number of rows, arithmetic takes longer than reading 16-bit weights from any disk (512
 # operations per weight: 1 TFLOP/s for 4 GB/s), and KV entries of more rows would take memory from resident layers.
 CPU_MAX_NODES = 256
+AUTO_TEXTS = 8  # that share passes; more of them bring little, because the later nodes of eight trees bring little
 MAX_ROWS = 3072  # expanded candidates pending in the draft's KV cache at a time
 MAX_JOINT_NODES = 256  # per jointly accepted tree, because all its logits are in memory at a time
 Accept = Literal["exact", "joint"]

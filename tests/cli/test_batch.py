@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offspec import Engine, SamplingParams
-from offspec.cli.batch import Batch
+from offspec import Engine, SamplingParams, request
+from offspec import batch as shared
+from offspec.cli.batch import Asked, Batch
 from offspec.errors import NumericalError
+from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.tree import TokenTree
+from offspec.scheduler.verify import Logits, Verdict
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import CONTEXT, Pair
@@ -42,7 +45,8 @@ def batch(source: Path, run_args: Sequence[object], offspec: Offspec) -> Run:
 
 
 def records(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
+    """The answers by their lines: texts that share passes end in any order."""
+    return sorted(map(json.loads, text.splitlines()), key=lambda answer: answer["line"])
 
 
 def test_each_line_is_answered_as_alone(batch: Run, run_args: Sequence[object], offspec: Offspec) -> None:
@@ -61,14 +65,13 @@ def test_a_stopped_run_goes_on(batch: Run, tmp_path: Path, monkeypatch: pytest.M
     output = tmp_path / "answers.jsonl"
     assert batch("--output", output).out == ""
     whole = output.read_bytes()
-    first, second, third = whole.splitlines(keepends=True)
+    first, second, _ = whole.splitlines(keepends=True)
     output.write_bytes(first + second[:30])
     result = batch("--output", output)
     assert (result.code, result.out) == (0, "")
     again = records(output.read_text())
     assert [(a["line"], a["text"]) for a in again] == [(a["line"], a["text"]) for a in records(whole.decode())]
     assert output.read_bytes().startswith(first)
-    assert third
     monkeypatch.setattr(Engine, "load", None)  # nothing is left to do, so nothing is loaded
     assert batch("--output", output).code == 0
 
@@ -87,7 +90,7 @@ def test_a_broken_line_is_told_and_the_others_are_done(batch: Run, source: Path,
     lines[1] = '{"prompt": "late"}'
     source.write_text("\n".join(lines))
     assert batch("--output", output).code == 0
-    assert [answer["line"] for answer in records(output.read_text())] == [1, 3, 4, 2]
+    assert [answer["line"] for answer in records(output.read_text())] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -116,15 +119,15 @@ def test_lines_that_cannot_be_done(line: bytes, words: Sequence[object], batch: 
 def test_a_failure_while_running_is_told_and_the_others_are_done(
     batch: Run, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generate = Engine.generate
+    walk = request.exact_walk
 
-    def fail(self: Engine, prompt: Any, *args: Any, **more: Any) -> Any:
-        if len(prompt) > 8:
+    def fail(tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
+        if position > 8:
             raise NumericalError("the logits are not finite")
-        return generate(self, prompt, *args, **more)
+        return walk(tree, logits, sampler, position)
 
-    monkeypatch.setattr(Engine, "generate", fail)
-    result = batch()
+    monkeypatch.setattr(request, "exact_walk", fail)
+    result = batch("--max-new-tokens", 1)
     assert result.code == 1
     told, last = result.err.splitlines()
     assert tells(told, "line 2", "the logits are not finite")
@@ -171,14 +174,15 @@ def test_how_long_the_rest_takes(source: Path, tmp_path: Path, monkeypatch: pyte
     """What an earlier run answered counts as done, and not for the pace."""
     output, shown, now = tmp_path / "answers.jsonl", list[str](), 0.0
 
-    def answer(prompt: Any, params: SamplingParams) -> dict[str, Any]:
+    def answers(prompts: Sequence[Asked]) -> Generator[tuple[int, dict[str, Any]], None, None]:
         nonlocal now
-        now += 10
-        return {}
+        for place in range(len(prompts)):
+            now += 10
+            yield place, {}
 
     def answer_all() -> None:
         with closing(Batch(source, output, {}, SamplingParams())) as batch:
-            batch.run(answer, quiet=False)
+            batch.collect(answers, quiet=False)
 
     monkeypatch.setattr("offspec.cli.batch.is_watched", lambda: True)
     monkeypatch.setattr("offspec.cli.batch.show_line", lambda text="": shown.append(text))
@@ -303,15 +307,17 @@ def test_messages_are_not_raw(batch: Run, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_text_that_ctrl_c_ended_is_no_answer(batch: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output, generate = tmp_path / "answers.jsonl", Engine.generate
+    output, run_pass, num_passes = tmp_path / "answers.jsonl", shared.run_pass, 0
 
-    def interrupted(self: Engine, prompt: Any, *args: Any, **more: Any) -> Any:
-        yield from islice(generate(self, prompt, *args, **more), 1 if len(prompt) > 8 else None)
-        if len(prompt) > 8:
+    def interrupted(*args: Any) -> Any:
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes > 1 and len(output.read_bytes()):
             raise KeyboardInterrupt
+        return run_pass(*args)
 
-    monkeypatch.setattr(Engine, "generate", interrupted)
-    result = batch("--output", output, "--stats")
+    monkeypatch.setattr(shared, "run_pass", interrupted)
+    result = batch("--output", output, "--stats", "--batch", 1)
     assert (result.code, [answer["line"] for answer in records(output.read_text())]) == (130, [1])
     assert result.err.startswith("batch     1 prompts (1 length), ")
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams, SpeculationParams, Step
+from offspec import Engine, SamplingParams, SpeculationParams, Step, request
 from offspec.builtin import path as builtin_path
 from offspec.checkpoints.opening import ModelFiles, Note, choose_device
 from offspec.drafts.model_draft import ModelDraft
@@ -34,7 +34,7 @@ from offspec.errors import (
 )
 from offspec.loaders.tiers import TieredWeights
 from offspec.model.cuda_graphs import TreeGraphs
-from offspec.model.decoder import CachedDecoder, random_decoder
+from offspec.model.decoder import random_decoder
 from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.overlap import OverlapSwitch
 from offspec.scheduler.params import MAX_ROWS, Scoring, Stopping
@@ -379,7 +379,7 @@ def drafts_beside(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor
     """Every pass of the target waits until the draft has scored beside it (else it may be too late);
     `spoil` its logits.
     """
-    scored, score, score_rows = threading.Event(), RecallingText.score, CachedDecoder.score_rows
+    scored, score, together = threading.Event(), RecallingText.score, request.score_together
 
     def spied(self: RecallingText, *args: Any) -> torch.Tensor:
         logits = score(self, *args)
@@ -388,13 +388,13 @@ def drafts_beside(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor
             scored.set()
         return logits
 
-    def late(self: CachedDecoder, *args: Any) -> Any:
+    def late(*args: Any) -> Any:
         assert scored.wait(300)
-        return score_rows(self, *args)
+        return together(*args)
 
     monkeypatch.setattr(OverlapSwitch, "is_on", lambda _: True)
     monkeypatch.setattr(RecallingText, "score", spied)
-    monkeypatch.setattr(CachedDecoder, "score_rows", late)
+    monkeypatch.setattr(request, "score_together", late)
     return scored
 
 
@@ -429,7 +429,7 @@ def test_a_pass_that_fails_while_the_draft_is_at_work(
         assert scored.wait(300)
         raise error
 
-    monkeypatch.setattr(CachedDecoder, "score_rows", failing)
+    monkeypatch.setattr(request, "score_together", failing)
     with pytest.raises(error):
         next(one.generate(PROMPT, params, SpeculationParams(budget=8)))
     assert num_threads_of_ours() == 0

@@ -188,13 +188,13 @@ def test_changes_are_scored_from_where_they_begin(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), NumericalError("not finite")], ids=["Ctrl-C", "error"])
-@pytest.mark.parametrize("where", ["propose", "score_rows", "keep", "observe"])
+@pytest.mark.parametrize("where", ["propose", "score_together", "keep", "observe"])
 def test_a_turn_left_in_the_middle_of_a_pass(
     where: str, error: BaseException, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = Session(engine)
     say(session, "hi")
-    owner = {"score_rows": "model.decoder.CachedDecoder", "keep": "model.kv_cache.KVCache"}.get(
+    owner = {"score_together": "request", "keep": "model.kv_cache.KVCache"}.get(
         where, "scheduler.model_drafter.ModelDrafter"
     )
     name, calls = f"offspec.{owner}.{where}", []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams, SpeculationParams, loading
+from offspec import Engine, SamplingParams, SpeculationParams, loading, request
 from offspec.checkpoints.load import load_weights
 from offspec.drafts import model_draft
 from offspec.drafts.without_model import NoDraft
@@ -18,7 +18,6 @@ from offspec.loaders.cuda import limit_memory, release_memory
 from offspec.loaders.placement import Placement
 from offspec.loaders.tiers import TieredWeights
 from offspec.loading import LoadedTarget, PlannedMemory
-from offspec.model.decoder import CachedDecoder
 from offspec.model.kv_cache import KVCache
 
 from ...refusals import refused, tells
@@ -93,7 +92,7 @@ def test_loading_is_tried_again_with_fewer_residents(
 def test_a_pass_is_tried_again_with_fewer_residents(scarce: Callable[..., Scarce], expected: list[int]) -> None:
     engine = load()
     assert num_resident(engine) == 8
-    scarce(CachedDecoder, "score_rows", {3})
+    scarce(request, "score_together", {3})
     assert says(engine) == expected
     assert num_resident(engine) < 8
     assert says(engine) == expected
@@ -106,7 +105,7 @@ def test_caches_of_another_text_outlive_running_out_of_memory(
     engine = load()
     caches = engine.new_caches()
     first = [token for step in engine.generate("def area(", PARAMS, caches=caches) for token in step.token_ids]
-    scarce(CachedDecoder, "score_rows", {1})
+    scarce(request, "score_together", {1})
     assert says(engine) == expected
     steps = list(engine.generate("def area(", PARAMS, caches=caches))
     assert first == [token for step in steps for token in step.token_ids] == expected
@@ -144,7 +143,7 @@ def test_memory_runs_out_for_what_is_kept_from_request_to_request(
 def test_running_out_again_is_explained(scarce: Callable[..., Scarce]) -> None:
     """First there is too little for a pass, then for the new caches."""
     engine = load()
-    scarce(CachedDecoder, "score_rows", {2})
+    scarce(request, "score_together", {2})
     scarce(KVCache, "reserve", {5})
     with refused(MemoryLimitError, "cpu", "out of memory", "`context`"):
         says(engine)
@@ -154,7 +153,7 @@ def test_running_out_again_is_explained(scarce: Callable[..., Scarce]) -> None:
 def test_counters_go_on_after_running_out_of_memory(scarce: Callable[..., Scarce]) -> None:
     engine = load()
     num_passes = [step.stats.num_passes for step in engine.generate("def area(", PARAMS)]
-    scarce(CachedDecoder, "score_rows", {2})
+    scarce(request, "score_together", {2})
     steps = list(engine.generate("def area(", PARAMS))
     assert [step.stats.num_passes for step in steps] == list(range(1, len(steps) + 1))
     assert len(num_passes) > 2
@@ -164,7 +163,7 @@ def test_counters_go_on_after_running_out_of_memory(scarce: Callable[..., Scarce
 
 def test_running_out_twice_in_one_request_is_explained(scarce: Callable[..., Scarce]) -> None:
     engine = load()
-    scarce(CachedDecoder, "score_rows", {2, 3})
+    scarce(request, "score_together", {2, 3})
     with refused(MemoryLimitError, "cpu", "planned", "CUDA out of memory", "`ram`", "`context`"):
         says(engine)
     engine.close()
@@ -177,7 +176,7 @@ def test_what_ran_out_while_loading_does_not_count_afterwards(
     engine = load()
     before = num_resident(engine)
     assert before < 8
-    scarce(CachedDecoder, "score_rows", {2})
+    scarce(request, "score_together", {2})
     assert says(engine) == expected
     assert num_resident(engine) < before
     engine.close()
@@ -185,7 +184,7 @@ def test_what_ran_out_while_loading_does_not_count_afterwards(
 
 def test_a_target_that_could_not_be_loaded_again_says_so(scarce: Callable[..., Scarce]) -> None:
     engine = load()
-    scarce(CachedDecoder, "score_rows", {1})
+    scarce(request, "score_together", {1})
     scarce(loading, "load_weights", {1, 2})
     with refused(MemoryLimitError, "cpu", "out of memory", "fewer resident layers"):
         says(engine)
@@ -203,7 +202,7 @@ def test_loading_that_fails_twice_is_explained(scarce: Callable[..., Scarce]) ->
 def test_an_engine_of_given_decoders_cannot_load_again(scarce: Callable[..., Scarce]) -> None:
     engine = load()
     given = Engine(LoadedTarget(engine.target), engine.tokenizer)
-    scarce(CachedDecoder, "score_rows", {1})
+    scarce(request, "score_together", {1})
     with refused(MemoryLimitError, "cpu", "CUDA out of memory"):
         says(given)
     engine.close()
@@ -231,7 +230,7 @@ def test_engines_that_share_a_target_follow_it_when_it_is_loaded_again(
     twin = engine.with_draft(NoDraft())
     steps = engine.generate("def area(", PARAMS)
     found = next(steps).token_ids
-    scarce(CachedDecoder, "score_rows", {2})
+    scarce(request, "score_together", {2})
     assert says(twin) == expected
     assert num_resident(engine) == num_resident(twin) < 8
     assert found + [token for step in steps for token in step.token_ids] == expected
@@ -261,7 +260,7 @@ def test_running_out_of_memory_on_a_gpu(scarce: Callable[..., Scarce], expected:
     """The layers that do not stay any more come through the link, beside the draft's stream and graphs."""
     engine = on_gpu(wanted())
     assert num_resident(engine) == 8
-    scarce(CachedDecoder, "score_rows", {3})
+    scarce(request, "score_together", {3})
     assert says(engine) == expected
     assert num_resident(engine) < 8
     assert says(engine) == expected

@@ -1,0 +1,81 @@
+"""Answers to prompts as JSON objects: to one prompt, or to many that share the target's passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from offspec import SpeculationParams
+from offspec.errors import OffspecError
+
+from .batch import Answer, Asked, Turns
+
+if TYPE_CHECKING:
+    from offspec import Engine, Step
+    from offspec.batch import Ticket
+    from offspec.engine import Prompt
+
+ToPrompt = Callable[["Engine", str | Turns], "Prompt"]
+
+
+def answer_of(engine: Engine, prompt_ids: Sequence[int], steps: Sequence[Step]) -> Answer:
+    """The answer of a request that has ended."""
+    last = steps[-1]
+    return {
+        "model": engine.name,
+        "draft": engine.draft_name,
+        "prompt_token_ids": list(prompt_ids),
+        "token_ids": [token for step in steps for token in step.token_ids],
+        "text": "".join(step.text for step in steps),
+        "finish_reason": last.finish_reason,
+        "seed": last.stats.seed,
+        "stats": last.stats.as_dict(),
+    }
+
+
+class SharedAnswers:
+    """Answers of one engine to many prompts, whose texts share passes.
+
+    ends: the last step of each text. seconds: spent on all of them.
+    """
+
+    def __init__(self, engine: Engine, to_prompt: ToPrompt, speculation: SpeculationParams, max_texts: int) -> None:
+        """max_texts: the maximum number of texts under way."""
+        self._engine, self._to_prompt, self._speculation = engine, to_prompt, speculation
+        self._max_texts = max_texts
+        self.ends: list[Step] = []
+        self.seconds = 0.0
+        self._num_running = 0
+
+    def answers(self, prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | OffspecError], None, None]:
+        """Yields the place of each prompt in the list, and its answer or error, in the order in which texts end."""
+        from offspec.batch import Batch
+
+        engine, began = self._engine, time.perf_counter()
+        with closing(Batch(engine, self._max_texts)) as batch:
+            places: dict[Ticket, int] = {}
+            steps: dict[Ticket, list[Step]] = {}
+            for place, (prompt, params) in enumerate(prompts):
+                try:
+                    ticket = batch.add(self._to_prompt(engine, prompt), params, self._speculation)
+                except OffspecError as exc:
+                    yield place, exc
+                else:
+                    places[ticket], steps[ticket] = place, []
+            while not batch.is_idle:
+                for ticket, outcome in batch.step():
+                    self._num_running, self.seconds = batch.num_running, time.perf_counter() - began
+                    if isinstance(outcome, OffspecError):
+                        yield places[ticket], outcome
+                        continue
+                    steps[ticket].append(outcome)
+                    if outcome.finish_reason is not None:
+                        self.ends.append(outcome)
+                        engine.learn(outcome.stats)
+                        yield places[ticket], answer_of(engine, ticket.text, steps.pop(ticket))
+
+    def progress(self) -> str:
+        """How many texts are under way, for a progress line."""
+        return f", {self._num_running} at a time" if self._num_running > 1 else ""
