@@ -18,7 +18,7 @@ import torch
 from .checkpoint import Checkpoint
 from .cuda import DeviceFiller, DeviceSlot, pin_whole, unpin
 from .formats import StoredTable, StoredWeight, Weight, as_table, dense, formats_in, stored_weights, take_rows
-from .formats.bf16_packed import PackedBf16Matrix, is_bf16_matrix, pack_if_smaller, planned_bytes
+from .formats.bf16_packed import is_bf16_matrix
 from .formats.blocked import in_blocks
 from .placement import LayerCost, Placement, scattered
 from .readers import FileReader, FileStates, HostBuffer, Reader, align_down, align_up
@@ -35,8 +35,8 @@ LEAST_STREAMED = 4  # layers that always stay on disk: more than a ring reads ah
 class StoredLayer:
     """The stored weights of one layer (or of those outside the layers), by short name.
 
-    packs: whether bf16 matrices that stay in memory take 12 bits a weight there, as `bf16_packed` files have them;
-    otherwise they are unpacked when they are loaded.
+    packs: whether `bf16_packed` matrices that stay in memory stay packed; otherwise they are unpacked when they are
+    loaded.
     """
 
     weights: Mapping[str, StoredWeight]
@@ -53,8 +53,7 @@ class StoredLayer:
     def cost(self, dtype: torch.dtype) -> LayerCost:
         """The bytes to stream it, and to keep it resident for computing in `dtype`."""
         if self.is_converted(dtype):
-            kept = sum(self._kept_bytes(weight, dtype) for weight in self.weights.values())
-            return LayerCost(self.record.read_bytes, self.record.nbytes, kept)
+            return LayerCost(self.record.read_bytes, self.record.nbytes, self.num_weights * dtype.itemsize)
         converted = [w for w in self.weights.values() if not w.is_kept_as_read(dtype)]
         resident = sum(prod(w.shape) * dtype.itemsize for w in converted)
         if len(converted) < len(self.weights):  # the others stay in the buffer of the record
@@ -63,24 +62,18 @@ class StoredLayer:
 
     def needs_scratch(self, weight: StoredWeight, dtype: torch.dtype, *, is_streamed: bool) -> bool:
         """Whether products with one of its weights need memory for the matrix in `dtype`."""
-        if not is_streamed and is_bf16_matrix(weight) and self.is_converted(dtype):
-            return self.packs
+        if not is_streamed and self.is_converted(dtype):
+            return False
         return weight.is_packed or (is_streamed and len(weight.shape) > 1 and not weight.is_kept_as_read(dtype))
 
     def is_converted(self, dtype: torch.dtype) -> bool:
-        """Whether bf16 matrices are kept in another form than they are read in, and everything in memory of its own."""
+        """Whether matrices are kept unpacked that are read packed, and everything in memory of its own."""
         weights = self.weights.values()
         changes = any(self._changes_form(weight, dtype) for weight in weights)
         return changes and all(weight.plain_dtype is not None for weight in weights)
 
     def _changes_form(self, weight: StoredWeight, dtype: torch.dtype) -> bool:
-        return is_bf16_matrix(weight) and dtype is torch.bfloat16 and weight.is_packed != self.packs
-
-    def _kept_bytes(self, weight: StoredWeight, dtype: torch.dtype) -> int:
-        if self._changes_form(weight, dtype):
-            return planned_bytes(weight.shape) if self.packs else 2 * prod(weight.shape)
-        is_as_read = weight.is_packed and weight.is_kept_as_read(dtype)
-        return sum(info.nbytes for info in weight.streamed) if is_as_read else prod(weight.shape) * dtype.itemsize
+        return not self.packs and weight.is_packed and is_bf16_matrix(weight) and dtype is torch.bfloat16
 
     def bind(self, buffer: torch.Tensor, dtype: torch.dtype, *, is_kept: bool) -> dict[str, Weight]:
         """The weights in a buffer with the record. Vectors have `dtype`; matrices too if they are kept."""
@@ -89,7 +82,7 @@ class StoredLayer:
             return bound
         for name, weight in bound.items():
             if self._changes_form(self.weights[name], dtype):
-                bound[name] = pack_if_smaller(weight) if isinstance(weight, torch.Tensor) else dense(weight, dtype)
+                bound[name] = dense(weight, dtype)
             elif isinstance(weight, torch.Tensor):
                 bound[name] = weight.clone()
         return bound
@@ -135,13 +128,8 @@ class StoredModel:
         return StoredModel(layers, {name: w.to(device) for name, w in self.shared.items()})
 
     def keeping(self, *, packed: bool) -> StoredModel:
-        """The same model with bf16 matrices of resident layers packed, or plain."""
+        """The same model with `bf16_packed` matrices of resident layers packed, or unpacked when they are loaded."""
         return replace(self, layers=[replace(layer, packs=packed) for layer in self.layers])
-
-    @property
-    def has_bf16_matrices(self) -> bool:
-        """Whether there are matrices in its layers that can be kept packed or plain."""
-        return any(is_bf16_matrix(weight) for layer in self.layers for weight in layer.weights.values())
 
     def scratch_elements(self, streamed: Collection[int], dtype: torch.dtype) -> int:
         """Elements of the largest matrix that needs scratch memory, with the layers `streamed` streamed."""
@@ -416,7 +404,7 @@ class TieredWeights:
 
 
 def _moved(weight: Weight, device: torch.device) -> Weight:
-    assert isinstance(weight, torch.Tensor | PackedBf16Matrix), "converted layers consist of these"
+    assert isinstance(weight, torch.Tensor), "all of a converted layer is plain"
     return weight.to(device)
 
 

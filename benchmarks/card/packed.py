@@ -13,7 +13,8 @@ from torch import Tensor
 
 from benchmarks.grow import SHAPES, Shape
 from offspec import builtin
-from offspec.loaders.formats.bf16_packed import PackedBf16Matrix, pack_if_smaller
+from offspec.loaders.formats.bf16_bits import PackedBits, pack
+from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
 from offspec.loaders.formats.on_gpu import FASTER_WAY
 from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.placement import Limits
@@ -56,9 +57,10 @@ def packed_bf16(bench: Bench, name: str) -> Iterator[Figures]:
 def _kernel(bench: Bench, shape: tuple[int, int]) -> dict[str, Any]:
     """Seconds to unpack one matrix of normal numbers, by Triton where it is faster, and bytes read and written."""
     plain = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
-    held = pack_if_smaller(plain)
-    assert isinstance(held, PackedBf16Matrix)
-    matrix, out = held.to(bench.device), torch.empty(shape, dtype=torch.bfloat16, device=bench.device)
+    bits = pack(plain)
+    assert bits is not None, "normal numbers shrink"
+    parts = (part.to(bench.device) for part in (bits.low, bits.codes, bits.groups))
+    matrix, out = PackedBf16Matrix(PackedBits(shape, *parts)), torch.empty_like(plain, device=bench.device)
     seconds = median_s(partial(matrix.dequantize, torch.bfloat16, out), partial(synchronize, bench.device))
     return {
         "seconds": seconds,

@@ -43,7 +43,6 @@ from .core import (
     Packer,
     StoredWeight,
     TensorGroup,
-    Weight,
     WeightFormat,
     any_bytes,
     dense,
@@ -73,10 +72,6 @@ class PackedBf16Matrix(PackedMatrix):
     @property
     def device(self) -> torch.device:
         return self.bits.low.device
-
-    def to(self, device: torch.device) -> PackedBf16Matrix:
-        low, codes, groups = (part.to(device) for part in (self.bits.low, self.bits.codes, self.bits.groups))
-        return PackedBf16Matrix(PackedBits(self.bits.shape, low, codes, groups))
 
     @property
     def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:
@@ -179,20 +174,9 @@ class PackedBf16Weight(PackedStored):
 
 
 def is_bf16_matrix(stored: StoredWeight) -> bool:
-    """Whether it is a bf16 matrix, plain or packed, that can be kept in either form; norms of heads are none."""
+    """Whether it is a bf16 matrix, plain or packed; norms of heads are none."""
     is_product = len(stored.shape) == 2 and not stored.name.endswith("norm.weight")
     return is_product and stored.plain_dtype == "BF16" and stored.is_kept_as_read(torch.bfloat16)
-
-
-def planned_bytes(shape: tuple[int, ...]) -> int:
-    """Bytes to plan for a matrix that is packed when it is loaded; published models need less."""
-    return sum(map(math.prod, part_shapes((shape[0], shape[1]), PLANNED_VALUES)))
-
-
-def pack_if_smaller(matrix: Tensor) -> Weight:
-    """A plain bf16 matrix in memory of its own: packed, or a copy where that would not shrink it."""
-    bits = pack(matrix)
-    return matrix.clone() if bits is None else PackedBf16Matrix(bits)
 
 
 class PackedBf16Format(WeightFormat):

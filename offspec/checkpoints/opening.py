@@ -110,7 +110,7 @@ class ModelFiles:
         return max(elements, key=lambda form: elements[form], default=None)
 
     def keeping(self, *, packed: bool) -> ModelFiles:
-        """The same model, with bf16 matrices of resident layers packed, or plain."""
+        """The same model, with packed bf16 matrices of resident layers kept packed, or unpacked."""
         return self if self.stored.layers[0].packs == packed else self._kept_otherwise
 
     @cached_property

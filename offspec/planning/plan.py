@@ -50,8 +50,8 @@ class Demand:
     """The inputs of a plan.
 
     features: these need memory beside the target. program_bytes: RAM that the process already holds. packs: whether
-    bf16 matrices of resident layers are kept packed if not all layers can be resident; more of them are then. None:
-    if files have them packed.
+    bf16-packed matrices of resident layers stay packed if not all layers can be resident; more of them are then. None:
+    as long as nothing else was found to be faster.
     """
 
     target: ModelFiles
@@ -175,7 +175,7 @@ class Plan:
         return _plan_for(self.room, replace(self.demand, limits=Limits(device, limits.ram + ram)))
 
     def packing(self, *, packs: bool) -> Plan:
-        """The plan with bf16 matrices of resident layers kept packed or plain. Raises MemoryLimitError."""
+        """The plan with packed bf16 matrices of resident layers kept packed or unpacked. Raises MemoryLimitError."""
         return _plan_for(self.room, replace(self.demand, packs=packs))
 
     def with_target(self, target: ModelFiles) -> Plan:

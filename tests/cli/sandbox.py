@@ -33,6 +33,7 @@ MODELS = {
     ),
     **dict.fromkeys(("Llama-3.2-1B-Instruct", "Llama-3.2-1B", "Qwen/Qwen2.5-0.5B-Instruct", "DRAFT"), "draft"),
     "Llama-3.1-70B-nf4": "nf4",
+    "builtin-packed": "packed",
     "SmolLM2-135M-Instruct": "other vocabulary",
     "tiiuae/falcon-7b-instruct": "falcon",
     **dict.fromkeys(("Llama-3.1-8B-Instruct-Q4_K_M.gguf", "Llama-3.1-70B-Instruct-Q4_K_M.gguf", "model.gguf"), "gguf"),
@@ -94,6 +95,12 @@ def _copy_builtin_draft(source: Path, folder: Path) -> None:
     shutil.copytree(builtin.path("draft"), folder)
 
 
+def _pack_builtin_target(source: Path, folder: Path) -> None:
+    from offspec import ConvertParams, builtin, convert
+
+    convert(builtin.path("target"), folder, ConvertParams("bf16-packed"))
+
+
 def _write_gguf(source: Path, file: Path) -> None:
     from safetensors.torch import load_file
 
@@ -133,6 +140,7 @@ def _write_falcon(source: Path, folder: Path) -> None:
 
 _MAKERS: dict[str, Callable[[Path, Path], None]] = {
     "nf4": _convert,
+    "packed": _pack_builtin_target,
     "gguf": _write_gguf,
     "falcon": _write_falcon,
     "other vocabulary": _copy_builtin_draft,
