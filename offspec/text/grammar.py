@@ -48,7 +48,11 @@ class ConstraintCompiler:
         Raises UsageError for a schema, grammar or regex that cannot be compiled, and for one that no token can begin.
         Raises TokenizerError for a model whose tokens have no fixed bytes, or that has no end-of-text token.
         """
-        what, size = NAMES[constraint.kind], len(constraint.text.encode("utf-8", "surrogatepass"))
+        what = NAMES[constraint.kind]
+        try:
+            size = len(constraint.text.encode())
+        except UnicodeEncodeError as exc:
+            raise UsageError(f"the {what} is not valid Unicode (character {exc.start})") from exc
         if size > MAX_BYTES:
             raise UsageError(f"the {what} has {size} bytes, and {MAX_BYTES} are allowed; simplify it")
         vocabulary = self._vocabulary
