@@ -66,4 +66,4 @@ def sampled(files: ModelFiles, layers: Sequence[StoredLayer], device: torch.devi
 def _predicted_s(bench: Bench, files: ModelFiles, layers: Sequence[StoredLayer], width: int) -> float:
     work = Work.of(replace(files, stored=replace(files.stored, layers=list(layers))))
     launch_s = EAGER_LAYER_S if bench.device.type == "cuda" else 0.0
-    return len(layers) * (launch_s + layer_s(work, bench.rates(), width, work.packed_elements))
+    return len(layers) * (launch_s + layer_s(work, bench.rates(), width, work.kept_elements))
