@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 
@@ -36,7 +35,6 @@ SILENCE_S = 10.0  # before the first one of a whole answer
 # For browsers and proxies: an answer is new each time. nginx would collect a stream's events.
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Cancel = Callable[[Work], None]
-LOG = logging.getLogger("uvicorn.error")  # shown with -v
 
 
 class EventResponse(StreamingResponse):
@@ -159,7 +157,6 @@ def describe(error: Exception, *, is_running: bool = False) -> tuple[Json, int]:
     if not isinstance(error, OffspecError):
         name = type(error).__name__
         click.echo(f"offspec: {name}: {error} (unexpected; offspec serve -v shows the traceback)", err=True)
-        LOG.error("the traceback", exc_info=error)
         # The exception's own text may contain anything, so the client does not get it.
         return failure(f"{name} (unexpected; the server's log has details)", kind="server_error"), 500
     if isinstance(error, BusyError):

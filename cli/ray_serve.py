@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import AUTO_TEXTS, Engine, SamplingParams, SpeculationParams
 
 from .serve import MAX_NEW_TOKENS, MOST_WAITING
 from .server import application
@@ -22,7 +22,7 @@ class Replica:
 
     def __init__(self, model: str = "builtin", *, api_key: str | None = None, **options: Any) -> None:
         """options: of `Engine.load`. api_key: requests without it are refused. Raises OffspecError."""
-        engine = Engine.load(model, **{"cache_ram": None, **options})
+        engine = Engine.load(model, **{"cache_ram": None, "texts": AUTO_TEXTS, **options})
         self._service = Service(engine, SpeculationParams(), most_waiting=MOST_WAITING)
         self._api_key = api_key
 

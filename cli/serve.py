@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from offspec import AUTO_TEXTS
 from offspec.errors import TokenizerError, UsageError
 
 from .flags import with_flags
@@ -26,6 +27,7 @@ from .options import (
     learning_options,
     load_engine,
     loading_options,
+    number_of_texts,
     request_of,
     sampling_options,
     size,
@@ -47,8 +49,9 @@ MOST_WAITING = 64  # requests in the queue, by default
     name="serve",
     help=f"""Serve OpenAI's API over HTTP.
 
-{MODEL_HELP} Routes: /v1/chat/completions, /v1/completions, /v1/models and /metrics. The server answers one request at a
-time; the others wait in a queue. KV caches keep several conversations, so that a request scores only new tokens.
+{MODEL_HELP} Routes: /v1/chat/completions, /v1/completions, /v1/models and /metrics. Several requests share the
+target's passes; the others wait in a queue. KV caches keep several conversations, so that a request scores only new
+tokens.
 Sampling flags are defaults that a request may override. Answers have tokens/s and other statistics under "offspec".
 Requests from browsers are rejected unless an API key is set.
 
@@ -81,6 +84,13 @@ Examples:
     help="Reject requests without this key; OFFSPEC_API_KEY keeps it out of process lists.",
 )
 @option(
+    "--parallel",
+    callback=number_of_texts,
+    default="auto",
+    metavar="auto|N",
+    help="Number of requests that share the target's passes. [default: auto, up to 8]",
+)
+@option(
     "--max-queue",
     type=WholeNumber(0),
     default=MOST_WAITING,
@@ -105,6 +115,7 @@ def command(
     host: str,
     port: int,
     api_key: str | None,
+    parallel: int | None,
     max_queue: int,
     quiet: bool,
     verbose: bool,
@@ -116,7 +127,7 @@ def command(
     options["needs_draft_model"] = speculation.is_lossy
     if api_key is not None and not (api_key and api_key.isascii()):
         raise UsageError("--api-key must be non-empty ASCII; omit it to disable authentication")
-    options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
+    options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget, "texts": parallel or AUTO_TEXTS}
     with listening(host, port) as sock:  # before the model is loaded
         engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
         import uvicorn
@@ -131,7 +142,8 @@ def command(
                 _warn_of_strangers(host)
             click.echo(f"{engine.name} is served at http://{_address(sock)}/v1; Ctrl-C stops the server.")
             sys.stdout.flush()
-        service = Service(engine, speculation, most_waiting=max_queue, tell=(lambda line: None) if quiet else _log)
+        tell = (lambda line: None) if quiet else _log
+        service = Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, tell=tell)
         with learning_kept(engine, learn_file, quiet=quiet), closing(service):
             app = application(service, params, api_key, is_private=is_loopback(host))
             config = uvicorn.Config(

@@ -1,8 +1,13 @@
-"""One engine for many clients: a queue of limited length, and a thread that runs the passes of those under way."""
+"""One engine for many clients: a queue of limited length, and a thread that runs the passes of those under way.
+
+Requests wait here, not in the `Batch`, so that clients take turns, and each request takes the caches that are the best
+when it begins.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import OrderedDict, deque
@@ -10,28 +15,30 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from threading import Condition, Thread
 from typing import cast
 
-from offspec import SEED_LIMIT, Engine, SamplingParams, SpeculationParams
+from offspec import AUTO_TEXTS, SEED_LIMIT, Engine, SamplingParams, SpeculationParams
+from offspec.batch import Batch, Ticket
 from offspec.engine import Message
 from offspec.errors import MemoryLimitError, OffspecError, UsageError
 from offspec.model.text_caches import TextCaches
 from offspec.model.text_pool import TextPool
 from offspec.planning.parked_texts import parked_bytes
 from offspec.request import Step
-from offspec.session import Turn, encode_turns, lasting_caches, turns_of
+from offspec.session import Turn, encode_turns, turns_of
 
 from .main import SERVE_THREAD
 from .metrics import Metrics, Times, log_line
 from .openai_api import CompletionRequest
 from .privacy import model_folders, without_paths
-from .turns import Ticket, Turns
 
 MOST_REMEMBERED = 256  # replies whose token ids are kept
 CLOSE_S = 0.5  # how long `close` waits for a pass
 LONGEST_RETRY_S = 60  # clients ignore longer times
+
+
+LOG = logging.getLogger("uvicorn.error")  # shown with -v
 
 
 class BusyError(OffspecError):
@@ -135,6 +142,11 @@ class Line:
             self._by_client.setdefault(job.work.client, deque()).appendleft(job)
             self._by_client.move_to_end(job.work.client, last=False)
 
+    @property
+    def first(self) -> Job:
+        """What `pop` will return."""
+        return next(iter(self._by_client.values()))[0]
+
     def pop(self) -> Job:
         """The next client's first job; the client's next turn is after all others'."""
         client, jobs = next(iter(self._by_client.items()))
@@ -164,21 +176,28 @@ class Service:
         speculation: SpeculationParams,
         *,
         most_waiting: int,
+        most_texts: int | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """most_waiting: answers beyond those under way. tell: gets a line for each answer that has ended."""
+        """most_waiting: answers beyond those under way. most_texts: of these, by default AUTO_TEXTS.
+
+        tell: gets a line for each answer that has ended.
+        """
         self.engine, self.metrics, self.tell = engine, Metrics(), tell
         self.error: OffspecError | None = None
         self.give_up: Callable[[], None] = lambda: None
         self._speculation, self._folders = speculation, model_folders(engine)
-        self._batch, self._pool = Turns(engine), TextPool(partial(lasting_caches, engine), 1, parked_bytes(engine.plan))
-        self._most_open = most_waiting + self._pool.most_texts
+        self._most_texts = most_texts or AUTO_TEXTS
+        self._batch = Batch(engine, self._most_texts)
+        self._pool = TextPool(engine.new_caches, parked_bytes(engine.plan))
+        self._most_open = most_waiting + self._most_texts
         self._said = OrderedDict[str, list[int]]()  # replies and their original token ids
-        # The fields below belong to the lock of `_changed`, but for `_under_way`, which belongs to the passes' thread.
+        # The fields below belong to the lock of `_changed`, but for those of the passes' thread.
         self._changed = Condition()
         self._open, self._line, self._left = set[Job](), Line(), list[Job]()
         self._num_encoding, self._is_stopping = 0, False
         self._under_way = dict[Ticket, tuple[Job, TextCaches]]()
+        self._cancelled = list[TextCaches]()  # of tickets that leave the batch with its next step
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="offspec-encode")
         self._thread = Thread(target=self._run, name=SERVE_THREAD, daemon=True)
         self._thread.start()
@@ -256,7 +275,7 @@ class Service:
                 raise UsageError(f"n must be at most {self._most_open}, the length of the server's queue")
             if len(self._open) + self._num_encoding + num_answers > self._most_open:
                 self.metrics.refused()
-                expected_s = round(self.metrics.usual_answer_s / self._pool.most_texts)
+                expected_s = round(self.metrics.usual_answer_s / self._most_texts)
                 raise BusyError(min(max(expected_s, 1), LONGEST_RETRY_S))
             self._num_encoding += num_answers
 
@@ -287,22 +306,32 @@ class Service:
             self._end_left()
             self._begin_waiting()
             self._step()
+        self._batch.close()
 
     def _has_work(self) -> bool:
         """Wait for work; False if the service stops."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopping or self._line or self._left or self._under_way)
+            self._changed.wait_for(lambda: self._is_stopping or self._line or self._left or not self._batch.is_idle)
             return not self._is_stopping
 
     def _begin_waiting(self) -> None:
-        while len(self._under_way) < self._pool.most_texts:
+        """Let waiting answers join the batch in order, as far as there are KV entries for them."""
+        if self._batch.num_waiting:  # it has paused a text, or has none left for the last one
+            return
+        while self._pool.num_used < self._most_texts:
             with self._changed:
-                if not self._line:
+                if not self._line or not self._has_room(self._line.first):
                     return
                 job = self._line.pop()
                 job.is_taken = True
                 job.began_s = time.monotonic()
             self._begin(job)
+
+    def _has_room(self, job: Job) -> bool:
+        plan = self.engine.plan
+        if plan is None or not self._pool.num_used:
+            return True
+        return self._pool.num_entries + len(job.work.prompt) <= plan.kv_entries
 
     def _begin(self, job: Job) -> None:
         try:
@@ -319,13 +348,21 @@ class Service:
             self._under_way[ticket] = job, caches
 
     def _step(self) -> None:
-        if not self._under_way:
+        if self._batch.is_idle:
             return
         try:
             results = self._batch.step()
-        except Exception as exc:  # noqa: BLE001 (the clients are told)
-            results = [(ticket, exc) for ticket in self._under_way]
+        except Exception as exc:
+            LOG.error("a pass failed", exc_info=exc)
+            for ticket in list(self._under_way):
+                self._fail(self._cancel(ticket), exc)
+            return
+        for caches in self._cancelled:
+            self._pool.give_back(caches)
+        self._cancelled.clear()
         for ticket, result in results:
+            if ticket not in self._under_way:
+                continue  # it was cancelled
             if isinstance(result, Step):
                 self._advance(ticket, result)
             else:
@@ -351,16 +388,22 @@ class Service:
         with self._changed:
             left, self._left = [job for job in self._left if job.is_open], []
         for ticket in [ticket for ticket, (job, _) in self._under_way.items() if job in left]:
-            job = self._leave(ticket)
+            job = self._cancel(ticket)
             self._remember(job.reply)
             self._close(job, "left")
             self._learn(job.reply)
 
     def _leave(self, ticket: Ticket) -> Job:
-        """End a request in the batch, and free its caches for others."""
-        self._batch.cancel(ticket)
+        """A request has ended; its caches are free for others."""
         job, caches = self._under_way.pop(ticket)
         self._pool.give_back(caches)
+        return job
+
+    def _cancel(self, ticket: Ticket) -> Job:
+        """End a request with the batch's next step, which frees its caches."""
+        self._batch.cancel(ticket)
+        job, caches = self._under_way.pop(ticket)
+        self._cancelled.append(caches)
         return job
 
     def _fail(self, job: Job, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""KV caches of several conversations: a few for running requests, and copies in RAM of texts that had to leave them.
+"""KV caches of several conversations: those of running requests, and copies in RAM of texts that had to leave them.
 
 A request begins with the longest beginning of its text that any of them has: its caches' own, a copy's, or that of a
 request that is running. So a chat continues where it was, although other requests came between, and texts with a common
@@ -49,15 +49,16 @@ class ParkedText:
 
 
 class TextPool:
-    """The caches of at most `most_texts` requests at a time, and parked texts of at most `most_bytes`.
+    """The caches of running requests, and parked texts of at most `most_bytes`. Not thread-safe.
 
-    Not thread-safe. Texts leave in the order of their last use.
+    A plan reserves KV entries for running requests only. So a text whose request is over stays in its caches until the
+    next request begins. Then it is parked, unless it goes on. Parked texts leave in the order of their last use.
     """
 
-    def __init__(self, new_caches: Callable[[], TextCaches], most_texts: int, most_bytes: int) -> None:
-        """new_caches: makes empty caches; called once here, and again when more requests run than before."""
-        self._new_caches, self.most_texts, self._most_bytes = new_caches, most_texts, most_bytes
-        self._free, self._used = [new_caches()], list[TextCaches]()  # each of them least recently used first
+    def __init__(self, new_caches: Callable[[], TextCaches], most_bytes: int) -> None:
+        """new_caches: makes empty caches."""
+        self._new_caches, self._most_bytes = new_caches, most_bytes
+        self._free, self._used = list[TextCaches](), list[TextCaches]()  # each of them least recently used first
         self._parked: list[ParkedText] = []
 
     @property
@@ -68,28 +69,37 @@ class TextPool:
     def parked_bytes(self) -> int:
         return sum(parked.nbytes for parked in self._parked)
 
+    @property
+    def num_used(self) -> int:
+        """Caches that requests use."""
+        return len(self._used)
+
+    @property
+    def num_entries(self) -> int:
+        """KV entries of the target that the used caches have room for."""
+        return sum(caches.target.cache.capacity for caches in self._used)
+
     def borrow(self, text: Sequence[int]) -> TextCaches:
-        """Caches that no other request uses, with the longest known beginning of `text`. Not more than `most_texts`."""
+        """Caches that no other request uses, with the longest known beginning of `text`."""
         wanted = np.asarray(text[:-1], dtype=np.int64)  # the last token is always scored
         if not self._free:
-            assert len(self._used) < self.most_texts
             self._free.append(self._new_caches())
         own = max(self._free, key=lambda caches: _num_common(_ids(caches), wanted))
         num_own = _num_common(_ids(own), wanted)
         source, num_tokens = self._longest(wanted)
-        if num_own and max(_num_known(own), num_tokens) < num_own + WORTHWHILE:
-            caches = own  # its text goes on
-        else:
-            caches = self._free[0]
-            self._park(caches)
-            if source is not caches and num_tokens >= _num_common(_ids(caches), wanted) + WORTHWHILE:
-                _fill(caches, source, wanted[:num_tokens])
-        self._free.remove(caches)
+        goes_on = num_own and max(_num_known(own), num_tokens) < num_own + WORTHWHILE
+        caches = own if goes_on else self._free[0]
+        for idle in self._free:
+            if not (goes_on and idle is own):
+                self._park(idle)
+        if source is not caches and num_tokens >= _num_common(_ids(caches), wanted) + WORTHWHILE:
+            _fill(caches, source, wanted[:num_tokens])
+        self._free.clear()
         self._used.append(caches)
         return caches
 
     def give_back(self, caches: TextCaches) -> None:
-        """The request is over; its text stays in the caches until another request needs them."""
+        """The request is over; its text stays in the caches until another request begins."""
         self._used.remove(caches)
         self._free.append(caches)
 

@@ -61,10 +61,14 @@ class Client:
 
 @contextmanager
 def served(
-    engine: Engine, http: type[H11Protocol] | None = None, most_waiting: int = 16, **settings: Any
+    engine: Engine,
+    http: type[H11Protocol] | None = None,
+    most_waiting: int = 16,
+    parallel: int | None = None,
+    **settings: Any,
 ) -> Generator[tuple[Client, Service], None, None]:
     sock = listening("127.0.0.1", 0)
-    with closing(Service(engine, SpeculationParams(), most_waiting=most_waiting)) as service:
+    with closing(Service(engine, SpeculationParams(), most_waiting=most_waiting, most_texts=parallel)) as service:
         app = application(service, SamplingParams(16), **settings)
         limits = {"http": http or protocol(100), "timeout_graceful_shutdown": 1}
         server = StoppableServer(uvicorn.Config(app, log_level="critical", lifespan="off", **limits), service)

@@ -19,6 +19,7 @@ import pytest
 import uvicorn
 
 from offspec import Engine, SamplingParams
+from offspec.batch import Batch
 from offspec.cli.connections import protocol
 from offspec.cli.privacy import without_paths
 from offspec.cli.server import is_loopback
@@ -96,13 +97,13 @@ def test_requests_wait_for_one_another(client: Client) -> None:
 
 
 def test_a_client_that_leaves_ends_its_request(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, generate = Event(), Engine.generate
+    begun, add = Event(), Batch.add
 
-    def told(self: Engine, *args: Any, **kwargs: Any) -> Any:
+    def told(self: Batch, *args: Any, **kwargs: Any) -> Any:
         begun.set()
-        return generate(self, *args, **kwargs)
+        return add(self, *args, **kwargs)
 
-    monkeypatch.setattr(Engine, "generate", told)
+    monkeypatch.setattr(Batch, "add", told)
     folder = variant(pair.target, tmp_path / "target", max_position_embeddings=10**6)
     endless = Engine.load(str(folder), draft="none", device="cpu", context=10**5)
     body = {"prompt": "hi", "max_tokens": 10**5, "ignore_eos": True, "stream": True}
@@ -126,17 +127,17 @@ def test_the_draft_learns_between_requests(pair: Pair) -> None:
 
 
 def test_a_client_that_leaves_while_it_waits_costs_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, may_go_on, generate = Event(), Event(), Engine.generate
+    began, may_go_on, add = Event(), Event(), Batch.add
     asked: list[Any] = []
 
-    def held(self: Engine, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+    def held(self: Batch, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         asked.append(prompt)
         began.set()
         assert may_go_on.wait(LONG_S)
-        return generate(self, prompt, *args, **kwargs)
+        return add(self, prompt, *args, **kwargs)
 
-    monkeypatch.setattr(Engine, "generate", held)
-    with served(engine) as (client, _):
+    monkeypatch.setattr(Batch, "add", held)
+    with served(engine, parallel=1) as (client, _):
         body = {"prompt": [70, 71], "max_tokens": 2}
         with closing(client.open("POST", "/v1/completions", body)) as first:
             assert began.wait(LONG_S)
@@ -445,7 +446,21 @@ def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], numbe
 @pytest.mark.parametrize("streams", [True, False])
 def test_who_waits_is_told_that_the_server_stops(streams: bool, pair: Pair, tmp_path: Path) -> None:
     folder = variant(pair.target, tmp_path / "target", max_position_embeddings=10**6)
-    args = ("serve", folder, "--draft", "none", "--device", "cpu", "--port", 0, "--context", 10**5, "-v")
+    args = (
+        "serve",
+        folder,
+        "--draft",
+        "none",
+        "--device",
+        "cpu",
+        "--port",
+        0,
+        "--context",
+        10**5,
+        "-v",
+        "--parallel",
+        1,
+    )
     process = start(*args)
     client = Client(port_of(process))
     body = {"prompt": "hi", "max_tokens": 10**5, "ignore_eos": True}
@@ -471,12 +486,12 @@ def test_who_waits_is_told_that_the_server_stops(streams: bool, pair: Pair, tmp_
 def test_an_answer_under_way_is_refused_when_the_server_stops(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     began, may_go_on = Event(), Event()
 
-    def held(*args: Any, **kwargs: Any) -> Any:
+    def held(self: Batch) -> Any:
         began.set()
         assert may_go_on.wait(LONG_S)
-        yield from ()
+        return []
 
-    monkeypatch.setattr(Engine, "generate", held)
+    monkeypatch.setattr(Batch, "step", held)
     with (
         served(engine) as (client, service),
         closing(client.open("POST", "/v1/completions", {"prompt": "hi"})) as asked,

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams
+from offspec.batch import Batch
 from offspec.cli.metrics import BOUNDS_S, Metrics, Times, log_line, one_line
 from offspec.cli.service import Job, Line, Work
 from offspec.errors import NumericalError
@@ -45,21 +46,21 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Generator[Gate, None, None]:
-    gate, generate = Gate(), Engine.generate
+    gate, add, step = Gate(), Batch.add, Batch.step
 
-    def held(self: Engine, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted(self: Batch, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         gate.prompts.append(prompt)
-        steps = generate(self, prompt, *args, **kwargs)
-        return through(steps)
+        return add(self, prompt, *args, **kwargs)
 
-    def through(steps: Iterator[Any]) -> Any:
+    def held(self: Batch) -> Any:
         gate.reached.set()
         assert gate.is_open.wait(LONG_S)
         if gate.error:
             raise gate.error[0]
-        yield from steps
+        return step(self)
 
-    monkeypatch.setattr(Engine, "generate", held)
+    monkeypatch.setattr(Batch, "add", noted)
+    monkeypatch.setattr(Batch, "step", held)
     yield gate
     gate.is_open.set()
 
@@ -98,7 +99,11 @@ def gauge(client: Client, name: str) -> float:
 
 @pytest.mark.usefixtures("_often")
 def test_a_stream_shows_life_while_it_waits_and_while_the_prompt_is_read(engine: Engine, gate: Gate) -> None:
-    with served(engine) as (client, _), asked(client, stream=True) as running, asked(client, stream=True) as waiting:
+    with (
+        served(engine, parallel=1) as (client, _),
+        asked(client, stream=True) as running,
+        asked(client, stream=True) as waiting,
+    ):
         for response, told in ((running, b": running\n"), (waiting, b": waiting\n")):
             assert (response.status, response.getheader("x-accel-buffering")) == (200, "no")
             until(lambda response=response, told=told: response.readline() == told)
@@ -151,7 +156,7 @@ def test_an_early_failure_has_its_status(engine: Engine, gate: Gate) -> None:
 
 
 def test_a_full_queue_refuses_and_has_room_when_one_has_ended(engine: Engine, gate: Gate) -> None:
-    with served(engine, most_waiting=1) as (client, _), asked(client, stream=True) as first:
+    with served(engine, most_waiting=1, parallel=1) as (client, _), asked(client, stream=True) as first:
         assert gate.reached.wait(LONG_S)
         with asked(client, stream=True, seed=1) as second:
             with asked(client) as third:
@@ -169,7 +174,7 @@ def test_a_full_queue_refuses_and_has_room_when_one_has_ended(engine: Engine, ga
 
 
 def test_a_client_that_leaves_the_queue_frees_its_place(engine: Engine, gate: Gate) -> None:
-    with served(engine, most_waiting=1) as (client, _), asked(client, stream=True) as first:
+    with served(engine, most_waiting=1, parallel=1) as (client, _), asked(client, stream=True) as first:
         assert gate.reached.wait(LONG_S)
         with closing(client.open("POST", TEXT, {**SHORT, "prompt": "of one who leaves"})):
             until(lambda: gauge(client, "requests_waiting") == 1)
@@ -184,7 +189,7 @@ def test_a_client_that_leaves_the_queue_frees_its_place(engine: Engine, gate: Ga
 def test_users_take_turns(engine: Engine, gate: Gate) -> None:
     """One with many requests does not hold up another; a user's own are in the order of arrival."""
     order = ["a1", "a2", "a3", "b1", "c1", "b2"]
-    with served(engine) as (client, _), asked(client, stream=True, user="a") as first:
+    with served(engine, parallel=1) as (client, _), asked(client, stream=True, user="a") as first:
         assert gate.reached.wait(LONG_S)
         opened = []
         for number, name in enumerate(order, 1):
@@ -239,7 +244,7 @@ def test_a_request_between_two_turns_does_not_cost_the_conversation(pair: Pair, 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_several_answers_are_those_of_their_seeds(streams: bool, engine: Engine) -> None:
-    prompt = "def area(width, height): return width * height"
+    prompt = " ".join(f"def area{number}(width, height): return width" for number in range(4))
     body = {"prompt": prompt, "max_tokens": 12, "n": 3, "temperature": 1.0, "seed": 7, "ignore_eos": True}
     said = ["".join(step.text for step in engine.generate(prompt, params(seed))) for seed in (7, 8, 9)]
     assert len(set(said)) > 1
@@ -336,13 +341,9 @@ def test_the_context_is_told_in_other_servers_words(engine: Engine) -> None:
 
 SLOW_PASS = """
 import sys, time
-from offspec import Engine
+from offspec.batch import Batch
 from offspec.cli import main
-def slow(self, *args, **kwargs):
-    while True:
-        time.sleep(60)  # as a pass that streams a large model
-        yield None
-Engine.generate = slow
+Batch.step = lambda self: time.sleep(60)  # as a pass that streams a large model
 sys.argv = ["offspec", *sys.argv[1:]]
 main.main()
 """
@@ -351,7 +352,8 @@ main.main()
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_the_end_does_not_wait_for_a_pass(pair: Pair, number: signal.Signals, code: int) -> None:
-    command = [sys.executable, "-c", SLOW_PASS, "serve", pair.target, "--draft", "none", "--device", "cpu", "--port", 0]
+    args = ("--draft", "none", "--device", "cpu", "--port", 0, "--parallel", 1)
+    command = [sys.executable, "-c", SLOW_PASS, "serve", pair.target, *args]
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert process.stdout is not None

@@ -25,8 +25,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
 
 
-def pool_of(engine: Engine, most_texts: int = 1, most_bytes: int = MUCH) -> TextPool:
-    return TextPool(engine.new_caches, most_texts, most_bytes)
+def pool_of(engine: Engine, most_bytes: int = MUCH) -> TextPool:
+    return TextPool(engine.new_caches, most_bytes)
 
 
 def answer(engine: Engine, pool: TextPool, prompt: Sequence[int]) -> tuple[list[int], int]:
@@ -86,7 +86,7 @@ def test_the_memory_limit_drops_what_was_not_used_for_longest(engine: Engine) ->
 
 
 def test_a_running_request_lends_its_beginning(engine: Engine) -> None:
-    pool = pool_of(engine, most_texts=2, most_bytes=0)
+    pool = pool_of(engine, most_bytes=0)
     first = pool.borrow(CHAT)
     running = engine.generate(CHAT, SamplingParams(16, ignore_eos=True), caches=first)
     next(running)
@@ -97,14 +97,19 @@ def test_a_running_request_lends_its_beginning(engine: Engine) -> None:
     assert answer(engine, pool, [*CHAT, 50])[1] >= len(CHAT) - 1
 
 
-def test_a_text_leaves_the_caches_that_were_not_used_for_longest(engine: Engine) -> None:
-    pool = pool_of(engine, most_texts=2)
+def test_only_running_requests_have_caches_once_one_has_begun(engine: Engine) -> None:
+    pool = pool_of(engine)
     both = [pool.borrow(CHAT), pool.borrow(TITLE)]
+    assert pool.num_used == 2
     for caches, prompt in zip(both, (CHAT, TITLE), strict=True):
         list(engine.generate(prompt, SamplingParams(4, ignore_eos=True), caches=caches))
         pool.give_back(caches)
-    assert pool.borrow(OTHER) is both[0]
-    assert pool.borrow([*TITLE, 50]) is both[1]
+    assert (pool.num_used, pool.num_entries, pool.num_parked) == (0, 0, 0)
+    third = pool.borrow([*TITLE, 50])
+    assert third is both[1]
+    assert pool.num_entries == third.target.cache.capacity
+    assert pool.num_parked == 1
+    assert pool.borrow([*CHAT, 50]) is not both[0]
 
 
 def test_an_early_exit_keeps_its_caches_text_alone(engine: Engine) -> None:
