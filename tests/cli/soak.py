@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import random
 import subprocess
@@ -13,10 +12,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from threading import Event, Lock, Thread
+from typing import Any
+
+import openai
+
+from offspec import Engine, SamplingParams
 
 NUM_PROMPTS, NUM_TOKENS, WARM_UP = 12, 24, 20
+NUM_CLIENTS_SERVED = 8  # half of them under way, half of them in the queue
 LEAVES = 0.15  # share of the clients that go in the middle of their answer
 WAIT_S = 300.0
 
@@ -27,6 +33,7 @@ class Soak:
 
     num_answers: int = 0
     num_left: int = 0
+    num_refused: int = 0
     num_healthy: int = 0
     bytes_before: int = 0
     bytes_after: int = 0
@@ -34,42 +41,70 @@ class Soak:
     lock: Lock = field(default_factory=Lock, repr=False)
 
 
-def soak(target: object, draft: object, num_requests: int, num_clients: int, num_files: int = 256) -> Soak:
-    """Ask a server of this pair so often, by so many clients at a time; it may open `num_files` files."""
+def soak(
+    target: object,
+    draft: object,
+    num_requests: int,
+    num_clients: int,
+    num_files: int = 256,
+    seconds: float = 0.0,
+) -> Soak:
+    """Ask a server of this pair so often, and at least so long, by so many of OpenAI's clients at a time.
+
+    It may open `num_files` files. Its queue is shorter than the clients are many, so it refuses some requests.
+    """
     found, expected = Soak(), plain_texts(target)
-    with serving([target, "--draft", draft], num_files) as (port, pid):
+    flags = ("--draft", draft, "--parallel", NUM_CLIENTS_SERVED // 2, "--max-queue", NUM_CLIENTS_SERVED // 2)
+    with serving([target, *flags], num_files, subprocess.DEVNULL) as (port, pid):
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0, timeout=WAIT_S)
         for number in range(WARM_UP):
-            ask(port, number % NUM_PROMPTS)
+            ask(client, number % NUM_PROMPTS, streams=number % 2 == 0)
         found.bytes_before = resident_bytes(pid)
-        done = Event()
+        done, end_s, numbers = Event(), time.monotonic() + seconds, count()
         watcher = Thread(target=watch_health, args=(port, done, found))
         watcher.start()
+
+        def ask_often() -> None:
+            while (number := next(numbers)) < num_requests or time.monotonic() < end_s:
+                one(client, number, expected, found)
+
         with ThreadPoolExecutor(num_clients) as pool:
-            for number in range(num_requests):
-                pool.submit(one, port, number, expected, found)
+            for _ in range(num_clients):
+                pool.submit(ask_often)
         done.set()
         watcher.join()
+        client.close()
         found.bytes_after = resident_bytes(pid)
     return found
 
 
-def one(port: int, number: int, expected: Sequence[str], found: Soak) -> None:
+def one(client: openai.OpenAI, number: int, expected: Sequence[str], found: Soak) -> None:
+    """One request: whole, streamed, or left in the middle. One that the queue refuses is repeated."""
     chance = random.Random(number)
-    prompt = chance.randrange(NUM_PROMPTS)
-    try:
-        if chance.random() < LEAVES:
-            leave(port, prompt)
+    prompt, leaves, streams = chance.randrange(NUM_PROMPTS), chance.random() < LEAVES, chance.random() < 0.5
+    while True:
+        try:
+            answer = None if leaves else ask(client, prompt, streams=streams)
+            if leaves:
+                leave(client, prompt)
+        except openai.RateLimitError as exc:
+            retry_s = exc.response.headers.get("retry-after", "")
             with found.lock:
-                found.num_left += 1
+                found.num_refused += 1
+                if not retry_s.isdecimal():
+                    found.wrong.append(f"request {number}: retry after {retry_s!r}")
+            time.sleep(0.05)
+            continue
+        except Exception as exc:  # noqa: BLE001 (it is told)
+            with found.lock:
+                found.wrong.append(f"request {number}: {type(exc).__name__}: {exc}")
             return
-        answer = ask(port, prompt)
         with found.lock:
-            found.num_answers += 1
-            if answer != expected[prompt]:
+            found.num_left += leaves
+            found.num_answers += not leaves
+            if not leaves and answer != expected[prompt]:
                 found.wrong.append(f"request {number}: {answer!r}, not {expected[prompt]!r}")
-    except Exception as exc:  # noqa: BLE001 (it is told)
-        with found.lock:
-            found.wrong.append(f"request {number}: {type(exc).__name__}: {exc}")
+        return
 
 
 def watch_health(port: int, done: Event, found: Soak) -> None:
@@ -83,24 +118,25 @@ def watch_health(port: int, done: Event, found: Soak) -> None:
             found.wrong.append(f"health: {type(exc).__name__}: {exc}")
 
 
-def ask(port: int, prompt: int) -> str:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)) as connection:
-        connection.request("POST", "/v1/completions", body(prompt, stream=False))
-        reply = json.loads(connection.getresponse().read())
-        text: str = reply["choices"][0]["text"]
-        return text
+def ask(client: openai.OpenAI, prompt: int, *, streams: bool) -> str:
+    if not streams:
+        return client.completions.create(**body(prompt)).choices[0].text
+    return "".join(part.choices[0].text for part in client.completions.create(**body(prompt), stream=True))
 
 
-def leave(port: int, prompt: int) -> None:
+def leave(client: openai.OpenAI, prompt: int) -> None:
     """After the first part of a stream."""
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)) as connection:
-        connection.request("POST", "/v1/completions", body(prompt, stream=True))
-        connection.getresponse().read(20)
+    with client.completions.create(**body(prompt), stream=True) as parts:
+        next(iter(parts))
 
 
-def body(prompt: int, *, stream: bool) -> str:
-    asked = {"prompt": f"def area{prompt}(x, y):", "max_tokens": NUM_TOKENS, "temperature": 0.7, "seed": prompt}
-    return json.dumps({**asked, "stream": stream, "ignore_eos": True})
+def body(prompt: int) -> dict[str, Any]:
+    asked = {"model": "any", "prompt": text_of(prompt), "max_tokens": NUM_TOKENS, "temperature": 0.7, "seed": prompt}
+    return {**asked, "extra_body": {"ignore_eos": True}}
+
+
+def text_of(prompt: int) -> str:
+    return f"def area{prompt}(x, y):"
 
 
 def resident_bytes(pid: int) -> int:
@@ -135,14 +171,18 @@ def serving(model: Sequence[object], num_files: int, errors: int | None = None) 
 
 
 def plain_texts(target: object) -> list[str]:
-    """What plain decoding says to each prompt."""
-    with serving([target, "--draft", "none", "--budget", "0"], 256) as (port, _):
-        return [ask(port, number) for number in range(NUM_PROMPTS)]
+    """What plain decoding says to each prompt, as `offspec run` does."""
+    with Engine.load(str(target), draft="none", device="cpu") as engine:
+        return [
+            engine.complete(text_of(prompt), SamplingParams(NUM_TOKENS, temperature=0.7, seed=prompt, ignore_eos=True))
+            for prompt in range(NUM_PROMPTS)
+        ]
 
 
 def report(found: Soak, began_s: float) -> str:
     growth = (found.bytes_after - found.bytes_before) / 2**20
     return (
-        f"{found.num_answers} answers, {found.num_left} left, {found.num_healthy} times healthy in "
-        f"{time.monotonic() - began_s:.0f} s; memory grew by {growth:.1f} MiB; {len(found.wrong)} wrong"
+        f"{found.num_answers} answers, {found.num_left} left, {found.num_refused} times refused, "
+        f"{found.num_healthy} times healthy in {time.monotonic() - began_s:.0f} s; "
+        f"memory grew by {growth:.1f} MiB; {len(found.wrong)} wrong"
     )
