@@ -277,6 +277,7 @@ def test_of_several_answers_none_is_left_behind(engine: Engine, gate: Gate) -> N
             assert gate.reached.wait(LONG_S)
             assert gauge(client, "requests_running") == 1
             assert gauge(client, "requests_waiting") == 2
+        until(lambda: gauge(client, "requests_waiting") == 0)  # by now the server knows that the client has gone
         gate.is_open.set()
         until(lambda: gauge(client, "requests_running") + gauge(client, "requests_waiting") == 0)
         assert gauge(client, 'requests_total{outcome="left"}') == 3
