@@ -6,7 +6,8 @@
 The texts are held-out prompts of the built-in pair. Both ways run in one process, by turns, with `auto`; their texts
 are compared. MODEL is for example the 7B shape of `python -m benchmarks.grow`. With `--clock card`, passes and draft
 rounds take the seconds of a card (`benchmarks.scheduling.replay.Costs`: 70B in NF4 streamed to an RTX 4090, 0.9 s up to
-500 rows), and everything else takes none; trees and texts are real. The last line is JSON.
+500 rows), and everything else takes none; trees and texts are real, and nothing is drafted during passes. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from offspec import Engine, SamplingParams, builtin
+from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model.decoder import Decoder
 from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import MAX_NODES
@@ -49,7 +50,14 @@ class Row:
         return self.num_tokens / self.seconds
 
 
-def measure(engine: Engine, prompts: list[str], params: list[SamplingParams], max_texts: int, clock: Clock) -> tuple:
+def measure(
+    engine: Engine,
+    prompts: list[str],
+    params: list[SamplingParams],
+    speculation: SpeculationParams,
+    max_texts: int,
+    clock: Clock,
+) -> tuple[Row, list[list[int]]]:
     """A row, and the texts' token ids."""
     fresh = engine.with_draft(engine.draft)
     ids: list[list[int]] = [[] for _ in prompts]
@@ -64,7 +72,7 @@ def measure(engine: Engine, prompts: list[str], params: list[SamplingParams], ma
 
     began = clock()
     with mock.patch.object(type(engine.target), "through", counted):
-        for index, step in fresh.generate_many(prompts, params, max_texts=max_texts):
+        for index, step in fresh.generate_many(prompts, params, speculation, max_texts=max_texts):
             ids[index] += step.token_ids
             rates[index] = step.stats.num_tokens / (step.stats.prefill_s + step.stats.decode_s)
     seconds = clock() - began
@@ -86,7 +94,10 @@ def simulate(engine: Engine, clock: VirtualClock, costs: Costs) -> list[Any]:
         mock.patch("offspec.scheduler.params.CPU_MAX_NODES", MAX_NODES),
         mock.patch.object(Decoder, "through", timed),
         mock.patch.object(ModelDrafter.__init__, "__kwdefaults__", defaults),
-        mock.patch("offspec.request.time", mock.Mock(perf_counter=clock.now)),
+        *(
+            mock.patch(f"offspec.{module}.time", mock.Mock(perf_counter=clock.now))
+            for module in ("request", "drafts.shared_rounds", "scheduler.shared_pass")
+        ),
     ]
 
 
@@ -114,6 +125,7 @@ def main() -> None:
         for seed in range(len(prompts))
     ]
     clock: Clock = time.perf_counter
+    speculation = SpeculationParams(overlap=args.clock == "wall")
     if args.clock == "card":
         virtual = VirtualClock()
         clock = virtual.now
@@ -124,7 +136,7 @@ def main() -> None:
     rows, base, expected = list[Row](), 0.0, list[list[int]]()
     for _ in range(args.repeats):
         for number in numbers:
-            row, ids = measure(engine, prompts, params, number, clock)
+            row, ids = measure(engine, prompts, params, speculation, number, clock)
             base, expected = base or row.tokens_per_s, expected or ids
             differ = sum(found != own for found, own in zip(ids, expected, strict=True))
             rows.append(row)

@@ -53,7 +53,7 @@ class Batch:
         """max_texts: the maximum number of texts under way; None is AUTO_TEXTS. The others wait in order."""
         self._engine, self._max_texts = engine, max_texts or AUTO_TEXTS
         num_nodes = max_nodes(engine.target.device.type) if engine.plan is None else engine.plan.tree
-        self._shared = SharedPass(engine.learnt.costs, num_nodes)
+        self._shared = SharedPass(engine.learnt.costs, num_nodes, engine.learnt.overlap_switch)
         self._num_entries = None if engine.plan is None else engine.plan.kv_entries
         self._waiting, self._running = deque[Ticket](), list[Ticket]()
         self._lock = Lock()  # guards the waiting tickets
@@ -208,7 +208,7 @@ class Batch:
 
     def _make_room(self) -> None:
         """Give every text the KV entries that it needs for the next pass; pause those that joined last if necessary."""
-        limit = self._shared.limit_of(len(self._running))
+        limit = self._shared.most_per_text = self._shared.limit_of(len(self._running))
         for ticket in list(self._running):
             while ticket in self._running and not self._has_grown(_request(ticket), limit):
                 self.pause_last()

@@ -10,22 +10,23 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import TYPE_CHECKING
 
 from offspec.loaders.cuda import device_bytes, span
 from offspec.scheduler.constraint import TokenConstraint
-from offspec.scheduler.drafter import CompetingDrafter, DraftRequest
+from offspec.scheduler.drafter import DraftRequest
 from offspec.scheduler.forced import prepare_masks
 from offspec.scheduler.joint import joint_walk
 from offspec.scheduler.params import MAX_ROWS, SamplingParams, SpeculationParams, max_nodes, tree_room
 from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.score_calls import CompetingDrafter, Drafting, run_together
 from offspec.scheduler.shared_pass import SharedPass
 from offspec.scheduler.tree import FloatArray, TokenTree
 from offspec.scheduler.verify import Logits, TargetPass, Verdict, exact_walk
 
-from .background import Work, in_background
+from .background import in_background
 from .drafts.base import DraftTask
+from .drafts.shared_rounds import SharedRounds
 from .errors import ConstraintError, NumericalError, OffspecError
 from .model.decoder import TextRows, score_together
 from .model.row_logits import RowLogits
@@ -40,7 +41,6 @@ Observer = Callable[[TokenTree, Verdict], None]
 PREFILL_ROWS = 512  # of prompts in a pass that texts past their prompts share: a long prompt may not delay them long
 GRANT = 256  # new tokens for which a request that shares passes reserves KV entries at a time
 DRAFT_ROWS = 384  # `DraftRequest.most_rows` of requests that share passes, because each has a draft cache
-SWEEPS = 16  # rounds of each text's draft during a shared pass
 
 
 @dataclass(frozen=True)
@@ -190,11 +190,11 @@ class Request:
 
     # ---------------------------------------------------------------------------------------- parts of a pass
 
-    def draft(self, num_chain: int) -> FloatArray | None:
+    def draft(self, num_chain: int) -> Drafting[FloatArray | None]:
         """Draft for a pass that scores `num_chain` of the unscored tokens; a part of a prompt has no tree.
 
-        Returns the probabilities of candidates that compete with other texts' for the pass, descending; None if the
-        size of the tree does not depend on them.
+        The result is the probabilities of candidates that compete with other texts' for the pass, descending; None if
+        the size of the tree does not depend on them.
         """
         self._chain, self._tree = self.text[self.target.length :][:num_chain], TokenTree.empty()
         self._is_prefilling = num_chain < self.num_unscored
@@ -202,7 +202,7 @@ class Request:
             return None
         max_depth = self.limit - self.stats.num_tokens - 1
         if self._competitor is not None:
-            return self._competitor.prepare(self.text, max_depth)
+            return (yield from self._competitor.prepare(self.text, max_depth))
         self._tree = self.drafter.propose(self.text, max_depth)
         return None
 
@@ -305,7 +305,7 @@ def run_pass(requests: Sequence[Request], shared: SharedPass) -> list[Verdict | 
     with span("draft"):
         rows = _propose(requests, shared)
     drafted = time.perf_counter()
-    with span("pass"), _drafting(requests):
+    with span("pass"), _drafting_ahead(requests, shared):
         texts = [(request.target, own) for request, own in zip(requests, rows, strict=True)]
         logits = score_together(texts, engine.draft.target_layers)
         target.synchronize()
@@ -332,10 +332,8 @@ def _propose(requests: Sequence[Request], shared: SharedPass) -> list[TextRows]:
     """Draft for all requests, and share the pass among their trees."""
     began, chains = time.perf_counter(), _chains([request.num_unscored for request in requests])
     shared.begin(chains)
-    drafted = list[FloatArray | None]()
-    for request, num_chain in zip(requests, chains, strict=True):
-        shared.next_text()
-        drafted.append(request.draft(num_chain))
+    draftings = [_drafting(request, num_chain, shared) for request, num_chain in zip(requests, chains, strict=True)]
+    drafted = run_together(draftings, SharedRounds(shared).score)
     if not shared.is_shared:
         return [requests[0].send(None)]
     competing = [found for found in drafted if found is not None]
@@ -343,6 +341,11 @@ def _propose(requests: Sequence[Request], shared: SharedPass) -> list[TextRows]:
     return [
         request.send(None if found is None else next(sizes)) for request, found in zip(requests, drafted, strict=True)
     ]
+
+
+def _drafting(request: Request, num_chain: int, shared: SharedPass) -> Drafting[FloatArray | None]:
+    shared.next_text()
+    return (yield from request.draft(num_chain))
 
 
 def _chains(unscored: Sequence[int]) -> list[int]:
@@ -359,31 +362,20 @@ def _chains(unscored: Sequence[int]) -> list[int]:
     return chains
 
 
-def _drafting(requests: Sequence[Request]) -> AbstractContextManager[None]:
+def _drafting_ahead(requests: Sequence[Request], shared: SharedPass) -> AbstractContextManager[None]:
     """Computes masks and drafts for these requests in the background, as far as their drafters want to."""
-    works = [request.drafter.extend for request in requests if request.drafter.wants_overlap]
+    drafters = [request.drafter for request in requests if request.drafter.wants_overlap]
     constrained = [request for request in requests if request.prepares_masks]
-    if not works and not constrained:
+    if not drafters and not constrained:
         return nullcontext()
 
     def work(is_over: Callable[[], bool]) -> None:
         for request in constrained:
             request.prepare_masks(is_over)
-        if len(works) == 1:
-            works[0](is_over)
-        else:
-            _take_turns(works, is_over)
+        competing = [drafter for drafter in drafters if isinstance(drafter, CompetingDrafter)]
+        run_together([drafter.extending(is_over) for drafter in competing], SharedRounds(shared).score)
+        for drafter in drafters:
+            if drafter not in competing:
+                drafter.extend(is_over)
 
     return in_background(work, requests[0].target.device)
-
-
-def _take_turns(works: Sequence[Work], is_over: Callable[[], bool]) -> None:
-    """One round of each text's draft after the other, so that no text takes all the time of the pass."""
-
-    def ends_after_round() -> Callable[[], bool]:
-        rounds = count()
-        return lambda: is_over() or next(rounds) > 0
-
-    for _ in range(SWEEPS):
-        for work in works:
-            work(ends_after_round())

@@ -26,7 +26,7 @@ class DraftingState:
     among them that can be expanded, descending. profile [C]: typical probabilities of a node's children. num_chain:
     rows of the target's pass in addition to the nodes. spent_s: seconds of drafting for this pass so far. overhead_s:
     seconds of a pass with a tree in addition to drafting and scoring; 0 once a round has run. tokens_per_s: the rate of
-    all texts of the pass, if it has several and the rate is known.
+    all texts of the pass, if it has several and the rate is known. num_drafting: texts that share a draft round.
     """
 
     best: FloatArray
@@ -36,6 +36,7 @@ class DraftingState:
     spent_s: float
     overhead_s: float = 0.0
     tokens_per_s: float | None = None
+    num_drafting: int = 1
 
 
 class Controller(Protocol):
@@ -126,7 +127,8 @@ class MarginalRate:
             return 0
         gains = self._gains(state, rate)
         widths = np.array([*WIDTHS[len(gains) > WIDTHS], min(len(gains), WIDTHS[-1])])
-        worth = gains.cumsum()[widths - 1] - rate * (self._costs.draft.seconds(widths) + state.overhead_s)
+        round_s = self._costs.draft.seconds(widths * state.num_drafting) / state.num_drafting
+        worth = gains.cumsum()[widths - 1] - rate * (round_s + state.overhead_s)
         best = int(worth.argmax())
         return int(widths[best]) if worth[best] > 0 else 0
 

@@ -15,6 +15,7 @@ from .candidate_tree import CandidateTree, ChildScores
 from .child_scores import ChildScorer
 from .costs import WIDTHS
 from .drafter import DraftRequest, LogitCorrector, TreeModel
+from .score_calls import Drafting, ScoreCall
 from .tree import ROOT, FloatArray, IntArray
 from .verify import TargetStates
 
@@ -85,30 +86,31 @@ class DraftRounds:
 
     # ------------------------------------------------------------------------------------------------ growing
 
-    def expand_root(self) -> int:
+    def expand_root(self) -> Drafting[int]:
         """Score the text's tokens that are new to the draft, and add the root's children; returns the token count."""
         chain = self._model.vocabulary.text(self._text[self._model.length :])
         none = np.empty(0, dtype=np.int64)
-        logits = self._model.score(chain, none, none, np.empty((0, 0), dtype=np.bool_))
+        logits = yield ScoreCall(self._model, chain, none, none, np.empty((0, 0), dtype=np.bool_))
         self._add_children(np.array([ROOT]), logits)
         return len(chain)
 
-    def expand(self, nodes: IntArray) -> int:
+    def expand(self, nodes: IntArray) -> Drafting[int]:
         """One round: score these nodes and add their children; returns the node count."""
         mask = self.tree.expand(nodes)
         picked = self.tree.nodes[nodes]
         tokens = self._model.vocabulary.inputs(picked["token"])  # guessers may know more tokens than the draft
-        self._add_children(nodes, self._model.score([], tokens, picked["depth"], mask))
+        logits = yield ScoreCall(self._model, [], tokens, picked["depth"], mask)
+        self._add_children(nodes, logits)
         return len(nodes)
 
-    def extend(self, width: int, is_over: Callable[[], bool]) -> None:
+    def extend(self, width: int, is_over: Callable[[], bool]) -> Drafting[None]:
         """Run rounds of `width` nodes until `is_over`. They expand the candidates that are likeliest to be kept."""
         tree = self.tree
         while not is_over() and tree.is_rooted and width <= self.room:
             nodes = self.open_among(tree.best(tree.num_expanded + 8 * width, self.model_depth))
             if not len(nodes):
                 break
-            self.expand(nodes[:width])
+            yield from self.expand(nodes[:width])
 
     def forced(self, most: int) -> list[int]:
         """Up to `most` tokens that the constraint forces after the text."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
 from .params import MAX_ROWS
 from .sampling import Sampler
 from .shared_pass import SharedPass
-from .tree import BoolArray, FloatArray, IntArray, TokenTree
+from .tree import BoolArray, IntArray, TokenTree
 from .verify import TargetPass, TargetStates
 from .vocabulary import Vocabulary
 
@@ -91,17 +91,6 @@ class Drafter(Protocol):
 
     def observe(self, done: TargetPass) -> None:
         """Record the target's pass over the tree that was proposed last."""
-
-
-@runtime_checkable
-class CompetingDrafter(Drafter, Protocol):
-    """A drafter whose trees compete with those of other texts; `prepare`, then `send`, in place of `propose`."""
-
-    def prepare(self, text: Sequence[int], max_depth: int) -> FloatArray | None:
-        """The probabilities of the best candidates, descending; None if the tree's size is given."""
-
-    def send(self, num_nodes: int | None = None) -> TokenTree:
-        """The tree of the `num_nodes` best candidates; None: as many as the drafter would send on its own."""
 
 
 class SequentialDrafter:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from .lookup import Guesser
 from .overlap import Overlap
 from .params import SpeculationParams
 from .pricing import Clock, PassPricing
+from .score_calls import Drafting, run_alone
 from .tree import ROOT, FloatArray, IntArray, TokenTree
 from .verdict_learning import learn_children, learn_trust, learn_trust_unsent
 from .verify import TargetPass
@@ -88,10 +88,10 @@ class ModelDrafter:
     # ------------------------------------------------------------------------------------------------ a tree
 
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
-        self.prepare(text, max_depth)
+        run_alone(self.prepare(text, max_depth))
         return self.send()
 
-    def prepare(self, text: Sequence[int], max_depth: int) -> FloatArray | None:
+    def prepare(self, text: Sequence[int], max_depth: int) -> Drafting[FloatArray | None]:
         """See `CompetingDrafter`."""
         rounds, pricing = self._rounds, self._pricing
         self._best = self._sent = NO_NODES
@@ -105,7 +105,7 @@ class ModelDrafter:
         pricing.begin(self._num_chain())
         self._may_draft = rounds.max_depth > 0 and pricing.limit > 0
         if self._may_draft:
-            self._draft()
+            yield from self._draft()
             if not rounds.is_untouched:
                 self._best = rounds.best(pricing.limit)
         return rounds.probabilities(self._best) if self._is_priced else None
@@ -126,7 +126,7 @@ class ModelDrafter:
         if len(self._sent):
             tree, num_expected = rounds.tree.tree(self._sent), float(rounds.probabilities(self._sent).sum())
         cycle_s = pricing.send(num_expected)
-        if self._overlap.is_learning and not pricing.is_first:
+        if self._overlap.is_learning and not pricing.is_first and not pricing.is_shared:
             self._overlap.observe(1 + num_expected, cycle_s)
         self._overlap.begin(is_on=self.wants_overlap)
         return tree
@@ -138,14 +138,14 @@ class ModelDrafter:
         unscored = self._request.num_unscored
         return self._rounds.num_unscored if unscored is None else unscored
 
-    def _draft(self) -> None:
+    def _draft(self) -> Drafting[None]:
         """Add what is forced, run the guessers, then the draft."""
         rounds, pricing = self._rounds, self._pricing
         rounds.begin_forced()
         rate = pricing.tokens_per_s if self._is_priced and not pricing.is_catching_up else None
         self._guessers.ask(rounds.tree, self._text, pricing.limit, rounds.max_depth, rate)
         if self._can_ask_model and (rounds.tree.is_rooted or pricing.is_worth_a_round()):
-            self._grow()
+            yield from self._grow()
 
     @property
     def _is_priced(self) -> bool:
@@ -165,28 +165,35 @@ class ModelDrafter:
         most_read = self._request.most_read
         return rounds.model_depth > 0 and (most_read is None or rounds.num_unscored <= most_read)
 
-    def _grow(self) -> None:
+    def _grow(self) -> Drafting[None]:
         """Run draft rounds while they are worth their cost."""
         rounds, pricing = self._rounds, self._pricing
         if rounds.tree.is_rooted:
             rounds.rejudge()
         else:
-            pricing.round(rounds.expand_root)
+            yield from pricing.round(rounds.expand_root())
         while rounds.room > 0:
             best = rounds.best(pricing.limit)
             nodes = rounds.open_among(best)
             width = min(pricing.width(rounds.probabilities(best), rounds.probabilities(nodes)), rounds.room)
             if width < 1:
                 break
-            pricing.round(partial(rounds.expand, nodes[:width]))
+            yield from pricing.round(rounds.expand(nodes[:width]))
 
     @property
     def wants_overlap(self) -> bool:
-        return not self._is_plain and self._rounds.tree.is_rooted and self._overlap.is_on
+        if self._is_plain or not self._rounds.tree.is_rooted:
+            return False
+        shared = self._request.shared
+        return self._overlap.is_allowed and shared.overlaps if shared and shared.is_shared else self._overlap.is_on
 
     def extend(self, is_over: Callable[[], bool]) -> None:
         """Continue the rounds of `propose` during the pass."""
-        self._rounds.extend(self._draft_costs.best_width(), is_over)
+        run_alone(self.extending(is_over))
+
+    def extending(self, is_over: Callable[[], bool]) -> Drafting[None]:
+        """See `CompetingDrafter`."""
+        return self._rounds.extend(self._draft_costs.best_width(), is_over)
 
     # ------------------------------------------------------------------------------------------------ a verdict
 

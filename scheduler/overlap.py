@@ -41,13 +41,13 @@ class Overlap:
 
     def __init__(self, *, allowed: bool, switch: OverlapSwitch | None = None) -> None:
         """switch: learns whether overlap pays off; None: overlap is on whenever it is allowed."""
-        self._allowed, self._switch = allowed, switch
+        self.is_allowed, self._switch = allowed, switch
         self._was_on = False
 
     @property
     def is_on(self) -> bool:
         """Whether to overlap the next pass."""
-        return self._allowed and (self._switch is None or self._switch.is_on())
+        return self.is_allowed and (self._switch is None or self._switch.is_on())
 
     @property
     def is_learning(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from .averages import DecayingRatio, Retry
 from .budget import PLAIN_ROWS, RATE_FORGETTING, Controller, DraftingState
 from .calibration import DraftCalibration
 from .costs import MOST_ROWS, Costs
+from .score_calls import Drafting
 from .shared_pass import SharedPass
 from .speculation_switch import SpeculationSwitch
 from .tree import FloatArray
@@ -85,6 +87,11 @@ class PassPricing:
         self._rests = False
 
     @property
+    def is_shared(self) -> bool:
+        """Whether the pass has several texts."""
+        return self._shared.is_shared
+
+    @property
     def limit(self) -> int:
         """The maximum number of nodes to send."""
         limit = self._controller.limit
@@ -108,11 +115,14 @@ class PassPricing:
     def _state(self, best: FloatArray, open_nodes: FloatArray) -> DraftingState:
         profile = self._calibration.profile.values
         spent_s = self._clock() - self._began
-        return DraftingState(best, open_nodes, profile, self._num_chain, spent_s, tokens_per_s=self._shared_rate)
+        return self._with_others(DraftingState(best, open_nodes, profile, self._num_chain, spent_s))
 
-    @property
-    def _shared_rate(self) -> float | None:
-        return self._shared.tokens_per_s if self._shared.is_shared else None
+    def _with_others(self, state: DraftingState) -> DraftingState:
+        """The state in a pass that other texts share."""
+        shared = self._shared
+        if not shared.is_shared:
+            return state
+        return replace(state, tokens_per_s=shared.tokens_per_s, num_drafting=shared.num_drafting)
 
     def is_worth_a_round(self) -> bool:
         """Whether a first draft round pays off; if not, it is retried at growing intervals.
@@ -128,16 +138,16 @@ class PassPricing:
         """Whether a first round is expected to bring more tokens than its seconds bring otherwise."""
         root = np.array([self._calibration.trust.value])
         profile, overhead_s = self._calibration.profile.values, self._costs.overhead_s
-        state = DraftingState(NONE, root, profile, self._num_chain, 0.0, overhead_s, self._shared_rate)
-        return self._controller.width(state) > 0
+        state = DraftingState(NONE, root, profile, self._num_chain, 0.0, overhead_s)
+        return self._controller.width(self._with_others(state)) > 0
 
-    def round(self, draft: Callable[[], int]) -> None:
+    def round(self, draft: Drafting[int]) -> Drafting[None]:
         """Run one draft round, which returns its number of rows, and record its seconds."""
         began = self._clock()
-        rows = draft()
+        rows = yield from draft
         seconds = self._clock() - began
         self._rounds_s += seconds
-        if rows <= MOST_ROWS:
+        if rows <= MOST_ROWS and not self._shared.is_shared:  # `SharedPass.observe_round` records those of all texts
             self._costs.draft.observe(rows, seconds)
 
     def worth(self, num_tokens: float, num_nodes: int, num_sent: int) -> float:

@@ -7,6 +7,7 @@ probability, against what a further row costs at the rate of all texts together.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from .averages import DecayingRatio
 from .budget import RATE_FORGETTING
 from .costs import MOST_ROWS, Costs
+from .overlap import OverlapSwitch
 from .tree import FloatArray
 
 
@@ -24,9 +26,16 @@ class SharedPass:
     end.
     """
 
-    def __init__(self, costs: Costs, max_nodes: int) -> None:
-        """costs: of the target and its draft. max_nodes: limit of all trees of a pass together."""
-        self._costs, self._max_nodes = costs, max_nodes
+    def __init__(self, costs: Costs, max_nodes: int, overlap_switch: OverlapSwitch | None = None) -> None:
+        """costs: of the target and its draft. max_nodes: limit of all trees of a pass together.
+
+        overlap_switch: learns whether to draft during a pass; None: always.
+        """
+        self._costs, self._max_nodes, self._switch = costs, max_nodes, overlap_switch
+        self.most_per_text = max_nodes  # for which each text has KV entries
+        self._sent = 0.0  # when the last trees were sent
+        self.overlaps = True  # whether to draft during the pass
+        self.num_drafting = 1  # texts whose draft rounds are one forward
         self._rate = DecayingRatio(RATE_FORGETTING)  # tokens of one text per second: texts join and leave
         self._chains: list[int] = []
         self._num_nodes = 0.0  # nodes of a text in the last pass, as an estimate for those that have not drafted yet
@@ -49,7 +58,7 @@ class SharedPass:
     @property
     def limit(self) -> int:
         """The maximum number of nodes of one text."""
-        return self.limit_of(self.num_texts)
+        return min(self.most_per_text, self.limit_of(self.num_texts))
 
     def limit_of(self, num_texts: int) -> int:
         """`limit` in a pass of so many texts."""
@@ -70,8 +79,13 @@ class SharedPass:
         """The next text drafts."""
         self._text += 1
 
+    def observe_round(self, num_rows: int, seconds: float) -> None:
+        """Record one forward of the draft over rows of several texts."""
+        if num_rows <= MOST_ROWS:
+            self._costs.draft.observe(num_rows, seconds)
+
     def sizes(self, candidates: Sequence[FloatArray], spent_s: float = 0.0) -> list[int]:
-        """The number of nodes that each text sends.
+        """The number of nodes that each text sends. Call it when all have drafted.
 
         candidates: for each text, the probabilities of its best candidates, descending. spent_s: seconds of drafting.
         The result has the largest expected gain: with R tokens/s, that is tokens - R * seconds, as in
@@ -84,7 +98,17 @@ class SharedPass:
         seconds = self._costs.target.seconds(np.minimum(np.arange(len(tokens)) + sum(self._chains), MOST_ROWS))
         rate = self.tokens_per_s or float((tokens / (spent_s + seconds)).max())
         size = int((tokens - rate * seconds).argmax())
+        self._choose_overlap(float(tokens[size]))
         return [int((owners[best[:size]] == owner).sum()) for owner in range(len(candidates))]
+
+    def _choose_overlap(self, num_tokens: float) -> None:
+        """Once for all texts: whether to draft during the pass. num_tokens: expected from the trees of this one."""
+        last, self._sent = self._sent, time.perf_counter()
+        if self._switch is None or not last:
+            return
+        if max(self._chains) == 1:
+            self._switch.observe(self.overlaps, num_tokens, self._sent - last)
+        self.overlaps = self._switch.is_on()
 
     def end(self, num_nodes: int, num_tokens: int, pass_s: float, total_s: float) -> None:
         """Record a pass of several texts. num_tokens: of all texts. total_s: with drafting and verdicts."""

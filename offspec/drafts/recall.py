@@ -99,9 +99,11 @@ def recall_bytes(
 class RecallingText:
     """The draft's text, with logits corrected by recall (a `scheduler.drafter.TreeModel`)."""
 
+    num_before = MOST_PROMPT  # rows of a chain whose states are kept, in addition to its last one
+
     def __init__(self, text: DraftText, target: Decoder, recall: Recall) -> None:
         """text: a text without pending nodes."""
-        self._text, self._target, self._recall = text, target, recall
+        self.text, self._target, self._recall = text, target, recall
         # The draft's final states:
         self._root: Tensor | None = None  # after the text's last token, [1, hidden]
         self._before: Tensor | None = None  # after the earlier tokens of the same chain, [B, hidden]
@@ -109,26 +111,33 @@ class RecallingText:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        return self._text.vocabulary
+        return self.text.vocabulary
 
     @property
     def max_context(self) -> int:
-        return self._text.max_context
+        return self.text.max_context
 
     @property
     def length(self) -> int:
-        return self._text.length
+        return self.text.length
 
     @torch.inference_mode()
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
         """`CachedDecoder.score` with corrected logits."""
-        states = self._text.states(chain, tokens, depths, mask, before=MOST_PROMPT)
+        states = self.text.states(chain, tokens, depths, mask, before=self.num_before)
+        return self.logits_of(states, is_after_chain=bool(chain), num_nodes=len(tokens))
+
+    def logits_of(self, states: Tensor, *, is_after_chain: bool, num_nodes: int) -> Tensor:
+        """Corrected logits of a forward, whose states [B + (1 if is_after_chain) + num_nodes, hidden] are kept.
+
+        B: up to `num_before` rows of the chain before its last one.
+        """
         nodes = states.clone()  # the next replay of a captured round overwrites its states
-        if chain:
-            num_before = len(states) - len(tokens) - 1
+        if is_after_chain:
+            num_before = len(states) - num_nodes - 1
             self._before, self._root, nodes = nodes[:num_before], nodes[num_before, None], nodes[num_before + 1 :]
             states = states[num_before:]
-        if len(tokens):
+        if num_nodes:
             self._pending.append(nodes)
         return self._logits(states)
 
@@ -138,7 +147,7 @@ class RecallingText:
         return self._logits(self.states_at(rows))
 
     def _logits(self, states: Tensor) -> Tensor:
-        draft = self._text.decoder
+        draft = self.text.decoder
         if not len(self._recall):
             return draft.head(states)
         correction = self._recall.correct(states)
@@ -162,7 +171,7 @@ class RecallingText:
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """As `CachedDecoder.keep`."""
-        self._text.keep(path, pending)
+        self.text.keep(path, pending)
         if self._pending:
             places = torch.cat(self._pending)
             self._root = places[path[-1], None].clone() if path else self._root

@@ -14,6 +14,7 @@ from offspec.scheduler.draft_rounds import MAX_CORRECTED, DraftRounds
 from offspec.scheduler.drafter import DraftRequest, LogitCorrector
 from offspec.scheduler.params import MAX_ROWS, SamplingParams
 from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.score_calls import run_alone
 from offspec.scheduler.tree import ROOT, IntArray
 from offspec.scheduler.verify import NoStates, TargetStates
 
@@ -38,9 +39,9 @@ def test_the_root_takes_what_the_model_has_not_read_and_a_round_takes_its_nodes(
     model = RuleModel(RULE, VOCAB_SIZE)
     rounds = rounds_of(model)
     assert (rounds.num_unscored, rounds.room) == (3, MAX_ROWS)
-    assert rounds.expand_root() == 3
+    assert run_alone(rounds.expand_root()) == 3
     assert (model.chains, rounds.num_unscored, rounds.tree.is_rooted) == ([TEXT], 0, True)
-    assert rounds.expand(rounds.open_among(rounds.best(9))[:2]) == 2
+    assert run_alone(rounds.expand(rounds.open_among(rounds.best(9))[:2])) == 2
     assert (model.batches, rounds.room, len(rounds.tree.nodes)) == ([0, 2], MAX_ROWS - 2, 3 * VOCAB_SIZE)
 
 
@@ -48,7 +49,7 @@ def test_the_root_takes_what_the_model_has_not_read_and_a_round_takes_its_nodes(
 def test_no_node_is_open_where_depth_or_context_end(max_depth: int, max_context: int, deepest: int) -> None:
     rounds = rounds_of(RuleModel(RULE, VOCAB_SIZE, max_context), max_depth)
     assert rounds.model_depth == deepest
-    rounds.expand_root()
+    run_alone(rounds.expand_root())
     rounds.extend(4, lambda: False)
     assert rounds.tree.nodes["depth"].max() == deepest
 
@@ -59,7 +60,7 @@ def test_extending_goes_on_until_it_is_told_to_stop(num_rounds: int) -> None:
     rounds = rounds_of(model)
     rounds.extend(2, count_down(5))
     assert model.batches == [], "without a root there is nothing to go on with"
-    rounds.expand_root()
+    run_alone(rounds.expand_root())
     rounds.extend(2, count_down(num_rounds))
     assert model.batches == [0] + [2] * num_rounds
 
@@ -68,11 +69,11 @@ def test_extending_goes_on_until_it_is_told_to_stop(num_rounds: int) -> None:
 def test_what_is_below_the_new_root_stays_with_reuse_alone(reuse: bool) -> None:
     model = RuleModel(RULE, VOCAB_SIZE)
     rounds = rounds_of(model)
-    rounds.expand_root()
+    run_alone(rounds.expand_root())
     first = rounds.best(1)
-    rounds.expand(first)
+    run_alone(rounds.expand(first))
     below = np.flatnonzero(rounds.tree.nodes["parent"] == first[0])[:2]
-    rounds.expand(below)
+    run_alone(rounds.expand(below))
     token = int(rounds.tree.nodes["token"][first[0]])
     rounds.keep(np.empty(0, dtype=np.int64), [token], reuse=reuse)
     assert rounds.tree.is_rooted == reuse
@@ -99,14 +100,14 @@ def test_a_corrector_hears_of_nodes_that_both_scored_and_has_the_last_word() -> 
     rounds = rounds_of(model, corrector=Noted())
     rounds.correct(np.empty(0, dtype=np.int64), NoStates())
     assert told == [], "the draft was not asked"
-    rounds.expand_root()
+    run_alone(rounds.expand_root())
     sent = rounds.best(3)
-    rounds.expand(sent[1:2])
+    run_alone(rounds.expand(sent[1:2]))
     rounds.correct(sent, NoStates())
     assert told == [([ROOT, 0], [0, 2])]
     rounds.rejudge()
     fresh = rounds_of(RuleModel(resembling(RULE, seed=1), VOCAB_SIZE))
-    fresh.expand_root()
+    run_alone(fresh.expand_root())
     scores = dict(zip(fresh.tree.nodes["token"].tolist(), fresh.tree.nodes["score"].tolist(), strict=True))
     children = rounds.tree.nodes[rounds.tree.nodes["depth"] == 1]
     np.testing.assert_allclose(children["score"], [scores[token] for token in children["token"].tolist()])

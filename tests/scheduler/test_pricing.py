@@ -10,6 +10,7 @@ from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.costs import Costs
 from offspec.scheduler.params import MAX_NODES
 from offspec.scheduler.pricing import PassPricing
+from offspec.scheduler.score_calls import Drafting, run_alone
 
 from .fakes import VirtualClock
 
@@ -34,11 +35,12 @@ def one_pass(pricing: PassPricing, clock: VirtualClock, num_nodes: int = 3) -> f
     """Half a second of drafting, two of the target, a quarter of all else; seconds since the last tree was sent."""
     pricing.begin(num_chain=1)
 
-    def draft() -> int:
+    def draft() -> Drafting[int]:
         clock.now += 0.5
         return 7
+        yield  # a generator
 
-    pricing.round(draft)
+    run_alone(pricing.round(draft()))
     since = pricing.send()
     clock.now += 2.0
     pricing.judged(num_nodes)
