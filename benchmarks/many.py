@@ -16,7 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from statistics import median_high
 from typing import Any
 from unittest import mock
 
@@ -26,57 +26,9 @@ from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model.decoder import Decoder
 from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import MAX_NODES
+from offspec.tools.texts_benchmark import TextsRun, answer_together, num_different
 
 from .scheduling.replay import Costs, VirtualClock
-
-Clock = Callable[[], float]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to answer all prompts.
-
-    num_passes: of the target. each_tokens_per_s: median over the texts, while they are under way.
-    """
-
-    max_texts: int
-    num_tokens: int
-    num_passes: int
-    seconds: float
-    each_tokens_per_s: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.seconds
-
-
-def measure(
-    engine: Engine,
-    prompts: list[str],
-    params: list[SamplingParams],
-    speculation: SpeculationParams,
-    max_texts: int,
-    clock: Clock,
-) -> tuple[Row, list[list[int]]]:
-    """A row, and the texts' token ids."""
-    fresh = engine.with_draft(engine.draft)
-    ids: list[list[int]] = [[] for _ in prompts]
-    rates = [0.0] * len(prompts)
-    num_passes = 0
-    through = type(engine.target).through
-
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal num_passes
-        num_passes += args[0] is engine.target
-        return through(*args, **kwargs)
-
-    began = clock()
-    with mock.patch.object(type(engine.target), "through", counted):
-        for index, step in fresh.generate_many(prompts, params, speculation, max_texts=max_texts):
-            ids[index] += step.token_ids
-            rates[index] = step.stats.num_tokens / (step.stats.prefill_s + step.stats.decode_s)
-    seconds = clock() - began
-    return Row(max_texts, sum(map(len, ids)), num_passes, seconds, sorted(rates)[len(rates) // 2]), ids
 
 
 def simulate(engine: Engine, clock: VirtualClock, costs: Costs) -> list[Any]:
@@ -124,7 +76,7 @@ def main() -> None:
         SamplingParams(args.max_new_tokens, temperature=args.temperature, seed=seed, ignore_eos=True)
         for seed in range(len(prompts))
     ]
-    clock: Clock = time.perf_counter
+    clock: Callable[[], float] = time.perf_counter
     speculation = SpeculationParams(overlap=args.clock == "wall")
     if args.clock == "card":
         virtual = VirtualClock()
@@ -133,20 +85,26 @@ def main() -> None:
             patch.start()
     print(f"{len(prompts)} held-out prompts x {args.max_new_tokens} tokens, temperature {args.temperature:g}")
     print("texts  tokens/s together   each  tokens per pass  seconds   gain  texts that differ")
-    rows, base, expected = list[Row](), 0.0, list[list[int]]()
+    runs = list[TextsRun]()
     for _ in range(args.repeats):
         for number in numbers:
-            row, ids = measure(engine, prompts, params, speculation, number, clock)
-            base, expected = base or row.tokens_per_s, expected or ids
-            differ = sum(found != own for found, own in zip(ids, expected, strict=True))
-            rows.append(row)
-            print(
-                f"{number:>5}  {row.tokens_per_s:>17.2f}  {row.each_tokens_per_s:>5.2f}  "
-                f"{row.num_tokens / row.num_passes:>15.2f}  {row.seconds:>7.1f}  {row.tokens_per_s / base:>4.2f}x  "
-                f"{differ:>17}",
-                flush=True,
-            )
-    print(json.dumps({"settings": vars(args), "rows": [asdict(row) for row in rows]}))
+            fresh = engine.with_draft(engine.draft)  # without estimates of earlier runs
+            runs.append(answer_together(fresh, prompts, params, number, speculation, clock=clock))
+            print(line_of(runs[-1], runs[0]), flush=True)
+    print(json.dumps({"settings": vars(args), "rows": [record_of(run) for run in runs]}))
+
+
+def line_of(run: TextsRun, base: TextsRun) -> str:
+    each, per_pass = median_high(run.each_tokens_per_s), run.num_tokens / run.num_passes
+    return (
+        f"{run.num_texts:>5}  {run.tokens_per_s:>17.2f}  {each:>5.2f}  {per_pass:>15.2f}  {run.seconds:>7.1f}  "
+        f"{run.tokens_per_s / base.tokens_per_s:>4.2f}x  {num_different(run, base):>17}"
+    )
+
+
+def record_of(run: TextsRun) -> dict[str, Any]:
+    figures = {"num_tokens": run.num_tokens, "num_passes": run.num_passes, "seconds": run.seconds}
+    return {"max_texts": run.num_texts, **figures, "each_tokens_per_s": median_high(run.each_tokens_per_s)}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import csv
 import json
 import sys
 import textwrap
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import click
 from offspec.errors import StorageError
 
 from .batch import check_sink, read_prompts
+from .bench_texts import check_flags, several_numbers, texts_table, with_spread
 from .help_groups import OffspecCommand, option
 from .options import (
     MODEL,
@@ -34,7 +36,8 @@ from .options import (
 from .terminal import columns, is_watched, show_line
 
 if TYPE_CHECKING:
-    from offspec.tools.benchmark import BenchmarkReport, BenchmarkRow, Figure, Outcome
+    from offspec import Engine
+    from offspec.tools.benchmark import BenchmarkReport, BenchmarkRow, Outcome, Workload
 
 PLOT_SUFFIXES = (".png", ".svg")
 MAX_NEW_TOKENS = 64
@@ -61,13 +64,14 @@ def _plot_file(ctx: click.Context, param: click.Parameter, value: Path | None) -
 
 {MODEL_HELP} Tokens/s include the first pass, which contains the prefill. Figures are medians over repeats, with the
 range. The built-in prompts ask for code, chat, prose and repetitive text. --accept joint adds a row that is marked
-lossy, and the likelihood of each text under the target.
+lossy, and the likelihood of each text under the target. With --texts it compares numbers of texts that share passes.
 
 \b
 Examples:
   offspec bench builtin
   offspec bench ./Llama-3.1-70B-nf4 --draft ./Llama-3.2-1B-Instruct --budgets auto --repeats 1 --max-new-tokens 16
   offspec bench builtin --budgets 4,16,64,256 --plot passes.svg --csv runs.csv --json
+  offspec bench ./Llama-3.1-70B-nf4 --draft ./Llama-3.2-1B-Instruct --texts 1,2,4,8 --max-new-tokens 32
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)
@@ -83,6 +87,13 @@ Examples:
     show_default=True,
     callback=several_budgets,
     help="Tree sizes to measure, separated by commas.",
+)
+@option(
+    "--texts",
+    "numbers",
+    metavar="N,N,...",
+    callback=several_numbers,
+    help="Instead of tree sizes, measure these numbers of texts that share passes, e.g. 1,2,4,8.",
 )
 @option(
     "--warmup", type=WholeNumber(0), default=1, show_default=True, metavar="N", help="Rounds before the measured ones."
@@ -107,6 +118,7 @@ def command(
     model: str,
     prompt_file: Path | None,
     budgets: list[int | None],
+    numbers: list[int] | None,
     warmup: int,
     repeats: int,
     csv_file: Path | None,
@@ -118,42 +130,38 @@ def command(
 ) -> None:
     params, speculation = request_of(options)
     options["needs_draft_model"] = speculation.is_lossy
+    if numbers is not None:
+        check_flags(speculation)
     for file in (csv_file, plot_file):
         if file is not None:
             check_sink(file)
-    from offspec.tools.benchmark import WORKLOADS, Workload, measure
+    workloads = None if prompt_file is None else _workloads(prompt_file)
+    load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
+    rounds: dict[str, Any] = {
+        "num_warmups": warmup,
+        "num_repeats": repeats,
+        "progress": _no_progress if quiet else _progress,
+    }
+    settings = {"warmup": warmup, "repeats": repeats, "max_new_tokens": params.max_new_tokens}
+    shown = Shown(as_json, quiet, settings | {"temperature": params.temperature, **lossy_settings(speculation)})
+    if numbers is not None:
+        from offspec.tools.texts_benchmark import check_numbers, default_workloads, measure_texts
 
-    workloads = list(WORKLOADS)
-    if prompt_file is not None:
-        workloads = [
-            Workload(str(task.content.get("kind", "prompts")), task.prompt) for task in read_prompts(prompt_file)
-        ]
-    tree = max((nodes or 0 for nodes in budgets), default=0)
-    engine = load_engine(model, quiet=quiet, verbose=verbose, tree=tree, **options)
+        workloads = workloads or default_workloads(numbers)
+        check_numbers(numbers, workloads)
+        engine = load(texts=max(numbers))
+        found = measure_texts(engine, workloads, params, speculation, numbers, **rounds)
+        shown.show(engine, found.as_dict(), partial(texts_table, found))
+        return
+    from offspec.tools.benchmark import WORKLOADS, measure
+
+    engine = load(tree=max((nodes or 0 for nodes in budgets), default=0))
     if not engine.guesses:
         budgets = []
-
-    def progress(done: int, total: int) -> None:
-        if is_watched() and not quiet:
-            show_line(f"run {done + 1} of {total}" if done < total else "")
-
     ways = [replace(speculation, accept="exact", budget=nodes) for nodes in budgets]
     ways += [speculation] * speculation.is_lossy
-    report = measure(engine, workloads, params, ways, num_warmups=warmup, num_repeats=repeats, progress=progress)
-    if not (as_json and quiet):
-        on_terminal = is_watched() if as_json else sys.stdout.isatty()
-        click.echo("\n".join(table(report, columns() if on_terminal else WIDE)), err=as_json)
-    if as_json:
-        settings = {
-            "warmup": warmup,
-            "repeats": repeats,
-            "max_new_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            **lossy_settings(speculation),
-        }
-        click.echo(
-            json.dumps({"model": engine.name, "draft": engine.draft_name, "settings": settings, **report.as_dict()})
-        )
+    report = measure(engine, workloads or WORKLOADS, params, ways, **rounds)
+    shown.show(engine, report.as_dict(), partial(table, report))
     if csv_file is not None:
         write_csv(report, csv_file)
     if plot_file is not None:
@@ -169,6 +177,39 @@ reworded(
     learn_file="File of the draft's training (offspec run --learn), read at the start.",
     seed="Random seed; the draft does not change the text. [default: 0]",
 )
+
+
+def _workloads(file: Path) -> list[Workload]:
+    from offspec.tools.benchmark import Workload
+
+    return [Workload(str(task.content.get("kind", "prompts")), task.prompt) for task in read_prompts(file)]
+
+
+def _progress(done: int, total: int) -> None:
+    if is_watched():
+        show_line(f"run {done + 1} of {total}" if done < total else "")
+
+
+def _no_progress(done: int, total: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The output flags, and the settings that the JSON object has."""
+
+    as_json: bool
+    quiet: bool
+    settings: Mapping[str, Any]
+
+    def show(self, engine: Engine, report: Mapping[str, Any], table: Callable[[int], list[str]]) -> None:
+        """Print the table, and the report as JSON if wanted. table: its lines for a number of columns."""
+        if not (self.as_json and self.quiet):
+            on_terminal = is_watched() if self.as_json else sys.stdout.isatty()
+            click.echo("\n".join(table(columns() if on_terminal else WIDE)), err=self.as_json)
+        if self.as_json:
+            names = {"model": engine.name, "draft": engine.draft_name, "settings": dict(self.settings)}
+            click.echo(json.dumps({**names, **report}))
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -198,7 +239,7 @@ def _cells(row: BenchmarkRow) -> dict[str, str]:
     return {
         "prompts": row.kind,
         "budget": row.budget_name,
-        "tokens/s": _with_spread(row.tokens_per_s),
+        "tokens/s": with_spread(row.tokens_per_s),
         "gain": f"{row.gain.median:.2f}x" if row.budget != 0 else "",
         "first": f"{row.first_pass_s.median:.2f}",
         "later": "-" if row.later_tokens_per_s is None else f"{row.later_tokens_per_s.median:.1f}",
@@ -208,11 +249,6 @@ def _cells(row: BenchmarkRow) -> dict[str, str]:
         "rest": rest,
         **({} if row.log_likelihood is None else {"nats/token": f"{row.log_likelihood:.3f}"}),
     }
-
-
-def _with_spread(figure: Figure) -> str:
-    decimals = 1 if figure.median >= 10 else 2
-    return f"{figure.median:.{decimals}f} +-{(figure.high - figure.low) / 2:.{decimals}f}"
 
 
 def _remarks(report: BenchmarkReport) -> list[str]:

@@ -222,3 +222,35 @@ def test_without_matplotlib_plots_are_refused(bench: Bench, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     bench("--plot", "x.svg").refusal(2, "--plot", "matplotlib", "pip install 'offspec[bench]'")
+
+
+@pytest.fixture
+def bench_texts(pair: Pair, tmp_path: Path, offspec: Offspec) -> Bench:
+    """Four short prompts, one or two at a time, few tokens, one repeat."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def area(\nfor item in\nx =\nimport\n")
+    args = ("bench", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", 6)
+    return lambda *flags: offspec(*args, "--prompts", prompts, "--warmup", 0, "--repeats", 1, *flags)
+
+
+def test_numbers_of_texts_that_share_passes(bench_texts: Bench) -> None:
+    result = bench_texts("--texts", "1, 2,2", "--json")
+    told, lines = json.loads(result.out), result.err.splitlines()
+    assert (told["num_prompts"], told["num_different_texts"]) == (4, 0)
+    assert [row["num_texts"] for row in told["rows"]] == [1, 2]
+    assert told["settings"].items() >= {"warmup": 0, "repeats": 1, "max_new_tokens": 6}.items()
+    assert lines[0].split() == ["texts", "tokens/s", "together", "each", "tokens/pass", "gain"]
+    assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
+    assert lines[1].endswith("1.00x")
+    assert "all 4 texts equal those of the first row" in " ".join(result.err.split())
+
+
+def test_what_numbers_of_texts_do_not_go_with_is_refused_before_loading(
+    bench_texts: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "load", None)
+    bench_texts("--texts", "1,2", "--budgets", "16").refusal(2, "omit --budgets")
+    bench_texts("--texts", "1,2", "--csv", "runs.csv").refusal(2, "omit --csv")
+    bench_texts("--texts", "1,2", "--accept", "joint").refusal(2, "omit --accept joint")
+    bench_texts("--texts", "1,65").refusal(2, "'65'", "from 1 to 64")
+    bench_texts("--texts", "1,8").refusal(2, "8 texts", "there are 4")
