@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from offspec.errors import ContextLengthError, OffspecError, TokenizerError, UsageError
+from offspec.errors import ConstraintError, ContextLengthError, OffspecError, TokenizerError, UsageError
 
 from .flags import with_flags
 from .openai_api import Answer, Json, Said, failure
@@ -163,7 +163,8 @@ def describe(error: Exception, *, is_running: bool = False) -> tuple[Json, int]:
         return failure(str(error), kind="rate_limit_error", code="rate_limit_exceeded"), 429
     if isinstance(error, StoppingError):
         return failure(str(error), kind="server_error"), 503
-    is_theirs = isinstance(error, (UsageError, TokenizerError, ContextLengthError)) and not is_running
+    is_invalid = isinstance(error, (UsageError, TokenizerError, ContextLengthError)) and not is_running
+    is_theirs = is_invalid or isinstance(error, ConstraintError)  # its dead ends are met while running
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     kind = "invalid_request_error" if is_theirs else "server_error"
     return failure(with_flags(str(error)), kind=kind, code=code), 400 if is_theirs else 500

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from offspec import SamplingParams
 from offspec.errors import UsageError
 
+from .response_format import requested_constraint
+
 if TYPE_CHECKING:
     from offspec.engine import Prompt
 
@@ -39,7 +41,6 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "prompt_logprobs": (),
     "min_tokens": (0,),
@@ -53,13 +54,8 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "xtc_probability": (0,),
     "dynatemp_range": (0,),
-    "grammar": ("",),
-    "json_schema": (),
     "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
     "guided_choice": (),
-    "guided_grammar": (),
     "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -121,7 +117,7 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
     return CompletionRequest(
         kind,
         _messages(body) if kind == "chat" else _prompt(body),
-        sampling_params(body, defaults),
+        replace(sampling_params(body, defaults), constraint=requested_constraint(body, defaults.constraint)),
         bool(_field(body, "stream", bool, "true or false")),
         bool(options.get("include_usage")),
         _num_answers(body),

@@ -286,6 +286,8 @@ class Service:
         """
         prompt, most = asked.prompt, self.engine.max_context
         self._speculation.check_sampling(asked.params)
+        if asked.params.constraint is not None:  # here, because compiling may take a second; the result is kept
+            self.engine.compile_constraint(asked.params.constraint)
         found = turns_of(cast(Sequence[Message], prompt), self._said) if asked.kind == "chat" else None
         if found is not None:
             ids = encode_turns(self.engine.tokenizer, *found, most)

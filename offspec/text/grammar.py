@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ STACK_BYTES = 1 << 27  # the library's compiler recurses along chains of rules; 
 # Calls that take longer than SLOW_S are added up. Usual ones take microseconds; the library bounds each to seconds.
 SLOW_S, MAX_SLOW_S = 0.05, 10.0
 NOTHING_FOLLOWS = "NoExtensionBias"  # the library's word for a dead end
+MOST_COMPILED = 8  # constraints whose matchers are kept: requests of one program repeat theirs
 MAX_MESSAGE = 200  # characters of the library's message
 
 
@@ -41,6 +43,7 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """vocab_size: the target's, which may exceed the tokenizer's."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._compiled = OrderedDict[Constraint, Any]()  # the library's matchers, the last used last
 
     def compile(self, constraint: Constraint, *, gives_forced: bool = True) -> GrammarConstraint:
         """A constraint on one answer. gives_forced: whether `GrammarConstraint.forced` finds any tokens.
@@ -49,21 +52,28 @@ class ConstraintCompiler:
         Raises TokenizerError for a model whose tokens have no fixed bytes, or that has no end-of-text token.
         """
         what = NAMES[constraint.kind]
+        vocabulary = self._vocabulary
+        start = self._compiled.pop(constraint, None) or self._new_matcher(constraint, what)
+        found = GrammarConstraint(start, vocabulary, what, gives_forced=gives_forced)
+        if not found.mask([]).any():
+            raise UsageError(str(found.dead_end([])))
+        self._compiled[constraint] = start
+        while len(self._compiled) > MOST_COMPILED:
+            self._compiled.popitem(last=False)
+        return found
+
+    def _new_matcher(self, constraint: Constraint, what: str) -> Any:
         try:
             size = len(constraint.text.encode())
         except UnicodeEncodeError as exc:
             raise UsageError(f"the {what} is not valid Unicode (character {exc.start})") from exc
         if size > MAX_BYTES:
             raise UsageError(f"the {what} has {size} bytes, and {MAX_BYTES} are allowed; simplify it")
-        vocabulary = self._vocabulary
-        grammar = _grammar(constraint)
-        start = _with_deep_stack(lambda: _matcher(vocabulary.tokens, grammar))
+        tokens, grammar = self._vocabulary.tokens, _grammar(constraint)
+        start = _with_deep_stack(lambda: _matcher(tokens, grammar))
         if start.is_error():
             raise UsageError(f"the {what} cannot be used: {_reason(start.get_error())}")
-        found = GrammarConstraint(start, vocabulary, what, gives_forced=gives_forced)
-        if not found.mask([]).any():
-            raise UsageError(str(found.dead_end([])))
-        return found
+        return start
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -1,0 +1,168 @@
+"""`response_format` and its other names: answers that obey, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from typing import Any, Literal
+
+import pytest
+
+from offspec import Constraint, Engine, SamplingParams, SpeculationParams
+from offspec.cli.answering import describe
+from offspec.cli.openai_api import parse
+from offspec.errors import ConstraintError, UsageError
+
+from ..pair import Pair
+from ..refusals import refused, tells
+from .serving import USER, Client, served
+
+openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install 'offspec[test]'")
+pydantic = pytest.importorskip("pydantic")  # OpenAI's client needs it
+
+DEFAULTS = SamplingParams(40)
+SCHEMA = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 2, "maxItems": 2}
+
+
+class Car(pydantic.BaseModel):  # type: ignore[misc, name-defined] (untyped where pydantic is not installed)
+    color: Literal["red", "green"]
+    doors: list[Literal[3, 5]] = pydantic.Field(min_length=2, max_length=2)
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Engine:
+    return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def client(engine: Engine) -> Generator[Client, None, None]:
+    with served(engine) as (found, _):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def asker(client: Client) -> Any:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="-", max_retries=0)
+
+
+def by_schema(schema: Any = SCHEMA, **fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "colors", "schema": schema, **fields}}
+
+
+# ------------------------------------------------------------------------------------------------ requests
+
+
+@pytest.mark.parametrize(
+    ("body", "constraint"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Constraint.json_object()),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, Constraint.json_schema(SCHEMA)),
+        ({"response_format": by_schema()}, Constraint.json_schema(SCHEMA)),
+        ({"response_format": by_schema(strict=True)}, Constraint.json_schema(SCHEMA)),
+        (
+            {"response_format": by_schema(strict=False)},
+            Constraint.json_schema({**SCHEMA, "x-guidance": {"lenient": True}}),
+        ),
+        ({"json_schema": SCHEMA}, Constraint.json_schema(SCHEMA)),
+        ({"guided_json": SCHEMA}, Constraint.json_schema(SCHEMA)),
+        ({"guided_regex": "a+"}, Constraint.regex("a+")),
+        ({"grammar": 'root ::= "a"'}, Constraint.grammar('root ::= "a"')),
+        ({"grammar": "", "response_format": None}, None),
+    ],
+    ids=str,
+)
+def test_a_request_says_what_its_answer_must_be(body: Any, constraint: Constraint | None) -> None:
+    assert parse("chat", {"messages": [USER], **body}, DEFAULTS).params.constraint == constraint
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"response_format": "json"}, "response_format type json_object"),
+        ({"response_format": {"type": "xml"}}, "response_format type json_object"),
+        ({"response_format": {"type": ["text"]}}, "response_format type json_object"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema schema"),
+        ({"response_format": by_schema(None)}, "response_format.json_schema.schema object"),
+        ({"response_format": by_schema(strict="yes")}, "strict true false"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "only one guided_regex"),
+        ({"grammar": "a", "guided_grammar": "b"}, "only one grammar guided_grammar"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"guided_regex": 5}, "regex string"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_named(body: Any, named: str) -> None:
+    with refused(UsageError, *named.split()):
+        parse("chat", {"messages": [USER], **body}, DEFAULTS)
+
+
+# ------------------------------------------------------------------------------------------------ answers
+
+
+@pytest.mark.parametrize("temperature", [0, 1.2])
+def test_an_answer_is_plain_decoding_under_the_schema(asker: Any, engine: Engine, temperature: float) -> None:
+    params = SamplingParams(60, temperature=temperature, seed=4, constraint=Constraint.json_schema(SCHEMA))
+    plain = engine.complete([USER], params, SpeculationParams(budget=0))
+    settings = {"temperature": temperature, "seed": 4, "max_tokens": 60, "response_format": by_schema(strict=True)}
+    whole = asker.chat.completions.create(model="any", messages=[USER], **settings)
+    assert whole.choices[0].message.content == plain
+    assert whole.choices[0].finish_reason == "stop"
+    assert len(json.loads(plain)) == 2
+    parts = asker.chat.completions.create(model="any", messages=[USER], stream=True, **settings)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == plain
+
+
+def test_parse_returns_a_model_of_pydantic(asker: Any) -> None:
+    answer = asker.chat.completions.parse(
+        model="any", messages=[USER], response_format=Car, max_tokens=80, temperature=1, seed=1
+    )
+    assert isinstance(answer.choices[0].message.parsed, Car)
+
+
+def test_each_of_several_answers_obeys(asker: Any) -> None:
+    answers = asker.completions.create(
+        model="any", prompt="hi", n=3, seed=5, temperature=1, max_tokens=60, extra_body={"guided_regex": "(yes|no)!"}
+    )
+    assert {choice.text for choice in answers.choices} <= {"yes!", "no!"}
+
+
+def test_an_answer_that_is_cut_says_so(asker: Any) -> None:
+    settings = {"messages": [USER], "max_tokens": 3, "model": "any"}
+    answer = asker.chat.completions.create(**settings, response_format=by_schema())
+    assert answer.choices[0].finish_reason == "length"
+    with pytest.raises(openai.LengthFinishReasonError):
+        asker.chat.completions.parse(**settings, response_format=Car)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"response_format": by_schema({"type": "array", "uniqueItems": True})}, ["uniqueItems"]),
+        ({"response_format": by_schema({"type": "nothing"})}, ["schema"]),
+        ({"guided_regex": "a("}, ["regex"]),
+        ({"guided_grammar": "root ::= missing"}, ["grammar"]),
+        ({"guided_regex": "a" * 300_000}, ["regex", 262144]),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_cannot_be_compiled_is_a_bad_request(asker: Any, streams: bool, body: Any, words: list[object]) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        asker.chat.completions.create(model="any", messages=[USER], stream=streams, extra_body=body)
+    assert caught.value.type == "invalid_request_error"
+    assert tells(caught.value.message, *words)
+    assert asker.completions.create(model="any", prompt="hi", max_tokens=2).choices[0].finish_reason == "length"
+
+
+def test_a_schema_that_is_not_strict_ignores_what_is_not_implemented(asker: Any) -> None:
+    schema = {**SCHEMA, "uniqueItems": True}
+    answer = asker.chat.completions.create(
+        model="any", messages=[USER], max_tokens=60, response_format=by_schema(schema, strict=False)
+    )
+    assert len(json.loads(answer.choices[0].message.content)) == 2
+
+
+def test_a_dead_end_is_the_clients_fault() -> None:
+    content, status = describe(ConstraintError("the regex allows no token"), is_running=True)
+    assert (status, content["error"]["type"]) == (400, "invalid_request_error")
