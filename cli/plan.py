@@ -13,7 +13,7 @@ from offspec import PLAN_FORMATS, format_seconds, format_size
 
 from .flags import with_flags
 from .help_groups import OffspecCommand, option
-from .options import MODEL, MODEL_HELP, ModelName, WholeNumber, memory_flags, model_flags, size
+from .options import MAX_TEXTS, MODEL, MODEL_HELP, ModelName, WholeNumber, memory_flags, model_flags, size
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
@@ -55,6 +55,14 @@ Examples:
 )
 @model_flags
 @memory_flags
+@option(
+    "--texts",
+    type=WholeNumber(1, MAX_TEXTS),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Plan KV entries for N texts that share passes, as for `offspec run --batch N`.",
+)
 @option(
     "--gpu",
     metavar="NAME",
@@ -127,6 +135,7 @@ def describe(forecast: Forecast) -> list[str]:
         forecast.where,
         *_seconds(forecast),
         *_drafts(forecast),
+        *_texts(forecast),
         *_gains(forecast),
     ]
 
@@ -197,6 +206,23 @@ def _verdict(forecast: Forecast) -> list[str]:
     if kind == "shadow" and bits.isdecimal():
         lines.append(f"A shadow is made once: offspec quantize {forecast.model} --shadow {bits}")
     return [*lines, "Tokens per pass are those of the built-in pair (docs/drafts.md); your models may differ by half."]
+
+
+def _texts(forecast: Forecast) -> list[str]:
+    """Tokens/s of several texts that share passes, one column each."""
+    found = forecast.texts
+    return [
+        "",
+        "Texts that share passes, by these rates, at temperature 0, without their prompts:",
+        *_table(
+            [
+                ["texts", *(str(each.num_texts) for each in found)],
+                ["tokens/s together", *(_three_digits(each.tokens_per_s) if each.plan else "-" for each in found)],
+                ["tokens/s each", *(_three_digits(each.each_tokens_per_s) if each.plan else "-" for each in found)],
+                ["tokens each may have", *(str(each.tokens_each) if each.plan else "-" for each in found)],
+            ]
+        ),
+    ]
 
 
 def _gains(forecast: Forecast) -> list[str]:

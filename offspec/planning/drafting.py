@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from offspec.loaders.hardware import Rates
 from offspec.scheduler.params import SpeculationParams
@@ -47,10 +49,20 @@ class Acceptance:
         A path is at most num_rounds + 1 tokens long, and on average as long as the draft guesses right: a smooth
         minimum of both. Wrong guesses are as frequent as approximated layers (`share`).
         """
-        measured = (self.greedy if greedy else self.sampled)[num_nodes]
+        measured = _interpolated(self.greedy if greedy else self.sampled, num_nodes)
         longest = _without(measured, MAX_ROUNDS + 1)
         longest = 1 + (longest - 1) / share if share else math.inf
         return _smooth_minimum(num_rounds + 1, longest)
+
+
+def _interpolated(measured: Mapping[int, float], num_nodes: int) -> float:
+    """Tokens per pass of trees of another size: linear in log(1 + nodes), from one token without nodes.
+
+    Within 6 % of what was measured at 16 and 128 nodes (docs/scheduling.md). Beyond the largest size: as there.
+    """
+    sizes = [0, *sorted(measured)]
+    tokens = [1.0, *(measured[size] for size in sizes[1:])]
+    return float(np.interp(np.log1p(num_nodes), np.log1p(sizes), tokens))
 
 
 def _smooth_minimum(one: float, other: float) -> float:
@@ -82,7 +94,8 @@ class Guessing:
 class Drafting:
     """A prediction: the tree and the rounds that bring the most tokens/s, and their seconds.
 
-    num_rounds: all rounds of a pass, those during the previous pass included.
+    num_nodes: of each text's tree. num_rounds: all rounds of a pass, those during the previous pass included.
+    tokens_per_pass, tokens_per_s: of all texts together.
     """
 
     num_nodes: int
@@ -93,23 +106,36 @@ class Drafting:
     tokens_per_s: float
 
 
-def predict_drafting(plan: Plan, guessing: Guessing, rates_of: RatesOf, *, greedy: bool) -> Drafting:
-    """The fastest drafting of `guessing` for a plan: as many nodes and rounds as bring the most tokens/s."""
+def predict_drafting(
+    plan: Plan, guessing: Guessing, rates_of: RatesOf, *, greedy: bool, num_texts: int = 1
+) -> Drafting:
+    """The fastest drafting of `guessing` for a plan: as many nodes and rounds as bring the most tokens/s.
+
+    num_texts: texts that share the passes. Their trees are equally large.
+    """
     rates, acceptance = rates_of(plan.demand.target), guessing.acceptance
-    plain_s = plan.predict_pass_s(rates, 1)
-    plain = Drafting(0, 0, 0.0, plain_s, 1.0, 1 / plain_s)
+    plain_s = plan.predict_pass_s(rates, num_texts)
+    plain = Drafting(0, 0, 0.0, plain_s, float(num_texts), num_texts / plain_s)
     if acceptance is None:
         return plain
     found = [plain]
-    for num_nodes in acceptance.greedy:
-        pass_s = plan.predict_pass_s(rates, 1 + num_nodes)
-        one_s = round_s(plan, guessing, rates_of, rows_of_round(num_nodes))
+    for num_nodes in _sizes(acceptance, plan.tree, num_texts):
+        pass_s = plan.predict_pass_s(rates, num_texts * (1 + num_nodes))
+        one_s = round_s(plan, guessing, rates_of, rows_of_round(num_nodes), num_texts)
         for num_rounds in range(1, MAX_ROUNDS + 1) if one_s else (MAX_ROUNDS,):
             tokens = acceptance.tokens(num_nodes, num_rounds, greedy=greedy, share=guessing.share)
             spared_s = (tokens / (num_rounds + 1)) ** SPARED_POWER * pass_s if guessing.overlaps else 0.0
             seconds = pass_s + max(0.0, num_rounds * one_s - spared_s)
-            found.append(Drafting(num_nodes, num_rounds, one_s, pass_s, tokens, tokens / seconds))
+            together = num_texts * tokens
+            found.append(Drafting(num_nodes, num_rounds, one_s, pass_s, together, together / seconds))
     return max(found, key=lambda drafting: drafting.tokens_per_s)
+
+
+def _sizes(acceptance: Acceptance, tree: int, num_texts: int) -> list[int]:
+    """Nodes of each text to compare: measured sizes shared by the texts, and for each text if `tree` allows that."""
+    shared = [size // num_texts for size in acceptance.greedy]
+    own = [size for size in acceptance.greedy if num_texts * size <= tree]
+    return [size for size in dict.fromkeys([*shared, *own]) if size]
 
 
 def rows_of_round(num_nodes: int) -> int:
@@ -117,10 +143,18 @@ def rows_of_round(num_nodes: int) -> int:
     return min(64, max(16, num_nodes // 8))
 
 
-def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int) -> float:
-    """Seconds of one round of the draft over `width` rows; 0 for a draft without a model."""
+def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int, num_texts: int = 1) -> float:
+    """Seconds of one round of the draft over `width` rows of each text; 0 for a draft without a model.
+
+    Rounds of several texts are one forward, but captured graphs serve one text; the others' rounds are not captured.
+    """
     if not guessing.layers:
         return 0.0
+    if guessing.is_captured and num_texts > 1:
+        eager = replace(guessing, is_captured=False)
+        others_s = (num_texts - 1) * round_s(plan, eager, rates_of, width)
+        return round_s(plan, guessing, rates_of, width) + others_s
+    width *= num_texts
     launch_s = CAPTURED_LAYER_S if guessing.is_captured else EAGER_LAYER_S
     if plan.placement.limits.device is None:
         launch_s = 0.0

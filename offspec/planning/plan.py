@@ -182,6 +182,10 @@ class Plan:
         """The plan for the same model in another format. Raises MemoryLimitError."""
         return _plan_for(self.room, replace(self.demand, target=target, packs=None))
 
+    def with_texts(self, num_texts: int) -> Plan:
+        """The plan with KV entries for so many texts that share passes. Raises MemoryLimitError."""
+        return _plan_for(replace(self.room, texts=num_texts), self.demand)
+
     def largest_context(self) -> int:
         """The maximum context, in tokens, that fits the same memory; more layers may be streamed for it."""
         longest = self.demand.target.config.max_context

@@ -27,6 +27,7 @@ from ..loading import LoadOptions
 from ..planning.plan import Plan, with_faster_residents
 from ..planning.probe import ProductRates, plan_here
 from ..planning.report import explain_packing, explain_plan, tell_tiers
+from .texts_forecast import NUMBERS, TextsProspect, predict_texts
 
 GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4
 GAIN_WIDTH = 64  # rows of the pass that gains are predicted for
@@ -69,7 +70,7 @@ class Forecast:
     as long as a step changes the placement. four_bit: the same model in that format; None if nothing is streamed, or
     it has 4 bits already. max_context: the largest context that fits, in tokens. prospects: what drafts would bring, as
     asked for and then others; empty if one draft was asked for and nothing is streamed. draft: the one of `plan`, the
-    fastest of those that were asked for.
+    fastest of those that were asked for. texts: what several texts that share passes would bring with it.
     """
 
     model: str
@@ -84,6 +85,7 @@ class Forecast:
     max_context: int
     draft: str
     prospects: list[Prospect]
+    texts: list[TextsProspect]
 
     @property
     def tree_pass_s(self) -> float:
@@ -147,6 +149,7 @@ class Forecast:
             "model": self.model,
             "title": self.title,
             "context": self.plan.context,
+            "num_texts": self.plan.room.texts,
             "limits": {"device_bytes": p.limits.device, "ram_bytes": p.limits.ram},
             "memory": [{"what": what, "device_bytes": device, "ram_bytes": ram} for what, device, ram in self.rows()],
             "resident_layers": list(p.resident),
@@ -162,6 +165,7 @@ class Forecast:
             "gains": [gain.as_dict() for gain in self.gains],
             "draft": self.draft,
             "drafts": [prospect.as_dict() for prospect in self.prospects],
+            "texts": [found.as_dict() for found in self.texts],
             "rates": asdict(self.rates),
         }
 
@@ -210,7 +214,8 @@ def make_forecast(
     names = scales.names(drafts or (options.draft,))
     first = scales.first_plan(names)
     rates = machine.measure(request.target, first, widths, progress)
-    prospects = scales.compare(names, ProductRates(request.target, rates, machine.device_type), first)
+    rates_of = ProductRates(request.target, rates, machine.device_type)
+    prospects = scales.compare(names, rates_of, first)
     chosen = by_rate(prospects[: len(names)])[0]
     plan = with_faster_residents(chosen.plan or first, rates)
     notes += [*explain_plan(plan), *explain_packing(plan), *machine.notes()]
@@ -227,6 +232,7 @@ def make_forecast(
         plan.largest_context(),
         chosen.name,
         prospects,
+        predict_texts(plan, scales.open(chosen.name, []), rates_of, sorted({*NUMBERS, options.texts})),
     )
 
 

@@ -197,6 +197,42 @@ def test_the_command_that_makes_the_shadow_is_told(offspec: Offspec, large: Path
     assert f"offspec quantize {large} --shadow {bits}" in offspec(*asked).out
 
 
+def test_texts_that_share_passes(offspec: Offspec, large: Path) -> None:
+    asked = ("plan", large, "--draft", "lookup", "--gpu", "rtx4090", "--ram", "64GiB", "--vram", "8GiB", "-q")
+    told = json.loads(offspec(*asked, "--json").out)
+    assert [found["num_texts"] for found in told["texts"]] == [1, 2, 4, 8, 16]
+    assert told["num_texts"] == 1
+    alone = next(draft for draft in told["drafts"] if draft["draft"] == "lookup")
+    assert told["texts"][0]["greedy"] == alone["greedy"]
+    for found in told["texts"]:
+        assert found["tokens_per_s"] == pytest.approx(found["num_texts"] * found["each_tokens_per_s"])
+        assert found["tokens_each"] == (4096 + 1024 * (found["num_texts"] - 1)) // found["num_texts"]
+    rates = [found["tokens_per_s"] for found in told["texts"]]
+    assert rates == sorted(rates)
+    rows = {line[:22].strip(): line[22:].split() for line in offspec(*asked).out.splitlines()}
+    assert rows["texts"] == ["1", "2", "4", "8", "16"]
+    assert [float(cell) for cell in rows["tokens/s together"]] == pytest.approx(rates, rel=1e-2)
+    assert rows["tokens each may have"][:2] == ["4096", "2560"]
+
+
+def test_a_plan_for_several_texts(offspec: Offspec, large: Path) -> None:
+    asked = ("plan", large, "--draft", "none", "--device", "cpu", "--ram", "6GiB", "--context", 2048, "-q")
+    one, three = (json.loads(offspec(*asked, "--texts", number, "--json").out) for number in (1, 3))
+    assert [found["num_texts"] for found in three["texts"]] == [1, 2, 3, 4, 8, 16]
+    kv_bytes = [next(row["ram_bytes"] for row in told["memory"] if row["what"] == "KV cache") for told in (one, three)]
+    assert kv_bytes[1] - kv_bytes[0] == 2 * 1024 * 32 * 2 * 8 * 128 * 2  # two texts of 1024 tokens, in bf16
+    assert offspec(*asked, "--texts", "0").code == 2
+
+
+def test_texts_that_do_not_fit_have_a_dash(offspec: Offspec, large: Path) -> None:
+    asked = ("plan", large, "--draft", "none", "--device", "cpu", "--context", 8192, "--ram", "4GiB", "-q")
+    told = json.loads(offspec(*asked, "--json").out)["texts"]
+    assert "why_not" not in told[0]
+    assert "KV entries" in told[-1]["why_not"]
+    row = next(line for line in offspec(*asked).out.splitlines() if line.startswith("tokens/s together"))
+    assert row.split()[-1] == "-"
+
+
 def test_refusals(offspec: Offspec, large: Path) -> None:
     offspec("plan", large, "--draft", "none", "--device", "cpu", "--ram", "1GiB", "-q").refusal(1, "1 GiB", "--ram")
     offspec("plan", large, "--gpu", "rtx9999", "-q").refusal(2, "rtx9999", "rtx4090")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,43 @@ def test_a_round_reads_its_layers(plan: Plan, target: ModelFiles, draft: ModelFi
     on_cpu = make_plan(target, [], Limits(None, 8 * GIB), MemoryOptions(context=2048), GIB)
     assert round_s(on_cpu, Guessing(((target, 16),), SMALL_MODEL), rates_of, 16) < seconds[2]
     assert round_s(plan, Guessing(acceptance=SMALL_MODEL), rates_of, 16) == 0
+
+
+def test_trees_of_other_sizes_bring_about_what_was_measured() -> None:
+    """Of the built-in pair: docs/scheduling.md."""
+    measured = Acceptance({64: 12.85, 256: 16.00}, {64: 5.14, 256: 6.61}, "docs/scheduling.md")
+    for greedy, nodes, tokens in ((True, 16, 8.60), (True, 128, 14.28), (False, 16, 3.81), (False, 128, 5.87)):
+        assert measured.tokens(nodes, MAX_ROUNDS, greedy=greedy) == pytest.approx(tokens, rel=0.06)
+    assert 1 < measured.tokens(1, MAX_ROUNDS, greedy=False) < 2
+    largest, larger = (measured.tokens(nodes, MAX_ROUNDS, greedy=True) for nodes in (256, 1024))
+    assert largest == larger
+
+
+def test_texts_share_the_pass_and_its_nodes(plan: Plan, draft: ModelFiles) -> None:
+    """A streamed pass takes as long for eight texts as for one, and small trees bring more per node."""
+    guessing = Guessing(((draft, 8),), SMALL_MODEL)
+    found = {
+        number: predict_drafting(plan, guessing, rates_of, greedy=True, num_texts=number) for number in (1, 2, 4, 8, 16)
+    }
+    rates = [one.tokens_per_s for one in found.values()]
+    each = [one.tokens_per_s / number for number, one in found.items()]
+    assert rates == sorted(rates)
+    assert all(next_one <= one * (1 + 1e-9) for one, next_one in pairwise(each))
+    assert 2.5 < rates[3] / rates[0] < 8
+    assert all(number * one.num_nodes <= plan.tree for number, one in found.items())
+    assert found[1] == predict_drafting(plan, guessing, rates_of, greedy=True)
+    assert found[8].pass_s == pytest.approx(plan.predict_pass_s(RATES, 8 * (1 + found[8].num_nodes)))
+
+
+def test_without_guesses_each_text_has_a_row(plan: Plan) -> None:
+    found = predict_drafting(plan, Guessing(), rates_of, greedy=True, num_texts=8)
+    assert (found.tokens_per_pass, found.pass_s) == (8, plan.predict_pass_s(RATES, 8))
+    assert found.tokens_per_s == pytest.approx(8 / found.pass_s)
+
+
+def test_a_round_of_several_texts_is_one_forward_without_captured_graphs(plan: Plan, draft: ModelFiles) -> None:
+    eager = Guessing(((draft, 8),), SMALL_MODEL)
+    captured = replace(eager, is_captured=True)
+    assert round_s(plan, eager, rates_of, 16, 4) == round_s(plan, eager, rates_of, 64)
+    one, other = round_s(plan, captured, rates_of, 16), round_s(plan, eager, rates_of, 16)
+    assert round_s(plan, captured, rates_of, 16, 4) == pytest.approx(one + 3 * other)
