@@ -65,7 +65,8 @@ async def _events(answer: Answer, work: Work) -> AsyncGenerator[str, None]:
                 continue
             index, step = found
             said = Said(step.text, step.finish_reason, step.stats.as_dict())
-            yield _event(answer.part(index, said, is_first=index not in begun))
+            for part in answer.parts(index, said, is_first=index not in begun):
+                yield _event(part)
             begun.add(index)
             num_open -= step.finish_reason is not None
         if (last := answer.usage_part()) is not None:

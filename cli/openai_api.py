@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from offspec import SamplingParams
 from offspec.errors import UsageError
+from offspec.text.tool_calls import ToolFormat
 
 from .response_format import requested_constraint
+from .tools import CalledTools, Tools, called_before, tools_of
 
 if TYPE_CHECKING:
     from offspec.engine import Prompt
+    from offspec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 MOST_ANSWERS = 16  # to one request
@@ -38,9 +41,7 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
     "prompt_logprobs": (),
     "min_tokens": (0,),
@@ -88,7 +89,8 @@ MINUS_ONE: Json = {"max_new_tokens": sys.maxsize, "seed": None, "top_k": 0}
 class CompletionRequest:
     """One request. prompt: a text or token ids for kind "text", messages for kind "chat".
 
-    num_answers: answers with seeds that count up from the request's. user: whom the client asks for.
+    num_answers: answers with seeds that count up from the request's. user: whom the client asks for. tools: what a chat
+    may call.
     """
 
     kind: Kind
@@ -98,6 +100,13 @@ class CompletionRequest:
     wants_usage: bool = False  # whether a stream ends with the token counts
     num_answers: int = 1
     user: str = ""
+    tools: Tools | None = None
+    tool_format: ToolFormat | None = None  # how the model writes calls of the tools
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the prompt has more than texts: tools, or earlier calls."""
+        return self.tools is not None or any("tool_calls" in m for m in self.prompt if isinstance(m, Mapping))
 
 
 # ------------------------------------------------------------------------------------------------ requests
@@ -122,7 +131,28 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
         bool(options.get("include_usage")),
         _num_answers(body),
         str(_field(body, "user", str, "a string") or ""),
+        _tools(kind, body),
     )
+
+
+def with_tools(asked: CompletionRequest, tokenizer: Tokenizer) -> CompletionRequest:
+    """The request with the model's format of calls, and the constraint of `tool_choice`.
+
+    Raises TokenizerError if the model's chat template knows no tools, or in a format that is not known; UsageError if
+    the request asks for something else as well.
+    """
+    if asked.tools is None:
+        return asked
+    if asked.params.constraint is not None:
+        raise UsageError("response_format and tools exclude each other; omit one of them, or set tool_choice to none")
+    form = ToolFormat.of(tokenizer)
+    return replace(asked, params=replace(asked.params, constraint=asked.tools.constraint(form)), tool_format=form)
+
+
+def _tools(kind: Kind, body: Json) -> Tools | None:
+    if kind == "text" and (body.get("tools") or body.get("tool_choice") not in (None, "none", "auto")):
+        raise UsageError("tools are for chats only; omit tools and tool_choice")
+    return tools_of(body)
 
 
 def sampling_params(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
@@ -181,28 +211,40 @@ def _prompt(body: Json) -> str | list[int]:
     raise UsageError("prompt must be one string or one list of token ids")
 
 
-def _messages(body: Json) -> list[dict[str, str]]:
+def _messages(body: Json) -> list[Json]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise UsageError("messages must be a list of at least one message")
     return [_message(number, message) for number, message in enumerate(messages)]
 
 
-def _message(number: int, message: Any) -> dict[str, str]:
+def _message(number: int, message: Any) -> Json:
     where = f"messages[{number}]"
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in ROLES:
         raise UsageError(f"{where} needs a role: one of {', '.join(ROLES)}")
+    found: Json = {"role": ROLES[role], "content": _content(message, where)}
     if message.get("tool_calls"):
-        raise UsageError(f"{where}: tool_calls are not supported")
+        if role != "assistant":
+            raise UsageError(f"{where}: tool_calls are for the assistant's messages")
+        found["tool_calls"] = called_before(message, where)
+    if role == "tool":
+        found |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
+    return found
+
+
+def _content(message: Json, where: str) -> str:
+    """A message's text. An assistant's may be null: calls of tools need no text."""
     content = message.get("content")
+    if content is None and message["role"] == "assistant":
+        return ""
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise UsageError(f"{where}: only parts of type text are supported")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise UsageError(f"{where}: content must be a string")
-    return {"role": ROLES[role], "content": content}
+    return content
 
 
 # ------------------------------------------------------------------------------------------------ answers
@@ -223,6 +265,9 @@ class Answer:
     def __init__(self, asked: CompletionRequest, model: str) -> None:
         self._asked, self._figures = asked, list[Json]()
         self._is_chat = asked.kind == "chat"
+        self._called: list[CalledTools] | None = None
+        if asked.tools is not None and asked.tool_format is not None:
+            self._called = [CalledTools(asked.tools, asked.tool_format) for _ in range(asked.num_answers)]
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -233,23 +278,43 @@ class Answer:
         """The whole answers as one object."""
         choices, figures = [], [said.figures for said in answers]
         for index, said in enumerate(answers):
-            message = {"message": {"role": "assistant", "content": said.text}} if self._is_chat else {"text": said.text}
-            finish_reason = FINISHES[said.finish_reason]
+            message = (
+                {"message": {"role": "assistant", **self._whole(index, said)}} if self._is_chat else {"text": said.text}
+            )
+            finish_reason = self._finish(index, said)
             choices.append({"index": index, **message, "logprobs": None, "finish_reason": finish_reason})
         kind = "chat.completion" if self._is_chat else "text_completion"
         own = {"offspec": figures[0] if len(figures) == 1 else figures}
         return {**self._head, "object": kind, "choices": choices, "usage": usage(figures), **own}
 
-    def part(self, index: int, said: Said, *, is_first: bool) -> Json:
-        """A part of a stream: an answer's text of one pass. The answer's last part has its figures."""
-        role = {"role": "assistant"} if is_first else {}
-        text = {"delta": {**role, "content": said.text}} if self._is_chat else {"text": said.text}
-        choice = {"index": index, **text, "logprobs": None, "finish_reason": FINISHES[said.finish_reason]}
-        found = {**self._part_head, "choices": [choice]}
-        if said.finish_reason is not None:
+    def parts(self, index: int, said: Said, *, is_first: bool) -> list[Json]:
+        """The parts of a stream for an answer's text of one pass. The answer's last part has its figures."""
+        is_end = said.finish_reason is not None
+        texts: list[Json] = [{"content": said.text}] if self._is_chat else [{"text": said.text}]
+        if self._called is not None:
+            texts = self._called[index].deltas(said.text, is_end=is_end)
+            if is_end or (is_first and not texts):
+                texts = texts or [{"content": ""}]
+        if is_first and self._is_chat and texts:
+            texts[0] = {"role": "assistant", **texts[0]}
+        parts = [self._part(index, text) for text in texts]
+        if is_end:
+            parts[-1]["choices"][0]["finish_reason"] = self._finish(index, said)
+            parts[-1]["offspec"] = said.figures
             self._figures.append(said.figures)
-            found["offspec"] = said.figures
-        return found
+        return parts
+
+    def _part(self, index: int, text: Json) -> Json:
+        choice = {"index": index, **({"delta": text} if self._is_chat else text)}
+        return {**self._part_head, "choices": [{**choice, "logprobs": None, "finish_reason": None}]}
+
+    def _whole(self, index: int, said: Said) -> Json:
+        return {"content": said.text} if self._called is None else self._called[index].whole(said.text)
+
+    def _finish(self, index: int, said: Said) -> str | None:
+        """An answer's finish_reason; call after its text was taken."""
+        reason = FINISHES[said.finish_reason]
+        return "tool_calls" if reason == "stop" and self._called and self._called[index].num_calls else reason
 
     def usage_part(self) -> Json | None:
         """The part with the token counts, if the request wants one, after the last parts of all answers."""

@@ -106,7 +106,7 @@ class Api:
 
     async def completion(self, request: Request, kind: Kind) -> Response:
         try:
-            asked = parse(kind, await self._json(request), self._defaults)
+            asked = self._service.with_tools(parse(kind, await self._json(request), self._defaults))
             work = await self._service.submit(asked, _client(request, asked))
         except (TooLargeError, OffspecError) as exc:
             return self._refusal(kind, exc)

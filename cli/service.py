@@ -30,7 +30,7 @@ from offspec.session import Turn, encode_turns, turns_of
 
 from .main import SERVE_THREAD
 from .metrics import Metrics, Times, log_line
-from .openai_api import CompletionRequest
+from .openai_api import CompletionRequest, with_tools
 from .privacy import model_folders, without_paths
 
 MOST_REMEMBERED = 256  # replies whose token ids are kept
@@ -255,6 +255,13 @@ class Service:
             self._changed.notify()
         return work
 
+    def with_tools(self, asked: CompletionRequest) -> CompletionRequest:
+        """The request with the model's format of tool calls. Raises the errors of `openai_api.with_tools`."""
+        try:
+            return with_tools(asked, self.engine.tokenizer)
+        except OffspecError as exc:
+            raise self._without_paths(exc) from exc
+
     def cancel(self, work: Work) -> None:
         """Nobody reads the answers any more. Those under way end before the next pass."""
         with self._changed:
@@ -288,9 +295,14 @@ class Service:
         self._speculation.check_sampling(asked.params)
         if asked.params.constraint is not None:  # here, because compiling may take a second; the result is kept
             self.engine.compile_constraint(asked.params.constraint)
-        found = turns_of(cast(Sequence[Message], prompt), self._said) if asked.kind == "chat" else None
+        found = None
+        if asked.kind == "chat" and not asked.uses_tools:
+            found = turns_of(cast(Sequence[Message], prompt), self._said)
         if found is not None:
             ids = encode_turns(self.engine.tokenizer, *found, most)
+        elif asked.kind == "chat":
+            described = asked.tools.described if asked.tools is not None else ()
+            ids = self.engine.tokenizer.encode_chat(cast(Sequence[Message], prompt), most, tools=described)
         else:
             if asked.kind == "text" and not isinstance(prompt, str):
                 self.engine.room_after(len(prompt))

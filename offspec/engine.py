@@ -38,7 +38,7 @@ from .text.grammar import ConstraintCompiler, GrammarConstraint
 from .text.tokenizer import Tokenizer
 from .training.online import Aligner
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]  # role and content; with tools also what OpenAI's messages have
 Prompt = str | Sequence[int] | Sequence[Message]
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, pairwise
-from typing import TypeGuard
+from typing import Any
 
 import tokenizers
 
@@ -30,7 +30,7 @@ ASSISTANT = "assistant"
 class HiddenChat:
     """messages: with a private character for each text that looks like a special token. texts: character → text."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     texts: Mapping[str, str]
 
 
@@ -72,9 +72,9 @@ class SpecialText:
         named = {i for i, token in self._added.items() if _is_markup(token.content) and token.content in template}
         self._ids, self._ids_in_replies = frozenset(flagged | named), frozenset(flagged)
 
-    def hide(self, messages: Sequence[Mapping[str, str]]) -> HiddenChat:
-        """The messages for the template."""
-        texts = [value for message in messages for value in message.values() if isinstance(value, str)]
+    def hide(self, messages: Sequence[Mapping[str, Any]]) -> HiddenChat:
+        """The messages for the template. Values other than texts, such as calls of tools, may contain texts."""
+        texts = [text for message in messages for text in _texts(list(message.values()))]
         used = {ord(char) for char in set(self._template).union(*texts) if ord(char) >= FIRST_PRIVATE}
         private, names = (chr(code) for code in PRIVATE if code not in used), dict[str, str]()
 
@@ -86,13 +86,19 @@ class SpecialText:
         found = [dict(message) for message in messages]
         for message in found:
             ids = self._ids_in_replies if message.get("role") == ASSISTANT else self._ids
-            message |= {key: self._hidden(text, ids, name) for key, text in message.items() if _is_free(key, text)}
-        beginnings = [text.lstrip() for message in found for text in message.values() if isinstance(text, str)]
-        endings = [text.rstrip() for message in found for text in message.values() if isinstance(text, str)]
+            for key, value in message.items():
+                # In the assistant's text, templates search for their markup; in calls of tools they do not.
+                wanted = ids if isinstance(value, str) else self._ids
+                if _is_free(key, value):
+                    message[key] = _mapped(value, partial(self._hidden, ids=wanted, name=name))
+        texts = [text for message in found for text in _texts(list(message.values()))]
+        beginnings, endings = [text.lstrip() for text in texts], [text.rstrip() for text in texts]
         for message in found:
-            for key, text in message.items():
-                if _is_free(key, text):
-                    message[key] = self._parts_hidden(text, beginnings, endings, name)
+            for key, value in message.items():
+                if _is_free(key, value):
+                    message[key] = _mapped(
+                        value, partial(self._parts_hidden, beginnings=beginnings, endings=endings, name=name)
+                    )
         return HiddenChat(found, {char: text for text, char in names.items()})
 
     def _hidden(self, text: str, ids: frozenset[int], name: Callable[[str], str]) -> str:
@@ -255,9 +261,32 @@ def _is_markup(content: str) -> bool:
     return any(not char.isalnum() and not char.isspace() and char not in "_▁" for char in content)
 
 
-def _is_free(key: str, value: object) -> TypeGuard[str]:
-    """Whether a message's value is free text; a role of one word is not."""
-    return isinstance(value, str) and not (key == "role" and value.isidentifier())
+def _is_free(key: str, value: object) -> bool:
+    """Whether a message's value is free text, or contains some; a role of one word is not."""
+    return not (key == "role" and isinstance(value, str) and value.isidentifier())
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All texts in a message's value, keys of objects included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from (*_texts(key), *_texts(part))
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _texts(part)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with all of its texts changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_mapped(key, change): _mapped(part, change) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mapped(part, change) for part in value]
+    return value
 
 
 def _between(spans: Sequence[tuple[int, int]], text: str) -> list[str]:

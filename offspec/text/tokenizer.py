@@ -172,7 +172,7 @@ class Tokenizer:
                 break
             length = min(enough, 8 * length)
 
-    def check_messages(self, messages: Sequence[Mapping[str, str]], most: int) -> None:
+    def check_messages(self, messages: Sequence[Mapping[str, Any]], most: int) -> None:
         """Raises ContextLengthError for messages with far more than `most` tokens, before other processing.
 
         It allows four times as many, because templates omit text, such as the reasoning of earlier replies.
@@ -225,14 +225,29 @@ class Tokenizer:
         """The raw vocabulary entry, for messages."""
         return self._backend.id_to_token(token_id) or f"<no token {token_id}>"
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """The conversation, rendered by the checkpoint's template. Raises TokenizerError if it is missing or fails."""
+    @property
+    def chat_template(self) -> str:
+        """The template's source. Raises TokenizerError if it is missing or not a text."""
+        self.check_chat_template()
+        return str(self._settings.chat_template)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
+        """The conversation, rendered by the checkpoint's template. Raises TokenizerError if it is missing or fails.
+
+        tools: descriptions of functions, for templates that know tools.
+        """
         self.check_chat_template()
         variables = {
             **self._settings.special_tokens,
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": list(tools) if tools else None,
             "documents": None,
         }
         try:
@@ -243,20 +258,27 @@ class Tokenizer:
                 f"({self._settings.chat_template_file}); change the messages, or use plain text"
             ) from exc
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], most_tokens: int | None = None) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most_tokens: int | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """Ids of the conversation up to the start of the answer; the template writes the special tokens.
 
         Raises ContextLengthError for a conversation of far more than `most_tokens` tokens, before encoding all of it.
         """
         if most_tokens is not None:
             self.check_messages(messages, most_tokens)
-        chat = self.hide_special(messages)
-        text = self.render_chat(chat.messages)
+        chat = self.hide_special([*messages, {"tools": list(tools)}])
+        *hidden, described = chat.messages
+        text = self.render_chat(hidden, tools=described["tools"])
         if most_tokens is not None:
             self.check_length(text, most_tokens)
         return self.encode_after("", text, chat.texts)
 
-    def hide_special(self, messages: Sequence[Mapping[str, str]]) -> HiddenChat:
+    def hide_special(self, messages: Sequence[Mapping[str, Any]]) -> HiddenChat:
         """The messages, with texts that look like special tokens hidden, unless `special_in_text`."""
         if self.special_in_text:
             return HiddenChat([dict(message) for message in messages], {})

@@ -109,7 +109,7 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         ({"messages": [USER], "prompt_logprobs": 0}, "prompt_logprobs supported"),
         ({"messages": [USER], "n_predict": 0}, "n_predict 1 0"),
         ({"messages": [USER], "temperature": 10**400}, "temperature large"),
-        ({"messages": [USER], "tools": [{}]}, "tools supported"),
+        ({"messages": [USER], "tools": [{}]}, "tools[0] function"),
         ({"messages": [USER], "temperature": "hot"}, "temperature number hot"),
         ({"messages": [USER], "temperature": -1}, "temperature -1"),
         ({"messages": [USER], "max_tokens": True}, "max_tokens number True"),
@@ -155,8 +155,8 @@ def test_a_whole_answer() -> None:
 def test_the_parts_of_a_stream(wants_usage: bool) -> None:
     body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": wants_usage}}
     answer = Answer(parse("chat", body, DEFAULTS), "builtin")
-    first = answer.part(0, Said("hel"), is_first=True)
-    last = answer.part(0, Said("lo", "length", FIGURES), is_first=False)
+    (first,) = answer.parts(0, Said("hel"), is_first=True)
+    (last,) = answer.parts(0, Said("lo", "length", FIGURES), is_first=False)
     rest = [part for part in (answer.usage_part(),) if part is not None]
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": "hel"}
     assert first["choices"][0]["finish_reason"] is None
@@ -173,7 +173,7 @@ def test_the_parts_of_a_stream(wants_usage: bool) -> None:
 def test_text_answers_have_a_shape_of_their_own() -> None:
     answer = Answer(parse("text", {"prompt": "a"}, DEFAULTS), "builtin")
     assert answer.whole([Said("b", "stop", FIGURES)])["choices"][0]["text"] == "b"
-    part = answer.part(0, Said("b"), is_first=True)
+    (part,) = answer.parts(0, Said("b"), is_first=True)
     assert (part["object"], part["choices"][0]["text"]) == ("text_completion", "b")
 
 
@@ -188,7 +188,7 @@ def test_several_answers_are_choices_of_one_response() -> None:
     assert told == [(0, "a", "stop"), (1, "b", "length")]
     assert (whole["usage"]["completion_tokens"], whole["offspec"]) == (6, [FIGURES, later])
     for index, figures in ((1, later), (0, FIGURES)):  # the one that ends last need not be the first
-        part = answer.part(index, Said("c", "eos", figures), is_first=True)
+        (part,) = answer.parts(index, Said("c", "eos", figures), is_first=True)
         assert (part["choices"][0]["index"], part["offspec"]) == (index, figures)
     last = answer.usage_part()
     assert last is not None

@@ -1,0 +1,174 @@
+"""OpenAI's `tools` and `tool_choice`: what a chat may call, and the calls of an answer as JSON.
+
+The prompt describes the tools through the chat template. Under `required`, and if one function is named, a constraint
+makes the answer a call, with arguments that are valid by their schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offspec import Constraint
+from offspec.errors import UsageError
+from offspec.text.tool_calls import NO_ARGUMENTS, Call, ToolFormat
+
+from .response_format import lenient
+
+Json = dict[str, Any]
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+CHOICES = ("none", "auto", "required")
+ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # as the templates of Mistral ask for them
+MOST_TOOLS = 128  # as at OpenAI
+MOST_DEPTH = 64  # of nested values; templates and grammars recurse
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request. described: as the client sent them. choice: of CHOICES, or a function's name."""
+
+    described: Sequence[Json]
+    choice: str = "auto"
+    allows_several: bool = True
+
+    @property
+    def names(self) -> list[str]:
+        return [tool["function"]["name"] for tool in self.described]
+
+    def constraint(self, form: ToolFormat) -> Constraint | None:
+        """What the answer must be, under `required` or if one function is named; else None."""
+        if self.choice == "auto":
+            return None
+        chosen = [tool["function"] for tool in self.described if self.choice in ("required", tool["function"]["name"])]
+        several = self.allows_several and self.choice == "required"
+        return form.constraint({tool["name"]: _schema(tool) for tool in chosen}, allows_several=several)
+
+
+def tools_of(body: Mapping[str, Any]) -> Tools | None:
+    """The tools of a request that may be called; None if there are none. Raises UsageError, which names the field."""
+    described, choice = body.get("tools") or [], body.get("tool_choice")
+    if not isinstance(described, list) or len(described) > MOST_TOOLS:
+        raise UsageError(f"tools must be a list of at most {MOST_TOOLS} tools")
+    for number, tool in enumerate(described):
+        _check(tool, f"tools[{number}]")
+    several = body.get("parallel_tool_calls")
+    if not (several is None or isinstance(several, bool)):
+        raise UsageError("parallel_tool_calls must be true or false")
+    tools = Tools(described, _choice(choice), several is not False)
+    if len(set(tools.names)) < len(tools.names):
+        raise UsageError("tools has two functions with one name")
+    if tools.choice not in (*CHOICES, *tools.names):
+        raise UsageError("tool_choice names a function that tools does not have")
+    if tools.choice == "required" and not described:
+        raise UsageError("tool_choice is required, but there are no tools")
+    return tools if described and tools.choice != "none" else None
+
+
+def _choice(choice: Any) -> str:
+    if choice is None:
+        return "auto"
+    if isinstance(choice, str) and choice in CHOICES:
+        return choice
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or name in CHOICES:
+        raise UsageError(f'tool_choice must be one of {", ".join(CHOICES)}, or {{"type": "function", "function": …}}')
+    return name
+
+
+def _check(tool: Any, where: str) -> None:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict):
+        raise UsageError(f"{where} must be an object of type function, with a function")
+    name = function.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name) or name in CHOICES:
+        raise UsageError(f"{where}.function.name must have 1 to 64 letters, digits, dots, dashes or underscores")
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise UsageError(f"{where}.function.parameters must be an object: a JSON schema")
+    check_depth(tool, where)
+
+
+def check_depth(value: Any, where: str, most: int = MOST_DEPTH) -> None:
+    """Raises UsageError for a value that is nested too deeply."""
+    parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    if parts and not most:
+        raise UsageError(f"{where} is nested too deeply: {MOST_DEPTH} levels are allowed")
+    for part in parts:
+        check_depth(part, where, most - 1)
+
+
+def _schema(function: Json) -> Json:
+    """A function's schema. Unless `strict`, keywords that the library does not implement are ignored."""
+    schema = {"type": "object", **(function.get("parameters") or NO_ARGUMENTS)}
+    return schema if function.get("strict") else lenient(schema)
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+def called_before(message: Mapping[str, Any], where: str) -> list[Json]:
+    """An assistant's earlier calls as templates read them: with arguments as objects. Raises UsageError."""
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise UsageError(f"{where}: tool_calls must be a list")
+    return [_called(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
+
+
+def _called(call: Any, where: str) -> Json:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UsageError(f"{where} needs a function with a name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as exc:
+            raise UsageError(f"{where}: arguments are not JSON") from exc
+    if not isinstance(arguments, dict):
+        raise UsageError(f"{where}: arguments must be an object, as text")
+    check_depth(arguments, where)
+    called_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**called_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+# ------------------------------------------------------------------------------------------------ answers
+
+
+class CalledTools:
+    """The calls of one answer as JSON."""
+
+    def __init__(self, tools: Tools, form: ToolFormat) -> None:
+        self._reader = form.reader(tools.names)
+        self.num_calls = 0
+
+    def whole(self, text: str) -> Json:
+        """The message of a whole answer, without its role."""
+        pieces = self._reader.push(text, is_end=True)
+        said, calls = "".join(piece for piece in pieces if isinstance(piece, str)), list[Json]()
+        for piece in pieces:
+            if isinstance(piece, Call):
+                calls.append(self._described(piece))
+        return {"content": said or None, "tool_calls": calls} if calls else {"content": said}
+
+    def deltas(self, text: str, *, is_end: bool) -> list[Json]:
+        """What a part of a stream adds to the message: texts, and calls. A call's first delta has its name and id."""
+        found = list[Json]()
+        for piece in self._reader.push(text, is_end=is_end):
+            if isinstance(piece, str):
+                found.append({"content": piece})
+                continue
+            index, call = self.num_calls, self._described(piece)
+            head = {**call, "function": {"name": piece.name, "arguments": ""}}
+            found.append({"tool_calls": [{"index": index, **head}]})
+            found.append({"tool_calls": [{"index": index, "function": {"arguments": piece.arguments}}]})
+        return found
+
+    def _described(self, call: Call) -> Json:
+        self.num_calls += 1
+        call_id = "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
+        return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
