@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offspec import SpeculationParams
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from offspec.batch import Ticket
     from offspec.engine import Prompt
 
+INTERRUPTED = "interrupted"  # the finish_reason of a text that Ctrl-C stopped
 ToPrompt = Callable[["Engine", str | Turns], "Prompt"]
 
 
@@ -33,6 +35,11 @@ def answer_of(engine: Engine, prompt_ids: Sequence[int], steps: Sequence[Step]) 
         "seed": last.stats.seed,
         "stats": last.stats.as_dict(),
     }
+
+
+def interrupted(last: Step) -> Step:
+    """An empty step behind `last`, which ends its text with INTERRUPTED."""
+    return replace(last, token_ids=[], text="", finish_reason=INTERRUPTED, num_accepted=0, texts=())
 
 
 class SharedAnswers:

@@ -55,6 +55,7 @@ ADVANCED = {
         "wrap",
         "prompt_ids",
         "max_texts",
+        "num_answers",
         "ray",
         "history",
     ),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,15 +20,17 @@ from click.core import ParameterSource
 from offspec import AUTO_TEXTS, SamplingParams, SpeculationParams
 from offspec.errors import OffspecError
 
-from .answers import SharedAnswers, answer_of
+from .answers import INTERRUPTED, SharedAnswers, answer_of, interrupted
 from .batch import EMPTY_PROMPT, Answer, Asked, Batch, Turns
 from .constraints import constraint_of, constraint_options
 from .help_groups import OffspecCommand, option
 from .learning import learning_kept
 from .node_engine import Job
 from .options import (
+    MAX_TEXTS,
     MODEL,
     MODEL_HELP,
+    WholeNumber,
     learning_options,
     load_engine,
     loading_options,
@@ -40,6 +43,7 @@ from .options import (
     speculation_options,
 )
 from .ray_batch import RayEngines
+from .several_answers import AnswerFlags, Printer, answer_several, describe_answers
 from .terminal import first_pass_shown, marked, shows_colors
 
 if TYPE_CHECKING:
@@ -47,7 +51,6 @@ if TYPE_CHECKING:
     from offspec.engine import Prompt
 
 STANDARD_OUTPUT = Path("-")
-INTERRUPTED = "interrupted"  # the finish_reason of a text that Ctrl-C stopped
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,11 @@ class Shown:
     color_accepted: bool
     stats: bool
     quiet: bool
+
+    @property
+    def marks(self) -> bool:
+        """Whether text shows which tokens were accepted."""
+        return self.color_accepted and shows_colors()
 
     def check(self, asked: PromptFlags) -> None:
         """Raises click.UsageError for --color-accepted without text output."""
@@ -145,12 +153,20 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
     show_default=True,
     metavar="auto|N",
     callback=number_of_texts,
-    help="Answer up to N lines of a .jsonl file at a time; they share the target's passes.",
+    help="Answer up to N lines of a .jsonl file, or of --num-answers, at a time; they share the target's passes.",
 )
 @option(
     "--ray",
     metavar="ADDRESS|auto",
     help="Answer a .jsonl file on all nodes of a Ray cluster: HOST:PORT of its head, or auto.",
+)
+@option(
+    "--num-answers",
+    type=WholeNumber(1, MAX_TEXTS),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Give N answers, with seeds that count up from --seed; they share the prompt's pass and all later ones.",
 )
 @option("--prompt-ids", metavar='"1,2,3"', help="Prompt as token ids, without chat template and special tokens.")
 @option("--system", metavar="TEXT", help="System message, for models with a chat template.")
@@ -178,6 +194,7 @@ def command(
     output: Path | None,
     max_texts: int | None,
     ray: str | None,
+    num_answers: int,
     system: str | None,
     raw: bool,
     color_accepted: bool,
@@ -201,18 +218,16 @@ def command(
     asked.check()
     shown = Shown(as_json, color_accepted, show_stats, quiet)
     shown.check(asked)
-    if output is not None and not asked.is_batch:
-        raise click.UsageError("--output needs a --prompt-file that ends with .jsonl.")
-    if learn and learn_file is None and not asked.is_batch:
-        raise click.UsageError("--learn helps only later prompts: give --learn-file FILE, or a .jsonl --prompt-file.")
+    several = AnswerFlags(num_answers, max_texts)
+    several.check(params, is_file=asked.is_batch)
+    if not asked.is_batch:
+        _check_one(output, learn, learn_file)
+        options["texts"] = several.num_texts
     _check_ray(ray, asked, options["device"], writes=learn_file if learn else None)
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget, "chats": system is not None}
     load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
     if asked.is_batch:
-        which = {name: options[name] for name in ("revision", "dtype")}
-        settings = {"model": model, **which, "system": system, "raw": raw}
-        if speculation.is_lossy:  # exact answers do not depend on the draft
-            settings |= {"draft": options["draft"], **lossy_settings(speculation)}
+        settings = _settings(model, asked, options, speculation)
         with closing(_batch_of(asked, None if output == STANDARD_OUTPUT else output, settings, params)) as batch:
             num_texts = max_texts or max(1, min(AUTO_TEXTS, len(batch.open_tasks)))
             options["texts"] = num_texts
@@ -227,7 +242,9 @@ def command(
                     batch, RayEngines(ray, job, quiet=quiet, verbose=verbose), show_stats=show_stats, quiet=quiet
                 )
     else:
-        _run_one(asked, model, load, params, speculation, shown, learn_file)
+        load_one = partial(_load_one, asked, model, load)
+        run = partial(_run_several, several=several) if num_answers > 1 else _run_one
+        run(load_one, params, speculation, shown=shown, learn_file=learn_file)
 
 
 reworded(
@@ -236,31 +253,80 @@ reworded(
 )
 
 
+def _load_one(asked: PromptFlags, model: str, load: Callable[[], Engine]) -> tuple[Engine, Prompt]:
+    """The engine and the prompt. Raises click.UsageError for an empty one before anything is loaded."""
+    words = asked.words(model) if asked.ids is None else ""
+    engine = load()
+    return engine, asked.ids if asked.ids is not None else as_prompt(engine, words, asked.system, asked.raw)
+
+
 def _run_one(
-    asked: PromptFlags,
-    model: str,
-    load: Callable[[], Engine],
+    load: Callable[[], tuple[Engine, Prompt]],
     params: SamplingParams,
     speculation: SpeculationParams,
     shown: Shown,
     learn_file: Path | None,
 ) -> None:
     """Answer one prompt on standard output."""
-    words = asked.words(model) if asked.ids is None else ""
-    engine = load()
-    prompt = asked.ids if asked.ids is not None else as_prompt(engine, words, asked.system, asked.raw)
+    engine, prompt = load()
     with learning_kept(engine, learn_file, quiet=shown.quiet):
         if shown.as_json:
             found, last = _answer(engine, prompt, params, speculation, quiet=shown.quiet)
             click.echo(json.dumps(found))
         else:
-            marks = shown.color_accepted and shows_colors()
-            last = _stream(engine, prompt, params, speculation, marks=marks, quiet=shown.quiet)
+            last = _stream(engine, prompt, params, speculation, marks=shown.marks, quiet=shown.quiet)
             if not shown.quiet:
                 _tell_cut(engine, last, params)
     if shown.stats:
         click.echo(describe(last), err=True)
     _pass_on(last)
+
+
+def _run_several(
+    load: Callable[[], tuple[Engine, Prompt]],
+    params: SamplingParams,
+    speculation: SpeculationParams,
+    *,
+    several: AnswerFlags,
+    shown: Shown,
+    learn_file: Path | None,
+) -> None:
+    """Give several answers to one prompt on standard output."""
+    engine, prompt = load()
+    ids, began = engine.encode(prompt), time.perf_counter()
+    answer = partial(answer_several, engine, ids, params, speculation, several, quiet=shown.quiet)
+    with learning_kept(engine, learn_file, quiet=shown.quiet):
+        if shown.as_json:
+            found = answer()
+            click.echo(json.dumps([answer_of(engine, ids, steps) for steps in found]))
+        else:
+            found = answer(seen=Printer(several.number, marked if shown.marks else lambda step: step.text))
+            cut = next((steps[-1] for steps in found if steps[-1].finish_reason == "length"), None)
+            if cut is not None and not shown.quiet:
+                _tell_cut(engine, cut, params)
+    if shown.stats:
+        click.echo(describe_answers(found, time.perf_counter() - began), err=True)
+    for steps in found:
+        _pass_on(steps[-1])
+
+
+def _check_one(output: Path | None, learn: bool, learn_file: Path | None) -> None:
+    """Raises click.UsageError for flags that need a file of prompts."""
+    if output is not None:
+        raise click.UsageError("--output needs a --prompt-file that ends with .jsonl.")
+    if learn and learn_file is None:
+        raise click.UsageError("--learn helps only later prompts: give --learn-file FILE, or a .jsonl --prompt-file.")
+
+
+def _settings(
+    model: str, asked: PromptFlags, options: Mapping[str, Any], speculation: SpeculationParams
+) -> dict[str, Any]:
+    """The settings that answers in a file depend on, beside those of sampling."""
+    which = {name: options[name] for name in ("revision", "dtype")}
+    settings = {"model": model, **which, "system": asked.system, "raw": asked.raw}
+    if speculation.is_lossy:  # exact answers do not depend on the draft
+        settings |= {"draft": options["draft"], **lossy_settings(speculation)}
+    return settings
 
 
 def _batch_of(asked: PromptFlags, output: Path | None, settings: dict[str, Any], params: SamplingParams) -> Batch:
@@ -394,7 +460,7 @@ def _steps(
     except KeyboardInterrupt:
         if last is None:
             raise
-        yield replace(last, token_ids=[], text="", finish_reason=INTERRUPTED, num_accepted=0, texts=())
+        yield interrupted(last)
 
 
 def _pass_on(last: Step) -> None:

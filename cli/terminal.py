@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from offspec import Engine, Step
 
+T = TypeVar("T")
 SMALL_LOAD_BYTES = 2**28  # a smaller model loads too fast for a bar
 FIRST_LOOK_S, LOOK_EVERY_S = 1.0, 0.5
 ACCEPTED, CORRECTION, PLAIN = "\x1b[32m", "\x1b[1;33m", "\x1b[0m"
@@ -106,8 +107,8 @@ class LoadingBar:
 
 
 def first_pass_shown(
-    engine: Engine, steps: Generator[Step, None, None], *, quiet: bool = False
-) -> Generator[Step, None, None]:
+    engine: Engine, steps: Generator[T, None, None], *, quiet: bool = False
+) -> Generator[T, None, None]:
     """Yields `steps` unchanged; on a terminal, a line shows the progress of a long first pass. Closes `steps`."""
     line = PassLine(engine)
     if not quiet and is_watched():

@@ -41,7 +41,7 @@ FLOORS = (
     ("request",),
     ("batch",),
     ("engine",),
-    ("session", "tools"),
+    ("several_answers", "session", "tools"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # What weight formats may know of loading (kernels know nothing but themselves), and who may know the methods that are

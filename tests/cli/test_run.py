@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.batch import Batch
 from offspec.cli.main import COMMANDS, LazyGroup, cli
 from offspec.text.tokenizer import Tokenizer
 
@@ -264,7 +265,7 @@ def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) 
         ("run", ("[default: random, shown by --stats and --json]", "torch's choice")),
         ("chat", ("[default: random]",)),
         ("bench", ("does not change the text. [default: 0]", "(offspec run --learn), read at the start")),
-        ("plan", ("PATH|auto|lookup|none",)),
+        ("plan", ("PATH|auto|shadow|self|resident|lookup|none",)),
     ],
 )
 def test_help_holds_for_its_command(command: str, words: Sequence[str], offspec: Offspec) -> None:
@@ -357,3 +358,56 @@ def test_special_tokens_in_messages_are_text_unless_asked_for(
     )
     assert plain.count(end) == harmless.count(end) == special.count(end) - 1
     assert len(plain) > len(special)
+
+
+def test_several_answers_are_those_of_their_seeds(run_args: Sequence[object], offspec: Offspec) -> None:
+    asked = (*run_args, "hi", "--temperature", 1)
+    alone = [run_json(offspec, *asked, "--seed", seed) for seed in (7, 8, 9)]
+    for more in ((), ("--batch", 2)):
+        result = offspec(*asked, "--seed", 7, "--num-answers", 3, *more, "--json")
+        assert (result.code, result.err) == (0, "")
+        found = json.loads(result.out)
+        assert [answer.keys() for answer in found] == [KEYS] * 3
+        for key in ("seed", "token_ids", "text", "finish_reason", "prompt_token_ids"):
+            assert [answer[key] for answer in found] == [answer[key] for answer in alone]
+    shown = offspec(*asked, "--seed", 7, "--num-answers", 3, "--stats")
+    headed = [f"=== answer {i} of 3, seed {6 + i} ===\n{alone[i - 1]['text']}\n" for i in (1, 2, 3)]
+    assert shown.out == "\n".join(headed)
+    assert shown.err.startswith("answers   3 (3 length), 36 tokens, ")
+    assert "tokens, first text after" in shown.err
+
+
+def test_several_answers_that_make_no_sense_are_refused(
+    run_args: Sequence[object], offspec: Offspec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "load", None)
+    (tmp_path / "many.jsonl").write_text('{"prompt": "hi"}\n')
+    warm = ("--num-answers", 2, "--temperature", 1)
+    offspec(*run_args, "--prompt-file", tmp_path / "many.jsonl", *warm).refusal(2, "--num-answers", ".jsonl")
+    offspec(*run_args, "hi", "--num-answers", 2).refusal(2, "--temperature 0", "--num-answers")
+    offspec(*run_args, "hi", "--num-answers", 65, "--temperature", 1).refusal(2, "65")
+
+
+def test_several_answers_that_are_interrupted(
+    run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After two passes, all that have begun are there, and say so. The third one waits for KV entries."""
+    real = Batch.step
+    calls = iter(range(100))
+
+    def stopping(self: Batch) -> Any:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(Batch, "step", stopping)
+    asked = (*run_args, "hi", "--temperature", 1, "--seed", 7, "--num-answers", 3, "--budget", 0)
+    result = offspec(*asked, "--json")
+    assert result.code == 130
+    found = json.loads(result.out)
+    assert [(answer["seed"], len(answer["token_ids"])) for answer in found] == [(7, 2), (8, 1)]
+    assert {answer["finish_reason"] for answer in found} == {"interrupted"}
+    calls = iter(range(100))
+    shown = offspec(*asked, "-q").out
+    assert shown.count("===\n") == 2
+    assert shown.endswith(found[1]["text"] + "\n")

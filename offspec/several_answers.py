@@ -1,0 +1,83 @@
+"""Several answers to one prompt, in passes that they share: the prompt is scored once.
+
+The first answer scores it. Then the others begin, with a copy of its KV entries.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+from offspec.scheduler.params import AUTO_TEXTS, SEED_LIMIT, SamplingParams, SpeculationParams
+
+from .batch import Batch, Ticket
+from .engine import Engine, Prompt
+from .errors import OffspecError
+from .model.text_caches import TextCaches
+from .model.text_pool import TextPool
+from .request import Step
+
+
+def generate_answers(
+    engine: Engine,
+    prompt: Prompt,
+    num_answers: int,
+    params: SamplingParams | None = None,
+    speculation: SpeculationParams | None = None,
+    *,
+    max_texts: int = AUTO_TEXTS,
+) -> Generator[tuple[int, Step], None, None]:
+    """Generate several answers to one prompt: pairs of an answer's index and its next `Step`.
+
+    Answer i is that of `Engine.generate` with seed params.seed + i; without a seed, a random one. max_texts: the
+    maximum number of answers under way; the others wait in order. Raises the errors of `Engine.generate`.
+    """
+    params = params or SamplingParams()
+    text, asked = engine.check_request(prompt, params, speculation, None)
+    each = [replace(params, seed=(asked.seed + index) % SEED_LIMIT) for index in range(num_answers)]
+    return _Answers(engine, text, speculation, max_texts).steps(each)
+
+
+class _Answers:
+    """The answers under way, and their caches."""
+
+    def __init__(
+        self, engine: Engine, prompt: list[int], speculation: SpeculationParams | None, max_texts: int
+    ) -> None:
+        self._engine, self._prompt, self._speculation = engine, prompt, speculation
+        self._max_texts = max_texts
+        self._batch, self._pool = Batch(engine, max_texts), TextPool(engine.new_caches, 0)
+        self._under_way = dict[Ticket, tuple[int, TextCaches]]()
+
+    def steps(self, params: Sequence[SamplingParams]) -> Generator[tuple[int, Step], None, None]:
+        waiting = deque(enumerate(params))
+        with closing(self._batch):
+            self._begin(*waiting.popleft())
+            while self._under_way:
+                outcomes = self._batch.step()
+                for ticket, outcome in outcomes:
+                    if isinstance(outcome, OffspecError):
+                        raise outcome
+                    index, caches = self._under_way[ticket]
+                    if outcome.finish_reason is not None:
+                        del self._under_way[ticket]
+                        self._pool.give_back(caches)
+                    yield index, outcome
+                while waiting and self._has_room():
+                    self._begin(*waiting.popleft())
+
+    def _begin(self, index: int, params: SamplingParams) -> None:
+        caches = self._pool.borrow(self._prompt)
+        ticket = self._batch.add(self._prompt, params, self._speculation, caches=caches)
+        self._under_way[ticket] = index, caches
+
+    def _has_room(self) -> bool:
+        """Whether another answer may begin. While one waits, the batch has no KV entries left."""
+        if self._batch.num_waiting or self._pool.num_used >= self._max_texts:
+            return False
+        plan = self._engine.plan
+        if plan is None or not self._under_way:
+            return True
+        return self._pool.num_entries + len(self._prompt) <= plan.kv_entries
