@@ -21,7 +21,7 @@ from offspec.errors import UsageError
 from offspec.text.tool_calls import ToolFormat
 
 from .response_format import requested_constraint
-from .tools import CalledTools, Tools, called_before, tools_of
+from .tools import CalledTools, Tools, called_before, check_depth, tools_of
 
 if TYPE_CHECKING:
     from offspec.engine import Prompt
@@ -57,7 +57,6 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "dynatemp_range": (0,),
     "structured_outputs": (),
     "guided_choice": (),
-    "chat_template_kwargs": ({},),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
@@ -81,6 +80,7 @@ OURS = {
     "max_completion_tokens": "max_new_tokens",
     "n_predict": "max_new_tokens",
 }
+OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
 # The meaning of -1 for clients of llama.cpp and LM Studio: as many tokens as fit, a random seed, off.
 MINUS_ONE: Json = {"max_new_tokens": sys.maxsize, "seed": None, "top_k": 0}
 
@@ -102,11 +102,14 @@ class CompletionRequest:
     user: str = ""
     tools: Tools | None = None
     tool_format: ToolFormat | None = None  # how the model writes calls of the tools
+    template_settings: Json = field(default_factory=dict)  # further variables of the chat template
 
     @property
-    def uses_tools(self) -> bool:
-        """Whether the prompt has more than texts: tools, or earlier calls."""
-        return self.tools is not None or any("tool_calls" in m for m in self.prompt if isinstance(m, Mapping))
+    def is_plain_chat(self) -> bool:
+        """Whether the prompt is texts of roles alone, without tools, earlier calls and settings of the template."""
+        if self.kind != "chat" or self.tools is not None or self.template_settings:
+            return False
+        return not any("tool_calls" in m for m in self.prompt if isinstance(m, Mapping))
 
 
 # ------------------------------------------------------------------------------------------------ requests
@@ -132,6 +135,7 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
         _num_answers(body),
         str(_field(body, "user", str, "a string") or ""),
         _tools(kind, body),
+        template_settings=_template_settings(kind, body),
     )
 
 
@@ -147,6 +151,18 @@ def with_tools(asked: CompletionRequest, tokenizer: Tokenizer) -> CompletionRequ
         raise UsageError("response_format and tools exclude each other; omit one of them, or set tool_choice to none")
     form = ToolFormat.of(tokenizer)
     return replace(asked, params=replace(asked.params, constraint=asked.tools.constraint(form)), tool_format=form)
+
+
+def _template_settings(kind: Kind, body: Json) -> Json:
+    """chat_template_kwargs, such as Qwen3's enable_thinking; it cannot replace what every template is given."""
+    name = "chat_template_kwargs"
+    found: Json = _field(body, name, Mapping, "an object") or {}
+    if found and kind == "text":
+        raise UsageError(f"{name} is for chats only; omit it")
+    if taken := sorted(OWN_VARIABLES & found.keys()):
+        raise UsageError(f"{name} may not have {', '.join(taken)}")
+    check_depth(found, name)
+    return found
 
 
 def _tools(kind: Kind, body: Json) -> Tools | None:

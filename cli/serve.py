@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -41,6 +43,7 @@ MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may reques
 # Wildcard address → an unassigned outside address (RFC 5737, RFC 3849), and the loopback address.
 EVERYWHERE = {"0.0.0.0": ("192.0.2.1", "127.0.0.1"), "::": ("2001:db8::1", "::1")}
 GRACE_S = 1  # for requests that are still being received when the server stops
+ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")  # without a path, as browsers state it
 MOST_WAITING = 64  # requests in the queue, by default
 
 
@@ -84,6 +87,12 @@ Examples:
     help="Reject requests without this key; OFFSPEC_API_KEY keeps it out of process lists.",
 )
 @option(
+    "--cors",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Answer web pages of this origin, such as https://chat.example; * is all of them, and needs an API key.",
+)
+@option(
     "--parallel",
     callback=number_of_texts,
     default="auto",
@@ -115,6 +124,7 @@ def command(
     host: str,
     port: int,
     api_key: str | None,
+    cors: tuple[str, ...],
     parallel: int | None,
     max_queue: int,
     quiet: bool,
@@ -127,6 +137,7 @@ def command(
     options["needs_draft_model"] = speculation.is_lossy
     if api_key is not None and not (api_key and api_key.isascii()):
         raise UsageError("--api-key must be non-empty ASCII; omit it to disable authentication")
+    _check_origins(cors, api_key)
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget, "texts": parallel or AUTO_TEXTS}
     with listening(host, port) as sock:  # before the model is loaded
         engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
@@ -145,7 +156,7 @@ def command(
         tell = (lambda line: None) if quiet else _log
         service = Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, tell=tell)
         with learning_kept(engine, learn_file, quiet=quiet), closing(service):
-            app = application(service, params, api_key, is_private=is_loopback(host))
+            app = application(service, params, api_key, is_private=is_loopback(host), origins=cors)
             config = uvicorn.Config(
                 app,
                 http=protocol(most_connections()),
@@ -161,6 +172,14 @@ def command(
             server.run(sockets=[sock])
         if service.error is not None:
             raise service.error
+
+
+def _check_origins(origins: Sequence[str], api_key: str | None) -> None:
+    for origin in origins:
+        if origin == "*" and api_key is None:
+            raise UsageError("--cors * would let every web page ask; set --api-key as well, or name origins")
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise UsageError(f"--cors must be an origin such as https://chat.example:8080, not {origin!r}")
 
 
 def _log(line: str) -> None:

@@ -10,7 +10,7 @@ import ipaddress
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -61,14 +63,20 @@ class StoppableServer(uvicorn.Server):
 
 
 def application(
-    service: Service, defaults: SamplingParams, api_key: str | None = None, *, is_private: bool = False
+    service: Service,
+    defaults: SamplingParams,
+    api_key: str | None = None,
+    *,
+    is_private: bool = False,
+    origins: Sequence[str] = (),
 ) -> Starlette:
     """The routes. Without a key, requests from web pages are refused: browsers send them even across origins.
 
-    is_private: only this machine can reach the server, so another host name indicates DNS rebinding.
+    is_private: only this machine can reach the server, so another host name indicates DNS rebinding. origins: of web
+    pages that may ask and read answers (CORS); "*" is all of them, with a key.
     """
     api = Api(service, defaults)
-    guarded = Guard(api_key, is_private=is_private)
+    guarded = Guard(api_key, is_private=is_private, origins=origins)
     routes = [
         Route("/health", api.health),
         Route("/metrics", guarded(api.metrics)),
@@ -77,7 +85,11 @@ def application(
         Route("/v1/chat/completions", guarded(partial(api.completion, kind="chat")), methods=["POST"]),
         Route("/v1/completions", guarded(partial(api.completion, kind="text")), methods=["POST"]),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _not_found, Exception: _unexpected})
+    cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    middleware = [cors] if origins else []
+    return Starlette(
+        routes=routes, middleware=middleware, exception_handlers={HTTPException: _not_found, Exception: _unexpected}
+    )
 
 
 class Api:
@@ -169,8 +181,8 @@ class TooLargeError(Exception):
 class Guard:
     """Lets a handler answer authorised requests only."""
 
-    def __init__(self, api_key: str | None, *, is_private: bool) -> None:
-        self._api_key, self._is_private = api_key, is_private
+    def __init__(self, api_key: str | None, *, is_private: bool, origins: Sequence[str] = ()) -> None:
+        self._api_key, self._is_private, self._origins = api_key, is_private, origins
 
     def __call__(self, handler: Handler) -> Handler:
         async def checked(request: Request) -> Response:
@@ -179,7 +191,7 @@ class Guard:
         return checked
 
     def _refusal(self, request: Request) -> Response | None:
-        named = request.headers.getlist("origin")
+        named = [origin for origin in request.headers.getlist("origin") if origin not in self._origins]
         if self._is_private:
             named.append(f"//{request.headers.get('host', '')}")
         borne = request.headers.get("authorization", "").removeprefix("Bearer ")

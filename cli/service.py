@@ -295,14 +295,14 @@ class Service:
         self._speculation.check_sampling(asked.params)
         if asked.params.constraint is not None:  # here, because compiling may take a second; the result is kept
             self.engine.compile_constraint(asked.params.constraint)
-        found = None
-        if asked.kind == "chat" and not asked.uses_tools:
-            found = turns_of(cast(Sequence[Message], prompt), self._said)
+        found = turns_of(cast(Sequence[Message], prompt), self._said) if asked.is_plain_chat else None
         if found is not None:
             ids = encode_turns(self.engine.tokenizer, *found, most)
         elif asked.kind == "chat":
             described = asked.tools.described if asked.tools is not None else ()
-            ids = self.engine.tokenizer.encode_chat(cast(Sequence[Message], prompt), most, tools=described)
+            ids = self.engine.tokenizer.encode_chat(
+                cast(Sequence[Message], prompt), most, tools=described, settings=asked.template_settings
+            )
         else:
             if asked.kind == "text" and not isinstance(prompt, str):
                 self.engine.room_after(len(prompt))

@@ -237,13 +237,15 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation, rendered by the checkpoint's template. Raises TokenizerError if it is missing or fails.
 
-        tools: descriptions of functions, for templates that know tools.
+        tools: descriptions of functions, for templates that know tools. settings: further variables of the template.
         """
         self.check_chat_template()
         variables = {
+            **(settings or {}),
             **self._settings.special_tokens,
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
@@ -264,16 +266,19 @@ class Tokenizer:
         most_tokens: int | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        settings: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of the conversation up to the start of the answer; the template writes the special tokens.
+
+        tools, settings: as for `render_chat`.
 
         Raises ContextLengthError for a conversation of far more than `most_tokens` tokens, before encoding all of it.
         """
         if most_tokens is not None:
             self.check_messages(messages, most_tokens)
-        chat = self.hide_special([*messages, {"tools": list(tools)}])
-        *hidden, described = chat.messages
-        text = self.render_chat(hidden, tools=described["tools"])
+        chat = self.hide_special([*messages, {"tools": list(tools), "settings": dict(settings or {})}])
+        *hidden, other = chat.messages
+        text = self.render_chat(hidden, **other)
         if most_tokens is not None:
             self.check_length(text, most_tokens)
         return self.encode_after("", text, chat.texts)

@@ -380,6 +380,25 @@ def test_web_pages_are_not_answered(engine: Engine) -> None:
             assert client.ask("GET", "/v1/models", **headers).status == status, headers
 
 
+def test_pages_of_named_origins_are_answered(engine: Engine) -> None:
+    page, other = "https://chat.example", "https://else.example"
+    with served(engine, origins=[page]) as (client, _):
+        for origin, allowed, status in ((page, page, 200), (other, None, 403)):
+            asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+            with closing(client.open("OPTIONS", "/v1/chat/completions", Origin=origin, **asks)) as connection:
+                response = connection.getresponse()
+                assert response.getheader("access-control-allow-origin") == allowed
+                assert (response.status == 200) == (origin == page)
+            with closing(client.open("GET", "/v1/models", Origin=origin)) as connection:
+                response = connection.getresponse()
+                assert (response.status, response.getheader("access-control-allow-origin")) == (status, allowed)
+
+
+@pytest.mark.parametrize("origin", ["*", "chat.example", "https://chat.example/path"])
+def test_origins_that_cannot_be_meant_are_refused(offspec: Offspec, origin: str) -> None:
+    offspec("serve", "--cors", origin).refusal(2, "--cors", "--api-key" if origin == "*" else origin)
+
+
 def test_web_pages_are_answered_by_no_server_without_a_key(engine: Engine) -> None:
     foreign, body = {"Origin": "http://evil.example", "Content-Type": "text/plain"}, {"prompt": "hi", "max_tokens": 2}
     with served(engine) as (client, _):
