@@ -170,6 +170,8 @@ class Sandbox:
                 assert self._offspec(*before).code == 0
         if args[0] == "serve":
             return self._serve(args)
+        if "--plot" in args:
+            pytest.importorskip("matplotlib")
         stdin = TYPED if args[0] == "chat" else b""
         if command.is_piped:
             stdin = b"- a\n+ b\n"

@@ -45,7 +45,7 @@ def batch_args(pair: Pair, prompts: Path) -> Sequence[object]:
 def answers(offspec: Offspec, *args: object) -> list[dict[str, Any]]:
     result = offspec(*args)
     assert (result.code, result.err) == (0, "")
-    return [json.loads(line) for line in result.out.splitlines()]
+    return sorted(map(json.loads, result.out.splitlines()), key=lambda answer: answer["line"])
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.9"])

@@ -83,7 +83,7 @@ def offspec(*args: object) -> str:
 
 
 def test_streamed_it_says_the_same(engine: Engine, smollm2: Path) -> None:
-    """With 64 MiB beside all that is no layer, some of which read ahead."""
+    """With 16 MiB beside all that is no layer, some of which read ahead."""
     common = ["--draft", "none", "--dtype", "fp32", "--context", 512, "-q", "--json"]
     plan = json.loads(offspec("plan", smollm2, *common))
     rest = sum(
@@ -99,7 +99,7 @@ def test_streamed_it_says_the_same(engine: Engine, smollm2: Path) -> None:
             question,
             *common,
             "--ram",
-            f"{rest + 64 * MIB}B",
+            f"{rest + 16 * MIB}B",
             "--max-new-tokens",
             12,
             "--temperature",

@@ -21,10 +21,11 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
-from offspec.loaders.placement import Limits, Placement, Slots, scattered
+from offspec.loaders.placement import Item, Limits, Placement, Slots, scattered
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.block import Block, PassRows, kv_cache_bytes
 from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.planning.plan import KV_ITEM
 
 from ..fakes import FAMILIES, build
 from ..pair import CONFIG, CONTEXT, Pair, build_pair, variant
@@ -97,8 +98,9 @@ def test_layers_stay_as_long_as_texts_are_short(engine: Engine, tmp_path: Path) 
     def kv_bytes(num_entries: int) -> int:
         return kv_cache_bytes(files.config, num_entries, files.dtype.itemsize)
 
+    items = (Item(KV_ITEM, on_device=kv_bytes(CONTEXT)),)
     limit = 5 * layer.nbytes - kv_bytes(CONTEXT)  # so many layers' bytes for texts and what may stay
-    placement = Placement((), (), tuple(range(9)), Slots(2, 0, layer.nbytes), (), Limits(None, limit), 0, 0)
+    placement = Placement((), (), tuple(range(9)), Slots(2, 0, layer.nbytes), items, Limits(None, limit), 0, 0)
     plan = SimpleNamespace(context=CONTEXT, tree=0, placement=placement, demand=SimpleNamespace(target=files))
     loaded = LoadedTarget(target, PlannedMemory(plan, CPU, [], lambda plan: target.weights))  # type: ignore[arg-type]
     one, other = (Engine(each, engine.tokenizer) for each in (loaded, LoadedTarget(twin)))

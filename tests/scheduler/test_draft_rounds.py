@@ -50,7 +50,7 @@ def test_no_node_is_open_where_depth_or_context_end(max_depth: int, max_context:
     rounds = rounds_of(RuleModel(RULE, VOCAB_SIZE, max_context), max_depth)
     assert rounds.model_depth == deepest
     run_alone(rounds.expand_root())
-    rounds.extend(4, lambda: False)
+    run_alone(rounds.extend(4, lambda: False))
     assert rounds.tree.nodes["depth"].max() == deepest
 
 
@@ -58,10 +58,10 @@ def test_no_node_is_open_where_depth_or_context_end(max_depth: int, max_context:
 def test_extending_goes_on_until_it_is_told_to_stop(num_rounds: int) -> None:
     model = RuleModel(RULE, VOCAB_SIZE)
     rounds = rounds_of(model)
-    rounds.extend(2, count_down(5))
+    run_alone(rounds.extend(2, count_down(5)))
     assert model.batches == [], "without a root there is nothing to go on with"
     run_alone(rounds.expand_root())
-    rounds.extend(2, count_down(num_rounds))
+    run_alone(rounds.extend(2, count_down(num_rounds)))
     assert model.batches == [0] + [2] * num_rounds
 
 

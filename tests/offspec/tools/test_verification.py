@@ -203,8 +203,8 @@ def test_what_is_looked_up_is_verified(engine: Engine, monkeypatch: pytest.Monke
         assert verify(found, [PROMPTS[0] * 2], [setting(), setting(budget=None)], max_new_tokens=8).is_exact
         with monkeypatch.context() as patch:
             replace_at(patch, len(ids), 40)  # only where there is a tree
-            (difference,) = verify(found, [PROMPTS[0] * 2], [setting(budget=None)], max_new_tokens=8).errors
-        assert "own draft, coupled scoring, budget auto" in str(difference)
+            (difference,) = verify(found, [PROMPTS[0] * 2], [setting(budget=8)], max_new_tokens=8).errors
+        assert "own draft, coupled scoring, budget 8" in str(difference)
 
 
 def test_top_p_counts_at_temperature_1_only() -> None:
