@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import psutil
@@ -32,8 +32,15 @@ LEAST_CHOSEN_WEIGHTS = 2**26  # `choose_products` measures for models whose laye
 
 def plan_here(target: ModelFiles, features: Sequence[MemoryUser], hardware: Hardware, options: MemoryOptions) -> Plan:
     """`make_plan` for this process and its memory in use, on `hardware`."""
+    return planner_here(target, hardware, options)(features)
+
+
+def planner_here(
+    target: ModelFiles, hardware: Hardware, options: MemoryOptions
+) -> Callable[[Sequence[MemoryUser]], Plan]:
+    """`plan_here` for any features, with the memory in use now: measurements that follow take memory of their own."""
     held, own = _held_bytes()
-    return make_plan(target, features, limits_of(hardware, options, own), options, held)
+    return lambda features: make_plan(target, features, limits_of(hardware, options, own), options, held)
 
 
 def ram_beside_program(hardware: Hardware, options: MemoryOptions) -> int:

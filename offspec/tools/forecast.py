@@ -25,7 +25,7 @@ from ..drafts.weighing import Prospect, Scales, by_rate
 from ..errors import OffspecError, UsageError
 from ..loading import LoadOptions
 from ..planning.plan import Plan, with_faster_residents
-from ..planning.probe import ProductRates, plan_here
+from ..planning.probe import ProductRates, planner_here
 from ..planning.report import explain_packing, explain_plan, tell_tiers
 from .texts_forecast import NUMBERS, TextsProspect, predict_texts
 
@@ -208,9 +208,8 @@ def make_forecast(
     notes: list[Note] = []
     machine = Machine.of(options, assumed, notes)
     request = _open_to_plan(options, assumed.form, machine.device_type, notes)
-    scales = Scales(
-        options.model, request, lambda draft: plan_here(request.target, [draft], machine.hardware, options.memory)
-    )
+    place = planner_here(request.target, machine.hardware, options.memory)
+    scales = Scales(options.model, request, lambda draft: place([draft]))
     names = scales.names(drafts or (options.draft,))
     first = scales.first_plan(names)
     rates = machine.measure(request.target, first, widths, progress)

@@ -83,8 +83,8 @@ def offspec(*args: object) -> str:
 
 
 def test_streamed_it_says_the_same(engine: Engine, smollm2: Path) -> None:
-    """With 16 MiB beside all that is no layer, some of which read ahead."""
-    common = ["--draft", "none", "--dtype", "fp32", "--context", 512, "-q", "--json"]
+    """With 48 MiB beside all that is no layer, some of which read ahead."""
+    common = ["--draft", "none", "--dtype", "fp32", "--context", 128, "-q", "--json"]
     plan = json.loads(offspec("plan", smollm2, *common))
     rest = sum(
         row["ram_bytes"]
@@ -99,7 +99,7 @@ def test_streamed_it_says_the_same(engine: Engine, smollm2: Path) -> None:
             question,
             *common,
             "--ram",
-            f"{rest + 16 * MIB}B",
+            f"{rest + 48 * MIB}B",
             "--max-new-tokens",
             12,
             "--temperature",
