@@ -11,13 +11,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from offspec.scheduler.params import Constraint
 
 from ..errors import TokenizerError
-from .grammar import LAYOUT
-from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
 
 Style = Literal["hermes", "llama", "mistral"]
 OPEN, CLOSE, CALLS, PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
@@ -104,6 +105,8 @@ def _literal(text: str) -> str:
 
 def _with_layout(schema: Mapping[str, Any]) -> dict[str, Any]:
     own = schema.get("x-guidance")
+    from .grammar import LAYOUT  # imports a tokenizer library
+
     return {**schema, "x-guidance": {**LAYOUT, **(own if isinstance(own, Mapping) else {})}}
 
 

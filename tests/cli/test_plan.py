@@ -225,7 +225,7 @@ def test_a_plan_for_several_texts(offspec: Offspec, large: Path) -> None:
 
 
 def test_texts_that_do_not_fit_have_a_dash(offspec: Offspec, large: Path) -> None:
-    asked = ("plan", large, "--draft", "none", "--device", "cpu", "--context", 8192, "--ram", "4GiB", "-q")
+    asked = ("plan", large, "--draft", "none", "--device", "cpu", "--context", 8192, "--ram", "5GiB", "-q")
     told = json.loads(offspec(*asked, "--json").out)["texts"]
     assert "why_not" not in told[0]
     assert "KV entries" in told[-1]["why_not"]
