@@ -48,6 +48,16 @@ class LayerCache(Protocol):
     def nbytes(self) -> int:
         """All allocated bytes, on any device."""
 
+    @property
+    def format(self) -> str:
+        """What the bytes of `stored` mean, beside their dtypes; files name it. It changes whenever the meaning does."""
+
+    def stored(self, end: int) -> list[Tensor]:
+        """Everything that is stored of the first `end` slots: writable views [..., end, width], on any device.
+
+        Copies of entries are made of them, in other caches or in files, so that no entry is quantised twice.
+        """
+
     def reserve(self, capacity: int, in_use: int) -> None:
         """Grow to `capacity` entries, and keep the first `in_use` ones."""
 
@@ -70,6 +80,8 @@ class LayerCache(Protocol):
 class PlainLayers:
     """Layers of one layout as one tensor [layers, 2, kv_heads, capacity, head_dim] in attention's dtype."""
 
+    format = "plain"
+
     def __init__(self, num_layers: int, layout: KVLayout, *, dtype: torch.dtype, device: torch.device) -> None:
         self.num_layers = num_layers
         self._data = torch.empty(num_layers, 2, layout.num_heads, 0, layout.head_dim, dtype=dtype, device=device)
@@ -77,6 +89,9 @@ class PlainLayers:
     @property
     def nbytes(self) -> int:
         return self._data.nbytes
+
+    def stored(self, end: int) -> list[Tensor]:
+        return [self._data[:, :, :, :end]]
 
     def reserve(self, capacity: int, in_use: int) -> None:
         shape = list(self._data.shape)
@@ -146,6 +161,21 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of keys and values."""
         return sum(part.nbytes for part in self._parts)
+
+    @property
+    def format(self) -> str:
+        """How entries are stored, by groups of layers; caches of equal formats can copy each other's `stored`."""
+        return ", ".join(f"{part.num_layers} {part.format}" for part in self._parts)
+
+    def stored(self, end: int) -> list[Tensor]:
+        """`LayerCache.stored` of all layers."""
+        return [view for part in self._parts for view in part.stored(end)]
+
+    def begin(self, length: int) -> None:
+        """Commit the first `length` slots of an empty cache, which were written through `stored`."""
+        assert not self.size, "the cache has entries"
+        self.positions[:length] = torch.arange(length, device=self.positions.device)
+        self.append(length, 0)
 
     @torch.inference_mode(False)  # outside inference mode, `keep` may not write to inference tensors
     def reserve(self, capacity: int, in_use: int = 0) -> None:

@@ -29,13 +29,11 @@ class Entries:
 
     def __init__(self, cache: KVCache) -> None:
         self.length = cache.length
-        self._layers = [
-            [part.to("cpu", copy=True) for part in cache.read(layer, self.length)] for layer in range(cache.num_layers)
-        ]
+        self._stored = [view.to("cpu", copy=True) for view in cache.stored(self.length)]
 
-    def read(self, layer: int, end: int) -> Sequence[Tensor]:
-        """Keys and values [heads, end, dim] of a layer."""
-        return [part[:, :end] for part in self._layers[layer]]
+    def stored(self, end: int) -> Sequence[Tensor]:
+        """`KVCache.stored` of the first `end` entries."""
+        return [part[..., :end, :] for part in self._stored]
 
 
 @dataclass(frozen=True)
@@ -178,8 +176,6 @@ def _fill(caches: TextCaches, source: ParkedText | TextCaches | None, ids: Ids) 
 def _copy(cache: KVCache, other: Entries | KVCache, length: int) -> None:
     """Make the first `length` entries of `other` those of an empty cache."""
     cache.reserve(length)
-    for layer in range(cache.num_layers):
-        keys, values = other.read(layer, length)
-        cache.write(layer, keys.transpose(0, 1), values.transpose(0, 1), 0)
-    cache.positions[:length] = torch.arange(length, device=cache.positions.device)
-    cache.append(length, 0)
+    for mine, others in zip(cache.stored(length), other.stored(length), strict=True):
+        mine.copy_(others)
+    cache.begin(length)

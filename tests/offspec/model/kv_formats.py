@@ -13,7 +13,7 @@ from offspec.model.kv_cache import KVLayout, LayerCache
 class Fp32Layer:
     """Loses nothing of 16-bit numbers. Keys and values apart, [capacity, kv_heads, head_dim], unlike `PlainLayers`."""
 
-    num_layers = 1
+    num_layers, format = 1, "fp32"
 
     def __init__(self, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -22,6 +22,9 @@ class Fp32Layer:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._entries)
+
+    def stored(self, end: int) -> list[Tensor]:
+        return [part[:end].transpose(0, 1) for part in self._entries]
 
     def reserve(self, capacity: int, in_use: int) -> None:
         grown = [part.new_zeros(capacity, *part.shape[1:]) for part in self._entries]
@@ -53,6 +56,8 @@ class Fp32Layer:
 
 class Int8Layer(Fp32Layer):
     """What is read is what 8 bits hold of what was written; each entry's largest number of a head is its scale."""
+
+    format = "rounded"
 
     def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         super().scatter(layer, rounded(keys), rounded(values), slots)

@@ -58,6 +58,23 @@ def test_a_format_that_loses_nothing_gives_the_same_bits(
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("make", [plain_layers, one_by_one, fp32_layers, int8_layers])
+def test_entries_are_copied_as_they_are_stored(tiny_model: GetModel, make: MakeLayerCaches) -> None:
+    """Bit by bit: an 8-bit entry that was read and written again could have another scale."""
+    decoder = with_caches(tiny_model("llama-gqa").decoder(torch.bfloat16), make)
+    text, copy = CachedDecoder(decoder), CachedDecoder(decoder, 40)
+    text.score(random_tokens(20), *NO_NODES)
+    copy.cache.reserve(12)
+    for mine, others in zip(copy.cache.stored(12), text.cache.stored(12), strict=True):
+        assert mine.shape == others.shape
+        assert mine.shape[-2] == 12
+        mine.copy_(others)
+    copy.cache.begin(12)
+    text.truncate(12)
+    assert (copy.length, copy.cache.format) == (12, text.cache.format)
+    assert torch.equal(*(each.score(random_tokens(9, 3), *NO_NODES) for each in (text, copy)))
+
+
 def test_static_rounds_run_on_another_format(tiny_model: GetModel) -> None:
     decoder = tiny_model("mistral-window").decoder(torch.bfloat16)
     texts = [TreeGraphs(with_caches(decoder, make), 128).text(128) for make in (plain_layers, fp32_layers)]
