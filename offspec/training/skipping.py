@@ -28,7 +28,8 @@ from ..errors import CheckpointError, StorageError, UsageError
 from ..model.block import PassRows
 from ..model.decoder import Decoder, IntArray, placed
 from ..model.row_logits import HEAD_ROWS
-from .distillation import Forest, Teacher, first_token, text_pieces
+from .distillation import Teacher
+from .target_texts import Forest, first_token, text_pieces
 
 NUM_TEXTS = 16  # written at once: a streamed target is read once for a token of each
 Progress = Callable[[str, int, int], None]
@@ -155,8 +156,7 @@ class Agreement:
     def __init__(self, target: Decoder, texts: IntArray) -> None:
         num_texts, length = texts.shape
         self._target, self._tokens = target, torch.from_numpy(texts.reshape(-1))
-        layers = range(target.config.num_layers)
-        forest = Forest(target, layers[:-1], layers[-1:], num_texts)
+        forest = Forest(target, num_texts)
         self._wanted = forest.add(texts, 1)["labels"][:, 0].cpu()
         owners, depths = np.repeat(np.arange(num_texts), length), np.tile(np.arange(length), num_texts)
         before = (owners[:, None] == owners) & (depths[:, None] > depths)
@@ -188,8 +188,7 @@ def _text(teacher: Teacher, params: SkipParams, texts: Sequence[Path], progress:
     if texts:
         pieces: IntArray = text_pieces(texts, teacher.tokenizer, length)[0]
         return pieces
-    layers = range(teacher.target.config.num_layers)
-    forest = Forest(teacher.target, layers[:-1], layers[-1:], NUM_TEXTS)
+    forest = Forest(teacher.target, NUM_TEXTS)
     generator = torch.Generator().manual_seed(params.seed)
     written = [np.full((NUM_TEXTS, 1), first_token(teacher.tokenizer), dtype=np.int64)]
     for number in range(1, length):

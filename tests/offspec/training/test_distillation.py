@@ -25,7 +25,8 @@ from offspec.model.decoder import CachedDecoder
 from offspec.model.early_exit import EarlyExit
 from offspec.text.tokenizer import Tokenizer
 from offspec.training.distill_params import DistillParams
-from offspec.training.distillation import SHARD_TEXTS, Distilled, ExitModule, Forest, Shards, Teacher, Trainer, distill
+from offspec.training.distillation import Distilled, ExitModule, Teacher, distill
+from offspec.training.target_texts import SHARD_TEXTS, Forest, Shards
 
 from ...fakes import LendingWeights
 from ...pair import build_pair, scale_weights, variant
@@ -196,7 +197,7 @@ def test_a_layer_that_is_none_is_refused(engine: Engine, files: ModelFiles, tmp_
 def test_labels_are_what_the_target_says_of_each_text_alone(engine: Engine) -> None:
     """Of texts that grow side by side, in several passes, as of one that is read by itself."""
     texts = torch.randint(0, 300, (3, 5), generator=torch.Generator().manual_seed(0)).numpy()
-    forest = Forest(engine.target, range(EXIT), range(EXIT, NUM_LAYERS), 3)
+    forest = Forest(engine.target, 3, [EXIT - 1])
     parts = [forest.add(texts[:, :2], 8), forest.add(texts[:, 2:3], 8), forest.add(texts[:, 3:], 8)]
     sizes = [2, 1, 2]
     for number, text in enumerate(texts):
@@ -216,22 +217,21 @@ def test_labels_are_what_the_target_says_of_each_text_alone(engine: Engine) -> N
         torch.testing.assert_close(found["hidden"], hidden, rtol=0, atol=1e-4)
 
 
-def test_what_is_trained_is_what_is_run(engine: Engine, tmp_path: Path) -> None:
+def test_what_is_trained_is_what_is_run(engine: Engine) -> None:
     """The layer's logits in training are those of drafting with it."""
     module = ExitModule(engine.target, EXIT, EXIT)
-    trainer = Trainer(module, SMALL, tmp_path)
     hidden = torch.randn(1, 6, engine.target.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    exit_layer = EarlyExit(engine.target, EXIT, trainer.layer())
+    exit_layer = EarlyExit(engine.target, EXIT, {name: weight.detach() for name, weight in module.weights().items()})
     cache = exit_layer.new_cache()
     out = exit_layer.through(hidden[0].clone(), exit_layer.rows(torch.arange(6), cache, None))
-    torch.testing.assert_close(exit_layer.logits(out), module(hidden)[0].detach(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(exit_layer.logits(out), module.logits(hidden)[0].detach(), rtol=0, atol=1e-4)
 
 
 def test_a_streamed_target_is_walked_once_for_all_texts(engine: Engine, tmp_path: Path) -> None:
     target = engine.target
     weights = LendingWeights(target.weights)
     lent = type(target)(target.config, weights, dtype=target.dtype, device=target.device)
-    Shards(tmp_path, lent, engine.tokenizer, EXIT, replace(SMALL, num_texts=SHARD_TEXTS), []).make(lambda *_: None)
+    Shards(tmp_path, lent, engine.tokenizer, replace(SMALL, num_texts=SHARD_TEXTS), []).make(lambda *_: None)
     assert weights.lent == [*range(NUM_LAYERS)] * SMALL.text_tokens
 
 
@@ -271,7 +271,7 @@ def test_a_long_text_is_encoded_in_parts(
 
     monkeypatch.setattr(Tokenizer, "encode", counted)
     (text := tmp_path / "text.txt").write_text("a b " * 700_000)
-    Shards(tmp_path, engine.target, engine.tokenizer, EXIT, SMALL, [text])
+    Shards(tmp_path, engine.target, engine.tokenizer, SMALL, [text])
     assert sum(seen) == 2_800_000
     assert max(seen) <= 1 << 20
 
@@ -279,7 +279,7 @@ def test_a_long_text_is_encoded_in_parts(
 def test_a_text_that_does_not_end_is_refused(
     engine: Engine, files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offspec.training.distillation.MOST_TEXT_BYTES", 1 << 20)
+    monkeypatch.setattr("offspec.training.target_texts.MOST_TEXT_BYTES", 1 << 20)
     with refused(UsageError, "`texts=/dev/zero`", "1 MiB"):
         train(engine, files, tmp_path / "exit.safetensors", texts=[Path("/dev/zero")])
 
@@ -383,6 +383,16 @@ def test_a_full_disk_while_training_is_one_line(
     monkeypatch.setattr("accelerate.Accelerator.save_state", full)
     with refused(StorageError, "space"):
         train(engine, files, tmp_path / "exit.safetensors", checkpoint_every_s=0.0)
+
+
+def test_a_disk_without_space_for_the_shards_is_said_before_they_are_made(
+    engine: Engine, files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with refused(StorageError, "KiB", "`num_texts`"):
+        train(engine, files, tmp_path / "exit.safetensors")
+    assert not list(tmp_path.rglob("shard-*"))
 
 
 def test_an_exit_file_is_for_self(folder: Path, trained: Distilled) -> None:

@@ -1,0 +1,217 @@
+"""What the target makes of texts, in shards on disk: the material of every training.
+
+The target generates texts, or reads given ones, many at once as branches of one tree, so that a pass streams the
+weights once for all of them. A shard stores the tokens, the likeliest next tokens at each position with their
+probabilities, and the hidden states after chosen layers. The whole distribution of one position of a vocabulary of
+128k tokens would take as much space as 16,000 likeliest ones, and the tokens after the first dozens have hardly any
+probability. So the other tokens count as one, whose probability follows.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from offspec.loaders.small_files import MOST_TEXT_BYTES, read_small_file
+from offspec.loaders.units import format_size
+
+from ..errors import CheckpointError, StorageError, UsageError
+from ..model.decoder import Decoder, IntArray, placed
+from ..model.row_logits import HEAD_ROWS
+from ..text.tokenizer import Tokenizer
+from .distill_params import DistillParams
+
+SHARD_TEXTS = 16  # texts generated at once; more are not faster, as each one's attention masks the others' keys
+PART_CHARACTERS = 1 << 20  # characters encoded at once
+LABEL_BYTES = 4 + 4  # of a likely token and its log-probability
+Progress = Callable[[str, int, int], None]
+Shard = Mapping[str, Tensor]
+
+
+class Shards:
+    """Texts of one length with what the target made of them, SHARD_TEXTS to a file.
+
+    A shard holds tokens [B, T]; labels, log_probabilities [B, T, K]: the likeliest tokens at the next place and the
+    logarithms of what the target gives them; and, if `layers` are given, hidden [B, T, len(layers) * hidden]: the
+    states after these layers (from 0), side by side.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        target: Decoder,
+        tokenizer: Tokenizer,
+        params: DistillParams,
+        texts: Sequence[Path],
+        layers: Sequence[int] = (),
+    ) -> None:
+        """Writes nothing yet.
+
+        Raises UsageError for texts that cannot be learnt from, or where there is no way to begin one.
+        """
+        self._folder, self._target, self._params, self._layers = folder, target, params, tuple(layers)
+        if params.text_tokens > (longest := target.config.max_context):
+            raise UsageError(
+                f"`text_tokens={params.text_tokens}` exceeds the model's context of {longest}; choose a smaller value"
+            )
+        self._given = text_pieces(texts, tokenizer, params.text_tokens) if texts else None
+        self._start = first_token(tokenizer) if not texts else None
+
+    def __len__(self) -> int:
+        return math.ceil(self._params.num_texts / SHARD_TEXTS) if self._given is None else len(self._given)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self) * SHARD_TEXTS * self._params.text_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards on disk, without their headers."""
+        config = self._target.config
+        states = len(self._layers) * config.hidden_size * self._target.dtype.itemsize
+        return self.num_tokens * (4 + min(self._params.num_labels, config.vocab_size) * LABEL_BYTES + states)
+
+    def check_space(self) -> None:
+        """Raises StorageError if the disk has no space for the shards that are missing."""
+        present = sum(self._file(index).is_file() for index in range(len(self)))
+        missing, free = self.nbytes * (len(self) - present) // len(self), shutil.disk_usage(self._folder).free
+        if missing > free:
+            raise StorageError(
+                f"{self._folder} needs {format_size(missing)} for what the target says, and {format_size(free)} are "
+                "free; free some space, choose another place (`out`), or fewer or shorter texts (`num_texts`, "
+                "`text_tokens`)"
+            )
+
+    def make(self, progress: Progress) -> int:
+        """Make the missing shards, each atomically. Returns the number of shards."""
+        given, count = self._given, len(self)
+        what = "texts written" if given is None else "texts read"
+        for index in range(count):
+            progress(what, index, count)
+            if not self._file(index).is_file():
+                self._save(index, self._written(index) if given is None else self._pass(given[index]))
+        progress(what, count, count)
+        return count
+
+    def _save(self, index: int, shard: Shard) -> None:
+        unfinished = self._folder / "unfinished"
+        try:
+            save_file({name: tensor.cpu().contiguous() for name, tensor in shard.items()}, unfinished)
+            unfinished.replace(self._file(index))
+        except (OSError, SafetensorError) as exc:
+            raise StorageError(f"{self._folder} cannot be written: {exc}; free some space") from exc
+
+    def load(self, index: int) -> Shard:
+        file = self._file(index)
+        try:
+            return load_file(file)
+        except (OSError, SafetensorError) as exc:
+            raise CheckpointError(f"{file} cannot be read ({exc}); delete it, and continue with `resume`") from exc
+
+    def _file(self, index: int) -> Path:
+        return self._folder / f"shard-{index:05}.safetensors"
+
+    def _pass(self, texts: IntArray) -> Shard:
+        """One pass over texts [B, T]."""
+        num_texts, length = texts.shape
+        forest = Forest(self._target, num_texts, self._layers)
+        parts = forest.add(texts, self._params.num_labels)
+        return {name: part.view(num_texts, length, *part.shape[1:]) for name, part in parts.items()}
+
+    def _written(self, index: int) -> Shard:
+        """Texts that the target generates, one token of each per pass, from the token that begins texts."""
+        params, forest = self._params, Forest(self._target, SHARD_TEXTS, self._layers)
+        generator = torch.Generator().manual_seed(params.seed * 1_000_003 + index)
+        tokens = np.full((SHARD_TEXTS, 1), self._start, dtype=np.int64)
+        parts: list[Shard] = []
+        for _ in range(params.text_tokens):
+            parts.append(forest.add(tokens, params.num_labels))
+            chances = (forest.logits[:, -1] / params.temperature).softmax(-1).cpu()
+            tokens = torch.multinomial(chances, 1, generator=generator).numpy()
+        return {name: torch.stack([part[name] for part in parts], dim=1) for name in parts[0]}
+
+
+def text_pieces(files: Sequence[Path], tokenizer: Tokenizer, length: int) -> IntArray:
+    """[shards, B, T]: the files in pieces of T = `length` tokens; the first pieces fill up the last shard."""
+    ids = np.concatenate([part for file in files for part in _encoded(file, tokenizer)])
+    if len(ids) < length:
+        raise UsageError(
+            f"the texts have {len(ids)} tokens, and at least {length} are needed; give more text (`texts`)"
+        )
+    pieces = ids[: len(ids) // length * length].astype(np.int64).reshape(-1, length)
+    count = math.ceil(len(pieces) / SHARD_TEXTS)
+    return np.resize(pieces, (count, SHARD_TEXTS, length))
+
+
+def _encoded(file: Path, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.int32]]:
+    """Token ids of a text file, in parts, because encoding needs about 256 bytes per character. Raises UsageError."""
+    try:
+        text = read_small_file(file, MOST_TEXT_BYTES, allow_pipe=True).decode()
+    except OSError as exc:
+        raise UsageError(f"`texts={file}` cannot be read: {exc.strerror}; give a text file") from exc
+    except UnicodeDecodeError as exc:
+        raise UsageError(f"`texts={file}` cannot be read as UTF-8 text: {exc}") from exc
+    for first in range(0, max(1, len(text)), PART_CHARACTERS):
+        part = tokenizer.encode(text[first : first + PART_CHARACTERS], add_special_tokens=first == 0)
+        yield np.array(part, dtype=np.int32)
+
+
+def first_token(tokenizer: Tokenizer) -> int:
+    """The token before a text: BOS, or EOS of the previous text."""
+    if tokenizer.bos_id is not None:
+        return tokenizer.bos_id
+    if not (known := [token_id for token_id in tokenizer.eos_ids if token_id < tokenizer.vocab_size]):
+        raise UsageError(
+            "the model has neither a token that begins texts (BOS) nor one that ends them (EOS); give texts (`texts`)"
+        )
+    return min(known)
+
+
+class Forest:
+    """Texts that grow in parallel in one KV cache; each attends to itself only."""
+
+    def __init__(self, decoder: Decoder, num_texts: int, layers: Sequence[int] = ()) -> None:
+        """layers: the layers (from 0) whose states `add` returns."""
+        self._decoder, self._num_texts, self._layers = decoder, num_texts, layers
+        self.cache = decoder.new_cache()
+        self._owners = np.empty(0, dtype=np.int64)  # the text of each entry in the cache
+        self.logits = torch.empty(0)  # [B, 1, vocab]: after the last tokens
+
+    @torch.inference_mode()
+    def add(self, tokens: IntArray, num_labels: int) -> Shard:
+        """Append tokens [B, T]. Returns the shard's parts for them, [B * T, ...]."""
+        decoder, cache, (num_texts, length) = self._decoder, self.cache, tokens.shape
+        owners = np.repeat(np.arange(num_texts), length)
+        depths = np.tile(np.arange(length), num_texts) + len(self._owners) // num_texts
+        own = (owners[:, None] == owners) & (depths[:, None] >= depths)
+        mask = np.concatenate((owners[:, None] == self._owners, own), axis=1)
+        positions, tree_mask = placed(cache, 0, depths + 1, mask)
+        rows, kept = decoder.rows(positions, cache, tree_mask), dict[int, Tensor]()
+
+        def after(layer: int, states: Tensor) -> None:
+            if layer in self._layers:
+                kept[layer] = states.clone()
+
+        flat = torch.from_numpy(tokens.reshape(-1))
+        hidden = decoder.through(decoder.embed(flat), rows, after=after)
+        cache.append(0, len(owners))
+        self._owners = np.concatenate((self._owners, owners))
+        best = [self._best(hidden[i : i + HEAD_ROWS], num_labels) for i in range(0, len(hidden), HEAD_ROWS)]
+        log_probabilities, labels = (torch.cat(parts) for parts in zip(*best, strict=True))
+        self.logits = decoder.logits(hidden.view(num_texts, length, -1)[:, -1:])
+        parts = {"tokens": flat.int(), "labels": labels.int(), "log_probabilities": log_probabilities}
+        return parts | ({"hidden": torch.cat([kept[i] for i in self._layers], dim=-1)} if self._layers else {})
+
+    def _best(self, hidden: Tensor, num_labels: int) -> tuple[Tensor, Tensor]:
+        logits = self._decoder.logits(hidden)
+        best, labels = logits.topk(min(num_labels, logits.shape[-1]))
+        return best - logits.logsumexp(-1, keepdim=True), labels

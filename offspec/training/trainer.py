@@ -1,0 +1,177 @@
+"""Trains a module on shards of what the target says, with checkpoints: accelerate's loop, AdamW, a cosine decay.
+
+The result depends on the settings and the shards only: a resumed run gives the same result as an uninterrupted one, to
+the bit. Memory is bounded by one shard and one batch. This module does not depend on what is trained.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, StorageError
+from ..model.block import Block, Projected, RowsOfText
+from ..model.decoder import IntArray
+from ..model.rope import Rotations
+from ..planning.out_of_memory import first_line
+from .distill_params import DistillParams
+from .target_texts import SHARD_TEXTS, Progress, Shard, Shards
+
+CHECKPOINT_EVERY_S = 30.0
+WARM_UP = 0.05  # share of the steps
+
+
+class Student(nn.Module):
+    """What is trained. width: its hidden size, which sets the learning rate. device: where it computes.
+
+    Its parameters are on the CPU until accelerate prepares the module.
+    """
+
+    width: int
+    device: torch.device
+
+    @abstractmethod
+    def forward(self, batch: Shard) -> Tensor:
+        """The loss of a batch, some texts of a shard on the device."""
+
+    @abstractmethod
+    def agreement(self, batch: Shard) -> Tensor:
+        """The share of positions where the likeliest token is the target's."""
+
+
+class Trainer:
+    """Trains `student`, with checkpoints in `folder`. step: the next one."""
+
+    def __init__(self, student: Student, params: DistillParams, folder: Path) -> None:
+        device = student.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._accelerator = Accelerator(cpu=device.type == "cpu")
+        self._params, self._folder, self.step = params, folder, 0
+        self._peak = params.learning_rate * math.sqrt(256 / student.width)
+        optimizer = torch.optim.AdamW(student.parameters(), lr=self._peak, betas=(0.9, 0.95), weight_decay=0.01)
+        self.student = student
+        self._module, self._optimizer = self._accelerator.prepare(student, optimizer)
+
+    def train(
+        self,
+        shards: Shards,
+        pool: Sequence[int],
+        progress: Progress,
+        checkpoint_every_s: float,
+        until: int | None = None,
+    ) -> None:
+        """Run the steps from `step` to `until`, or all remaining ones, on the shards with these numbers."""
+        first, last = self.step, self._params.steps if until is None else until
+        saved_at, params = time.monotonic(), self._params
+        for batch in self._batches(shards, pool, first, last):
+            progress("training steps", self.step, params.steps)
+            if self.step > first and time.monotonic() - saved_at >= checkpoint_every_s:
+                self._save(self.step)
+                saved_at = time.monotonic()
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._rate(self.step)
+            self._accelerator.backward(self._module(batch))
+            self._accelerator.clip_grad_norm_(self._module.parameters(), 1.0)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self.step += 1
+        progress("training steps", self.step, params.steps)
+
+    @torch.no_grad()
+    def agreement(self, shard: Shard) -> float:
+        """How often the likeliest token is the target's."""
+        batches = self._cut(shard, range(len(shard["tokens"])))
+        return float(torch.stack([self.student.agreement(batch) for batch in batches]).mean())
+
+    def _rate(self, step: int) -> float:
+        """Learning rate: a warm-up, then a cosine decay to 0."""
+        warm_up = max(1, int(WARM_UP * self._params.steps))
+        if step < warm_up:
+            return self._peak * (step + 1) / warm_up
+        return self._peak * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, self._params.steps - warm_up)))
+
+    def _batches(self, shards: Shards, pool: Sequence[int], first: int, last: int) -> Iterator[Shard]:
+        """The batches of steps `first` .. `last`; the texts of a step depend on its number, the seed and the pool."""
+        per_shard, num_shards = steps_per_shard(self._params), len(pool)
+        for visit in range(first // per_shard, math.ceil(last / per_shard)):
+            order = np.random.default_rng([self._params.seed, visit // num_shards]).permutation(num_shards)
+            shard = shards.load(pool[int(order[visit % num_shards])])
+            texts = np.random.default_rng([self._params.seed, visit, 1]).permutation(SHARD_TEXTS)
+            steps = range(visit * per_shard, min((visit + 1) * per_shard, last))
+            for step, batch in zip(steps, self._cut(shard, texts), strict=False):
+                if step >= first:
+                    yield batch
+
+    def _cut(self, shard: Shard, texts: Sequence[int] | IntArray) -> Iterator[Shard]:
+        """The shard's texts in this order, in batches on the device."""
+        size, device = self._params.batch_texts, self._accelerator.device
+        for first in range(0, len(texts), size):
+            chosen = torch.as_tensor(np.array(texts[first : first + size]))
+            yield {name: tensor[chosen].to(device) for name, tensor in shard.items()}
+
+    # ---------------------------------------------------------------------------------------- checkpoints
+
+    def _save(self, step: int) -> None:
+        """Save the state before `step`; then delete the previous one."""
+        folder, unfinished = self._folder / f"step-{step:08}", self._folder / "unfinished-step"
+        before = list(self._folder.glob("step-*"))
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            self._accelerator.save_state(str(unfinished))
+            unfinished.rename(folder)
+            for old in before:
+                if old != folder:
+                    shutil.rmtree(old)
+        except (OSError, RuntimeError, SafetensorError) as exc:  # torch's writer raises a RuntimeError on a full disk
+            raise StorageError(f"{folder} cannot be written: {first_line(exc)}; free some space") from exc
+
+    def resume(self) -> None:
+        """Load the last checkpoint, if there is one. Raises CheckpointError for a damaged one."""
+        newest = max(self._folder.glob(f"step-{'[0-9]' * 8}"), default=None)
+        if newest is None:
+            return
+        try:
+            self._accelerator.load_state(str(newest))
+        except Exception as exc:  # four kinds of files, with various exceptions if damaged
+            raise CheckpointError(
+                f"{newest} is damaged ({first_line(exc)}); delete it, and `resume` restarts the training"
+            ) from exc
+        self.step = int(newest.name.removeprefix("step-"))
+
+
+def steps_per_shard(params: DistillParams) -> int:
+    """Steps on the texts of one shard, before the next shard is loaded."""
+    return math.ceil(SHARD_TEXTS / params.batch_texts)
+
+
+class TextRows(RowsOfText):
+    """`PassRows` of several texts of one length, one after the other: a plain causal pass without a KV cache."""
+
+    def __init__(self, device: torch.device, num_texts: int, length: int) -> None:
+        self._positions = torch.arange(length, device=device)
+        self._num_texts, self._length = num_texts, length
+        self.rotations = Rotations(self._positions.repeat(num_texts))
+        self.chunks = [(0, num_texts * length)]
+
+    def mask(self, first: int, last: int, window: int | None) -> Tensor:
+        """Of one text; `first` and `last` are all of its rows."""
+        ages = self._positions[:, None] - self._positions
+        return (ages >= 0) if window is None else (ages >= 0) & (ages < window)
+
+    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        return keys.transpose(0, 1), values.transpose(0, 1)
+
+    def attend(self, block: Block, projected: Projected, first: int, last: int) -> Tensor:
+        texts = zip(*(torch.split(part, self._length) for part in projected), strict=True)
+        return torch.cat([super(TextRows, self).attend(block, text, 0, self._length) for text in texts])
