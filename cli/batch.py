@@ -36,6 +36,7 @@ ANSWER_BEGINS = b'{"line": '
 OWN_KEYS = frozenset(
     ("line", "settings", "model", "draft", "prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "stats")
 )
+NEWER_SETTINGS = ("constraint", "frequency_penalty", "presence_penalty", "logit_bias")
 TAKEN = OWN_KEYS - {"seed"}  # keys that no line may have; a line's seed is also its answer's
 
 
@@ -256,9 +257,11 @@ class Batch:
             self._file.flush()
 
     def _settings_of(self, task: Task) -> dict[str, Any]:
-        settings = asdict(task.sampling(self._params))
-        if settings["constraint"] is None:  # as in the answers of versions without constraints
-            del settings["constraint"]
+        sampling = task.sampling(self._params)
+        settings = asdict(sampling)
+        for name in NEWER_SETTINGS:  # as in the answers of versions without them
+            if getattr(sampling, name) == getattr(SamplingParams, name):
+                del settings[name]
         return {**self._settings, **settings}
 
     def _is_answer(self, record: Answer, task: Task) -> bool:

@@ -26,7 +26,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Memory": ("vram", "ram", "context", "synchronous"),
     "Sampling": (
-        *("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+        *("max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
+        *("repetition_penalty", "frequency_penalty", "presence_penalty"),
         *("seed", "stop", "ignore_eos", "json_schema", "json_object", "grammar", "regex"),
     ),
     "Output": ("show_stats", "as_json", "color_accepted", "wrap", "quiet", "verbose"),
@@ -50,6 +51,8 @@ ADVANCED = {
     *(
         "min_p",
         "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
         "ignore_eos",
         "color_accepted",
         "wrap",

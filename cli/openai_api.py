@@ -8,6 +8,7 @@ Answers have the engine's statistics under `offspec`.
 
 from __future__ import annotations
 
+import re
 import reprlib
 import secrets
 import sys
@@ -38,9 +39,6 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "functions": ([],),
     "modalities": (["text"],),
     "prompt_logprobs": (),
@@ -66,6 +64,8 @@ FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("min_p", (int, float), "a number"),
     ("repetition_penalty", (int, float), "a number"),
     ("repeat_penalty", (int, float), "a number"),
+    ("frequency_penalty", (int, float), "a number"),
+    ("presence_penalty", (int, float), "a number"),
     ("top_k", int, "a whole number"),
     ("seed", int, "a whole number"),
     ("max_new_tokens", int, "a whole number"),
@@ -80,6 +80,7 @@ OURS = {
     "max_completion_tokens": "max_new_tokens",
     "n_predict": "max_new_tokens",
 }
+TOKEN_ID = re.compile(r"[0-9]{1,9}")
 OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
 # The meaning of -1 for clients of llama.cpp and LM Studio: as many tokens as fit, a random seed, off.
 MINUS_ONE: Json = {"max_new_tokens": sys.maxsize, "seed": None, "top_k": 0}
@@ -177,12 +178,26 @@ def sampling_params(body: Mapping[str, Any], defaults: SamplingParams) -> Sampli
     for name, kind, what in FIELDS:
         if (value := _field(body, name, kind, what)) is not None:
             params = _with(params, name, value)
+    if (bias := _field(body, "logit_bias", Mapping, "an object")) is not None:
+        params = replace(params, logit_bias=_logit_bias(bias))
     if (stop := body.get("stop")) is not None:
         texts = [stop] if isinstance(stop, str) else stop
         if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
             raise UsageError("stop must be a string or a list of strings, none of them empty")
         params = replace(params, stop=tuple(texts))
     return params
+
+
+def _logit_bias(bias: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    """The pairs of an object: token ids, which JSON has as texts, and numbers."""
+    for token, value in bias.items():
+        if not TOKEN_ID.fullmatch(token) or isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise UsageError(
+                f"logit_bias must have token ids and numbers, not {reprlib.repr(token)}: {reprlib.repr(value)}"
+            )
+        if not abs(value) <= 100:
+            raise UsageError(f"logit_bias must have numbers from -100 to 100, not {reprlib.repr(value)}")
+    return tuple((int(token), float(value)) for token, value in bias.items())
 
 
 def _num_answers(body: Json) -> int:

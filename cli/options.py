@@ -399,6 +399,7 @@ def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_t
             metavar="R",
             help="Values above 1 make earlier tokens less likely; 1 disables.",
         ),
+        _answer_penalty_options,
         option(
             "--seed",
             type=WholeNumber(0, SEED_LIMIT - 1),
@@ -414,6 +415,29 @@ def sampling_options(function: F, max_new_tokens: int = SamplingParams.max_new_t
             help="Stop before this text; may be repeated.",
         ),
         option("--ignore-eos", is_flag=True, help="Continue after the end-of-text token."),
+    )(function)
+
+
+def _answer_penalty_options(function: F) -> F:
+    """OpenAI's penalties."""
+    p = SamplingParams
+    return _all(
+        option(
+            "--frequency-penalty",
+            type=Number(-2, 2),
+            default=p.frequency_penalty,
+            show_default=True,
+            metavar="F",
+            help="Make tokens less likely for each time that the answer has them, -2 to 2; 0 disables.",
+        ),
+        option(
+            "--presence-penalty",
+            type=Number(-2, 2),
+            default=p.presence_penalty,
+            show_default=True,
+            metavar="F",
+            help="Make tokens that the answer has less likely, -2 to 2; 0 disables.",
+        ),
     )(function)
 
 
@@ -557,7 +581,7 @@ def lossy_settings(speculation: SpeculationParams) -> dict[str, Any]:
 def sampling_of(options: dict[str, Any]) -> SamplingParams:
     """Remove the values of `sampling_options`, and a `constraint`, from `options`."""
     constraint = options.pop("constraint", None)
-    names = [field.name for field in fields(SamplingParams) if field.name != "constraint"]
+    names = [field.name for field in fields(SamplingParams) if field.name in options]
     return SamplingParams(constraint=constraint, **{name: options.pop(name) for name in names})
 
 

@@ -293,6 +293,7 @@ class Service:
         """
         prompt, most = asked.prompt, self.engine.max_context
         self._speculation.check_sampling(asked.params)
+        self.engine.check_sampling(asked.params)
         if asked.params.constraint is not None:  # here, because compiling may take a second; the result is kept
             self.engine.compile_constraint(asked.params.constraint)
         found = turns_of(cast(Sequence[Message], prompt), self._said) if asked.is_plain_chat else None

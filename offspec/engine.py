@@ -156,6 +156,12 @@ class Engine:
             raise ContextLengthError(self._too_long(num_tokens))
         return room
 
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Raises UsageError for a bias on a token that the vocabulary does not have."""
+        vocab_size = self.target.config.vocab_size
+        if bad := [token for token, _ in params.logit_bias if token >= vocab_size]:
+            raise UsageError(f"logit_bias: token id {bad[0]} is outside the model's vocabulary of {vocab_size}")
+
     def generate(
         self,
         prompt: Prompt,
@@ -198,6 +204,7 @@ class Engine:
             raise UsageError(NEEDS_DRAFT_MODEL)
         text = self.encode(prompt)
         room = self.room_after(len(text))
+        self.check_sampling(params)
         seed = secrets.randbits(32) if params.seed is None else params.seed
         params = replace(params, seed=seed, max_new_tokens=min(params.max_new_tokens, room))
         constraint = None

@@ -95,7 +95,7 @@ class Request:
         self.final = frozenset() if asked.sampling.ignore_eos else engine.tokenizer.eos_ids
         self._caches, self._longest, self._shared = caches, len(text) + self.limit, shared
         self.sampler = Sampler(asked.sampling, asked.seed, engine.target.config.vocab_size, engine.target.device)
-        self.sampler.extend(text)
+        self.sampler.extend(text, is_prompt=True)
         self.sampler.constrain(asked.constraint)
         self._stream = engine.tokenizer.stream(asked.sampling.stop, skip_special_tokens=True)
         self._moved_before = engine.loaded.bytes_streamed

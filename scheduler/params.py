@@ -96,7 +96,9 @@ class SamplingParams:
 
     temperature 0 is greedy and ignores top_k, top_p and min_p. top_k 0, top_p 1 and min_p 0 disable the filters. The
     repetition penalty (CTRL, 1909.05858, as in transformers) applies to every token of the prompt and of the text so
-    far. seed None selects a random one, which the statistics report. constraint: what the answer must be, or None.
+    far. The frequency and the presence penalty (OpenAI) apply to the answer's tokens: the first is subtracted from a
+    token's logit for each time it occurs, the second once. logit_bias: (token id, number to add to its logit) pairs.
+    seed None selects a random one, which the statistics report. constraint: what the answer must be, or None.
     Raises UsageError for a value out of range.
     """
 
@@ -110,6 +112,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     constraint: Constraint | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -125,6 +130,9 @@ class SamplingParams:
             ("stop", are_texts and all(self.stop), "a tuple of texts that are not empty"),
             ("stop", are_texts and len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} texts"),
             ("stop", are_texts and max(map(len, self.stop), default=0) <= MAX_STOP_LENGTH, _STOP_LENGTH),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 2, "between -2 and 2; 0 is off"),
+            ("presence_penalty", abs(self.presence_penalty) <= 2, "between -2 and 2; 0 is off"),
+            ("logit_bias", _is_bias(self.logit_bias), "a tuple of pairs: a token's id, a number from -100 to 100"),
             ("constraint", self.constraint is None or isinstance(self.constraint, Constraint), "a Constraint"),
         ]
         for name, good, wanted in checks:
@@ -132,6 +140,14 @@ class SamplingParams:
                 raise UsageError(f"{name} must be {wanted}, not {reprlib.repr(getattr(self, name))}")
         if self.ignore_eos and self.constraint is not None:
             raise UsageError("ignore_eos contradicts a constraint, which says where the text ends; omit one of them")
+
+
+def _is_bias(pairs: Any) -> bool:
+    """Whether this is a valid `SamplingParams.logit_bias`, but for the size of the vocabulary."""
+    if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        return False
+    are_numbers = all(isinstance(token, Integral) and isinstance(value, Real) for token, value in pairs)
+    return are_numbers and all(token >= 0 and abs(value) <= 100 for token, value in pairs)
 
 
 @dataclass(frozen=True)

@@ -73,13 +73,17 @@ def _gumbel(keys: int | Tensor, tokens: Tensor) -> Tensor:
 class Sampler:
     """Chooses tokens for one request, and gives drafters the same noise.
 
-    vocab_size: the target's; a draft's logits may have fewer columns. `extend` records the text, for the penalty.
+    vocab_size: the target's; a draft's logits may have fewer columns. `extend` records the text, for penalties.
     constraint: the tokens that the answer may have, or None; set by `constrain` when the text is the prompt.
     """
 
     def __init__(self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.params, self.seed, self.vocab_size, self.device = params, seed, vocab_size, device
         self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self._answered: Tensor | None = None  # [vocab_size]: how often the answer has each token
+        if params.frequency_penalty or params.presence_penalty:
+            self._answered = torch.zeros(vocab_size, dtype=torch.long, device=device)
+        self._bias = _bias_vector(params.logit_bias, vocab_size, device) if params.logit_bias else None
         self._noise: dict[int, Tensor] = {}
         self._rounded: dict[int, Tensor] = {}
         self._length = 0  # of the text
@@ -92,22 +96,25 @@ class Sampler:
     @property
     def needs_history(self) -> bool:
         """Whether a row's distribution depends on the preceding tokens, in addition to the logits."""
-        return self._has_penalty or self.constraint is not None
+        return self._has_repetition_penalty or self._answered is not None or self.constraint is not None
 
     @property
-    def _has_penalty(self) -> bool:
+    def _has_repetition_penalty(self) -> bool:
         return self.params.repetition_penalty != 1
 
     def constrain(self, constraint: TokenConstraint | None) -> None:
         """Allow only what the constraint allows from here on: `extend` passes it the tokens that follow."""
         self.constraint = constraint
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: Sequence[int], *, is_prompt: bool = False) -> None:
         """Record tokens of the text: the prompt, then every emitted token."""
         if self.constraint is not None:
             self.constraint.accept(tokens)
-        if self._has_penalty:
+        if self._has_repetition_penalty:
             self._seen[torch.tensor(tokens, dtype=torch.long, device=self.device)] = True
+        if self._answered is not None and not is_prompt:
+            places = torch.tensor(tokens, dtype=torch.long, device=self.device)
+            self._answered.index_add_(0, places, torch.ones_like(places))
         self._length += len(tokens)
         for kept in (self._noise, self._rounded):
             for position in [position for position in kept if position < self._length]:
@@ -128,14 +135,19 @@ class Sampler:
     def process(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Apply the parameters to logits [R, V]: log-probabilities up to a constant per row, [R, V].
 
-        Excluded tokens are -inf. paths[r]: the tokens between the text and row r, for constraint and penalty.
-        Order as in transformers: constraint, penalty, temperature, top-k, top-p, min-p. Greedy: the first two only.
+        Excluded tokens are -inf. paths[r]: the tokens between the text and row r, for constraint and penalties.
+        Order as in vLLM and transformers: constraint, bias, repetition, frequency and presence penalty, temperature,
+        top-k, top-p, min-p. Greedy: up to the penalties only.
         """
         p = self.params
         if self.constraint is not None:
             logits = self._allowed(logits, paths)
-        if self._has_penalty:
-            logits = self._penalised(logits, paths)
+        if self._bias is not None:
+            logits = logits + self._bias[: logits.shape[-1]]
+        if self._has_repetition_penalty:
+            logits = self._less_repeated(logits, paths)
+        if self._answered is not None:
+            logits = self._less_frequent(logits, self._answered, paths)
         if self.is_greedy:
             return logits
         # Relative to the maximum, so that division by any temperature above 0 is safe.
@@ -186,15 +198,41 @@ class Sampler:
         assert self.constraint is not None
         return np.stack([self.constraint.mask(path) for path in paths])
 
-    def _penalised(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    def _less_repeated(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         seen = self._seen[: logits.shape[-1]].expand_as(logits).clone()
-        # A path may contain tokens that only the target knows; those have no column here.
-        places = [(row, token) for row, path in enumerate(paths) for token in path if token < logits.shape[-1]]
-        if places:  # both indices in one tensor: on a GPU, each tensor is a synchronous copy
-            rows, tokens = torch.tensor(places, device=seen.device).T
+        if (places := _places(paths, logits)) is not None:
+            rows, tokens = places
             seen[rows, tokens] = True
         penalty = self.params.repetition_penalty
         return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+    def _less_frequent(self, logits: Tensor, answered: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """OpenAI's penalties on tokens of the answer: their number times one, and once the other."""
+        counts = answered[: logits.shape[-1]].expand_as(logits).clone()
+        if (places := _places(paths, logits)) is not None:
+            counts.index_put_(places, torch.ones_like(places[0]), accumulate=True)
+        p = self.params
+        return logits - counts * p.frequency_penalty - (counts > 0) * p.presence_penalty
+
+
+def _places(paths: Sequence[Sequence[int]], logits: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The rows and columns of `logits` that the tokens of paths have; None if there are none.
+
+    A path may contain tokens that only the target knows; those have no column.
+    """
+    found = [(row, token) for row, path in enumerate(paths) for token in path if token < logits.shape[-1]]
+    if not found:
+        return None
+    rows, tokens = torch.tensor(found, device=logits.device).T  # in one tensor: each is a synchronous copy to a GPU
+    return rows, tokens
+
+
+def _bias_vector(bias: Sequence[tuple[int, float]], vocab_size: int, device: torch.device | str) -> Tensor:
+    """fp32 [vocab_size]."""
+    found = torch.zeros(vocab_size)
+    for token, value in bias:
+        found[token] = value
+    return found.to(device)
 
 
 def _unpacked(bits: np.ndarray, device: torch.device) -> Tensor:

@@ -263,9 +263,10 @@ def _gap(
     target, device, text, (a, b) = engine.target, engine.target.device, [*prompt, *answer], tokens
     hidden = target.forward(torch.tensor(text), torch.arange(len(text), device=device), target.new_cache())
     sampler = Sampler(params, params.seed or 0, target.config.vocab_size, device)
+    sampler.extend(prompt, is_prompt=True)
     if params.constraint is not None:
         sampler.constrain(engine.compile_constraint(params.constraint))
-        sampler.extend(answer)
+    sampler.extend(answer)
     values = sampler.process(target.logits(hidden[-1:]).double(), [[]])[0]
     if not sampler.is_greedy:
         values = values + sampler.noise(len(text))

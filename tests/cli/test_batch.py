@@ -138,7 +138,7 @@ def test_a_failure_while_running_is_told_and_the_others_are_done(
 def test_a_line_has_settings_of_its_own(
     batch: Run, run_args: Sequence[object], offspec: Offspec, source: Path, tmp_path: Path
 ) -> None:
-    own = {"max_new_tokens": 5, "temperature": 0.9, "seed": 3, "top_k": 20}
+    own = {"max_new_tokens": 5, "temperature": 0.9, "seed": 3, "top_k": 20, "frequency_penalty": 1.5}
     lines = [{"prompt": "hi", **own}, {"prompt": "hi"}, {"prompt": "hi", "seed": None, "max_tokens": 4}]
     source.write_text("\n".join(map(json.dumps, lines)))
     output = tmp_path / "answers.jsonl"
@@ -149,6 +149,7 @@ def test_a_line_has_settings_of_its_own(
     assert (first["token_ids"], first["seed"]) == (alone["token_ids"], 3)
     assert [len(answer["token_ids"]) for answer in (first, second, third)] == [5, 12, 4]
     assert first["settings"].items() >= own.items()
+    assert "frequency_penalty" not in second["settings"]  # answers of earlier versions are recognised
     assert (second["settings"]["max_new_tokens"], third["settings"]["seed"]) == (12, None)
     assert batch("--output", output).code == 0
     source.write_text(source.read_text().replace("0.9", "0.8"))

@@ -32,6 +32,9 @@ def test_what_a_request_says_is_taken() -> None:
         "top_k": 3,
         "min_p": 0.1,
         "repetition_penalty": 1.1,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -1,
+        "logit_bias": {"17": -100, "3": 2.5},
         "seed": 4,
         "stop": "\n",
         "ignore_eos": True,
@@ -39,7 +42,9 @@ def test_what_a_request_says_is_taken() -> None:
         "stream_options": {"include_usage": True},
     }
     asked = parse("text", body, DEFAULTS)
-    assert asked.params == SamplingParams(5, 1, 3, 0.9, 0.1, 1.1, 4, ("\n",), True)
+    assert asked.params == SamplingParams(
+        5, 1, 3, 0.9, 0.1, 1.1, 4, ("\n",), True, None, 0.5, -1, ((17, -100.0), (3, 2.5))
+    )
     assert (asked.prompt, asked.streams, asked.wants_usage) == ("def f(", True, True)
 
 
@@ -118,6 +123,12 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         ({"messages": [USER], "max_tokens": 0}, "max_tokens 1 0"),
         ({"messages": [USER], "max_completion_tokens": -2}, "max_completion_tokens 1 -2"),
         ({"messages": [USER], "repeat_penalty": 0}, "repeat_penalty above 0"),
+        ({"messages": [USER], "frequency_penalty": 3}, "frequency_penalty between 3"),
+        ({"messages": [USER], "presence_penalty": "much"}, "presence_penalty number much"),
+        ({"messages": [USER], "logit_bias": [1]}, "logit_bias object"),
+        ({"messages": [USER], "logit_bias": {"word": 1}}, "logit_bias token ids word"),
+        ({"messages": [USER], "logit_bias": {"1": "more"}}, "logit_bias numbers more"),
+        ({"messages": [USER], "logit_bias": {"1": 101}}, "logit_bias -100 100 101"),
         ({"messages": [USER], "seed": -2}, "seed -2"),
         ({"messages": [USER], "top_p": ["x" * 10**6]}, "top_p number"),
         ({"messages": [USER], "seed": 1.5}, "seed 1.5"),

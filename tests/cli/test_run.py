@@ -149,7 +149,21 @@ def test_every_flag_reaches_the_engine(
     monkeypatch.setattr(Engine, "generate", spy)
     flags = (
         *("--max-new-tokens", 3, "--temperature", 0.5, "--top-k", 9, "--top-p", 0.8, "--min-p", 0.1),
-        *("--repetition-penalty", 1.2, "--seed", 5, "--stop", "zz", "--stop", "yy", "--ignore-eos"),
+        *(
+            "--repetition-penalty",
+            1.2,
+            "--frequency-penalty",
+            0.3,
+            "--presence-penalty",
+            -0.5,
+            "--seed",
+            5,
+            "--stop",
+            "zz",
+            "--stop",
+            "yy",
+            "--ignore-eos",
+        ),
         *(
             "--budget",
             4,
@@ -164,7 +178,7 @@ def test_every_flag_reaches_the_engine(
     )
     assert offspec(*run_args[:-2], "hi", *flags).code == 0
     assert offspec(*run_args[:-2], "hi").code == 0
-    params = SamplingParams(3, 0.5, 9, 0.8, 0.1, 1.2, 5, ("zz", "yy"), True)
+    params = SamplingParams(3, 0.5, 9, 0.8, 0.1, 1.2, 5, ("zz", "yy"), True, None, 0.3, -0.5)
     assert asked == [
         (params, SpeculationParams(4, "specexec", stopping="thompson", recall=False, reuse=False, overlap=False)),
         (SamplingParams(), SpeculationParams()),

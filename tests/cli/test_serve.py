@@ -56,6 +56,14 @@ def test_text_is_what_the_engine_says(client: Client, engine: Engine) -> None:
     assert reply.body["offspec"]["seed"] == 3
 
 
+def test_penalties_and_biases_are_those_of_the_engine(client: Client, engine: Engine) -> None:
+    asked = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {"17": 20, "30": -100}}
+    reply = client.ask("POST", "/v1/completions", {"prompt": "def area(", "max_tokens": 12, **asked})
+    wanted = SamplingParams(12, frequency_penalty=1.5, presence_penalty=0.5, logit_bias=((17, 20.0), (30, -100.0)))
+    assert reply.body["choices"][0]["text"] == engine.complete("def area(", wanted)
+    assert reply.body["choices"][0]["text"] != engine.complete("def area(", SamplingParams(12))
+
+
 def test_a_chat_is_what_the_engine_says(client: Client, engine: Engine) -> None:
     reply = client.chat(USER)
     (choice,) = reply.body["choices"]
@@ -171,6 +179,7 @@ def test_an_engine_that_lost_its_target_gives_up(engine: Engine, monkeypatch: py
         ("completions", {"prompt": ""}, ("prompt", "empty")),
         ("completions", {"prompt": [10**6]}, (10**6, "vocabulary")),
         ("completions", {"prompt": "x" * 500}, ("context", CONTEXT)),
+        ("completions", {"prompt": "x", "logit_bias": {str(10**6): 1}}, ("logit_bias", 10**6, "vocabulary")),
         ("completions", "[" + "1," * 3_000_000 + "1]", ("JSON", 2_000_000)),
         ("completions", {"prompt": "x", "stop": ["a"] * 65}, ("stop", 64)),
         ("completions", {"prompt": "x", "stop": "a" * 2000}, ("stop", 1024)),

@@ -35,6 +35,7 @@ SAMPLING = (
     SamplingParams(30, temperature=0.7, top_p=0.9, repetition_penalty=1.3, seed=3),
     SamplingParams(17, temperature=1.2, top_k=20, seed=4, ignore_eos=True),
     SamplingParams(12, repetition_penalty=0.8, seed=5, stop=("\n",)),
+    SamplingParams(20, frequency_penalty=1.5, presence_penalty=0.5, logit_bias=((7, 5.0),), seed=6),
 )
 DRAFTS = ("own", "lookup", "none", "self", "resident")
 

@@ -49,6 +49,9 @@ SCORINGS: tuple[Scoring, ...] = ("coupled", "specexec")
 SAMPLING = {
     "greedy": SamplingParams(40, seed=0),
     "penalty": SamplingParams(40, repetition_penalty=1.4, seed=1),
+    "penalties of the answer": SamplingParams(
+        40, frequency_penalty=0.9, presence_penalty=-0.4, logit_bias=((5, 3.0), (9, -50.0)), temperature=0.5, seed=1
+    ),
     "warm": SamplingParams(40, temperature=0.6, seed=2),
     "top-p": SamplingParams(40, temperature=1.0, top_p=0.9, seed=3),
     "everything": SamplingParams(

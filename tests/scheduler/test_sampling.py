@@ -117,6 +117,7 @@ def test_processing_on_cuda_is_that_on_the_cpu() -> None:
         SamplingParams(temperature=0.7, top_k=50, repetition_penalty=1.3),
         SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01),
         SamplingParams(repetition_penalty=1.3),
+        SamplingParams(frequency_penalty=0.5, presence_penalty=-0.3, logit_bias=((7, 2.0),)),
     ):
         here, there = (Sampler(params, 3, 3000, device) for device in ("cpu", "cuda"))
         for each in (here, there):
@@ -243,6 +244,26 @@ def test_repetition_penalty_serves_fewer_columns() -> None:
     assert mine.process(torch.ones(1, 3), [[6]]).tolist() == [[1, 0.5, 1]]
 
 
+def test_penalties_of_the_answer_count_its_tokens_and_those_of_the_path() -> None:
+    """OpenAI: logit - number of times * frequency_penalty - (whether there) * presence_penalty; not for the prompt."""
+    mine = Sampler(SamplingParams(frequency_penalty=0.5, presence_penalty=0.25), 0, 5)
+    mine.extend([0, 0, 4], is_prompt=True)
+    logits = torch.zeros(2, 5, dtype=torch.float64)
+    assert mine.process(logits, [[1, 2, 1], []]).tolist() == [[0, -1.25, -0.75, 0, 0], [0] * 5]
+    mine.extend([1, 3, 1])
+    assert mine.process(logits, [[1, 2], []]).tolist() == [[0, -1.75, -0.75, -0.75, 0], [0, -1.25, 0, -0.75, 0]]
+    assert mine.process(torch.zeros(1, 2), [[4, 1]]).tolist() == [[0, -1.75]]  # a draft with fewer tokens
+    assert mine.needs_history
+    assert not logits.any()
+
+
+def test_a_bias_is_added_before_the_penalties() -> None:
+    mine = sampler(vocab_size=4, text=[1], repetition_penalty=2.0, logit_bias=((1, 3.0), (3, -100.0)))
+    assert mine.process(torch.ones(1, 4), [[]]).tolist() == [[1, 2, 1, -99]]
+    assert mine.process(torch.ones(1, 2), [[0]]).tolist() == [[0.5, 2]]
+    assert not sampler(logit_bias=((1, 3.0),)).needs_history
+
+
 # ------------------------------------------------------------------------------------------------ choice
 
 
@@ -289,6 +310,9 @@ BAD_SAMPLING = [
     ("top_p", (0.0, -0.5, 1.01, math.nan)),
     ("min_p", (-0.1, 1.0, math.nan)),
     ("repetition_penalty", (0.0, -1.0, math.inf, math.nan)),
+    ("frequency_penalty", (2.1, -2.1, math.nan)),
+    ("presence_penalty", (3.0, -math.inf)),
+    ("logit_bias", (((-1, 1.0),), ((1, 101.0),), ((1,),), ((1, math.nan),))),
     ("seed", (-1, 2**64)),
     ("stop", (("",), ("a", ""))),
 ]
