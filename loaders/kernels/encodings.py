@@ -181,9 +181,10 @@ class Unpacked(Encoding):
 
     size, num_bytes = 1, 4
 
-    def __init__(self, lanes: int, stride: int) -> None:
+    def __init__(self, lanes: int, stride: int, most: int) -> None:
+        """most: the step of the encoding that was unpacked. A longer one would read what is behind a row's weights."""
         super().__init__(lanes)
-        self.step, self._stride = 4 * lanes, stride
+        self.step, self._stride = min(4 * lanes, most), stride
 
     def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
         return (self.start(e, parts[0], index, str(4 * self._stride)),)

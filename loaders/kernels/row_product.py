@@ -161,7 +161,7 @@ class RowProduct:
                 "declare i64 @llvm.smin.i64(i64, i64)\n",
                 "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)\n",
                 _product("few", self.encoding, few),
-                _product("panel", Unpacked(lanes, PANEL_COLUMNS), panel),
+                _product("panel", Unpacked(lanes, PANEL_COLUMNS, self.encoding.step), panel),
                 _unpack(self.encoding),
                 _worker(self.encoding.most_direct),
             )
