@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from offspec.loaders.params import SHADOW_FORMATS
 
-from ..checkpoints.opening import Note
+from ..checkpoints.head_files import is_head
+from ..checkpoints.opening import Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import UsageError
 from .base import Choice, OpenedDraft, OpenRequest
+from .head_draft import OpenedHead
 from .layer_drafts import RESIDENT, SHADOW, OpenedLayers, OpenedShadow
 from .model_draft import OpenedModel
 from .self_draft import NAME as SELF
@@ -42,7 +44,13 @@ def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
     """Open the draft that `--draft` names for the target MODEL. Raises a subclass of OffspecError."""
     options = replace(request.options, draft=_resolve(model, request))
     kind, _, _ = options.draft.partition(":")  # shadow:3
-    return KINDS.get(kind, OpenedModel.open)(replace(request, options=options))
+    return KINDS.get(kind, _open_files)(replace(request, options=options))
+
+
+def _open_files(request: OpenRequest) -> OpenedDraft:
+    """A folder or hub id: a trained head, or a model."""
+    path = locate(request.options.draft, None, "draft", weights=request.tokenizer is not None)
+    return (OpenedHead if is_head(path) else OpenedModel).open(request)
 
 
 def automatic_names(model: str, request: OpenRequest) -> list[str]:

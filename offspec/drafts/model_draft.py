@@ -79,9 +79,7 @@ class ModelDraft(Draft):
         return _num_entries(num_tokens, self.decoder.config, self.other)
 
     def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
-        looked_up: list[Guesser] = [PromptLookup(learnt.lookups)] if task.speculation.lookup else []
-        recycled: list[Guesser] = [learnt.recycling] if task.speculation.recycling else []
-        return [*looked_up, *super().guessers(task, learnt), *recycled]
+        return guessers_beside_model(task, learnt, super().guessers(task, learnt))
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
         text, speculation, request = task.text, task.speculation, task.request
@@ -126,6 +124,13 @@ class ModelDraft(Draft):
         if self.graphs is not None:
             self.graphs.close()
         self.decoder.weights.close()
+
+
+def guessers_beside_model(task: DraftTask, learnt: EstimatesAndRecall, retrieving: Sequence[Guesser]) -> list[Guesser]:
+    """The guessers that the request asks for, beside those of other texts."""
+    looked_up: list[Guesser] = [PromptLookup(learnt.lookups)] if task.speculation.lookup else []
+    recycled: list[Guesser] = [learnt.recycling] if task.speculation.recycling else []
+    return [*looked_up, *retrieving, *recycled]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,136 @@
+"""A trained head as the draft (`model.heads`): EAGLE and its relatives, which continue from the target's states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from offspec.loaders.placement import Item, Placement
+from offspec.scheduler.drafter import Drafter
+from offspec.scheduler.lookup import Guesser
+from offspec.scheduler.model_drafter import ModelDrafter
+from offspec.scheduler.params import MAX_ROWS
+from offspec.scheduler.verify import TargetPass
+
+from ..checkpoints.exit_layers import refuse_foreign
+from ..checkpoints.head_files import HeadFiles
+from ..checkpoints.opening import ModelFiles, Note, locate
+from ..errors import UsageError
+from ..model.block import kv_cache_bytes
+from ..model.decoder import CachedDecoder, Decoder, activation_bytes
+from ..model.heads.head import Head
+from ..model.heads.text import HeadText
+from ..model.text_caches import TextCaches
+from ..planning.drafting import Guessing
+from ..planning.memory import MemoryUse, Room
+from .acceptance import EAGLE_HEAD
+from .base import Attach, Draft, DraftTask, OpenRequest, controller_of
+from .learnt import EstimatesAndRecall
+from .model_draft import guessers_beside_model, guessing_items
+from .recall import RecallingText
+
+
+class HeadDrafter(ModelDrafter):
+    """Drafts with a head, and gives it the target's states after each pass."""
+
+    def __init__(self, feed: Callable[[TargetPass], None], *args: Any, **options: Any) -> None:
+        """feed: `HeadText.feed`. The other arguments are `ModelDrafter`'s."""
+        super().__init__(*args, **options)
+        self._feed = feed
+
+    def observe(self, done: TargetPass) -> None:
+        self._feed(done)
+        super().observe(done)
+
+
+class HeadDraft(Draft):
+    """A loaded head. It has no text before the target's first pass, so it does not draft for that."""
+
+    overlaps = False  # a tree does not live on, see `HeadText.keep`
+    allows_reload = False  # it may use the target's embedding and head
+
+    def __init__(self, head: Head, name: str) -> None:
+        super().__init__(name)
+        self.head, self.target_layers = head, head.target_layers
+
+    def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
+        text = HeadText(self.head, num_tokens + MAX_ROWS if num_tokens else 0)
+        return TextCaches(CachedDecoder(target, num_tokens + num_nodes), text)
+
+    def new_learnt(self, target: Decoder, predict_pass_s: Callable[[int], float] | None) -> EstimatesAndRecall:
+        return EstimatesAndRecall.of(target, self.head, predict_pass_s)
+
+    def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
+        return guessers_beside_model(task, learnt, super().guessers(task, learnt))
+
+    def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
+        """Raises UsageError for a baseline's tree."""
+        text, speculation = task.text, task.speculation
+        if not isinstance(text, HeadText) or speculation.budget == 0:
+            return super().drafter(task, learnt)
+        if speculation.tree != "best-first":
+            raise UsageError(f"a head drafts best-first trees only, not {speculation.tree}; omit `tree`")
+        recalling = None
+        if learnt.recall is not None and speculation.recall:
+            recalling = RecallingText(text, task.target, learnt.recall)
+        return HeadDrafter(
+            text.feed,
+            recalling or text,
+            replace(task.request, most_read=1),  # it reads what the target has told it of
+            replace(speculation, reuse=False, overlap=False),
+            learnt,
+            guessers=self.guessers(task, learnt),
+            corrector=recalling,
+            controller=controller_of(task, learnt),
+        )
+
+    def close(self) -> None:
+        self.head.weights.close()
+
+
+@dataclass(frozen=True)
+class OpenedHead:
+    """A head's files, checked against the target."""
+
+    name: str
+    files: HeadFiles
+    target: ModelFiles
+    models: Sequence[ModelFiles] = ()
+
+    @classmethod
+    def open(cls, request: OpenRequest) -> OpenedHead:
+        """Raises UsageError, CheckpointError, UnsupportedModelError."""
+        options, target = request.options, request.target
+        options.refuse_exit_file()
+        refuse_foreign(target.config, "a head")
+        if options.learns:
+            raise UsageError("a head cannot learn while it drafts; omit `learn` and `learn_file`")
+        options.refuse_model_needs()
+        files = HeadFiles.open(locate(options.draft, None, "draft"), target.config)
+        request.notes.append(Note(f"draft: {files.path.name}, an {files.spec.kind} head"))
+        return cls(options.draft, files, target)
+
+    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+        """Its weights, its KV cache, and the target's states that it reads."""
+        spec, itemsize = self.files.spec, target.dtype.itemsize
+        num_rows = room.num_tokens + room.tree
+        states = max(1, len(spec.target_layers)) * target.config.hidden_size
+        items = [
+            Item("head's weights", on_device=self.files.num_elements * itemsize),
+            Item("head's KV cache", on_device=kv_cache_bytes(spec.config, room.num_tokens + MAX_ROWS, itemsize)),
+            Item("head's inputs", on_device=2 * num_rows * states * itemsize),  # side by side, they are copied
+            *guessing_items(spec.config, target, is_mapped=spec.num_columns != target.config.vocab_size),
+        ]
+        width = room.context + room.tree
+        return MemoryUse(tuple(items), activation_bytes(spec.config, width, width, itemsize))
+
+    def guessing(self, placement: Placement) -> Guessing:
+        """A round goes through about as much as a layer of the target, and its head."""
+        return Guessing(((self.target, 1),), EAGLE_HEAD, overlaps=False)
+
+    def load(self, device: torch.device) -> Attach:
+        tensors = self.files.load(self.target.dtype, device)
+        return lambda target: HeadDraft(self.files.spec.make(tensors, target), self.name)

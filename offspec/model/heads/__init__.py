@@ -1,0 +1,1 @@
+"""Heads: small trained drafts that continue from their target's states."""

@@ -1,0 +1,259 @@
+"""EAGLE heads: one decoder layer (seldom more) over the target's states and the next token's embedding.
+
+EAGLE-1 and 2 (2401.15077, 2406.16858): `fc` joins embedding and final state; the target's own head. EAGLE-3
+(2503.01840): `fc` joins states after three layers, the layer reads embedding and features side by side, and norm and
+head are its own. Names and shapes: SafeAILab/EAGLE (cnets1.py, cnets.py), SpecForge (llama3_eagle.py), Speculators
+(models/eagle3/core.py), vLLM (llama_eagle.py, llama_eagle3.py), SGLang (llama_eagle3.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offspec.loaders.formats import linear
+from offspec.loaders.weights import RamWeights
+from offspec.scheduler.vocabulary import Vocabulary
+
+from ...errors import CheckpointError, UnsupportedModelError
+from ..block import Block, LayerWeights, PassRows, layer_shapes
+from ..config import ModelConfig, read_config
+from ..config_values import Json
+from ..decoder import Decoder
+from ..families import NormPlaces
+from ..names import EMBEDDING, FINAL_NORM, HEAD
+from ..norms import normalize
+from .head import Advanced, Head, HeadSpec, Inputs
+
+FC, FC_BIAS = "fc.weight", "fc.bias"
+OWN_EMBEDDING, OWN_NORM, OWN_HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
+TO_TARGET, OF_TARGET = "d2t", "t2d"
+JOINED_NORM, INPUT_NORM = "hidden_norm.weight", "input_norm.weight"
+LAYERS = "layers."
+WITHOUT_INPUT_NORM = NormPlaces(before_attention=None)
+FAMILIES = ("llama", "qwen3")  # of the layers in Speculators' files; everybody else's are Llama's
+MOST_LAYERS = 64
+BIASES = {"qkv": "self_attn.q_proj", "o": "self_attn.o_proj", "mlp": "mlp.gate_proj"}  # config.json seldom says them
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """A head's shape beside that of its layers.
+
+    version: 1 or 3. norm_before_residual: the residual is the normed features. norm_output: children get normed states.
+    """
+
+    config: ModelConfig
+    version: int
+    target_layers: tuple[int, ...]
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+class JoinedBlock(Block):
+    """EAGLE-3's first layer, which attends with embedding and features side by side."""
+
+    norm_before_residual = False
+
+    def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
+        """x [T, 2 * hidden]: embeddings, then features; returns [T, hidden]."""
+        embedded, features = x.chunk(2, dim=-1)
+        normed = self.norm(features, weights, "hidden_norm")
+        joined = torch.cat((self.norm(embedded, weights, "input_layernorm"), normed), dim=-1)
+        x = normed if self.norm_before_residual else features
+        x = x + self.attention(joined, weights, rows, first, last)
+        return x + self.mlp(self.norm(x, weights, "post_attention_layernorm"), weights)
+
+
+class EagleHead(Head):
+    """An EAGLE head of version 1 or 3."""
+
+    def __init__(
+        self, shape: EagleShape, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
+    ) -> None:
+        """tensors: by the names of `eagle_shapes`, on the target's device."""
+        self._shape, self._tensors = shape, tensors
+        config, self.target_layers = shape.config, shape.target_layers
+        layers = [_layer(tensors, index) for index in range(config.num_layers)]
+        names = {EMBEDDING: OWN_EMBEDDING, FINAL_NORM: OWN_NORM, HEAD: OWN_HEAD}
+        shared = {name: tensors[own] for name, own in names.items() if own in tensors}
+        super().__init__(config, RamWeights(layers, shared), target, _vocabulary(tensors, target), dtype)
+        self.blocks[0] = self._first_block()
+
+    def _first_block(self) -> Block:
+        config, rotary = self.config, self.blocks[0].rotary
+        if self._shape.version == 1:
+            return Block(replace(config, norms=WITHOUT_INPUT_NORM), 0, rotary)
+        block = JoinedBlock(config, 0, rotary)
+        block.norm_before_residual = self._shape.norm_before_residual
+        return block
+
+    @property
+    def has_own_embedding(self) -> bool:
+        return OWN_EMBEDDING in self._tensors
+
+    @property
+    def has_own_head(self) -> bool:
+        return OWN_HEAD in self._tensors
+
+    def fused(self, states: Tensor) -> Tensor:
+        states = states.to(self.dtype)
+        if self._shape.version == 1:
+            return states
+        if INPUT_NORM in self._tensors:
+            states = self._norm(states, INPUT_NORM)
+        if fc_norm(0) in self._tensors:
+            parts = states.chunk(len(self.target_layers), dim=-1)
+            states = torch.cat([self._norm(part, fc_norm(i)) for i, part in enumerate(parts)], dim=-1)
+        return self._fc(states)
+
+    def advance(self, inputs: Inputs, rows: PassRows) -> Advanced:
+        x = torch.cat((self.embedded(inputs.tokens), inputs.features), dim=-1)
+        if self._shape.version == 1:
+            x = self._fc(x)
+        for block in self.blocks:
+            with self.weights.layer(block.index) as tensors:
+                weights = self.layer_weights(tensors)
+                parts = [block.forward(x[first:last], weights, rows, first, last) for first, last in rows.chunks]
+            x = torch.cat(parts) if len(parts) > 1 else parts[0]
+        states = self.normed(x)
+        return Advanced(states, states if self._shape.norm_output else x)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """EAGLE-1 predicts the target's final states; EAGLE-3 has a norm of its own before its head."""
+        return hidden if self._shape.version == 1 else super().normed(hidden)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return normalize(x, self._tensors[name].to(x.dtype), None, "rms", self.config.rms_norm_eps)
+
+    def _fc(self, x: Tensor) -> Tensor:
+        return linear(x, self._tensors[FC], self._tensors.get(FC_BIAS))
+
+
+def _layer(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    prefix = f"{LAYERS}{index}."
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _vocabulary(tensors: Mapping[str, Tensor], target: Decoder) -> Vocabulary:
+    """The tokens of the head's logits. Raises CheckpointError for a table d2t that is no selection of tokens."""
+    size = len(tensors[OWN_EMBEDDING]) if OWN_EMBEDDING in tensors else target.config.vocab_size
+    if TO_TARGET not in tensors:
+        return Vocabulary(size)
+    try:
+        return Vocabulary.from_offsets(tensors[TO_TARGET].cpu().numpy(), size)
+    except ValueError as exc:
+        raise CheckpointError(f"the head's table {TO_TARGET} is damaged ({exc}); download it again") from exc
+
+
+def fc_norm(index: int) -> str:
+    """The name of the norm of the states of the chosen layer `index`."""
+    return f"fc_norm.{index}.weight"
+
+
+# ------------------------------------------------------------------------------------------------ from files
+
+
+def eagle_spec(version: int, config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:
+    """The head that a config.json describes. present: the shapes of the file's tensors, by `eagle_name`.
+
+    Raises UnsupportedModelError, CheckpointError.
+    """
+    inner = config.get("transformer_layer_config", config)
+    if not isinstance(inner, Mapping):
+        raise CheckpointError("config.json: transformer_layer_config is not an object")
+    family = inner.get("model_type") if inner is not config else "llama"
+    if family not in FAMILIES:
+        raise UnsupportedModelError(
+            f"EAGLE heads of {family!r} layers are not supported, only of {', '.join(FAMILIES)}"
+        )
+    layers = inner.get("num_hidden_layers", 1)
+    known = {"vocab_size": target.vocab_size, "max_position_embeddings": target.max_context}
+    own = read_config({**known, **inner, "num_hidden_layers": layers, "model_type": family, "is_causal": None})
+    if own.num_layers > MOST_LAYERS:
+        raise UnsupportedModelError(f"an EAGLE head of {own.num_layers} layers is not supported")
+    columns = _num_rows(present, OWN_HEAD, target.vocab_size)
+    biases: dict[str, Any] = {f"{part}_bias": f"{LAYERS}0.{name}.bias" in present for part, name in BIASES.items()}
+    own = replace(own, vocab_size=columns, tied_head=False, logit_scale=_scale(config), **biases)
+    if own.hidden_size != target.hidden_size and (version == 1 or OWN_EMBEDDING not in present):
+        raise CheckpointError(f"the head has hidden size {own.hidden_size}, the target {target.hidden_size}")
+    tapped = tapped_layers(config, target.num_layers) if version == 3 else ()
+    flags = {name: config.get(name) is True for name in ("norm_before_residual", "norm_output")}
+    shape = EagleShape(own, version, tapped, **flags)
+    shapes = eagle_shapes(shape, present, target)
+    return HeadSpec(f"EAGLE-{version}", own, shapes, tapped, columns, partial(EagleHead, shape))
+
+
+def _num_rows(present: Mapping[str, tuple[int, ...]], name: str, default: int) -> int:
+    """Rows of a tensor; the default if it is not there."""
+    return present[name][0] if present.get(name) else default
+
+
+def _scale(config: Json) -> float:
+    scale = config.get("logit_scale", 1.0)
+    return float(scale) if isinstance(scale, int | float) else 1.0
+
+
+def tapped_layers(config: Json, num_layers: int) -> tuple[int, ...]:
+    """The target's layers (from 0) after which an EAGLE-3 head reads states.
+
+    Files count differently. At the top level (Speculators, vLLM) layer i is layer i's *input*; in `eagle_config`
+    (SpecForge, SGLang) its output. The default [2, N / 2, N - 3] are inputs, too. Raises UnsupportedModelError.
+    """
+    nested = config.get("eagle_config")
+    nested = nested if isinstance(nested, Mapping) else {}
+    if nested.get("use_aux_hidden_state", True) is not True:
+        raise UnsupportedModelError("an EAGLE-3 head that reads final states alone is not supported")
+    key = "eagle_aux_hidden_state_layer_ids"
+    if config.get(key) is not None:
+        said, shift = config[key], 1
+    elif nested.get(key) is not None:
+        said, shift = nested[key], 0
+    else:
+        said, shift = [2, num_layers // 2, num_layers - 3], 1
+    if not isinstance(said, list) or not said or not all(type(layer) is int for layer in said):
+        raise CheckpointError(f"config.json: {key} is not a list of layers")
+    layers = tuple(layer - shift for layer in said)
+    if wrong := [layer for layer in layers if not 0 <= layer < num_layers]:
+        raise UnsupportedModelError(
+            f"the head reads states after layer {wrong[0] + 1}, and the target has layers 1 to {num_layers}"
+        )
+    return layers
+
+
+def eagle_shapes(
+    shape: EagleShape, present: Mapping[str, tuple[int, ...]], target: ModelConfig
+) -> dict[str, tuple[int, ...]]:
+    """Name → shape of the tensors that a head of this shape has; optional ones only if they are `present`."""
+    c, hidden = shape.config, shape.config.hidden_size
+    num_taps = len(shape.target_layers)
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{LAYERS}{i}.{name}": size for i in range(c.num_layers) for name, size in layer_shapes(c, i).items()
+    }
+    rows = _num_rows(present, OWN_EMBEDDING, target.vocab_size)
+    optional = {OWN_EMBEDDING: (rows, hidden), FC_BIAS: (hidden,)}
+    if shape.version == 1:
+        shapes[FC] = (hidden, 2 * hidden)
+        del shapes[f"{LAYERS}0.input_layernorm.weight"]
+    else:
+        shapes |= {FC: (hidden, num_taps * target.hidden_size), OWN_NORM: (hidden,)}
+        shapes[f"{LAYERS}0.{JOINED_NORM}"] = (hidden,)
+        for name in "qkv":
+            matrix = f"{LAYERS}0.self_attn.{name}_proj.weight"
+            shapes[matrix] = (shapes[matrix][0], 2 * hidden)
+        optional |= {OWN_HEAD: (c.vocab_size, hidden), INPUT_NORM: (num_taps * target.hidden_size,)}
+        optional |= {fc_norm(i): (target.hidden_size,) for i in range(num_taps)}
+        optional |= {TO_TARGET: (c.vocab_size,)}
+    return shapes | {name: size for name, size in optional.items() if name in present}
+
+
+def eagle_name(name: str) -> str | None:
+    """`EagleHead`'s name of a tensor in a file; None for one that says nothing more (t2d follows from d2t)."""
+    name = name.removeprefix("model.").replace("midlayer.", f"{LAYERS}0.", 1)
+    is_copy = name in ("verifier_norm.weight", "verifier_lm_head.weight")  # of the target's, by Speculators' trainer
+    return None if is_copy or name == OF_TARGET or name.endswith("rotary_emb.inv_freq") else name

@@ -1,0 +1,119 @@
+"""A trained head as a draft: a small decoder that continues from its target's states.
+
+A head's row is a token and the *features* of the place before it. After the text they come from the target: its final
+state there, or its states after chosen layers. Below that they are the head's own, from the row of the parent node. A
+head returns *states*, from which logits are linear (`Decoder.linear_logits`), and features for the row's children.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offspec.loaders.weights import WeightSource
+from offspec.scheduler.vocabulary import Vocabulary
+
+from ..block import PassRows
+from ..config import ModelConfig
+from ..decoder import Decoder, IntArray
+from ..names import EMBEDDING
+
+
+class Advanced(NamedTuple):
+    """What a head makes of R rows: states [R, hidden] for logits, features [R, F] for the rows' children."""
+
+    states: Tensor
+    features: Tensor
+
+
+class Inputs(NamedTuple):
+    """R rows of a head: features [R, F] of the places before them, tokens [R], and depths [R] in the tree.
+
+    Rows of the text have depth 0.
+    """
+
+    features: Tensor
+    tokens: IntArray
+    depths: IntArray
+
+
+class Head(Decoder, ABC):
+    """Base of heads.
+
+    target_layers: layers of the target whose states it reads; empty: it reads the final states. reads_text: whether it
+    attends to the text; otherwise it needs the last place only. num_steps: the length of the longest path that it can
+    predict; None: any. vocabulary: of its logits.
+    """
+
+    target_layers: tuple[int, ...] = ()
+    reads_text = True
+    num_steps: int | None = None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        target: Decoder,
+        vocabulary: Vocabulary,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """weights: its layers, and optionally its own embedding and head under a decoder's names.
+
+        dtype: of its arithmetic; None is the target's.
+        """
+        caches = target.make_layer_caches
+        dtype = dtype or target.dtype
+        super().__init__(config, weights, dtype=dtype, device=target.device, make_layer_caches=caches)
+        self.target, self.vocabulary = target, vocabulary
+
+    def fused(self, states: Tensor) -> Tensor:
+        """Features [K, F] from the target's states [K, S]; S: the chosen layers' hidden sizes, side by side."""
+        return states.to(self.dtype)
+
+    @abstractmethod
+    def advance(self, inputs: Inputs, rows: PassRows) -> Advanced:
+        """The head over R rows, whose KV entries are appended. Keeps gradients."""
+
+    @property
+    def has_own_embedding(self) -> bool:
+        return False
+
+    @property
+    def has_own_head(self) -> bool:
+        return False
+
+    def embedded(self, tokens: IntArray) -> Tensor:
+        """The tokens' embeddings [R, hidden]: its own, or the target's without scaling."""
+        indices = torch.from_numpy(tokens)
+        found = self.weights.rows(EMBEDDING, indices) if self.has_own_embedding else self.target.embedding_rows(indices)
+        return found.to(self.dtype)
+
+    def linear_logits(self, states: Tensor) -> Tensor:
+        """fp32 logits of its own head, or of the target's."""
+        if self.has_own_head:
+            return super().linear_logits(states)
+        return self.target.linear_logits(states.to(self.target.dtype))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        return super().capped(logits) if self.has_own_head else self.target.capped(logits)
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """What a head's files must hold, and how it is made of them.
+
+    kind: of head, for messages. config: the shape of its layers and of its states. shapes: its tensors by `Head`'s
+    names. num_columns: of its logits. make: the head, given its tensors on the target's device.
+    """
+
+    kind: str
+    config: ModelConfig
+    shapes: Mapping[str, tuple[int, ...]]
+    target_layers: tuple[int, ...]
+    num_columns: int
+    make: Callable[[Mapping[str, Tensor], Decoder], Head]

@@ -1,0 +1,95 @@
+"""A head as the draft: whatever it guesses, the text is the target's, alone, beside others and in conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.drafts.head_draft import HeadDraft
+from offspec.errors import UsageError
+
+from ...pair import Pair, build_pair
+from ..model.head_twins import EAGLE_CONFIG, eagle_tensors, write_folder
+
+PROMPTS = ["def area(width", "for item in", "print(1"]
+GREEDY = SamplingParams(24, ignore_eos=True)
+SAMPLED = SamplingParams(24, temperature=0.9, seed=3, ignore_eos=True)
+HEADS = {"EAGLE-1": (1, {**EAGLE_CONFIG, "architectures": ["LlamaForCausalLM"]}), "EAGLE-3": (3, EAGLE_CONFIG)}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"), num_layers=6)
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> Engine:
+    return Engine.load(str(pair.target), draft="none", device="cpu", dtype="fp32")
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def engine(pair: Pair, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    version, config = HEADS[request.param]
+    layer = "midlayer" if version == 3 else "layers.0"
+    folder = write_folder(tmp_path_factory.mktemp("head"), config, eagle_tensors(version, layer=layer))
+    return Engine.load(str(pair.target), draft=str(folder), device="cpu", dtype="fp32")
+
+
+def ids_of(engine: Engine, prompt: str, params: SamplingParams, budget: int | None = 0) -> list[int]:
+    speculation = SpeculationParams(budget=budget, lookup=False)
+    return [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("budget", [1, 12, None])
+def test_the_text_is_plain_decodings(engine: Engine, plain: Engine, params: SamplingParams, budget: int | None) -> None:
+    assert isinstance(engine.draft, HeadDraft)
+    for prompt in PROMPTS:
+        assert ids_of(engine, prompt, params, budget) == ids_of(plain, prompt, params)
+
+
+def test_it_drafts(engine: Engine) -> None:
+    """Trees are sent, although none before the first pass, and some of a random head's guesses may be right."""
+    steps = list(engine.generate(PROMPTS[0], GREEDY, SpeculationParams(budget=12, lookup=False)))
+    assert steps[0].stats.num_drafted_tokens == 0
+    assert steps[-1].stats.num_drafted_tokens > 12
+
+
+def test_texts_share_passes(engine: Engine, plain: Engine) -> None:
+    texts: dict[int, list[int]] = {index: [] for index in range(len(PROMPTS))}
+    for index, step in engine.generate_many(PROMPTS, SAMPLED, SpeculationParams(budget=8)):
+        texts[index] += step.token_ids
+    assert [*texts.values()] == [ids_of(plain, prompt, SAMPLED) for prompt in PROMPTS]
+
+
+def test_a_conversation_keeps_its_caches(engine: Engine, plain: Engine) -> None:
+    """The second prompt goes on, the third goes back to an earlier place, the fourth had no speculation before it."""
+    caches, text = engine.new_caches(), engine.encode(PROMPTS[0])
+    for turn, budget in enumerate((12, 12, 0, 12)):
+        asked = [*text[: len(text) - 5 * (turn == 2)], 70 + turn]
+        speculation = SpeculationParams(budget=budget, lookup=False)
+        steps = list(engine.generate(asked, SAMPLED, speculation, caches=caches))
+        found = [token for step in steps for token in step.token_ids]
+        expected = [t for step in plain.generate(asked, SAMPLED, SpeculationParams(budget=0)) for t in step.token_ids]
+        assert found == expected
+        text = [*asked, *found]
+
+
+def test_its_memory_is_planned(engine: Engine) -> None:
+    assert engine.plan is not None
+    items = {item.name: item.on_device for item in engine.plan.placement.items}
+    assert isinstance(engine.draft, HeadDraft)
+    assert {"head's weights", "head's KV cache", "head's inputs"} <= set(items)
+    assert all(items[name] > 0 for name in items if name.startswith("head's"))
+
+
+def test_what_a_head_cannot_do_is_refused(engine: Engine, pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="best-first"):
+        list(engine.generate(PROMPTS[0], GREEDY, SpeculationParams(budget=8, tree="sequoia")))
+    with pytest.raises(UsageError, match="draft model"):
+        list(engine.generate(PROMPTS[0], GREEDY, SpeculationParams(accept="joint")))
+    folder = write_folder(tmp_path, EAGLE_CONFIG, eagle_tensors(3))
+    with pytest.raises(UsageError, match="learn"):
+        Engine.load(str(pair.target), draft=str(folder), learn=True)

@@ -1,0 +1,128 @@
+"""Published heads in plain torch, written from their projects' sources, and folders with random ones.
+
+EAGLE: SafeAILab/EAGLE (eagle/model/cnets1.py and cnets.py). A twin computes one path at a time, without a cache: row i
+has the features of the place before its token, and attends to all rows before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from offspec.model.decoder import Decoder
+
+from ...pair import CONFIG
+
+EAGLE_CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": CONFIG["vocab_size"],
+    "draft_vocab_size": 96,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 64,
+}
+
+
+def random_tensors(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> dict[str, Tensor]:
+    """Matrices with small numbers, norms near 1."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(tuple(shape), generator=generator) * (0.2 if len(shape) > 1 else 0.1) + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+
+
+def eagle_tensors(version: int, hidden: int = 32, layer: str = "midlayer", num_taps: int = 3) -> dict[str, Tensor]:
+    """Random weights of an EAGLE head, by the names of its project's files."""
+    wide = hidden * (2 if version == 3 else 1)
+    shapes: dict[str, Sequence[int]] = {f"{layer}.self_attn.{name}_proj.weight": (16, wide) for name in "kv"}
+    shapes |= {f"{layer}.self_attn.q_proj.weight": (32, wide), f"{layer}.self_attn.o_proj.weight": (hidden, 32)}
+    shapes |= {f"{layer}.mlp.{name}_proj.weight": (40, hidden) for name in ("gate", "up")}
+    shapes |= {f"{layer}.mlp.down_proj.weight": (hidden, 40), f"{layer}.post_attention_layernorm.weight": (hidden,)}
+    if version == 1:
+        return random_tensors(shapes | {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)})
+    norms = ("norm.weight", f"{layer}.input_layernorm.weight", f"{layer}.hidden_norm.weight")
+    shapes |= dict.fromkeys(norms, (hidden,))
+    shapes |= {"fc.weight": (hidden, num_taps * 32), "lm_head.weight": (96, hidden)}
+    columns = torch.arange(96) * 3  # the target's tokens
+    known = torch.zeros(CONFIG["vocab_size"], dtype=torch.bool).index_fill(0, columns, True)
+    return random_tensors(shapes) | {"d2t": columns - torch.arange(96), "t2d": known}
+
+
+def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, pickled: str = "") -> Path:
+    """A head's folder; with its weights as a pickle of this name, if one is given."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if pickled:
+        torch.save(dict(tensors), folder / pickled)
+    else:
+        save_file(dict(tensors), folder / "model.safetensors")
+    return folder
+
+
+class EagleTwin:
+    """EAGLE's reference forward, one path at a time."""
+
+    def __init__(self, version: int, tensors: Mapping[str, Tensor], target: Decoder, **flags: bool) -> None:
+        self._version, self._tensors, self._target, self._flags = version, tensors, target, flags
+        prefixes = ("midlayer.", "layers.0.")
+        self._layer = {
+            n.split(".", 1 if "mid" in n else 2)[-1]: t for n, t in tensors.items() if n.startswith(prefixes)
+        }
+
+    def fused(self, states: Tensor) -> Tensor:
+        return states if self._version == 1 else states @ self._tensors["fc.weight"].T
+
+    def logits(self, features: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Logits [1, columns] and features [1, hidden] after the last of a path's tokens, given T features before."""
+        embedded = self._target.embedding_rows(torch.tensor(list(tokens)))
+        hidden = self._layer_of(embedded, features)
+        if self._version == 1:
+            return self._target.linear_logits(hidden)[-1:], hidden[-1:]
+        normed = _norm(hidden, self._tensors["norm.weight"])
+        return (normed @ self._tensors["lm_head.weight"].T)[-1:], (
+            normed if self._flags.get("norm_output") else hidden
+        )[-1:]
+
+    def _layer_of(self, embedded: Tensor, features: Tensor) -> Tensor:
+        w = self._layer
+        if self._version == 1:
+            residual = torch.cat((embedded, features), -1) @ self._tensors["fc.weight"].T + self._tensors["fc.bias"]
+            x = residual
+        else:
+            normed = _norm(features, w["hidden_norm.weight"])
+            residual = normed if self._flags.get("norm_before_residual") else features
+            x = torch.cat((_norm(embedded, w["input_layernorm.weight"]), normed), -1)
+        x = residual + _attention(x, w)
+        inner = _norm(x, w["post_attention_layernorm.weight"])
+        gate, up = (inner @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        return x + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def _attention(x: Tensor, w: Mapping[str, Tensor], heads: int = 4, kv_heads: int = 2) -> Tensor:
+    length, dim = len(x), 8
+    q, k, v = ((x @ w[f"self_attn.{name}_proj.weight"].T).view(length, -1, dim).transpose(0, 1) for name in "qkv")
+    angles = torch.arange(length)[:, None] / 10000.0 ** (torch.arange(0, dim, 2) / dim)
+    cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
+    q, k = (part * cos + torch.cat((-part[..., dim // 2 :], part[..., : dim // 2]), -1) * sin for part in (q, k))
+    k, v = (part.repeat_interleave(heads // kv_heads, 0) for part in (k, v))
+    scores = (q @ k.transpose(1, 2)) / dim**0.5
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1).reshape(length, -1) @ w["self_attn.o_proj.weight"].T

@@ -1,0 +1,210 @@
+"""Heads as published: their logits are those of the reference forward, in the text and in trees; bad files are refused.
+
+The reference is written in plain torch (`head_twins`). Speculators 0.9's own code and files agreed within 2e-6
+(docs/LOG.md, 2026-11-23).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from offspec.checkpoints.head_files import HeadFiles, is_head
+from offspec.checkpoints.load import load_decoder
+from offspec.checkpoints.opening import ModelFiles
+from offspec.errors import CheckpointError, UnsupportedModelError
+from offspec.model.decoder import Decoder
+from offspec.model.heads.eagle import tapped_layers
+from offspec.model.heads.text import HeadText
+from offspec.planning.plan import all_resident
+from offspec.scheduler.tree import TokenTree
+from offspec.scheduler.verify import TargetPass, Verdict
+
+from ...fakes import CPU
+from ...pair import build_pair
+from .head_twins import EAGLE_CONFIG, EagleTwin, eagle_tensors, write_folder
+
+EAGLE_1 = EAGLE_CONFIG | {"architectures": ["LlamaForCausalLM"]}
+INNER = {key: value for key, value in EAGLE_CONFIG.items() if key not in ("architectures", "draft_vocab_size")}
+SPECULATORS = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "draft_vocab_size": 96,
+    "transformer_layer_config": INNER,
+    "norm_before_residual": True,
+    "norm_output": True,
+    "eagle_aux_hidden_state_layer_ids": [1, 3, 6],
+    "speculators_config": {"algorithm": "eagle3"},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any], str, str]] = {  # version, config, the layer's prefix, a pickle's name
+    "EAGLE-1": (1, EAGLE_1, "layers.0", ""),
+    "EAGLE-3": (3, EAGLE_CONFIG, "midlayer", ""),
+    "EAGLE-3, pickled": (3, EAGLE_CONFIG, "midlayer", "pytorch_model.bin"),
+    "Speculators": (3, SPECULATORS, "layers.0", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def target_files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    pair = build_pair(tmp_path_factory.mktemp("pair"), num_layers=8)
+    return ModelFiles.open(pair.target, "fp32", "cpu", [])
+
+
+@pytest.fixture(scope="module")
+def target(target_files: ModelFiles) -> Decoder:
+    return load_decoder(target_files, all_resident(target_files), CPU)
+
+
+class States:
+    """The states of a pass, as `HeadText.feed` reads them: rows before the root, the root, and nodes."""
+
+    def __init__(self, states: Tensor, layers: Sequence[int], num_before: int) -> None:
+        self.num_before, self._states = num_before, states
+        self.layer_states = dict(zip(layers, states.chunk(max(1, len(layers)), dim=-1), strict=False))
+
+    def states(self, rows: Sequence[int]) -> Tensor:
+        return self._states[self.num_before :][list(rows)]
+
+    def states_before(self, count: int) -> Tensor:
+        return self._states[self.num_before - count : self.num_before]
+
+
+def told(text: list[int], states: Tensor, layers: Sequence[int], path: list[int], tokens: list[int]) -> TargetPass:
+    """A pass over the end of `text` and a chain of nodes, with these states [rows before, root, nodes]."""
+    num_nodes = len(path)
+    rows = States(states, layers, len(states) - 1 - num_nodes)
+    tree = TokenTree.chain(tokens[:num_nodes]) if num_nodes else TokenTree.empty()
+    return TargetPass(text, tree, Verdict(path, tokens), SimpleNamespace(), rows)  # type: ignore[arg-type]
+
+
+def tree_mask(parents: Sequence[int], num_before: int = 0) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """The mask [R, P + R] of nodes with these parents (-1: the root); P of them are pending already."""
+    mask = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask[num_before:]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_equal_the_reference(layout: str, tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
+    """After a text that came in two passes, and at the nodes of a tree that grew in two rounds."""
+    version, config, prefix, pickled = LAYOUTS[layout]
+    tensors = eagle_tensors(version, layer=prefix)
+    folder = write_folder(tmp_path / "head", config, tensors, pickled=pickled)
+    assert is_head(folder)
+    files = HeadFiles.open(folder, target_files.config)
+    head = files.spec.make(files.load(torch.float32, CPU), target)
+    flags = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
+    twin, text = EagleTwin(version, tensors, target, **flags), HeadText(head)
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(9, 32 * (3 if version == 3 else 1), generator=generator)
+    tokens = torch.randint(0, 300, (10,), generator=generator).tolist()
+    text.feed(told(tokens[:6], states[:6], head.target_layers, [], tokens[6:7]))
+    root = text.score(tokens[6:7], _none(), _none(), np.empty((0, 0), dtype=np.bool_))
+    fused = twin.fused(states)
+    torch.testing.assert_close(root, twin.logits(fused[:6], tokens[1:7])[0], atol=1e-4, rtol=1e-4)
+    text.keep([])
+    text.feed(told(tokens[:7], states[6:9], head.target_layers, [0, 1], tokens[7:10]))
+    assert text.length == 9
+    root = text.score(tokens[9:], _none(), _none(), np.empty((0, 0), dtype=np.bool_))
+    expected, above = twin.logits(fused, tokens[1:])
+    torch.testing.assert_close(root, expected, atol=1e-4, rtol=1e-4)
+    parents, nodes = [-1, -1, 0, 2, 0], np.array([11, 12, 13, 14, 15])
+    depths = np.array([1, 1, 2, 3, 2])
+    rounds = [text.score([], nodes[:2], depths[:2], tree_mask(parents[:2]))]
+    rounds.append(text.score([], nodes[2:], depths[2:], tree_mask(parents, 2)))  # with a node and its child
+    for node, found in enumerate(torch.cat(rounds)):
+        path = _path(node, parents)
+        features, last = fused, above
+        for step in range(len(path)):
+            features = torch.cat((features, last))
+            wanted, last = twin.logits(features, [*tokens[1:], *nodes[path[: step + 1]].tolist()])
+        torch.testing.assert_close(found[None], wanted, atol=1e-4, rtol=1e-4)
+
+
+def _none() -> Any:
+    return np.empty(0, dtype=np.int64)
+
+
+def _path(node: int, parents: Sequence[int]) -> list[int]:
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def test_the_text_can_be_cut(tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
+    """After another continuation, logits are those of a head that was only told of that one."""
+    tensors = eagle_tensors(3)
+    files = HeadFiles.open(write_folder(tmp_path, EAGLE_CONFIG, tensors), target_files.config)
+    head = files.spec.make(files.load(torch.float32, CPU), target)
+    states, tokens = torch.randn(8, 96), [*range(20, 29)]
+    no_mask = np.empty((0, 0), dtype=np.bool_)
+    fresh, text = HeadText(head), HeadText(head)
+    fresh.feed(told(tokens[:8], states, head.target_layers, [], tokens[8:]))
+    text.feed(told(tokens[:5], states[:5], head.target_layers, [], [77]))
+    text.score([77], _none(), _none(), no_mask)
+    text.truncate(5)  # the same five tokens, and then another one than 77
+    assert text.max_context
+    text.feed(told(tokens[:8], states[5:], head.target_layers, [], tokens[8:]))
+    found = [each.score(tokens[8:], _none(), _none(), no_mask) for each in (text, fresh)]
+    torch.testing.assert_close(*found)
+    text.truncate(3)
+    assert text.max_context == 0, "the state before the next token is gone, so it waits for the target"
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({}, (1, 3, 4)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}, (0, 3, 7)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}}, (1, 4, 7)),
+    ],
+    ids=["default", "Speculators", "SGLang"],
+)
+def test_which_layers_are_read(config: dict[str, Any], layers: tuple[int, ...]) -> None:
+    assert tapped_layers(config, 8) == layers
+
+
+def test_unreadable_heads_are_refused(tmp_path: Path, target_files: ModelFiles) -> None:
+    config, good = target_files.config, eagle_tensors(3)
+
+    def refusal(name: str, kind: type[Exception], config_json: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+        with pytest.raises(kind) as caught:
+            HeadFiles.open(write_folder(tmp_path / name, config_json, tensors), config)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    said = refusal("unknown", UnsupportedModelError, EAGLE_CONFIG, good | {"midlayer.gate.weight": torch.ones(2, 2)})
+    assert "midlayer.gate.weight" in said
+    without = {name: tensor for name, tensor in good.items() if name != "norm.weight"}
+    assert "norm.weight is missing" in refusal("missing", CheckpointError, EAGLE_CONFIG, without)
+    assert "fc.weight" in refusal("narrow", CheckpointError, EAGLE_CONFIG, good | {"fc.weight": torch.ones(32, 64)})
+    far = EAGLE_CONFIG | {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}
+    assert "layer 9" in refusal("far", UnsupportedModelError, far, good)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    (tmp_path / "damaged" / "pytorch_model.bin").write_bytes(b"PK\x03\x04 nothing of it")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        HeadFiles.open(tmp_path / "damaged", config)
+    assert not is_head(tmp_path / "nowhere")
+
+
+def test_a_pickle_runs_no_code(tmp_path: Path, target_files: ModelFiles) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "touched",))
+
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    torch.save({"fc.weight": Evil()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        HeadFiles.open(tmp_path, target_files.config)
+    assert not (tmp_path / "touched").exists()
