@@ -59,7 +59,10 @@ class LayerCache(Protocol):
         """
 
     def reserve(self, capacity: int, in_use: int) -> None:
-        """Grow to `capacity` entries, and keep the first `in_use` ones."""
+        """Grow to `capacity` entries, and keep the first `in_use` ones. All others read as zeros until written to.
+
+        Attention multiplies masked values by 0, and 0 times what memory may contain can be NaN.
+        """
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
         """Put keys and values [T, kv_heads, head_dim] into slots start .. start + T."""
@@ -96,7 +99,7 @@ class PlainLayers:
     def reserve(self, capacity: int, in_use: int) -> None:
         shape = list(self._data.shape)
         shape[3] = capacity
-        grown = self._data.new_empty(shape)
+        grown = self._data.new_zeros(shape)
         grown[:, :, :, :in_use] = self._data[:, :, :, :in_use]
         self._data = grown
 
@@ -241,9 +244,6 @@ class KVCache:
         self.length, self.pending = length, 0
 
     def wipe(self) -> None:
-        """Zero all unused slots.
-
-        Attention over the whole capacity multiplies them by 0, and 0 times NaN is NaN.
-        """
+        """Zero all unused slots. A text that ran into NaN left some there, and attention multiplies them by 0."""
         for part in self._parts:
             part.wipe(self.size)

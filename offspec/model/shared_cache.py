@@ -35,7 +35,6 @@ class SharedCache(KVCache):
         self.num_exact = 0
         self._room = MAX_NODES
         self._start = 0  # the slot of the first own entry
-        self._end_of_numbers = 0  # all slots below have been written to
 
     @property
     def size(self) -> int:
@@ -61,24 +60,14 @@ class SharedCache(KVCache):
         self._target.cache.reserve(capacity, max(self.size, in_use))
 
     def extend(self, count: int) -> None:
-        """Make room for `count` more entries. The first own entries are a chain, which the target will score too."""
+        """Make room for `count` more entries. The first own entries are a chain, which the target will score too.
+
+        It never writes to the gap: the target's pass may be doing so.
+        """
         if self.length == self.num_exact and not self.pending:
             self._start = self.num_exact + count + self._room
         self.reserve(self.size + count)
-        cache = self._target.cache
-        if self.positions is not cache.positions:  # the cache has other memory
-            self.positions, self._end_of_numbers = cache.positions, self.num_exact
-        self._fill_gap()
-        self._end_of_numbers = max(self._end_of_numbers, self.size + count)
-
-    def _fill_gap(self) -> None:
-        """Put zeros where nothing was written yet: attention multiplies masked values by 0, and 0 times NaN is NaN."""
-        first, last = self._end_of_numbers, self._start
-        if first < last:
-            for number in self._numbers:
-                keys, values = self._target.cache.read(number, last)
-                zeros = [torch.zeros_like(part[:, first:]).transpose(0, 1) for part in (keys, values)]
-                self._target.cache.write(number, zeros[0], zeros[1], first)
+        self.positions = self._target.cache.positions
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
         self._target.cache.write(self._numbers[layer], keys, values, start)

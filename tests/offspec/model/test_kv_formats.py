@@ -136,3 +136,17 @@ def test_neighbours_of_one_layout_lie_together() -> None:
         assert (keys[:, 2] == layer).all()
         assert (values[:, 2] == -layer).all()
     assert cache.nbytes == sum(layout.nbytes(3, 4) for layout in (wide, wide, narrow, wide))
+
+
+@pytest.mark.parametrize("make", [plain_layers, one_by_one, fp32_layers, int8_layers])
+def test_entries_never_written_read_as_zeros(make: MakeLayerCaches) -> None:
+    (cache,) = make([KVLayout(2, 4)], torch.bfloat16, CPU)
+    torch.use_deterministic_algorithms(True)  # torch then fills memory that it does not initialise with NaN
+    try:
+        cache.reserve(5, 0)
+        cache.write(0, torch.ones(2, 2, 4, dtype=torch.bfloat16), torch.ones(2, 2, 4, dtype=torch.bfloat16), 1)
+        cache.reserve(9, 3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for part in cache.read(0, 9):
+        assert part.float().sum((0, 2)).tolist() == [0, 8, 8, 0, 0, 0, 0, 0, 0]

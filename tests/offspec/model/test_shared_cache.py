@@ -148,9 +148,6 @@ def test_it_guesses_as_its_twin(tiny_model: GetModel, family: str, make: MakeLay
     for kind in (LayerDraftText, CopyingText):
         text = CachedDecoder(target)
         text.cache.reserve(200)
-        for number in range(whole.config.num_layers):  # what was never written may be anything
-            keys, values = text.cache.read(number, 200)
-            text.cache.write(number, *(torch.full_like(part, torch.nan).transpose(0, 1) for part in (keys, values)), 0)
         lives.append(Life(text, kind(draft, text), seed))
         lives[-1].run()
     shared, twin = lives
@@ -160,6 +157,24 @@ def test_it_guesses_as_its_twin(tiny_model: GetModel, family: str, make: MakeLay
         torch.testing.assert_close(found, expected)
     for found, expected in zip(shared.targets, twin.targets, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_the_draft_never_writes_where_the_target_does(tiny_model: GetModel) -> None:
+    """Neither to entries that the target made while the draft was not asked, nor to the gap."""
+    target = tiny_model("llama-gqa").decoder()
+    text = CachedDecoder(target, 200)
+    draft = LayerDraftText(LayerDraft(target, (0, 1), LayerView(target.weights, (0, 1), None)), text)
+    draft.begin(ROOM)
+    draft.score(random_tokens(3), *NO_NODES)
+    text.score(random_tokens(60), *NO_NODES)
+    draft.keep([])
+    a_node = np.array([7]), np.array([1]), np.ones((1, 1), dtype=np.bool_)
+    for chain, tree in ((random_tokens(1), NO_NODES), ([], a_node)):
+        before = [part.clone() for part in text.cache.read(0, text.cache.size)]
+        draft.score(chain, *tree)
+        after = text.cache.read(0, text.cache.size)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        text.score([], *a_node)  # to the gap
 
 
 def test_nothing_is_allocated_for_the_draft(tiny_model: GetModel) -> None:
