@@ -46,7 +46,7 @@ def token_level(p: FloatArray, q: FloatArray, drafted: Sequence[int]) -> Outcome
     accepted = np.minimum(1.0, _ratios(p, q, drafted))
     reached = np.cumprod([1.0, *accepted])
     stop = reached * np.array([*(1 - accepted), 1.0])
-    return Outcome(stop, np.vstack((_normalised(np.maximum(p[:-1] - q, 0)), p[-1:])))
+    return Outcome(stop, np.vstack((normalised(np.maximum(p[:-1] - q, 0)), p[-1:])))
 
 
 def block(p: FloatArray, q: FloatArray, drafted: Sequence[int]) -> Outcome:
@@ -58,13 +58,13 @@ def block(p: FloatArray, q: FloatArray, drafted: Sequence[int]) -> Outcome:
     passed = [_share(mass, 1 - above) for mass, above in zip(left.sum(-1), joint, strict=False)] + [joint[-1]]
     passed[0] = 1.0  # nothing accepted is what remains
     stop = np.array(passed) * np.append(np.cumprod(1 - np.array(passed[:0:-1]))[::-1], 1.0)
-    return Outcome(stop, np.vstack((_normalised(left), p[-1:])))
+    return Outcome(stop, np.vstack((normalised(left), p[-1:])))
 
 
 def draw(outcome: Outcome, drafted: Sequence[int], generator: np.random.Generator) -> list[int]:
     """The emitted tokens: those accepted, and the one that follows."""
-    num_accepted = _draw(outcome.stop, generator)
-    return [*drafted[:num_accepted], _draw(outcome.following[num_accepted], generator)]
+    num_accepted = drawn(outcome.stop, generator)
+    return [*drafted[:num_accepted], drawn(outcome.following[num_accepted], generator)]
 
 
 def _ratios(p: FloatArray, q: FloatArray, drafted: Sequence[int]) -> FloatArray:
@@ -79,13 +79,14 @@ def _share(mass: float, other: float) -> float:
     return mass / (mass + other) if mass > 0 else 0.0
 
 
-def _normalised(rows: FloatArray) -> FloatArray:
+def normalised(rows: FloatArray) -> FloatArray:
+    """Rows [..., V] divided by their sums; rows of zeros stay so."""
     totals = rows.sum(-1, keepdims=True)
     shares: FloatArray = np.divide(rows, totals, out=np.zeros_like(rows), where=totals > 0)
     return shares
 
 
-def _draw(probabilities: FloatArray, generator: np.random.Generator) -> int:
+def drawn(probabilities: FloatArray, generator: np.random.Generator) -> int:
     """An index, with these probabilities up to rounding; never one whose probability is 0."""
     edges = probabilities.cumsum()
     return int(np.searchsorted(edges, generator.random() * edges[-1], side="right"))
@@ -95,15 +96,16 @@ def _draw(probabilities: FloatArray, generator: np.random.Generator) -> int:
 
 
 @dataclass(frozen=True)
-class ChainText:
-    """A text decoded through chains, and the target passes that it took."""
+class Decoded:
+    """A text decoded by a rule, and the target passes and drafted tokens that it took."""
 
     token_ids: list[int]
     num_passes: int
+    num_drafted: int
 
     @property
-    def tokens_per_pass(self) -> float:
-        return len(self.token_ids) / self.num_passes
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 def decode(
@@ -116,25 +118,26 @@ def decode(
     rule: Rule,
     generator: np.random.Generator,
     final: Collection[int] = (),
-) -> ChainText:
+) -> Decoded:
     """Decode by chains of `num_drafted` tokens; p and q are the models' distributions after the sampler's parameters.
 
     The sampler's noise is not used. Ends after a `final` token, or at max_new_tokens.
     """
-    text, end, num_passes = list(prompt), len(prompt) + max_new_tokens, 0
+    text, end, num_passes, num_nodes = list(prompt), len(prompt) + max_new_tokens, 0, 0
     sampler.extend(text)
     while len(text) < end and not (num_passes and text[-1] in final):
         drafted, q = _drafted(draft, sampler, text, min(num_drafted, end - len(text) - 1), generator)
         tokens, depths, mask = np.array(drafted, dtype=np.int64), *_chain(0, len(drafted))
-        p = _distributions(target.score(text[target.length :], tokens, depths, mask), sampler, drafted)
+        beginnings = [drafted[:row] for row in range(len(drafted) + 1)]
+        p = distributions(target.score(text[target.length :], tokens, depths, mask), sampler, beginnings)
         emitted = draw(rule(p, q, drafted), drafted, generator)
-        num_passes += 1
+        num_passes, num_nodes = num_passes + 1, num_nodes + len(drafted)
         target.keep(range(len(emitted) - 1))
         draft.keep(range(min(len(emitted), len(drafted)) - 1))
-        emitted = _until(emitted, final)
+        emitted = until(emitted, final)
         text += emitted
         sampler.extend(emitted)
-    return ChainText(text[len(prompt) :], num_passes)
+    return Decoded(text[len(prompt) :], num_passes, num_nodes)
 
 
 def _drafted(
@@ -147,9 +150,9 @@ def _drafted(
         chain = draft.vocabulary.text(text[draft.length :]) if depth == 0 else []
         depths, mask = _chain(depth - 1, depth) if depth else _chain(0, 0)
         logits = draft.score(chain, draft.vocabulary.inputs(np.array(drafted[-1:], dtype=np.int64)), depths, mask)
-        row = _distributions(draft.vocabulary.over_target(logits, sampler.vocab_size), sampler, drafted, first=depth)[0]
+        row = distributions(draft.vocabulary.over_target(logits, sampler.vocab_size), sampler, [drafted])[0]
         q[depth, : len(row)] = row
-        drafted.append(_draw(row, generator))
+        drafted.append(drawn(row, generator))
     return drafted, q
 
 
@@ -158,16 +161,16 @@ def _chain(first: int, end: int) -> tuple[IntArray, BoolArray]:
     return np.arange(first + 1, end + 1), np.tri(end, dtype=np.bool_)[first:]
 
 
-def _distributions(logits: Tensor, sampler: Sampler, drafted: Sequence[int], first: int = 0) -> FloatArray:
-    """[R, V] of logits [R, V], the first of them after `first` drafted tokens; greedy is certain of its choice."""
-    values = sampler.process(logits.double(), [drafted[: first + row] for row in range(len(logits))])
+def distributions(logits: Tensor, sampler: Sampler, paths: Sequence[Sequence[int]]) -> FloatArray:
+    """[R, V] of logits [R, V] after the drafted tokens paths[r]; greedy is certain of its choice."""
+    values = sampler.process(logits.double(), paths)
     if sampler.is_greedy:
         values = torch.where(one_hot(values.argmax(-1), values.shape[-1]) == 1, 0.0, -torch.inf)
     found: FloatArray = values.softmax(-1).cpu().numpy()
     return found
 
 
-def _until(tokens: list[int], final: Collection[int]) -> list[int]:
+def until(tokens: list[int], final: Collection[int]) -> list[int]:
     """Up to and with the first final token."""
     ends = [place for place, token in enumerate(tokens) if token in final]
     return tokens[: ends[0] + 1] if ends else tokens

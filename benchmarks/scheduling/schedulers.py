@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,19 +30,45 @@ from offspec.drafts.recall import Recall, RecallingText
 from offspec.model.decoder import CachedDecoder, random_decoder
 from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
 from offspec.scheduler.baselines.sequoia import SequoiaDrafter
+from offspec.scheduler.budget import Controller
+from offspec.scheduler.costs import Costs as LearntCosts
 from offspec.scheduler.drafter import Drafter, DraftRequest
 from offspec.scheduler.learnt import RunningEstimates
 from offspec.scheduler.lookup import Guesser, PromptLookup
 from offspec.scheduler.model_drafter import ModelDrafter
 
-from . import repetition, rules
+from . import repetition, rules, tree_rules
 from .replay import ClockedCorrector, ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
+from .specexec import SpecExecDrafter, SpecExecSettings
 
 COSTS = {
     "card": Costs(),
     "cpu": Costs(stream_s=3.6, pass_launch_s=1.0, pass_row_s=0.04, round_launch_s=0.03, round_row_s=0.001),
 }
 CHAIN_LENGTHS = (4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How candidates are drawn, and how deep."""
+
+    drawing: tree_rules.Drawing
+    depth: int
+
+
+# Nodes → shapes of trees with about as many; of several that were tried, the best at temperature 1.
+INDEPENDENT = {16: Shape(tree_rules.Chains(4), 4), 64: Shape(tree_rules.Chains(8), 8)}
+WITHOUT_REPLACEMENT = {
+    16: Shape(tree_rules.Branches((3, 1, 1, 1, 1)), 5),
+    64: Shape(tree_rules.Branches((2, 2, 2, 1, 1, 1, 1, 1)), 8),
+}
+BEAMS = {16: Shape(tree_rules.StochasticBeam(4), 4), 64: Shape(tree_rules.StochasticBeam(8), 8)}
+TREE_RULES: dict[str, tuple[tree_rules.TreeRule, dict[int, Shape]]] = {
+    "tree, SpecInfer": (tree_rules.multi_step, INDEPENDENT),
+    "tree, K-SEQ": (tree_rules.k_sequential, INDEPENDENT),
+    "tree, RSD-C": (tree_rules.recursive, WITHOUT_REPLACEMENT),
+    "tree, RSD-S": (tree_rules.recursive, BEAMS),
+}
 MISPREDICTED = 1.15  # an engine's prediction of the first pass over its real seconds
 
 
@@ -80,8 +106,30 @@ class Bench:
         self.engine, self.draft, self.recordings = engine, engine.draft.decoder, recordings
         self.temperature = recordings[0].params.temperature
 
-    def row(self, method: str, speculation: SpeculationParams, costs: str, *, random_draft: bool = False) -> Row:
-        """One method; its estimates are kept from prompt to prompt, as in an engine."""
+    def specexec(self, method: str, settings: SpecExecSettings, costs: str) -> Row:
+        """SpecExec with its own settings."""
+        parts: list[Replayed] = []
+        for recording in self.recordings:
+            clock = VirtualClock()
+            model = ClockedModel(CachedDecoder(self.draft), clock, COSTS[costs].round_s)
+            sampler = recording.sampler(self.engine.target.config.vocab_size)
+            drafter = SpecExecDrafter(model, sampler, settings)
+            parts.append(replay(recording, drafter, sampler, clock, COSTS[costs], model))
+        return self.replayed(method, settings.budget, costs, parts)
+
+    def row(
+        self,
+        method: str,
+        speculation: SpeculationParams,
+        costs: str,
+        *,
+        random_draft: bool = False,
+        controller: Callable[[LearntCosts], Controller] | None = None,
+    ) -> Row:
+        """One method; its estimates are kept from prompt to prompt, as in an engine.
+
+        controller: makes another one than that of `speculation`.
+        """
         draft = self.draft
         if random_draft:
             draft = random_decoder(draft.config, seed=0, dtype=draft.dtype, device=draft.device)
@@ -89,7 +137,7 @@ class Bench:
             self.engine.target.config.vocab_size, lambda rows: MISPREDICTED * COSTS[costs].pass_s(rows)
         )
         learnt.overlap_switch = None  # the clock simulates overlap
-        recall = Recall(draft, self.engine.target)
+        recall, own_controller = Recall(draft, self.engine.target), controller and controller(learnt.costs)
         parts: list[Replayed] = []
         for recording in self.recordings:
             clock = VirtualClock()
@@ -111,15 +159,20 @@ class Bench:
                     learnt,
                     guessers=guessers,
                     corrector=recalling and ClockedCorrector(recalling, clock, COSTS[costs].round_s),
+                    controller=own_controller,
                     clock=clock.now,
                 )
             target = CachedDecoder(self.engine.target) if recalling or speculation.recycling else None
             parts.append(replay(recording, drafter, sampler, clock, COSTS[costs], model, target))
+        return self.replayed(method, speculation.budget, costs, parts)
+
+    def replayed(self, method: str, budget: int | None, costs: str, parts: Sequence[Replayed]) -> Row:
+        """The row of replayed texts."""
         whole = Replayed.total(parts)
         return Row(
             method,
             self.temperature,
-            speculation.budget,
+            budget,
             costs,
             whole.tokens_per_pass,
             whole.tokens_per_s,
@@ -130,9 +183,8 @@ class Bench:
 
     def chain(self, method: str, rule: rules.Rule, length: int) -> Row:
         """Chains of `length` tokens with a rule from the literature, on the same prompts."""
-        num_tokens = num_passes = 0
-        for index, recording in enumerate(self.recordings):
-            text = rules.decode(
+        texts = [
+            rules.decode(
                 CachedDecoder(self.engine.target),
                 CachedDecoder(self.draft),
                 recording.sampler(self.engine.target.config.vocab_size),
@@ -142,12 +194,29 @@ class Bench:
                 rule,
                 np.random.default_rng(index),
             )
-            num_tokens, num_passes = num_tokens + len(text.token_ids), num_passes + text.num_passes
-        costs = COSTS["card"]
-        seconds = costs.pass_s(1 + length) + length * costs.round_s(1)
-        per_pass = num_tokens / num_passes
-        share = length * costs.round_s(1) / seconds
-        return Row(method, self.temperature, length, "card", per_pass, per_pass / seconds, length, length, share)
+            for index, recording in enumerate(self.recordings)
+        ]
+        return self._drawn(method, texts, length, length)
+
+    def sampled_tree(self, method: str, rule: tree_rules.TreeRule, shape: Shape, budget: int) -> Row:
+        """Trees of at most `budget` drawn candidates with a rule from the literature, on the same prompts."""
+        texts = list[rules.Decoded]()
+        for index, recording in enumerate(self.recordings):
+            sampler = recording.sampler(self.engine.target.config.vocab_size)
+            drawing = tree_rules.TreeDrawing(CachedDecoder(self.draft), shape.drawing, sampler, shape.depth)
+            target, generator = CachedDecoder(self.engine.target), np.random.default_rng(index)
+            num_tokens = len(recording.token_ids)
+            texts.append(tree_rules.decode(target, drawing, recording.prompt_ids, num_tokens, rule, generator))
+        return self._drawn(method, texts, budget, shape.depth)
+
+    def _drawn(self, method: str, texts: Sequence[rules.Decoded], budget: int, num_rounds: int) -> Row:
+        """Texts that a rule has drawn itself, by the cost model of the card."""
+        num_tokens, num_passes = (sum(getattr(text, name) for text in texts) for name in ("num_tokens", "num_passes"))
+        costs, num_nodes = COSTS["card"], sum(text.num_drafted for text in texts) / num_passes
+        draft_s = num_rounds * costs.round_s(1)
+        seconds, per_pass = costs.pass_s(1 + round(num_nodes)) + draft_s, num_tokens / num_passes
+        share = draft_s / seconds
+        return Row(method, self.temperature, budget, "card", per_pass, per_pass / seconds, num_nodes, num_rounds, share)
 
 
 def methods(budget: int | None) -> Iterable[tuple[str, SpeculationParams]]:
@@ -162,6 +231,19 @@ def methods(budget: int | None) -> Iterable[tuple[str, SpeculationParams]]:
     yield "ours", SpeculationParams(budget, lookup=False)
     yield "ours, lookup", SpeculationParams(budget)
     yield "ours, recycling", SpeculationParams(budget, lookup=False, recycling=True)
+
+
+def specexec_settings(budget: int) -> Iterable[tuple[str, SpecExecSettings]]:
+    """SpecExec as its authors' code runs it, and one setting changed at a time."""
+    own = SpecExecSettings(budget)
+    yield "SpecExec", own
+    yield "SpecExec, decay 1", replace(own, decay=1.0)
+    yield "SpecExec, decay 0.8", replace(own, decay=0.8)
+    yield "SpecExec, least -10", replace(own, least_log_probability=-10.0)
+    yield "SpecExec, draft at 0.7", replace(own, draft_temperature=0.7)
+    yield "SpecExec, draft at 1.4", replace(own, draft_temperature=1.4)
+    yield "SpecExec, 8 levels", replace(own, max_depth=8)
+    yield "SpecExec, 16 a round", replace(own, max_width=16)
 
 
 def main() -> None:
@@ -201,11 +283,18 @@ def main() -> None:
                 for method, speculation in methods(budget):
                     if args.only in method:
                         show(bench.row(method, speculation, name))
+                for method, settings in specexec_settings(budget) if budget else ():
+                    if args.only in method:
+                        show(bench.specexec(method, settings, name))
             if args.texts == "held-out" and args.only in "random draft":
                 show(bench.row("plain decoding", SpeculationParams(0), name))
                 show(bench.row("random draft", SpeculationParams(), name, random_draft=True))
                 alone = SpeculationParams(lookup=False, recall=False)  # only the model drafts
                 show(bench.row("random draft, alone", alone, name, random_draft=True))
+        for budget in set(budgets) & set(BEAMS) if args.texts == "held-out" else ():
+            for method, (tree_rule, shapes) in TREE_RULES.items():
+                if args.only in method:
+                    show(bench.sampled_tree(method, tree_rule, shapes[budget], budget))
         for length in CHAIN_LENGTHS if args.texts == "held-out" else ():
             for method, rule in (("chain, ratio test", rules.token_level), ("chain, block", rules.block)):
                 if args.only in method:
