@@ -36,6 +36,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "benchmarks.many": ("--ram", "2GiB", "--texts", "1,2", "--prompts", "2", "--max-new-tokens", "3"),
     "benchmarks.scheduling.joint": ("--max-prompts", "1", "--max-new-tokens", "4", "--taus", "0.1"),
     "benchmarks.scheduling.schedulers": ("--prompts", "1", "--tokens", "4", "--budgets", "16", "--temperatures", "0"),
+    "benchmarks.scheduling.stopping": ("--prompts", "1", "--tokens", "4", "--temperatures", "1", "--costs", "card"),
     "benchmarks.unpack": ("--types", "fp8,nf4", "--shape", "256x256", "--rows", "1"),
 }
 SHAPE = grow.Shape(512, 1024, 9, 16, 4)  # in place of a 7B's
