@@ -136,13 +136,14 @@ class KVCache:
     """The KV entries of one text in all layers; grows as needed.
 
     `length` tokens are committed, followed by `pending` entries; `positions` [capacity] has each entry's position in
-    the text (nodes of equal depth share a position).
+    the text (nodes of equal depth share a position). A draft may have entries in later slots, below `shared_end`.
     """
 
     def __init__(self, parts: Sequence[LayerCache], device: torch.device) -> None:
         """parts: the layers' caches, empty, in the layers' order. device: attention's."""
         self.length = 0
         self.pending = 0
+        self.shared_end = 0  # `shared_cache.SharedCache` sets it
         self.positions = torch.empty(0, dtype=torch.long, device=device)
         self._parts = list(parts)
         self._layers = [(part, layer) for part in parts for layer in range(part.num_layers)]
@@ -181,12 +182,12 @@ class KVCache:
         self.append(length, 0)
 
     @torch.inference_mode(False)  # outside inference mode, `keep` may not write to inference tensors
-    def reserve(self, capacity: int, in_use: int = 0) -> None:
-        """Grow to at least `capacity` entries; keep the existing ones, and the first `in_use` slots."""
+    def reserve(self, capacity: int) -> None:
+        """Grow to at least `capacity` entries; keep the existing ones, also those of a draft."""
         if capacity <= self.capacity:
             return
         for part in self._parts:
-            part.reserve(capacity, max(self.size, in_use))
+            part.reserve(capacity, max(self.size, self.shared_end))
         self.positions = torch.cat((self.positions, self.positions.new_empty(capacity - self.capacity)))
 
     def extend(self, count: int) -> None:

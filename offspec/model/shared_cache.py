@@ -55,9 +55,9 @@ class SharedCache(KVCache):
         self._room = room
         self.truncate(self._target.length)
 
-    def reserve(self, capacity: int, in_use: int = 0) -> None:
+    def reserve(self, capacity: int) -> None:
         """Make room for `capacity` slots."""
-        self._target.cache.reserve(capacity, max(self.size, in_use))
+        self._target.cache.reserve(capacity)
 
     def extend(self, count: int) -> None:
         """Make room for `count` more entries. The first own entries are a chain, which the target will score too.
@@ -67,7 +67,8 @@ class SharedCache(KVCache):
         if self.length == self.num_exact and not self.pending:
             self._start = self.num_exact + count + self._room
         self.reserve(self.size + count)
-        self.positions = self._target.cache.positions
+        cache = self._target.cache
+        self.positions, cache.shared_end = cache.positions, max(cache.shared_end, self.size + count)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
         self._target.cache.write(self._numbers[layer], keys, values, start)

@@ -127,18 +127,33 @@ class Life:
         self.draft.begin(ROOM)
         self.rows = []
 
-    def run(self) -> None:
+    def go_on_alone(self) -> None:
+        """The target scores more than the draft and the gap have slots, as a long prompt, and the draft nothing."""
+        self.text += random_tokens(40, self.random.randrange(100))
+        self.target.score(self.text[self.target.length :], *NO_NODES)
+        self.target.truncate(len(self.text) - 1)
+        self.draft.keep([])
+        self.rows = []
+
+    def run(self, *, grows: bool = False) -> None:
+        """grows: the target's cache gets other memory between passes, while the draft has entries of its own."""
         self.draft.begin(ROOM)
-        for step in range(12):
+        for step in range(14):
             if step in (5, 8):
                 self.take_back()
+            if step in (3, 10):
+                self.go_on_alone()
+            if grows:
+                self.target.cache.reserve(self.target.cache.capacity + 1)
             self.a_pass()
 
 
 @pytest.mark.parametrize("make", [plain_layers, fp32_layers, int8_layers])
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
-@pytest.mark.parametrize("seed", range(4))
-def test_it_guesses_as_its_twin(tiny_model: GetModel, family: str, make: MakeLayerCaches, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "grows"), [(0, False), (1, False), (2, True), (3, True)])
+def test_it_guesses_as_its_twin(
+    tiny_model: GetModel, family: str, make: MakeLayerCaches, seed: int, grows: bool
+) -> None:
     """And the target does not notice the draft."""
     whole = tiny_model(family).decoder()
     target = Decoder(whole.config, whole.weights, dtype=whole.dtype, device=whole.device, make_layer_caches=make)
@@ -149,7 +164,7 @@ def test_it_guesses_as_its_twin(tiny_model: GetModel, family: str, make: MakeLay
         text = CachedDecoder(target)
         text.cache.reserve(200)
         lives.append(Life(text, kind(draft, text), seed))
-        lives[-1].run()
+        lives[-1].run(grows=grows)
     shared, twin = lives
     assert shared.text == twin.text
     assert len(shared.found) == len(twin.found)
