@@ -1,41 +1,42 @@
-"""`offspec distill`: trains an exit layer, or finds layers to skip, so that a model can be its own draft."""
+"""`offspec distill`: trains an exit layer or a draft, or finds layers to skip."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from offspec import format_seconds
-from offspec.training.distill_params import DistillParams
+from offspec.training.distill_params import DistillParams, DraftParams
 
+from .distill_draft import DRAFT_FLAGS, DraftFlags, distil_draft, draft_options
 from .help_groups import OffspecCommand, option, research_option
-from .options import MODEL, MODEL_HELP, Number, WholeNumber, load_engine, memory_flags
-from .terminal import TimeLeft, is_watched, show_line
+from .options import MODEL, MODEL_HELP, Number, WholeNumber, memory_flags
+from .training_job import Job, refuse_flags, training_line
 
 if TYPE_CHECKING:
     from offspec.training.distillation import Distilled, Teacher
 
 P = DistillParams
+TRAINING_FLAGS = ("steps", "num_texts", "text_tokens", "batch_texts", "learning_rate", "init", "num_labels")
 
 
 @click.command(
     cls=OffspecCommand,
     name="distill",
-    help=f"""Train an exit layer, so that the first layers of MODEL become its draft (--draft self).
+    help=f"""Train a draft for MODEL on what MODEL says: an exit layer, or a small model.
 
-With --skip, nothing is trained: a search finds in which order layers are best skipped. --draft resident then drafts
-without the layers that are streamed, and streams those that it can best do without.
+With --exit-layer, the first layers of MODEL become its draft (--draft self). With --draft, a small model of the same
+vocabulary learns to say what MODEL says; --new-draft makes one. With --skip, nothing is trained: a search finds in
+which order layers are best skipped. --draft resident then drafts without the layers that are streamed, and streams
+those that it can best do without.
 
-{MODEL_HELP} The target generates texts, or reads given ones. One transformer layer after layer N learns to predict the
-target's output. MODEL itself does not change. The built-in model takes some minutes. A run needs disk space for the
-hidden state of every token. It needs memory for the head, and 16 bytes for each weight of one layer.
+{MODEL_HELP} The target generates texts, or reads given ones. The draft, or one transformer layer after layer N, learns
+to predict the target's output. MODEL itself does not change. The built-in model takes some minutes. A run needs disk
+space for what MODEL says of every token. It needs 16 bytes of memory for each weight that is trained.
 
 --resume continues a run that was interrupted, for example by Ctrl-C. The result is the same as without interruption.
 
@@ -45,6 +46,8 @@ Examples:
   offspec run builtin --draft self "def area("
   offspec distill ./Llama-3.1-8B --exit-layer 4 --text notes.txt --out exit4.safetensors
   offspec distill ./Llama-3.1-8B --skip
+  offspec distill ./Llama-3.1-70B --draft ./Llama-3.2-1B --text notes.txt --out ./my-draft
+  offspec distill ./Mistral-Large --new-draft 1024,4 --out ./my-draft
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)
@@ -55,11 +58,12 @@ Examples:
     help="Number of initial layers used as the draft; they stay in memory. Try a quarter of all layers first.",
 )
 @option("--skip", "skips", is_flag=True, help="Find layers to skip, for --draft resident, instead of training.")
+@draft_options
 @option(
     "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="File for the result. [default: in the user's data folder, where --draft finds it]",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="File for the result, or folder for a draft. [default: in the user's data folder; none for --draft]",
 )
 @option(
     "--text",
@@ -102,13 +106,27 @@ Examples:
     metavar="T",
     help="Sampling temperature of the texts.",
 )
+@option(
+    "--prompt-tokens",
+    type=WholeNumber(0),
+    default=P.prompt_tokens,
+    metavar="N",
+    help="Use the first N tokens of each piece of --text, and let the model write the rest. [default: all are used]",
+)
+@research_option(
+    "--num-labels",
+    type=WholeNumber(1),
+    default=P.num_labels,
+    show_default=True,
+    metavar="K",
+    help="Keep the K likeliest tokens of the model's distribution; the others count as one.",
+)
 @research_option(
     "--learning-rate",
     type=Number(0, min_open=True),
-    default=P.learning_rate,
-    show_default=True,
     metavar="R",
-    help="Learning rate at hidden size 256; scales with the inverse square root of the hidden size.",
+    help="Learning rate at hidden size 256; scales with the inverse square root of the hidden size. "
+    f"[default: {P.learning_rate}; {DraftParams.learning_rate} for a small model]",
 )
 @research_option(
     "--init",
@@ -150,25 +168,27 @@ def command(
     context: int | None,
     **settings: Any,
 ) -> None:
-    if skips == (exit_layer is not None):
-        raise click.UsageError("Give either --exit-layer N, to train an exit layer, or --skip.")
+    settings = {name: value for name, value in settings.items() if value is not None}
+    draft = DraftFlags.of(settings)
+    if skips + draft.is_given + (exit_layer is not None) != 1:
+        raise click.UsageError(
+            "Give one of --exit-layer N, to train an exit layer, --draft SMALL or --new-draft, to train a draft, or "
+            "--skip."
+        )
+    if not draft.is_given:
+        refuse_flags(DRAFT_FLAGS, "needs --draft or --new-draft")
     if skips:
-        _refuse_training_flags()
-    params = DistillParams(**settings)
-    from offspec.checkpoints.opening import open_target
-    from offspec.training.distillation import Teacher, distill
-
+        refuse_flags(TRAINING_FLAGS, "is for training, and --skip trains nothing")
+    if out is not None and out.is_dir() and not draft.is_given:
+        raise click.BadParameter(f"{out} is a folder; give a file.", param_hint="--out")
     loading = {"revision": revision, "device": device, "dtype": dtype, "vram": vram, "ram": ram, "context": context}
-    engine = load_engine(model, quiet=quiet, verbose=verbose, draft="none", **loading)
-    files = open_target(model, revision, dtype, engine.target.device.type)
-    teacher = Teacher(engine.target, files, engine.tokenizer, close_before_training=True)
     more: dict[str, Any] = {"out": None if out is None else out.expanduser(), "texts": texts, "resume": resume}
+    job = Job(model, loading, more, quiet=quiet, verbose=verbose)
     began = time.monotonic()
-    with _progress(quiet=quiet) as line:
-        if exit_layer is None:
-            said, sentence = _skips(teacher, params, progress=line, **more)
-        else:
-            said, sentence = _exit(distill(teacher, exit_layer, params, progress=line, **more))
+    if draft.is_given:
+        said, sentence = distil_draft(job, draft, settings)
+    else:
+        said, sentence = _own_layers(job, exit_layer, DistillParams(**settings))
     seconds = time.monotonic() - began
     if as_json:
         click.echo(json.dumps(said | {"seconds": round(seconds, 3)}))
@@ -176,26 +196,15 @@ def command(
         click.echo(f"{sentence}; took {format_seconds(seconds)}")
 
 
-def _refuse_training_flags() -> None:
-    """Raises click.UsageError for flags of training that --skip does not use."""
-    context = click.get_current_context()
-    for name in ("steps", "num_texts", "text_tokens", "batch_texts", "learning_rate", "init"):
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--skip trains nothing; leave out --{name.replace('_', '-')}.")
+def _own_layers(job: Job, exit_layer: int | None, params: DistillParams) -> tuple[dict[str, Any], str]:
+    """Train an exit layer, or (None) search layers to skip; the result as JSON and as a sentence."""
+    from offspec.training.distillation import distill
 
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[TrainingLine | None]:
-    """A progress line on a terminal, and what to do after Ctrl-C."""
-    line = TrainingLine() if is_watched() and not quiet else None
-    try:
-        yield line
-    except KeyboardInterrupt:
-        click.echo("\nInterrupted; the same command with --resume continues from the last checkpoint.", err=True)
-        raise
-    finally:
-        if line is not None:
-            line.clear()
+    teacher = job.teacher()
+    with training_line(quiet=job.quiet) as line:
+        if exit_layer is None:
+            return _skips(teacher, params, progress=line, **job.more)
+        return _exit(distill(teacher, exit_layer, params, progress=line, **job.more))
 
 
 def _exit(done: Distilled) -> tuple[dict[str, Any], str]:
@@ -214,18 +223,3 @@ def _skips(teacher: Teacher, params: DistillParams, **more: Any) -> tuple[dict[s
     shares = ", ".join(f"{n}: {share:.0%}" for n, share in enumerate(found.agreement) if n)
     said = {"path": str(found.path), "order": found.order, "agreement": found.agreement, "num_tokens": found.num_tokens}
     return said, f"{found.path}: without so many layers the likeliest token is the target's at {shares} of positions"
-
-
-class TrainingLine:
-    """A progress line on a terminal: the phase, its progress and the time left."""
-
-    def __init__(self) -> None:
-        self._what, self._left = "", TimeLeft()
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if what != self._what:
-            self._what, self._left = what, TimeLeft()
-        show_line(f"{what}: {done} of {total}{self._left(time.monotonic(), done, total)}")
-
-    def clear(self) -> None:
-        show_line()

@@ -88,10 +88,10 @@ def distill(
             target.weights.close()
         trainer = Trainer(module, params, folder)
         held_out = num_shards - 1 if num_shards > 1 else 0
-        before = trainer.agreement(shards.load(held_out))
+        before = trainer.mean(shards.load(held_out), module.agreement)
         trainer.resume()
         trainer.train(shards, range(max(1, held_out)), progress, checkpoint_every_s)
-        agreement = trainer.agreement(shards.load(held_out))
+        agreement = trainer.mean(shards.load(held_out), module.agreement)
         layer = {name: weight.detach().to(target.dtype).cpu() for name, weight in module.weights().items()}
         save(out, layer, files, exit_layer, init=params.init, steps=params.steps, agreement=round(agreement, 4))
     return Distilled(out, exit_layer, shards.num_tokens, params.steps, before, agreement)
@@ -131,4 +131,5 @@ class ExitModule(Student):
         return loss
 
     def agreement(self, batch: Shard) -> Tensor:
+        """How often the likeliest token is the target's."""
         return (self.logits(batch["hidden"]).argmax(-1) == batch["labels"][..., 0]).float().mean()

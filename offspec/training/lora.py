@@ -28,7 +28,7 @@ from offspec.scheduler.tree import ROOT
 
 from ..checkpoints.atomic_files import write_atomically
 from ..errors import UsageError
-from ..model.block import LayerWeights, RowsOfText, matrix_shapes
+from ..model.block import LayerWeights, PassRows, RowsOfText, matrix_shapes
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import is_static
 from ..model.decoder import Decoder
@@ -69,7 +69,7 @@ class Adapter:
                 "in bf16, fp16 or fp32 (`draft=PATH`)"
             )
         self.draft, self.share = draft, 1.0
-        tensors = _tensors(draft)
+        tensors = {name: weight for name, weight in weights_of(draft).items() if isinstance(weight, Tensor)}
         shapes = adapted_shapes(draft.config)
         self.merged = {name: tensors[name] for name in shapes}
         self.originals = {name: tensor.clone() for name, tensor in self.merged.items()}
@@ -190,14 +190,13 @@ class SavedAdapter:
             raise UsageError(f"{path} is not a safetensors file ({exc}); choose another file (`learn_file`)") from exc
 
 
-def _tensors(decoder: Decoder) -> dict[str, Tensor]:
+def weights_of(decoder: Decoder) -> dict[str, Weight]:
     """All weights of a resident decoder by their full names."""
-    weights, found = decoder.weights, dict[str, Tensor]()
+    weights, found = decoder.weights, dict[str, Weight]()
     for index in range(decoder.config.num_layers):
         with weights.layer(index) as layer:
-            found |= {in_layer(index, name): w for name, w in layer.items() if isinstance(w, Tensor)}
-    shared = {name: weights.shared(name) for name in decoder.config.shared_shapes()}
-    return found | {name: w for name, w in shared.items() if isinstance(w, Tensor)}
+            found |= {in_layer(index, name): weight for name, weight in layer.items()}
+    return found | {name: weights.shared(name) for name in decoder.config.shared_shapes()}
 
 
 # ------------------------------------------------------------------------------------------------ differentiable
@@ -251,6 +250,15 @@ class AdaptedWeights(LayerWeights):
         return a, b
 
 
+def hidden_states(decoder: Decoder, tokens: Tensor, rows: PassRows) -> Tensor:
+    """States [T, hidden] of tokens [T], on the device, after the last layer. Keeps gradients."""
+    x = decoder.embed(tokens)
+    for block in decoder.blocks:
+        with decoder.weights.layer(block.index) as tensors:
+            x = block.forward(x, decoder.layer_weights(tensors), rows, *rows.chunks[0])
+    return x
+
+
 class Trainee(Decoder):
     """The draft with `share` times the additions to its matrices. Keeps gradients."""
 
@@ -259,14 +267,6 @@ class Trainee(Decoder):
         weights = RamWeights.from_tensors(tensors, layer_prefix=LAYER_PREFIX)
         super().__init__(draft.config, weights, dtype=draft.dtype, device=draft.device)
         self.share = share
-
-    def hidden(self, tokens: Tensor, rows: TreeRows) -> Tensor:
-        """Hidden states [T, hidden] of tokens [T], on the device, after the last layer."""
-        x = self.embed(tokens)
-        for block in self.blocks:
-            with self.weights.layer(block.index) as tensors:
-                x = block.forward(x, self.layer_weights(tensors), rows, *rows.chunks[0])
-        return x
 
     def layer_weights(self, tensors: Mapping[str, Weight]) -> LayerWeights:
         return AdaptedWeights(tensors, self.share)

@@ -32,7 +32,7 @@ from ..errors import UsageError
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.row_logits import HEAD_ROWS
-from .lora import Adapter, SavedAdapter, TreeRows, adapter_bytes
+from .lora import Adapter, SavedAdapter, TreeRows, adapter_bytes, hidden_states
 
 SHARES = (1.0, 0.5, 0.0)  # candidate shares of the additions; the best one is merged
 MEMORY_PLACES = 256.0  # number of new positions after which a share's earlier losses have half the weight
@@ -399,7 +399,7 @@ class Aligner:
             rows = window.text() if said_alone else np.arange(window.num_tokens)
             parents = np.arange(len(rows)) + ROOT if said_alone else window.parents[rows]
             places = np.searchsorted(rows, learnt)
-            hidden = trainee.hidden(put(window.tokens[rows], torch.long), TreeRows(trainee, parents))
+            hidden = hidden_states(trainee, put(window.tokens[rows], torch.long), TreeRows(trainee, parents))
             hidden = hidden[put(places, torch.long)]
             learns = hidden.requires_grad
             leaf = hidden.detach().requires_grad_(learns)

@@ -157,7 +157,7 @@ class Agreement:
         num_texts, length = texts.shape
         self._target, self._tokens = target, torch.from_numpy(texts.reshape(-1))
         forest = Forest(target, num_texts)
-        self._wanted = forest.add(texts, 1)["labels"][:, 0].cpu()
+        self._wanted = forest.add(texts, 1)["labels"].flatten().cpu()
         owners, depths = np.repeat(np.arange(num_texts), length), np.tile(np.arange(length), num_texts)
         before = (owners[:, None] == owners) & (depths[:, None] > depths)
         mask = np.concatenate((before, np.eye(len(owners), dtype=bool)), axis=1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,21 +53,36 @@ class Shards:
         params: DistillParams,
         texts: Sequence[Path],
         layers: Sequence[int] = (),
+        num_known: int | None = None,
     ) -> None:
-        """Writes nothing yet.
+        """Writes nothing yet. num_known: labels and written texts have tokens below it only; None is the vocabulary.
 
         Raises UsageError for texts that cannot be learnt from, or where there is no way to begin one.
         """
         self._folder, self._target, self._params, self._layers = folder, target, params, tuple(layers)
+        self._num_known = min(num_known or target.config.vocab_size, target.config.vocab_size)
+        if params.prompt_tokens and not texts:
+            raise UsageError("`prompt_tokens` takes the beginnings of given files; name some (`texts`)")
         if params.text_tokens > (longest := target.config.max_context):
             raise UsageError(
                 f"`text_tokens={params.text_tokens}` exceeds the model's context of {longest}; choose a smaller value"
             )
-        self._given = text_pieces(texts, tokenizer, params.text_tokens) if texts else None
-        self._start = first_token(tokenizer) if not texts else None
+        self._begun = self._beginnings(texts, tokenizer)
+
+    def _beginnings(self, texts: Sequence[Path], tokenizer: Tokenizer) -> IntArray:
+        """[shards, B, T]: whole texts, their prompts, or the token that begins texts."""
+        params, count = self._params, math.ceil(self._params.num_texts / SHARD_TEXTS)
+        if not texts:
+            return np.full((count, SHARD_TEXTS, 1), first_token(tokenizer), dtype=np.int64)
+        if not params.prompt_tokens:
+            return text_pieces(texts, tokenizer, params.text_tokens)
+        prompts = text_pieces(texts, tokenizer, params.prompt_tokens).reshape(-1, params.prompt_tokens)
+        spread = np.linspace(0, len(prompts) - 1, count * SHARD_TEXTS).astype(np.int64)
+        chosen: IntArray = prompts[np.random.default_rng(params.seed).permutation(spread)]
+        return chosen.reshape(count, SHARD_TEXTS, -1)
 
     def __len__(self) -> int:
-        return math.ceil(self._params.num_texts / SHARD_TEXTS) if self._given is None else len(self._given)
+        return len(self._begun)
 
     @property
     def num_tokens(self) -> int:
@@ -91,16 +106,39 @@ class Shards:
                 "`text_tokens`)"
             )
 
-    def make(self, progress: Progress) -> int:
-        """Make the missing shards, each atomically. Returns the number of shards."""
-        given, count = self._given, len(self)
-        what = "texts written" if given is None else "texts read"
-        for index in range(count):
-            progress(what, index, count)
+    def make(self, progress: Progress, indices: Sequence[int] | None = None, writer: Decoder | None = None) -> int:
+        """Make the missing shards, each atomically, or those of `indices`. Returns the number of shards.
+
+        writer: the decoder that writes the texts, instead of the target; the target reads them in one pass.
+        """
+        indices = range(len(self)) if indices is None else indices
+        is_given = self._begun.shape[-1] == self._params.text_tokens
+        what = "texts read" if is_given else "texts written" if writer is None else "texts written by the draft"
+        for number, index in enumerate(indices):
+            progress(what, number, len(indices))
             if not self._file(index).is_file():
-                self._save(index, self._written(index) if given is None else self._pass(given[index]))
-        progress(what, count, count)
-        return count
+                self._save(index, self._read(index, writer))
+        progress(what, len(indices), len(indices))
+        return len(self)
+
+    def _read(self, index: int, writer: Decoder | None) -> Shard:
+        labels = self._params.num_labels
+        if writer is None:
+            return _joined(self._grown(index, Forest(self._target, SHARD_TEXTS, self._layers), labels))
+        texts = _joined(self._grown(index, Forest(writer, SHARD_TEXTS), 1))["tokens"].cpu().numpy().astype(np.int64)
+        return Forest(self._target, SHARD_TEXTS, self._layers).add(texts, labels, self._num_known)
+
+    def _grown(self, index: int, forest: Forest, num_labels: int) -> Iterator[Shard]:
+        """A shard in parts: its texts as they begin, then one token of each per pass, if there is more to write."""
+        generator = torch.Generator().manual_seed(self._params.seed * 1_000_003 + index)
+        tokens, length = self._begun[index], 0
+        while True:
+            yield forest.add(tokens, num_labels, self._num_known)
+            length += tokens.shape[1]
+            if length == self._params.text_tokens:
+                return
+            chances = (forest.logits[:, -1, : self._num_known] / self._params.temperature).softmax(-1).cpu()
+            tokens = torch.multinomial(chances, 1, generator=generator).numpy()
 
     def _save(self, index: int, shard: Shard) -> None:
         unfinished = self._folder / "unfinished"
@@ -120,24 +158,11 @@ class Shards:
     def _file(self, index: int) -> Path:
         return self._folder / f"shard-{index:05}.safetensors"
 
-    def _pass(self, texts: IntArray) -> Shard:
-        """One pass over texts [B, T]."""
-        num_texts, length = texts.shape
-        forest = Forest(self._target, num_texts, self._layers)
-        parts = forest.add(texts, self._params.num_labels)
-        return {name: part.view(num_texts, length, *part.shape[1:]) for name, part in parts.items()}
 
-    def _written(self, index: int) -> Shard:
-        """Texts that the target generates, one token of each per pass, from the token that begins texts."""
-        params, forest = self._params, Forest(self._target, SHARD_TEXTS, self._layers)
-        generator = torch.Generator().manual_seed(params.seed * 1_000_003 + index)
-        tokens = np.full((SHARD_TEXTS, 1), self._start, dtype=np.int64)
-        parts: list[Shard] = []
-        for _ in range(params.text_tokens):
-            parts.append(forest.add(tokens, params.num_labels))
-            chances = (forest.logits[:, -1] / params.temperature).softmax(-1).cpu()
-            tokens = torch.multinomial(chances, 1, generator=generator).numpy()
-        return {name: torch.stack([part[name] for part in parts], dim=1) for name in parts[0]}
+def _joined(parts: Iterable[Shard]) -> Shard:
+    """Consecutive parts [B, T, ...] of the same texts as one."""
+    found = list(parts)
+    return {name: torch.cat([part[name] for part in found], dim=1) for name in found[0]}
 
 
 def text_pieces(files: Sequence[Path], tokenizer: Tokenizer, length: int) -> IntArray:
@@ -187,8 +212,11 @@ class Forest:
         self.logits = torch.empty(0)  # [B, 1, vocab]: after the last tokens
 
     @torch.inference_mode()
-    def add(self, tokens: IntArray, num_labels: int) -> Shard:
-        """Append tokens [B, T]. Returns the shard's parts for them, [B * T, ...]."""
+    def add(self, tokens: IntArray, num_labels: int, num_known: int | None = None) -> Shard:
+        """Append tokens [B, T]. Returns the shard's parts for them, [B, T, ...].
+
+        num_known: labels are below it; their probabilities are those among all tokens.
+        """
         decoder, cache, (num_texts, length) = self._decoder, self.cache, tokens.shape
         owners = np.repeat(np.arange(num_texts), length)
         depths = np.tile(np.arange(length), num_texts) + len(self._owners) // num_texts
@@ -205,13 +233,17 @@ class Forest:
         hidden = decoder.through(decoder.embed(flat), rows, after=after)
         cache.append(0, len(owners))
         self._owners = np.concatenate((self._owners, owners))
-        best = [self._best(hidden[i : i + HEAD_ROWS], num_labels) for i in range(0, len(hidden), HEAD_ROWS)]
+        slices = [hidden[i : i + HEAD_ROWS] for i in range(0, len(hidden), HEAD_ROWS)]
+        best = [self._best(states, num_labels, num_known) for states in slices]
         log_probabilities, labels = (torch.cat(parts) for parts in zip(*best, strict=True))
         self.logits = decoder.logits(hidden.view(num_texts, length, -1)[:, -1:])
         parts = {"tokens": flat.int(), "labels": labels.int(), "log_probabilities": log_probabilities}
-        return parts | ({"hidden": torch.cat([kept[i] for i in self._layers], dim=-1)} if self._layers else {})
+        if self._layers:
+            parts["hidden"] = torch.cat([kept[layer] for layer in self._layers], dim=-1)
+        return {name: part.view(num_texts, length, *part.shape[1:]) for name, part in parts.items()}
 
-    def _best(self, hidden: Tensor, num_labels: int) -> tuple[Tensor, Tensor]:
+    def _best(self, hidden: Tensor, num_labels: int, num_known: int | None) -> tuple[Tensor, Tensor]:
         logits = self._decoder.logits(hidden)
-        best, labels = logits.topk(min(num_labels, logits.shape[-1]))
+        known = logits[:, :num_known]
+        best, labels = known.topk(min(num_labels, known.shape[-1]))
         return best - logits.logsumexp(-1, keepdim=True), labels

@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,10 +44,6 @@ class Student(nn.Module):
     def forward(self, batch: Shard) -> Tensor:
         """The loss of a batch, some texts of a shard on the device."""
 
-    @abstractmethod
-    def agreement(self, batch: Shard) -> Tensor:
-        """The share of positions where the likeliest token is the target's."""
-
 
 class Trainer:
     """Trains `student`, with checkpoints in `folder`. step: the next one."""
@@ -60,7 +56,6 @@ class Trainer:
         self._params, self._folder, self.step = params, folder, 0
         self._peak = params.learning_rate * math.sqrt(256 / student.width)
         optimizer = torch.optim.AdamW(student.parameters(), lr=self._peak, betas=(0.9, 0.95), weight_decay=0.01)
-        self.student = student
         self._module, self._optimizer = self._accelerator.prepare(student, optimizer)
 
     def train(
@@ -89,10 +84,10 @@ class Trainer:
         progress("training steps", self.step, params.steps)
 
     @torch.no_grad()
-    def agreement(self, shard: Shard) -> float:
-        """How often the likeliest token is the target's."""
+    def mean(self, shard: Shard, measure: Callable[[Shard], Tensor]) -> float:
+        """The mean of what `measure` gives for the shard's batches."""
         batches = self._cut(shard, range(len(shard["tokens"])))
-        return float(torch.stack([self.student.agreement(batch) for batch in batches]).mean())
+        return float(torch.stack([measure(batch) for batch in batches]).mean())
 
     def _rate(self, step: int) -> float:
         """Learning rate: a warm-up, then a cosine decay to 0."""

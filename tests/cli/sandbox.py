@@ -32,6 +32,7 @@ MODELS = {
         ("Qwen2.5-32B-Instruct", "Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "MODEL"), "target"
     ),
     **dict.fromkeys(("Llama-3.2-1B-Instruct", "Llama-3.2-1B", "Qwen/Qwen2.5-0.5B-Instruct", "DRAFT"), "draft"),
+    "my-draft": "draft",
     "Llama-3.1-70B-nf4": "nf4",
     "builtin-packed": "packed",
     "SmolLM2-135M-Instruct": "other vocabulary",
@@ -187,7 +188,7 @@ class Sandbox:
 
     def _put_models(self, args: list[str]) -> None:
         """Those that the command names, except what it makes."""
-        made = args[2:3] if args[0] == "quantize" else []
+        made = args[2:3] if args[0] == "quantize" else args[args.index("--out") + 1 :][:1] if "--out" in args else []
         for word in set(args) - set(made):
             name = word.removeprefix("./")
             if name in MODELS:

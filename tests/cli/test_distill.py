@@ -91,6 +91,55 @@ def test_layers_to_skip_are_found_and_resumed(
     resumed.refusal(2, "nothing to resume", "--resume")
 
 
+def test_a_draft_is_trained_and_used(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
+    out = tmp_path / "mine"
+    small = ("--num-texts", 32, "--steps", 4, "--text-tokens", 8, "--device", "cpu")
+    made = offspec("distill", pair.target, "--draft", pair.draft, *small, "--out", out, "--loss", "jsd", "--json")
+    assert (made.code, made.err) == (0, "")
+    said = json.loads(made.out)
+    assert Path(said["path"]) == out
+    assert min(said["tokens_per_pass"], said["tokens_per_pass_before"]) >= 1
+    asked = ("run", pair.target, "def area(", "--device", "cpu", "--max-new-tokens", 8)
+    assert offspec(*asked, "--draft", out).out == offspec(*asked, "--draft", "none").out
+    again = offspec("distill", pair.target, "--draft", pair.draft, *small, "--out", out)
+    again.refusal(2, out, "exists", "--out")
+
+
+def test_additions_are_a_learn_file(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
+    out = tmp_path / "more.safetensors"
+    small = ("--num-texts", 32, "--steps", 4, "--text-tokens", 8, "--device", "cpu")
+    made = offspec("distill", pair.target, "--draft", pair.draft, "--lora", 2, *small, "--out", out)
+    assert made.code == 0, made
+    assert tells(made.out, out, "tokens per pass", "before")
+    asked = ("run", pair.target, "def area(", "--device", "cpu", "--max-new-tokens", 8)
+    used = offspec(*asked, "--draft", pair.draft, "--learn-file", out)
+    assert (used.code, used.out) == (0, offspec(*asked, "--draft", "none").out)
+
+
+def test_a_new_draft_is_made(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
+    small = ("--num-texts", 32, "--steps", 4, "--text-tokens", 8, "--device", "cpu", "--json")
+    made = offspec("distill", pair.target, "--new-draft", "16,1", *small, "--out", tmp_path / "new")
+    assert made.code == 0, made
+    assert json.loads(made.out)["tokens_per_pass_before"] is None
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["hidden_size"] == 16
+
+
+def test_flags_of_one_training_are_refused_by_another(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
+    asked = ("distill", pair.target)
+    offspec(*asked, "--draft", pair.draft).refusal(2, "--out")
+    offspec(*asked, "--draft", pair.draft, "--exit-layer", 1).refusal(2, "--exit-layer", "--draft")
+    offspec(*asked, "--draft", pair.draft, "--new-draft", "16,1").refusal(2, "--new-draft", "--draft")
+    offspec(*asked, "--exit-layer", 1, "--loss", "rkl").refusal(2, "--loss", "--draft")
+    offspec(*asked, "--new-draft", "16", "--out", tmp_path / "x").refusal(2, "--new-draft 16", "HIDDEN,LAYERS")
+
+
+def test_a_draft_of_the_users_settings_is_not_trained(
+    pair: Pair, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFSPEC_DRAFT", str(pair.draft))
+    assert offspec("distill", pair.target, "--exit-layer", 1, *SMALL).code == 0
+
+
 def _few_tokens(init: Any) -> Any:
     def make(self: Any, **settings: Any) -> None:
         init(self, **{"num_tokens": 32, **settings})

@@ -16,7 +16,7 @@ from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, wanted
 from offspec.model.early_exit import EarlyExit, shared_text
 from offspec.model.families import ACTIVATIONS as KNOWN_ACTIVATIONS
 from offspec.model.names import EMBEDDING, LAYER_PREFIX
-from offspec.training.lora import Adapter, TreeRows
+from offspec.training.lora import Adapter, TreeRows, hidden_states
 
 from ...fakes import FAMILIES, TinyModel, config_json
 from ...refusals import refused
@@ -58,7 +58,7 @@ def static_pass(decoder: Decoder) -> Tensor:
 
 def trained_pass(decoder: Decoder) -> Tensor:
     trainee = Adapter(decoder, 4).trainee()
-    hidden = trainee.hidden(torch.tensor([5, 6, 7, 8]), TreeRows(trainee, np.arange(4) - 1))
+    hidden = hidden_states(trainee, torch.tensor([5, 6, 7, 8]), TreeRows(trainee, np.arange(4) - 1))
     return trainee.head(trainee.normed(hidden)).detach()
 
 

@@ -199,15 +199,11 @@ def test_labels_are_what_the_target_says_of_each_text_alone(engine: Engine) -> N
     texts = torch.randint(0, 300, (3, 5), generator=torch.Generator().manual_seed(0)).numpy()
     forest = Forest(engine.target, 3, [EXIT - 1])
     parts = [forest.add(texts[:, :2], 8), forest.add(texts[:, 2:3], 8), forest.add(texts[:, 3:], 8)]
-    sizes = [2, 1, 2]
     for number, text in enumerate(texts):
         chain = build_tree([text.tolist()])
         logits = CachedDecoder(engine.target).score([], chain.tokens, chain.depths, chain.mask())
         expected, labels = logits.log_softmax(-1).topk(8)
-        found = {
-            name: torch.cat([p[name].view(3, size, -1)[number] for p, size in zip(parts, sizes, strict=True)])
-            for name in parts[0]
-        }
+        found = {name: torch.cat([part[name][number] for part in parts]) for name in parts[0]}
         assert torch.equal(found["labels"].long(), labels)
         torch.testing.assert_close(found["log_probabilities"], expected, rtol=0, atol=1e-4)
         positions = torch.arange(len(text))

@@ -24,7 +24,7 @@ from offspec.model.row_logits import HEAD_ROWS
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.tree import ROOT, TokenTree
 from offspec.scheduler.verify import NoStates, TargetPass, Verdict
-from offspec.training.lora import Adapter, TreeRows, adapted_shapes
+from offspec.training.lora import Adapter, TreeRows, adapted_shapes, hidden_states
 from offspec.training.online import Aligner, AlignmentParams, Listener, Window, best_beside, divergence, learning_bytes
 
 from ...fakes import TinyModel
@@ -137,7 +137,7 @@ def test_a_tree_at_once_is_each_of_its_paths_alone(
     parents = np.concatenate((parents, np.where(parents == ROOT, ROOT, parents + 30)))
     tokens = draws.integers(3, 60, size=60)
     trainee = adapter.trainee()
-    found = trainee.head(trainee.normed(trainee.hidden(torch.from_numpy(tokens), TreeRows(trainee, parents))))
+    found = trainee.head(trainee.normed(hidden_states(trainee, torch.from_numpy(tokens), TreeRows(trainee, parents))))
     found.sum().backward()  # type: ignore[no-untyped-call]
 
     def alone(row: int) -> Tensor:
@@ -175,7 +175,7 @@ def test_the_loss_is_the_weighted_divergence_and_its_gradient_points_down(engine
         for place, (path, weight) in enumerate(zip(paths, weights, strict=True)):
             tokens = torch.tensor([*context, *TREE.tokens[path]])
             rows = TreeRows(trainee, np.arange(len(tokens)) - 1)
-            said = trainee.head(trainee.normed(trainee.hidden(tokens, rows)))[-1:]
+            said = trainee.head(trainee.normed(hidden_states(trainee, tokens, rows)))[-1:]
             known = torch.from_numpy(choices[place : place + 1]).long(), torch.from_numpy(logs[place : place + 1])
             weighted.append(weight * divergence(said, known[0], known[1].float()).sum())
             whole += weight

@@ -1,0 +1,148 @@
+"""`offspec distill TARGET --draft SMALL` and `--new-draft`: trains a small model, and measures what it gains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from offspec.training.distill_params import DraftParams
+
+from .help_groups import option, research_option
+from .options import Number, WholeNumber
+from .training_job import Job, is_typed, training_line
+
+if TYPE_CHECKING:
+    from offspec.training.distillation import Teacher
+    from offspec.training.draft_distillation import DistilledDraft, Untrained
+
+F = TypeVar("F", bound=Callable[..., Any])
+P = DraftParams
+DRAFT_FLAGS = ("embedding", "loss", "on_policy", "rounds", "lora_rank")
+MOST_MEASURED = 64  # tokens generated after each held-out prompt
+
+
+def draft_options(function: F) -> F:
+    """The flags of training a draft model."""
+    for decorate in reversed(
+        (
+            option("--draft", "small", metavar="SMALL", help="Train this model: a path, a hub id, or builtin."),
+            option("--new-draft", metavar="HIDDEN,LAYERS", help="Train a new model of this size, for instance 512,4."),
+            option(
+                "--loss",
+                type=click.Choice(["fkl", "rkl", "jsd", "tvd++"]),
+                default=P.loss,
+                show_default=True,
+                help="A draft's loss: forward or reverse KL, Jensen-Shannon, or total variation (TVD++).",
+            ),
+            option(
+                "--lora",
+                "lora_rank",
+                type=WholeNumber(1),
+                metavar="RANK",
+                help="Train low-rank additions only, and write one file for --learn-file. [default: all weights]",
+            ),
+            option(
+                "--on-policy",
+                type=Number(0, 1),
+                default=P.on_policy,
+                metavar="SHARE",
+                help="Share of the texts that the draft writes and MODEL reads; MODEL writes the others. [default: 0]",
+            ),
+            research_option(
+                "--rounds",
+                type=WholeNumber(1),
+                default=P.rounds,
+                show_default=True,
+                metavar="N",
+                help="How often the draft writes new texts.",
+            ),
+            research_option(
+                "--embedding",
+                type=click.Choice(["components", "random"]),
+                default="components",
+                show_default=True,
+                help="A new draft's embedding: principal components of MODEL's, or random numbers.",
+            ),
+        )
+    ):
+        function = decorate(function)
+    return function
+
+
+@dataclass(frozen=True)
+class DraftFlags:
+    """What is trained: an existing draft, or a new one of this shape, with this embedding."""
+
+    small: str | None
+    new_draft: str | None
+    embedding: Any
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> DraftFlags:
+        """Remove the flags from `settings`. The draft that the user's settings name for other commands is not meant."""
+        small = settings.pop("small", None)
+        found = cls(small if is_typed("small") else None, settings.pop("new_draft", None), settings.pop("embedding"))
+        if not found.is_given:
+            for name in DRAFT_FLAGS:
+                settings.pop(name, None)
+        elif found.small is not None and found.new_draft is not None:
+            raise click.UsageError("Give --draft SMALL or --new-draft, not both.")
+        return found
+
+    @property
+    def is_given(self) -> bool:
+        return self.small is not None or self.new_draft is not None
+
+    def untrained(self, teacher: Teacher, seed: int) -> Untrained:
+        """The draft before its training. Raises a subclass of OffspecError."""
+        from offspec.checkpoints.opening import locate
+        from offspec.training.draft_distillation import Untrained
+        from offspec.training.new_draft import new_draft, parse_shape
+
+        if self.small is not None:
+            return Untrained.of_model(locate(self.small, None, "draft"), teacher.tokenizer, teacher.target.device)
+        shape = parse_shape(str(self.new_draft))
+        return new_draft(teacher.files, teacher.target, *shape, embedding=self.embedding, seed=seed)
+
+
+def distil_draft(job: Job, flags: DraftFlags, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Train the draft and measure it; the result as JSON and as a sentence."""
+    from offspec.training.draft_distillation import distill_draft
+
+    if job.more["out"] is None:
+        raise click.UsageError("Give --out, a new folder for the draft (with --lora, a file).")
+    params = DraftParams(**settings)
+    teacher = job.teacher()
+    with training_line(quiet=job.quiet) as line:
+        done = distill_draft(teacher, flags.untrained(teacher, params.seed), params, progress=line, **job.more)
+    teacher.target.weights.close()
+    before = None if flags.small is None else _measured(job, done, params, draft=flags.small)
+    now: dict[str, Any] = {"draft": str(done.path)}
+    if params.lora_rank:
+        now = {"draft": flags.small, "learn_file": done.path}
+    return _said(done, before, _measured(job, done, params, **now))
+
+
+def _measured(job: Job, done: DistilledDraft, params: DraftParams, **drafting: Any) -> float:
+    """Tokens per pass on the held-out texts."""
+    from offspec.tools.draft_gain import tokens_per_pass
+
+    count = min(MOST_MEASURED, params.text_tokens // 2)
+    engine = job.engine(**drafting)
+    with training_line(quiet=job.quiet, advice=f"the training is complete, and its result is {done.path}.") as line:
+        found = tokens_per_pass(engine, done.prompts, count, params.temperature, line)
+    engine.close()
+    return found
+
+
+def _said(done: DistilledDraft, before: float | None, after: float) -> tuple[dict[str, Any], str]:
+    said: dict[str, Any] = {"path": str(done.path), "num_tokens": done.num_tokens, "num_steps": done.num_steps}
+    said |= {"agreement_before": done.agreement_before, "agreement": done.agreement}
+    said |= {"divergence_before": done.divergence_before, "divergence": done.divergence}
+    said |= {"tokens_per_pass_before": before, "tokens_per_pass": after}
+    was = "" if before is None else f" (before: {before:.2f})"
+    agrees = f"its likeliest token is the target's at {done.agreement:.0%} of positions ({done.agreement_before:.0%})"
+    return said, f"{done.path}: {after:.2f} tokens per pass of 64 nodes on held-out texts{was}; {agrees}"

@@ -1,0 +1,87 @@
+"""What the trainings of `offspec distill` share: the loaded target, the progress line, and which flags go together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from .options import load_engine
+from .terminal import TimeLeft, is_watched, show_line
+
+if TYPE_CHECKING:
+    from offspec import Engine
+    from offspec.training.distillation import Teacher
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training's target and files. loading: of `load_engine`. more: `out`, `texts` and `resume` of the training."""
+
+    model: str
+    loading: Mapping[str, Any]
+    more: Mapping[str, Any]
+    quiet: bool
+    verbose: bool
+
+    def engine(self, **drafting: Any) -> Engine:
+        """The target with a draft."""
+        return load_engine(self.model, quiet=self.quiet, verbose=self.verbose, **self.loading, **drafting)
+
+    def teacher(self) -> Teacher:
+        """The target, which is closed before training where it is not needed. Raises a subclass of OffspecError."""
+        from offspec.checkpoints.opening import open_target
+        from offspec.training.distillation import Teacher
+
+        engine = self.engine(draft="none")
+        files = open_target(self.model, self.loading["revision"], self.loading["dtype"], engine.target.device.type)
+        return Teacher(engine.target, files, engine.tokenizer, close_before_training=True)
+
+
+def is_typed(name: str) -> bool:
+    """Whether the flag with this click name is in the command line, not only in the user's settings."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def refuse_flags(names: Iterable[str], why: str) -> None:
+    """Raises click.UsageError if one of these flags is in the command line."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        if parameter.name in names and is_typed(parameter.name):
+            raise click.UsageError(f"{max(parameter.opts, key=len)} {why}; leave it out.")
+
+
+@contextmanager
+def training_line(
+    *, quiet: bool, advice: str = "the same command with --resume continues from the last checkpoint."
+) -> Iterator[TrainingLine | None]:
+    """A progress line on a terminal, and `advice` after Ctrl-C."""
+    line = TrainingLine() if is_watched() and not quiet else None
+    try:
+        yield line
+    except KeyboardInterrupt:
+        click.echo(f"\nInterrupted; {advice}", err=True)
+        raise
+    finally:
+        if line is not None:
+            line.clear()
+
+
+class TrainingLine:
+    """A progress line on a terminal: the phase, its progress and the time left."""
+
+    def __init__(self) -> None:
+        self._what, self._left = "", TimeLeft()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what != self._what:
+            self._what, self._left = what, TimeLeft()
+        show_line(f"{what}: {done} of {total}{self._left(time.monotonic(), done, total)}")
+
+    def clear(self) -> None:
+        show_line()

@@ -1,0 +1,290 @@
+"""A draft is distilled on its target: it predicts it better, and a run that was killed gives the same to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.opening import ModelFiles
+from offspec.errors import UsageError, VocabularyMismatchError
+from offspec.training.distill_params import DraftParams
+from offspec.training.distillation import Teacher
+from offspec.training.draft_distillation import DistilledDraft, Untrained, WholeStudent, distill_draft
+from offspec.training.new_draft import components, new_draft, parse_shape
+from offspec.training.target_texts import SHARD_TEXTS, Shards
+
+from ...fakes import LendingWeights
+from ...pair import VOCAB_SIZE, Pair, build_pair, variant
+from ...refusals import refused
+
+ROOT = Path(__file__).parents[3]
+SMALL = DraftParams(steps=24, num_texts=48, text_tokens=12, num_labels=8, learning_rate=3e-3)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def teacher(pair: Pair) -> Iterator[Teacher]:
+    with Engine.load(str(pair.target), draft="none", device="cpu", dtype="fp32") as engine:
+        yield Teacher(engine.target, ModelFiles.open(pair.target, "fp32", "cpu", []), engine.tokenizer)
+
+
+def untrained(pair: Pair, teacher: Teacher) -> Untrained:
+    return Untrained.of_model(pair.draft, teacher.tokenizer, torch.device("cpu"))
+
+
+def train(pair: Pair, teacher: Teacher, out: Path, params: DraftParams = SMALL, **more: Any) -> DistilledDraft:
+    return distill_draft(teacher, untrained(pair, teacher), params, out, **more)
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors" if path.is_dir() else path)
+
+
+def same(one: Path, other: Path) -> bool:
+    found, expected = weights(one), weights(other)
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+class Stop(Exception):  # noqa: N818 - it stands for Ctrl-C
+    pass
+
+
+def stop_at(wanted: str, at: int) -> Any:
+    def progress(what: str, done: int, total: int) -> None:
+        if what == wanted and done == at:
+            raise Stop
+
+    return progress
+
+
+@pytest.mark.parametrize("loss", ["fkl", "rkl", "jsd", "tvd++"])
+def test_every_loss_brings_the_draft_nearer_to_the_target(
+    pair: Pair, teacher: Teacher, tmp_path: Path, loss: Any
+) -> None:
+    done = train(pair, teacher, tmp_path / "out", replace(SMALL, loss=loss, steps=60))
+    assert done.divergence < done.divergence_before
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_the_result_is_a_draft_of_the_same_text(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
+    out = train(pair, teacher, tmp_path / "out").path
+    assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
+    params = SamplingParams(30, seed=0, ignore_eos=True)
+    texts = []
+    for draft in (str(out), "none"):
+        with Engine.load(str(pair.target), draft=draft, device="cpu", dtype="fp32") as engine:
+            steps = list(engine.generate("def area(", params, SpeculationParams(16)))
+            texts.append([token for step in steps for token in step.token_ids])
+    assert texts[0] == texts[1]
+
+
+def test_all_weights_are_trained_in_their_own_dtype(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
+    found, before = weights(train(pair, teacher, tmp_path / "out").path), weights(pair.draft)
+    assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in before.items()}
+    assert not any(torch.equal(found[name], before[name]) for name in found)
+
+
+def test_additions_are_one_file_that_the_draft_loads(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
+    done = train(pair, teacher, tmp_path / "more.safetensors", replace(SMALL, lora_rank=4, steps=60))
+    assert done.divergence < done.divergence_before
+    given: dict[str, Any] = {"draft": str(pair.draft), "learn_file": done.path, "device": "cpu", "dtype": "fp32"}
+    with Engine.load(str(pair.target), **given) as engine:
+        assert engine.aligner is not None
+        name = "model.layers.0.self_attn.q_proj.weight"
+        assert not torch.equal(engine.aligner.adapter.merged[name], engine.aligner.adapter.originals[name])
+        plain = engine.complete("def area(", SamplingParams(8), SpeculationParams(0))
+        assert engine.complete("def area(", SamplingParams(8)) == plain
+
+
+MIXED = replace(SMALL, on_policy=0.5, rounds=2)
+
+
+@pytest.mark.parametrize(
+    ("params", "stops"),
+    [
+        (SMALL, [("texts written", 1)]),
+        (SMALL, [("training steps", 9), ("training steps", 23)]),
+        (MIXED, [("texts written by the draft", 0), ("training steps", 15)]),
+        (replace(MIXED, on_policy=1.0), [("training steps", 10), ("texts written by the draft", 1)]),
+        (replace(SMALL, lora_rank=4), [("training steps", 9)]),
+    ],
+)
+def test_an_interrupted_run_gives_the_same_to_the_last_bit(
+    pair: Pair, teacher: Teacher, tmp_path: Path, params: DraftParams, stops: list[tuple[str, int]]
+) -> None:
+    expected = train(pair, teacher, tmp_path / "whole", params).path
+    for number, (what, at) in enumerate(stops):
+        with pytest.raises(Stop):
+            train(
+                *(pair, teacher, tmp_path / "out", params),
+                resume=number > 0,
+                progress=stop_at(what, at),
+                checkpoint_every_s=0,
+            )
+        assert not (tmp_path / "out").exists()
+    torch.rand(7)  # what else happened to the random numbers of this process does not count
+    assert same(train(pair, teacher, tmp_path / "out", params, resume=True).path, expected)
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    import torch
+    from offspec import Engine
+    from offspec.checkpoints.opening import ModelFiles
+    from offspec.training.distill_params import DraftParams
+    from offspec.training.distillation import Teacher
+    from offspec.training.draft_distillation import Untrained, distill_draft
+
+    target, draft, out = map(Path, sys.argv[1:])
+    engine = Engine.load(str(target), draft="none", device="cpu", dtype="fp32")
+    teacher = Teacher(engine.target, ModelFiles.open(target, "fp32", "cpu", []), engine.tokenizer)
+
+    def progress(what, done, total):
+        if what == "training steps" and done == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    distill_draft(
+        teacher, Untrained.of_model(draft, engine.tokenizer, torch.device("cpu")),
+        DraftParams(steps=24, num_texts=48, text_tokens=12, num_labels=8, learning_rate=3e-3),
+        out, progress=progress, checkpoint_every_s=0,
+    )
+"""
+
+
+def test_a_killed_run_gives_the_same_to_the_last_bit(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    script = [sys.executable, "-c", textwrap.dedent(KILLED), str(pair.target), str(pair.draft), str(out)]
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    killed = subprocess.run(script, env={**os.environ, **threads, "PYTHONPATH": str(ROOT)}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists()
+    expected = train(pair, teacher, tmp_path / "whole").path
+    assert same(train(pair, teacher, out, resume=True).path, expected)
+    assert sorted(tmp_path.iterdir()) == [out, tmp_path / "whole"]
+
+
+# ------------------------------------------------------------------------------------------------ texts
+
+
+def test_on_policy_texts_are_the_drafts_and_take_one_pass_of_the_target(
+    pair: Pair, teacher: Teacher, tmp_path: Path
+) -> None:
+    target, student = teacher.target, WholeStudent(untrained(pair, teacher), SMALL)
+    lent = LendingWeights(target.weights)
+    counted = type(target)(target.config, lent, dtype=target.dtype, device=target.device)
+    shards = Shards(tmp_path, counted, teacher.tokenizer, SMALL, [])
+    shards.make(lambda *_: None, [0], student.decoder)
+    assert lent.lent == [*range(target.config.num_layers)]
+    drafted = shards.load(0)
+    by_draft = Shards(tmp_path / "by-draft", student.decoder, teacher.tokenizer, SMALL, [])
+    (tmp_path / "by-draft").mkdir()
+    by_draft.make(lambda *_: None, [0])
+    assert torch.equal(drafted["tokens"], by_draft.load(0)["tokens"])
+    assert not torch.equal(drafted["log_probabilities"], by_draft.load(0)["log_probabilities"])
+
+
+def test_prompts_are_the_files_and_the_rest_is_the_targets(teacher: Teacher, tmp_path: Path) -> None:
+    (text := tmp_path / "text.txt").write_text("def area(width, height):\n    return width * height\n" * 200)
+    params = replace(SMALL, prompt_tokens=4)
+    shards = Shards(tmp_path, teacher.target, teacher.tokenizer, params, [text])
+    assert len(shards) == SMALL.num_texts // SHARD_TEXTS
+    shards.make(lambda *_: None, [0])
+    tokens, ids = shards.load(0)["tokens"], teacher.tokenizer.encode(text.read_text())
+    beginnings = {tuple(ids[first : first + 4]) for first in range(0, len(ids), 4)}
+    assert tokens.shape == (SHARD_TEXTS, SMALL.text_tokens)
+    assert {tuple(row[:4].tolist()) for row in tokens} <= beginnings
+    assert not {tuple(row[4:8].tolist()) for row in tokens} <= beginnings
+    with refused(UsageError, "`prompt_tokens`", "`texts`"):
+        Shards(tmp_path, teacher.target, teacher.tokenizer, params, [])
+
+
+# ------------------------------------------------------------------------------------------------ new drafts
+
+
+def test_a_new_draft_learns_the_target(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
+    draft = new_draft(teacher.files, teacher.target, 16, 1)
+    done = distill_draft(teacher, draft, replace(SMALL, steps=60), tmp_path / "out")
+    assert done.divergence < done.divergence_before
+    with Engine.load(str(pair.target), draft=str(done.path), device="cpu", dtype="fp32") as engine:
+        plain = engine.complete("def area(", SamplingParams(8), SpeculationParams(0))
+        assert engine.complete("def area(", SamplingParams(8)) == plain
+
+
+def test_a_new_drafts_embedding_keeps_what_the_targets_tells_apart(teacher: Teacher) -> None:
+    size = teacher.target.config.hidden_size
+    whole, some = components(teacher.target, size), components(teacher.target, 8)
+    rows = teacher.target.weights.rows(teacher.target.config.embedding_name, torch.arange(VOCAB_SIZE))
+    wanted, found = torch.cdist(rows, rows), torch.cdist(whole, whole)
+    torch.testing.assert_close(found / found.max(), wanted / wanted.max(), rtol=1e-2, atol=1e-3)
+    ratio = whole[:, :8] / some
+    torch.testing.assert_close(ratio, ratio[0, 0].expand_as(ratio), rtol=1e-3, atol=1e-3)  # the first are the largest
+    assert (whole.var(0).diff() < 1e-9).all()
+
+
+@pytest.mark.parametrize("text", ["256", "a,2", "256,2,1", "", "-16,2"])
+def test_a_shape_that_is_none_is_refused(text: str) -> None:
+    with refused(UsageError, "HIDDEN,LAYERS"):
+        parse_shape(text)
+
+
+def test_shapes_without_heads_layers_or_components_are_refused(teacher: Teacher) -> None:
+    for hidden, layers, word in ((17, 1, "heads"), (0, 1, "heads"), (16, 0, "layer"), (64, 1, "components")):
+        with refused(UsageError, word, "`new_draft`"):
+            new_draft(teacher.files, teacher.target, hidden, layers)
+    assert new_draft(teacher.files, teacher.target, 64, 1, embedding="random").config.hidden_size == 64
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+def test_what_cannot_be_made_is_refused_before_anything_is(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
+    (taken := tmp_path / "taken").mkdir()
+    with refused(UsageError, taken, "exists", "`out`"):
+        train(pair, teacher, taken)
+    with refused(UsageError, taken, "folder", "`out`"):
+        train(pair, teacher, taken, replace(SMALL, lora_rank=2))
+    with refused(UsageError, "new draft", "`lora_rank`"):
+        draft = new_draft(teacher.files, teacher.target, 16, 1)
+        distill_draft(teacher, draft, replace(SMALL, lora_rank=2), tmp_path / "out")
+    with refused(UsageError, "`on_policy`", "`prompt_tokens`"):
+        train(pair, teacher, tmp_path / "out", replace(SMALL, on_policy=0.5), texts=[ROOT / "README.md"])
+    with refused(UsageError, "`text_tokens=129`", "context"):
+        train(pair, teacher, tmp_path / "out", replace(SMALL, text_tokens=129))
+    assert list(tmp_path.iterdir()) == [taken]
+
+
+def test_another_vocabulary_is_refused(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
+    other = variant(pair.draft, tmp_path / "other")
+    said = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = said["model"]["vocab"]
+    first, second = list(vocabulary)[40:42]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(said))
+    with refused(VocabularyMismatchError, "vocabulary"):
+        Untrained.of_model(other, teacher.tokenizer, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"loss": "kl"}, {"on_policy": 1.5}, {"on_policy": -0.1}, {"rounds": 0}, {"lora_rank": -1}]
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(settings))):
+        DraftParams(**settings)
