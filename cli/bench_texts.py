@@ -36,7 +36,7 @@ def check_flags(speculation: SpeculationParams) -> None:
     ctx = click.get_current_context()
     given = [flag for name, flag in NOT_WITH.items() if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     if speculation.is_lossy:
-        given.append("--accept joint")
+        given.append(f"--accept {speculation.accept}")
     if given:
         raise click.UsageError(f"--texts compares numbers of texts, with the automatic budget: omit {given[0]}.")
 

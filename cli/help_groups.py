@@ -22,7 +22,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Draft": (
         *("draft", "budget", "lookup_files", "exit_file", "exit_layer", "learn", "learn_file"),
         *("lookup", "recycling", "recall", "reuse", "overlap", "forced", "scoring", "tree", "stopping"),
-        *("accept", "tau", "beam", "gamma"),
+        *("accept", "tau", "strength", "beam", "gamma"),
     ),
     "Memory": ("vram", "ram", "context", "synchronous"),
     "Sampling": (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from offspec import SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
+from offspec import ACCEPTS, SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
 from offspec.checkpoints.small_files import MOST_TEXT_BYTES, read_small_file
 from offspec.errors import UsageError
 
@@ -332,10 +332,10 @@ def _joint_options(function: F) -> F:
     return _all(
         research_option(
             "--accept",
-            type=click.Choice(["exact", "joint"]),
+            type=click.Choice(ACCEPTS),
             default=SpeculationParams.accept,
             show_default=True,
-            help="exact: same text as plain decoding. joint: LOSSY; accepts by joint likelihood (MJSD).",
+            help="exact: same text as plain decoding. All others are LOSSY. joint: by joint likelihood (MJSD).",
         ),
         research_option(
             "--tau",
@@ -346,12 +346,20 @@ def _joint_options(function: F) -> F:
             help="With --accept joint: minimum ratio of target to draft likelihood.",
         ),
         research_option(
+            "--strength",
+            type=Number(0, 1, min_open=True, max_open=True),
+            default=SpeculationParams.strength,
+            metavar="X",
+            help="With --accept cascade, contrastive, mix, bild or relaxed: how much the draft counts. "
+            "[default: by the way]",
+        ),
+        research_option(
             "--beam",
             type=WholeNumber(1),
             default=SpeculationParams.beam,
             show_default=True,
             metavar="N",
-            help="With --accept joint: number of hypotheses.",
+            help="With lossy acceptance: number of hypotheses.",
         ),
         research_option(
             "--gamma",
@@ -359,7 +367,7 @@ def _joint_options(function: F) -> F:
             default=SpeculationParams.gamma,
             show_default=True,
             metavar="N",
-            help="With --accept joint: tokens per hypothesis.",
+            help="With lossy acceptance: tokens per hypothesis.",
         ),
     )(function)
 
@@ -574,7 +582,7 @@ def request_of(options: dict[str, Any]) -> tuple[SamplingParams, SpeculationPara
 
 def lossy_settings(speculation: SpeculationParams) -> dict[str, Any]:
     """The speculation settings that change the text; empty for exact acceptance."""
-    names = ("accept", "tau", "beam", "gamma") if speculation.is_lossy else ()
+    names = ("accept", "tau", "beam", "gamma", "strength") if speculation.is_lossy else ()
     return {name: getattr(speculation, name) for name in names}
 
 

@@ -513,7 +513,7 @@ def describe(last: Step) -> str:
         f"memory    peak {stats.peak_host_bytes / 2**30:.2f} GiB host{device}",
     ]
     if stats.is_lossy:
-        lines.append("lossy     joint acceptance (--accept joint): plain decoding may produce another text")
+        lines.append("lossy     not exact acceptance (--accept): plain decoding may produce another text")
     if stats.learnt_loss is not None:
         lines.append(
             f"learning  {stats.learn_steps} steps in {stats.learn_s:.2f} s; draft loss against the target "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from offspec import SEED_LIMIT
+from offspec import ACCEPTS, SEED_LIMIT
 from offspec.errors import VerificationError
 
 from .batch import read_prompts
@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 BUILTIN_PROMPTS = 20  # with all settings these take minutes; all held-out prompts take half an hour
 
 
-def _refuse_joint(ctx: click.Context, param: click.Parameter, value: str) -> None:
-    """A click callback: refuses joint acceptance, which `run` and `bench` have."""
-    if value == "joint":
+def _refuse_lossy(ctx: click.Context, param: click.Parameter, value: str) -> None:
+    """A click callback: refuses lossy acceptance, which `run` and `bench` have."""
+    if value != "exact":
         raise click.BadParameter(
-            "joint acceptance is lossy, so its text need not equal plain decoding; use `offspec bench` to measure it."
+            f"{value} acceptance is lossy, so its text need not equal plain decoding; "
+            "use `offspec bench` to measure it."
         )
 
 
@@ -135,12 +136,12 @@ Example:
 @loading_options
 @research_option(
     "--accept",
-    type=click.Choice(["exact", "joint"]),
+    type=click.Choice(ACCEPTS),
     default="exact",
     is_eager=True,  # settings for other commands do not apply here
     expose_value=False,
-    callback=_refuse_joint,
-    help="Only exact: joint acceptance is lossy and has nothing to verify.",
+    callback=_refuse_lossy,
+    help="Only exact: the others are lossy and have nothing to verify.",
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @option("-q", "--quiet", is_flag=True, help="Print no progress and no notes to stderr.")

@@ -24,6 +24,7 @@ _HOMES = {
     "AUTO_TEXTS": "offspec.scheduler.params",
     "Engine": "offspec.engine",
     "Step": "offspec.request",
+    "ACCEPTS": "offspec.scheduler.params",
     "Constraint": "offspec.scheduler.params",
     "SpeculationParams": "offspec.scheduler.params",
     "SamplingParams": "offspec.scheduler.params",
@@ -42,6 +43,7 @@ _HOMES = {
     "parse_size": "offspec.loaders.units",
 }
 __all__ = [
+    "ACCEPTS",
     "AUTO_TEXTS",
     "CONVERT_FORMATS",
     "LOSSLESS_FORMAT",
@@ -67,7 +69,7 @@ __all__ = [
 if TYPE_CHECKING:
     from offspec.loaders.params import CONVERT_FORMATS, LOSSLESS_FORMAT, PLAN_FORMATS, SHADOW_FORMATS, ConvertParams
     from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
-    from offspec.scheduler.params import AUTO_TEXTS, SEED_LIMIT, Constraint, SamplingParams, SpeculationParams
+    from offspec.scheduler.params import ACCEPTS, AUTO_TEXTS, SEED_LIMIT, Constraint, SamplingParams, SpeculationParams
 
     from .checkpoints.conversion import convert
     from .engine import Engine

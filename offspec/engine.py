@@ -174,7 +174,7 @@ class Engine:
         """Generate text for a prompt: an iterator with one `Step` per pass.
 
         The text equals that of plain decoding (`SpeculationParams(budget=0)`) with the same seed, token for token, for
-        any draft. With `SpeculationParams(accept="joint")` it may differ; `Stats.is_lossy` is then true.
+        any draft. With lossy acceptance (`SpeculationParams.accept`) it may differ; `Stats.is_lossy` is then true.
         Closing the iterator between steps leaves the engine ready for the next request.
         caches: from `new_caches`, kept from request to request; tokens that the prompt shares with the earlier text are
         not scored again. One request at a time may use them: UsageError while another iterator is open.

@@ -61,7 +61,7 @@ class LoadOptions:
     progress(bytes_done, bytes_total) is called while resident weights load. lookup_files: text files for n-gram lookup.
     learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn`,
     the file must exist. chats: prompts will be messages; a model without a chat template is refused before its weights
-    are read. needs_draft_model: requests will use joint acceptance; a draft without a model is refused equally early.
+    are read. needs_draft_model: requests will use lossy acceptance; a draft without a model is refused equally early.
     cache_ram: bytes of RAM for the KV caches of earlier conversations (`TextPool`); None is `planning.parked_texts`'
     default.
     """

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offspec.loaders.cuda import device_bytes, span
+from offspec.scheduler.blend import BlendDrafter, blend_walk
 from offspec.scheduler.constraint import TokenConstraint
 from offspec.scheduler.drafter import DraftRequest
 from offspec.scheduler.forced import prepare_masks
@@ -219,6 +220,8 @@ class Request:
             return None
         position, speculation = len(self.text), self.asked.speculation
         try:
+            if isinstance(self.drafter, BlendDrafter):
+                return blend_walk(self._tree, logits, self.drafter, self.sampler, position, speculation)
             if speculation.is_lossy:
                 return joint_walk(self._tree, logits, self.sampler, position, tau=speculation.tau, final=self.final)
             return exact_walk(self._tree, logits, self.sampler, position)

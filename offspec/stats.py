@@ -19,7 +19,7 @@ class Stats:
     time of this iteration, including drafting; ttft_s is the time from the request to its tokens. decode_s is the time
     of all later iterations. tokens_per_pass includes the first pass; plain decoding has 1. draft_s and target_s are
     sums over passes.
-    is_lossy: joint acceptance was on, so the text may differ from plain decoding's.
+    is_lossy: lossy acceptance was on, so the text may differ from plain decoding's.
     learn_*: the training after the request (`Engine.learn`). learnt_loss is KL(target ‖ draft) per token in nats, for
     the draft as it was during the request; unlearnt_loss is that of the original draft.
     stream_*: bytes of weights streamed to the device; None if nothing is streamed.

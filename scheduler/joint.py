@@ -37,10 +37,17 @@ class BeamDrafter(SequentialDrafter):
     """
 
     def __init__(
-        self, model: TreeModel, sampler: Sampler, params: SpeculationParams, final: Collection[int] = ()
+        self,
+        model: TreeModel,
+        sampler: Sampler,
+        params: SpeculationParams,
+        final: Collection[int] = (),
+        *,
+        coupled: bool = False,
     ) -> None:
+        """coupled: rank by the target's noise, and keep the draft's distributions (`LayeredDraft`)."""
         # The beam can contain at most `beam` children of one node.
-        self._draft = LayeredDraft(model, sampler, params.beam, coupled=False)
+        self._draft = LayeredDraft(model, sampler, params.beam, coupled=coupled, keeps_distributions=coupled)
         self._params, self._final = params, sorted(final)
         self._rows: IntArray = np.empty(0, dtype=np.int64)
 

@@ -35,11 +35,22 @@ class LayeredDraft:
     An expanded node has a row, its place in the draft's pending region; the root's row is ROOT.
     """
 
-    def __init__(self, model: TreeModel, sampler: Sampler, num_children: int, *, coupled: bool) -> None:
+    def __init__(
+        self,
+        model: TreeModel,
+        sampler: Sampler,
+        num_children: int,
+        *,
+        coupled: bool,
+        keeps_distributions: bool = False,
+    ) -> None:
+        """coupled: rank candidates by the target's noise. keeps_distributions: for `log_probabilities`."""
         self.model, self.sampler = model, sampler
         self.num_children = min(num_children, model.vocabulary.num_known(sampler.vocab_size))
         self._has_noise = coupled and not sampler.is_greedy
         self.layers: list[LayerCandidates] = []
+        self._keeps_distributions = keeps_distributions
+        self._distributions: list[Tensor] = []
 
     def room(self, text: Sequence[int], max_depth: int) -> int:
         """The maximum depth of a tree below `text`, within the draft's context."""
@@ -78,6 +89,8 @@ class LayeredDraft:
         """The candidates from a layer's logits [R, V]; all children of a layer have the same position."""
         logits = self.model.vocabulary.over_target(logits, self.sampler.vocab_size)
         values = self.sampler.process(logits, self._paths)
+        if self._keeps_distributions:
+            self._distributions = [*self._distributions[: len(self.layers)], values.log_softmax(-1)]
         if self._has_noise:
             noise = self.sampler.noise(self._position + len(self.layers))
             values = values + noise[: values.shape[1]].float()
@@ -90,6 +103,11 @@ class LayeredDraft:
         found = LayerCandidates(np.where(np.isfinite(gains), proposed, -1), np.minimum(gains, 0.0), first_row)
         self.layers.append(found)
         return found
+
+    def log_probabilities(self, row: int) -> Tensor:
+        """log q [V] after the node of this row, without noise; ROOT's row is the root's."""
+        layer = max(place for place, layer in enumerate(self.layers) if layer.first_row <= row)
+        return self._distributions[layer][row - self.layers[layer].first_row]
 
     def ranks(self, rows: Sequence[int], tokens: Sequence[int]) -> list[int | None]:
         """For the root and then each of `rows`, the rank of the token that followed."""

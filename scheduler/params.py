@@ -26,7 +26,8 @@ CPU_MAX_NODES = 256
 AUTO_TEXTS = 8  # that share passes; more of them bring little, because the later nodes of eight trees bring little
 MAX_ROWS = 3072  # expanded candidates pending in the draft's KV cache at a time
 MAX_JOINT_NODES = 256  # per jointly accepted tree, because all its logits are in memory at a time
-Accept = Literal["exact", "joint"]
+Accept = Literal["exact", "joint", "cascade", "contrastive", "mix", "bild", "relaxed"]
+ACCEPTS: tuple[Accept, ...] = get_args(Accept)
 Scoring = Literal["coupled", "specexec"]
 Tree = Literal["best-first", "sequoia", "opt-tree"]
 Stopping = Literal["default", "thompson", "thompson-calibrated"]
@@ -152,7 +153,7 @@ def _is_bias(pairs: Any) -> bool:
 
 @dataclass(frozen=True)
 class SpeculationParams:
-    """Drafting and acceptance. Only `accept="joint"` changes the text.
+    """Drafting and acceptance. Only `accept` changes the text, if it is not exact.
 
     budget: nodes per tree; 0 is plain decoding; None finds the budget at run time (`scheduler.budget`). scoring:
     coupled (shared noise, fitted sharpness) or specexec (cumulative draft probability). tree: best-first, or the shape
@@ -166,8 +167,10 @@ class SpeculationParams:
 
     accept: exact, or joint (`scheduler.joint`), which is lossy: it accepts the longest path whose joint probability
     under the target is at least `tau`, in (0, 1], times that under the draft. Joint acceptance drafts by beam search,
-    `beam` wide and `gamma` tokens deep, and the drafting settings above must have their defaults. Exact acceptance
-    ignores tau, beam and gamma.
+    `beam` wide and `gamma` tokens deep, and the drafting settings above must have their defaults. The other lossy ways
+    draft the same beam, and choose each token from target and draft together (`scheduler.blend`). strength: how much
+    the draft counts in them, in (0, 1); None: the default of the way. Exact acceptance ignores tau, beam, gamma and
+    strength.
 
     Raises UsageError for a value out of range, and for incompatible settings.
     """
@@ -189,6 +192,7 @@ class SpeculationParams:
     tau: float = 0.1
     beam: int = 8
     gamma: int = 16
+    strength: float | None = None
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -202,27 +206,29 @@ class SpeculationParams:
                 raise UsageError(f"{name} must be at least {least}, not {value}")
         if not 0 < self.tau <= 1:
             raise UsageError(f"tau must be above 0 and at most 1, not {self.tau!r}")
+        if self.strength is not None and not 0 < self.strength < 1:
+            raise UsageError(f"strength must be above 0 and below 1, not {self.strength!r}")
         if self.is_lossy:
-            self._check_joint()
+            self._check_lossy()
 
     @property
     def is_lossy(self) -> bool:
         """Whether the text may differ from plain decoding."""
-        return self.accept == "joint"
+        return self.accept != "exact"
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Raises UsageError for joint acceptance with a temperature above 0."""
-        if self.is_lossy and sampling.temperature > 0:
+        if self.accept == "joint" and sampling.temperature > 0:
             raise UsageError(
                 "joint acceptance searches for the likeliest text, so temperature must be 0, "
                 f"not {sampling.temperature:g}; to sample, use accept exact"
             )
 
-    def _check_joint(self) -> None:
+    def _check_lossy(self) -> None:
         for name in ("budget", "scoring", "tree", "width", "stopping"):
             if (value := getattr(self, name)) != getattr(SpeculationParams, name):
                 raise UsageError(
-                    f"{name} {value} applies to exact acceptance only, and joint acceptance drafts a beam "
+                    f"{name} {value} applies to exact acceptance only, and {self.accept} acceptance drafts a beam "
                     f"(beam, gamma); omit {name}, or use accept exact"
                 )
         if self.beam * self.gamma > MAX_JOINT_NODES:

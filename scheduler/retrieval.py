@@ -28,7 +28,8 @@ class SuffixIndex:
     """Finds a sequence of tokens in `tokens` [N], in some 20 steps per matching token.
 
     order [N]: places in `tokens`, sorted in each shard by the tokens that end there, read backwards. So all places
-    where the same n tokens end are adjacent, and n + 1 tokens narrow that range. tokens: NO_TOKEN between texts.
+    where the same n tokens end are adjacent, and n + 1 tokens narrow that range. tokens: NO_TOKEN between texts. With
+    one shard, order may leave places out.
     """
 
     def __init__(self, tokens: Int32Array, order: Int32Array) -> None:
@@ -68,7 +69,7 @@ class SuffixIndex:
     def _stretches(self, context: Sequence[int], first: int) -> list[tuple[int, int]]:
         """For n = 1, 2, … while matches exist: the range of `order` where the context's last n tokens end."""
         tokens, stretches = self.tokens, list[tuple[int, int]]()
-        start, end = first, min(first + SHARD_TOKENS, len(tokens))
+        start, end = first, min(first + SHARD_TOKENS, len(self.order))
         for back, token in enumerate(reversed(context[-MAX_MATCH:])):
 
             def backwards(place: int, back: int = back) -> int:

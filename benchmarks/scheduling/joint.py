@@ -1,14 +1,15 @@
 """Compares joint acceptance (MJSD) with exact greedy verification: likelihood under the target, and tokens per pass.
 
     python -m benchmarks.scheduling.joint [--model builtin] [--taus 0.01,0.05,0.1,0.2,0.4,0.7,1] [--beam 8] [--gamma 16]
-        [--plot joint.svg]
+        [--searched 1,2,4,8] [--plot joint.svg]
 
 Held-out prompts; all texts have the same length. Exact verification uses the same draft and a tree with as many nodes.
 `searched` is joint decoding with the target as its own draft: a beam search of the target itself, block by block, which
-the draft approximates. Log-likelihoods are the target's, over the final text, in nats per token. Neither they nor
-tokens per pass depend on the machine's speed, so one run is enough. Likely text often repeats itself. So the table also
-has the share of repeated 4-grams (`repeated`), and the gain over greedy on prompts without more repetition. `odd` is
-the share of tokens below 1 % under the target. The last line is JSON.
+the draft approximates; `--searched` also runs it with blocks of other lengths. Log-likelihoods are the target's, over
+the final text, in nats per token. Neither they nor tokens per pass depend on the machine's speed, so one run is enough.
+Likely text often repeats itself. So the table also has the share of repeated 4-grams (`repeated`), and the gain over
+greedy on prompts without more repetition. `odd` is the share of tokens below 1 % under the target. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--taus", default="0.01,0.05,0.1,0.2,0.4,0.7,1")
     parser.add_argument("--beam", type=int, default=SpeculationParams.beam)
     parser.add_argument("--gamma", type=int, default=SpeculationParams.gamma)
+    parser.add_argument("--searched", default="", help="more lengths of the blocks that the target searches by itself")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--max-prompts", type=int, default=None)
     parser.add_argument("--plot", type=Path, default=None)
@@ -164,8 +166,10 @@ def main() -> None:
     for tau in map(float, args.taus.split(",")):
         speculation = SpeculationParams(accept="joint", tau=tau, beam=args.beam, gamma=args.gamma)
         ways.append((f"joint, tau {tau:g}", engine, speculation))
-    own = SpeculationParams(accept="joint", tau=0.5, beam=args.beam, gamma=args.gamma)  # of a ratio that is 1
-    ways.append(("searched", engine.with_draft(ModelDraft(engine.target, "the target")), own))
+    searcher = engine.with_draft(ModelDraft(engine.target, "the target"))
+    for gamma in (*map(int, filter(None, args.searched.split(","))), args.gamma):
+        own = SpeculationParams(accept="joint", tau=0.5, beam=args.beam, gamma=gamma)  # of a ratio that is 1
+        ways.append(("searched" if gamma == args.gamma else f"searched, {gamma}", searcher, own))
 
     print(f"{len(prompts)} held-out prompts x {args.max_new_tokens} tokens; beam {args.beam}, gamma {args.gamma}")
     print(f"{'':<18}  nats/token  per pass  repeated    odd  likelier  where no more rep.")

@@ -35,7 +35,9 @@ from ..text.tokenizer import Tokenizer
 from ..training.online import Aligner
 from .learnt import EstimatesAndRecall
 
-NEEDS_DRAFT_MODEL = "joint acceptance needs a draft model, and none is loaded; choose one (`draft=PATH`)"
+NEEDS_DRAFT_MODEL = (
+    "joint and other lossy acceptance needs a draft model, and none is loaded; choose one (`draft=PATH`)"
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class DraftOptions:
     draft: auto, none, lookup, self, shadow, shadow:BITS, shadow:FOLDER, resident, or a model. exit_file: the exit layer
     for `self`. exit_layer: the number of first layers with which `self` drafts without a trained exit layer. learn: the
     draft may learn between requests. learn_file: what it learnt before; without `learn`, the file must exist.
-    needs_model: requests will use joint acceptance.
+    needs_model: requests will use lossy acceptance.
     """
 
     draft: str = "auto"

@@ -10,6 +10,7 @@ import torch
 from offspec.loaders.placement import Item, Placement
 from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
 from offspec.scheduler.baselines.sequoia import SequoiaDrafter
+from offspec.scheduler.blend import BlendDrafter
 from offspec.scheduler.costs import WIDTHS
 from offspec.scheduler.drafter import Drafter, NoDrafter
 from offspec.scheduler.joint import BeamDrafter
@@ -86,7 +87,8 @@ class ModelDraft(Draft):
         if text is None:  # an engine without this draft made the caches, so only guessers can draft
             return super().drafter(task, learnt)
         if speculation.is_lossy:
-            return BeamDrafter(text, request.sampler, speculation, request.final)
+            lossy = BeamDrafter if speculation.accept == "joint" else BlendDrafter
+            return lossy(text, request.sampler, speculation, request.final)
         if speculation.budget == 0:
             return NoDrafter()
         if self._is_larger and speculation.budget is None and task.target.weights.is_resident:

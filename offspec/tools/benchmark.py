@@ -192,7 +192,7 @@ class BenchmarkRow:
         return {
             "kind": self.kind,
             "budget": self.budget,
-            "is_lossy": self.accept == "joint",
+            "is_lossy": self.accept != "exact",
             "log_likelihood_per_token": self.log_likelihood,
             **{name: figure and figure.as_dict() for name in figures for figure in [getattr(self, name)]},
             "first_pass_ms": dict(zip(names, self.first_ms, strict=True)),
@@ -363,9 +363,9 @@ def _mean_ms(parts: Sequence[Parts], count: int) -> Parts:
 
 
 def budget_name(budget: int | None, accept: Accept = "exact") -> str:
-    """The name of a budget: plain, auto, or the number of nodes; "joint, lossy" for joint acceptance."""
-    if accept == "joint":
-        return "joint, lossy"
+    """The name of a budget: plain, auto, or the number of nodes; "joint, lossy" for joint acceptance, and so on."""
+    if accept != "exact":
+        return f"{accept}, lossy"
     return "auto" if budget is None else str(budget or "plain")
 
 

@@ -176,6 +176,8 @@ def test_a_prompt_that_leaves_room_for_one_token(run_args: Sequence[object], off
         ("--gamma", "0"),
         ("--temperature", "0.5", "--accept", "joint"),
         ("--draft", "none", "--accept", "joint"),
+        ("--draft", "lookup", "--accept", "bild"),
+        ("--strength", "1", "--accept", "mix"),
         ("--draft", "lookup", "--accept", "joint"),
         ("--tree", "sequoia", "--accept", "joint"),
         ("--budget", "0", "--accept", "joint"),

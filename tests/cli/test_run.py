@@ -257,6 +257,14 @@ def test_joint_acceptance_is_marked_lossy(run_args: Sequence[object], offspec: O
     assert "lossy" not in offspec(*run_args, "hi", "--stats").err
 
 
+@pytest.mark.parametrize("accept", ["cascade", "contrastive", "mix", "bild", "relaxed"])
+def test_other_lossy_ways_are_marked(accept: str, run_args: Sequence[object], offspec: Offspec) -> None:
+    """Whether the text differs depends on the way and the models; that it may is said."""
+    told = run_json(offspec, *run_args, "hi", "--accept", accept, "--strength", "0.4", "--beam", "4", "--gamma", "4")
+    assert told["stats"]["is_lossy"]
+    assert len(told["token_ids"]) == 12
+
+
 def test_joint_acceptance_needs_a_draft_wherever_it_was_looked_for(pair: Pair, offspec: Offspec) -> None:
     args = ("run", pair.target, "hi", "--device", "cpu", "--max-new-tokens", 2, "-q")
     for draft in ((), ("--draft", "none"), ("--draft", "lookup")):

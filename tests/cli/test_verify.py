@@ -65,7 +65,8 @@ def test_the_table_says_the_same(verify_args: Sequence[object], offspec: Offspec
 def test_what_is_lossy_is_not_verified(
     verify_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offspec(*verify_args, "--accept", "joint").refusal(2, "--accept", "joint", "lossy")
+    for accept in ("joint", "bild"):
+        offspec(*verify_args, "--accept", accept).refusal(2, "--accept", accept, "lossy")
     monkeypatch.setenv("OFFSPEC_ACCEPT", "joint")  # for `run`, say
     assert offspec(*verify_args, "--scorings", "coupled", "--drafts", "own", "--accept", "exact").code == 0
 

@@ -1,0 +1,135 @@
+"""Lossy modes in which the draft's distribution counts too: which token follows, given both distributions.
+
+Each way is a function of the target's distribution p and the draft's q, after the sampler's parameters, before the
+token is chosen. The noise of the position is the same for all of them, so the text depends on target, draft, way,
+parameters and seed, and on where the tree ends: there q is unknown, and the token is the target's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .drafter import TreeModel
+from .joint import BeamDrafter
+from .layered_draft import UNEXPANDED
+from .params import Accept, SpeculationParams
+from .sampling import Sampler
+from .tree import ROOT, TokenTree
+from .verify import Logits, Verdict
+
+CONTRAST_LEAST = 0.1  # of the target's greatest probability: tokens below it stay excluded (2311.08981, section 2)
+BILD_ROLLBACK = 0.05  # of the target's probability: below it, the draft's confident choice is taken back
+RELAXED_BEST = 3  # number of the target's likeliest tokens among which a guess is accepted
+
+
+def cascade(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
+    """Speculative cascades, rule OPT (2405.19261, section 4.3): q, unless p is surer by more than their distance.
+
+    q where max q >= max p - strength * TV(p, q), otherwise p.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    distance = (p - q).clamp(min=0).sum()
+    return log_q if q.max() >= p.max() - strength * distance else log_p
+
+
+def contrastive(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
+    """Speculative contrastive decoding (2311.08981, section 2): what the target prefers more than the draft does.
+
+    (1 + strength) log p - strength log q, among tokens with at least CONTRAST_LEAST of the greatest p.
+    """
+    kept = log_p >= log_p.max() + math.log(CONTRAST_LEAST)
+    return torch.where(kept, (1 + strength) * log_p - strength * log_q.clamp(min=-50.0), -math.inf)
+
+
+def mix(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
+    """The two models' logits combined (FS-GEN, 2406.12295, section 2): a weighted mean of log-probabilities."""
+    return (1 - strength) * log_p + strength * log_q.clamp(min=-50.0)
+
+
+def bild(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
+    """BiLD (2302.07863, section 3): the draft decides until it doubts, the target takes gross errors back.
+
+    q where max q >= strength and the target gives that token at least BILD_ROLLBACK, otherwise p.
+    """
+    confidence, token = log_q.max(-1)
+    decides = confidence >= math.log(strength) and log_p[token] >= math.log(BILD_ROLLBACK)
+    return log_q if decides else log_p
+
+
+def relaxed(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
+    """Relaxed acceptance (SpecDec, 2203.16487, section 3.2; DARE, 2408.05676): a guess may be second or third best.
+
+    q, if its likeliest token is among the target's RELAXED_BEST and has at least `strength` of its greatest
+    probability; otherwise p.
+    """
+    token = log_q.argmax()
+    accepts = (log_p > log_p[token]).sum() < RELAXED_BEST and log_p[token] >= log_p.max() + math.log(strength)
+    return log_q if accepts else log_p
+
+
+@dataclass(frozen=True)
+class Way:
+    """A lossy mode. blend: log-probabilities up to a constant [V] of log p and log q [V], and the strength."""
+
+    blend: Callable[[Tensor, Tensor, float], Tensor]
+    strength: float
+
+
+WAYS: dict[Accept, Way] = {
+    "cascade": Way(cascade, 0.5),
+    "contrastive": Way(contrastive, 0.5),
+    "mix": Way(mix, 0.3),
+    "bild": Way(bild, 0.6),
+    "relaxed": Way(relaxed, 0.3),
+}
+
+
+class BlendDrafter(BeamDrafter):
+    """A beam of the draft, with the target's noise, that keeps the draft's distributions until the verdict."""
+
+    def __init__(
+        self, model: TreeModel, sampler: Sampler, params: SpeculationParams, final: Collection[int] = ()
+    ) -> None:
+        super().__init__(model, sampler, params, final, coupled=True)
+
+    def log_probabilities(self, node: int) -> Tensor | None:
+        """log q [V] after a node of the last tree, or after ROOT; None where the draft has not scored it."""
+        row = ROOT if node == ROOT else int(self._rows[node])
+        return None if row == UNEXPANDED or not self._draft.layers else self._draft.log_probabilities(row)
+
+
+def blend_walk(
+    tree: TokenTree, logits: Logits, drafter: BlendDrafter, sampler: Sampler, position: int, params: SpeculationParams
+) -> Verdict:
+    """Walk down the tree by choices from the blend; arguments and errors as in `exact_walk`."""
+    way = WAYS[params.accept]
+    strength = way.strength if params.strength is None else params.strength
+    node, path, tokens = ROOT, list[int](), list[int]()
+    while True:
+        token = sampler.choose(logits[node + 1], position + len(path), tokens)
+        if (log_q := drafter.log_probabilities(node)) is not None:
+            log_p = sampler.process(logits[node + 1][None].double(), [tokens])[0].log_softmax(-1)
+            values = blended(way, log_p, log_q.to(log_p), strength)
+            token = int((values if sampler.is_greedy else values + sampler.noise(position + len(path))).argmax())
+        tokens.append(token)
+        child = tree.child(node, token)
+        if child is None:
+            return Verdict(path, tokens)
+        node = child
+        path.append(node)
+
+
+def blended(way: Way, log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
+    """Log-probabilities [V] up to a constant, among the tokens that the target does not exclude.
+
+    log_p [V], log_q [up to V]: normalised. If nothing is left, they are the target's.
+    """
+    log_q = pad(log_q, (0, len(log_p) - len(log_q)), value=-math.inf)
+    values = torch.where(log_p > -math.inf, way.blend(log_p, log_q, strength), -math.inf)
+    return values if values.max() > -math.inf else log_p

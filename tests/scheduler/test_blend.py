@@ -1,0 +1,139 @@
+"""Lossy ways: what each makes of two distributions, and the text of models without caches."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from offspec.errors import UsageError
+from offspec.scheduler.blend import WAYS, BlendDrafter, blend_walk, blended
+from offspec.scheduler.params import Accept, SamplingParams, SpeculationParams
+from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.tree import FloatArray
+from offspec.scheduler.verify import TargetPass
+
+from ..refusals import refused
+from .fakes import Rule, RuleModel, noise, plain_text, random_rule, resembling
+
+SIZE, GAMMA, PROMPT = 3, 3, [1, 0, 2]
+each_way = pytest.mark.parametrize("accept", WAYS)
+
+
+def mixture(accept: Accept, p: list[float], q: list[float], strength: float | None = None) -> FloatArray:
+    """The blend of two distributions, as a distribution."""
+    way = WAYS[accept]
+    values = blended(way, torch.tensor(p).double().log(), torch.tensor(q).double().log(), strength or way.strength)
+    return values.softmax(-1).numpy()
+
+
+P, Q = [0.5, 0.3, 0.2], [0.1, 0.8, 0.1]
+
+
+def test_every_lossy_way_but_joint_is_a_blend() -> None:
+    assert {*WAYS, "exact", "joint"} == set(get_args(Accept))
+
+
+@pytest.mark.parametrize(
+    ("accept", "p", "q", "strength", "expected"),
+    [
+        ("cascade", P, Q, 0.5, Q),  # 0.8 >= 0.5 - ...
+        ("cascade", [0.9, 0.1, 0.0], [0.4, 0.3, 0.3], 0.5, [0.9, 0.1, 0.0]),  # 0.4 < 0.9 - 0.5 * 0.5
+        ("cascade", [0.5, 0.5, 0.0], [0.1, 0.7, 0.2], 0.5, [0.1, 0.7, 0.0]),  # p excludes the third
+        ("bild", P, Q, 0.6, Q),
+        ("bild", P, [0.3, 0.5, 0.2], 0.6, P),  # the draft doubts
+        ("bild", [0.96, 0.04, 0.0], [0.1, 0.9, 0.0], 0.6, [0.96, 0.04, 0.0]),  # the target takes it back
+        ("relaxed", P, Q, 0.5, Q),  # 0.3 >= 0.5 * 0.5
+        ("relaxed", P, Q, 0.7, P),
+        ("relaxed", [0.3, 0.25, 0.24, 0.21], [0.1, 0.1, 0.1, 0.7], 0.5, [0.3, 0.25, 0.24, 0.21]),  # the fourth best
+    ],
+)
+def test_who_decides(accept: Accept, p: list[float], q: list[float], strength: float, expected: list[float]) -> None:
+    found, wanted = mixture(accept, p, q, strength), np.array(expected)
+    np.testing.assert_allclose(found, wanted / wanted.sum(), atol=1e-9)
+
+
+def test_means_of_logits() -> None:
+    np.testing.assert_allclose(mixture("mix", P, Q, 0.25), normed(np.array(P) ** 0.75 * np.array(Q) ** 0.25))
+    np.testing.assert_allclose(mixture("contrastive", P, Q, 0.5), normed(np.array(P) ** 1.5 / np.array(Q) ** 0.5))
+    assert mixture("contrastive", [0.95, 0.049, 0.001], [0.9, 0.1, 1e-9], 0.5)[1:].sum() == 0, "too unlikely"
+
+
+def normed(values: FloatArray) -> FloatArray:
+    return values / values.sum()
+
+
+@each_way
+def test_what_the_target_excludes_stays_excluded(accept: Accept) -> None:
+    """Also where a draft knows fewer tokens, and where the two have none in common."""
+    assert mixture(accept, [0.6, 0.4, 0.0, 0.0], [0.0, 0.1, 0.9])[2:].sum() == 0
+    np.testing.assert_allclose(mixture(accept, [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]), [1, 0, 0])
+
+
+# ------------------------------------------------------------------------------------------------ texts
+
+
+def generate(target: Rule, draft: Rule, params: SamplingParams, speculation: SpeculationParams, num: int) -> list[int]:
+    """The engine's loop without the engine."""
+    text, end, sampler = list(PROMPT), len(PROMPT) + num, Sampler(params, 7, SIZE)
+    models = RuleModel(target, SIZE), RuleModel(draft, SIZE)
+    drafter = BlendDrafter(models[1], sampler, speculation)
+    sampler.extend(text)
+    while len(text) < end:
+        tree = drafter.propose(text, max_depth=end - len(text) - 1)
+        logits = models[0].score(text[models[0].length :], tree.tokens, tree.depths, tree.mask())
+        verdict = blend_walk(tree, logits, drafter, sampler, len(text), speculation)
+        models[0].keep(verdict.path)
+        drafter.observe(TargetPass(text, tree, verdict, logits))
+        text += verdict.tokens
+        sampler.extend(verdict.tokens)
+    return text[len(PROMPT) :]
+
+
+def twin(target: Rule, draft: Rule, temperature: float, speculation: SpeculationParams, num: int) -> list[int]:
+    """The blend for GAMMA tokens, then one token of the target: the beam holds every text of GAMMA tokens."""
+    text = list(PROMPT)
+    while len(text) < len(PROMPT) + num:
+        left = len(PROMPT) + num - len(text)
+        for place in range(min(GAMMA, left - 1) + 1):
+            p, q = (np.array(rule(tuple(text))) / (temperature or 1.0) for rule in (target, draft))
+            values = torch.tensor(p).log_softmax(-1)
+            if place < min(GAMMA, left - 1):
+                way = WAYS[speculation.accept]
+                values = blended(way, values, torch.tensor(q).log_softmax(-1), way.strength)
+            chosen = values.numpy() + (noise(7, len(text), SIZE) if temperature else 0.0)
+            text.append(int(chosen.argmax()))
+    return text[len(PROMPT) :]
+
+
+@each_way
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_text_is_that_of_models_without_caches(accept: Accept, temperature: float) -> None:
+    target = random_rule(SIZE, 0)
+    draft = resembling(target, 1, 2.0)
+    params, speculation = (
+        SamplingParams(temperature=temperature),
+        SpeculationParams(accept=accept, beam=27, gamma=GAMMA),
+    )
+    found = generate(target, draft, params, speculation, 40)
+    assert found == twin(target, draft, temperature, speculation, 40)
+    assert found != plain_text(target, params, 7, PROMPT, 40)
+
+
+@each_way
+def test_a_draft_that_is_the_target_changes_nothing(accept: Accept) -> None:
+    target, speculation = random_rule(SIZE, 0), SpeculationParams(accept=accept, beam=2, gamma=GAMMA)
+    found = generate(target, target, SamplingParams(), speculation, 30)
+    assert found == plain_text(target, SamplingParams(), 7, PROMPT, 30)
+
+
+def test_settings_are_checked() -> None:
+    for strength in (0.0, 1.0, -1.0, math.nan):
+        with refused(UsageError, "strength", "0", "1"):
+            SpeculationParams(accept="mix", strength=strength)
+    with refused(UsageError, "budget", "bild"):
+        SpeculationParams(accept="bild", budget=4)
+    SpeculationParams(accept="cascade").check_sampling(SamplingParams(temperature=1.0))
