@@ -40,7 +40,7 @@ from offspec.loaders.tiers import TieredWeights, TierOptions
 from offspec.loaders.units import parse_size
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.memory import MemoryOptions
-from offspec.planning.plan import with_faster_residents
+from offspec.planning.plan import Plan, with_faster_residents
 from offspec.planning.probe import choose_products, measure_link, measure_quick_rates, plan_here
 
 CPU = torch.device("cpu")
@@ -179,9 +179,8 @@ class SlowReader(FileReader):
 class Streamed:
     """A model in its own memory, whose passes are timed."""
 
-    def __init__(self, folder: Path, ram: int) -> None:
-        files = ModelFiles.open(folder, "bf16", "cpu", [])
-        plan = plan_here(files, [], read_hardware(CPU), MemoryOptions(ram=ram, context=CONTEXT))
+    def __init__(self, plan: Plan) -> None:
+        files = plan.demand.target
         link = measure_link(plan, CPU)
         choose_products([(files, not plan.placement.streamed)], CPU)
         plan = with_faster_residents(plan, measure_quick_rates(files, CPU, link))
@@ -209,7 +208,10 @@ class Streamed:
 
 def passes(folders: Sequence[Path], ram: int, links: Sequence[float], widths: Sequence[int]) -> None:
     """A table of seconds a pass, plain and packed by turns."""
-    models = [Streamed(folder, ram) for folder in folders]
+    options, hardware = MemoryOptions(ram=ram, context=CONTEXT), read_hardware(CPU)
+    opened = [ModelFiles.open(folder, "bf16", "cpu", []) for folder in folders]
+    plans = [plan_here(files, [], hardware, options) for files in opened]  # both before the first takes memory
+    models = [Streamed(plan) for plan in plans]
     for folder, model in zip(folders, models, strict=True):
         print(f"{folder.name}: {model.plan.tiers}, {model.plan.stream_bytes / 1e9:.2f} GB a pass")
     print("\n| link | tokens in the pass | plain, s | packed, s | plain ÷ packed |\n|---:|---:|---:|---:|---:|")
