@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from offspec import SpeculationParams
@@ -24,7 +24,7 @@ ToPrompt = Callable[["Engine", str | Turns], "Prompt"]
 
 def answer_of(engine: Engine, prompt_ids: Sequence[int], steps: Sequence[Step]) -> Answer:
     """The answer of a request that has ended."""
-    last = steps[-1]
+    last, looked_up = steps[-1], _looked_up(steps)
     return {
         "model": engine.name,
         "draft": engine.draft_name,
@@ -34,12 +34,23 @@ def answer_of(engine: Engine, prompt_ids: Sequence[int], steps: Sequence[Step]) 
         "finish_reason": last.finish_reason,
         "seed": last.stats.seed,
         "stats": last.stats.as_dict(),
+        **({"looked_up": looked_up} if engine.lookup_index is not None else {}),
     }
+
+
+def _looked_up(steps: Sequence[Step]) -> list[dict[str, object]]:
+    """Accepted tokens that files for lookup have: the place of the first in the answer, their number, file, offset."""
+    found, first = list[dict[str, object]](), 0
+    for step in steps:
+        if step.looked_up is not None:
+            found.append({"first_token": first, **asdict(step.looked_up)})
+        first += len(step.token_ids)
+    return found
 
 
 def interrupted(last: Step) -> Step:
     """An empty step behind `last`, which ends its text with INTERRUPTED."""
-    return replace(last, token_ids=[], text="", finish_reason=INTERRUPTED, num_accepted=0, texts=())
+    return replace(last, token_ids=[], text="", finish_reason=INTERRUPTED, num_accepted=0, texts=(), looked_up=None)
 
 
 class SharedAnswers:

@@ -85,7 +85,11 @@ Examples:
 )
 @option("--stats", "show_stats", is_flag=True, help="Show tokens/s and other statistics after each reply.")
 @option("--wrap/--no-wrap", default=True, show_default=True, help="Wrap lines between words on a terminal.")
-@option("--color-accepted", is_flag=True, help="Color accepted draft tokens green and the target's own tokens yellow.")
+@option(
+    "--color-accepted",
+    is_flag=True,
+    help="Color accepted draft tokens green, looked-up ones cyan, the target's own tokens yellow.",
+)
 @loading_options
 @speculation_options
 @learning_options

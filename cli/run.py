@@ -174,7 +174,7 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
 @option(
     "--color-accepted",
     is_flag=True,
-    help="Color accepted draft tokens green and the target's own tokens yellow.",
+    help="Color accepted draft tokens green, looked-up ones cyan, the target's own tokens yellow.",
 )
 @loading_options
 @speculation_options

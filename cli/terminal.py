@@ -28,6 +28,8 @@ T = TypeVar("T")
 SMALL_LOAD_BYTES = 2**28  # a smaller model loads too fast for a bar
 FIRST_LOOK_S, LOOK_EVERY_S = 1.0, 0.5
 ACCEPTED, CORRECTION, PLAIN = "\x1b[32m", "\x1b[1;33m", "\x1b[0m"
+LOOKED_UP = "\x1b[36m"  # cyan
+COLORS = (LOOKED_UP, ACCEPTED, CORRECTION)
 UNDERLINED = "\x1b[4m"
 
 
@@ -169,13 +171,13 @@ def shows_colors() -> bool:
 
 
 def marked(step: Step) -> str:
-    """A step's text, with accepted draft tokens and the target's own tokens in two colours (NO_COLOR: the target's are
-    underlined).
+    """A step's text: accepted draft tokens, those of them that a file for lookup has, and the target's own tokens in
+    three colours (NO_COLOR: the target's are underlined).
     """
-    accepted, correction = ("", UNDERLINED) if os.environ.get("NO_COLOR") else (ACCEPTED, CORRECTION)
-    cut = step.num_accepted
-    guessed, chosen = "".join(step.texts[:cut]), "".join(step.texts[cut:])
-    return _styled(guessed, accepted) + _styled(chosen, correction)
+    looked_up, accepted, correction = ("", "", UNDERLINED) if os.environ.get("NO_COLOR") else COLORS
+    first, cut = step.looked_up.num_tokens if step.looked_up else 0, step.num_accepted
+    parts = ((step.texts[:first], looked_up), (step.texts[first:cut], accepted), (step.texts[cut:], correction))
+    return "".join(_styled("".join(texts), style) for texts, style in parts)
 
 
 def _styled(text: str, style: str) -> str:

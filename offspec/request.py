@@ -19,6 +19,7 @@ from offspec.scheduler.drafter import DraftRequest
 from offspec.scheduler.forced import prepare_masks
 from offspec.scheduler.joint import joint_walk
 from offspec.scheduler.params import MAX_ROWS, SamplingParams, SpeculationParams, max_nodes, tree_room
+from offspec.scheduler.retrieval import MAX_MATCH
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.score_calls import CompetingDrafter, Drafting, run_together
 from offspec.scheduler.shared_pass import SharedPass
@@ -34,6 +35,7 @@ from .model.row_logits import RowLogits
 from .model.text_caches import TextCaches
 from .planning.out_of_memory import retry_out_of_memory
 from .stats import Stats, peak_host_bytes
+from .text.lookup_files import FileIndex, LookedUp
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -51,7 +53,7 @@ class Step:
     finish_reason is None until the last step: eos (the model ended the text), stop (a stop text), length
     (max_new_tokens, or the context is full). The draft proposed num_accepted of the token ids; the last token of a pass
     comes from the target alone. texts[i] is the text that became final with token_ids[i], usually that token's own;
-    joined, they are `text`.
+    joined, they are `text`. looked_up: where the first of the accepted ones stand in the files for lookup, if they do.
     """
 
     token_ids: list[int]
@@ -60,6 +62,7 @@ class Step:
     finish_reason: str | None = None
     num_accepted: int = 0
     texts: tuple[str, ...] = ()
+    looked_up: LookedUp | None = None
 
 
 @dataclass(frozen=True)
@@ -295,7 +298,15 @@ class Request:
         if reason:
             texts[-1] += stream.flush()
         num_accepted = min(len(verdict.path), len(tokens))
-        return Step(tokens, "".join(texts), replace(self.stats), reason, num_accepted, tuple(texts))
+        looked_up = self._looked_up(len(self.text) - len(verdict.tokens), tokens[:num_accepted])
+        return Step(tokens, "".join(texts), replace(self.stats), reason, num_accepted, tuple(texts), looked_up)
+
+    def _looked_up(self, position: int, accepted: Sequence[int]) -> LookedUp | None:
+        """Where the tokens accepted at `position` stand in the files for lookup."""
+        index = self.engine.lookup_index
+        if not isinstance(index, FileIndex):
+            return None
+        return index.source(self.text[max(0, position - MAX_MATCH) : position], accepted)
 
 
 def run_pass(requests: Sequence[Request], shared: SharedPass) -> list[Verdict | OffspecError | None]:

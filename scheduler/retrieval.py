@@ -40,15 +40,32 @@ class SuffixIndex:
 
         If more than `max_matches` matches have equal length, an even sample over their preceding tokens is used.
         """
+        places, lengths = self._ends(context, max_matches)
+        ahead = places[:, None] + 1 + np.arange(depth)
+        inside = ahead < len(self.tokens)
+        rows = np.where(inside, self.tokens[np.where(inside, ahead, 0)], NO_TOKEN)
+        return rows.astype(np.int64), lengths
+
+    def run_of(self, context: Sequence[int], ahead: Sequence[int], max_matches: int) -> tuple[int, int, int]:
+        """Where the most tokens of `ahead` follow a match of the context's end, among `max_matches` of the longest.
+
+        Returns the place of the first of these tokens, their number, which may be 0, and the match's length.
+        """
+        rows, lengths = self.continuations(context, max_matches, len(ahead))
+        if not len(rows):
+            return 0, 0, 0
+        runs = np.logical_and.accumulate(rows == np.array(ahead, dtype=np.int64), axis=1).sum(1)
+        best = int(runs.argmax())
+        return int(self._ends(context, max_matches)[0][best]) + 1, int(runs[best]), int(lengths[best])
+
+    def _ends(self, context: Sequence[int], max_matches: int) -> tuple[IntArray, IntArray]:
+        """places [M] where a match of the context's end ends, longest match first; lengths [M]."""
         shards = range(0, len(self.tokens), SHARD_TOKENS)
         found = [part for first in shards for part in self._matches(context, first, max_matches)]
         places = np.concatenate([np.empty(0, dtype=np.int64), *(places for places, _ in found)])
         lengths = np.concatenate([np.empty(0, dtype=np.int64), *(np.full(len(p), length) for p, length in found)])
         longest = np.argsort(-lengths, kind="stable")[:max_matches]
-        ahead = places[longest, None] + 1 + np.arange(depth)
-        inside = ahead < len(self.tokens)
-        rows = np.where(inside, self.tokens[np.where(inside, ahead, 0)], NO_TOKEN)
-        return rows.astype(np.int64), lengths[longest]
+        return places[longest], lengths[longest]
 
     def _matches(self, context: Sequence[int], first: int, max_matches: int) -> Iterator[tuple[IntArray, int]]:
         """Places in one shard where the context's last tokens end, and the match lengths, longest first."""

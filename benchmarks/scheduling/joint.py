@@ -8,8 +8,10 @@ Held-out prompts; all texts have the same length. Exact verification uses the sa
 the draft approximates; `--searched` also runs it with blocks of other lengths. Log-likelihoods are the target's, over
 the final text, in nats per token. Neither they nor tokens per pass depend on the machine's speed, so one run is enough.
 Likely text often repeats itself. So the table also has the share of repeated 4-grams (`repeated`), and the gain over
-greedy on prompts without more repetition. `odd` is the share of tokens below 1 % under the target. The last
-line is JSON.
+greedy on prompts without more repetition. `odd` is the share of tokens below 1 % under the target. `ROUGE-L` compares
+with how the prompt goes on in the standard library, where this Python has it. `tok/s` are by the cost model of the card
+(`replay.Costs`), for what drafts one round per level. Joules per token are printed where RAPL can be read, for this
+machine. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ from pathlib import Path
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.model_draft import ModelDraft
+from offspec.scheduler.params import tree_room
 from offspec.tools.benchmark import token_log_likelihoods
+
+from .references import energy_j, reference_of, rouge_l
+from .replay import Costs
 
 ODD = 0.01
 
@@ -35,6 +41,7 @@ class Text:
     """The text of one method for one prompt. log_likelihood: nats per token.
 
     repeated: the share of 4-grams that occur earlier in the text. odd: the share of tokens below 1 % under the target.
+    rouge_l: against the prompt's own continuation, if it is known.
     """
 
     log_likelihood: float
@@ -42,15 +49,21 @@ class Text:
     odd: float
     num_tokens: int
     num_passes: int
+    rouge_l: float | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way over all prompts; `texts` are in their order."""
+    """One way over all prompts; `texts` are in their order.
+
+    tokens_per_s: on the clock of the card; None for exact trees. joules_per_token: measured, or None.
+    """
 
     name: str
     tau: float | None
     texts: list[Text]
+    tokens_per_s: float | None = None
+    joules_per_token: float | None = None
 
     @property
     def log_likelihood(self) -> float:
@@ -63,6 +76,11 @@ class Row:
     @property
     def odd(self) -> float:
         return statistics.mean(text.odd for text in self.texts)
+
+    @property
+    def rouge_l(self) -> float | None:
+        known = [text.rouge_l for text in self.texts if text.rouge_l is not None]
+        return statistics.mean(known) if known else None
 
     @property
     def tokens_per_pass(self) -> float:
@@ -78,7 +96,8 @@ class Row:
         ]
 
     def as_dict(self) -> dict[str, object]:
-        means = {name: getattr(self, name) for name in ("log_likelihood", "repeated", "odd", "tokens_per_pass")}
+        names = ("log_likelihood", "repeated", "odd", "rouge_l", "tokens_per_pass", "tokens_per_s", "joules_per_token")
+        means = {name: getattr(self, name) for name in names}
         return {"name": self.name, "tau": self.tau, **means, "texts": [asdict(text) for text in self.texts]}
 
 
@@ -95,14 +114,40 @@ def measure(
     max_new_tokens: int,
     name: str,
 ) -> Row:
-    texts: list[Text] = []
+    texts, references, joules, began_j = list[Text](), _references(engine, max_new_tokens), 0.0, energy_j()
     for prompt in prompts:
+        began_j = energy_j()
         steps = list(engine.generate(prompt, SamplingParams(max_new_tokens, ignore_eos=True), speculation))
         tokens, stats = [token for step in steps for token in step.token_ids], steps[-1].stats
+        joules += (energy_j() or 0.0) - (began_j or 0.0)
         found = token_log_likelihoods(engine, prompt, tokens)
         odd = float((found < math.log(ODD)).mean())
-        texts.append(Text(float(found.mean()), repeated_share(tokens), odd, stats.num_tokens, stats.num_passes))
-    return Row(name, speculation.tau if speculation.is_lossy else None, texts)
+        reference = references.get(tuple(prompt))
+        rouge = None if reference is None else rouge_l(tokens, reference)
+        texts.append(Text(float(found.mean()), repeated_share(tokens), odd, stats.num_tokens, stats.num_passes, rouge))
+    tau = speculation.tau if speculation.is_lossy else None
+    per_token = joules / sum(text.num_tokens for text in texts) if began_j is not None else None
+    return Row(name, tau, texts, _card_rate(texts, speculation), per_token)
+
+
+def _references(engine: Engine, num_tokens: int) -> dict[tuple[int, ...], list[int]]:
+    """Token ids of a held-out prompt → as many as are generated of what follows it."""
+    texts = {prompt: reference_of(prompt) for prompt in builtin.prompts()}
+    return {
+        tuple(engine.encode(prompt)): engine.tokenizer.encode(text)[:num_tokens]
+        for prompt, text in texts.items()
+        if text is not None
+    }
+
+
+def _card_rate(texts: Sequence[Text], speculation: SpeculationParams) -> float | None:
+    """Tokens/s on the clock of the card; None for trees whose rounds are not known."""
+    if speculation.budget != 0 and not speculation.is_lossy:
+        return None
+    num_nodes, num_rounds = (0, 0) if speculation.budget == 0 else (tree_room(speculation, "cpu"), speculation.gamma)
+    costs, num_passes = Costs(), sum(text.num_passes for text in texts)
+    seconds = costs.pass_s(1 + num_nodes) + num_rounds * costs.round_s(1)
+    return sum(text.num_tokens for text in texts) / (num_passes * seconds)
 
 
 def described(row: Row, greedy: Row) -> str:
@@ -113,8 +158,13 @@ def described(row: Row, greedy: Row) -> str:
     return (
         f"{row.name:<18}  {row.log_likelihood:>10.3f}  {row.tokens_per_pass:>8.2f}  {row.repeated:>8.2f}  "
         f"{row.odd:>5.3f}"
-        f"  {better:>8}  {among:>18}"
+        f"  {better:>8}  {among:>18}  {_shown(row.rouge_l, 3)}  {_shown(row.tokens_per_s, 2)}"
+        + (f"  {row.joules_per_token:.2f} J" if row.joules_per_token is not None else "")
     )
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return f"{'' if value is None else format(value, f'.{digits}f'):>7}"
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
@@ -172,7 +222,7 @@ def main() -> None:
         ways.append(("searched" if gamma == args.gamma else f"searched, {gamma}", searcher, own))
 
     print(f"{len(prompts)} held-out prompts x {args.max_new_tokens} tokens; beam {args.beam}, gamma {args.gamma}")
-    print(f"{'':<18}  nats/token  per pass  repeated    odd  likelier  where no more rep.")
+    print(f"{'':<18}  nats/token  per pass  repeated    odd  likelier  where no more rep.  ROUGE-L    tok/s")
     rows: list[Row] = []
     for name, runner, speculation in ways:
         rows.append(measure(runner, prompts, speculation, args.max_new_tokens, name))

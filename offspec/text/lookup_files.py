@@ -11,8 +11,9 @@ import hashlib
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import BinaryIO
@@ -23,11 +24,12 @@ import numpy.typing as npt
 from offspec.loaders.tiers import Progress
 from offspec.loaders.units import format_size
 from offspec.scheduler.lookup import NO_TOKEN
-from offspec.scheduler.retrieval import SHARD_TOKENS, SuffixIndex, sorted_places
+from offspec.scheduler.retrieval import SHARD_TOKENS, Retrieval, SuffixIndex, sorted_places
 
 from ..errors import MemoryLimitError, StorageError, UsageError
 from .tokenizer import Tokenizer
 
+LEAST_COMMON = 4  # tokens that a text has in common with a file, accepted ones and those before them, to name the file
 PIECE_CHARACTERS = 1 << 17  # characters tokenised at once
 _MAX_TOKENS = 1 << 31  # places are int32
 _BLOCK_BYTES = 1 << 20  # bytes read at once
@@ -37,7 +39,53 @@ _MAGIC = b"offspec lookup 2"
 _OLD_MAGIC = b"offspec lookup 1"  # of old files with the suffix .npy, which are removed
 _HEADER = struct.Struct("<16sqI36x")
 _SORTING_BYTES = 41 + _TOKEN_BYTES  # memory of `sorted_places` per token, and the token
+Tokens = npt.NDArray[np.int32]
 _ENCODING_BYTES = 256 * PIECE_CHARACTERS  # memory of encoding, which the allocator keeps while shards are sorted
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """Where accepted guesses were looked up (NEST, 2405.19325): the first num_tokens of a pass's accepted tokens.
+
+    offset: bytes before the first of them in the file.
+    """
+
+    file: str
+    offset: int
+    num_tokens: int
+
+
+class FileIndex(SuffixIndex):
+    """An index that knows its files."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        order: Tokens,
+        files: Sequence[Path] = (),
+        token_bytes: Mapping[int, bytes] | None = None,
+    ) -> None:
+        """token_bytes: of the tokenizer; None if its tokens have no bytes of their own."""
+        super().__init__(tokens, order)
+        self._files, self._token_bytes = list(files), token_bytes
+        self._ends_of_files: npt.NDArray[np.int64] | None = None
+
+    def source(self, text: Sequence[int], accepted: Sequence[int]) -> LookedUp | None:
+        """Where guesses that were accepted after `text` stand in the files; None if they have little in common.
+
+        text: its last tokens are enough.
+        """
+        if not accepted or self._token_bytes is None:
+            return None
+        place, num_tokens, num_before = self.run_of(text, accepted, Retrieval.MAX_MATCHES)
+        if not num_tokens or num_before + num_tokens < LEAST_COMMON:
+            return None
+        if self._ends_of_files is None:
+            self._ends_of_files = np.flatnonzero(self.tokens == NO_TOKEN)
+        number = int(np.searchsorted(self._ends_of_files, place))
+        first = int(self._ends_of_files[number - 1]) + 1 if number else 0
+        offset = sum(len(self._token_bytes.get(token, b"")) for token in self.tokens[first:place].tolist())
+        return LookedUp(str(self._files[number]), offset, num_tokens)
 
 
 def lookup_memory_bytes(files: Sequence[str | Path]) -> tuple[int, int]:
@@ -65,7 +113,7 @@ def open_index(
     folder: Path | None = None,
     progress: Progress | None = None,
     free_bytes: int | None = None,
-) -> SuffixIndex:
+) -> FileIndex:
     """The index of these text files, mapped from `folder`. It is built first if files or tokenizer are new or changed.
 
     progress(bytes_done, bytes_total) is called while it is built. free_bytes: memory for building; None is unlimited
@@ -77,7 +125,7 @@ def open_index(
     folder, paths = folder or default_folder(), [Path(file) for file in files]
     owner, content = _owner(_MAGIC, paths, tokenizer), _content(paths)
     file = folder / f"{owner}-{content}.index"
-    if (index := _opened(file)) is not None:
+    if (index := _opened(file, paths, tokenizer)) is not None:
         return index
     needed = sum(lookup_memory_bytes(paths))
     if free_bytes is not None and needed > free_bytes:
@@ -99,7 +147,7 @@ def open_index(
             f"the lookup index cannot be written to {folder} ({exc.strerror or exc}); "
             "make room there, or set XDG_CACHE_HOME to another folder"
         ) from exc
-    index = _opened(file)
+    index = _opened(file, paths, tokenizer)
     if index is None:
         raise StorageError(f"the lookup index {file} cannot be read back; check the disk")
     return index
@@ -153,7 +201,7 @@ def _unreadable(file: Path, exc: OSError) -> UsageError:
     return UsageError(f"lookup file {file} cannot be read ({exc.strerror or exc}); check its permissions")
 
 
-def _opened(file: Path) -> SuffixIndex | None:
+def _opened(file: Path, files: Sequence[Path], tokenizer: Tokenizer) -> FileIndex | None:
     """The index in a cached file; None if it is missing or damaged."""
     try:
         with file.open("rb") as opened:
@@ -166,7 +214,7 @@ def _opened(file: Path) -> SuffixIndex | None:
         arrays = np.memmap(file, np.int32, "r", offset=_HEADER.size, shape=(2, num_tokens))
     except (OSError, ValueError, struct.error):
         return None
-    return SuffixIndex(arrays[0], arrays[1])
+    return FileIndex(arrays[0], arrays[1], files, tokenizer.token_bytes)
 
 
 def _checksum(file: BinaryIO) -> int:
@@ -175,9 +223,6 @@ def _checksum(file: BinaryIO) -> int:
     while block := file.read(_BLOCK_BYTES):
         checksum = zlib.crc32(block, checksum)
     return checksum
-
-
-Tokens = npt.NDArray[np.int32]
 
 
 def _tokens(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress | None) -> Iterator[Tokens]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 from benchmarks.scheduling import joint
 from benchmarks.scheduling.joint import Row, Text, repeated_share
+from benchmarks.scheduling.references import reference_of, rouge_l
 
 
 def test_what_was_there_before_is_counted() -> None:
@@ -25,6 +27,23 @@ def test_gains_are_by_prompt_and_may_leave_out_what_repeats_more() -> None:
     assert other.gains(greedy) == [0.5, -0.25]
     assert other.gains(greedy, fresh=True) == [-0.25]
     assert (other.log_likelihood, other.tokens_per_pass) == (-1.375, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reference", "common"),
+    [([1, 2, 3], [1, 2, 3], 3), ([1, 2, 3], [3, 2, 1], 1), ([1, 5, 2, 6, 3], [1, 2, 9, 3], 3), ([1, 1], [1], 1)],
+)
+def test_rouge_counts_the_longest_common_subsequence(tokens: list[int], reference: list[int], common: int) -> None:
+    expected = 2 * common / (len(tokens) + len(reference))
+    assert rouge_l(tokens, reference) == rouge_l(reference, tokens) == pytest.approx(expected)
+    assert rouge_l(tokens, []) == 0
+
+
+def test_references_follow_their_prompts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("def first():\n    pass\n\ndef second():\n    pass\n", encoding="utf-8")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert reference_of("pass\n\ndef sec") == "ond():\n    pass\n"
+    assert reference_of("class") is None
 
 
 @pytest.mark.slow

@@ -245,6 +245,24 @@ def test_what_is_there_at_ctrl_c_is_told(
         assert "3 tokens (interrupted)" in result.err
 
 
+def test_where_guesses_were_looked_up(run_args: Sequence[object], offspec: Offspec, tmp_path: Path) -> None:
+    """A file that has the answer in it is named, with the place; other files are not."""
+    plain = run_json(offspec, *run_args, "hi", "--raw", "--budget", 0)
+    assert "looked_up" not in plain
+    notes, other = tmp_path / "notes.txt", tmp_path / "other.txt"
+    notes.write_text(f"Something else first.\nhi{plain['text']}", encoding="utf-8")
+    other.write_text("Nothing of the kind.\n", encoding="utf-8")
+    files = ("--lookup-files", other, "--lookup-files", notes)
+    told = run_json(offspec, *run_args, "hi", "--raw", *files, "--budget", 16)
+    assert told["token_ids"] == plain["token_ids"]
+    assert told["looked_up"]
+    content = notes.read_bytes()
+    for found in told["looked_up"]:
+        assert found["file"] == str(notes)
+        assert 0 <= found["first_token"] < found["first_token"] + found["num_tokens"] <= len(told["token_ids"])
+        assert 0 < found["offset"] < len(content)
+
+
 JOINT = ("--accept", "joint", "--tau", "0.01", "--beam", "4", "--gamma", "4")
 
 

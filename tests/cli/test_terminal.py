@@ -6,6 +6,7 @@ import errno
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from offspec import Stats, Step
 from offspec.cli import terminal
 from offspec.cli.terminal import LoadingBar, PassLine, first_pass_shown, marked
+from offspec.text.lookup_files import LookedUp
 
 from .conftest import Offspec
 
@@ -38,6 +40,8 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
 def test_guesses_and_corrections_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert marked(STEP) == "\x1b[32mab\x1b[0m\n\x1b[32mc\x1b[0m\x1b[1;33md\x1b[0m"
+    looked_up = replace(STEP, looked_up=LookedUp("notes.txt", 7, 1))
+    assert marked(looked_up) == "\x1b[36ma\x1b[0m\x1b[32mb\x1b[0m\n\x1b[32mc\x1b[0m\x1b[1;33md\x1b[0m"
     monkeypatch.setenv("NO_COLOR", "1")
     assert marked(STEP) == "ab\nc\x1b[4md\x1b[0m"
 

@@ -267,3 +267,23 @@ def test_default_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch,
     assert default_folder() == tmp_path / "offspec" / "lookup"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_folder() == Path.home() / ".cache" / "offspec" / "lookup"
+
+
+def test_the_source_of_accepted_guesses(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """File, bytes before the first accepted token, and how many of them the file has."""
+    files = [tmp_path / "first.py", tmp_path / "second.py"]
+    files[0].write_text("import math\n\n" + TEXT)
+    files[1].write_text("# größer\n\n\ndef perimeter(width, height):\n    return 2 * (width + height)\n")
+    index = open_index(files, tokenizer, tmp_path / "cache")
+    other = tokenizer.encode("zebra", add_special_tokens=False)[0]
+    for file in files:
+        content = file.read_bytes()
+        ids = tokenizer.encode(content.decode(), add_special_tokens=False)
+        for end in range(6, len(ids) - 3):
+            found = index.source(ids[end - 6 : end], [*ids[end : end + 3], other])
+            assert found is not None
+            assert (found.file, found.num_tokens) == (str(file), 3)
+            assert content[: found.offset].decode(errors="replace") == tokenizer.decode(ids[:end])
+    assert index.source(ids[:6], [other]) is None
+    assert index.source([other] * 6, ids[7:8]) is None
+    assert index.source(ids[:6], []) is None
