@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from numbers import Integral
 from operator import index
-from os import PathLike, fspath
+from os import PathLike
 from threading import RLock
 from types import TracebackType
 from typing import Any, TypeGuard
@@ -27,7 +27,7 @@ from .checkpoints.opening import Note
 from .drafts.base import NEEDS_DRAFT_MODEL, Draft
 from .drafts.without_model import NoDraft
 from .errors import ContextLengthError, OffspecError, UsageError
-from .loading import LoadedTarget, LoadOptions, load
+from .loading import LoadedTarget, LoadOptions, load, path_text
 from .model.decoder import Decoder
 from .model.text_caches import TextCaches
 from .planning.out_of_memory import retry_out_of_memory
@@ -74,9 +74,9 @@ class Engine:
         The engine is a context manager: `with Engine.load(...) as engine` closes it at the end.
         Raises a subclass of OffspecError if something cannot be loaded or does not match.
         """
-        name = fspath(model)
-        found = load(_load_options(name, options))
-        return cls(found.target, found.tokenizer, found.draft, name=name, index=found.index)
+        asked = _load_options(model, options)
+        found = load(asked)
+        return cls(found.target, found.tokenizer, found.draft, name=asked.model, index=found.index)
 
     def __enter__(self) -> Engine:
         return self
@@ -300,7 +300,7 @@ def _steps_of(batch: Batch, indices: Mapping[Ticket, int]) -> Generator[tuple[in
                 yield indices[ticket], outcome
 
 
-def _load_options(model: str, options: Mapping[str, Any]) -> LoadOptions:
+def _load_options(model: str | PathLike[str], options: Mapping[str, Any]) -> LoadOptions:
     """`LoadOptions` from keyword arguments; parses sizes. Raises UsageError for an unknown name or an invalid size."""
     known, found = [field.name for field in fields(LoadOptions) if field.name != "model"], dict(options)
     if unknown := [name for name in options if name not in known]:
@@ -313,7 +313,7 @@ def _load_options(model: str, options: Mapping[str, Any]) -> LoadOptions:
             found[name] = parse_size(size)
         elif not (size is None or isinstance(size, Integral)):
             raise UsageError(f'{name} must be a number of bytes or a text like "4GiB", not {size!r}')
-    return LoadOptions(model, **found)
+    return LoadOptions(path_text("model", model), **found)
 
 
 def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:

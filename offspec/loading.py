@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from threading import RLock
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -45,9 +48,17 @@ from .text.lookup_files import lookup_memory_bytes, open_index
 from .text.tokenizer import Tokenizer
 
 
+def path_text(name: str, said: Any) -> str:
+    """A model's name or path as text. name: of the argument. Raises UsageError for something else."""
+    try:
+        return os.fsdecode(said)
+    except TypeError as exc:
+        raise UsageError(f"{name} must be a path or a name, not {said!r}") from exc
+
+
 @dataclass(frozen=True)
 class LoadOptions:
-    """The options of `Engine.load`.
+    """The options of `Engine.load`. Paths may be text or path-like objects.
 
     model: a folder, a `.gguf` file, a hub id, or `builtin`. draft: `auto` (the built-in draft for the built-in target,
     otherwise lookup), `none`, `lookup` (n-gram lookup and token recycling, no model), `self` (early exit: the target's
@@ -79,14 +90,20 @@ class LoadOptions:
     texts: int = 1
     synchronous: bool = False
     progress: Progress | None = None
-    lookup_files: Sequence[str | Path] = ()
+    lookup_files: Sequence[str | PathLike[str]] = ()
     learn: bool = False
-    learn_file: str | Path | None = None
-    exit_file: str | Path | None = None
+    learn_file: str | PathLike[str] | None = None
+    exit_file: str | PathLike[str] | None = None
     exit_layer: int | None = None
     chats: bool = False
     needs_draft_model: bool = False
     cache_ram: int | None = 0
+
+    def __post_init__(self) -> None:
+        for name in ("model", "draft"):
+            object.__setattr__(self, name, path_text(name, getattr(self, name)))
+        if isinstance(self.lookup_files, (str, PathLike)):
+            object.__setattr__(self, "lookup_files", (self.lookup_files,))
 
     @property
     def memory(self) -> MemoryOptions:

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from os import PathLike
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -185,11 +186,12 @@ class Session:
 
     # ---------------------------------------------------------------------------------------- files
 
-    def save(self, path: Path, settings: Mapping[str, Any]) -> None:
+    def save(self, path: str | PathLike[str], settings: Mapping[str, Any]) -> None:
         """Write the conversation and `settings` as JSON, atomically.
 
         Overwrites only saved chats. Raises StorageError.
         """
+        path = Path(path)
         _check_free(path, "is not a saved chat", _is_saved)
         turns = [{name: value for name, value in asdict(turn).items() if name != "stats"} for turn in self.turns]
         content = {
@@ -202,14 +204,14 @@ class Session:
         }
         _write(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Replace this conversation by a saved one. Returns the saved settings.
 
         Raises UsageError for any other file, or while a reply is running; this conversation is then unchanged.
         Replies keep their token ids if these decode to the same text here, so another model can continue the
         conversation.
         """
-        saved = read_saved(path)
+        saved = read_saved(Path(path))
         with self._lock:
             self._reply.check_free()
             self._take_over(saved)
@@ -225,8 +227,9 @@ class Session:
             raise
         self.turns = saved.turns
 
-    def export(self, path: Path) -> None:
+    def export(self, path: str | PathLike[str]) -> None:
         """Write the conversation as Markdown. Overwrites only files that this object exported. Raises StorageError."""
+        path = Path(path)
         _check_free(path, "was not exported from this conversation", lambda path: path.resolve() in self._exported)
         parts = [f"# {self.engine.name}"]
         if self.system is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike, fspath
 from pathlib import Path
 
 from offspec.loaders.checkpoint import Checkpoint, without
@@ -20,8 +21,8 @@ from .language_model import language_model
 
 
 def convert(
-    source: str | Path,
-    target: Path,
+    source: str | PathLike[str],
+    target: str | PathLike[str],
     params: ConvertParams | None = None,
     *,
     revision: str | None = None,
@@ -35,8 +36,8 @@ def convert(
     params = params or ConvertParams()
     understand = _language_model if params.format == "keep" else without_blanks
     return convert_layers(
-        source,
-        target,
+        fspath(source),
+        Path(target),
         params,
         layer_prefix=LAYER_PREFIX,
         revision=revision,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import ConvertParams, Engine, SamplingParams, SpeculationParams, convert
 from offspec.errors import UsageError
+from offspec.session import Session
 
 from ..pair import Pair, build_pair
 from ..refusals import refused
@@ -40,11 +42,31 @@ def test_sizes_are_texts_or_bytes(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"ram": "plenty"}, "plenty"), ({"vram": 4.5}, "vram"), ({"vrm": "4GiB"}, "vram"), ({"xyz": 1}, "draft")],
+    [
+        ({"draft": 3}, "draft"),
+        ({"draft": None}, "draft"),
+        ({"ram": "plenty"}, "plenty"),
+        ({"vram": 4.5}, "vram"),
+        ({"vrm": "4GiB"}, "vram"),
+        ({"xyz": 1}, "draft"),
+    ],
 )
 def test_options_that_cannot_be_followed(options: dict[str, Any], named: str, pair: Pair) -> None:
     with refused(UsageError, named):
         Engine.load(pair.target, **options)
+
+
+def test_paths_are_texts_or_path_likes(pair: Pair, tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("def area(width, height):\n")
+    converted = convert(str(pair.target), str(tmp_path / "copy"), ConvertParams("bf16"))
+    with Engine.load(converted.path, draft=pair.draft, device="cpu", lookup_files=notes) as engine:
+        assert (engine.name, engine.draft_name) == (str(converted.path), str(pair.draft))
+        assert engine.lookup_index is not None
+        session = Session(engine)
+        session.save(str(tmp_path / "chat.json"), {})
+        session.export(str(tmp_path / "chat.md"))
+        assert session.load(str(tmp_path / "chat.json")) == {}
 
 
 def test_after_the_end_a_closed_engine_says_so(pair: Pair) -> None:
