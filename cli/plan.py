@@ -64,6 +64,13 @@ Examples:
     help="Plan KV entries for N texts that share passes, as for `offspec run --batch N`.",
 )
 @option(
+    "--cache-ram",
+    callback=size,
+    default="0",
+    metavar="SIZE",
+    help="Plan RAM for earlier conversations, as for `offspec serve --cache-ram SIZE`. [default: none]",
+)
+@option(
     "--gpu",
     metavar="NAME",
     help="Plan for this GPU by its data sheet (rtx4090, 4090, a100-80, ...).",
@@ -133,11 +140,21 @@ def describe(forecast: Forecast) -> list[str]:
         *_table(rows),
         "",
         forecast.where,
+        *_kept(forecast),
         *_seconds(forecast),
         *_drafts(forecast),
         *_texts(forecast),
         *_gains(forecast),
     ]
+
+
+def _kept(forecast: Forecast) -> list[str]:
+    """What `serve` takes in addition."""
+    if not forecast.parked_bytes:
+        return []
+    most = format_size(forecast.parked_bytes)
+    flag = f"--cache-ram {most.replace(' ', '')}"
+    return ["", f"offspec serve also keeps earlier conversations, in up to {most} of RAM; {flag} plans it."]
 
 
 def _cell(number: int) -> str:

@@ -24,8 +24,9 @@ from ..drafts.base import OpenRequest
 from ..drafts.weighing import Prospect, Scales, by_rate
 from ..errors import OffspecError, UsageError
 from ..loading import LoadOptions
+from ..planning.parked_texts import ParkedTexts
 from ..planning.plan import Plan, with_faster_residents
-from ..planning.probe import ProductRates, planner_here
+from ..planning.probe import ProductRates, planner_here, ram_beside_program
 from ..planning.report import explain_packing, explain_plan, tell_tiers
 from .texts_forecast import NUMBERS, TextsProspect, predict_texts
 
@@ -71,6 +72,7 @@ class Forecast:
     it has 4 bits already. max_context: the largest context that fits, in tokens. prospects: what drafts would bring, as
     asked for and then others; empty if one draft was asked for and nothing is streamed. draft: the one of `plan`, the
     fastest of those that were asked for. texts: what several texts that share passes would bring with it.
+    parked_bytes: RAM in which a server keeps the KV caches of earlier conversations by default; 0 if they are planned.
     """
 
     model: str
@@ -86,6 +88,7 @@ class Forecast:
     draft: str
     prospects: list[Prospect]
     texts: list[TextsProspect]
+    parked_bytes: int
 
     @property
     def tree_pass_s(self) -> float:
@@ -166,6 +169,7 @@ class Forecast:
             "draft": self.draft,
             "drafts": [prospect.as_dict() for prospect in self.prospects],
             "texts": [found.as_dict() for found in self.texts],
+            "parked_bytes": self.parked_bytes,
             "rates": asdict(self.rates),
         }
 
@@ -209,7 +213,9 @@ def make_forecast(
     machine = Machine.of(options, assumed, notes)
     request = _open_to_plan(options, assumed.form, machine.device_type, notes)
     place = planner_here(request.target, machine.hardware, options.memory)
-    scales = Scales(options.model, request, lambda draft: place([draft]))
+    free_bytes = ram_beside_program(machine.hardware, options.memory)
+    kept = [ParkedTexts(options.cache_ram, free_bytes)] if options.cache_ram != 0 else []
+    scales = Scales(options.model, request, lambda draft: place([draft, *kept]))
     names = scales.names(drafts or (options.draft,))
     first = scales.first_plan(names)
     rates = machine.measure(request.target, first, widths, progress)
@@ -232,6 +238,7 @@ def make_forecast(
         chosen.name,
         prospects,
         predict_texts(plan, scales.open(chosen.name, []), rates_of, sorted({*NUMBERS, options.texts})),
+        0 if kept else max(0, ParkedTexts(None, free_bytes).most_bytes(request.target, plan.room)),
     )
 
 

@@ -50,6 +50,17 @@ def test_a_model_larger_than_the_memory_allowed(offspec: Offspec, large: Path) -
     assert "disk: 2 GB/s (2 readers)" in result.out
 
 
+def test_earlier_conversations_of_a_server(offspec: Offspec, large: Path) -> None:
+    """By default 1/16 of what is free, which the table names when it is planned."""
+    args = ("plan", large, "--draft", "none", "--device", "cpu", "--ram", "8GiB", "-q")
+    told = json.loads(offspec(*args, "--json").out)
+    assert 2**28 < told["parked_bytes"] < 2**29
+    assert "earlier conversations, in up to" in offspec(*args).out
+    planned = offspec(*args, "--cache-ram", "1GiB").out
+    assert "in up to" not in planned
+    assert next(line for line in planned.splitlines() if line.startswith("earlier conversations")).endswith(" 1 GiB")
+
+
 def test_json(offspec: Offspec, large: Path) -> None:
     result = offspec("plan", large, "--gpu", "rtx4090", "--ram", "64GiB", "--format", "nf4", "--json", "-q")
     told = json.loads(result.out)
