@@ -106,11 +106,9 @@ class Batch:
         try:
             with self._engine.turn:
                 self._engine.loaded.check()
-                self._make_room()
+                retry_out_of_memory(self._make_room, self._begin_again)
                 running = list(self._running)
-                verdicts = retry_out_of_memory(
-                    lambda: run_pass([_request(ticket) for ticket in running], self._shared), self._begin_again
-                )
+                verdicts = run_pass([_request(ticket) for ticket in running], self._shared, self._begin_again)
         except OffspecError as exc:
             ended += [(ticket, exc) for ticket in self._running]
             for ticket in list(self._running):

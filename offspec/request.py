@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
 
 from offspec.loaders.cuda import device_bytes, span
 from offspec.scheduler.blend import BlendDrafter, blend_walk
@@ -33,16 +35,18 @@ from .errors import ConstraintError, NumericalError, OffspecError
 from .model.decoder import TextRows, score_together
 from .model.row_logits import RowLogits
 from .model.text_caches import TextCaches
-from .planning.out_of_memory import retry_out_of_memory
+from .planning.out_of_memory import first_line, retry_out_of_memory
 from .stats import Stats, peak_host_bytes
 from .text.lookup_files import FileIndex, LookedUp
 
 if TYPE_CHECKING:
     from .engine import Engine
 
+T = TypeVar("T")
 Observer = Callable[[TokenTree, Verdict], None]
 PREFILL_ROWS = 512  # of prompts in a pass that texts past their prompts share: a long prompt may not delay them long
 GRANT = 256  # new tokens for which a request that shares passes reserves KV entries at a time
+TEXT_ERRORS = (NumericalError, ConstraintError)  # end their text; other errors of a pass end all texts in it
 DRAFT_ROWS = 384  # `DraftRequest.most_rows` of requests that share passes, because each has a draft cache
 
 
@@ -105,6 +109,7 @@ class Request:
         self._moved_before = engine.loaded.bytes_streamed
         self._chain, self._tree = list[int](), TokenTree.empty()  # of the next pass
         self._is_prefilling = False
+        self.fault: OffspecError | None = None  # of drafting, which ends the text
         with engine.turn:
             num_prefilled = retry_out_of_memory(lambda: self._begin(text), self._make_room)
         self._listen = engine.draft.new_listener()
@@ -170,7 +175,7 @@ class Request:
         while True:
             with self.engine.turn:
                 self.engine.loaded.check()
-                (verdict,) = retry_out_of_memory(lambda: run_pass([self], alone), self._begin_again)
+                (verdict,) = run_pass([self], alone, self._begin_again)
             if isinstance(verdict, OffspecError):
                 raise verdict
             assert verdict is not None, "a pass of its own scores the whole prompt"
@@ -204,23 +209,34 @@ class Request:
         self._is_prefilling = num_chain < self.num_unscored
         if self._is_prefilling:
             return None
+        return (yield from self.catching(self._propose()))
+
+    def _propose(self) -> Drafting[FloatArray | None]:
         max_depth = self.limit - self.stats.num_tokens - 1
         if self._competitor is not None:
             return (yield from self._competitor.prepare(self.text, max_depth))
         self._tree = self.drafter.propose(self.text, max_depth)
         return None
 
+    def catching(self, drafting: Drafting[T]) -> Drafting[T | None]:
+        """`drafting`, of which TEXT_ERRORS become this text's `fault`: they do not end other texts' drafting."""
+        try:
+            return (yield from drafting)
+        except TEXT_ERRORS as exc:
+            self.fault = exc
+            return None
+
     def send(self, num_nodes: int | None) -> TextRows:
         """The rows of the pass. num_nodes: of the candidates; None: as many as the drafter wants."""
-        if self._competitor is not None and not self._is_prefilling:
+        if self._competitor is not None and not self._is_prefilling and self.fault is None:
             self._tree = self._competitor.send(num_nodes)
         tree = self._tree
         return TextRows(self._chain, tree.tokens, tree.depths, tree.mask())
 
     def judge(self, logits: Logits) -> Verdict | OffspecError | None:
         """The verdict on the tree; None after a part of a prompt."""
-        if self._is_prefilling:
-            return None
+        if self._is_prefilling or self.fault is not None:
+            return self.fault
         position, speculation = len(self.text), self.asked.speculation
         try:
             if isinstance(self.drafter, BlendDrafter):
@@ -228,7 +244,7 @@ class Request:
             if speculation.is_lossy:
                 return joint_walk(self._tree, logits, self.sampler, position, tau=speculation.tau, final=self.final)
             return exact_walk(self._tree, logits, self.sampler, position)
-        except (NumericalError, ConstraintError) as exc:
+        except TEXT_ERRORS as exc:
             return exc
 
     @property
@@ -241,16 +257,37 @@ class Request:
     def prepare_masks(self, is_over: Callable[[], bool]) -> None:
         """Compute the masks that the walk may need, until `is_over`."""
         assert self.sampler.constraint is not None
-        prepare_masks(self.sampler.constraint, self._tree, is_over)
+        try:
+            prepare_masks(self.sampler.constraint, self._tree, is_over)
+        except TEXT_ERRORS as exc:
+            self.fault = exc
 
-    def commit(self, verdict: Verdict, rows: RowLogits) -> None:
-        """Keep what the verdict accepted, and tell the drafter."""
-        self.target.keep(verdict.path)
-        done = TargetPass(self.text, self._tree, verdict, rows, rows)
-        self.drafter.observe(done)
-        self._listen(done)
+    def extending(self, is_over: Callable[[], bool]) -> Drafting[None]:
+        """Draft during the pass until `is_over`, in rounds that texts share."""
+        if isinstance(self.drafter, CompetingDrafter):
+            yield from self.catching(self.drafter.extending(is_over))
+
+    def extend(self, is_over: Callable[[], bool]) -> None:
+        """Draft during the pass until `is_over`, if the drafter's rounds cannot be shared."""
+        if not isinstance(self.drafter, CompetingDrafter):
+            self.drafter.extend(is_over)
+
+    def commit(self, verdict: Verdict, rows: RowLogits) -> str:
+        """Keep what the verdict accepted, tell the drafter, and extend the text.
+
+        Returns torch's message if device memory ran out; the text is then complete, the caches are not.
+        """
+        message = ""
+        try:
+            self.target.keep(verdict.path)
+            done = TargetPass(self.text, self._tree, verdict, rows, rows)
+            self.drafter.observe(done)
+            self._listen(done)
+        except torch.OutOfMemoryError as exc:
+            message = first_line(exc)
         self.text += verdict.tokens
         self.sampler.extend(verdict.tokens)
+        return message
 
     def count(self, draft_s: float, target_s: float, total_s: float) -> None:
         """Record a pass: seconds of drafting, of the pass with its verdicts, and of everything."""
@@ -309,37 +346,63 @@ class Request:
         return index.source(self.text[max(0, position - MAX_MATCH) : position], accepted)
 
 
-def run_pass(requests: Sequence[Request], shared: SharedPass) -> list[Verdict | OffspecError | None]:
+def run_pass(
+    requests: Sequence[Request], shared: SharedPass, begin_again: Callable[[str], None]
+) -> list[Verdict | OffspecError | None]:
     """One pass of the target over the texts of these requests: propose, score, verify, commit, observe.
 
-    Returns each request's verdict: None after a part of its prompt, an error if its logits are not finite or its
-    constraint allows no token. Each text is the same as in passes of its own, whatever else shares the pass.
+    Returns each request's verdict: None after a part of its prompt, an error if logits are not finite or its constraint
+    allows no token. Each text is the same as in passes of its own, whatever else shares the pass. begin_again: called
+    with torch's message after device memory ran out; it frees some, and starts all requests again from their texts.
     """
+    started = time.perf_counter()
+    passed = retry_out_of_memory(lambda: _score(requests, shared), begin_again)
+    verdicts = passed.verdicts
+    if not passed.logits:
+        return verdicts
+    of_all = zip(requests, verdicts, passed.logits, strict=True)
+    messages = [request.commit(verdict, own) for request, verdict, own in of_all if isinstance(verdict, Verdict)]
+    if any(messages):
+        begin_again(max(messages))
+    ended = time.perf_counter()
+    for request in requests:
+        request.count(passed.drafted_s, passed.target_s, ended - started)
+    good = [verdict for verdict in verdicts if isinstance(verdict, Verdict)]
+    if shared.is_shared:
+        shared.end(passed.num_nodes, sum(len(verdict.tokens) for verdict in good), passed.target_s, ended - started)
+    for request, verdict in zip(requests, verdicts, strict=True):
+        if isinstance(verdict, Verdict):
+            request.observe(verdict)
+    return verdicts
+
+
+@dataclass(frozen=True)
+class ScoredPass:
+    """A pass before anything of it is kept. logits: of each text. Seconds: of drafting, of the pass with verdicts."""
+
+    verdicts: list[Verdict | OffspecError | None]
+    logits: list[RowLogits]
+    num_nodes: int
+    drafted_s: float
+    target_s: float
+
+
+def _score(requests: Sequence[Request], shared: SharedPass) -> ScoredPass:
+    """Propose, score and verify. If drafting failed for all texts, there is no pass."""
     engine, target, started = requests[0].engine, requests[0].target, time.perf_counter()
     with span("draft"):
         rows = _propose(requests, shared)
     drafted = time.perf_counter()
+    if all(request.fault is not None for request in requests):
+        return ScoredPass([request.fault for request in requests], [], 0, drafted - started, 0.0)
     with span("pass"), _drafting_ahead(requests, shared):
         texts = [(request.target, own) for request, own in zip(requests, rows, strict=True)]
         logits = score_together(texts, engine.draft.target_layers)
         target.synchronize()
     with span("walk"):
         verdicts = [request.judge(own) for request, own in zip(requests, logits, strict=True)]
-    scored = time.perf_counter()
-    for request, verdict, own in zip(requests, verdicts, logits, strict=True):
-        if isinstance(verdict, Verdict):
-            request.commit(verdict, own)
-    ended = time.perf_counter()
-    for request in requests:
-        request.count(drafted - started, scored - drafted, ended - started)
-    good = [verdict for verdict in verdicts if isinstance(verdict, Verdict)]
-    if shared.is_shared:
-        num_nodes, num_tokens = sum(len(own.tokens) for own in rows), sum(len(verdict.tokens) for verdict in good)
-        shared.end(num_nodes, num_tokens, scored - drafted, ended - started)
-    for request, verdict in zip(requests, verdicts, strict=True):
-        if isinstance(verdict, Verdict):
-            request.observe(verdict)
-    return verdicts
+    num_nodes = sum(len(own.tokens) for own in rows)
+    return ScoredPass(verdicts, logits, num_nodes, drafted - started, time.perf_counter() - drafted)
 
 
 def _propose(requests: Sequence[Request], shared: SharedPass) -> list[TextRows]:
@@ -378,18 +441,17 @@ def _chains(unscored: Sequence[int]) -> list[int]:
 
 def _drafting_ahead(requests: Sequence[Request], shared: SharedPass) -> AbstractContextManager[None]:
     """Computes masks and drafts for these requests in the background, as far as their drafters want to."""
-    drafters = [request.drafter for request in requests if request.drafter.wants_overlap]
-    constrained = [request for request in requests if request.prepares_masks]
-    if not drafters and not constrained:
+    sound = [request for request in requests if request.fault is None]
+    drafting = [request for request in sound if request.drafter.wants_overlap]
+    constrained = [request for request in sound if request.prepares_masks]
+    if not drafting and not constrained:
         return nullcontext()
 
     def work(is_over: Callable[[], bool]) -> None:
         for request in constrained:
             request.prepare_masks(is_over)
-        competing = [drafter for drafter in drafters if isinstance(drafter, CompetingDrafter)]
-        run_together([drafter.extending(is_over) for drafter in competing], SharedRounds(shared).score)
-        for drafter in drafters:
-            if drafter not in competing:
-                drafter.extend(is_over)
+        run_together([request.extending(is_over) for request in drafting], SharedRounds(shared).score)
+        for request in drafting:
+            request.extend(is_over)
 
     return in_background(work, requests[0].target.device)

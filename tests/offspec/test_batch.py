@@ -262,6 +262,46 @@ def test_a_text_with_bad_logits_ends_alone(engines: dict[str, Engine], monkeypat
     assert watched.ids(good) == plain(engine, PROMPTS[0], SAMPLING[0])
 
 
+@pytest.mark.parametrize("part", ["prepare", "extending"])
+def test_a_text_whose_draft_fails_ends_alone(pair: Pair, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the pass, and during it."""
+
+    def fail(*args: object) -> Iterator[Any]:
+        raise NumericalError("the draft's logits are not finite")
+        yield
+
+    with load(pair, "own") as engine:
+        watched = Watched(Batch(engine))
+        good, bad = (watched.add(prompt, SAMPLING[0], SpeculationParams(8)) for prompt in PROMPTS[:2])
+        watched.step()
+        assert bad.request is not None
+        monkeypatch.setattr(bad.request.drafter, part, fail)
+        monkeypatch.setattr(type(bad.request.drafter), "wants_overlap", True)
+        watched.finish()
+        assert isinstance(watched.errors[bad], NumericalError)
+        assert watched.ids(good) == plain(engine, PROMPTS[0], SAMPLING[0])
+
+
+def test_no_token_is_lost_when_memory_runs_out_after_a_verdict(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The texts that were committed before go on behind their last token, and so does the one that failed."""
+    with load(pair, "own") as engine:
+        monkeypatch.setattr(engine.loaded, "make_room", lambda message, free: free())
+        watched = Watched(Batch(engine))
+        tickets = [watched.add(prompt, SAMPLING[0], SpeculationParams(8)) for prompt in PROMPTS[:3]]
+        watched.step()
+        middle = tickets[1].request
+        assert middle is not None
+        monkeypatch.setattr(middle.drafter, "observe", _out_of_memory)
+        watched.finish()
+        assert [watched.ids(ticket) for ticket in tickets] == [
+            plain(engine, prompt, SAMPLING[0]) for prompt in PROMPTS[:3]
+        ]
+
+
+def _out_of_memory(*args: object) -> None:
+    raise torch.OutOfMemoryError("out of memory")
+
+
 def test_caches_belong_to_one_request(engines: dict[str, Engine]) -> None:
     engine = engines["own"]
     caches = engine.new_caches()
