@@ -188,8 +188,8 @@ class Service:
         self.give_up: Callable[[], None] = lambda: None
         self._speculation, self._folders = speculation, model_folders(engine)
         self._most_texts = most_texts or AUTO_TEXTS
-        self._batch = Batch(engine, self._most_texts)
         self._pool = TextPool(engine.new_caches, parked_bytes(engine.plan))
+        self._batch = Batch(engine, self._most_texts, self._pool)
         self._most_open = most_waiting + self._most_texts
         self._said = OrderedDict[str, list[int]]()  # replies and their original token ids
         # The fields below belong to the lock of `_changed`, but for those of the passes' thread.

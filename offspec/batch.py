@@ -8,16 +8,20 @@ is scored again later, and stays the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from offspec.scheduler.params import AUTO_TEXTS, SamplingParams, SpeculationParams, max_nodes
 from offspec.scheduler.shared_pass import SharedPass
 
 from .errors import OffspecError
 from .model.text_caches import TextCaches
+from .model.text_pool import TextPool, num_common
 from .planning.out_of_memory import retry_out_of_memory
 from .request import Observer, Request, RequestParams, Step, run_pass
 
@@ -31,13 +35,14 @@ Outcome = Step | OffspecError
 class Ticket:
     """A request of a batch. It waits, is under way, or has ended; only its batch writes it.
 
-    user: marks the caches as used while the request lasts.
+    user: marks the caches as used while the request lasts. lent: caches of the batch's own pool.
     """
 
     text: list[int]
     asked: RequestParams
     caches: TextCaches | None
     user: Generator[None, None, None]
+    lent: TextCaches | None = None
     request: Request | None = None
     is_cancelled: bool = False
 
@@ -49,9 +54,14 @@ class Batch:
     as for any tree).
     """
 
-    def __init__(self, engine: Engine, max_texts: int | None = None) -> None:
-        """max_texts: the maximum number of texts under way; None is AUTO_TEXTS. The others wait in order."""
+    def __init__(self, engine: Engine, max_texts: int | None = None, pool: TextPool | None = None) -> None:
+        """max_texts: the maximum number of texts under way; None is AUTO_TEXTS. The others wait in order.
+
+        pool: of the caches that are given to `add`; texts without take caches from it, too. Its idle caches are freed
+        when texts need their room.
+        """
         self._engine, self._max_texts = engine, max_texts or AUTO_TEXTS
+        self._pool = TextPool(engine.new_caches, 0) if pool is None else pool
         num_nodes = max_nodes(engine.target.device.type) if engine.plan is None else engine.plan.tree
         self._shared = SharedPass(engine.learnt.costs, num_nodes, engine.learnt.overlap_switch)
         self._num_entries = None if engine.plan is None else engine.plan.kv_entries
@@ -134,7 +144,8 @@ class Batch:
     def close(self) -> None:
         """End all requests."""
         with self._lock:
-            self._waiting.clear()
+            while self._waiting:
+                self._end(self._waiting.popleft())
         for ticket in list(self._running):
             self._leave(ticket)
 
@@ -150,7 +161,7 @@ class Batch:
                 self._begin(ticket)
             except OffspecError as exc:
                 failed.append((ticket, exc))
-                ticket.user.close()
+                self._end(ticket)
             else:
                 self._running.append(ticket)
         return failed
@@ -159,31 +170,53 @@ class Batch:
         """The next request, if there is room for it."""
         with self._lock:
             while self._waiting and self._waiting[0].is_cancelled:
-                self._waiting.popleft().user.close()
+                self._end(self._waiting.popleft())
             if not self._waiting or len(self._running) >= self._max_texts:
                 return None
-            if self._running and not self._has_room(self._needed(self._waiting[0])):
+            first = self._waiting[0]
+            if self._running and (not self._has_room(self._needed(first)) or self._has_beginning_soon(first)):
                 return None
             return self._waiting.popleft()
 
     def _needed(self, ticket: Ticket) -> int:
         """KV entries that a waiting request needs to join; a paused one would otherwise soon be paused again."""
         num_nodes = self._shared.limit_of(len(self._running) + 1)
-        if ticket.request is None:
-            return len(ticket.text) + num_nodes + self._engine.draft.num_shared
-        return ticket.request.num_needed(ticket.request.granted, num_nodes)
+        if ticket.request is not None:
+            return ticket.request.num_needed(ticket.request.granted, num_nodes)
+        needed = len(ticket.text) + num_nodes + self._engine.draft.num_shared
+        return needed if ticket.caches is None else max(needed, ticket.caches.target.cache.capacity)
+
+    def _has_beginning_soon(self, ticket: Ticket) -> bool:
+        """Whether another text is about to score so much of this one's beginning that waiting for it takes less time.
+
+        The entries are then copied.
+        """
+        if ticket.caches is not None or ticket.request is not None or not self._pool.can_copy:
+            return False
+        unscored = (_num_unscored(_request(other), ticket.text) for other in self._running)
+        return self._shared.is_worth_a_pass(max(unscored))
 
     def _begin(self, ticket: Ticket) -> None:
         if ticket.request is not None:
             ticket.request.resume()
             return
-        caches = ticket.caches or self._engine.new_caches()
+        caches = ticket.caches
+        if caches is None:
+            borrow = partial(self._pool.borrow, ticket.text)
+            caches = ticket.lent = retry_out_of_memory(borrow, self._begin_again)
         ticket.request = Request(self._engine, ticket.text, ticket.asked, caches, self._shared)
 
     def _leave(self, ticket: Ticket) -> None:
         self._running.remove(ticket)
+        self._end(ticket)
+
+    def _end(self, ticket: Ticket) -> None:
+        """The request is over, whether it has begun or not."""
         ticket.user.close()
         ticket.request = None
+        if ticket.lent is not None:
+            self._pool.give_back(ticket.lent)
+            ticket.lent = None
 
     def _begin_again(self, message: str) -> None:
         """After a pass ran out of device memory: free all KV entries, load the target again, and start again."""
@@ -199,10 +232,13 @@ class Batch:
     # ---------------------------------------------------------------------------------------- KV entries
 
     def _has_room(self, num_entries: int) -> bool:
-        """Whether this number of additional KV entries is within the plan."""
+        """Whether this number of additional KV entries is within the plan, if necessary without idle caches."""
         if self._num_entries is None:
             return True
-        return num_entries + sum(_request(ticket).num_entries for ticket in self._running) <= self._num_entries
+        room = self._num_entries - sum(_request(ticket).num_entries for ticket in self._running)
+        if num_entries + self._pool.num_idle_entries > room:
+            self._pool.park_idle()
+        return num_entries <= room
 
     def _make_room(self) -> None:
         """Give every text the KV entries that it needs for the next pass; pause those that joined last if necessary."""
@@ -217,7 +253,7 @@ class Batch:
             return True
         for num_tokens in (request.granted, len(request.text)):
             needed = request.num_needed(num_tokens, num_nodes)
-            if len(self._running) == 1 or self._has_room(needed - request.num_entries):
+            if self._has_room(needed - request.num_entries) or len(self._running) == 1:
                 request.reserve(needed)
                 return True
         return False
@@ -226,6 +262,11 @@ class Batch:
 def _request(ticket: Ticket) -> Request:
     assert ticket.request is not None, "the request is not under way"
     return ticket.request
+
+
+def _num_unscored(request: Request, text: Sequence[int]) -> int:
+    """How many tokens of the beginning that both texts have in common the request has not scored yet."""
+    return num_common(np.asarray(request.text), np.asarray(text[:-1])) - request.target.length
 
 
 def _marker() -> Generator[None, None, None]:

@@ -48,7 +48,8 @@ class _Answers:
     ) -> None:
         self._engine, self._prompt, self._speculation = engine, prompt, speculation
         self._max_texts = max_texts
-        self._batch, self._pool = Batch(engine, max_texts), TextPool(engine.new_caches, 0)
+        self._pool = TextPool(engine.new_caches, 0)
+        self._batch = Batch(engine, max_texts, self._pool)
         self._under_way = dict[Ticket, tuple[int, TextCaches]]()
 
     def steps(self, params: Sequence[SamplingParams]) -> Generator[tuple[int, Step], None, None]:

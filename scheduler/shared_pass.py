@@ -18,6 +18,8 @@ from .costs import MOST_ROWS, Costs
 from .overlap import OverlapSwitch
 from .tree import FloatArray
 
+CHEAP_ROWS = 512  # of a pass, on most GPUs; where nothing was measured
+
 
 class SharedPass:
     """The passes of a group of texts, which may change from pass to pass.
@@ -70,6 +72,13 @@ class SharedPass:
         if not self.is_shared:
             return 0
         return sum(self._chains) - self._chains[self._text] + round(self._num_nodes * (self.num_texts - 1))
+
+    def is_worth_a_pass(self, num_rows: int) -> bool:
+        """Whether scoring so many rows of a prompt takes longer than a pass without them."""
+        if num_rows < 1 or not self._costs.target.is_known:
+            return num_rows >= CHEAP_ROWS
+        one, many = self._costs.target.seconds(np.array([1, num_rows]))
+        return bool(many > 2 * one)
 
     def begin(self, chains: Sequence[int]) -> None:
         """Start a pass. chains: each text's rows in addition to its tree's nodes."""

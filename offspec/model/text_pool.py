@@ -77,21 +77,39 @@ class TextPool:
         """KV entries of the target that the used caches have room for."""
         return sum(caches.target.cache.capacity for caches in self._used)
 
+    @property
+    def can_copy(self) -> bool:
+        """Whether a text can begin with entries of another one that is running."""
+        return any(map(_has_all_entries, self._used))
+
+    @property
+    def num_idle_entries(self) -> int:
+        """KV entries of the target that no request uses."""
+        return sum(caches.target.cache.capacity for caches in self._free)
+
+    def park_idle(self) -> None:
+        """Free the caches that no request uses, because running requests need their room."""
+        for caches in self._free:
+            self._park(caches)
+        self._free.clear()
+
     def borrow(self, text: Sequence[int]) -> TextCaches:
         """Caches that no other request uses, with the longest known beginning of `text`."""
         wanted = np.asarray(text[:-1], dtype=np.int64)  # the last token is always scored
         if not self._free:
             self._free.append(self._new_caches())
-        own = max(self._free, key=lambda caches: _num_common(_ids(caches), wanted))
-        num_own = _num_common(_ids(own), wanted)
+        own = max(self._free, key=lambda caches: num_common(_ids(caches), wanted))
+        num_own = num_common(_ids(own), wanted)
         source, num_tokens = self._longest(wanted)
         goes_on = num_own and max(_num_known(own), num_tokens) < num_own + WORTHWHILE
         caches = own if goes_on else self._free[0]
         for idle in self._free:
             if not (goes_on and idle is own):
                 self._park(idle)
-        if source is not caches and num_tokens >= _num_common(_ids(caches), wanted) + WORTHWHILE:
+        if source is not caches and num_tokens >= num_common(_ids(caches), wanted) + WORTHWHILE:
             _fill(caches, source, wanted[:num_tokens])
+        elif self._used and _has_all_entries(caches):
+            _shrink(caches, num_common(_ids(caches), wanted))
         self._free.clear()
         self._used.append(caches)
         return caches
@@ -105,10 +123,10 @@ class TextPool:
         """The text with the longest beginning of `wanted`, of those that can be copied, and its number of tokens."""
         found: tuple[ParkedText | TextCaches | None, int] = (None, 0)
         for index, parked in enumerate(self._parked):
-            if (num_tokens := _num_common(parked.ids, wanted)) > found[1]:
+            if (num_tokens := num_common(parked.ids, wanted)) > found[1]:
                 found, latest = (parked, num_tokens), index
         for caches in filter(_has_all_entries, (*self._used, *self._free)):
-            if (num_tokens := _num_common(_ids(caches), wanted)) > found[1]:
+            if (num_tokens := num_common(_ids(caches), wanted)) > found[1]:
                 found = (caches, num_tokens)
         if isinstance(found[0], ParkedText):
             self._parked.append(self._parked.pop(latest))
@@ -122,9 +140,9 @@ class TextPool:
         nbytes = sum(_entry_bytes(cache) * cache.length for cache in held)
         if len(ids) < WORTHWHILE or nbytes > self._most_bytes or not _has_all_entries(caches):
             return
-        if any(_num_common(parked.ids, ids) == len(ids) for parked in self._parked):
+        if any(num_common(parked.ids, ids) == len(ids) for parked in self._parked):
             return
-        self._parked = [parked for parked in self._parked if _num_common(parked.ids, ids) < len(parked.ids)]
+        self._parked = [parked for parked in self._parked if num_common(parked.ids, ids) < len(parked.ids)]
         while self.parked_bytes + nbytes > self._most_bytes:
             self._parked.pop(0)
         target, *draft = map(Entries, held)
@@ -140,7 +158,7 @@ def _num_known(caches: TextCaches) -> int:
     return min(caches.target.length, len(caches.text))  # an interrupted request may have more entries than tokens
 
 
-def _num_common(one: Ids, other: Ids) -> int:
+def num_common(one: Ids, other: Ids) -> int:
     """The number of first tokens that two texts have in common."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
@@ -171,6 +189,14 @@ def _fill(caches: TextCaches, source: ParkedText | TextCaches | None, ids: Ids) 
     draft = source.draft if isinstance(source, ParkedText) else _own_cache(source.draft)
     if (cache := _own_cache(caches.draft)) is not None and draft is not None:
         _copy(cache, draft, min(len(ids), draft.length))
+
+
+@torch.inference_mode()
+def _shrink(caches: TextCaches, length: int) -> None:
+    """Keep `length` entries and no further room: others than the last request share the plan's entries."""
+    target, old = caches.target, caches.target.cache
+    caches.drop_target()
+    _copy(target.cache, old, length)
 
 
 def _copy(cache: KVCache, other: Entries | KVCache, length: int) -> None:

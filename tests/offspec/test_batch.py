@@ -15,6 +15,8 @@ from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.batch import Batch, Ticket
 from offspec.errors import ContextLengthError, NumericalError, OffspecError, UsageError
 from offspec.model.decoder import CachedDecoder
+from offspec.model.text_pool import TextPool
+from offspec.scheduler.shared_pass import SharedPass
 
 from ..pair import Pair, build_pair
 from ..refusals import refused
@@ -37,6 +39,7 @@ SAMPLING = (
     SamplingParams(12, repetition_penalty=0.8, seed=5, stop=("\n",)),
     SamplingParams(20, frequency_penalty=1.5, presence_penalty=0.5, logit_bias=((7, 5.0),), seed=6),
 )
+HEAD = "for i in range(10):\n    print(i)\n" * 4  # 92 tokens
 DRAFTS = ("own", "lookup", "none", "self", "resident")
 
 
@@ -225,6 +228,74 @@ def test_texts_share_the_planned_kv_entries(pair: Pair) -> None:
     engine.close()
 
 
+def test_idle_caches_leave_before_texts_that_need_their_room(pair: Pair) -> None:
+    """A long text has ended, and its caches wait for the next request, while others grow."""
+    engine = load(pair, "own", context=96)
+    assert engine.plan is not None
+    pool = TextPool(engine.new_caches, 0)
+    batch = Batch(engine, 3, pool)
+    watched = Watched(batch)
+    for i, number in enumerate((70, 80, 80)):
+        watched.add("def area(", SamplingParams(number, temperature=1.0, seed=i, ignore_eos=True))
+    while not batch.is_idle:
+        watched.step()
+        assert pool.num_entries + pool.num_idle_entries <= engine.plan.kv_entries or not pool.num_used
+    assert pool.num_used == 0
+    engine.close()
+
+
+def test_a_short_text_takes_no_room_of_a_long_one(engines: dict[str, Engine]) -> None:
+    """Caches that were made for a long text are cut to the next one's entries where other texts are running."""
+    engine, pool = engines["own"], TextPool(engines["own"].new_caches, 0)
+    watched = Watched(Batch(engine, 2, pool))
+    first = watched.add(PROMPTS[1], SamplingParams(60, ignore_eos=True, seed=0))
+    watched.add(PROMPTS[2], SamplingParams(90, ignore_eos=True, seed=0))
+    while not watched.found[first] or watched.found[first][-1].finish_reason is None:
+        watched.step()
+    before = pool.num_idle_entries
+    last = watched.add(PROMPTS[0], SamplingParams(3, ignore_eos=True, seed=0))
+    watched.step()
+    assert last.request is None or last.request.num_entries < before
+    watched.finish()
+    assert watched.ids(last) == plain(engine, PROMPTS[0], SamplingParams(3, ignore_eos=True, seed=0))
+
+
+@pytest.mark.parametrize("draft", ["own", "none", "resident"])
+def test_a_common_beginning_is_scored_once(pair: Pair, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By texts that join together each for itself; those that join later copy the entries."""
+    monkeypatch.setattr(SharedPass, "is_worth_a_pass", lambda self, num_rows: False)
+    prompts = [HEAD + end for end in ("x = 1", "def area(", "import", "return", "class A:")]
+    params, ends = SamplingParams(8, seed=0, ignore_eos=True), dict[int, Step]()
+    found: list[list[int]] = [[] for _ in prompts]
+    with load(pair, draft, texts=8) as engine:
+        for index, step in engine.generate_many(prompts, params, max_texts=2):
+            found[index] += step.token_ids
+            ends[index] = step
+        assert found == [plain(engine, prompt, params) for prompt in prompts]
+        numbers = [ends[index].stats.num_prefilled_tokens for index in range(len(prompts))]
+        assert numbers[:2] == [len(engine.encode(prompt)) for prompt in prompts[:2]]
+        assert max(numbers[2:]) < 12
+
+
+def test_texts_wait_for_a_long_beginning_that_is_being_scored(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If scoring it again would take longer than a pass; texts behind them wait as long."""
+    monkeypatch.setattr(SharedPass, "is_worth_a_pass", lambda self, num_rows: num_rows > 32)
+    prompts = [HEAD + "x = 1", HEAD + "def area(", "import", HEAD + "return"]
+    params = SamplingParams(30, seed=0, ignore_eos=True)
+    with load(pair, "own", texts=8) as engine:
+        watched = Watched(Batch(engine, 4))
+        tickets = [watched.add(prompt, params) for prompt in prompts]
+        watched.step()
+        assert [bool(watched.found[ticket]) for ticket in tickets] == [True, False, False, False]
+        watched.step()
+        assert all(watched.found[ticket] for ticket in tickets)
+        watched.finish()
+        assert [watched.ids(ticket) for ticket in tickets] == [plain(engine, prompt, params) for prompt in prompts]
+    numbers = [watched.found[ticket][-1].stats.num_prefilled_tokens for ticket in tickets]
+    assert numbers[0] == len(tickets[0].text)
+    assert max(numbers[1:]) < 12
+
+
 def test_waiting_texts_join_in_order(engines: dict[str, Engine]) -> None:
     watched = Watched(Batch(engines["none"], 2))
     tickets = [watched.add("x = 1", SamplingParams(2 + i, seed=0, ignore_eos=True)) for i in range(5)]
@@ -320,6 +391,19 @@ def test_caches_belong_to_one_request(engines: dict[str, Engine]) -> None:
     batch.step()
     assert batch.is_idle
     caches.user.check_free()
+
+
+def test_a_closed_batch_lets_go_of_all_caches(engines: dict[str, Engine]) -> None:
+    """Also of those whose requests had not begun."""
+    engine = engines["none"]
+    caches = [engine.new_caches() for _ in range(2)]
+    batch = Batch(engine, 1)
+    tickets = [batch.add(PROMPTS[0], SAMPLING[0], caches=own) for own in caches]
+    batch.step()
+    batch.close()
+    for own in caches:
+        own.user.check_free()
+    assert [ticket.request for ticket in tickets] == [None, None]
 
 
 def test_texts_have_their_own_layer_states(engines: dict[str, Engine]) -> None:
