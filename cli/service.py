@@ -317,10 +317,15 @@ class Service:
     # ---------------------------------------------------------------------------------------- the passes' thread
 
     def _run(self) -> None:
-        while self._has_work():
-            self._end_left()
-            self._begin_waiting()
-            self._step()
+        try:
+            while self._has_work():
+                self._end_left()
+                self._begin_waiting()
+                self._step()
+        except Exception as exc:
+            LOG.error("the thread of the passes failed", exc_info=exc)
+            self.error = OffspecError(f"the server cannot go on ({type(exc).__name__}: {exc}); start it again")
+            self.give_up()  # or requests would wait for ever
         self._batch.close()
 
     def _has_work(self) -> bool:

@@ -170,6 +170,21 @@ def test_an_engine_that_lost_its_target_gives_up(engine: Engine, monkeypatch: py
         assert str(service.error) == "no room"
 
 
+def test_a_server_whose_passes_ended_does_not_let_requests_wait(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it was that ended them."""
+
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("nothing that anybody expects")
+
+    monkeypatch.setattr("offspec.cli.service.Service._end_left", fail)
+    with served(engine) as (client, service):
+        service.give_up = service.stop  # as the program does
+        assert client.chat(USER).status == 503
+        check_message(str(service.error), "ZeroDivisionError", "start")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
