@@ -409,6 +409,10 @@ class CachedDecoder:
         """Drop the text from position `length` on."""
         self.cache.truncate(length)
 
+    def drop(self) -> None:
+        """Drop the whole text, and free its memory."""
+        self.cache = self.decoder.new_cache()
+
 
 TextPass = tuple[CachedDecoder, TextRows]
 

@@ -137,6 +137,13 @@ class Trunk:
         self._first = min(self._first, length)
         self._tokens, self._parents, self._accepted = self._tokens[:0], self._parents[:0], []
 
+    def drop(self) -> None:
+        """Drop the whole text, also that of the readers, and free the memory of the first layers."""
+        for cache in self.readers:
+            cache.truncate(0)
+        self.cache = self.decoder.new_cache(self.layers)
+        self.truncate()
+
     @property
     def num_hidden(self) -> int:
         """The number of rows with kept hidden states."""
@@ -199,6 +206,11 @@ class SharedTarget(CachedDecoder):
     def truncate(self, length: int) -> None:
         super().truncate(length)
         self.trunk.truncate()
+
+    def drop(self) -> None:
+        self.trunk.drop()
+        place = self.trunk.readers.index(self.cache)
+        self.cache = self.trunk.readers[place] = self.decoder.new_cache(self._layers)
 
 
 class SharedDraft(CachedDecoder):

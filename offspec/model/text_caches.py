@@ -95,4 +95,4 @@ class TextCaches:
 
     def drop_target(self) -> None:
         """Free the target's cache; after the next `rewind` the whole text must be scored again."""
-        self.target.cache = self.target.decoder.new_cache()
+        self.target.drop()

@@ -181,6 +181,18 @@ def test_text_is_transformers_whatever_guesses_and_wherever_layers_lie(
     there.weights.close()
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "opt"])
+def test_texts_that_share_passes_are_plain_decodings(name: str, models: dict[str, Foreign], engine: Engine) -> None:
+    """Prompts of different lengths; their windows, sinks and positions are each text's own."""
+    drafted = Engine(LoadedTarget(resident(models[name].folder)), engine.tokenizer, engine.draft)
+    prompts = [PROMPT, PROMPT * 3, PROMPT[:2]]
+    found: list[list[int]] = [[] for _ in prompts]
+    for index, step in drafted.generate_many(prompts, SAMPLED, SpeculationParams(budget=6)):
+        found[index] += step.token_ids
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert tokens == [token for step in drafted.generate(prompt, SAMPLED, PLAIN) for token in step.token_ids]
+
+
 @pytest.mark.parametrize("name", ["falcon-new", "gpt_oss"])
 def test_long_rows_go_through_a_layer_in_chunks(
     name: str, models: dict[str, Foreign], monkeypatch: pytest.MonkeyPatch

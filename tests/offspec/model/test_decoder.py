@@ -24,8 +24,9 @@ from offspec.loaders.formats import StoredWeight
 from offspec.loaders.formats.plain import PlainWeight
 from offspec.model.block import layer_shapes
 from offspec.model.config import ModelConfig, read_config
-from offspec.model.decoder import CachedDecoder, Decoder, check_tensors, is_ignored
+from offspec.model.decoder import CachedDecoder, Decoder, TextRows, check_tensors, is_ignored, score_together
 from offspec.model.rope import RotaryEmbedding, rotation
+from offspec.scheduler.tree import TokenTree
 
 from ...fakes import FAMILIES, VOCAB_SIZE, TinyModel, config_json
 from ...refusals import refused
@@ -90,6 +91,31 @@ def test_greedy_text_equals_transformers(tiny_model: GetModel, family: str) -> N
         chain = [int(text.score(chain, *NO_NODES).argmax())]
         tokens += chain
     assert tokens == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_of_one_pass_do_not_see_each_other(tiny_model: GetModel, family: str) -> None:
+    """Texts of different lengths, one of them new, each with a tree; longer than windows."""
+    decoder = tiny_model(family).decoder()
+    tree = TokenTree.chain([7, 8, 9])
+    mask = np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], dtype=np.bool_)
+    depths = np.array([1, 1, 2])
+    befores, chains = ([], random_tokens(23, 5), random_tokens(40, 6)), (random_tokens(30, 7), [3], [4, 5])
+
+    def begun() -> list[tuple[CachedDecoder, TextRows]]:
+        texts = []
+        for before, chain in zip(befores, chains, strict=True):
+            text = CachedDecoder(decoder)
+            if before:
+                text.score(before, *NO_NODES)
+            texts.append((text, TextRows(chain, tree.tokens, depths, mask)))
+        return texts
+
+    together = score_together(begun())
+    for found, alone in zip(together, begun(), strict=True):
+        (expected,) = score_together([alone])
+        for row in range(4):
+            assert_close(found[row], expected[row])
 
 
 # As published, and the corners of the formulas.

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import Engine, SamplingParams, SpeculationParams, Step
+from offspec.batch import Batch
 from offspec.checkpoints.exit_layers import ExitFile
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
@@ -288,3 +290,27 @@ def test_the_first_layers_are_planned_to_stay(folder: Path) -> None:
     assert least(early) > least(None) + layer_bytes
     with refused(MemoryLimitError, "exit layer", "`ram`"):
         make_plan(files, features(early), Limits(None, least(early) - 512), MemoryOptions(context=64), 0)
+
+
+# ------------------------------------------------------------------------------------------------ several texts
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_texts_that_share_passes_are_plain_decodings(get_engine: GetEngine, is_streamed: bool) -> None:
+    """Also one that is paused, with its first layers' entries, and resumed."""
+    engine, prompts = get_engine(2, is_streamed, True), ("def area(", "class Tree:\n    def", "x = 1", "import")
+    params = [SamplingParams(20, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(len(prompts))]
+    batch = Batch(engine, 3)
+    tickets = {batch.add(prompts[i], params[i], SpeculationParams(8)): i for i in range(len(prompts))}
+    found: list[list[int]] = [[] for _ in prompts]
+    for number in count():
+        if batch.is_idle:
+            break
+        if number in (1, 3, 4):
+            batch.pause_last()
+        for ticket, outcome in batch.step():
+            assert isinstance(outcome, Step), outcome
+            found[tickets[ticket]] += outcome.token_ids
+    for prompt, own, tokens in zip(prompts, params, found, strict=True):
+        alone = engine.generate(prompt, own, SpeculationParams(budget=0))
+        assert tokens == [token for step in alone for token in step.token_ids]
