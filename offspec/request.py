@@ -428,14 +428,16 @@ def _drafting(request: Request, num_chain: int, shared: SharedPass) -> Drafting[
 def _chains(unscored: Sequence[int]) -> list[int]:
     """How many of its unscored tokens each text scores in the next pass: all, or PREFILL_ROWS of all prompts.
 
-    The earlier texts come first; each scores at least one token.
+    Prompts have equal shares, and what shorter ones leave goes to longer ones: so none waits for another to end.
     """
     if 1 not in unscored:
         return list(unscored)
-    left, chains = PREFILL_ROWS, list[int]()
-    for number in unscored:
-        chains.append(max(1, min(number, left)))
-        left -= chains[-1] if number > 1 else 0
+    chains = [1] * len(unscored)
+    prompts = sorted((number, place) for place, number in enumerate(unscored) if number > 1)
+    left = PREFILL_ROWS
+    for rank, (number, place) in enumerate(prompts):
+        chains[place] = max(1, min(number, left // (len(prompts) - rank)))
+        left -= chains[place]
     return chains
 
 

@@ -204,6 +204,22 @@ def test_a_long_prompt_is_scored_in_parts_beside_other_texts(
     assert last.prefill_s > 0
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts have equal shares of a pass beside other texts; what the short one leaves goes to the long one."""
+    monkeypatch.setattr("offspec.request.PREFILL_ROWS", 32)
+    with load(pair, "none", texts=8) as engine:
+        watched = Watched(Batch(engine))
+        watched.add(PROMPTS[0], SAMPLING[0])
+        watched.step()
+        long, short = (watched.add(prompt, SAMPLING[1]) for prompt in (HEAD, PROMPTS[4]))
+        watched.step()
+        assert (len(watched.found[long]), len(watched.found[short])) == (0, 1)
+        assert long.request is not None
+        assert long.request.num_unscored == len(long.text) - (32 - len(short.text))
+        watched.finish()
+        assert watched.ids(long) == plain(engine, HEAD, SAMPLING[1])
+
+
 # ------------------------------------------------------------------------------------------------ KV entries
 
 
