@@ -318,7 +318,7 @@ def load(options: LoadOptions) -> Loaded:
 class LookupIndex:
     """An index of texts for n-gram lookup, as a feature of a plan (`planning.memory.MemoryUser`)."""
 
-    files: Sequence[str | Path]
+    files: Sequence[str | PathLike[str]]
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         resident, _ = lookup_memory_bytes(self.files)

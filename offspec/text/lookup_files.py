@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import BinaryIO
@@ -88,7 +89,7 @@ class FileIndex(SuffixIndex):
         return LookedUp(str(self._files[number]), offset, num_tokens)
 
 
-def lookup_memory_bytes(files: Sequence[str | Path]) -> tuple[int, int]:
+def lookup_memory_bytes(files: Sequence[str | PathLike[str]]) -> tuple[int, int]:
     """Bytes of the mapped index of these files, and of the additional memory for building it.
 
     It counts a token per two bytes of text; most texts have fewer. The system can free pages of the mapped index.
@@ -108,7 +109,7 @@ def default_folder() -> Path:
 
 
 def open_index(
-    files: Sequence[str | Path],
+    files: Sequence[str | PathLike[str]],
     tokenizer: Tokenizer,
     folder: Path | None = None,
     progress: Progress | None = None,
