@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -23,7 +23,8 @@ from offspec import Engine, SamplingParams
 
 NUM_PROMPTS, NUM_TOKENS, WARM_UP = 12, 24, 20
 NUM_CLIENTS_SERVED = 8  # half of them under way, half of them in the queue
-LEAVES = 0.15  # share of the clients that go in the middle of their answer
+LATEST_S = 0.5  # after which impatient clients go
+LEAVES = 0.15  # share of the clients that go before the end of their answer
 WAIT_S = 300.0
 
 
@@ -86,7 +87,7 @@ def one(client: openai.OpenAI, number: int, expected: Sequence[str], found: Soak
         try:
             answer = None if leaves else ask(client, prompt, streams=streams)
             if leaves:
-                leave(client, prompt)
+                leave(client, prompt, chance.random() * LATEST_S if streams else None)
         except openai.RateLimitError as exc:
             retry_s = exc.response.headers.get("retry-after", "")
             with found.lock:
@@ -124,8 +125,12 @@ def ask(client: openai.OpenAI, prompt: int, *, streams: bool) -> str:
     return "".join(part.choices[0].text for part in client.completions.create(**body(prompt), stream=True))
 
 
-def leave(client: openai.OpenAI, prompt: int) -> None:
-    """After the first part of a stream."""
+def leave(client: openai.OpenAI, prompt: int, after_s: float | None) -> None:
+    """After these seconds, whatever the server then does; or after the first part of a stream."""
+    if after_s is not None:
+        with suppress(openai.APITimeoutError):
+            client.with_options(timeout=max(after_s, 0.001)).completions.create(**body(prompt))
+        return
     with client.completions.create(**body(prompt), stream=True) as parts:
         next(iter(parts))
 
