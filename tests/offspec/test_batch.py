@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offspec import Engine, SamplingParams, SpeculationParams, Step
+from offspec import Constraint, Engine, SamplingParams, SpeculationParams, Step
 from offspec.batch import Batch, Ticket
 from offspec.errors import ContextLengthError, NumericalError, OffspecError, UsageError
 from offspec.model.decoder import CachedDecoder
@@ -101,6 +101,27 @@ class Watched:
 
 
 # ------------------------------------------------------------------------------------------------ texts
+
+
+def test_requests_of_other_kinds_share_passes(pair: Pair) -> None:
+    """One with a constraint and one with joint acceptance, whose text depends on the draft, beside two plain ones."""
+    digits = Constraint.regex("[0-9]{3,12}")
+    asked = [
+        (PROMPTS[0], SAMPLING[0], SpeculationParams(8)),
+        (PROMPTS[1], SamplingParams(16, temperature=1.0, seed=3, constraint=digits), SpeculationParams(8)),
+        (PROMPTS[2], SamplingParams(16, seed=4, ignore_eos=True), SpeculationParams(accept="joint")),
+        (PROMPTS[3], SAMPLING[1], None),
+    ]
+    found: list[list[int]] = []
+    for prompt, params, speculation in asked:
+        with load(pair, "own") as engine:
+            found.append([token for step in engine.generate(prompt, params, speculation) for token in step.token_ids])
+    with load(pair, "own", texts=4) as engine:
+        watched = Watched(Batch(engine))
+        tickets = [watched.add(*each) for each in asked]
+        watched.finish()
+        assert [watched.ids(ticket) for ticket in tickets] == found
+        assert engine.tokenizer.decode(watched.ids(tickets[1])[:-1]).isdecimal()
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
