@@ -175,7 +175,8 @@ def command(
 command.params = [parameter for parameter in command.params if parameter.name not in ("budget", "learn")]
 reworded(
     command,
-    learn_file="File of the draft's training (offspec run --learn), read at the start.",
+    learn_file="File of the draft's training (offspec run --learn), read at the start. May be repeated: each prompt "
+    "uses the one that predicts it best.",
     seed="Random seed; the draft does not change the text. [default: 0]",
 )
 

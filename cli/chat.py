@@ -20,7 +20,7 @@ from offspec.errors import OffspecError, UsageError
 from .constraints import constraint_of, constraint_options
 from .flags import with_flags
 from .help_groups import OffspecCommand, option
-from .learning import learning_kept
+from .learning import learning_kept, written_file
 from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquoted
 from .options import (
     MODEL,
@@ -109,7 +109,7 @@ def command(
     quiet: bool,
     verbose: bool,
     learn: bool,
-    learn_file: Path | None,
+    learn_file: tuple[Path, ...],
     **options: Any,
 ) -> None:
     names = _setting_names() | OWN_SETTINGS
@@ -117,6 +117,7 @@ def command(
     settings = Values(ctx.command, values)
     speculation = settings.params()[1]
     options["needs_draft_model"] = speculation.is_lossy
+    written = written_file(learn_file) if learn else None
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
     engine = load_engine(model, quiet=quiet, verbose=verbose, chats=True, **options)
     from offspec.session import Session
@@ -134,7 +135,7 @@ def command(
     if on_terminal and not quiet:
         click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}. /help shows the commands, Ctrl-D exits.")
     lines = TerminalInput(_history_file(history, quiet=quiet), chat.completions) if on_terminal else PipeInput()
-    with learning_kept(engine, learn_file, quiet=quiet):
+    with learning_kept(engine, written, quiet=quiet):
         num_errors = chat.talk(lines)
     if num_errors and not on_terminal:
         raise OffspecError(f"{num_errors} line{'s' * (num_errors > 1)} failed; see the errors above")

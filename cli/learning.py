@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,13 @@ from .terminal import is_watched
 if TYPE_CHECKING:
     from offspec import Engine
     from offspec.training.lora import Adapter
+
+
+def written_file(files: Sequence[Path]) -> Path | None:
+    """The file that --learn writes, of those given as --learn-file. Raises click.UsageError for several."""
+    if len(files) > 1:
+        raise click.UsageError("--learn trains into one file: give --learn-file once, or omit --learn.")
+    return files[0] if files else None
 
 
 def learning_alone(file: Path) -> AbstractContextManager[None]:

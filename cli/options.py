@@ -21,7 +21,7 @@ from offspec.errors import UsageError
 
 from .flags import with_flags
 from .help_groups import option, research_option
-from .learning import learning_alone
+from .learning import learning_alone, written_file
 from .terminal import LoadingBar, is_watched
 
 if TYPE_CHECKING:
@@ -240,9 +240,11 @@ def learning_options(function: F) -> F:
         ),
         option(
             "--learn-file",
+            multiple=True,
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="File of the draft's training: read at the start, with --learn written at the end.",
+            help="File of the draft's training: read at the start, with --learn written at the end. May be repeated "
+            "without --learn: each prompt uses the one that predicts it best.",
         ),
     )(function)
 
@@ -482,7 +484,7 @@ def _filter_options(function: F) -> F:
 
 def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> Engine:
     """`Engine.load` with `loading_options`. Prints advice to stderr, and with -v every automatic choice."""
-    if loading.get("learn") and (file := loading.get("learn_file")) is not None:
+    if loading.get("learn") and (file := written_file(loading.get("learn_file", ()))) is not None:
         click.get_current_context().with_resource(learning_alone(file))
     from offspec import Engine
 

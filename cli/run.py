@@ -24,7 +24,7 @@ from .answers import INTERRUPTED, SharedAnswers, answer_of, interrupted
 from .batch import EMPTY_PROMPT, Answer, Asked, Batch, Turns
 from .constraints import constraint_of, constraint_options
 from .help_groups import OffspecCommand, option
-from .learning import learning_kept
+from .learning import learning_kept, written_file
 from .node_engine import Job
 from .options import (
     MAX_TEXTS,
@@ -203,7 +203,7 @@ def command(
     quiet: bool,
     verbose: bool,
     learn: bool,
-    learn_file: Path | None,
+    learn_file: tuple[Path, ...],
     **options: Any,
 ) -> None:
     options["constraint"] = constraint_of(options)
@@ -220,10 +220,11 @@ def command(
     shown.check(asked)
     several = AnswerFlags(num_answers, max_texts)
     several.check(params, is_file=asked.is_batch)
+    written = written_file(learn_file) if learn else None
     if not asked.is_batch:
-        _check_one(output, learn, learn_file)
+        _check_one(output, learn, written)
         options["texts"] = several.num_texts
-    _check_ray(ray, asked, options["device"], writes=learn_file if learn else None)
+    _check_ray(ray, asked, options["device"], writes=written)
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget, "chats": system is not None}
     load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
     if asked.is_batch:
@@ -235,16 +236,15 @@ def command(
             together = partial(SharedAnswers, to_prompt=to_prompt, speculation=speculation, max_texts=num_texts)
             if ray is None:
                 load = partial(load, texts=num_texts)
-                _run_batch(batch, load, together, learn_file, show_stats=show_stats, quiet=quiet)
+                _run_batch(batch, load, together, written, show_stats=show_stats, quiet=quiet)
             else:
                 job = Job(model, options, partial(_answers_together, together=together), num_texts)
-                _run_on_ray(
-                    batch, RayEngines(ray, job, quiet=quiet, verbose=verbose), show_stats=show_stats, quiet=quiet
-                )
+                engines = RayEngines(ray, job, quiet=quiet, verbose=verbose)
+                _run_on_ray(batch, engines, show_stats=show_stats, quiet=quiet)
     else:
         load_one = partial(_load_one, asked, model, load)
         run = partial(_run_several, several=several) if num_answers > 1 else _run_one
-        run(load_one, params, speculation, shown=shown, learn_file=learn_file)
+        run(load_one, params, speculation, shown=shown, learn_file=written)
 
 
 reworded(
@@ -519,6 +519,8 @@ def describe(last: Step) -> str:
             f"learning  {stats.learn_steps} steps in {stats.learn_s:.2f} s; draft loss against the target "
             f"{stats.learnt_loss:.3f} nats, before learning {stats.unlearnt_loss:.3f}"
         )
+    if stats.learn_file is not None:
+        lines.append(f"learnt    {stats.learn_file} predicts the prompt best")
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ from offspec.errors import TokenizerError, UsageError
 
 from .flags import with_flags
 from .help_groups import OffspecCommand, option
-from .learning import learning_kept
+from .learning import learning_kept, written_file
 from .options import (
     MODEL,
     MODEL_HELP,
@@ -130,7 +130,7 @@ def command(
     quiet: bool,
     verbose: bool,
     learn: bool,
-    learn_file: Path | None,
+    learn_file: tuple[Path, ...],
     **options: Any,
 ) -> None:
     params, speculation = request_of(options)
@@ -138,6 +138,7 @@ def command(
     if api_key is not None and not (api_key and api_key.isascii()):
         raise UsageError("--api-key must be non-empty ASCII; omit it to disable authentication")
     _check_origins(cors, api_key)
+    written = written_file(learn_file) if learn else None
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget, "texts": parallel or AUTO_TEXTS}
     with listening(host, port) as sock:  # before the model is loaded
         engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
@@ -155,7 +156,7 @@ def command(
             sys.stdout.flush()
         tell = (lambda line: None) if quiet else _log
         service = Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, tell=tell)
-        with learning_kept(engine, learn_file, quiet=quiet), closing(service):
+        with learning_kept(engine, written, quiet=quiet), closing(service):
             app = application(service, params, api_key, is_private=is_loopback(host), origins=cors)
             config = uvicorn.Config(
                 app,

@@ -71,10 +71,10 @@ class LoadOptions:
     is reserved. synchronous: no read-ahead; read each streamed layer when the pass needs it.
     progress(bytes_done, bytes_total) is called while resident weights load. lookup_files: text files for n-gram lookup.
     learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn`,
-    the file must exist. chats: prompts will be messages; a model without a chat template is refused before its weights
-    are read. needs_draft_model: requests will use lossy acceptance; a draft without a model is refused equally early.
-    cache_ram: bytes of RAM for the KV caches of earlier conversations (`TextPool`); None is `planning.parked_texts`'
-    default.
+    the file must exist, and may be several, of which each request uses the one that predicts its prompt best.
+    chats: prompts will be messages; a model without a chat template is refused before its weights are read.
+    needs_draft_model: requests will use lossy acceptance; a draft without a model is refused equally early. cache_ram:
+    bytes of RAM for the KV caches of earlier conversations (`TextPool`); None is `planning.parked_texts`' default.
     """
 
     model: str = "builtin"
@@ -92,7 +92,7 @@ class LoadOptions:
     progress: Progress | None = None
     lookup_files: Sequence[str | PathLike[str]] = ()
     learn: bool = False
-    learn_file: str | PathLike[str] | None = None
+    learn_file: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None
     exit_file: str | PathLike[str] | None = None
     exit_layer: int | None = None
     chats: bool = False
@@ -111,9 +111,21 @@ class LoadOptions:
 
     @property
     def drafting(self) -> DraftOptions:
-        learn_file, exit_file = (None if file is None else Path(file) for file in (self.learn_file, self.exit_file))
+        said, exit_file = self.learn_file, None if self.exit_file is None else Path(self.exit_file)
+        files = (said,) if isinstance(said, (str, PathLike)) else tuple(said or ())
+        if len(files) > 1 and self.learn:
+            raise UsageError(
+                "`learn` trains into one file, and there are several; give one `learn_file`, or omit `learn`"
+            )
+        paths = tuple(map(Path, files))
         return DraftOptions(
-            self.draft, exit_file, self.learn, learn_file, self.needs_draft_model, exit_layer=self.exit_layer
+            self.draft,
+            exit_file,
+            self.learn,
+            paths[0] if len(paths) == 1 else None,
+            self.needs_draft_model,
+            exit_layer=self.exit_layer,
+            learn_files=paths if len(paths) > 1 else (),
         )
 
 

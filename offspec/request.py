@@ -118,6 +118,7 @@ class Request:
             num_prefilled_tokens=num_prefilled,
             seed=asked.seed,
             is_lossy=asked.speculation.is_lossy,
+            learn_file=None if (file := engine.draft.learn_file) is None else str(file),
         )
 
     def _begin(self, text: list[int]) -> int:
@@ -131,7 +132,7 @@ class Request:
         if caches.draft is not None:  # reserve for all rounds: on a GPU it must not grow during the target's pass
             caches.draft.reserve(self.granted + most_rows)
         asked = DraftRequest(self.sampler, self.final, num_prefilled, most_rows=most_rows, shared=self._shared)
-        task = DraftTask(caches.draft, engine.target, asked, speculation, engine.lookup_index)
+        task = DraftTask(caches.draft, engine.target, asked, speculation, engine.lookup_index, text)
         self.drafter = engine.draft.drafter(task, engine.learnt)
         drafter = self.drafter
         self._competitor = drafter if isinstance(drafter, CompetingDrafter) and self._shared is not None else None

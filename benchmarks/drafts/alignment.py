@@ -60,7 +60,9 @@ def pieces(engine: Engine, files: Sequence[Path], count: int, num_tokens: int, s
     """Prompts of num_tokens each, from random places of the files in turn."""
     draws = random.Random(seed)
     texts = [
-        engine.encode(text) for file in files if (text := file.read_text(encoding="utf-8", errors="ignore").strip())
+        engine.tokenizer.encode(text)
+        for file in files
+        if (text := file.read_text(encoding="utf-8", errors="ignore").strip())
     ]
     texts = [text for text in texts if len(text) > num_tokens]
     if not texts:

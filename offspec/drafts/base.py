@@ -47,6 +47,7 @@ class DraftOptions:
     draft: auto, none, lookup, self, shadow, shadow:BITS, shadow:FOLDER, resident, or a model. exit_file: the exit layer
     for `self`. exit_layer: the number of first layers with which `self` drafts without a trained exit layer. learn: the
     draft may learn between requests. learn_file: what it learnt before; without `learn`, the file must exist.
+    learn_files: several of them, of which each request uses the one that fits its prompt; without `learn`.
     needs_model: requests will use lossy acceptance.
     """
 
@@ -56,10 +57,11 @@ class DraftOptions:
     learn_file: Path | None = None
     needs_model: bool = False
     exit_layer: int | None = None
+    learn_files: tuple[Path, ...] = ()
 
     @property
     def learns(self) -> bool:
-        return self.learn or self.learn_file is not None
+        return self.learn or self.learn_file is not None or bool(self.learn_files)
 
     def refuse_model_needs(self) -> None:
         """For kinds without a model. Raises UsageError if a draft model is needed."""
@@ -139,7 +141,8 @@ class OpenedDraft(Protocol):
 class DraftTask:
     """One request, as a draft sees it.
 
-    text: the draft's own cached text; None without a draft model. index: other texts for n-gram lookup.
+    text: the draft's own cached text; None without a draft model. index: other texts for n-gram lookup. prompt: the
+    tokens of the text so far.
     """
 
     text: DraftText | None
@@ -147,6 +150,7 @@ class DraftTask:
     request: DraftRequest
     speculation: SpeculationParams
     index: SuffixIndex | None = None
+    prompt: Sequence[int] = ()
 
 
 class Draft:
@@ -168,6 +172,11 @@ class Draft:
         self.name = name
         self.decoder: Decoder | None = None
         self.aligner: Aligner | None = None
+
+    @property
+    def learn_file(self) -> Path | None:
+        """Of several trainings of the draft, the one that the last request uses; None is the draft as it came."""
+        return None
 
     def prepare(self, max_context: int) -> None:
         """Called once, before the first text. max_context: tokens of the longest text."""

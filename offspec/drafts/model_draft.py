@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,6 +35,7 @@ from ..planning.memory import MemoryUse, Room
 from ..planning.plan import all_resident, pass_bytes, resident_bytes, unpacking_items
 from ..text.tokenizer import Tokenizer, check_vocabularies
 from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
+from ..training.specialists import Specialists
 from .acceptance import OTHER_VOCABULARY, SMALL_MODEL
 from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
 from .learnt import EstimatesAndRecall
@@ -55,15 +58,21 @@ class ModelDraft(Draft):
         other: OtherVocabulary | None = None,
         *,
         is_larger: bool = False,
+        specialists: Specialists | None = None,
     ) -> None:
-        """aligner: trains the draft, or applied what it learnt before.
+        """aligner: trains the draft, or applied what it learnt before. specialists: several such trainings.
 
         other: the draft's vocabulary, if it is not the target's. is_larger: the draft has more weights than the
         target, and they take more memory.
         """
         super().__init__(name)
         self.decoder, self.aligner, self.other, self._is_larger = decoder, aligner, other, is_larger
+        self._specialists = specialists
         self.graphs: TreeGraphs | None = None  # captured rounds, on a GPU only
+
+    @property
+    def learn_file(self) -> Path | None:
+        return None if self._specialists is None else self._specialists.file
 
     def prepare(self, max_context: int) -> None:
         if self.decoder.device.type == "cuda" and is_static(self.decoder) and self.graphs is None:
@@ -94,6 +103,8 @@ class ModelDraft(Draft):
         if self._is_larger and speculation.budget is None and task.target.weights.is_resident:
             # A round brings one token more at best, and takes longer than the pass that would bring it.
             return super().drafter(task, learnt)
+        if self._specialists is not None:
+            self._specialists.choose(task.prompt)
         if not self.overlaps:
             speculation = replace(speculation, overlap=False)
         is_coupled = speculation.scoring == "coupled"
@@ -162,7 +173,8 @@ class OpenedModel:
         if options.learns:
             _refuse_foreign_learner(name, files.config)
             _refuse_other_vocabulary(name, other)
-            check_learning(options.learn_file, has_draft=True, writes=options.learn)
+            for file in options.learn_files or (options.learn_file,):
+                check_learning(file, has_draft=True, writes=options.learn)
         if other is not None:
             request.notes.append(other.note(name))
         if is_larger := _is_larger(files, request.target):
@@ -187,6 +199,7 @@ class OpenedModel:
         if self.options.learns:
             params = AlignmentParams()
             learning = learning_bytes(files.config, itemsize, params)
+            learning += sum(file.stat().st_size for file in self.options.learn_files)
             items.append(Item("learning", on_device=learning, on_host=params.buffer_bytes))
         return MemoryUse(tuple(items), pass_bytes(files, room))
 
@@ -198,8 +211,12 @@ class OpenedModel:
         options = self.options
         settings = LoadSettings(is_written=options.learns)
         decoder = load_decoder(self.files, all_resident(self.files), device, settings)
-        aligner = open_aligner(decoder, options.learn_file, listens=options.learn) if options.learns else None
-        return lambda target: ModelDraft(decoder, self.name, aligner, self.other, is_larger=self.is_larger)
+        if options.learn_files:
+            more: dict[str, Any] = {"specialists": Specialists(decoder, options.learn_files)}
+        else:
+            aligner = open_aligner(decoder, options.learn_file, listens=options.learn) if options.learns else None
+            more = {"aligner": aligner}
+        return lambda target: ModelDraft(decoder, self.name, other=self.other, is_larger=self.is_larger, **more)
 
 
 def _num_entries(num_tokens: int, draft: ModelConfig, other: OtherVocabulary | None) -> int:

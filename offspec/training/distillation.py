@@ -22,9 +22,10 @@ from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit
 from ..text.tokenizer import Tokenizer
 from .distill_params import DistillParams
+from .lora import CausalTexts
 from .run_folder import run_folder, work_folder
 from .target_texts import Progress, Shard, Shards
-from .trainer import CHECKPOINT_EVERY_S, Student, TextRows, Trainer
+from .trainer import CHECKPOINT_EVERY_S, Student, Trainer
 
 LAYOUT = 2  # version of a run's folder; a run may not resume one with another layout
 
@@ -121,7 +122,7 @@ class ExitModule(Student):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [B, T, vocab] of hidden states [B, T, hidden] after the first layers."""
-        rows, weights = TextRows(self.device, 1, hidden.shape[1]), self.weights()
+        rows, weights = CausalTexts(self.device, 1, hidden.shape[1]), self.weights()
         return torch.stack([self.exit.taught(weights, text, rows) for text in hidden.float()])
 
     def forward(self, batch: Shard) -> Tensor:

@@ -32,10 +32,10 @@ from ..text.tokenizer import Tokenizer, check_vocabularies
 from .distill_params import DraftParams
 from .distillation import Teacher, run_settings
 from .draft_losses import LOSSES, forward_kl, outcomes
-from .lora import Adapter, hidden_states, weights_of
+from .lora import Adapter, CausalTexts, hidden_states, weights_of
 from .run_folder import run_folder, work_folder
 from .target_texts import Progress, Shard, Shards
-from .trainer import CHECKPOINT_EVERY_S, Student, TextRows, Trainer, steps_per_shard
+from .trainer import CHECKPOINT_EVERY_S, Student, Trainer, steps_per_shard
 
 NUM_PROMPTS = 8  # of the held-out texts
 
@@ -199,7 +199,7 @@ class DraftStudent(Student):
     def logits(self, tokens: Tensor) -> Tensor:
         """fp32 [B * T, vocab] of texts [B, T]."""
         known = tokens.long().clamp(max=self.draft.config.vocab_size - 1)
-        states = hidden_states(self.decoder, known.flatten(), TextRows(self.device, *tokens.shape))
+        states = hidden_states(self.decoder, known.flatten(), CausalTexts(self.device, *tokens.shape))
         return self.decoder.head(self.decoder.normed(states))
 
     @abstractmethod

@@ -28,7 +28,7 @@ from offspec.scheduler.tree import ROOT
 
 from ..checkpoints.atomic_files import write_atomically
 from ..errors import UsageError
-from ..model.block import LayerWeights, PassRows, RowsOfText, matrix_shapes
+from ..model.block import Block, LayerWeights, PassRows, Projected, RowsOfText, matrix_shapes
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import is_static
 from ..model.decoder import Decoder
@@ -225,6 +225,28 @@ class TreeRows(RowsOfText):
 
     def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
         return keys.transpose(0, 1), values.transpose(0, 1)
+
+
+class CausalTexts(RowsOfText):
+    """`PassRows` of several texts of one length, one after the other: a plain causal pass without a KV cache."""
+
+    def __init__(self, device: torch.device, num_texts: int, length: int) -> None:
+        self._positions = torch.arange(length, device=device)
+        self._num_texts, self._length = num_texts, length
+        self.rotations = Rotations(self._positions.repeat(num_texts))
+        self.chunks = [(0, num_texts * length)]
+
+    def mask(self, first: int, last: int, window: int | None) -> Tensor:
+        """Of one text; `first` and `last` are all of its rows."""
+        ages = self._positions[:, None] - self._positions
+        return (ages >= 0) if window is None else (ages >= 0) & (ages < window)
+
+    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        return keys.transpose(0, 1), values.transpose(0, 1)
+
+    def attend(self, block: Block, projected: Projected, first: int, last: int) -> Tensor:
+        texts = zip(*(torch.split(part, self._length) for part in projected), strict=True)
+        return torch.cat([super(CausalTexts, self).attend(block, text, 0, self._length) for text in texts])
 
 
 class AdaptedWeights(LayerWeights):

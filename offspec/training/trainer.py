@@ -20,9 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, StorageError
-from ..model.block import Block, Projected, RowsOfText
 from ..model.decoder import IntArray
-from ..model.rope import Rotations
 from ..planning.out_of_memory import first_line
 from .distill_params import DistillParams
 from .target_texts import SHARD_TEXTS, Progress, Shard, Shards
@@ -148,25 +146,3 @@ class Trainer:
 def steps_per_shard(params: DistillParams) -> int:
     """Steps on the texts of one shard, before the next shard is loaded."""
     return math.ceil(SHARD_TEXTS / params.batch_texts)
-
-
-class TextRows(RowsOfText):
-    """`PassRows` of several texts of one length, one after the other: a plain causal pass without a KV cache."""
-
-    def __init__(self, device: torch.device, num_texts: int, length: int) -> None:
-        self._positions = torch.arange(length, device=device)
-        self._num_texts, self._length = num_texts, length
-        self.rotations = Rotations(self._positions.repeat(num_texts))
-        self.chunks = [(0, num_texts * length)]
-
-    def mask(self, first: int, last: int, window: int | None) -> Tensor:
-        """Of one text; `first` and `last` are all of its rows."""
-        ages = self._positions[:, None] - self._positions
-        return (ages >= 0) if window is None else (ages >= 0) & (ages < window)
-
-    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        return keys.transpose(0, 1), values.transpose(0, 1)
-
-    def attend(self, block: Block, projected: Projected, first: int, last: int) -> Tensor:
-        texts = zip(*(torch.split(part, self._length) for part in projected), strict=True)
-        return torch.cat([super(TextRows, self).attend(block, text, 0, self._length) for text in texts])
