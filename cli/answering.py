@@ -27,7 +27,8 @@ from starlette.types import Message, Receive, Scope, Send
 from offspec.errors import ConstraintError, ContextLengthError, OffspecError, TokenizerError, UsageError
 
 from .flags import with_flags
-from .openai_api import Answer, Json, Said, failure
+from .openai_answers import Answer, Said, failure
+from .openai_api import Json
 from .service import BusyError, StoppingError, Work
 
 KEEP_ALIVE_S = 5.0  # between two signs of life
@@ -64,8 +65,7 @@ async def _events(answer: Answer, work: Work) -> AsyncGenerator[str, None]:
                 yield _sign_of_life(work)
                 continue
             index, step = found
-            said = Said(step.text, step.finish_reason, step.stats.as_dict())
-            for part in answer.parts(index, said, is_first=index not in begun):
+            for part in answer.parts(index, Said.of(step), is_first=index not in begun):
                 yield _event(part)
             begun.add(index)
             num_open -= step.finish_reason is not None
@@ -95,6 +95,8 @@ async def whole_response(answer: Answer, work: Work, cancel: Cancel, request: Re
         leaving.cancel()
     if collecting in done:
         content, status = collecting.result()
+        if status != 200:
+            cancel(work)  # of several answers, the others
         return JSONResponse(content, status)
     collecting.cancel()
     cancel(work)
@@ -108,7 +110,7 @@ async def _collect(answer: Answer, work: Work) -> tuple[Json, int]:
         while any(one.finish_reason is None for one in said):
             if (found := await work.next()) is not None:
                 index, step = found
-                said[index] = Said(said[index].text + step.text, step.finish_reason, step.stats.as_dict())
+                said[index] = said[index].then(step)
     except Exception as exc:  # noqa: BLE001 (the client is told)
         return describe(exc, is_running=True)
     return answer.whole(said), 200

@@ -36,7 +36,10 @@ ANSWER_BEGINS = b'{"line": '
 OWN_KEYS = frozenset(
     ("line", "settings", "model", "draft", "prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "stats")
 )
-NEWER_SETTINGS = ("constraint", "frequency_penalty", "presence_penalty", "logit_bias")
+NEWER_SETTINGS = (
+    *("constraint", "frequency_penalty", "presence_penalty", "logit_bias"),
+    *("logprobs", "prompt_logprobs"),
+)
 TAKEN = OWN_KEYS - {"seed"}  # keys that no line may have; a line's seed is also its answer's
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .openai_api import failure
+from .openai_answers import failure
 
 BACKLOG = 32  # connections that the system queues; asyncio accepts as many at a time
 SPARE_FILES = 4 * BACKLOG  # descriptors kept free for files, and for refusing connections

@@ -1,18 +1,15 @@
-"""OpenAI's completions API as JSON: parses requests and builds answers, without HTTP or models.
+"""Requests of OpenAI's completions API, from JSON; without HTTP or models.
 
 A request is a chat (`messages`) or a text (`prompt`). Fields are OpenAI's, and the following of other local servers:
 `top_k`, `min_p`, `repetition_penalty` (or `repeat_penalty`), `max_new_tokens`, `n_predict` and `ignore_eos`. A request
 with an unsupported field that would change the answer (NOT_FOLLOWED) is refused; other unknown fields are ignored.
-Answers have the engine's statistics under `offspec`.
 """
 
 from __future__ import annotations
 
 import re
 import reprlib
-import secrets
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +19,7 @@ from offspec.errors import UsageError
 from offspec.text.tool_calls import ToolFormat
 
 from .response_format import requested_constraint
-from .tools import CalledTools, Tools, called_before, check_depth, tools_of
+from .tools import Tools, called_before, check_depth, tools_of
 
 if TYPE_CHECKING:
     from offspec.engine import Prompt
@@ -32,13 +29,9 @@ Json = dict[str, Any]
 MOST_ANSWERS = 16  # to one request
 Kind = Literal["chat", "text"]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-FINISHES = {"eos": "stop", "stop": "stop", "length": "length", None: None}
 # Unsupported fields that would change the answer, with their values that have no effect.
 NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "functions": ([],),
     "modalities": (["text"],),
     "prompt_logprobs": (),
@@ -88,22 +81,33 @@ MINUS_ONE: Json = {"max_new_tokens": sys.maxsize, "seed": None, "top_k": 0}
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """One request. prompt: a text or token ids for kind "text", messages for kind "chat".
+    """One request. prompts: texts or token ids for kind "text", one list of messages for kind "chat".
 
-    num_answers: answers with seeds that count up from the request's. user: whom the client asks for. tools: what a chat
-    may call.
+    num_answers: answers to each prompt, with seeds that count up from the request's. user: whom the client asks for.
+    echoes: answers begin with the prompt. omits_answer: nothing follows it. tools: what a chat may call.
     """
 
     kind: Kind
-    prompt: Prompt
+    prompts: Sequence[Prompt]
     params: SamplingParams
     streams: bool = False
     wants_usage: bool = False  # whether a stream ends with the token counts
     num_answers: int = 1
     user: str = ""
+    echoes: bool = False
+    omits_answer: bool = False
     tools: Tools | None = None
     tool_format: ToolFormat | None = None  # how the model writes calls of the tools
     template_settings: Json = field(default_factory=dict)  # further variables of the chat template
+
+    @property
+    def prompt(self) -> Prompt:
+        """The first prompt, and a chat's only one."""
+        return self.prompts[0]
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.num_answers
 
     @property
     def is_plain_chat(self) -> bool:
@@ -127,14 +131,21 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
         ):
             raise UsageError(f"{name} is not supported; omit it")
     options = _field(body, "stream_options", Mapping, "an object") or {}
+    echoes = _echoes(kind, body)
+    omits_answer = echoes and body.get("max_tokens") == 0  # the prompt's log-probabilities alone
+    params = sampling_params({**body, "max_tokens": 1} if omits_answer else body, defaults)
+    params = _with_logprobs(params, kind, body, of_prompt=echoes)
+    constraint = requested_constraint(body, defaults.constraint)
     return CompletionRequest(
         kind,
-        _messages(body) if kind == "chat" else _prompt(body),
-        replace(sampling_params(body, defaults), constraint=requested_constraint(body, defaults.constraint)),
+        [_messages(body)] if kind == "chat" else _prompts(body),
+        replace(params, constraint=constraint),
         bool(_field(body, "stream", bool, "true or false")),
         bool(options.get("include_usage")),
         _num_answers(body),
         str(_field(body, "user", str, "a string") or ""),
+        echoes,
+        omits_answer,
         _tools(kind, body),
         template_settings=_template_settings(kind, body),
     )
@@ -231,15 +242,41 @@ def _field(body: Mapping[str, Any], name: str, kind: Any, what: str) -> Any:
     return value
 
 
-def _prompt(body: Json) -> str | list[int]:
+def _echoes(kind: Kind, body: Json) -> bool:
+    echoes = bool(_field(body, "echo", bool, "true or false"))
+    if echoes and kind == "chat":
+        raise UsageError("echo is for text completions only; omit it")
+    return echoes
+
+
+def _with_logprobs(params: SamplingParams, kind: Kind, body: Json, *, of_prompt: bool) -> SamplingParams:
+    """`logprobs` is a number of alternatives in text completions; in chats a switch, and `top_logprobs` the number."""
+    name = "logprobs" if kind == "text" else "top_logprobs"
+    number = None if body.get(name) is False else _field(body, name, int, "a whole number")
+    if kind == "text" and body.get("top_logprobs"):
+        raise UsageError("top_logprobs is for chats only; give logprobs, the number of tokens")
+    if kind == "chat":
+        is_asked = _field(body, "logprobs", bool, "true or false")
+        if number and not is_asked:
+            raise UsageError("top_logprobs needs logprobs, which must be true")
+        number = (number or 0) if is_asked else None
+    try:
+        return replace(params, logprobs=number, prompt_logprobs=of_prompt and number is not None)
+    except UsageError as exc:
+        raise UsageError(str(exc).replace("logprobs", name, 1)) from exc
+
+
+def _prompts(body: Json) -> list[str | list[int]]:
+    """One prompt or several, each a text or token ids."""
     prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        return prompt
-    raise UsageError("prompt must be one string or one list of token ids")
+    prompts: list[Any] = prompt if isinstance(prompt, list) and prompt and not _is_ids(prompt) else [prompt]
+    if not all(isinstance(each, str) or _is_ids(each) for each in prompts):
+        raise UsageError("prompt must be a string, a list of token ids, or a list of several of one kind")
+    return prompts
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
 def _messages(body: Json) -> list[Json]:
@@ -276,102 +313,3 @@ def _content(message: Json, where: str) -> str:
     if not isinstance(content, str):
         raise UsageError(f"{where}: content must be a string")
     return content
-
-
-# ------------------------------------------------------------------------------------------------ answers
-
-
-@dataclass(frozen=True)
-class Said:
-    """Text of an answer, all of it or a part. figures: `Stats.as_dict`, once there is a pass."""
-
-    text: str = ""
-    finish_reason: str | None = None
-    figures: Json = field(default_factory=dict)
-
-
-class Answer:
-    """Builds the response to one request; all parts of a stream have the same id."""
-
-    def __init__(self, asked: CompletionRequest, model: str) -> None:
-        self._asked, self._figures = asked, list[Json]()
-        self._is_chat = asked.kind == "chat"
-        self._called: list[CalledTools] | None = None
-        if asked.tools is not None and asked.tool_format is not None:
-            self._called = [CalledTools(asked.tools, asked.tool_format) for _ in range(asked.num_answers)]
-        self._head = {
-            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    def whole(self, answers: Sequence[Said]) -> Json:
-        """The whole answers as one object."""
-        choices, figures = [], [said.figures for said in answers]
-        for index, said in enumerate(answers):
-            message = (
-                {"message": {"role": "assistant", **self._whole(index, said)}} if self._is_chat else {"text": said.text}
-            )
-            finish_reason = self._finish(index, said)
-            choices.append({"index": index, **message, "logprobs": None, "finish_reason": finish_reason})
-        kind = "chat.completion" if self._is_chat else "text_completion"
-        own = {"offspec": figures[0] if len(figures) == 1 else figures}
-        return {**self._head, "object": kind, "choices": choices, "usage": usage(figures), **own}
-
-    def parts(self, index: int, said: Said, *, is_first: bool) -> list[Json]:
-        """The parts of a stream for an answer's text of one pass. The answer's last part has its figures."""
-        is_end = said.finish_reason is not None
-        texts: list[Json] = [{"content": said.text}] if self._is_chat else [{"text": said.text}]
-        if self._called is not None:
-            texts = self._called[index].deltas(said.text, is_end=is_end)
-            if is_end or (is_first and not texts):
-                texts = texts or [{"content": ""}]
-        if is_first and self._is_chat and texts:
-            texts[0] = {"role": "assistant", **texts[0]}
-        parts = [self._part(index, text) for text in texts]
-        if is_end:
-            parts[-1]["choices"][0]["finish_reason"] = self._finish(index, said)
-            parts[-1]["offspec"] = said.figures
-            self._figures.append(said.figures)
-        return parts
-
-    def _part(self, index: int, text: Json) -> Json:
-        choice = {"index": index, **({"delta": text} if self._is_chat else text)}
-        return {**self._part_head, "choices": [{**choice, "logprobs": None, "finish_reason": None}]}
-
-    def _whole(self, index: int, said: Said) -> Json:
-        return {"content": said.text} if self._called is None else self._called[index].whole(said.text)
-
-    def _finish(self, index: int, said: Said) -> str | None:
-        """An answer's finish_reason; call after its text was taken."""
-        reason = FINISHES[said.finish_reason]
-        return "tool_calls" if reason == "stop" and self._called and self._called[index].num_calls else reason
-
-    def usage_part(self) -> Json | None:
-        """The part with the token counts, if the request wants one, after the last parts of all answers."""
-        if not self._asked.wants_usage:
-            return None
-        return {**self._part_head, "choices": [], "usage": usage(self._figures)}
-
-    @property
-    def _part_head(self) -> Json:
-        return {**self._head, "object": "chat.completion.chunk" if self._is_chat else "text_completion"}
-
-
-def usage(figures: Sequence[Json]) -> Json:
-    """Tokens of the prompt and of its answers. cached_tokens: prompt tokens that the KV caches already held.
-
-    Of several answers, the one that found the fewest scored the prompt.
-    """
-    prompt, answer = figures[0]["num_prompt_tokens"], sum(found["num_tokens"] for found in figures)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": answer,
-        "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": prompt - max(found["num_prefilled_tokens"] for found in figures)},
-    }
-
-
-def failure(message: str, *, kind: str = "invalid_request_error", code: str | None = None) -> Json:
-    """An error in the form that OpenAI's clients read."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -32,7 +32,8 @@ from .answering import EventResponse, describe, refusal, whole_response
 from .connections import Bodies
 from .flags import with_flags
 from .metrics import MEDIA_TYPE, one_line
-from .openai_api import Answer, CompletionRequest, Json, Kind, failure, parse
+from .openai_answers import Answer, failure
+from .openai_api import CompletionRequest, Json, Kind, parse
 from .privacy import public_name
 from .service import Service, StoppingError
 
@@ -126,7 +127,7 @@ class Api:
             return Response(status_code=499)  # nobody reads it
         except asyncio.CancelledError:
             return refusal(StoppingError())
-        answer = Answer(asked, self._name)
+        answer = Answer(asked, self._name, work.prompts, self._service.engine.tokenizer)
         if asked.streams:
             return EventResponse(answer, work, self._service.cancel)
         return await whole_response(answer, work, self._service.cancel, request)

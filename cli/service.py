@@ -14,11 +14,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Condition, Thread
 from typing import cast
 
-from offspec import AUTO_TEXTS, SEED_LIMIT, Engine, SamplingParams, SpeculationParams
+from offspec import AUTO_TEXTS, Engine, SamplingParams, SpeculationParams
 from offspec.batch import Batch, Ticket
 from offspec.engine import Message
 from offspec.errors import MemoryLimitError, OffspecError, UsageError
@@ -27,6 +27,7 @@ from offspec.model.text_pool import TextPool
 from offspec.planning.parked_texts import parked_bytes
 from offspec.request import Step
 from offspec.session import Turn, encode_turns, turns_of
+from offspec.several_answers import params_of_each
 
 from .main import SERVE_THREAD
 from .metrics import Metrics, Times, log_line
@@ -58,13 +59,14 @@ class StoppingError(OffspecError):
 
 @dataclass(eq=False)
 class Job:
-    """One answer of a request.
+    """One answer of a request. prompt: its token ids.
 
-    followers: the request's other answers. They begin when this one has scored the prompt, and copy its KV entries.
+    followers: other answers to the same prompt. They begin when this one has scored it, and copy its KV entries.
     """
 
     work: Work
     index: int
+    prompt: list[int]
     params: SamplingParams
     asked_s: float
     reply: Turn = field(default_factory=lambda: Turn(""))
@@ -88,17 +90,21 @@ class Job:
 class Work:
     """A request under way: its answers, and the queue that their steps arrive in."""
 
-    def __init__(self, asked: CompletionRequest, prompt: list[int], client: str, asked_s: float) -> None:
-        """client: whose request it is; clients take turns."""
-        self.kind, self.prompt, self.client = asked.kind, prompt, client
-        self.jobs = [Job(self, index, params, asked_s) for index, params in enumerate(_params(asked))]
-        self.jobs[0].followers = self.jobs[1:]
+    def __init__(self, asked: CompletionRequest, prompts: list[list[int]], client: str, asked_s: float) -> None:
+        """prompts: token ids. client: whose request it is; clients take turns."""
+        self.kind, self.prompts, self.client = asked.kind, prompts, client
+        self.jobs, self.leaders = list[Job](), list[Job]()
+        for prompt in prompts:
+            first = len(self.jobs)
+            self.jobs += [Job(self, first + i, prompt, params, asked_s) for i, params in enumerate(_params(asked))]
+            self.leaders.append(self.jobs[first])
+            self.jobs[first].followers = self.jobs[first + 1 :]
         self._results = asyncio.Queue[tuple[int, Step | Exception]]()
         self._loop = asyncio.get_running_loop()
 
     @property
     def has_begun(self) -> bool:
-        return self.jobs[0].began_s is not None
+        return any(job.began_s is not None for job in self.leaders)
 
     def put(self, index: int, result: Step | Exception) -> None:
         """The next step of an answer, or its error; from any thread."""
@@ -117,11 +123,11 @@ class Work:
 
 
 def _params(asked: CompletionRequest) -> list[SamplingParams]:
-    """The parameters of each answer: seeds count up from the request's."""
+    """The parameters of each answer to a prompt."""
     if asked.num_answers == 1:
         return [asked.params]
     seed = secrets.randbits(32) if asked.params.seed is None else asked.params.seed
-    return [replace(asked.params, seed=(seed + index) % SEED_LIMIT) for index in range(asked.num_answers)]
+    return params_of_each(asked.params, seed, asked.num_answers)
 
 
 class Line:
@@ -238,20 +244,21 @@ class Service:
         request, without this machine's folders, which clients should not learn.
         """
         asked_s = time.monotonic()
-        self._reserve(asked.num_answers)
+        self._reserve(asked.num_choices)
         try:
-            prompt = await asyncio.get_running_loop().run_in_executor(self._encoder, self._encode, asked)
+            prompts = await asyncio.get_running_loop().run_in_executor(self._encoder, self._encode, asked)
         except OffspecError as exc:
             raise self._without_paths(exc) from exc
         finally:
             with self._changed:
-                self._num_encoding -= asked.num_answers
-        work = Work(asked, prompt, client, asked_s)
+                self._num_encoding -= asked.num_choices
+        work = Work(asked, prompts, client, asked_s)
         with self._changed:
             if self._is_stopping:
                 raise StoppingError
             self._open.update(work.jobs)
-            self._line.append(work.jobs[0])
+            for job in work.leaders:
+                self._line.append(job)
             self._changed.notify()
         return work
 
@@ -279,37 +286,45 @@ class Service:
             if self._is_stopping:
                 raise StoppingError
             if num_answers > self._most_open:
-                raise UsageError(f"n must be at most {self._most_open}, the length of the server's queue")
+                message = f"n and prompt ask for {num_answers} answers; the server's queue has {self._most_open}"
+                raise UsageError(f"{message}, so ask for at most as many at a time")
             if len(self._open) + self._num_encoding + num_answers > self._most_open:
                 self.metrics.refused()
                 expected_s = round(self.metrics.usual_answer_s / self._most_texts)
                 raise BusyError(min(max(expected_s, 1), LONGEST_RETRY_S))
             self._num_encoding += num_answers
 
-    def _encode(self, asked: CompletionRequest) -> list[int]:
-        """The prompt's token ids. Replies keep their original token ids, because the KV caches contain these.
-
-        Refuses a prompt that is much too long before tokenizing it, which would block other requests for seconds.
-        """
-        prompt, most = asked.prompt, self.engine.max_context
+    def _encode(self, asked: CompletionRequest) -> list[list[int]]:
+        """The prompts' token ids, after checks of everything else that depends on the model."""
         self._speculation.check_sampling(asked.params)
         self.engine.check_sampling(asked.params)
         if asked.params.constraint is not None:  # here, because compiling may take a second; the result is kept
             self.engine.compile_constraint(asked.params.constraint)
-        found = turns_of(cast(Sequence[Message], prompt), self._said) if asked.is_plain_chat else None
-        if found is not None:
-            ids = encode_turns(self.engine.tokenizer, *found, most)
-        elif asked.kind == "chat":
-            described = asked.tools.described if asked.tools is not None else ()
-            ids = self.engine.tokenizer.encode_chat(
-                cast(Sequence[Message], prompt), most, tools=described, settings=asked.template_settings
-            )
+        if asked.kind == "chat":
+            prompts = [self._encode_chat(asked)]
         else:
-            if asked.kind == "text" and not isinstance(prompt, str):
-                self.engine.room_after(len(prompt))
-            ids = self.engine.encode(prompt)
-        self.engine.room_after(len(ids))
-        return ids
+            prompts = [self._encode_text(cast("str | list[int]", prompt)) for prompt in asked.prompts]
+        for ids in prompts:
+            self.engine.room_after(len(ids))
+        return prompts
+
+    def _encode_chat(self, asked: CompletionRequest) -> list[int]:
+        """A chat's token ids. Replies keep their original ones, because the KV caches contain these."""
+        messages, tokenizer, most = (
+            cast(Sequence[Message], asked.prompt),
+            self.engine.tokenizer,
+            self.engine.max_context,
+        )
+        found = turns_of(messages, self._said) if asked.is_plain_chat else None
+        if found is not None:
+            return encode_turns(tokenizer, *found, most)
+        described = asked.tools.described if asked.tools is not None else ()
+        return tokenizer.encode_chat(messages, most, tools=described, settings=asked.template_settings)
+
+    def _encode_text(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            self.engine.room_after(len(prompt))  # before its ids are looked at
+        return self.engine.encode(prompt)
 
     def _without_paths(self, error: OffspecError) -> OffspecError:
         return type(error)(without_paths(str(error), self._folders))
@@ -351,16 +366,16 @@ class Service:
         plan = self.engine.plan
         if plan is None or not self._pool.num_used:
             return True
-        return self._pool.num_entries + len(job.work.prompt) <= plan.kv_entries
+        return self._pool.num_entries + len(job.prompt) <= plan.kv_entries
 
     def _begin(self, job: Job) -> None:
         try:
-            caches = self._pool.borrow(job.work.prompt)
+            caches = self._pool.borrow(job.prompt)
         except Exception as exc:  # noqa: BLE001 (its client is told)
             self._fail(job, exc)
             return
         try:
-            ticket = self._batch.add(job.work.prompt, job.params, self._speculation, caches=caches)
+            ticket = self._batch.add(job.prompt, job.params, self._speculation, caches=caches)
         except Exception as exc:  # noqa: BLE001 (its client is told)
             self._pool.give_back(caches)
             self._fail(job, exc)

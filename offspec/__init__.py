@@ -29,6 +29,7 @@ _HOMES = {
     "SpeculationParams": "offspec.scheduler.params",
     "SamplingParams": "offspec.scheduler.params",
     "Stats": "offspec.stats",
+    "TokenLogprob": "offspec.scheduler.logprobs",
     "OffspecError": "offspec.errors",
     "CONVERT_FORMATS": "offspec.loaders.params",
     "ConvertParams": "offspec.loaders.params",
@@ -58,6 +59,7 @@ __all__ = [
     "SpeculationParams",
     "Stats",
     "Step",
+    "TokenLogprob",
     "__version__",
     "convert",
     "format_quantity",
@@ -69,6 +71,7 @@ __all__ = [
 if TYPE_CHECKING:
     from offspec.loaders.params import CONVERT_FORMATS, LOSSLESS_FORMAT, PLAN_FORMATS, SHADOW_FORMATS, ConvertParams
     from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
+    from offspec.scheduler.logprobs import TokenLogprob
     from offspec.scheduler.params import ACCEPTS, AUTO_TEXTS, SEED_LIMIT, Constraint, SamplingParams, SpeculationParams
 
     from .checkpoints.conversion import convert

@@ -20,12 +20,13 @@ from offspec.scheduler.constraint import TokenConstraint
 from offspec.scheduler.drafter import DraftRequest
 from offspec.scheduler.forced import prepare_masks
 from offspec.scheduler.joint import joint_walk
+from offspec.scheduler.logprobs import SLICE_ROWS, TokenLogprob, token_logprobs
 from offspec.scheduler.params import MAX_ROWS, SamplingParams, SpeculationParams, max_nodes, tree_room
 from offspec.scheduler.retrieval import MAX_MATCH
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.score_calls import CompetingDrafter, Drafting, run_together
 from offspec.scheduler.shared_pass import SharedPass
-from offspec.scheduler.tree import FloatArray, TokenTree
+from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
 from offspec.scheduler.verify import Logits, TargetPass, Verdict, exact_walk
 
 from .background import in_background
@@ -33,7 +34,7 @@ from .drafts.base import DraftTask
 from .drafts.shared_rounds import SharedRounds
 from .errors import ConstraintError, NumericalError, OffspecError
 from .model.decoder import TextRows, score_together
-from .model.row_logits import RowLogits
+from .model.row_logits import HEAD_ROWS, RowLogits
 from .model.text_caches import TextCaches
 from .planning.out_of_memory import first_line, retry_out_of_memory
 from .stats import Stats, peak_host_bytes
@@ -58,6 +59,8 @@ class Step:
     (max_new_tokens, or the context is full). The draft proposed num_accepted of the token ids; the last token of a pass
     comes from the target alone. texts[i] is the text that became final with token_ids[i], usually that token's own;
     joined, they are `text`. looked_up: where the first of the accepted ones stand in the files for lookup, if they do.
+    logprobs: of the token ids, if asked for. prompt_logprobs: in the first step, of the prompt's tokens from the second
+    on.
     """
 
     token_ids: list[int]
@@ -67,6 +70,8 @@ class Step:
     num_accepted: int = 0
     texts: tuple[str, ...] = ()
     looked_up: LookedUp | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,8 @@ class Request:
         self._chain, self._tree = list[int](), TokenTree.empty()  # of the next pass
         self._is_prefilling = False
         self.fault: OffspecError | None = None  # of drafting, which ends the text
+        self._logprobs, self._prompt_logprobs = list[TokenLogprob](), list[TokenLogprob]()  # of a pass; of the prompt
+        self._num_prompt = len(text)
         with engine.turn:
             num_prefilled = retry_out_of_memory(lambda: self._begin(text), self._make_room)
         self._listen = engine.draft.new_listener()
@@ -124,6 +131,9 @@ class Request:
     def _begin(self, text: list[int]) -> int:
         """Prepare the caches and a drafter for `text`. Returns how many of its tokens the target must score."""
         caches, engine, speculation = self._caches, self.engine, self.asked.speculation
+        if self._wants_prompt_logprobs:
+            self._prompt_logprobs.clear()
+            caches.rewind([])  # the pass has to score all rows
         num_prefilled = caches.rewind(text)
         self.text, self.target = caches.text, caches.target  # the same list as the caches'
         most_rows = MAX_ROWS if self._shared is None else DRAFT_ROWS
@@ -198,6 +208,10 @@ class Request:
         """Start again from the same text, whose dropped entries the next pass computes again."""
         retry_out_of_memory(lambda: self._begin(self.text), self._make_room)
 
+    @property
+    def _wants_prompt_logprobs(self) -> bool:
+        return self.asked.sampling.prompt_logprobs and len(self._prompt_logprobs) < self._num_prompt - 1
+
     # ---------------------------------------------------------------------------------------- parts of a pass
 
     def draft(self, num_chain: int) -> Drafting[FloatArray | None]:
@@ -234,19 +248,49 @@ class Request:
         tree = self._tree
         return TextRows(self._chain, tree.tokens, tree.depths, tree.mask())
 
-    def judge(self, logits: Logits) -> Verdict | OffspecError | None:
+    def verdict(self, rows: RowLogits) -> Verdict | OffspecError | None:
         """The verdict on the tree; None after a part of a prompt."""
-        if self._is_prefilling or self.fault is not None:
+        if self.fault is not None:
             return self.fault
-        position, speculation = len(self.text), self.asked.speculation
         try:
-            if isinstance(self.drafter, BlendDrafter):
-                return blend_walk(self._tree, logits, self.drafter, self.sampler, position, speculation)
-            if speculation.is_lossy:
-                return joint_walk(self._tree, logits, self.sampler, position, tau=speculation.tau, final=self.final)
-            return exact_walk(self._tree, logits, self.sampler, position)
+            verdict = None if self._is_prefilling else self._judge(rows)
+            self._report(rows, verdict)
         except TEXT_ERRORS as exc:
             return exc
+        return verdict
+
+    def _judge(self, logits: Logits) -> Verdict:
+        position, speculation = len(self.text), self.asked.speculation
+        if isinstance(self.drafter, BlendDrafter):
+            return blend_walk(self._tree, logits, self.drafter, self.sampler, position, speculation)
+        if speculation.is_lossy:
+            return joint_walk(self._tree, logits, self.sampler, position, tau=speculation.tau, final=self.final)
+        return exact_walk(self._tree, logits, self.sampler, position)
+
+    def _report(self, rows: RowLogits, verdict: Verdict | None) -> None:
+        """Take the log-probabilities that the request asks for from a pass."""
+        num_likeliest = self.asked.sampling.logprobs
+        if num_likeliest is None:
+            return
+        if self._wants_prompt_logprobs:
+            self._report_prompt(rows, num_likeliest)
+        if verdict is not None:
+            nodes, found = [ROOT, *verdict.path], list[TokenLogprob]()
+            for first in range(0, len(nodes), SLICE_ROWS):
+                logits = torch.stack([rows[node + 1] for node in nodes[first : first + SLICE_ROWS]])
+                tokens = verdict.tokens[first : first + SLICE_ROWS]
+                found += token_logprobs(logits, tokens, num_likeliest, len(self.text) + first)
+            self._logprobs = found
+
+    def _report_prompt(self, rows: RowLogits, num_likeliest: int) -> None:
+        """Of those of the prompt's tokens that follow the chain's: a slice of rows at a time."""
+        end = self.target.length  # of the chain, in the text
+        begin, prompt, found = end - len(self._chain), self.text[: self._num_prompt], self._prompt_logprobs
+        for first in range(0, rows.num_before, HEAD_ROWS):
+            last, at = min(first + HEAD_ROWS, rows.num_before), begin + first + 1
+            found += token_logprobs(rows.before(first, last), prompt[at : begin + last + 1], num_likeliest, at)
+        if end < self._num_prompt:
+            found += token_logprobs(rows[0][None], [prompt[end]], num_likeliest, end)
 
     @property
     def prepares_masks(self) -> bool:
@@ -337,7 +381,10 @@ class Request:
             texts[-1] += stream.flush()
         num_accepted = min(len(verdict.path), len(tokens))
         looked_up = self._looked_up(len(self.text) - len(verdict.tokens), tokens[:num_accepted])
-        return Step(tokens, "".join(texts), replace(self.stats), reason, num_accepted, tuple(texts), looked_up)
+        prompt_logprobs = tuple(self._prompt_logprobs) if self.stats.num_passes == 1 else ()
+        logprobs = tuple(self._logprobs[: len(tokens)])
+        step = Step(tokens, "".join(texts), replace(self.stats), reason, num_accepted, tuple(texts), looked_up)
+        return replace(step, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     def _looked_up(self, position: int, accepted: Sequence[int]) -> LookedUp | None:
         """Where the tokens accepted at `position` stand in the files for lookup."""
@@ -401,7 +448,7 @@ def _score(requests: Sequence[Request], shared: SharedPass) -> ScoredPass:
         logits = score_together(texts, engine.draft.target_layers)
         target.synchronize()
     with span("walk"):
-        verdicts = [request.judge(own) for request, own in zip(requests, logits, strict=True)]
+        verdicts = [request.verdict(own) for request, own in zip(requests, logits, strict=True)]
     num_nodes = sum(len(own.tokens) for own in rows)
     return ScoredPass(verdicts, logits, num_nodes, drafted - started, time.perf_counter() - drafted)
 

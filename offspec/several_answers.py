@@ -31,13 +31,20 @@ def generate_answers(
 ) -> Generator[tuple[int, Step], None, None]:
     """Generate several answers to one prompt: pairs of an answer's index and its next `Step`.
 
-    Answer i is that of `Engine.generate` with seed params.seed + i; without a seed, a random one. max_texts: the
-    maximum number of answers under way; the others wait in order. Raises the errors of `Engine.generate`.
+    Answer i is that of `Engine.generate` with seed params.seed + i; without a seed, a random one. The first one alone
+    has `prompt_logprobs`. max_texts: the maximum number of answers under way; the others wait in order. Raises the
+    errors of `Engine.generate`.
     """
     params = params or SamplingParams()
     text, asked = engine.check_request(prompt, params, speculation, None)
-    each = [replace(params, seed=(asked.seed + index) % SEED_LIMIT) for index in range(num_answers)]
-    return _Answers(engine, text, speculation, max_texts).steps(each)
+    return _Answers(engine, text, speculation, max_texts).steps(params_of_each(params, asked.seed, num_answers))
+
+
+def params_of_each(params: SamplingParams, seed: int, num_answers: int) -> list[SamplingParams]:
+    """The parameters of each answer: seeds count up. The first one reports what concerns the prompt."""
+    first = replace(params, seed=seed)
+    others = range(1, num_answers)
+    return [first, *(replace(params, seed=(seed + i) % SEED_LIMIT, prompt_logprobs=False) for i in others)]
 
 
 class _Answers:

@@ -18,6 +18,7 @@ from offspec.errors import UsageError
 SEED_LIMIT = 1 << 64
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop texts, and characters of each: every token's text is searched for all
 _STOP_LENGTH = f"texts of at most {MAX_STOP_LENGTH} characters"
+MAX_LOGPROBS = 20  # alternatives per token, as at OpenAI and in vLLM
 MAX_NODES = 1024  # per tree, if the budget is found at run time
 DEFAULT_NODES = 64  # per tree of baselines that need a budget, if none is given
 # MAX_NODES on a CPU. For this number of rows, arithmetic takes longer than reading 16-bit weights from any disk (512
@@ -100,6 +101,8 @@ class SamplingParams:
     far. The frequency and the presence penalty (OpenAI) apply to the answer's tokens: the first is subtracted from a
     token's logit for each time it occurs, the second once. logit_bias: (token id, number to add to its logit) pairs.
     seed None selects a random one, which the statistics report. constraint: what the answer must be, or None.
+    logprobs: report the log-probability of each token, and of so many of the likeliest (`scheduler.logprobs`); None is
+    off. prompt_logprobs: also of the prompt's tokens from the second on, all of which are then scored anew.
     Raises UsageError for a value out of range.
     """
 
@@ -116,6 +119,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -134,6 +139,7 @@ class SamplingParams:
             ("frequency_penalty", abs(self.frequency_penalty) <= 2, "between -2 and 2; 0 is off"),
             ("presence_penalty", abs(self.presence_penalty) <= 2, "between -2 and 2; 0 is off"),
             ("logit_bias", _is_bias(self.logit_bias), "a tuple of pairs: a token's id, a number from -100 to 100"),
+            ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}, or None"),
             ("constraint", self.constraint is None or isinstance(self.constraint, Constraint), "a Constraint"),
         ]
         for name, good, wanted in checks:
@@ -141,6 +147,8 @@ class SamplingParams:
                 raise UsageError(f"{name} must be {wanted}, not {reprlib.repr(getattr(self, name))}")
         if self.ignore_eos and self.constraint is not None:
             raise UsageError("ignore_eos contradicts a constraint, which says where the text ends; omit one of them")
+        if self.prompt_logprobs and self.logprobs is None:
+            raise UsageError("prompt_logprobs needs logprobs: the number of alternatives to report")
 
 
 def _is_bias(pairs: Any) -> bool:

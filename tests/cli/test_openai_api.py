@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from offspec import SamplingParams
-from offspec.cli.openai_api import Answer, Said, parse
+from offspec.cli.openai_answers import Answer, Said
+from offspec.cli.openai_api import parse
 from offspec.errors import UsageError
 from offspec.stats import Stats
 
@@ -97,8 +98,10 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         ({"messages": [USER], "n": 0}, "n between 1 16 0"),
         ({"messages": [USER], "n": 2.0}, "n number 2.0"),
         ({"messages": [USER], "n": 2, "best_of": 3}, "best_of supported"),
-        ({"messages": [USER], "logprobs": True}, "logprobs supported"),
-        ({"messages": [USER], "logprobs": 0}, "logprobs supported"),
+        ({"messages": [USER], "logprobs": 0}, "logprobs true 0"),
+        ({"messages": [USER], "top_logprobs": 1}, "top_logprobs logprobs true"),
+        ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs 20 21"),
+        ({"messages": [USER], "echo": True}, "echo text"),
         ({"messages": [USER], "guided_choice": ["a"]}, "guided_choice supported"),
         ({"messages": [USER], "structured_outputs": {"regex": "a"}}, "structured_outputs supported"),
         ({"messages": [USER], "bad_words": ["a"]}, "bad_words supported"),
@@ -144,10 +147,47 @@ def test_what_cannot_be_meant_or_followed_is_named(body: Any, named: str) -> Non
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("prompt", [None, [], ["a", "b"], [True], {"text": "a"}, [1, "a"]])
-def test_more_than_one_prompt_is_refused(prompt: Any) -> None:
-    with refused(UsageError, "prompt", "one string", "token ids"):
+@pytest.mark.parametrize("prompt", [None, [], [True], {"text": "a"}, [1, "a"], [[]], ["a", [1.5]], [["a"]]])
+def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
+    with refused(UsageError, "prompt", "string", "token ids"):
         parse("text", {"prompt": prompt}, DEFAULTS)
+
+
+def test_a_request_may_have_several_prompts() -> None:
+    prompts: list[Any] = [["a", "b"], [[1, 2], [3]], ["a", [1]]]
+    for given in prompts:
+        asked = parse("text", {"prompt": given, "n": 3}, DEFAULTS)
+        assert (asked.prompts, asked.num_choices) == (given, 3 * len(given))
+
+
+def test_log_probabilities_of_chats_and_of_texts() -> None:
+    chats: list[tuple[Any, Any]] = [({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 5}, 5)]
+    chats += [({"logprobs": False, "top_logprobs": 0}, None)]
+    for fields, number in chats:
+        params = parse("chat", {"messages": [USER], **fields}, DEFAULTS).params
+        assert (params.logprobs, params.prompt_logprobs) == (number, False)
+    texts: list[tuple[Any, Any]] = [({}, None), ({"logprobs": 0}, 0), ({"logprobs": 3}, 3), ({"logprobs": False}, None)]
+    for fields, number in texts:
+        assert parse("text", {"prompt": "a", **fields}, DEFAULTS).params.logprobs == number
+        asked = parse("text", {"prompt": "a", "echo": True, "max_tokens": 0, **fields}, DEFAULTS)
+        assert (asked.params.logprobs, asked.params.prompt_logprobs) == (number, number is not None)
+        assert (asked.echoes, asked.omits_answer, asked.params.max_new_tokens) == (True, True, 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"logprobs": True}, "logprobs number True"),
+        ({"logprobs": 21}, "logprobs 0 20 21"),
+        ({"logprobs": -1}, "logprobs 0 20 -1"),
+        ({"logprobs": 2, "top_logprobs": 2}, "top_logprobs chats"),
+        ({"echo": 1}, "echo true false 1"),
+        ({"max_tokens": 0}, "max_tokens 1 0"),
+    ],
+)
+def test_what_texts_cannot_have(body: Any, named: str) -> None:
+    with refused(UsageError, *named.split()):
+        parse("text", {"prompt": "a", **body}, DEFAULTS)
 
 
 def test_a_whole_answer() -> None:

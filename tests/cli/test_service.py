@@ -208,7 +208,7 @@ def test_a_line_forgets_who_left_and_lets_in_who_goes_first() -> None:
     def job(client: str) -> Job:
         work = object.__new__(Work)
         work.client = client
-        return Job(work, 0, SamplingParams(), 0.0)
+        return Job(work, 0, [], SamplingParams(), 0.0)
 
     line, jobs = Line(), [job(client) for client in "aabc"]
     for one in jobs:

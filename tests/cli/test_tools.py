@@ -10,7 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.cli.openai_api import Answer, Said, parse, with_tools
+from offspec.cli.openai_answers import Answer, Said
+from offspec.cli.openai_api import parse, with_tools
 from offspec.errors import TokenizerError, UsageError
 from offspec.text.tokenizer import Tokenizer
 from offspec.text.tool_calls import Call, ToolFormat

@@ -1,0 +1,226 @@
+"""Answers of OpenAI's completions API as JSON: whole ones, and the parts of streams.
+
+Answers have the engine's statistics under `offspec`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from . import logprobs
+from .logprobs import TokenTexts
+from .openai_api import CompletionRequest, Json
+from .tools import CalledTools
+
+if TYPE_CHECKING:
+    from offspec import Step, TokenLogprob
+    from offspec.text.tokenizer import Tokenizer
+
+FINISHES = {"eos": "stop", "stop": "stop", "length": "length", None: None}
+
+
+@dataclass(frozen=True)
+class Said:
+    """Text of an answer, all of it or a part. figures: `Stats.as_dict`, once there is a pass.
+
+    texts, logprobs, prompt_logprobs: as in `Step`.
+    """
+
+    text: str = ""
+    finish_reason: str | None = None
+    figures: Json = field(default_factory=dict)
+    texts: tuple[str, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+    @classmethod
+    def of(cls, step: Step) -> Said:
+        figures = step.stats.as_dict()
+        return cls(step.text, step.finish_reason, figures, step.texts, step.logprobs, step.prompt_logprobs)
+
+    def then(self, step: Step) -> Said:
+        """This text and that of the next step."""
+        later = Said.of(step)
+        return Said(
+            self.text + later.text,
+            later.finish_reason,
+            later.figures,
+            self.texts + later.texts,
+            self.logprobs + later.logprobs,
+            self.prompt_logprobs or later.prompt_logprobs,
+        )
+
+
+class EchoedPrompt:
+    """A prompt that its answers begin with. The first answer brings the log-probabilities of its tokens."""
+
+    def __init__(self, asked: str | None, ids: Sequence[int], tokenizer: Tokenizer) -> None:
+        """asked: the prompt, if it was a text."""
+        self.text = tokenizer.decode(ids) if asked is None else asked
+        self._ids, self._texts = ids, TokenTexts(tokenizer)
+        self._logprobs: tuple[TokenLogprob, ...] = ()
+
+    def scored(self, found: Sequence[TokenLogprob]) -> list[tuple[int, TokenLogprob | None, str]]:
+        """Its tokens as `logprobs.of_text` takes them. found: of the first answer."""
+        self._logprobs = self._logprobs or tuple(found)
+        return list(zip(self._ids, (None, *self._logprobs), self._texts.by_token(self._ids), strict=True))
+
+
+class TextChoice:
+    """One answer of a text completion."""
+
+    def __init__(self, asked: CompletionRequest, texts: TokenTexts | None, echoed: EchoedPrompt | None) -> None:
+        self._asked, self._texts, self._echoed = asked, texts, echoed
+        self._length = 0  # of the text so far, in characters
+
+    def whole(self, said: Said) -> Json:
+        return self.parts(said, is_first=True)[0]
+
+    def parts(self, said: Said, *, is_first: bool) -> list[Json]:
+        if self._asked.omits_answer:
+            said = Said("", said.finish_reason, said.figures, prompt_logprobs=said.prompt_logprobs)
+        echoed = self._echoed if is_first else None
+        text = said.text if echoed is None else echoed.text + said.text
+        part: Json = {"text": text, "logprobs": None}
+        if self._asked.params.logprobs is not None and self._texts is not None:
+            scored = [] if echoed is None else echoed.scored(said.prompt_logprobs)
+            before = logprobs.of_text(scored, self._texts, 0)
+            start = self._length + (0 if echoed is None else len(echoed.text))
+            answered = zip((each.token for each in said.logprobs), said.logprobs, said.texts, strict=True)
+            own = logprobs.of_text(list(answered), self._texts, start)
+            part["logprobs"] = {name: before[name] + own[name] for name in own}
+        self._length += len(text)
+        return [part]
+
+    def finish(self, said: Said) -> str | None:
+        return "length" if self._asked.omits_answer else FINISHES[said.finish_reason]
+
+
+class ChatChoice:
+    """One answer of a chat."""
+
+    def __init__(self, asked: CompletionRequest, texts: TokenTexts | None) -> None:
+        self._texts = texts if asked.params.logprobs is not None else None
+        self._unsent: tuple[TokenLogprob, ...] = ()  # of tokens whose text is held back
+        self._called: CalledTools | None = None
+        if asked.tools is not None and asked.tool_format is not None:
+            self._called = CalledTools(asked.tools, asked.tool_format)
+
+    def whole(self, said: Said) -> Json:
+        message = {"content": said.text} if self._called is None else self._called.whole(said.text)
+        self._unsent = said.logprobs
+        return {"message": {"role": "assistant", **message}, "logprobs": self._taken_logprobs()}
+
+    def parts(self, said: Said, *, is_first: bool) -> list[Json]:
+        """The parts of a stream for the text of one pass; none if all of it is held back."""
+        deltas: list[Json] = [{"content": said.text}]
+        is_end = said.finish_reason is not None
+        self._unsent += said.logprobs
+        if self._called is not None:
+            deltas = self._called.deltas(said.text, is_end=is_end)
+            if is_end or is_first:
+                deltas = deltas or [{"content": ""}]
+        if is_first:
+            deltas[0] = {"role": "assistant", **deltas[0]}
+        return [
+            {"delta": delta, "logprobs": self._taken_logprobs() if not i else None} for i, delta in enumerate(deltas)
+        ]
+
+    def _taken_logprobs(self) -> Json | None:
+        found, self._unsent = self._unsent, ()
+        return logprobs.of_chat(found, self._texts) if self._texts is not None else None
+
+    def finish(self, said: Said) -> str | None:
+        """The answer's finish_reason; call after its text was taken."""
+        reason = FINISHES[said.finish_reason]
+        return "tool_calls" if reason == "stop" and self._called and self._called.num_calls else reason
+
+
+class Answer:
+    """Builds the response to one request; all parts of a stream have the same id."""
+
+    def __init__(
+        self,
+        asked: CompletionRequest,
+        model: str,
+        prompts: Sequence[Sequence[int]] = (),
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """prompts: token ids; they and the tokenizer are needed for echoes and log-probabilities."""
+        self._asked, self._figures = asked, dict[int, Json]()
+        self._is_chat = asked.kind == "chat"
+        texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self._choices: list[ChatChoice | TextChoice] = []
+        for number, prompt in enumerate(asked.prompts):
+            echoed = None
+            if asked.echoes and tokenizer is not None:
+                echoed = EchoedPrompt(prompt if isinstance(prompt, str) else None, prompts[number], tokenizer)
+            for _ in range(asked.num_answers):
+                self._choices.append(ChatChoice(asked, texts) if self._is_chat else TextChoice(asked, texts, echoed))
+        self._head = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, answers: Sequence[Said]) -> Json:
+        """The whole answers as one object."""
+        choices: list[Json] = []
+        for index, (choice, said) in enumerate(zip(self._choices, answers, strict=True)):
+            choices.append({"index": index, **choice.whole(said), "finish_reason": choice.finish(said)})
+            self._figures[index] = said.figures
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        figures = [said.figures for said in answers]
+        own = {"offspec": figures[0] if len(figures) == 1 else figures}
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage(), **own}
+
+    def parts(self, index: int, said: Said, *, is_first: bool) -> list[Json]:
+        """The parts of a stream for an answer's text of one pass. The answer's last part has its figures."""
+        choice = self._choices[index]
+        found = [{"index": index, **part, "finish_reason": None} for part in choice.parts(said, is_first=is_first)]
+        parts: list[Json] = [{**self._part_head, "choices": [part]} for part in found]
+        if said.finish_reason is not None:
+            parts[-1]["choices"][0]["finish_reason"] = choice.finish(said)
+            parts[-1]["offspec"] = said.figures
+            self._figures[index] = said.figures
+        return parts
+
+    def usage_part(self) -> Json | None:
+        """The part with the token counts, if the request wants one, after the last parts of all answers."""
+        if not self._asked.wants_usage:
+            return None
+        return {**self._part_head, "choices": [], "usage": self._usage()}
+
+    @property
+    def _part_head(self) -> Json:
+        return {**self._head, "object": "chat.completion.chunk" if self._is_chat else "text_completion"}
+
+    def _usage(self) -> Json:
+        """Tokens of the prompts and of their answers. cached_tokens: prompt tokens that the KV caches already held.
+
+        Of several answers to a prompt, the one that found the fewest scored the prompt.
+        """
+        each = self._asked.num_answers
+        by_prompt = [
+            [self._figures[index] for index in range(first, first + each)]
+            for first in range(0, self._asked.num_choices, each)
+        ]
+        prompt = sum(found[0]["num_prompt_tokens"] for found in by_prompt)
+        scored = sum(max(figures["num_prefilled_tokens"] for figures in found) for found in by_prompt)
+        answer = sum(figures["num_tokens"] for figures in self._figures.values())
+        answer = 0 if self._asked.omits_answer else answer
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": prompt - scored},
+        }
+
+
+def failure(message: str, *, kind: str = "invalid_request_error", code: str | None = None) -> Json:
+    """An error in the form that OpenAI's clients read."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
