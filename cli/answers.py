@@ -50,7 +50,8 @@ def _looked_up(steps: Sequence[Step]) -> list[dict[str, object]]:
 
 def interrupted(last: Step) -> Step:
     """An empty step behind `last`, which ends its text with INTERRUPTED."""
-    return replace(last, token_ids=[], text="", finish_reason=INTERRUPTED, num_accepted=0, texts=(), looked_up=None)
+    step = replace(last, token_ids=[], text="", finish_reason=INTERRUPTED, num_accepted=0, texts=(), looked_up=None)
+    return replace(step, logprobs=(), prompt_logprobs=())
 
 
 class SharedAnswers:

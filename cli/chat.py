@@ -31,6 +31,7 @@ from .options import (
     request_of,
     sampling_options,
     speculation_options,
+    think_option,
 )
 from .settings import nearest, parsed_value, settable
 from .terminal import columns, first_pass_shown, marked, shows_colors
@@ -90,6 +91,7 @@ Examples:
     is_flag=True,
     help="Color accepted draft tokens green, looked-up ones cyan, the target's own tokens yellow.",
 )
+@think_option
 @loading_options
 @speculation_options
 @learning_options

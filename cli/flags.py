@@ -9,7 +9,7 @@ import re
 
 _ARGUMENTS = (
     *("budget", "context", "device", "disk", "draft", "drafts", "dtype", "exit_file", "exit_layer", "format", "learn"),
-    *("learn_file", "lookup_files", "out", "path", "ram", "resume", "revision", "special_in_text", "stop"),
+    *("learn_file", "lookup_files", "out", "path", "ram", "resume", "revision", "special_in_text", "stop", "think"),
     *("text_tokens", "threads", "vram", "when_full"),
     *("embedding", "new_draft", "num_texts", "on_policy", "prompt_tokens", "tree"),
 )

@@ -18,7 +18,7 @@ FEW = 16  # a command with at most this number of flags shows all of them under 
 # Heading → flags in display order; a command's other flags come first, under "Options".
 OWN = "Options"
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Model": ("device", "dtype", "revision", "threads", "special_in_text"),
+    "Model": ("device", "dtype", "revision", "threads", "think", "special_in_text"),
     "Draft": (
         *("draft", "budget", "lookup_files", "exit_file", "exit_layer", "learn", "learn_file"),
         *("lookup", "recycling", "recall", "reuse", "overlap", "forced", "scoring", "tree", "stopping"),
@@ -42,6 +42,7 @@ ADVANCED = {
         "revision",
         "threads",
         "special_in_text",
+        "think",
         "lookup_files",
         "exit_file",
         "exit_layer",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from . import logprobs
 from .logprobs import TokenTexts
 from .openai_api import CompletionRequest, Json
+from .reasoning import ThinkingReader, ThinkingStyle
 from .tools import CalledTools
 
 if TYPE_CHECKING:
@@ -103,32 +104,44 @@ class TextChoice:
 class ChatChoice:
     """One answer of a chat."""
 
-    def __init__(self, asked: CompletionRequest, texts: TokenTexts | None) -> None:
+    def __init__(self, asked: CompletionRequest, texts: TokenTexts | None, thinking: ThinkingStyle | None) -> None:
         self._texts = texts if asked.params.logprobs is not None else None
+        self._thinking = None if thinking is None else ThinkingReader(thinking)
         self._unsent: tuple[TokenLogprob, ...] = ()  # of tokens whose text is held back
         self._called: CalledTools | None = None
         if asked.tools is not None and asked.tool_format is not None:
             self._called = CalledTools(asked.tools, asked.tool_format)
 
     def whole(self, said: Said) -> Json:
-        message = {"content": said.text} if self._called is None else self._called.whole(said.text)
+        thought, text = self._split(said.text, is_end=True)
+        message = {"content": text} if self._called is None else self._called.whole(text)
+        if thought:
+            message["reasoning_content"] = thought
         self._unsent = said.logprobs
         return {"message": {"role": "assistant", **message}, "logprobs": self._taken_logprobs()}
 
     def parts(self, said: Said, *, is_first: bool) -> list[Json]:
         """The parts of a stream for the text of one pass; none if all of it is held back."""
-        deltas: list[Json] = [{"content": said.text}]
         is_end = said.finish_reason is not None
-        self._unsent += said.logprobs
+        thought, text = self._split(said.text, is_end=is_end)
+        deltas: list[Json] = [{"reasoning_content": thought}] if thought else []
         if self._called is not None:
-            deltas = self._called.deltas(said.text, is_end=is_end)
-            if is_end or is_first:
-                deltas = deltas or [{"content": ""}]
+            deltas += self._called.deltas(text, is_end=is_end)
+        elif text or self._thinking is None:
+            deltas.append({"content": text})
+        if is_end or is_first:
+            deltas = deltas or [{"content": ""}]
         if is_first:
             deltas[0] = {"role": "assistant", **deltas[0]}
+        self._unsent += said.logprobs
         return [
-            {"delta": delta, "logprobs": self._taken_logprobs() if not i else None} for i, delta in enumerate(deltas)
+            {"delta": delta, "logprobs": self._taken_logprobs() if place == 0 else None}
+            for place, delta in enumerate(deltas)
         ]
+
+    def _split(self, text: str, *, is_end: bool) -> tuple[str, str]:
+        """What the model thinks, and what it says."""
+        return ("", text) if self._thinking is None else self._thinking.push(text, is_end=is_end)
 
     def _taken_logprobs(self) -> Json | None:
         found, self._unsent = self._unsent, ()
@@ -150,17 +163,23 @@ class Answer:
         prompts: Sequence[Sequence[int]] = (),
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        """prompts: token ids; they and the tokenizer are needed for echoes and log-probabilities."""
+        """prompts: token ids; they and the tokenizer are needed for thinking, echoes and log-probabilities."""
         self._asked, self._figures = asked, dict[int, Json]()
         self._is_chat = asked.kind == "chat"
         texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._choices: list[ChatChoice | TextChoice] = []
+        thinking = None
+        if self._is_chat and tokenizer is not None and asked.params.constraint is None:  # it covers the whole text
+            thinking = ThinkingStyle.of(prompts[0], tokenizer)
         for number, prompt in enumerate(asked.prompts):
             echoed = None
             if asked.echoes and tokenizer is not None:
                 echoed = EchoedPrompt(prompt if isinstance(prompt, str) else None, prompts[number], tokenizer)
             for _ in range(asked.num_answers):
-                self._choices.append(ChatChoice(asked, texts) if self._is_chat else TextChoice(asked, texts, echoed))
+                is_chat = self._is_chat
+                self._choices.append(
+                    ChatChoice(asked, texts, thinking) if is_chat else TextChoice(asked, texts, echoed)
+                )
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),

@@ -296,6 +296,8 @@ def _message(number: int, message: Any) -> Json:
         if role != "assistant":
             raise UsageError(f"{where}: tool_calls are for the assistant's messages")
         found["tool_calls"] = called_before(message, where)
+    if role == "assistant" and isinstance(message.get("reasoning_content"), str):
+        found["reasoning_content"] = message["reasoning_content"]  # templates may show it between calls of tools
     if role == "tool":
         found |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
     return found

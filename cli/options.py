@@ -482,6 +482,13 @@ def _filter_options(function: F) -> F:
     )(function)
 
 
+think_option = option(
+    "--think/--no-think",
+    default=None,
+    help="Let the model think before its answer, or not, if its chat template can choose. [default: the template's]",
+)
+
+
 def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> Engine:
     """`Engine.load` with `loading_options`. Prints advice to stderr, and with -v every automatic choice."""
     if loading.get("learn") and (file := written_file(loading.get("learn_file", ()))) is not None:

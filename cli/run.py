@@ -41,6 +41,7 @@ from .options import (
     reworded,
     sampling_options,
     speculation_options,
+    think_option,
 )
 from .ray_batch import RayEngines
 from .several_answers import AnswerFlags, Printer, answer_several, describe_answers
@@ -62,6 +63,7 @@ class PromptFlags:
     ids: list[int] | None
     system: str | None
     raw: bool
+    think: bool | None = None
 
     @property
     def is_batch(self) -> bool:
@@ -75,6 +77,8 @@ class PromptFlags:
             raise click.UsageError("--system needs the chat template, which --prompt-ids does not use.")
         if self.raw and self.system is not None:
             raise click.UsageError("--system needs the chat template, which --raw turns off.")
+        if self.think is not None and (self.raw or self.ids is not None):
+            raise click.UsageError("--think and --no-think need the chat template, which --raw and --prompt-ids omit.")
         if self.is_batch and self.prompt is not None:
             raise click.UsageError("Give PROMPT or --prompt-file, not both.")
 
@@ -176,6 +180,7 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
     is_flag=True,
     help="Color accepted draft tokens green, looked-up ones cyan, the target's own tokens yellow.",
 )
+@think_option
 @loading_options
 @speculation_options
 @learning_options
@@ -214,7 +219,7 @@ def command(
     if prompt is None:
         model, prompt = _alone(model) if prompt_flag is None else (model, prompt_flag)
     ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
-    asked = PromptFlags(prompt, prompt_file, ids, system, raw)
+    asked = PromptFlags(prompt, prompt_file, ids, system, raw, options["think"])
     asked.check()
     shown = Shown(as_json, color_accepted, show_stats, quiet)
     shown.check(asked)
@@ -324,6 +329,8 @@ def _settings(
     """The settings that answers in a file depend on, beside those of sampling."""
     which = {name: options[name] for name in ("revision", "dtype")}
     settings = {"model": model, **which, "system": asked.system, "raw": asked.raw}
+    if asked.think is not None:
+        settings["think"] = asked.think
     if speculation.is_lossy:  # exact answers do not depend on the draft
         settings |= {"draft": options["draft"], **lossy_settings(speculation)}
     return settings

@@ -16,7 +16,7 @@ from typing import Any
 
 from offspec import Constraint
 from offspec.errors import UsageError
-from offspec.text.tool_calls import NO_ARGUMENTS, Call, ToolFormat
+from offspec.text.tool_calls import NO_ARGUMENTS, Arguments, Call, CallReader, ForcedCallReader, ToolFormat
 
 from .response_format import lenient
 
@@ -144,6 +144,9 @@ class CalledTools:
 
     def __init__(self, tools: Tools, form: ToolFormat) -> None:
         self._reader = form.reader(tools.names)
+        self._streamed: CallReader | ForcedCallReader = self._reader
+        if tools.choice != "auto":
+            self._streamed = ForcedCallReader()
         self.num_calls = 0
 
     def whole(self, text: str) -> Json:
@@ -156,17 +159,26 @@ class CalledTools:
         return {"content": said or None, "tool_calls": calls} if calls else {"content": said}
 
     def deltas(self, text: str, *, is_end: bool) -> list[Json]:
-        """What a part of a stream adds to the message: texts, and calls. A call's first delta has its name and id."""
+        """What a part of a stream adds to the message: texts, and calls. A call's first delta has its name and id.
+
+        If a constraint makes the answer calls, arguments come in parts. Else what looks like a call may still be text,
+        so they come at once.
+        """
         found = list[Json]()
-        for piece in self._reader.push(text, is_end=is_end):
+        for piece in self._streamed.push(text, is_end=is_end):
             if isinstance(piece, str):
                 found.append({"content": piece})
-                continue
-            index, call = self.num_calls, self._described(piece)
-            head = {**call, "function": {"name": piece.name, "arguments": ""}}
-            found.append({"tool_calls": [{"index": index, **head}]})
-            found.append({"tool_calls": [{"index": index, "function": {"arguments": piece.arguments}}]})
+            elif isinstance(piece, Arguments):
+                found.append(self._more_arguments(piece.text))
+            else:
+                call = self._described(Call(piece.name, ""))
+                found.append({"tool_calls": [{"index": self.num_calls - 1, **call}]})
+                if isinstance(piece, Call):
+                    found.append(self._more_arguments(piece.arguments))
         return found
+
+    def _more_arguments(self, text: str) -> Json:
+        return {"tool_calls": [{"index": self.num_calls - 1, "function": {"arguments": text}}]}
 
     def _described(self, call: Call) -> Json:
         self.num_calls += 1

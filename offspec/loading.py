@@ -73,8 +73,10 @@ class LoadOptions:
     learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn`,
     the file must exist, and may be several, of which each request uses the one that predicts its prompt best.
     chats: prompts will be messages; a model without a chat template is refused before its weights are read.
-    needs_draft_model: requests will use lossy acceptance; a draft without a model is refused equally early. cache_ram:
-    bytes of RAM for the KV caches of earlier conversations (`TextPool`); None is `planning.parked_texts`' default.
+    think: let the model think before its answers to chats, or not; None is the template's own default; a template that
+    cannot choose is refused equally early. needs_draft_model: requests will use lossy acceptance; a draft without a
+    model is refused equally early. cache_ram: bytes of RAM for the KV caches of earlier conversations (`TextPool`);
+    None is `planning.parked_texts`' default.
     """
 
     model: str = "builtin"
@@ -96,6 +98,7 @@ class LoadOptions:
     exit_file: str | PathLike[str] | None = None
     exit_layer: int | None = None
     chats: bool = False
+    think: bool | None = None
     needs_draft_model: bool = False
     cache_ram: int | None = 0
 
@@ -349,6 +352,8 @@ def open_models(
     tokenizer = Tokenizer.load(files.checkpoint.tokenizer_path or files.checkpoint.path)
     if options.chats:
         tokenizer.check_chat_template()
+    if options.think is not None:
+        tokenizer.set_thinking(options.think)
     request = OpenRequest(options.drafting, files, tokenizer, options.dtype, device_type, notes, options.progress)
     if machine is not None:
         request = replace(request, choose=_chooser(options, request, machine))

@@ -37,6 +37,8 @@ ELSEWHERE = {
     "serve run": "tests/cli/test_ray_serve.py",
     "offspec tokens": "tests/test_docs.py",
     "python -m tests.offspec.schemas": "tests/offspec/test_constraints.py",
+    "python -m tests.fuzz.requests": "tests/fuzz/test_requests.py",
+    "lm_eval": "tests/cli/test_clients.py",
     "offspec run --budget 96": "names a flag",
     **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),
     "python -m benchmarks.peers": "tests/benchmarks/test_peers.py",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -37,6 +38,10 @@ from .tokenizer_files import (
     with_special,
 )
 
+# The variable of chat templates that turns thinking on and off: Qwen3, SmolLM3 and GLM have the first name, Granite and
+# DeepSeek V3.1 the second.
+THINKING_SWITCH = re.compile(r"\{[{%][^{}%]*?(?<![\w.'\"])(enable_thinking|thinking)(?![\w'\"])")
+
 
 class Tokenizer:
     """The tokenizer of one checkpoint: a folder, or a GGUF file."""
@@ -44,6 +49,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, settings: TokenizerSettings, folder: Path) -> None:
         self.folder = folder  # or the GGUF file
         self.special_in_text = False  # whether a message's text that looks like a special token becomes one
+        self.template_settings: dict[str, Any] = {}  # variables of every chat, unless a chat sets them itself
         self._backend = backend
         self._settings = settings
         self._prefix = self._prefix_ids()
@@ -231,6 +237,18 @@ class Tokenizer:
         self.check_chat_template()
         return str(self._settings.chat_template)
 
+    def set_thinking(self, thinks: bool) -> None:
+        """Let the chat template ask for an answer with or without thinking before it.
+
+        Raises TokenizerError if the template cannot choose.
+        """
+        if (switch := THINKING_SWITCH.search(self.chat_template)) is None:
+            raise TokenizerError(
+                "the model's chat template has no switch for thinking (enable_thinking); omit `think`, or choose "
+                "another model"
+            )
+        self.template_settings[switch[1]] = thinks
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -245,6 +263,7 @@ class Tokenizer:
         """
         self.check_chat_template()
         variables = {
+            **self.template_settings,
             **(settings or {}),
             **self._settings.special_tokens,
             "messages": [dict(message) for message in messages],

@@ -26,6 +26,7 @@ LLAMA = '"parameters": dictionary of argument name'  # how the templates of Llam
 OTHER_STYLES = ("<function=", "<arg_key>", "[ARGS]", "[CALL_ID]")  # Qwen3-Coder's, GLM's, Mistral's of 2025
 KNOWN = "Hermes and Qwen (<tool_call>), Llama 3.x (JSON) and Mistral ([TOOL_CALLS])"
 BETWEEN = re.compile(rf"(?:[\s;,]|{OPEN}|{CLOSE})*")  # calls of one text
+FORCED_HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|parameters)": ')  # as constraints write it
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -35,6 +36,20 @@ class Call:
 
     name: str
     arguments: str
+
+
+@dataclass(frozen=True)
+class CallStart:
+    """The beginning of a call, whose arguments follow in parts."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A part of the arguments of the call that began last."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -182,6 +197,64 @@ class CallReader:
         if value["name"] not in self._names or not isinstance(arguments, dict):
             return None
         return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+class ForcedCallReader:
+    """Finds calls in an answer that a constraint makes calls and nothing else: their arguments as they come.
+
+    A limit may cut the last one. Text before the first call is held back, and is text if no call follows.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._has_calls = False
+        self._arguments: ObjectScanner | None = None  # of the call that began last
+
+    def push(self, text: str, *, is_end: bool) -> list[str | CallStart | Arguments]:
+        """What is certain now, in order."""
+        self._held += text
+        found = list[str | CallStart | Arguments]()
+        while self._held:
+            if self._arguments is None:
+                if (head := FORCED_HEAD.search(self._held)) is None:
+                    break
+                found.append(CallStart(json.loads(head[1])))
+                self._held, self._has_calls = self._held[head.end() :], True
+                self._arguments = ObjectScanner()
+                continue
+            size = self._arguments.num_inside(self._held)
+            found += [Arguments(self._held[:size])] if size else []
+            self._held = self._held[size:]
+            if self._arguments.is_over:
+                self._arguments = None
+        if is_end and not self._has_calls and self._held:
+            found.append(self._held)
+        return found
+
+
+class ObjectScanner:
+    """Finds the end of a JSON object whose text comes in parts."""
+
+    def __init__(self) -> None:
+        self._depth, self._is_in_string, self._is_escaped = 0, False, False
+        self.is_over = False
+
+    def num_inside(self, text: str) -> int:
+        """How many of the next characters belong to the object."""
+        for place, char in enumerate(text):
+            if self._is_in_string:
+                self._is_in_string = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char == '"':
+                self._is_in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self.is_over = True
+                    return place + 1
+        return len(text)
 
 
 def _num_certain(text: str) -> int:

@@ -143,6 +143,7 @@ def test_an_answer_that_is_cut_says_so(asker: Any) -> None:
         ({"guided_regex": "a("}, ["regex"]),
         ({"guided_grammar": "root ::= missing"}, ["grammar"]),
         ({"guided_regex": "a" * 300_000}, ["regex", 262144]),
+        ({"guided_regex": r"[^\s\S]"}, ["regex", "no token", "first"]),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -161,6 +162,16 @@ def test_a_schema_that_is_not_strict_ignores_what_is_not_implemented(asker: Any)
         model="any", messages=[USER], max_tokens=60, response_format=by_schema(schema, strict=False)
     )
     assert len(json.loads(answer.choices[0].message.content)) == 2
+
+
+def test_a_dead_end_is_told_and_the_server_stays_up(client: Client) -> None:
+    body = {"prompt": "hi", "grammar": 'start: "ab" B\nB: /[^\\s\\S]/', "max_tokens": 9}
+    reply = client.ask("POST", "/v1/completions", body)
+    assert reply.status == 400
+    assert tells(reply.body["error"]["message"], "grammar", "no token")
+    events = client.stream("/v1/completions", body)
+    assert events[-1]["error"]["message"] == reply.body["error"]["message"]
+    assert client.chat(USER).status == 200
 
 
 def test_a_dead_end_is_the_clients_fault() -> None:

@@ -14,7 +14,7 @@ from offspec.cli.openai_answers import Answer, Said
 from offspec.cli.openai_api import parse, with_tools
 from offspec.errors import TokenizerError, UsageError
 from offspec.text.tokenizer import Tokenizer
-from offspec.text.tool_calls import Call, ToolFormat
+from offspec.text.tool_calls import Arguments, Call, CallStart, ForcedCallReader, ToolFormat
 
 from ..pair import Pair, build_pair
 from ..refusals import refused, tells
@@ -307,6 +307,48 @@ def test_a_call_that_is_cut_is_text(asker: Any) -> None:
         model="any", messages=[USER], tools=[WEATHER], tool_choice="required", max_tokens=5
     ).choices[0]
     assert (answer.finish_reason, answer.message.tool_calls) == ("length", None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize("tags", [("<tool_call>\n", "\n</tool_call>"), ("[TOOL_CALLS] [", "]"), ("", "")])
+def test_forced_calls_come_in_parts(tags: tuple[str, str], size: int) -> None:
+    values: list[Any] = [{"a": '}"\\', "b": [{}, "]"]}, {}]
+    calls = [
+        f'{{"name": {json.dumps(name)}, "arguments": {json.dumps(value)}}}'
+        for name, value in zip('f"', values, strict=True)
+    ]
+    text = "\n".join(tags[0] + call + tags[1] for call in calls)
+    reader, names, arguments, num_parts = ForcedCallReader(), [], ["", ""], 0
+    for at in range(0, len(text), size):
+        for piece in reader.push(text[at : at + size], is_end=at + size >= len(text)):
+            if isinstance(piece, CallStart):
+                names.append(piece.name)
+            else:
+                assert isinstance(piece, Arguments)
+                arguments[len(names) - 1] += piece.text
+                num_parts += 1
+    assert (names, [json.loads(each) for each in arguments]) == (["f", '"'], values)
+    assert num_parts == 2 or size < 1000
+
+
+def test_a_forced_call_that_is_cut_ends_where_it_was() -> None:
+    reader = ForcedCallReader()
+    assert reader.push('<tool_call>\n{"name": "f", "arguments": {"a', is_end=False) == [
+        CallStart("f"),
+        Arguments('{"a'),
+    ]
+    assert reader.push('": 1', is_end=True) == [Arguments('": 1')]
+    assert ForcedCallReader().push('<tool_call>\n{"na', is_end=True) == ['<tool_call>\n{"na']
+
+
+def test_a_stream_has_the_arguments_in_parts(client: Client) -> None:
+    body = {"messages": [USER], "tools": [WEATHER], "tool_choice": ONE, "max_tokens": 200}
+    events = client.stream("/v1/chat/completions", body)
+    calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", [])]
+    assert [call["function"].get("name") for call in calls] == ["get_weather", *[None] * (len(calls) - 1)]
+    assert len(calls) > 2
+    assert json.loads("".join(call["function"]["arguments"] for call in calls))["city"] in ("Rome", "Oslo")
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_auto_answers_as_without_a_constraint(asker: Any, engine: Engine) -> None:

@@ -1,0 +1,79 @@
+"""What a model thinks before its answer (`<think>…</think>`), apart from the answer: `reasoning_content`.
+
+The field's name is DeepSeek's; vLLM and llama.cpp have it as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offspec.text.tokenizer import Tokenizer
+
+OPEN, CLOSE = "<think>", "</think>"
+TAIL = 16  # tokens at a prompt's end that may have OPEN
+
+
+@dataclass(frozen=True)
+class ThinkingStyle:
+    """is_open: the prompt's end has opened the thinking, so that the answer begins inside it."""
+
+    is_open: bool
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], tokenizer: Tokenizer) -> ThinkingStyle | None:
+        """None for a model whose chat template does not know the tags."""
+        if OPEN not in tokenizer.chat_template and CLOSE not in tokenizer.chat_template:
+            return None
+        end = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
+        return cls(end.endswith(OPEN))
+
+
+class ThinkingReader:
+    """Splits the text of one answer, which comes in parts, into thinking and answer.
+
+    Text that may be part of a tag is held back, and so are spaces beside the tags, which belong to neither.
+    """
+
+    def __init__(self, style: ThinkingStyle) -> None:
+        self._held = ""
+        self._place = "thinking" if style.is_open else "start"
+        self._is_bare = True  # nothing was said yet at this place
+
+    def push(self, text: str, *, is_end: bool) -> tuple[str, str]:
+        """The thinking and the answer that are certain now."""
+        self._held += text
+        if self._place == "start":
+            begun = self._held.lstrip()
+            if not is_end and len(begun) < len(OPEN) and OPEN.startswith(begun):
+                return "", ""
+            is_thinking = begun.startswith(OPEN)
+            self._place = "thinking" if is_thinking else "answer"
+            self._held = begun.removeprefix(OPEN) if is_thinking else self._held
+            self._is_bare = is_thinking
+        thought = self._thought(is_end) if self._place == "thinking" else ""
+        return thought, self._said() if self._place == "answer" else ""
+
+    def _thought(self, is_end: bool) -> str:
+        inside, close, after = self._held.partition(CLOSE)
+        if close:
+            found, self._held, self._place = inside.rstrip(), after, "answer"
+        else:
+            certain = len(inside) if is_end else _num_certain(inside)
+            found, self._held = inside[:certain], inside[certain:]
+        found = found.lstrip() if self._is_bare else found
+        self._is_bare = bool(close) or (self._is_bare and not found)
+        return found
+
+    def _said(self) -> str:
+        text = self._held.lstrip() if self._is_bare else self._held
+        self._held, self._is_bare = "", self._is_bare and not text
+        return text
+
+
+def _num_certain(text: str) -> int:
+    """Characters before those that may belong to CLOSE or to the spaces before it."""
+    begun = max(size for size in range(len(CLOSE)) if text.endswith(CLOSE[:size]))
+    return len(text[: len(text) - begun].rstrip())

@@ -1,0 +1,149 @@
+"""Requests as clients send them are served: recorded ones (`clients.json`), LangChain's and lm_eval's own.
+
+The recorded bodies were written down from the clients' sources, which each of them names; the texts are ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from offspec import Engine
+
+from ..pair import Pair, build_pair
+from .serving import Client, served
+from .test_tools import HERMES
+
+RECORDED: list[dict[str, Any]] = json.loads(Path(__file__).with_name("clients.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def engine() -> Generator[Engine, None, None]:
+    with Engine.load("builtin", device="cpu", context=512) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(engine: Engine) -> Generator[Client, None, None]:
+    with served(engine) as (found, _):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Generator[Client, None, None]:
+    """A model whose chat template knows tools."""
+    pair: Pair = build_pair(tmp_path_factory.mktemp("tools"), max_position_embeddings=1024)
+    file = pair.target / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": HERMES}))
+    with (
+        Engine.load(str(pair.target), draft=str(pair.draft), device="cpu") as engine,
+        served(engine) as (found, _),
+    ):
+        yield found
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=itemgetter("client"))
+def test_what_clients_send_is_served(recorded: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    client: Client = request.getfixturevalue("with_tools" if "tools" in recorded else "client")
+    path, body, is_chat = recorded["path"], recorded["body"], "messages" in recorded["body"]
+    if body.get("stream"):
+        events = client.stream(path, body)
+        choices = [choice for event in events for choice in event["choices"]]
+        text = "".join((choice["delta"].get("content") or "") if is_chat else choice["text"] for choice in choices)
+        if body.get("stream_options"):
+            assert events[-1]["usage"]["completion_tokens"] > 0
+    else:
+        reply = client.ask("POST", path, body)
+        assert reply.status == 200, reply
+        choices = reply.body["choices"]
+        text = "".join(choice["message"]["content"] if is_chat else choice["text"] for choice in choices)
+    assert choices[-1]["finish_reason"] in ("stop", "length", "tool_calls")
+    assert text or choices[-1]["finish_reason"] == "stop"
+    if "response_format" in body:
+        assert json.loads(text)["a"] in (1, 2)
+
+
+def scores_of(reply: Any, contexts: Sequence[int]) -> list[tuple[float, bool]]:
+    """Of continuations: their log-likelihoods, and whether they are greedy, by the rules of lm_eval's `parse_logprobs`.
+
+    The last token of each answer is generated, and does not count.
+    """
+    found = []
+    for choice, num_context in zip(sorted(reply["choices"], key=itemgetter("index")), contexts, strict=True):
+        values = choice["logprobs"]["token_logprobs"][num_context:-1]
+        likeliest = choice["logprobs"]["top_logprobs"][num_context:-1]
+        are_greedy = all(value == max(top.values()) for value, top in zip(values, likeliest, strict=True))
+        found.append((sum(values), are_greedy))
+    return found
+
+
+def test_lm_eval_gets_the_likelihoods_of_the_target(client: Client, engine: Engine) -> None:
+    recorded = next(each for each in RECORDED if each["client"].endswith("log-likelihoods"))
+    start = engine.encode("def area(")
+    greedy = [token for step in engine.generate(start, None) for token in step.token_ids][:5]
+    prompts = [start + greedy, start + greedy[:2] + [greedy[2] + 1, 9]]
+    reply = client.ask("POST", recorded["path"], {**recorded["body"], "prompt": prompts})
+    found = scores_of(reply.body, [len(start)] * 2)
+    assert [is_greedy for _, is_greedy in found] == [True, False]
+    for prompt, (score, _) in zip(prompts, found, strict=True):
+        target = engine.target
+        hidden = target.forward(torch.tensor(prompt), torch.arange(len(prompt)), target.new_cache())
+        rows = target.logits(hidden).log_softmax(-1)
+        own = sum(rows[at - 1, prompt[at]].item() for at in range(len(start), len(prompt)))
+        assert score == pytest.approx(own, abs=0.1)  # bf16: the rows of a pass depend slightly on their number
+
+
+# ------------------------------------------------------------------------------------------------ LangChain
+
+
+def chat_model(client: Client, **settings: Any) -> Any:
+    langchain = pytest.importorskip("langchain_openai", reason="LangChain is missing: pip install 'offspec[test]'")
+    settings |= {"max_tokens": 300, "max_retries": 0, "seed": 1, "stream_usage": True}
+    return langchain.ChatOpenAI(model="any", base_url=f"http://127.0.0.1:{client.port}/v1", api_key="-", **settings)
+
+
+def weather(city: Literal["Rome", "Oslo"]) -> str:
+    """The weather of a city."""
+    return f"sunny in {city}"
+
+
+@pytest.mark.parametrize("choice", ["any", "weather"])
+def test_langchain_binds_tools(with_tools: Client, choice: str) -> None:
+    model = chat_model(with_tools)
+    bound = model.bind_tools([weather], tool_choice=choice)
+    answer = bound.invoke("What is the weather in Rome?")
+    assert answer.tool_calls
+    assert {call["name"] for call in answer.tool_calls} == {"weather"}
+    assert all(call["args"]["city"] in ("Rome", "Oslo") for call in answer.tool_calls)
+    messages = pytest.importorskip("langchain_core.messages")
+    (call, *_) = answer.tool_calls
+    result = messages.ToolMessage(weather(**call["args"]), tool_call_id=call["id"])
+    said = [messages.HumanMessage("What is the weather?"), answer.model_copy(update={"tool_calls": [call]}), result]
+    streamed = None
+    for part in model.bind_tools([weather]).bind(max_tokens=5).stream(said):
+        streamed = part if streamed is None else streamed + part
+    assert streamed.usage_metadata["output_tokens"] > 0
+    gathered = None
+    for part in bound.stream("What is the weather in Rome?"):
+        gathered = part if gathered is None else gathered + part
+    assert gathered.tool_calls[0]["args"]["city"] in ("Rome", "Oslo")
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_langchain_gets_structured_output(with_tools: Client, method: str) -> None:
+    pydantic = pytest.importorskip("pydantic")
+    Place = pydantic.create_model("Place", city=(Literal["Rome", "Oslo"], ...), is_large=(bool, ...))  # noqa: N806
+    found = chat_model(with_tools).with_structured_output(Place, method=method).invoke("Which city?")
+    assert found.city in ("Rome", "Oslo")
+
+
+def test_langchain_gets_any_object(client: Client, engine: Engine) -> None:
+    (end,) = engine.tokenizer.encode("}", add_special_tokens=False)
+    model = chat_model(client, logit_bias={end: 100})  # or the small model would hardly end an object
+    assert isinstance(model.with_structured_output(None, method="json_mode").invoke("A place as JSON."), dict)

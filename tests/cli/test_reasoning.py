@@ -1,0 +1,170 @@
+"""What a model thinks before its answer: apart from it in the API, and switched by `--think` and `--no-think`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offspec import Engine, SamplingParams
+from offspec.cli.openai_answers import Answer, Said
+from offspec.cli.openai_api import parse, with_tools
+from offspec.cli.reasoning import ThinkingReader, ThinkingStyle
+from offspec.errors import TokenizerError
+from offspec.text.tokenizer import Tokenizer
+
+from ..pair import TEMPLATE, Pair, build_pair
+from ..refusals import refused
+from .conftest import Offspec
+from .serving import USER, Client, served
+from .test_tools import HERMES, WEATHER
+
+# As Qwen3 has it: without thinking, the prompt ends with an empty one.
+SWITCHED = TEMPLATE.removesuffix("{% endif %}") + (
+    "{% if enable_thinking is defined and enable_thinking is false %}"
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+)
+OPENED = TEMPLATE.removesuffix("{% endif %}") + "{{ '<think>\\n' }}{% endif %}"  # as DeepSeek-R1 has it
+FIGURES = {"num_prompt_tokens": 9, "num_prefilled_tokens": 4, "num_tokens": 3}
+
+
+def folder_with(pair: Pair, folder: Path, template: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for file in pair.target.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("thinking"), max_position_embeddings=512)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("is_open", "text", "wanted"),
+    [
+        (False, "<think>\nIs it?\n</think>\n\nYes.", ("Is it?", "Yes.")),
+        (False, "\n <think>a </thin </think>b <think>c</think>", ("a </thin", "b <think>c</think>")),
+        (False, "<think>\n\n</think>\n\n yes", ("", "yes")),
+        (False, " <thin air", ("", " <thin air")),
+        (False, "no </think>", ("", "no </think>")),
+        (False, "<think> cut </thi", ("cut </thi", "")),
+        (True, "so\n\nit is </think> yes\n", ("so\n\nit is", "yes\n")),
+        (True, "", ("", "")),
+    ],
+)
+def test_thinking_is_split_off_however_its_text_comes(is_open: bool, text: str, wanted: Any, size: int) -> None:
+    reader, found = ThinkingReader(ThinkingStyle(is_open)), ["", ""]
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    for part in [*parts, None]:
+        thought, said = reader.push(part or "", is_end=part is None)
+        found = [found[0] + thought, found[1] + said]
+    assert tuple(found) == wanted
+
+
+def answer_of(models: Pair, folder: Path, template: str, **fields: Any) -> Answer:
+    tokenizer = Tokenizer.load(folder_with(models, folder, template))
+    asked = with_tools(parse("chat", {"messages": [USER], **fields}, SamplingParams()), tokenizer)
+    described = asked.tools.described if asked.tools else ()
+    ids = tokenizer.encode_chat([USER], tools=described, settings=asked.template_settings)
+    return Answer(asked, "m", [ids], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "text", "thought", "said"),
+    [
+        (SWITCHED, {}, "<think>\na\n</think>\n\nb", "a", "b"),
+        (SWITCHED, {"chat_template_kwargs": {"enable_thinking": False}}, "a </think> b", None, "a </think> b"),
+        (OPENED, {}, "a\n</think>\n\nb", "a", "b"),
+        (OPENED, {}, "a", "a", ""),
+        (OPENED, {"response_format": {"type": "json_object"}}, "{}", None, "{}"),
+        (TEMPLATE, {}, "<think>\na\n</think>\n\nb", None, "<think>\na\n</think>\n\nb"),
+    ],
+)
+def test_a_message_has_the_thinking_apart(
+    models: Pair, tmp_path: Path, template: str, fields: Any, text: str, thought: str | None, said: str
+) -> None:
+    whole = answer_of(models, tmp_path / "whole", template, **fields).whole([Said(text, "eos", FIGURES)])
+    message = whole["choices"][0]["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (thought, said)
+    streamed, deltas = answer_of(models, tmp_path / "streamed", template, **fields), list[Any]()
+    for place, char in enumerate(text):
+        found = Said(char, "eos" if place == len(text) - 1 else None, FIGURES)
+        deltas += [part["choices"][0]["delta"] for part in streamed.parts(0, found, is_first=place == 0)]
+    assert deltas[0]["role"] == "assistant"
+    for name, wanted in (("reasoning_content", thought or ""), ("content", said)):
+        assert "".join(delta.get(name, "") for delta in deltas) == wanted
+
+
+def test_thinking_comes_before_calls_of_tools(models: Pair, tmp_path: Path) -> None:
+    text = (
+        '<think>\nRome?\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    )
+    template = HERMES + "{# <think> #}"
+    (choice,) = answer_of(models, tmp_path, template, tools=[WEATHER]).whole([Said(text, "eos", FIGURES)])["choices"]
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"], choice["finish_reason"]) == ("Rome?", None, "tool_calls")
+    assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Rome"}'}
+
+
+@pytest.fixture(scope="module")
+def client(models: Pair, tmp_path_factory: pytest.TempPathFactory) -> Generator[Client, None, None]:
+    folder = folder_with(models, tmp_path_factory.mktemp("opened") / "model", OPENED)
+    with served(Engine.load(str(folder), draft="lookup", device="cpu")) as (found, _):
+        yield found
+
+
+def test_a_server_thinks_in_parts_and_whole(client: Client) -> None:
+    body = {"messages": [USER], "max_tokens": 12, "ignore_eos": True, "logprobs": True}
+    message = client.ask("POST", "/v1/chat/completions", body).body["choices"][0]["message"]
+    assert message["content"] == ""  # the tests' models do not end their thinking
+    assert message["reasoning_content"].strip()
+    events = client.stream("/v1/chat/completions", body)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+    scored = [event["choices"][0]["logprobs"]["content"] for event in events if event["choices"][0]["logprobs"]]
+    assert sum(map(len, scored)) == 12
+
+
+# ------------------------------------------------------------------------------------------------ the switch
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ a }}{% if not enable_thinking %}", "{%- if thinking -%}", "{% if x and enable_thinking is true %}"]
+)
+def test_a_template_with_a_switch_is_set(models: Pair, tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer.load(folder_with(models, tmp_path, template))
+    tokenizer.set_thinking(False)
+    assert list(tokenizer.template_settings.values()) == [False]
+
+
+@pytest.mark.parametrize("template", ["{{ messages }} thinking", "{{ m.thinking }}", "{{ 'thinking' }}{# thinking #}"])
+def test_a_template_without_a_switch_is_refused(models: Pair, tmp_path: Path, template: str) -> None:
+    with refused(TokenizerError, "template", "thinking", "think"):
+        Tokenizer.load(folder_with(models, tmp_path, template)).set_thinking(True)
+
+
+@pytest.mark.parametrize("flag", ["--think", "--no-think"])
+def test_run_and_chat_have_the_switch(
+    models: Pair, tmp_path: Path, offspec: Offspec, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, common = folder_with(models, tmp_path / "model", SWITCHED), ("--draft", "none", "-n", 3, "--device", "cpu")
+    found = json.loads(offspec("run", folder, "hi", flag, "--json", *common).out)
+    prompt = Tokenizer.load(folder).decode(found["prompt_token_ids"], skip_special_tokens=False)
+    assert prompt.endswith("</think>\n\n") == (flag == "--no-think")
+    offspec("run", models.target, "hi", flag, *common).refusal(1, "template", "thinking", "--think")
+    offspec("run", folder, "hi", flag, "--raw", *common).refusal(2, "--think", "--raw")
+    offspec("chat", models.target, flag, *common).refusal(1, "template", "thinking", "--think")
+
+
+def test_a_request_overrides_the_switch(models: Pair, tmp_path: Path) -> None:
+    with Engine.load(str(folder_with(models, tmp_path / "model", SWITCHED)), draft="none", think=False) as engine:
+        messages: Sequence[Any] = [USER]
+        assert "<think>" in engine.tokenizer.render_chat(messages)
+        assert "<think>" not in engine.tokenizer.render_chat(messages, settings={"enable_thinking": True})

@@ -1,0 +1,29 @@
+"""Some random bodies of requests in each run of the tests; `python -m tests.fuzz.requests` tries more."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from offspec import Engine
+
+from ..cli.serving import USER, served
+from ..cli.test_tools import HERMES
+from ..pair import build_pair
+from . import requests
+
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "300"))
+
+
+def test_every_body_is_answered(tmp_path_factory: pytest.TempPathFactory) -> None:
+    pair = build_pair(tmp_path_factory.mktemp("pair"), max_position_embeddings=512)
+    file = pair.target / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": HERMES + "{# <think> #}"}))
+    with (
+        Engine.load(str(pair.target), draft="lookup", device="cpu") as engine,
+        served(engine, most_waiting=64) as (client, _),
+    ):
+        assert requests.faults(client, NUM_CASES, seed=1) == []
+        assert client.chat(USER).status == 200
