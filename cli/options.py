@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from offspec import ACCEPTS, SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
+from offspec import ACCEPTS, KV_CACHES, SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
 from offspec.checkpoints.small_files import MOST_TEXT_BYTES, read_small_file
 from offspec.errors import UsageError
 
@@ -226,6 +226,14 @@ def memory_flags(function: F) -> F:
             type=WholeNumber(1),
             metavar="N",
             help="Maximum number of tokens of prompt and answer. [default: 4096, or fewer if memory is short]",
+        ),
+        option(
+            "--kv-cache",
+            type=click.Choice(["auto", *KV_CACHES]),
+            default="auto",
+            show_default=True,
+            help="Bits of the target's KV cache; 8 and 4 change its arithmetic. auto: 16, or 8 if --context would else "
+            "cost resident layers.",
         ),
     )(function)
 

@@ -144,6 +144,7 @@ def describe(forecast: Forecast) -> list[str]:
         *_seconds(forecast),
         *_drafts(forecast),
         *_texts(forecast),
+        *_caches(forecast),
         *_gains(forecast),
     ]
 
@@ -242,6 +243,27 @@ def _texts(forecast: Forecast) -> list[str]:
     ]
 
 
+def _caches(forecast: Forecast) -> list[str]:
+    """What each format of the KV cache would bring, one row each."""
+    from offspec.tools.forecast import GAIN_WIDTH
+
+    of_context = f"{forecast.plan.context} tokens"
+    rows = [["KV cache", "a token", of_context, "resident", f"s per pass of {GAIN_WIDTH}"]]
+    for found in forecast.caches:
+        fits = found.plan is not None and found.pass_s is not None
+        resident = f"{len(found.plan.placement.resident)} of {len(found.plan.layers)}" if found.plan else "does not fit"
+        name = f"{found.name} bit" + (" (planned)" if found.name == forecast.plan.demand.target.kv.name else "")
+        sizes = [format_size(found.token_bytes), format_size(found.context_bytes)]
+        rows.append([name, *sizes, resident, _three_digits(found.pass_s) if fits and found.pass_s else "-"])
+    return [
+        "",
+        "Formats of the KV cache (--kv-cache), in the same memory:",
+        *_table(rows),
+        "With 8 or 4 bits the target computes with rounded keys and values: the text is that of plain decoding with",
+        "the same format, and may differ from that with 16 bits.",
+    ]
+
+
 def _gains(forecast: Forecast) -> list[str]:
     """The gain of each additional 8 GiB of memory."""
     if not forecast.plan.placement.streamed:
@@ -284,7 +306,7 @@ def _examples(forecast: Forecast) -> list[str]:
     if forecast.prompt_s is not None:
         first = format_seconds(forecast.prompt_s)
         lines.append(f"With a prompt of {PROMPT_TOKENS} tokens, the first token comes after {first}.")
-    lines.append(f"The largest context that fits is {forecast.max_context} tokens (--context).")
+    lines.append(f"The largest context that fits with this KV cache is {forecast.max_context} tokens (--context).")
     if forecast.four_bit is not None:
         packed = forecast.four_bit
         lines.append(

@@ -33,6 +33,7 @@ _HOMES = {
     "OffspecError": "offspec.errors",
     "CONVERT_FORMATS": "offspec.loaders.params",
     "ConvertParams": "offspec.loaders.params",
+    "KV_CACHES": "offspec.loaders.params",
     "LOSSLESS_FORMAT": "offspec.loaders.params",
     "PLAN_FORMATS": "offspec.loaders.params",
     "convert": "offspec.checkpoints.conversion",
@@ -47,6 +48,7 @@ __all__ = [
     "ACCEPTS",
     "AUTO_TEXTS",
     "CONVERT_FORMATS",
+    "KV_CACHES",
     "LOSSLESS_FORMAT",
     "PLAN_FORMATS",
     "SEED_LIMIT",
@@ -69,7 +71,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from offspec.loaders.params import CONVERT_FORMATS, LOSSLESS_FORMAT, PLAN_FORMATS, SHADOW_FORMATS, ConvertParams
+    from offspec.loaders.params import (
+        CONVERT_FORMATS,
+        KV_CACHES,
+        LOSSLESS_FORMAT,
+        PLAN_FORMATS,
+        SHADOW_FORMATS,
+        ConvertParams,
+    )
     from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
     from offspec.scheduler.logprobs import TokenLogprob
     from offspec.scheduler.params import ACCEPTS, AUTO_TEXTS, SEED_LIMIT, Constraint, SamplingParams, SpeculationParams

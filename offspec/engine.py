@@ -18,6 +18,7 @@ from threading import RLock
 from types import TracebackType
 from typing import Any, TypeGuard
 
+from offspec.loaders.params import KV_CACHES
 from offspec.loaders.units import parse_size
 from offspec.scheduler.params import Constraint, SamplingParams, SpeculationParams
 from offspec.scheduler.retrieval import SuffixIndex
@@ -30,6 +31,7 @@ from .errors import ContextLengthError, OffspecError, UsageError
 from .loading import LoadedTarget, LoadOptions, load, path_text
 from .model.decoder import Decoder
 from .model.text_caches import TextCaches
+from .planning.memory import AUTO
 from .planning.out_of_memory import retry_out_of_memory
 from .planning.plan import Plan
 from .request import Observer, Request, RequestParams, Step
@@ -313,7 +315,16 @@ def _load_options(model: str | PathLike[str], options: Mapping[str, Any]) -> Loa
             found[name] = parse_size(size)
         elif not (size is None or isinstance(size, Integral)):
             raise UsageError(f'{name} must be a number of bytes or a text like "4GiB", not {size!r}')
+    if "kv_cache" in found:
+        found["kv_cache"] = _cache_format(found["kv_cache"])
     return LoadOptions(path_text("model", model), **found)
+
+
+def _cache_format(given: Any) -> str:
+    """The name of a format of the KV cache, from a number or a text. Raises UsageError."""
+    if (name := str(given)) not in (AUTO, *KV_CACHES):
+        raise UsageError(f"`kv_cache` must be {AUTO}, {', '.join(KV_CACHES[:-1])} or {KV_CACHES[-1]}, not {given!r}")
+    return name
 
 
 def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:

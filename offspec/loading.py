@@ -26,10 +26,9 @@ from .drafts.base import Draft, DraftOptions, OpenedDraft, OpenRequest
 from .drafts.kinds import open_draft
 from .drafts.weighing import Chooser, Scales
 from .errors import MemoryLimitError, UsageError
-from .model.block import kv_cache_bytes
 from .model.decoder import Decoder
 from .model.kv_cache import KVCache
-from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
+from .planning.memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.parked_texts import ParkedTexts
 from .planning.plan import KV_ITEM, Plan, with_faster_residents
@@ -68,7 +67,8 @@ class LoadOptions:
     vram, ram: limits in bytes; None is all that is free. context: maximum number of tokens of prompt and answer; None
     is up to `planning.plan.DEFAULT_CONTEXT`. tree: nodes to reserve memory for, if requests will use a larger budget
     than the automatic one. texts: the number of texts that will share passes (`Engine.generate_many`), for which memory
-    is reserved. synchronous: no read-ahead; read each streamed layer when the pass needs it.
+    is reserved. kv_cache: the format of the target's KV entries, by its name (`planning.memory.MemoryOptions`).
+    synchronous: no read-ahead; read each streamed layer when the pass needs it.
     progress(bytes_done, bytes_total) is called while resident weights load. lookup_files: text files for n-gram lookup.
     learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn`,
     the file must exist, and may be several, of which each request uses the one that predicts its prompt best.
@@ -90,6 +90,7 @@ class LoadOptions:
     context: int | None = None
     tree: int | None = None
     texts: int = 1
+    kv_cache: str = AUTO
     synchronous: bool = False
     progress: Progress | None = None
     lookup_files: Sequence[str | PathLike[str]] = ()
@@ -110,7 +111,7 @@ class LoadOptions:
 
     @property
     def memory(self) -> MemoryOptions:
-        return MemoryOptions(self.vram, self.ram, self.context, self.tree, self.texts)
+        return MemoryOptions(self.vram, self.ram, self.context, self.tree, self.texts, self.kv_cache)
 
     @property
     def drafting(self) -> DraftOptions:
@@ -183,7 +184,7 @@ class LoadedTarget:
         files = plan.demand.target
         self._caches.add(cache)
         planned = sum(item.on_device for item in plan.placement.items if item.name == KV_ITEM)
-        needed = kv_cache_bytes(files.config, num_entries, files.dtype.itemsize)
+        needed = files.kv_bytes(num_entries)
         taken = sum(other.nbytes for other in self._caches) + (needed if num_entries > cache.capacity else 0)
         unused = plan.placement.limits.ram - plan.placement.ram_bytes
         weights.spare(unused + planned - taken)

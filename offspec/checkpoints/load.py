@@ -70,8 +70,10 @@ def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device)
     if isinstance(model.config, ForeignConfig):
         from ..model.foreign import ForeignDecoder  # imported here, because it imports transformers
 
-        return ForeignDecoder(model.config, weights, dtype=model.dtype, device=device)
-    return Decoder(model.config, weights, dtype=model.dtype, device=device)
+        return ForeignDecoder(
+            model.config, weights, dtype=model.dtype, device=device, make_layer_caches=model.kv.layers
+        )
+    return Decoder(model.config, weights, dtype=model.dtype, device=device, make_layer_caches=model.kv.layers)
 
 
 def is_blocked(model: ModelFiles, device: torch.device) -> bool:

@@ -27,9 +27,11 @@ from ..errors import (
     UnsupportedModelError,
     UsageError,
 )
+from ..model.block import kv_cache_bytes
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import check_tensors, is_ignored, wanted_shapes
 from ..model.foreign_config import ForeignConfig
+from ..model.kv_formats import PLAIN, KVFormat
 from .foreign import read_foreign_config
 from .from_config import stored_from_config
 from .gguf import in_our_names
@@ -50,12 +52,13 @@ class Note:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A checkpoint whose headers match its config.json, and the dtype to compute in."""
+    """A checkpoint whose headers match its config.json, the dtype to compute in, and the format of its KV entries."""
 
     checkpoint: Checkpoint
     config: ModelConfig
     stored: StoredModel
     dtype: torch.dtype
+    kv: KVFormat = PLAIN
 
     @classmethod
     def open(
@@ -116,6 +119,14 @@ class ModelFiles:
     @cached_property
     def _kept_otherwise(self) -> ModelFiles:
         return replace(self, stored=self.stored.keeping(packed=not self.stored.layers[0].packs))
+
+    def kv_bytes(self, num_entries: int, layers: range | None = None) -> int:
+        """Bytes of a KV cache with room for `num_entries` entries, of all layers or of `layers`."""
+        return kv_cache_bytes(self.config, num_entries, self.dtype.itemsize, layers, self.kv)
+
+    def with_kv(self, kv: KVFormat) -> ModelFiles:
+        """The same model with another format of its KV entries."""
+        return replace(self, kv=kv)
 
     @cached_property
     def num_parameters(self) -> int:

@@ -23,7 +23,6 @@ from ..checkpoints.exit_layers import check_exit_layer, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
 from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
 from ..checkpoints.skip_files import SkipFile
-from ..model.block import kv_cache_bytes
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import LayerDraft, LayerDraftText
 from ..model.text_caches import TextCaches
@@ -249,7 +248,7 @@ def _check(request: OpenRequest) -> None:
 
 def _items(target: ModelFiles, room: Room, device_type: str) -> list[Item]:
     num_entries = num_shared_entries(device_type)
-    entries = kv_cache_bytes(target.config, room.texts * num_entries, target.dtype.itemsize)
+    entries = target.kv_bytes(room.texts * num_entries)
     return [Item(KV_ITEM, on_device=entries), *guessing_items(target.config, target, num_waiting=num_entries)]
 
 

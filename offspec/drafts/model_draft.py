@@ -23,7 +23,6 @@ from offspec.scheduler.params import MAX_ROWS, SpeculationParams
 from ..checkpoints.load import LoadSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import UsageError, VocabularyMismatchError
-from ..model.block import kv_cache_bytes
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder
@@ -193,7 +192,7 @@ class OpenedModel:
         items = [
             *unpacking_items(files),
             Item("draft", on_device=resident_bytes(files)),
-            Item("draft KV cache", on_device=kv_cache_bytes(files.config, context + MAX_ROWS, itemsize)),
+            Item("draft KV cache", on_device=files.kv_bytes(context + MAX_ROWS)),
             *guessing_items(files.config, target, is_mapped=self.other is not None),
         ]
         if self.options.learns:

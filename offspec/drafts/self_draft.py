@@ -13,7 +13,6 @@ from offspec.scheduler.params import MAX_ROWS
 from ..checkpoints.exit_layers import ExitFile, has_weights, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
-from ..model.block import kv_cache_bytes
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit, shared_text
 from ..model.text_caches import TextCaches
@@ -78,8 +77,8 @@ class OpenedSelf:
         """
         config, itemsize, num_first = target.config, target.dtype.itemsize, self.file.exit_layer
         replaced = range(num_first, num_first + 1)  # the exit layer's cache has the shape of this layer's
-        entries = kv_cache_bytes(config, room.num_tokens + MAX_ROWS, itemsize, replaced)
-        entries += kv_cache_bytes(config, MAX_ROWS, itemsize, range(num_first))
+        entries = target.kv_bytes(room.num_tokens + MAX_ROWS, replaced)
+        entries += target.kv_bytes(MAX_ROWS, range(num_first))
         states = (room.num_tokens + MAX_ROWS + room.tree) * config.hidden_size * itemsize
         items = [
             Item("exit layer", on_device=self.file.num_elements * itemsize),

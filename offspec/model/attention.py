@@ -1,5 +1,8 @@
 """Attention over a KV cache, and its masks.
 
+Over many keys, or keys that are unpacked for each use, attention is computed by parts of the keys, and their results
+are merged by their softmax sums (FlashAttention, 2205.14135). Most parts need no mask.
+
 The keys of a pass are in this order: the committed prefix, pending nodes of earlier rounds, then the pass's own rows.
 These are a chain (each row attends to all keys before it), then tree nodes (each attends to the prefix, the chain, and
 its own ancestors).
@@ -7,6 +10,7 @@ its own ancestors).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +18,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CAPPED_SCORES = 2**23  # scores (heads * rows * keys) that `capped_attention` computes at once
+MASKED_KEYS = 4096  # keys of a part with a mask
+# Scores (heads * rows * keys) of a part where torch has no attention that returns its sums, with at least so many keys.
+PART_SCORES, LEAST_PART_KEYS = 2**23, 256
+
+FUSED = "_scaled_dot_product_flash_attention_for_cpu"  # torch's attention on a CPU, which returns the sums too
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """A part of the keys: slots first .. end, and the bool mask [T, end - first] of T rows; None for all of them."""
+
+    first: int
+    end: int
+    mask: Tensor | None
+
+    def split(self, most: int) -> Iterator[KeyRange]:
+        """Parts of at most `most` keys."""
+        for first in range(self.first, self.end, most):
+            end = min(first + most, self.end)
+            mask = None if self.mask is None else self.mask[:, first - self.first : end - self.first]
+            yield KeyRange(first, end, mask)
 
 
 @dataclass(frozen=True)
@@ -31,22 +56,48 @@ class Visibility:
     key_positions: Tensor
     tree_mask: Tensor | None
 
-    def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
-        """Bool [last - first, start + last]: the keys that rows first .. last attend to; None for all keys."""
+    @property
+    def region(self) -> int:
+        """The slot where the pending region begins, or would begin; a chain of the pass lies before it."""
+        return self.start + self.positions.shape[0] - (0 if self.tree_mask is None else self.tree_mask.shape[1])
+
+    def num_certain(self, first: int) -> int:
+        """The number of first slots whose tokens precede all rows from `first` on."""
+        return min(self.start + first, self.region)
+
+    def ranges(self, first: int, last: int, window: int | None) -> list[KeyRange]:
+        """The keys that rows first .. last attend to: those that all of them do, then a few with masks."""
+        end, certain = self.start + last, self.num_certain(first)
+        if window is None or end <= window:
+            begin, free = 0, certain
+        else:
+            begin = free = max(0, certain - window + 1)
+        found = [KeyRange(begin, free, None)] if begin < free else []
+        for at in range(free, end, MASKED_KEYS):
+            until = min(at + MASKED_KEYS, end)
+            found.append(KeyRange(at, until, self.mask(first, last, window, at, until)))
+        return found
+
+    def mask(
+        self, first: int, last: int, window: int | None, begin: int = 0, until: int | None = None
+    ) -> Tensor | None:
+        """Bool [last - first, until - begin]: the keys that rows first .. last attend to; None for all keys.
+
+        Of slots begin .. until, by default all up to the last row's.
+        """
         num_rows, end = self.positions.shape[0], self.start + last
         num_nodes = 0 if self.tree_mask is None else self.tree_mask.shape[0]
         if last - first == 1 and num_nodes == 0 and (window is None or end <= window):
             return None
-        device = self.positions.device
+        device, until = self.positions.device, end if until is None else until
         slots = torch.arange(self.start + first, end, device=device)
-        mask = torch.arange(end, device=device) <= slots[:, None]
-        first_node = max(first, num_rows - num_nodes)
-        if self.tree_mask is not None and first_node < last:
+        mask = torch.arange(begin, until, device=device) <= slots[:, None]
+        first_node, at = max(first, num_rows - num_nodes), max(self.region, begin)
+        if self.tree_mask is not None and first_node < last and at < until:
             rows = self.tree_mask[first_node - (num_rows - num_nodes) : last - (num_rows - num_nodes)]
-            region = self.start + num_rows - self.tree_mask.shape[1]  # slot where the pending region begins
-            mask[first_node - first :, region:] = rows[:, : end - region]
+            mask[first_node - first :, at - begin :] = rows[:, at - self.region : until - self.region]
         if window is not None:
-            mask &= self.positions[first:last, None] - self.key_positions[:end] < window
+            mask &= self.positions[first:last, None] - self.key_positions[begin:until] < window
         return mask
 
 
@@ -64,19 +115,107 @@ def attend(
     scale: of scores; None is D ** -0.5. cap: c of c tanh(score / c), see `capped_attention`. The query heads that share
     a key head are stacked as further rows, so that keys and values are never repeated.
     """
-    num_rows, num_heads, head_dim = queries.shape
-    num_kv_heads = keys.shape[0]
-    group = num_heads // num_kv_heads
-    stacked = (
-        queries.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(1, num_kv_heads, -1, head_dim)
-    )
+    stacked, group = _stacked(queries, keys.shape[0]), queries.shape[1] // keys.shape[0]
     if mask is not None and group > 1:
         mask = mask.repeat(group, 1)
     if cap is None:
-        out = F.scaled_dot_product_attention(stacked, keys[None], values[None], attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(stacked[None], keys[None], values[None], attn_mask=mask, scale=scale)[0]
     else:
-        out = capped_attention(stacked[0], keys, values, mask, head_dim**-0.5 if scale is None else scale, cap)
-    return out.view(num_kv_heads, group, num_rows, head_dim).permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim)
+        out = capped_attention(stacked, keys, values, mask, _scale(queries, scale), cap)
+    return _unstacked(out, group)
+
+
+@dataclass(frozen=True)
+class KeyPart:
+    """Keys and values [kv_heads, S, D] of some slots, and their mask, see `KeyRange`."""
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+
+
+def attend_by_parts(
+    queries: Tensor, parts: Iterable[KeyPart], *, scale: float | None = None, cap: float | None = None
+) -> Tensor:
+    """`attend` over the keys and values of all parts, which are used one after the other.
+
+    Each part's result has the softmax's sum over its keys, by which results are merged (2205.14135, section 3.1). A row
+    may have no key in a part, but has one in some part.
+    """
+    total: Tensor | None = None
+    for part in parts:
+        group = queries.shape[1] // part.keys.shape[0]
+        mask = part.mask if part.mask is None or group == 1 else part.mask.repeat(group, 1)
+        stacked = _stacked(queries, part.keys.shape[0])
+        found, sums = _attend_to_part(stacked, part, mask, _scale(queries, scale), cap)
+        if total is None:
+            total, all_sums = found.to(sums.dtype), sums
+            continue
+        new_sums = torch.logaddexp(all_sums, sums).clamp(min=torch.finfo(sums.dtype).min)  # -inf minus -inf is NaN
+        total = total * (all_sums - new_sums).exp()[..., None] + found * (sums - new_sums).exp()[..., None]
+        all_sums = new_sums
+    assert total is not None, "attention to no keys"
+    return _unstacked(total.to(queries.dtype), group)
+
+
+def _attend_to_part(
+    queries: Tensor, part: KeyPart, mask: Tensor | None, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries [kv_heads, R, D] to a part: [kv_heads, R, D], and the logarithms of sums [kv_heads, R].
+
+    A row without keys has the sum's logarithm -inf, and any finite result. On a CPU, torch's attention returns the sums
+    and never holds all scores.
+    """
+    fused = getattr(torch.ops.aten, FUSED, None)
+    if cap is not None or queries.device.type != "cpu" or fused is None:
+        return _attend_by_formula(queries, part, mask, scale, cap)
+    added = None
+    if mask is not None:
+        added = torch.zeros(mask.shape, dtype=queries.dtype).masked_fill_(~mask, -torch.inf)
+    found, sums = fused(queries[None], part.keys[None], part.values[None], attn_mask=added, scale=scale)
+    if mask is not None:
+        sums = sums.masked_fill(~mask.any(1), -torch.inf)
+    return found[0], sums[0]
+
+
+def _attend_by_formula(
+    queries: Tensor, part: KeyPart, mask: Tensor | None, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """`_attend_to_part` in plain torch, with all scores of the part in fp32."""
+    exact = torch.promote_types(queries.dtype, torch.float32)
+    scores = (queries.to(exact) @ part.keys.to(exact).transpose(1, 2)) * scale
+    if cap is not None:
+        scores = (scores / cap).tanh_() * cap
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -torch.inf)
+    sums = scores.logsumexp(-1)
+    weights = (scores - sums.clamp(min=torch.finfo(exact).min)[..., None]).exp_()
+    return weights @ part.values.to(exact), sums
+
+
+def most_part_keys(queries: Tensor, cap: float | None) -> int | None:
+    """The number of keys in a part for queries [T, heads, D]; None for any number."""
+    if queries.device.type == "cpu" and cap is None:
+        return None
+    return max(LEAST_PART_KEYS, PART_SCORES // (queries.shape[0] * queries.shape[1]))
+
+
+def _scale(queries: Tensor, scale: float | None) -> float:
+    return queries.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _stacked(queries: Tensor, num_kv_heads: int) -> Tensor:
+    """Queries [T, heads, D] → [kv_heads, group * T, D]: those that share a key head as further rows."""
+    num_rows, num_heads, head_dim = queries.shape
+    shape = num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim
+    return queries.view(shape).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+
+
+def _unstacked(found: Tensor, group: int) -> Tensor:
+    """Results [kv_heads, group * T, D] → [T, heads, D]."""
+    num_kv_heads, num_stacked, head_dim = found.shape
+    apart = found.view(num_kv_heads, group, num_stacked // group, head_dim)
+    return apart.permute(2, 0, 1, 3).reshape(num_stacked // group, num_kv_heads * group, head_dim)
 
 
 def capped_attention(

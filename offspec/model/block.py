@@ -23,6 +23,7 @@ from .attention import attend
 from .config import ModelConfig
 from .foreign_config import ForeignConfig
 from .kv_cache import KVLayout
+from .kv_formats import PLAIN, KVFormat
 from .norms import normalize
 from .rope import RotaryEmbedding, Rotations, rotate
 from .rope_config import RopeConfig
@@ -266,11 +267,13 @@ def kv_layouts(config: ModelConfig) -> list[KVLayout]:
     return [KVLayout(config.num_kv_heads, config.head_dim)] * config.num_layers
 
 
-def kv_cache_bytes(config: ModelConfig, num_entries: int, itemsize: int, layers: range | None = None) -> int:
-    """Bytes of a KV cache with room for `num_entries` entries, of all layers or of `layers`.
+def kv_cache_bytes(
+    config: ModelConfig, num_entries: int, itemsize: int, layers: range | None = None, kv: KVFormat = PLAIN
+) -> int:
+    """Bytes of a KV cache with room for `num_entries` entries, of all layers or of `layers`, in the format `kv`.
 
     It equals `KVCache.nbytes` of a cache by `Decoder.new_cache`. Layers with a sliding window need as much as others.
     Their old entries are kept, because the text may be cut back to a position whose window contains them.
     """
     layouts = kv_layouts(config)
-    return sum(layouts[i].nbytes(num_entries, itemsize) for i in layers or range(config.num_layers))
+    return num_entries * sum(kv.entry_bytes(layouts[i], itemsize) for i in layers or range(config.num_layers))

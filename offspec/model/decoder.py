@@ -25,7 +25,17 @@ from offspec.loaders.weights import RamWeights, WeightSource
 from offspec.scheduler.vocabulary import Vocabulary
 
 from ..errors import CheckpointError, UnsupportedModelError
-from .attention import CAPPED_SCORES, Visibility
+from .attention import (
+    CAPPED_SCORES,
+    LEAST_PART_KEYS,
+    MASKED_KEYS,
+    PART_SCORES,
+    KeyPart,
+    KeyRange,
+    Visibility,
+    attend_by_parts,
+    most_part_keys,
+)
 from .block import (
     Block,
     LayerWeights,
@@ -40,6 +50,7 @@ from .block import (
 from .config import ModelConfig
 from .foreign_config import ForeignConfig
 from .kv_cache import KVCache, MakeLayerCaches, plain_layers
+from .kv_formats import PLAIN, KVFormat
 from .names import LAYER_PREFIX
 from .norms import normalize
 from .rope import Rotations
@@ -96,11 +107,39 @@ class AppendedRows(RowsOfText):
     chunks: list[tuple[int, int]]
     first_layer: int = 0
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    known_ranges: dict[int | None, list[KeyRange]] = field(default_factory=dict)
+
+    def attend(self, block: Block, projected: Projected, first: int, last: int) -> Tensor:
+        """Attention to all keys at once, or by parts: of many keys, and of keys that are unpacked for each use."""
+        queries, keys, values = projected
+        layer, group = block.index - self.first_layer, queries.shape[1] // keys.shape[1]
+        most = self.cache.most_read(layer)
+        if most is None and group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS:
+            return super().attend(block, projected, first, last)
+        self.cache.write(layer, keys, values, self.visibility.start + first)
+        scale, cap = block.config.attention_scale, block.config.attention_cap
+        limits = [limit for limit in (most, most_part_keys(queries, cap)) if limit is not None]
+        parts = self.parts(layer, self.ranges(first, last, block.window), min(limits, default=None))
+        return attend_by_parts(queries, parts, scale=scale, cap=cap)
+
+    def parts(self, layer: int, ranges: Sequence[KeyRange], most: int | None) -> Iterator[KeyPart]:
+        """Keys and values of these slots in the cache's layer `layer`, at most `most` of them at once."""
+        for whole in ranges:
+            for each in whole.split(most or max(1, whole.end - whole.first)):
+                yield KeyPart(*self.cache.read(layer, each.end, each.first), each.mask)
 
     def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
         start = self.visibility.start
         self.cache.write(layer - self.first_layer, keys, values, start + first)
         return self.cache.read(layer - self.first_layer, start + last)
+
+    def ranges(self, first: int, last: int, window: int | None) -> list[KeyRange]:
+        """`Visibility.ranges`; if they are all rows', they are computed once per pass, otherwise in each layer."""
+        if last - first < len(self):
+            return self.visibility.ranges(first, last, window)
+        if window not in self.known_ranges:
+            self.known_ranges[window] = self.visibility.ranges(first, last, window)
+        return self.known_ranges[window]
 
     def __len__(self) -> int:
         return len(self.visibility.positions)
@@ -265,7 +304,12 @@ class Decoder:
 
 
 def chunk_rows(config: ModelConfig, num_keys: int) -> int:
-    """How many rows go through a layer together if attention has `num_keys` keys."""
+    """How many rows go through a layer together if attention has `num_keys` keys.
+
+    Only transformers' modules need a mask over all keys.
+    """
+    if not isinstance(config, ForeignConfig):
+        return CHUNK_ROWS
     return max(1, min(CHUNK_ROWS, MASK_ELEMENTS // (_mask_heads(config) * max(1, num_keys))))
 
 
@@ -276,22 +320,41 @@ def _mask_heads(config: ModelConfig) -> int:
     return config.num_heads // config.num_kv_heads
 
 
-def activation_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize: int) -> int:
-    """Upper bound of the bytes that a pass over `num_rows` rows allocates beside weights and KV cache."""
+def activation_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize: int, kv: KVFormat = PLAIN) -> int:
+    """Upper bound of the bytes that a pass over `num_rows` rows allocates beside weights and KV cache.
+
+    kv: the cache's format.
+    """
     c, rows = config, min(num_rows, chunk_rows(config, num_keys))
     queries = c.num_heads * c.head_dim
     inner = (4 if c.mlp.is_fused else 3) * c.intermediate_size
     widths = 4 * c.hidden_size + max(inner, 6 * queries)
     fp32 = 0 if c.norm == "rms" else 8 * rows * max(c.hidden_size, queries)  # the other norms compute in fp32
-    copies = 1 + 2 * itemsize  # the mask as bool, as numbers, and as aligned numbers
-    mask = _mask_heads(c) * rows * num_keys * copies
-    if c.attention_cap is not None:  # scores and two intermediate results, in fp32
-        of_a_head = (c.num_heads // c.num_kv_heads) * rows * num_keys
-        mask += 12 * max(of_a_head, min(CAPPED_SCORES, of_a_head * c.num_kv_heads))
+    attention = _attention_bytes(c, rows, num_keys, itemsize, kv)
     if isinstance(c, ForeignConfig):  # keys and values are repeated for each head; one expert is made at a time
-        mask += (2 * queries * num_keys + c.made_elements) * itemsize
+        attention += (2 * queries * num_keys + c.made_elements) * itemsize
     head = HEAD_ROWS * c.vocab_size * (itemsize + (4 if c.logit_cap is None else 12))
-    return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + fp32 + mask, head)
+    return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + fp32 + attention, head)
+
+
+def _attention_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize: int, kv: KVFormat) -> int:
+    """Bytes of masks, scores, results and unpacked keys of attention, at once or by parts."""
+    is_foreign, is_capped = isinstance(config, ForeignConfig), config.attention_cap is not None
+    heads, copies = _mask_heads(config), 1 + 2 * itemsize  # the mask as bool, as numbers, and as aligned numbers
+    unpacked = max(kv.unpacked_bytes(each, num_keys, itemsize, is_whole=is_foreign) for each in kv_layouts(config))
+    elements = heads * num_rows * num_keys
+    if is_foreign:
+        return elements * copies + unpacked
+    at_once = min(elements, MASK_ELEMENTS) if kv.is_plain else 0
+    found = at_once * copies
+    if is_capped:  # scores and two intermediate results, in fp32
+        found += 12 * max(at_once, min(CAPPED_SCORES, at_once * config.num_kv_heads))
+    if kv.is_plain and elements <= MASK_ELEMENTS:
+        return found
+    rows = num_rows * config.num_heads
+    scores = rows * min(num_keys, max(LEAST_PART_KEYS, PART_SCORES // rows))
+    masks = heads * num_rows * min(num_keys, MASKED_KEYS) * copies
+    return max(found, masks + 4 * (3 * scores + 6 * rows * config.head_dim) + unpacked)
 
 
 @dataclass(frozen=True)

@@ -26,17 +26,14 @@ class KVLayout:
     num_heads: int
     head_dim: int
 
-    def nbytes(self, num_entries: int, itemsize: int) -> int:
-        """Bytes of `num_entries` entries of one layer, with numbers of `itemsize` bytes."""
-        return 2 * self.num_heads * self.head_dim * num_entries * itemsize
-
 
 class LayerCache(Protocol):
     """The entries of `num_layers` layers that are stored together; `layer` counts from the first of them.
 
     It manages slots, and does not know which of them are committed or pending. Arguments and results have attention's
-    dtype and device, for any format of storage. `write` and `read` are called for each layer; `reserve`, `keep` and
-    `wipe` are called once for all layers.
+    dtype and device, for any format of storage, except those of `stored`. `write` and `read` are called for each layer;
+    `reserve`, `stored` and `keep` are called once for all layers. An entry depends on what was written to its slot
+    alone, so that a text does not depend on what shared its passes.
 
     A draft that shares the cache calls `write` and `read` while the target's pass does. They write to different slots.
     """
@@ -52,10 +49,15 @@ class LayerCache(Protocol):
     def format(self) -> str:
         """What the bytes of `stored` mean, beside their dtypes; files name it. It changes whenever the meaning does."""
 
+    @property
+    def most_read(self) -> int | None:
+        """The number of entries to read at once, if `read` makes them; None if it returns views of any number."""
+
     def stored(self, end: int) -> list[Tensor]:
         """Everything that is stored of the first `end` slots: writable views [..., end, width], on any device.
 
-        Copies of entries are made of them, in other caches or in files, so that no entry is quantised twice.
+        Copies of entries are made of them, in other caches or in files, so that no entry is quantised twice. Zeros read
+        as zeros.
         """
 
     def reserve(self, capacity: int, in_use: int) -> None:
@@ -70,38 +72,51 @@ class LayerCache(Protocol):
     def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """`write` into slots [T] on the device, without synchronising (CUDA graphs)."""
 
-    def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [kv_heads, end, head_dim] of the first `end` slots."""
+    def read(self, layer: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values [kv_heads, end - first, head_dim] of the slots first .. end."""
 
     def keep(self, start: int, slots: Tensor) -> None:
         """Move the entries in slots [K] (ascending, on the compute device) to start .. start + K."""
 
-    def wipe(self, start: int) -> None:
-        """Make all slots from `start` on read as zeros."""
 
+class StoredRows:
+    """The memory of layers that are stored together: tensors [..., capacity, width] with a row for each slot."""
 
-class PlainLayers:
-    """Layers of one layout as one tensor [layers, 2, kv_heads, capacity, head_dim] in attention's dtype."""
-
-    format = "plain"
-
-    def __init__(self, num_layers: int, layout: KVLayout, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, num_layers: int, empty: Sequence[Tensor]) -> None:
+        """empty: the tensors with a capacity of 0."""
         self.num_layers = num_layers
-        self._data = torch.empty(num_layers, 2, layout.num_heads, 0, layout.head_dim, dtype=dtype, device=device)
+        self._rows = list(empty)
 
     @property
     def nbytes(self) -> int:
-        return self._data.nbytes
+        return sum(rows.nbytes for rows in self._rows)
 
     def stored(self, end: int) -> list[Tensor]:
-        return [self._data[:, :, :, :end]]
+        return [rows[..., :end, :] for rows in self._rows]
 
     def reserve(self, capacity: int, in_use: int) -> None:
-        shape = list(self._data.shape)
-        shape[3] = capacity
-        grown = self._data.new_zeros(shape)
-        grown[:, :, :, :in_use] = self._data[:, :, :, :in_use]
-        self._data = grown
+        for index, rows in enumerate(self._rows):
+            grown = rows.new_zeros(*rows.shape[:-2], capacity, rows.shape[-1])
+            grown[..., :in_use, :] = rows[..., :in_use, :]
+            self._rows[index] = grown
+
+    def keep(self, start: int, slots: Tensor) -> None:
+        for rows in self._rows:
+            rows[..., start : start + len(slots), :] = rows[..., slots, :]
+
+
+class PlainLayers(StoredRows):
+    """Layers of one layout as one tensor [layers, 2, kv_heads, capacity, head_dim] in attention's dtype."""
+
+    format, most_read = "plain", None
+
+    def __init__(self, num_layers: int, layout: KVLayout, *, dtype: torch.dtype, device: torch.device) -> None:
+        shape = num_layers, 2, layout.num_heads, 0, layout.head_dim
+        super().__init__(num_layers, [torch.empty(shape, dtype=dtype, device=device)])
+
+    @property
+    def _data(self) -> Tensor:
+        return self._rows[0]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
         slots = slice(start, start + keys.shape[0])
@@ -112,15 +127,9 @@ class PlainLayers:
         self._data[layer, 0].index_copy_(1, slots, keys.transpose(0, 1))
         self._data[layer, 1].index_copy_(1, slots, values.transpose(0, 1))
 
-    def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Views of the entries."""
-        return self._data[layer, 0, :, :end], self._data[layer, 1, :, :end]
-
-    def keep(self, start: int, slots: Tensor) -> None:
-        self._data[:, :, :, start : start + len(slots)] = self._data[:, :, :, slots]
-
-    def wipe(self, start: int) -> None:
-        self._data[:, :, :, start:] = 0
+        return self._data[layer, 0, :, first:end], self._data[layer, 1, :, first:end]
 
 
 MakeLayerCaches = Callable[[Sequence[KVLayout], torch.dtype, torch.device], Sequence[LayerCache]]
@@ -128,8 +137,12 @@ MakeLayerCaches = Callable[[Sequence[KVLayout], torch.dtype, torch.device], Sequ
 
 def plain_layers(layouts: Sequence[KVLayout], dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
     """A `MakeLayerCaches`: empty caches for these layers; neighbours with equal layouts share a tensor."""
-    groups = [(layout, len(list(layers))) for layout, layers in groupby(layouts)]
-    return [PlainLayers(count, layout, dtype=dtype, device=device) for layout, count in groups]
+    return [PlainLayers(count, layout, dtype=dtype, device=device) for layout, count in neighbours(layouts)]
+
+
+def neighbours(layouts: Sequence[KVLayout]) -> list[tuple[KVLayout, int]]:
+    """Layers in a row with equal layouts: the layout, and their number."""
+    return [(layout, len(list(layers))) for layout, layers in groupby(layouts)]
 
 
 class KVCache:
@@ -208,10 +221,14 @@ class KVCache:
         part, layer = self._layers[layer]
         part.scatter(layer, keys, values, slots)
 
-    def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [kv_heads, end, head_dim] of one layer; valid until this layer is written to."""
+    def read(self, layer: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values [kv_heads, end - first, head_dim] of one layer; valid until this layer is written to."""
         part, layer = self._layers[layer]
-        return part.read(layer, end)
+        return part.read(layer, end, first)
+
+    def most_read(self, layer: int) -> int | None:
+        """The number of entries to read at once, see `LayerCache`."""
+        return self._layers[layer][0].most_read
 
     def append(self, num_committed: int, num_pending: int) -> None:
         """Count the entries that all layers have written: committed ones (if nothing is pending), then pending ones."""
@@ -246,5 +263,5 @@ class KVCache:
 
     def wipe(self) -> None:
         """Zero all unused slots. A text that ran into NaN left some there, and attention multiplies them by 0."""
-        for part in self._parts:
-            part.wipe(self.size)
+        for rows in self.stored(self.capacity):
+            rows[..., self.size :, :] = 0

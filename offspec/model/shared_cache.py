@@ -76,8 +76,11 @@ class SharedCache(KVCache):
     def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         self._target.cache.scatter(self._numbers[layer], keys, values, slots)
 
-    def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        return self._target.cache.read(self._numbers[layer], end)
+    def read(self, layer: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        return self._target.cache.read(self._numbers[layer], end, first)
+
+    def most_read(self, layer: int) -> int | None:
+        return self._target.cache.most_read(self._numbers[layer])
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """As `KVCache.keep`, to be called after the target's. The target's entries replace those of `path`.
@@ -109,9 +112,14 @@ class GapVisibility(Visibility):
 
     gap: slice
 
-    def mask(self, first: int, last: int, window: int | None) -> Tensor:
-        mask = super().mask(first, last, window)
+    def num_certain(self, first: int) -> int:
+        before_gap: int = self.gap.start
+        return min(super().num_certain(first), before_gap)
+
+    def mask(self, first: int, last: int, window: int | None, begin: int = 0, until: int | None = None) -> Tensor:
+        mask = super().mask(first, last, window, begin, until)
         if mask is None:
-            mask = torch.ones(1, self.start + last, dtype=torch.bool, device=self.positions.device)
-        mask[:, self.gap] = False
+            end = self.start + last if until is None else until
+            mask = torch.ones(1, end - begin, dtype=torch.bool, device=self.positions.device)
+        mask[:, max(0, self.gap.start - begin) : max(0, self.gap.stop - begin)] = False
         return mask

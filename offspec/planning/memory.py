@@ -13,12 +13,15 @@ from offspec.loaders.placement import Item
 
 from ..checkpoints.opening import ModelFiles
 
+AUTO = "auto"
+
 
 @dataclass(frozen=True)
 class MemoryOptions:
     """The user's limits: bytes of VRAM and RAM (None: all that is free), and the context and tree to reserve.
 
     tree: nodes beside the context. At least the largest automatic budget is reserved, also for None. texts: see `Room`.
+    kv_cache: the name of a `KVFormat`, or AUTO, see `plan.make_plan`.
     """
 
     vram: int | None = None
@@ -26,6 +29,7 @@ class MemoryOptions:
     context: int | None = None
     tree: int | None = None
     texts: int = 1
+    kv_cache: str = AUTO
 
 
 SHARED_TOKENS = 1024  # tokens reserved for each text beside the first that shares its passes

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from offspec.loaders.placement import Item
 
 from ..checkpoints.opening import ModelFiles
-from ..model.block import kv_cache_bytes
 from .memory import MemoryUse, Room
 from .plan import Plan
 
@@ -28,7 +27,7 @@ class ParkedTexts:
         """The most bytes that parked texts may take."""
         if self.num_bytes is not None:
             return self.num_bytes
-        of_context = kv_cache_bytes(target.config, room.context, target.dtype.itemsize)
+        of_context = target.kv_bytes(room.context)
         return min(self.free_bytes // SHARE, CONTEXTS * of_context)
 
 

@@ -30,11 +30,11 @@ from offspec.scheduler.params import max_nodes
 
 from ..checkpoints.opening import ModelFiles
 from ..errors import MemoryLimitError, UsageError
-from ..model.block import kv_cache_bytes
 from ..model.decoder import activation_bytes
 from ..model.foreign_config import ForeignConfig, is_of_experts
+from ..model.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
 from ..model.row_logits import HEAD_ROWS
-from .memory import MemoryOptions, MemoryUse, MemoryUser, Room, add_up
+from .memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room, add_up
 
 DEFAULT_CONTEXT = 4096
 MIN_CONTEXT = 512  # the smallest default context; a smaller one would be of little use
@@ -131,7 +131,7 @@ class Plan:
         """Entries of the target's KV cache for all texts and trees, and for drafts that share it."""
         target = self.demand.target
         planned = sum(item.on_device for item in self.placement.items if item.name == KV_ITEM)
-        return planned // kv_cache_bytes(target.config, 1, target.dtype.itemsize)
+        return planned // target.kv_bytes(1)
 
     @property
     def tiers(self) -> str:
@@ -180,7 +180,12 @@ class Plan:
 
     def with_target(self, target: ModelFiles) -> Plan:
         """The plan for the same model in another format. Raises MemoryLimitError."""
+        target = target.with_kv(self.demand.target.kv)
         return _plan_for(self.room, replace(self.demand, target=target, packs=None))
+
+    def with_kv(self, kv: KVFormat) -> Plan:
+        """The plan with another format of the target's KV entries. Raises MemoryLimitError."""
+        return _plan_for(self.room, replace(self.demand, target=self.demand.target.with_kv(kv)))
 
     def with_texts(self, num_texts: int) -> Plan:
         """The plan with KV entries for so many texts that share passes. Raises MemoryLimitError."""
@@ -211,9 +216,36 @@ def make_plan(
     """Place the target's layers within `limits`, beside its KV cache, the features, and everything else.
 
     program_bytes: RAM that the process already holds. The default context is DEFAULT_CONTEXT, halved until it fits.
-    Raises MemoryLimitError, and UsageError for a context above the model's maximum.
+    The automatic format of KV entries is 16 bit. It is 8 bit if a longer context than this was asked for, and would
+    else cost resident layers, or not fit. Raises MemoryLimitError, and UsageError for a context above the model's
+    maximum.
     """
     demand = Demand(target, tuple(features), limits, options, program_bytes)
+    if options.kv_cache != AUTO:
+        return _plan_in_room(replace(demand, target=target.with_kv(KV_FORMATS[options.kv_cache])))
+    try:
+        plan = _plan_in_room(demand)
+    except MemoryLimitError:
+        if options.context is not None and options.context > DEFAULT_CONTEXT:
+            with suppress(MemoryLimitError):
+                return _plan_in_room(replace(demand, target=target.with_kv(EIGHT_BIT)))
+        raise
+    return _with_residents_back(plan)
+
+
+def _with_residents_back(plan: Plan) -> Plan:
+    """The plan with an 8-bit KV cache, if the context asked for costs resident layers and this returns some of them."""
+    asked = plan.demand.options.context
+    if asked is None or asked <= DEFAULT_CONTEXT or not plan.placement.streamed:
+        return plan
+    usual, packed = _plan_for(replace(plan.room, context=DEFAULT_CONTEXT), plan.demand), plan.with_kv(EIGHT_BIT)
+    now, without, found = (len(each.placement.resident) for each in (plan, usual, packed))
+    return packed if now < min(without, found) else plan
+
+
+def _plan_in_room(demand: Demand) -> Plan:
+    """The plan for the context asked for, or for the default context."""
+    target, limits, options = demand.target, demand.limits, demand.options
     longest, tree = target.config.max_context, max(options.tree or 0, _max_nodes(limits))
     if options.context is not None:
         if options.context > longest:
@@ -321,13 +353,13 @@ def _place(costs: list[LayerCost], items: list[Item], limits: Limits, wishes: Wi
 def _items(room: Room, demand: Demand, uses: Sequence[MemoryUse]) -> list[Item]:
     """Everything but the target's layers."""
     target, on_gpu = demand.target, demand.limits.device is not None
-    config, itemsize = target.config, target.dtype.itemsize
+    config = target.config
     shared = {n: StoredLayer({n: w}).cost(target.dtype).resident_bytes for n, w in target.stored.shared.items()}
     workspace = max([pass_bytes(target, room), *(use.workspace_bytes for use in uses)])
     cuda_bytes = CUDA_WORKSPACE_BYTES if on_gpu else 0
     items = [
         Item(PROGRAM_ITEM, on_host=demand.program_bytes + WORKSPACE_BYTES, on_device=cuda_bytes),
-        Item(KV_ITEM, on_device=kv_cache_bytes(config, room.num_tokens + room.tree, itemsize)),
+        Item(KV_ITEM, on_device=target.kv_bytes(room.num_tokens + room.tree)),
         Item("activations", on_device=workspace),
     ]
     if not config.tied_head:
@@ -352,7 +384,7 @@ def resident_bytes(model: ModelFiles) -> int:
 def pass_bytes(model: ModelFiles, room: Room) -> int:
     """Bytes that a pass over a whole context and a tree together allocates."""
     num_rows = room.context + room.tree
-    return activation_bytes(model.config, num_rows, num_rows, model.dtype.itemsize)
+    return activation_bytes(model.config, num_rows, num_rows, model.dtype.itemsize, model.kv)
 
 
 # ------------------------------------------------------------------------------------------------ prediction

@@ -7,8 +7,10 @@ from offspec.loaders.placement import Limits
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
 from ..checkpoints.opening import Note
+from ..errors import MemoryLimitError
+from ..model.kv_formats import PLAIN
 from ..model.rope_config import LONG_FACTORS, ORIGINAL_CONTEXT, SHORT_FACTORS
-from .memory import MemoryOptions
+from .memory import AUTO, MemoryOptions
 from .plan import Plan
 
 
@@ -19,7 +21,8 @@ def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note
         seconds = format_seconds(plan.stream_bytes / link_bytes_per_s)
         where += f", which takes {seconds} at {format_quantity(link_bytes_per_s, 'B/s')} (measured)"
     context = Note(f"context {plan.context} tokens (the KV cache has room for as many)")
-    return [*_missing(plan.demand.limits, plan.demand.options), context, *_rope_factors(plan), Note(where)]
+    limits = _missing(plan.demand.limits, plan.demand.options)
+    return [*limits, context, *_kv_format(plan), *_rope_factors(plan), Note(where)]
 
 
 def explain_packing(plan: Plan) -> list[Note]:
@@ -30,6 +33,24 @@ def explain_packing(plan: Plan) -> list[Note]:
     if not target.stored.layers[0].packs:
         return [Note(f"{LOSSLESS_FORMAT} matrices of resident layers are unpacked once, while they are loaded")]
     return [Note(f"{LOSSLESS_FORMAT} matrices stay packed in memory, so that more layers are resident: {plan.tiers}")]
+
+
+def _kv_format(plan: Plan) -> list[Note]:
+    """The format of KV entries, if it is not attention's own dtype, and why it was chosen."""
+    target = plan.demand.target
+    if target.kv.is_plain:
+        return []
+    sizes = [format_size(each.kv_bytes(plan.context)) for each in (target, target.with_kv(PLAIN))]
+    what = f"KV cache in {target.kv.name} bit: {sizes[0]} for {plan.context} tokens instead of {sizes[1]}"
+    same = f"the text is that of plain decoding with `kv_cache={target.kv.name}`"
+    if plan.demand.options.kv_cache != AUTO:
+        return [Note(f"{what}; {same}")]
+    try:
+        plain = len(plan.with_kv(PLAIN).placement.resident)
+        why = f"so {len(plan.placement.resident)} layers are resident instead of {plain}"
+    except MemoryLimitError:
+        why = "which would not fit"
+    return [Note(f"{what}, {why}; {same}; set `kv_cache=16` for unchanged arithmetic", advice=True)]
 
 
 def _rope_factors(plan: Plan) -> list[Note]:

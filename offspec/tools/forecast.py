@@ -28,6 +28,7 @@ from ..planning.parked_texts import ParkedTexts
 from ..planning.plan import Plan, with_faster_residents
 from ..planning.probe import ProductRates, planner_here, ram_beside_program
 from ..planning.report import explain_packing, explain_plan, tell_tiers
+from .caches_forecast import CacheProspect, predict_caches
 from .texts_forecast import NUMBERS, TextsProspect, predict_texts
 
 GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4
@@ -73,6 +74,7 @@ class Forecast:
     asked for and then others; empty if one draft was asked for and nothing is streamed. draft: the one of `plan`, the
     fastest of those that were asked for. texts: what several texts that share passes would bring with it.
     parked_bytes: RAM in which a server keeps the KV caches of earlier conversations by default; 0 if they are planned.
+    caches: what the formats of the KV cache would bring.
     """
 
     model: str
@@ -89,6 +91,7 @@ class Forecast:
     prospects: list[Prospect]
     texts: list[TextsProspect]
     parked_bytes: int
+    caches: list[CacheProspect]
 
     @property
     def tree_pass_s(self) -> float:
@@ -170,6 +173,8 @@ class Forecast:
             "drafts": [prospect.as_dict() for prospect in self.prospects],
             "texts": [found.as_dict() for found in self.texts],
             "parked_bytes": self.parked_bytes,
+            "kv_cache": self.plan.demand.target.kv.name,
+            "kv_caches": [found.as_dict() for found in self.caches],
             "rates": asdict(self.rates),
         }
 
@@ -238,7 +243,8 @@ def make_forecast(
         chosen.name,
         prospects,
         predict_texts(plan, scales.open(chosen.name, []), rates_of, sorted({*NUMBERS, options.texts})),
-        0 if kept else max(0, ParkedTexts(None, free_bytes).most_bytes(request.target, plan.room)),
+        0 if kept else max(0, ParkedTexts(None, free_bytes).most_bytes(plan.demand.target, plan.room)),
+        predict_caches(plan, rates, GAIN_WIDTH),
     )
 
 

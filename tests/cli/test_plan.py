@@ -237,6 +237,7 @@ def test_a_plan_for_several_texts(offspec: Offspec, large: Path) -> None:
 
 def test_texts_that_do_not_fit_have_a_dash(offspec: Offspec, large: Path) -> None:
     asked = ("plan", large, "--draft", "none", "--device", "cpu", "--context", 8192, "--ram", "5GiB", "-q")
+    asked += ("--kv-cache", "16")
     told = json.loads(offspec(*asked, "--json").out)["texts"]
     assert "why_not" not in told[0]
     assert "KV entries" in told[-1]["why_not"]
@@ -253,3 +254,17 @@ def test_refusals(offspec: Offspec, large: Path) -> None:
     offspec("plan", large, "--draft", "lookup", "--exit-layer", "2", "-q").refusal(2, "--exit-layer 2", "--draft self")
     (large / "config.json").unlink()
     offspec("plan", large, "-q").refusal(1, large / "config.json")
+
+
+def test_formats_of_the_kv_cache(offspec: Offspec, large: Path) -> None:
+    """What each would bring, and that packing changes the text."""
+    asked = ("plan", large, "--draft", "none", "--gpu", "rtx4090", "--vram", "5GiB", "--format", "nf4", "-q")
+    told = json.loads(offspec(*asked, "--context", 8192, "--json").out)
+    assert told["kv_cache"] == "8"
+    assert [found["kv_cache"] for found in told["kv_caches"]] == ["16", "8", "4"]
+    assert [found["token_bytes"] for found in told["kv_caches"]] == [131_072, 69_632, 45_568]
+    residents = [found["num_resident_layers"] for found in told["kv_caches"]]
+    assert residents == sorted(residents)
+    shown = offspec(*asked, "--context", 8192, "--kv-cache", "4").out
+    assert "4 bit (planned)" in shown
+    assert "the text is that of plain decoding with" in shown

@@ -66,9 +66,7 @@ class Head(Decoder, ABC):
 
         dtype: of its arithmetic; None is the target's.
         """
-        caches = target.make_layer_caches
-        dtype = dtype or target.dtype
-        super().__init__(config, weights, dtype=dtype, device=target.device, make_layer_caches=caches)
+        super().__init__(config, weights, dtype=dtype or target.dtype, device=target.device)
         self.target, self.vocabulary = target, vocabulary
 
     def fused(self, states: Tensor) -> Tensor:

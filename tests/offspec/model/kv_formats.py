@@ -14,6 +14,7 @@ class Fp32Layer:
     """Loses nothing of 16-bit numbers. Keys and values apart, [capacity, kv_heads, head_dim], unlike `PlainLayers`."""
 
     num_layers, format = 1, "fp32"
+    most_read: int | None = None
 
     def __init__(self, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -40,18 +41,14 @@ class Fp32Layer:
         for part, new in zip(self._entries, (keys, values), strict=True):
             part.index_copy_(0, slots, new.float())
 
-    def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+    def read(self, layer: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
         assert layer == 0
-        keys, values = (part[:end].transpose(0, 1).to(self._dtype) for part in self._entries)
+        keys, values = (part[first:end].transpose(0, 1).to(self._dtype) for part in self._entries)
         return keys, values
 
     def keep(self, start: int, slots: Tensor) -> None:
         for part in self._entries:
             part[start : start + len(slots)] = part[slots]
-
-    def wipe(self, start: int) -> None:
-        for part in self._entries:
-            part[start:] = 0
 
 
 class Int8Layer(Fp32Layer):

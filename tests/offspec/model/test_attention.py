@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.model.attention import Visibility, attend
+from offspec.model.attention import KeyPart, Visibility, attend, attend_by_parts
 from offspec.process import disable_cudnn_attention
 
 
@@ -77,6 +77,48 @@ def test_mask_is_the_ancestor_relation(p: Pass, data: st.DataObject) -> None:
     mask = p.visibility().mask(first, last, p.window)
     assert (torch.ones(last - first, p.start + last).bool() if mask is None else mask).tolist() == expected
     assert all(any(row) for row in expected), "softmax over nothing is NaN"
+
+
+@given(passes(), st.integers(1, 5), st.data())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_ranges_are_the_mask_in_parts(p: Pass, most: int, data: st.DataObject) -> None:
+    """Each visible key is in one part, and only visible ones are without a mask."""
+    num_rows = len(p.key_positions) - p.start
+    first = data.draw(st.integers(0, num_rows - 1), label="first")
+    last = data.draw(st.integers(first + 1, num_rows), label="last")
+    found = torch.zeros(last - first, p.start + last, dtype=torch.long)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offspec.model.attention.MASKED_KEYS", 3)
+        ranges = p.visibility().ranges(first, last, p.window)
+    for part in (part for whole in ranges for part in whole.split(most)):
+        assert 0 < part.end - part.first <= most
+        found[:, part.first : part.end] += 1 if part.mask is None else part.mask.long()
+    expected = [[int(p.sees(p.start + row, key)) for key in range(p.start + last)] for row in range(first, last)]
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
+def test_parts_attend_as_the_whole_does(
+    heads: int, kv_heads: int, cap: float | None, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a row has no key in a part: the first one, one between, and all but the last."""
+    if not is_fused:
+        monkeypatch.setattr("offspec.model.attention.FUSED", "absent")
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(5, heads, 8, generator=generator)
+    keys, values = torch.randn(2, kv_heads, 40, 8, generator=generator)
+    mask = torch.rand(5, 40, generator=generator) < 0.5
+    mask[0, :13], mask[1, 13:26], mask[2, :26] = False, False, False
+    mask[:, 30:] = True
+    cuts = [(0, 13), (13, 26), (26, 40)]
+    parts = [KeyPart(keys[:, a:b], values[:, a:b], mask[:, a:b]) for a, b in cuts]
+    expected = attend(queries, keys, values, mask, scale=0.7, cap=cap)
+    torch.testing.assert_close(attend_by_parts(queries, parts, scale=0.7, cap=cap), expected, rtol=0, atol=2e-6)
+    parts = [KeyPart(keys[:, a:b], values[:, a:b], None) for a, b in cuts]
+    expected = attend(queries, keys, values, None, cap=cap)
+    torch.testing.assert_close(attend_by_parts(queries, parts, cap=cap), expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(("window", "is_all"), [(None, True), (8, True), (7, False)])

@@ -20,6 +20,7 @@ from offspec.loaders.params import PLAN_FORMATS
 from offspec.loaders.placement import Limits
 from offspec.loading import LoadOptions
 from offspec.model.block import kv_cache_bytes
+from offspec.model.decoder import activation_bytes
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import (
     DEFAULT_CONTEXT,
@@ -288,6 +289,45 @@ def test_a_default_context_shrinks_to_what_fits_one_asked_for_does_not(large: Pa
         plan(large, "nf4", Limits(24 * GIB, 64 * GIB), MemoryOptions(context=200_000))
 
 
+@pytest.mark.parametrize(
+    ("context", "asked", "chosen"),
+    [(None, "auto", "16"), (4096, "auto", "16"), (32768, "auto", "8"), (32768, "16", "16"), (512, "4", "4")],
+)
+def test_the_cache_is_packed_where_a_long_context_costs_residents(
+    large: Path, context: int | None, asked: str, chosen: str
+) -> None:
+    limits = Limits(24 * GIB, 64 * GIB)
+    made = plan(large, "nf4", limits, MemoryOptions(context=context, kv_cache=asked))
+    assert made.demand.target.kv.name == chosen
+    (item,) = (item for item in made.placement.items if item.name == "KV cache")
+    token_bytes = {"16": 327_680, "8": 80 * 8 * 2 * 136, "4": 80 * 8 * (102 + 76)}[chosen]
+    assert item.on_device == (made.context + made.tree) * token_bytes
+    notes = [note for note in explain_plan(made) if "KV cache in" in note.text]
+    assert bool(notes) == (chosen != "16")
+    if asked == "auto" and notes:
+        plain = plan(large, "nf4", limits, MemoryOptions(context=context, kv_cache="16"))
+        numbers = [len(each.placement.resident) for each in (made, plain)]
+        assert f"{numbers[0]} layers are resident instead of {numbers[1]}" in notes[0].text
+        assert notes[0].advice
+
+
+def test_a_context_that_fits_with_a_packed_cache_alone(large: Path) -> None:
+    """32k tokens of 320 KiB are 10 GiB."""
+    made = plan(large, "nf4", Limits(12 * GIB, 64 * GIB), MemoryOptions(context=32768))
+    assert made.demand.target.kv.name == "8"
+    (note,) = (note for note in explain_plan(made) if "KV cache in" in note.text)
+    assert "would not fit" in note.text
+    with refused(MemoryLimitError, "`context`"):
+        plan(large, "nf4", Limits(12 * GIB, 64 * GIB), MemoryOptions(context=131072))
+
+
+def test_long_contexts_need_no_mask_over_all_keys(large: Path) -> None:
+    """Memory for a chunk of rows does not depend on the number of keys."""
+    config = ModelFiles.from_config(large, None, "auto", "cuda", []).config
+    needed = [activation_bytes(config, 512, num_keys, 2) for num_keys in (32_768, 131_072)]
+    assert needed[0] == needed[1] < 2**30
+
+
 def test_the_kv_cache_of_a_70b_model(large: Path) -> None:
     assert kv_cache_bytes(ModelFiles.from_config(large, None, "auto", "cuda", []).config, 4096, 2) == 4096 * 327_680
 
@@ -412,6 +452,6 @@ def test_the_largest_context_is_the_last_that_fits(large: Path) -> None:
     limits = Limits(12 * GIB, 8 * GIB)
     most = plan(large, "nf4", limits).largest_context()
     assert DEFAULT_CONTEXT < most < LLAMA_70B["max_position_embeddings"]  # type: ignore[operator]
-    assert plan(large, "nf4", limits, MemoryOptions(context=most)).context == most
+    assert plan(large, "nf4", limits, MemoryOptions(context=most, kv_cache="16")).context == most
     with refused(MemoryLimitError, "`context`"):
-        plan(large, "nf4", limits, MemoryOptions(context=most + 1))
+        plan(large, "nf4", limits, MemoryOptions(context=most + 1, kv_cache="16"))

@@ -1,0 +1,125 @@
+"""Measures formats of the KV cache: memory beside the plan, seconds, and what they change in the target's predictions.
+
+    python -m benchmarks.grow DIR --shape 1b
+    python -m benchmarks.long_texts memory DIR --tokens 4096,16384,65536 --formats 16,8,4
+    python -m benchmarks.long_texts quality MODEL --text FILE --tokens 2000 [--windows 4]
+
+`memory` measures each combination in a process of its own: the plan's RAM, the process's peak, prefill tokens/s, and
+the median seconds of passes of 1 and 16 rows after so many tokens. `quality` scores a text in windows of so many tokens
+with each format: the share of positions with the same best token as with 16 bit, and the difference of perplexity. It
+computes in fp32, so that differences are the format's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from offspec import KV_CACHES, Engine
+from offspec.model.decoder import CachedDecoder
+from offspec.scheduler.tree import build_tree
+
+WIDTHS, REPEATS = (1, 16), 5
+HEAD_ROWS = 256  # rows whose logits are in memory at once
+SPARE_TOKENS = 64
+MIB = 2**20
+
+
+def measure_memory(model: str, num_tokens: int, kv_cache: str) -> None:
+    """Print one row of the table."""
+    engine = Engine.load(model, draft="none", device="cpu", context=num_tokens + SPARE_TOKENS, kv_cache=kv_cache)
+    assert engine.plan is not None
+    planned, vocabulary = engine.plan.placement.ram_bytes, engine.target.config.vocab_size
+    text = CachedDecoder(engine.target, engine.plan.kv_entries)
+    prompt = np.random.default_rng(0).integers(0, vocabulary, num_tokens).tolist()
+    start = time.perf_counter()
+    text.score(prompt, *_chain(0))
+    prefill_s = time.perf_counter() - start
+    passes = [statistics.median(_pass_s(text, width) for _ in range(REPEATS)) for width in WIDTHS]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    cells = [f"{num_tokens}", kv_cache, f"{text.cache.nbytes / MIB:.0f}", f"{planned / MIB:.0f}", f"{peak / MIB:.0f}"]
+    cells += [f"{peak / planned - 1:+.1%}", f"{num_tokens / prefill_s:.0f}", *(f"{seconds:.3f}" for seconds in passes)]
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _pass_s(text: CachedDecoder, width: int) -> float:
+    start = time.perf_counter()
+    text.score([], *_chain(width))
+    seconds = time.perf_counter() - start
+    text.keep([])
+    return seconds
+
+
+def _chain(num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+    """A tree with one branch: tokens, depths and mask."""
+    tree = build_tree([range(num_nodes)]) if num_nodes else build_tree([])
+    return tree.tokens, tree.depths, tree.mask()
+
+
+def measure_quality(model: str, text: Path, num_tokens: int, num_windows: int) -> None:
+    """Print a row for each format."""
+    print("| format | same best token | perplexity | difference |\n|---|---:|---:|---:|")
+    best, nats = dict[str, Tensor](), dict[str, float]()
+    for kv_cache in KV_CACHES:
+        with Engine.load(model, draft="none", device="cpu", dtype="fp32", kv_cache=kv_cache) as engine:
+            ids = engine.tokenizer.encode(text.read_text(encoding="utf-8"))[: num_tokens * num_windows]
+            scored = [_score(engine, ids[at : at + num_tokens]) for at in range(0, len(ids), num_tokens)]
+        best[kv_cache] = torch.cat([window for window, _ in scored])
+        nats[kv_cache] = sum(float(losses.sum()) for _, losses in scored) / sum(len(losses) for _, losses in scored)
+        same = (best[kv_cache] == best[KV_CACHES[0]]).double().mean()
+        difference = np.expm1(nats[kv_cache] - nats[KV_CACHES[0]])
+        print(f"| {kv_cache} | {same:.2%} | {np.exp(nats[kv_cache]):.3f} | {difference:+.3%} |", flush=True)
+    print(f"\n{len(best[KV_CACHES[0]])} tokens in windows of {num_tokens}, fp32")
+
+
+@torch.inference_mode()
+def _score(engine: Engine, ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Each position's best token [T], and the loss of the next token [T - 1] in nats."""
+    target, tokens = engine.target, torch.tensor(ids)
+    hidden = target.forward(tokens, torch.arange(len(ids)), target.new_cache())
+    best, losses = list[Tensor](), list[Tensor]()
+    for at in range(0, len(ids), HEAD_ROWS):
+        logits, following = target.logits(hidden[at : at + HEAD_ROWS]), tokens[at + 1 : at + 1 + HEAD_ROWS]
+        best.append(logits.argmax(-1))
+        losses.append(F.cross_entropy(logits[: len(following)], following, reduction="none"))
+    return torch.cat(best), torch.cat(losses)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["memory", "quality"])
+    parser.add_argument("model")
+    parser.add_argument("--tokens", default="4096", help="numbers of tokens, such as 4096,16384")
+    parser.add_argument("--formats", default=",".join(KV_CACHES))
+    parser.add_argument("--text", type=Path, help="the text whose tokens `quality` scores")
+    parser.add_argument("--windows", type=int, default=1, help="windows of the text, for `quality`")
+    parser.add_argument("--row", action="store_true", help="measure the first combination in this process")
+    args = parser.parse_args()
+    lengths, formats = [int(length) for length in args.tokens.split(",")], args.formats.split(",")
+    if args.what == "quality":
+        measure_quality(args.model, args.text, lengths[0], args.windows)
+        return
+    if args.row:
+        measure_memory(args.model, lengths[0], formats[0])
+        return
+    widths = " | ".join(f"s per pass of {width}" for width in WIDTHS)
+    print(f"| tokens | format | KV MiB | planned MiB | peak MiB | difference | prefill tokens/s | {widths} |")
+    print("|---:|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    for length in lengths:
+        for name in formats:
+            given = ["--tokens", str(length), "--formats", name, "--row"]
+            subprocess.run([sys.executable, "-m", "benchmarks.long_texts", "memory", args.model, *given], check=True)
+
+
+if __name__ == "__main__":
+    main()

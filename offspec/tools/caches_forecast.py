@@ -1,0 +1,52 @@
+"""Predicts what each format of the KV cache would bring: its bytes, resident layers, and the time of a pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from offspec.loaders.hardware import Rates
+
+from ..errors import MemoryLimitError
+from ..model.kv_formats import KV_FORMATS
+from ..planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class CacheProspect:
+    """A plan with a format of the target's KV entries; without one if it does not fit in memory.
+
+    token_bytes: of one token's entries in all layers. context_bytes: of the context's. pass_s: of the forecast's pass.
+    """
+
+    name: str
+    token_bytes: int
+    context_bytes: int
+    plan: Plan | None
+    pass_s: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "kv_cache": self.name,
+            "token_bytes": self.token_bytes,
+            "context_bytes": self.context_bytes,
+            "num_resident_layers": None if self.plan is None else len(self.plan.placement.resident),
+            "pass_s": self.pass_s,
+        }
+
+
+def predict_caches(plan: Plan, rates: Rates, width: int) -> list[CacheProspect]:
+    """The formats in the memory and with the context of `plan`. width: rows of the pass."""
+    return [_predict(plan, rates, width, name) for name in KV_FORMATS]
+
+
+def _predict(plan: Plan, rates: Rates, width: int, name: str) -> CacheProspect:
+    kv = KV_FORMATS[name]
+    try:
+        found = plan if kv == plan.demand.target.kv else plan.with_kv(kv)
+    except MemoryLimitError:
+        target = plan.demand.target.with_kv(kv)
+        return CacheProspect(name, target.kv_bytes(1), target.kv_bytes(plan.context), None, None)
+    target = found.demand.target
+    each, whole = target.kv_bytes(1), target.kv_bytes(plan.context)
+    return CacheProspect(name, each, whole, found, found.predict_pass_s(rates, width))

@@ -1,0 +1,125 @@
+"""Texts on packed KV caches are plain decoding's on the same format, whatever drafts, shares passes or is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from offspec import KV_CACHES, Engine, SamplingParams, SpeculationParams
+from offspec.errors import UsageError
+from offspec.model.text_pool import TextPool
+from offspec.session import Session
+
+from ..pair import Pair, build_pair
+from ..refusals import refused
+
+GetEngine = Callable[[str, str], Engine]
+PLAIN = SpeculationParams(budget=0)
+PROMPTS = ("def area(", "for i in range(10):\n    print(i)\n" * 2, "x = 1")
+PARAMS = (
+    SamplingParams(20, ignore_eos=True),
+    SamplingParams(16, temperature=1.0, seed=2),
+    SamplingParams(24, temperature=0.7, top_p=0.9, repetition_penalty=1.3, seed=3),
+)
+DRAFTS = ("own", "lookup", "shadow", "resident", "self")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"), 3, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def engine_of(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetEngine]:
+    """In fp32, so that texts are equal and not only up to near-ties."""
+    found = dict[tuple[str, str], Engine]()
+
+    def get(draft: str, kv_cache: str) -> Engine:
+        if (draft, kv_cache) not in found:
+            more: dict[str, Any] = {"exit_layer": 1} if draft == "self" else {}
+            name = str(pair.draft) if draft == "own" else draft
+            found[draft, kv_cache] = Engine.load(
+                str(pair.target), draft=name, device="cpu", dtype="fp32", kv_cache=kv_cache, **more
+            )
+        return found[draft, kv_cache]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield get
+    for engine in found.values():
+        engine.close()
+
+
+def said(
+    engine: Engine, prompt: str, params: SamplingParams, speculation: SpeculationParams | None = None
+) -> list[int]:
+    return [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_plain_trees_and_batches_give_one_text(draft: str, kv_cache: str, engine_of: GetEngine) -> None:
+    engine = engine_of(draft, kv_cache)
+    plain = [said(engine, prompt, params, PLAIN) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    for budget in (None, 8):
+        alone = [
+            said(engine, prompt, params, SpeculationParams(budget))
+            for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+        ]
+        together: list[list[int]] = [[] for _ in PROMPTS]
+        for index, step in engine.generate_many(PROMPTS, list(PARAMS), SpeculationParams(budget), max_texts=3):
+            together[index] += step.token_ids
+        assert alone == plain
+        assert together == plain
+
+
+@pytest.mark.parametrize("kv_cache", ["8", "4"])
+def test_a_conversation_says_what_a_fresh_run_says(kv_cache: str, engine_of: GetEngine) -> None:
+    """Its cache is cut back and continued."""
+    engine = engine_of("own", kv_cache)
+    session = Session(engine)
+    for message in ("def area(", "hi", "for item in"):
+        for _ in session.reply(message, SamplingParams(9, temperature=0.6, seed=3)):
+            pass
+        ids = session.encode(session.turns)
+        fresh = list(engine.generate(ids, SamplingParams(9, temperature=0.6, seed=3), PLAIN))
+        tokens = [token for step in fresh for token in step.token_ids]
+        reply = session.turns[-1]
+        assert reply.token_ids == (tokens[:-1] if fresh[-1].finish_reason == "eos" else tokens)
+
+
+@pytest.mark.parametrize("kv_cache", ["8", "4"])
+def test_copied_entries_give_the_same_text(kv_cache: str, engine_of: GetEngine) -> None:
+    engine = engine_of("own", kv_cache)
+    first, other = ([40 + (number * step) % 90 for number in range(64)] for step in (1, 7))
+    pool, params = TextPool(engine.new_caches, 2**30), SamplingParams(16, ignore_eos=True, seed=1, temperature=1)
+    for prompt in (first, other, [*first, *other[:8]]):
+        caches = pool.borrow(prompt)
+        found = [token for step in engine.generate(prompt, params, caches=caches) for token in step.token_ids]
+        pool.give_back(caches)
+        assert found == [token for step in engine.generate(prompt, params) for token in step.token_ids]
+    assert pool.num_parked > 0
+
+
+def test_formats_change_the_text(engine_of: GetEngine) -> None:
+    """Of few bits, over many tokens; otherwise the option would have no effect."""
+    params = SamplingParams(200, temperature=1, seed=1, ignore_eos=True)
+    texts = [said(engine_of("own", kv_cache), "x = 1", params, PLAIN) for kv_cache in ("16", "4")]
+    assert texts[0] != texts[1]
+
+
+def test_the_plan_counts_the_caches_bytes(engine_of: GetEngine) -> None:
+    for kv_cache in KV_CACHES:
+        engine = engine_of("lookup", kv_cache)
+        assert engine.plan is not None
+        cache = engine.new_caches().target.cache
+        cache.reserve(engine.plan.kv_entries)
+        (item,) = (item for item in engine.plan.placement.items if item.name == "KV cache")
+        assert cache.nbytes == item.on_device
+
+
+def test_an_unknown_format_is_refused(pair: Pair) -> None:
+    with refused(UsageError, "`kv_cache`", "'5'"):
+        Engine.load(str(pair.target), device="cpu", kv_cache="5")
