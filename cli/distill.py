@@ -1,4 +1,4 @@
-"""`offspec distill`: trains an exit layer or a draft, or finds layers to skip."""
+"""`offspec distill`: trains an exit layer, a head or a draft, or finds layers to skip."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from offspec import format_seconds
-from offspec.training.distill_params import DistillParams, DraftParams
+from offspec.training.distill_params import HEADS, DistillParams, DraftParams
 
 from .distill_draft import DRAFT_FLAGS, DraftFlags, distil_draft, draft_options
+from .distill_head import distil_head
 from .help_groups import OffspecCommand, option, research_option
 from .options import MODEL, MODEL_HELP, Number, WholeNumber, memory_flags
 from .training_job import Job, refuse_flags, training_line
@@ -27,12 +28,13 @@ TRAINING_FLAGS = ("steps", "num_texts", "text_tokens", "batch_texts", "learning_
 @click.command(
     cls=OffspecCommand,
     name="distill",
-    help=f"""Train a draft for MODEL on what MODEL says: an exit layer, or a small model.
+    help=f"""Train a draft for MODEL on what MODEL says: an exit layer, a head, or a small model.
 
-With --exit-layer, the first layers of MODEL become its draft (--draft self). With --draft, a small model of the same
-vocabulary learns to say what MODEL says; --new-draft makes one. With --skip, nothing is trained: a search finds in
-which order layers are best skipped. --draft resident then drafts without the layers that are streamed, and streams
-those that it can best do without.
+With --exit-layer, the first layers of MODEL become its draft (--draft self). With --head, a head is trained (--draft
+head): it reads MODEL's states, predicts several tokens ahead, and needs little memory. With --draft, a small model of
+the same vocabulary learns to say what MODEL says; --new-draft makes one. With --skip, nothing is trained: a search
+finds in which order layers are best skipped. --draft resident then drafts without the layers that are streamed, and
+streams those that it can best do without.
 
 {MODEL_HELP} The target generates texts, or reads given ones. The draft, or one transformer layer after layer N, learns
 to predict the target's output. MODEL itself does not change. The built-in model takes some minutes. A run needs disk
@@ -45,6 +47,7 @@ Examples:
   offspec distill builtin --exit-layer 2
   offspec run builtin --draft self "def area("
   offspec distill ./Llama-3.1-8B --exit-layer 4 --text notes.txt --out exit4.safetensors
+  offspec distill ./Llama-3.1-8B --head eagle3
   offspec distill ./Llama-3.1-8B --skip
   offspec distill ./Llama-3.1-70B --draft ./Llama-3.2-1B --text notes.txt --out ./my-draft
   offspec distill ./Mistral-Large --new-draft 1024,4 --out ./my-draft
@@ -57,13 +60,14 @@ Examples:
     metavar="N",
     help="Number of initial layers used as the draft; they stay in memory. Try a quarter of all layers first.",
 )
+@option("--head", type=click.Choice(HEADS), help="Train a head of this kind, for --draft head.")
 @option("--skip", "skips", is_flag=True, help="Find layers to skip, for --draft resident, instead of training.")
 @draft_options
 @option(
     "--out",
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="File for the result, or folder for a draft. [default: in the user's data folder; none for --draft]",
+    help="File for the result, or folder for a head or draft. [default: in the user's data folder; none for --draft]",
 )
 @option(
     "--text",
@@ -153,6 +157,7 @@ Examples:
 def command(
     model: str,
     exit_layer: int | None,
+    head: str | None,
     skips: bool,
     out: Path | None,
     texts: tuple[Path, ...],
@@ -170,16 +175,16 @@ def command(
 ) -> None:
     settings = {name: value for name, value in settings.items() if value is not None}
     draft = DraftFlags.of(settings)
-    if skips + draft.is_given + (exit_layer is not None) != 1:
+    if skips + draft.is_given + (exit_layer is not None) + (head is not None) != 1:
         raise click.UsageError(
-            "Give one of --exit-layer N, to train an exit layer, --draft SMALL or --new-draft, to train a draft, or "
-            "--skip."
+            "Give one of --exit-layer N, to train an exit layer, --head, to train a head, --draft SMALL or "
+            "--new-draft, to train a draft, or --skip."
         )
     if not draft.is_given:
         refuse_flags(DRAFT_FLAGS, "needs --draft or --new-draft")
     if skips:
         refuse_flags(TRAINING_FLAGS, "is for training, and --skip trains nothing")
-    if out is not None and out.is_dir() and not draft.is_given:
+    if out is not None and out.is_dir() and not draft.is_given and head is None:
         raise click.BadParameter(f"{out} is a folder; give a file.", param_hint="--out")
     loading = {"revision": revision, "device": device, "dtype": dtype, "vram": vram, "ram": ram, "context": context}
     more: dict[str, Any] = {"out": None if out is None else out.expanduser(), "texts": texts, "resume": resume}
@@ -187,6 +192,8 @@ def command(
     began = time.monotonic()
     if draft.is_given:
         said, sentence = distil_draft(job, draft, settings)
+    elif head is not None:
+        said, sentence = distil_head(job, head, DistillParams(**settings))
     else:
         said, sentence = _own_layers(job, exit_layer, DistillParams(**settings))
     seconds = time.monotonic() - began

@@ -158,11 +158,11 @@ def loading_options(function: F) -> F:
     return _all(
         option(
             "--draft",
-            type=ModelName("auto", "shadow", "self", "resident", "lookup", "none", "builtin"),
+            type=ModelName("auto", "shadow", "head", "self", "resident", "lookup", "none", "builtin"),
             default="auto",
-            metavar="PATH|auto|shadow|self|resident|lookup|none",
-            help="Draft: a path, shadow[:BITS] (low-bit target), self (early exit), resident (resident layers), "
-            "lookup (n-gram lookup), or none. [default: auto]",
+            metavar="PATH|auto|shadow|head|self|resident|lookup|none",
+            help="Draft: a path, shadow[:BITS] (low-bit target), head (trained head), self (early exit), resident "
+            "(resident layers), lookup (n-gram lookup), or none. [default: auto]",
         ),
         model_flags,
         memory_flags,

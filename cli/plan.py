@@ -44,7 +44,7 @@ Examples:
     type=ModelName("auto", "shadow", "self", "resident", "lookup", "none", "builtin"),
     default=("auto",),
     multiple=True,
-    metavar="PATH|auto|shadow|self|resident|lookup|none",
+    metavar="PATH|auto|shadow|head|self|resident|lookup|none",
     help="Draft, as for `offspec run`; several are compared, and the plan is for the fastest. [default: auto]",
 )
 @option(

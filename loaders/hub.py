@@ -55,6 +55,12 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
     return _download(model, revision, (*files, *map(escape, shards))) if shards else folder
 
 
+def resolve_files(model: str, names: Sequence[str]) -> Path:
+    """The path of a local folder, or the folder of a hub id with these of its files. Raises CheckpointError."""
+    local = _local(model)
+    return _download(model, None, names) if local is None else local
+
+
 def _download_gguf(repository: str, quantisation: str, revision: str | None) -> Path:
     """Download a repository's GGUF files in exactly this quantisation; returns the folder. F16 must not match BF16, nor
     Q4_K match Q4_K_M. mmproj files contain no language model.

@@ -9,24 +9,38 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.loaders.checkpoint import show
 from offspec.loaders.safetensors_folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, SafetensorsFolder, read_header
 from offspec.loaders.small_files import parse_json, read_small_file
 
-from ..errors import CheckpointError, MissingWeightsError, UnsupportedModelError
+from ..errors import CheckpointError, MissingWeightsError, StorageError, UnsupportedModelError, UsageError
 from ..model.config import ModelConfig
 from ..model.config_values import Json
+from ..model.heads.chained import (
+    hydra_name,
+    hydra_spec,
+    medusa_name,
+    medusa_spec,
+    mlp_name,
+    mlp_spec,
+    recurrent_spec,
+)
 from ..model.heads.eagle import eagle_name, eagle_spec
 from ..model.heads.head import HeadSpec
+from .exit_layers import data_file
+from .opening import ModelFiles
 
 SAFETENSORS = (SINGLE_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
@@ -35,29 +49,34 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A head's folder, whose tensors fit the target. names: those of `spec.shapes` → those in the files."""
+    """A head's folder, whose tensors fit the target.
+
+    names: those of `spec.shapes` → those in the files. files: of each of these. trained_for: the fingerprint of the
+    target, if offspec made the head.
+    """
 
     path: Path
     spec: HeadSpec
     names: Mapping[str, str]
     files: Mapping[str, Path]
+    trained_for: str | None = None
 
     @classmethod
     def open(cls, path: Path, target: ModelConfig) -> HeadFiles:
         """Read config.json and headers. Raises CheckpointError, UnsupportedModelError."""
         config = _read_config(path)
         shapes, files = _tensors(path)
-        kind = head_kind(config, shapes)
-        if kind is None:
+        layout = layout_of(config, shapes)
+        if layout is None:
             raise UnsupportedModelError(f"{path} is not a head of a known kind")
-        names = {own: name for name in shapes if (own := eagle_name(name)) is not None}
-        present = {own: shapes[name] for own, name in names.items()}
+        names = {own: name for name in shapes if (own := layout.name_of(name)) is not None}
         try:
-            spec = eagle_spec(KINDS[kind], config, present, target)
+            spec = layout.spec(config, shapes, target)
         except (CheckpointError, UnsupportedModelError) as exc:
             raise type(exc)(f"{path}: {exc}") from exc
-        _check(path, spec, present, names)
-        return cls(path, spec, names, files)
+        _check(path, spec, {own: shapes[name] for own, name in names.items()}, names)
+        made_for = config.get(TARGET_KEY)
+        return cls(path, spec, names, files, made_for if isinstance(made_for, str) else None)
 
     @property
     def num_elements(self) -> int:
@@ -76,11 +95,51 @@ class HeadFiles:
         return found
 
 
-KINDS = {"eagle": 1, "eagle3": 3}
+@dataclass(frozen=True)
+class Layout:
+    """How a kind of head is stored. name_of: a `Head`'s name of a file's tensor; None for one that says nothing more.
+
+    make_spec: from config.json, the tensors' shapes by the head's names, and the target.
+    """
+
+    name_of: Callable[[str], str | None]
+    make_spec: Callable[[Json, Shapes, ModelConfig], HeadSpec]
+
+    def spec(self, config: Json, shapes: Shapes, target: ModelConfig) -> HeadSpec:
+        """What a head with tensors of these `shapes`, by their names in the file, must hold.
+
+        Raises CheckpointError, UnsupportedModelError.
+        """
+        present = {own: shape for name, shape in shapes.items() if (own := self.name_of(name)) is not None}
+        return self.make_spec(config, present, target)
 
 
-def head_kind(config: Json, names: Mapping[str, object]) -> str | None:
+LAYOUTS = {
+    "eagle": Layout(eagle_name, partial(eagle_spec, 1)),
+    "eagle3": Layout(eagle_name, partial(eagle_spec, 3)),
+    "medusa": Layout(medusa_name, medusa_spec),
+    "hydra": Layout(hydra_name, hydra_spec),
+    "mlp_speculator": Layout(mlp_name, mlp_spec),
+    "recurrent": Layout(lambda name: name, recurrent_spec),
+}
+MARKS = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # a key of config.json → the kind
+TARGET_KEY = "offspec_target"  # the key of the target's fingerprint, in heads that offspec trained
+OWN_KIND = "offspec_head"  # the key of kinds that nobody else publishes
+
+
+def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
+    """The layout of a head's files; None: it is no head."""
+    kind = head_kind(config, names)
+    return None if kind is None else LAYOUTS[kind]
+
+
+def head_kind(config: Json, names: Iterable[str]) -> str | None:
     """The kind of head by its config.json; EAGLE-1's says nothing, but has a tensor `fc`. None: it is no head."""
+    if (kind := next((kind for key, kind in MARKS.items() if key in config), None)) is not None:
+        return kind
+    named = config.get(OWN_KIND, config.get("model_type"))
+    if named in ("medusa", "mlp_speculator", "recurrent"):
+        return str(named)
     stated = config.get("architectures")
     classes = [str(name).lower() for name in stated] if isinstance(stated, list) else []
     method = config.get("speculators_model_type")
@@ -96,11 +155,29 @@ def is_head(path: Path) -> bool:
     """Whether a folder holds a head, rather than a model; False for anything that cannot be read."""
     try:
         config = _read_config(path)
-        if head_kind(config, {}) is not None:
+        if head_kind(config, ()) is not None:
             return True
         return head_kind(config, _tensors(path)[0]) is not None
     except CheckpointError:
         return False
+
+
+def head_folder(target: ModelFiles, kind: str) -> Path:
+    """Where `offspec distill --head` puts a head of this kind."""
+    return data_file(target, f"head-{kind}")
+
+
+def find_head(target: ModelFiles) -> Path:
+    """The newest head in that place for this target. Raises UsageError if there is none."""
+    pattern = head_folder(target, "*")
+    heads = [path for path in pattern.parent.glob(pattern.name) if (path / CONFIG_FILE).is_file()]
+    found = max(heads, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
+    if found is None:
+        raise UsageError(
+            f"`draft=head` needs a head, and there is none for {target.checkpoint.path}; run offspec distill MODEL "
+            "--head eagle3 first, or give a head's folder (`draft=PATH`)"
+        )
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -173,9 +250,15 @@ def _check(path: Path, spec: HeadSpec, present: Shapes, names: Mapping[str, str]
 
 
 def write_head(path: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-    """Write a head as a folder. Raises OSError, SafetensorError."""
-    from safetensors.torch import save_file
-
-    path.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path / SINGLE_FILE)
-    (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    """Write a head as a folder, whole or not at all. Raises StorageError."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, unfinished / SINGLE_FILE)
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (unfinished / CONFIG_FILE).write_text(text, encoding="utf-8")
+        unfinished.rename(path)
+    except (OSError, SafetensorError) as exc:
+        raise StorageError(f"{path} cannot be written: {exc}; choose another folder (`out`)") from exc
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from offspec.loaders.hub import resolve_files
 from offspec.loaders.placement import Item, Placement
+from offspec.loaders.safetensors_folder import CONFIG_FILE, INDEX_FILE
 from offspec.scheduler.drafter import Drafter
 from offspec.scheduler.lookup import Guesser
 from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.verify import TargetPass
 
-from ..checkpoints.exit_layers import refuse_foreign
-from ..checkpoints.head_files import HeadFiles
+from ..checkpoints.exit_layers import fingerprint, has_weights, refuse_foreign
+from ..checkpoints.head_files import PICKLES, SAFETENSORS, HeadFiles, find_head, head_folder
 from ..checkpoints.opening import ModelFiles, Note, locate
-from ..errors import UsageError
+from ..errors import CheckpointError, UsageError
 from ..model.block import kv_cache_bytes
 from ..model.decoder import CachedDecoder, Decoder, activation_bytes
 from ..model.heads.head import Head
@@ -31,6 +34,8 @@ from .base import Attach, Draft, DraftTask, OpenRequest, controller_of
 from .learnt import EstimatesAndRecall
 from .model_draft import guessers_beside_model, guessing_items
 from .recall import RecallingText
+
+NAME = "head"
 
 
 class HeadDrafter(ModelDrafter):
@@ -109,8 +114,13 @@ class OpenedHead:
         if options.learns:
             raise UsageError("a head cannot learn while it drafts; omit `learn` and `learn_file`")
         options.refuse_model_needs()
-        files = HeadFiles.open(locate(options.draft, None, "draft"), target.config)
-        request.notes.append(Note(f"draft: {files.path.name}, an {files.spec.kind} head"))
+        files = HeadFiles.open(_folder(request), target.config)
+        if files.trained_for is not None and has_weights(target) and files.trained_for != fingerprint(target):
+            raise CheckpointError(
+                f"the head {files.path} was trained for another target than {target.checkpoint.path}; make one with "
+                "offspec distill"
+            )
+        request.notes.append(Note(f"draft: {files.path.name}, a head ({files.spec.kind})"))
         return cls(options.draft, files, target)
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
@@ -134,3 +144,18 @@ class OpenedHead:
     def load(self, device: torch.device) -> Attach:
         tensors = self.files.load(self.target.dtype, device)
         return lambda target: HeadDraft(self.files.spec.make(tensors, target), self.name)
+
+
+def _folder(request: OpenRequest) -> Path:
+    """The head's folder: of `draft=PATH`, or one that offspec made (`head`, `head:medusa`). Raises OffspecError."""
+    kind, _, said = request.options.draft.partition(":")
+    if kind != NAME:
+        path = locate(request.options.draft, None, "draft")
+        is_here = any((path / name).is_file() for name in (*SAFETENSORS, INDEX_FILE, *PICKLES))
+        return path if is_here else resolve_files(request.options.draft, [CONFIG_FILE, *SAFETENSORS, *PICKLES])
+    refuse_foreign(request.target.config, "a head")
+    if not has_weights(request.target):
+        raise UsageError(
+            f"`draft={NAME}` needs the weights of {request.target.checkpoint.path}, to which the head belongs"
+        )
+    return head_folder(request.target, said) if said else find_head(request.target)

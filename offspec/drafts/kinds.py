@@ -12,6 +12,7 @@ from ..checkpoints.opening import Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import UsageError
 from .base import Choice, OpenedDraft, OpenRequest
+from .head_draft import NAME as HEAD
 from .head_draft import OpenedHead
 from .layer_drafts import RESIDENT, SHADOW, OpenedLayers, OpenedShadow
 from .model_draft import OpenedModel
@@ -35,6 +36,7 @@ KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
     "none": NoDraft.open,
     LookupDraft.NAME: LookupDraft.open,
     SELF: _open_self,
+    HEAD: OpenedHead.open,
     SHADOW: OpenedShadow.open,
     RESIDENT: OpenedLayers.open_resident,
 }

@@ -341,7 +341,8 @@ def _attention_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize
     """Bytes of masks, scores, results and unpacked keys of attention, at once or by parts."""
     is_foreign, is_capped = isinstance(config, ForeignConfig), config.attention_cap is not None
     heads, copies = _mask_heads(config), 1 + 2 * itemsize  # the mask as bool, as numbers, and as aligned numbers
-    unpacked = max(kv.unpacked_bytes(each, num_keys, itemsize, is_whole=is_foreign) for each in kv_layouts(config))
+    each = (kv.unpacked_bytes(layout, num_keys, itemsize, is_whole=is_foreign) for layout in kv_layouts(config))
+    unpacked = max(each, default=0)  # a head may have no layer
     elements = heads * num_rows * num_keys
     if is_foreign:
         return elements * copies + unpacked

@@ -9,6 +9,7 @@ from ..errors import UsageError
 
 Init = Literal["next", "last"]
 Loss = Literal["fkl", "rkl", "jsd", "tvd++"]
+HEADS = ("eagle3", "medusa", "hydra", "recurrent")  # the structures of `head_structures`
 
 
 @dataclass(frozen=True)

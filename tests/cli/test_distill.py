@@ -147,6 +147,23 @@ def _few_tokens(init: Any) -> Any:
     return make
 
 
+def test_a_head_is_trained_and_drafts(pair: Pair, offspec: Offspec, exits: Path) -> None:
+    made = offspec("distill", pair.target, "--head", "medusa", *SMALL, "--json")
+    assert (made.code, made.err) == (0, "")
+    said = json.loads(made.out)
+    assert Path(said["path"]).parent == exits
+    assert said["kind"] == "medusa"
+    assert len(said["agreement"]) == 5
+    assert said["tokens_per_pass"] >= 1
+    for draft in ("head", "head:medusa", said["path"]):
+        drafted = offspec("run", pair.target, "x", "--draft", draft, "--device", "cpu", "--max-new-tokens", 4, "--json")
+        assert drafted.code == 0, drafted.err
+    planned = offspec("plan", pair.target, "--draft", said["path"], "--ram", "1GiB")
+    assert tells(planned.out, "head's weights")
+    offspec("distill", pair.target, "--head", "eagle3", *SMALL).refusal(1, "layer")
+    offspec("distill", pair.target, "--head", "medusa", *SMALL).refusal(2, "exists already", "--out")
+
+
 def test_training_and_skipping_are_told_apart(pair: Pair, offspec: Offspec) -> None:
     offspec("distill", pair.target).refusal(2, "--exit-layer", "--skip")
     offspec("distill", pair.target, "--exit-layer", 1, "--skip").refusal(2, "--exit-layer", "--skip")

@@ -305,7 +305,7 @@ def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) 
         ("run", ("[default: random, shown by --stats and --json]", "torch's choice")),
         ("chat", ("[default: random]",)),
         ("bench", ("does not change the text. [default: 0]", "(offspec run --learn), read at the start")),
-        ("plan", ("PATH|auto|shadow|self|resident|lookup|none",)),
+        ("plan", ("PATH|auto|shadow|head|self|resident|lookup|none",)),
     ],
 )
 def test_help_holds_for_its_command(command: str, words: Sequence[str], offspec: Offspec) -> None:

@@ -8,9 +8,9 @@ head returns *states*, from which logits are linear (`Decoder.linear_logits`), a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -101,12 +101,18 @@ class Head(Decoder, ABC):
         return super().capped(logits) if self.has_own_head else self.target.capped(logits)
 
 
+class MakeHead(Protocol):
+    """Makes a head of its tensors, which are on the target's device. dtype: see `Head`."""
+
+    def __call__(self, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None) -> Head: ...
+
+
 @dataclass(frozen=True)
 class HeadSpec:
     """What a head's files must hold, and how it is made of them.
 
     kind: of head, for messages. config: the shape of its layers and of its states. shapes: its tensors by `Head`'s
-    names. num_columns: of its logits. make: the head, given its tensors on the target's device.
+    names. num_columns: of its logits. make: see `MakeHead`.
     """
 
     kind: str
@@ -114,4 +120,4 @@ class HeadSpec:
     shapes: Mapping[str, tuple[int, ...]]
     target_layers: tuple[int, ...]
     num_columns: int
-    make: Callable[[Mapping[str, Tensor], Decoder], Head]
+    make: MakeHead

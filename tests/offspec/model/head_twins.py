@@ -126,3 +126,85 @@ def _attention(x: Tensor, w: Mapping[str, Tensor], heads: int = 4, kv_heads: int
     scores = (q @ k.transpose(1, 2)) / dim**0.5
     scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
     return (scores.softmax(-1) @ v).transpose(0, 1).reshape(length, -1) @ w["self_attn.o_proj.weight"].T
+
+
+# ------------------------------------------------------------------------------------------------ without attention
+#
+# FasterDecoding/Medusa (medusa_model.py), zankner/Hydra (prefix_mlp_head.py), vLLM (mlp_speculator.py). Each twin gives
+# the logits after a path of tokens, whose first one is the text's last, from the final state before that token.
+
+MEDUSA_CONFIG = {"medusa_num_heads": 3, "medusa_num_layers": 2}
+HYDRA_CONFIG = {"hydra_num_heads": 3, "hydra_num_layers": 2, "grounded_heads": True}
+MLP_CONFIG = {"model_type": "mlp_speculator", "n_predict": 3, "emb_dim": 32, "inner_dim": 24, "scale_input": True}
+RECURRENT_CONFIG = {"offspec_head": "recurrent", "intermediate_size": 40}
+VOCAB, HIDDEN, INNER = CONFIG["vocab_size"], 32, 24
+
+
+def medusa_tensors() -> dict[str, Tensor]:
+    shapes: dict[str, Sequence[int]] = {}
+    for step in range(3):
+        for block in range(2):
+            shapes |= {f"{step}.{block}.linear.weight": (HIDDEN, HIDDEN), f"{step}.{block}.linear.bias": (HIDDEN,)}
+        shapes[f"{step}.2.weight"] = (VOCAB, HIDDEN)
+    return random_tensors(shapes)
+
+
+def medusa_logits(tensors: Mapping[str, Tensor], state: Tensor, embedded: Tensor) -> Tensor:
+    step = len(embedded) - 1
+    for block in range(2):
+        name = f"{step}.{block}.linear"
+        state = state + F.silu(state @ tensors[f"{name}.weight"].T + tensors[f"{name}.bias"])
+    return state @ tensors[f"{step}.2.weight"].T
+
+
+def hydra_tensors() -> dict[str, Tensor]:
+    shapes: dict[str, Sequence[int]] = {}
+    for step in range(3):
+        for part in ("linear", "res_connection"):
+            shapes |= {f"hydra_mlp.{step}.1.{part}.weight": (HIDDEN, (2 + step) * HIDDEN)}
+            shapes |= {f"hydra_mlp.{step}.1.{part}.bias": (HIDDEN,)}
+        shapes |= {f"hydra_mlp.{step}.3.linear.weight": (HIDDEN, HIDDEN), f"hydra_mlp.{step}.3.linear.bias": (HIDDEN,)}
+        shapes |= {f"hydra_lm_head.{step}.1.weight": (VOCAB, HIDDEN), f"hydra_lm_head.{step}.1.bias": (VOCAB,)}
+    return random_tensors(shapes)
+
+
+def hydra_logits(tensors: Mapping[str, Tensor], state: Tensor, embedded: Tensor) -> Tensor:
+    step = len(embedded) - 1
+
+    def product(name: str, x: Tensor) -> Tensor:
+        return x @ tensors[f"{name}.weight"].T + tensors[f"{name}.bias"]
+
+    x = torch.cat((state, embedded.flatten()))
+    x = product(f"hydra_mlp.{step}.1.res_connection", x) + F.silu(product(f"hydra_mlp.{step}.1.linear", x))
+    x = x + F.silu(product(f"hydra_mlp.{step}.3.linear", x))
+    return product(f"hydra_lm_head.{step}.1", x)
+
+
+def mlp_tensors() -> dict[str, Tensor]:
+    shapes: dict[str, Sequence[int]] = {}
+    for step in range(3):
+        shapes |= {f"emb.{step}.weight": (VOCAB, INNER), f"head.{step}.weight": (VOCAB, INNER)}
+        shapes |= {f"proj.{step}.weight": (INNER, INNER if step else HIDDEN)}
+        shapes |= {f"ln.{step}.weight": (INNER,), f"ln.{step}.bias": (INNER,)}
+    return {f"speculator.{name}": tensor for name, tensor in random_tensors(shapes).items()}
+
+
+def mlp_logits(tensors: Mapping[str, Tensor], state: Tensor, tokens: Sequence[int]) -> Tensor:
+    def of(name: str, step: int, part: str = "weight") -> Tensor:
+        return tensors[f"speculator.{name}.{step}.{part}"]
+
+    def normed(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean() + 1e-6)
+
+    weight = 0.5 ** (0.5 / 3)
+    added = ((1 - weight**2) * (INNER / 2)) ** 0.5
+    state = normed(state) / 2**0.5
+    for step, token in enumerate(tokens):
+        state = of("proj", step) @ state + added / weight * of("emb", step)[token]
+        state = F.gelu(normed(state) * of("ln", step) + of("ln", step, "bias"))
+    return of("head", len(tokens) - 1) @ state
+
+
+def recurrent_tensors() -> dict[str, Tensor]:
+    shapes = {"cell.weight": (HIDDEN, 2 * HIDDEN), "cell.bias": (HIDDEN,)}
+    return random_tensors({**shapes, "up.weight": (40, 2 * HIDDEN), "down.weight": (HIDDEN, 40)})

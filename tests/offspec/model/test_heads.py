@@ -29,7 +29,21 @@ from offspec.scheduler.verify import TargetPass, Verdict
 
 from ...fakes import CPU
 from ...pair import build_pair
-from .head_twins import EAGLE_CONFIG, EagleTwin, eagle_tensors, write_folder
+from .head_twins import (
+    EAGLE_CONFIG,
+    HYDRA_CONFIG,
+    MEDUSA_CONFIG,
+    MLP_CONFIG,
+    EagleTwin,
+    eagle_tensors,
+    hydra_logits,
+    hydra_tensors,
+    medusa_logits,
+    medusa_tensors,
+    mlp_logits,
+    mlp_tensors,
+    write_folder,
+)
 
 EAGLE_1 = EAGLE_CONFIG | {"architectures": ["LlamaForCausalLM"]}
 INNER = {key: value for key, value in EAGLE_CONFIG.items() if key not in ("architectures", "draft_vocab_size")}
@@ -128,6 +142,39 @@ def test_logits_equal_the_reference(layout: str, tmp_path: Path, target_files: M
             features = torch.cat((features, last))
             wanted, last = twin.logits(features, [*tokens[1:], *nodes[path[: step + 1]].tolist()])
         torch.testing.assert_close(found[None], wanted, atol=1e-4, rtol=1e-4)
+
+
+CHAINED = {
+    "Medusa": (MEDUSA_CONFIG, medusa_tensors, "medusa_lm_head.pt"),
+    "Hydra": (HYDRA_CONFIG, hydra_tensors, "hydra_lm_head.pt"),
+    "MLP speculator": (MLP_CONFIG, mlp_tensors, ""),
+}
+
+
+@pytest.mark.parametrize("kind", CHAINED)
+def test_logits_of_heads_without_attention(
+    kind: str, tmp_path: Path, target_files: ModelFiles, target: Decoder
+) -> None:
+    config, make, pickled = CHAINED[kind]
+    tensors = make()
+    files = HeadFiles.open(write_folder(tmp_path, config, tensors, pickled=pickled), target_files.config)
+    head = files.spec.make(files.load(torch.float32, CPU), target)
+    text, states, tokens = HeadText(head), torch.randn(5, 32), [7, 8, 9, 10, 11, 12]
+    text.feed(told(tokens[:5], states, head.target_layers, [], tokens[5:]))
+    assert text.max_context == len(tokens) + 3, "three tokens can be predicted"
+    parents, nodes, depths = [-1, -1, 0, 1], np.array([20, 21, 22, 23]), np.array([1, 1, 2, 2])
+    rounds = [text.score(tokens[5:], _none(), _none(), np.empty((0, 0), dtype=np.bool_))]
+    rounds.append(text.score([], nodes[:1], depths[:1], tree_mask(parents[:1])))
+    rounds.append(text.score([], nodes[1:], depths[1:], tree_mask(parents, 1)))  # two depths in one round
+    for node, found in enumerate(torch.cat(rounds), start=-1):
+        path = [tokens[5], *nodes[_path(node, parents)].tolist()] if node >= 0 else tokens[5:]
+        embedded = target.embedding_rows(torch.tensor(path))
+        if kind == "MLP speculator":
+            wanted = mlp_logits(tensors, states[-1], path)
+        else:
+            twin = medusa_logits if kind == "Medusa" else hydra_logits
+            wanted = twin(tensors, states[-1], embedded)
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 def _none() -> Any:

@@ -1,0 +1,131 @@
+"""Training of heads: it computes what drafting computes, resumes to the bit, and writes heads that draft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.opening import ModelFiles
+from offspec.errors import CheckpointError, UsageError
+from offspec.model.heads.text import HeadText
+from offspec.training.distill_params import HEADS, DistillParams
+from offspec.training.distillation import Teacher
+from offspec.training.head_structures import STRUCTURES
+from offspec.training.heads import HeadStudent, distill_head
+from offspec.training.target_texts import Forest
+
+from ...pair import Pair, build_pair
+from ..model.test_heads import told, tree_mask
+
+PARAMS = DistillParams(steps=6, num_texts=32, text_tokens=12, batch_texts=8, num_labels=16)
+GREEDY = SamplingParams(16, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"), num_layers=8)
+
+
+@pytest.fixture(scope="module")
+def teacher(pair: Pair) -> Teacher:
+    engine = Engine.load(str(pair.target), draft="none", device="cpu", dtype="fp32")
+    return Teacher(engine.target, ModelFiles.open(pair.target, "fp32", "cpu", []), engine.tokenizer)
+
+
+def test_every_structure_can_be_named() -> None:
+    assert tuple(STRUCTURES) == HEADS
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_training_computes_what_drafting_computes(kind: str, teacher: Teacher) -> None:
+    """Row i of step s, unrolled over a text, is the node that is s below the text's token i + 1."""
+    beginning = STRUCTURES[kind](teacher.target, 0)
+    student = HeadStudent(beginning, teacher.target)
+    with torch.no_grad():
+        for part in student.parts.values():
+            part.add_(0.1 * torch.randn(part.shape, generator=torch.Generator().manual_seed(1)))
+    tokens = np.random.default_rng(0).integers(5, 200, (2, 9))
+    layers = beginning.layers or (teacher.target.config.num_layers - 1,)
+    batch = Forest(teacher.target, 2, layers).add(tokens, 8)
+    with torch.no_grad():
+        unrolled = [states.view(2, 8 - step, -1) for step, (states, _) in enumerate(student.unrolled(batch))]
+    hidden = batch["hidden"][1]
+    seen = hidden if beginning.layers else teacher.target.normed(hidden)
+    text, words = HeadText(student.head), tokens[1].tolist()
+    text.feed(told(words[:4], seen[:4], student.head.target_layers, [], words[4:5]))
+    empty = np.empty(0, dtype=np.int64)
+    found = [text.states(words[4:5], empty, empty, np.empty((0, 0), dtype=np.bool_))]
+    for step in (1, 2):
+        found.append(text.states([], tokens[1, 4 + step, None], np.array([step]), tree_mask([-1, 0][:step], step - 1)))
+    for step, states in enumerate(found):
+        torch.testing.assert_close(states[0], unrolled[step][1, 3], atol=1e-4, rtol=1e-4)
+
+
+class StopError(Exception):
+    """The run is interrupted."""
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_resumed_run_is_the_same_to_the_bit(kind: str, teacher: Teacher, tmp_path: Path) -> None:
+    whole = distill_head(teacher, kind, PARAMS, out=tmp_path / "whole")
+
+    def stop(what: str, done: int, total: int) -> None:
+        if what == "training steps" and done == 4:
+            raise StopError
+
+    with pytest.raises(StopError):
+        distill_head(teacher, kind, PARAMS, out=tmp_path / "parts", progress=stop, checkpoint_every_s=0)
+    with pytest.raises(UsageError, match="interrupted"):
+        distill_head(teacher, kind, PARAMS, out=tmp_path / "parts")
+    parts = distill_head(teacher, kind, PARAMS, out=tmp_path / "parts", resume=True)
+    one, other = (load_file(done.path / "model.safetensors") for done in (whole, parts))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert whole.agreement == parts.agreement
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_trained_head_drafts(kind: str, teacher: Teacher, pair: Pair, tmp_path: Path) -> None:
+    """Its loss has fallen, its folder is that of its kind, and the text is plain decoding's."""
+    done = distill_head(teacher, kind, PARAMS, out=tmp_path / kind)
+    assert len(done.agreement) == STRUCTURES[kind](teacher.target, 0).steps
+    assert [len(prompt) for prompt in done.prompts] == [6] * 4
+    engine = Engine.load(str(pair.target), draft=str(done.path), device="cpu", dtype="fp32")
+    plain, drafted = (
+        [token for step in engine.generate("def area", GREEDY, speculation) for token in step.token_ids]
+        for speculation in (SpeculationParams(budget=0), SpeculationParams(budget=12))
+    )
+    assert plain == drafted
+    with pytest.raises(UsageError, match="exists already"):
+        distill_head(teacher, kind, PARAMS, out=done.path)
+
+
+def test_a_head_belongs_to_its_target(teacher: Teacher, tmp_path: Path) -> None:
+    done = distill_head(teacher, "recurrent", PARAMS, out=tmp_path / "head")
+    (tmp_path / "other").mkdir()
+    other = build_pair(tmp_path / "other", num_layers=8, rope_theta=5000.0)
+    with pytest.raises(CheckpointError, match="another target"):
+        Engine.load(str(other.target), draft=str(done.path), device="cpu", dtype="fp32")
+    with pytest.raises(UsageError, match="there is none"):
+        Engine.load(str(other.target), draft="head", device="cpu", dtype="fp32")
+
+
+def test_the_loss_falls(teacher: Teacher) -> None:
+    """On one batch, within a few steps."""
+    beginning = STRUCTURES["eagle3"](teacher.target, 0)
+    student = HeadStudent(beginning, teacher.target)
+    tokens = np.random.default_rng(0).integers(5, 200, (4, 12))
+    said = Forest(teacher.target, 4, beginning.layers).add(tokens, 16)
+    batch = {name: part.clone() for name, part in said.items()}  # outside of inference mode
+    optimizer, losses = torch.optim.Adam(student.parameters(), lr=3e-3), []
+    for _ in range(12):
+        losses.append(student(batch))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.9 * losses[0]
