@@ -27,7 +27,7 @@ from torch import Tensor
 
 from offspec import KV_CACHES, Engine
 from offspec.model.decoder import CachedDecoder
-from offspec.scheduler.tree import build_tree
+from offspec.scheduler.tree import TokenTree
 
 WIDTHS, REPEATS = (1, 16), 5
 HEAD_ROWS = 256  # rows whose logits are in memory at once
@@ -62,7 +62,7 @@ def _pass_s(text: CachedDecoder, width: int) -> float:
 
 def _chain(num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # type: ignore[type-arg]
     """A tree with one branch: tokens, depths and mask."""
-    tree = build_tree([range(num_nodes)]) if num_nodes else build_tree([])
+    tree = TokenTree.chain(range(num_nodes))
     return tree.tokens, tree.depths, tree.mask()
 
 
