@@ -250,6 +250,7 @@ class Batch:
     def _has_grown(self, request: Request, num_nodes: int) -> bool:
         """Reserve KV entries for the text and `num_nodes` nodes, and for some tokens more if there is room."""
         if request.num_needed(len(request.text), num_nodes) <= request.num_entries:
+            request.reserve(request.num_entries)
             return True
         for num_tokens in (request.granted, len(request.text)):
             needed = request.num_needed(num_tokens, num_nodes)

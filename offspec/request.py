@@ -136,12 +136,12 @@ class Request:
             caches.rewind([])  # the pass has to score all rows
         num_prefilled = caches.rewind(text)
         self.text, self.target = caches.text, caches.target  # the same list as the caches'
-        most_rows = MAX_ROWS if self._shared is None else DRAFT_ROWS
+        num_entries = self._num_draft_tokens = 0  # tokens for which the draft's cache has room
         if self._shared is None:
-            self.reserve(self.num_needed(self._longest, tree_room(speculation, engine.target.device.type)))
-        if caches.draft is not None:  # reserve for all rounds: on a GPU it must not grow during the target's pass
-            caches.draft.reserve(self.granted + most_rows)
-        asked = DraftRequest(self.sampler, self.final, num_prefilled, most_rows=most_rows, shared=self._shared)
+            num_entries = self.num_needed(self._longest, tree_room(speculation, engine.target.device.type))
+        self.reserve(num_entries)
+        most_rows, shared = self._most_rows, self._shared
+        asked = DraftRequest(self.sampler, self.final, num_prefilled, most_rows=most_rows, shared=shared)
         task = DraftTask(caches.draft, engine.target, asked, speculation, engine.lookup_index, text)
         self.drafter = engine.draft.drafter(task, engine.learnt)
         drafter = self.drafter
@@ -171,10 +171,21 @@ class Request:
         return num_tokens + num_nodes + num_shared
 
     def reserve(self, num_entries: int) -> None:
-        """Make room for `num_entries` in the target's KV cache."""
+        """Make room for `num_entries` in the target's KV cache, and in the draft's for the granted text and all rounds.
+
+        On a GPU the draft's must not grow during the target's pass.
+        """
         if num_entries > self.target.cache.capacity:
             self.engine.loaded.make_kv_room(self.target.cache, num_entries)
             self.target.cache.reserve(num_entries)
+        if self._caches.draft is not None and len(self.text) > self._num_draft_tokens:
+            self._num_draft_tokens = self.granted
+            self._caches.draft.reserve(self.granted + self._most_rows)
+
+    @property
+    def _most_rows(self) -> int:
+        """Pending nodes of the draft."""
+        return MAX_ROWS if self._shared is None else DRAFT_ROWS
 
     def _make_room(self, message: str) -> None:
         """After device memory ran out, drop the text's KV cache and reload the target. message: torch's error."""

@@ -15,6 +15,7 @@ from offspec import Constraint, Engine, SamplingParams, SpeculationParams, Step
 from offspec.batch import Batch, Ticket
 from offspec.errors import ContextLengthError, NumericalError, OffspecError, UsageError
 from offspec.model.decoder import CachedDecoder
+from offspec.model.kv_cache import KVCache
 from offspec.model.text_pool import TextPool
 from offspec.scheduler.shared_pass import SharedPass
 
@@ -331,6 +332,30 @@ def test_texts_wait_for_a_long_beginning_that_is_being_scored(pair: Pair, monkey
     numbers = [watched.found[ticket][-1].stats.num_prefilled_tokens for ticket in tickets]
     assert numbers[0] == len(tickets[0].text)
     assert max(numbers[1:]) < 12
+
+
+def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all rounds, however long the text has grown: on a GPU it must not grow while the target computes."""
+    monkeypatch.setattr("offspec.request.GRANT", 8)
+    monkeypatch.setattr("offspec.request.DRAFT_ROWS", 10)
+    extend, num_grown = KVCache.extend, 0
+
+    def noted(self: KVCache, count: int) -> None:
+        nonlocal num_grown
+        num_grown += self.size + count > self.capacity
+        extend(self, count)
+
+    monkeypatch.setattr(KVCache, "extend", noted)
+    with load(pair, "own", texts=4) as engine:
+        caches = [engine.new_caches() for _ in range(2)]
+        for own in caches:
+            own.target.reserve(200)  # as after a longer text: the target's never grows
+        batch = Batch(engine)
+        for own, prompt in zip(caches, PROMPTS, strict=False):
+            batch.add(prompt, SamplingParams(60, seed=1, ignore_eos=True), SpeculationParams(8), caches=own)
+        while not batch.is_idle:
+            batch.step()
+    assert num_grown == 0
 
 
 def test_waiting_texts_join_in_order(engines: dict[str, Engine]) -> None:
