@@ -106,10 +106,11 @@ class TextPool:
         for idle in self._free:
             if not (goes_on and idle is own):
                 self._park(idle)
-        if source is not caches and num_tokens >= num_common(_ids(caches), wanted) + WORTHWHILE:
+        num_kept = num_common(_ids(caches), wanted)
+        if self._used and _has_all_entries(caches):
+            _shrink(caches, num_kept)
+        if source is not caches and num_tokens >= num_kept + WORTHWHILE:
             _fill(caches, source, wanted[:num_tokens])
-        elif self._used and _has_all_entries(caches):
-            _shrink(caches, num_common(_ids(caches), wanted))
         self._free.clear()
         self._used.append(caches)
         return caches
