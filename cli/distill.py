@@ -171,6 +171,7 @@ def command(
     vram: int | None,
     ram: int | None,
     context: int | None,
+    kv_cache: str,
     **settings: Any,
 ) -> None:
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -186,7 +187,15 @@ def command(
         refuse_flags(TRAINING_FLAGS, "is for training, and --skip trains nothing")
     if out is not None and out.is_dir() and not draft.is_given and head is None:
         raise click.BadParameter(f"{out} is a folder; give a file.", param_hint="--out")
-    loading = {"revision": revision, "device": device, "dtype": dtype, "vram": vram, "ram": ram, "context": context}
+    loading: dict[str, Any] = {
+        "revision": revision,
+        "device": device,
+        "dtype": dtype,
+        "vram": vram,
+        "ram": ram,
+        "context": context,
+    }
+    loading["kv_cache"] = kv_cache
     more: dict[str, Any] = {"out": None if out is None else out.expanduser(), "texts": texts, "resume": resume}
     job = Job(model, loading, more, quiet=quiet, verbose=verbose)
     began = time.monotonic()
