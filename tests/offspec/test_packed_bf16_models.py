@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec import ConvertParams, Engine, builtin, convert, loading
+from offspec import ConvertParams, Engine, SamplingParams, builtin, convert, loading
 from offspec.checkpoints.load import load_weights
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.products import COSTS, KERNEL, TORCH, ProductKind, WayCosts, num_lanes
@@ -27,6 +27,7 @@ from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan, with_faster_residents
 
+from ..cli.serving import served
 from .test_grouped_models import NO_NODES, PLAIN, RATES, offspec, streamed, texts
 
 CPU = torch.device("cpu")
@@ -90,7 +91,7 @@ def test_logits_have_the_bits_of_the_plain_model(dtype: str, way: str, plain: Pa
 
 def test_texts_and_notes(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Engine.load("builtin", draft="lookup", device="cpu", dtype="bf16")) as source:
-        expected = texts(source, PLAIN)
+        expected, answer = texts(source, PLAIN), source.complete("def area(", SamplingParams(8))
     with monkeypatch.context() as patch:
         patch.setattr(loading, "plan_here", streamed(2))
         patch.setattr(loading, "with_faster_residents", lambda plan, rates: plan)
@@ -100,6 +101,9 @@ def test_texts_and_notes(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not engine.target.weights.is_resident
         assert any(LOSSLESS_FORMAT in note.text for note in engine.notes)
         assert texts(engine, PLAIN) == expected
+        with served(engine) as (client, _):
+            reply = client.ask("POST", "/v1/completions", {"prompt": "def area(", "max_tokens": 8})
+        assert reply.body["choices"][0]["text"] == answer
 
 
 # ------------------------------------------------------------------------------------------------------------ plans
