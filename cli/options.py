@@ -232,8 +232,7 @@ def memory_flags(function: F) -> F:
             type=click.Choice(["auto", *KV_CACHES]),
             default="auto",
             show_default=True,
-            help="Bits of the target's KV cache; 8 and 4 change its arithmetic. auto: 16, or 8 if --context would else "
-            "cost resident layers.",
+            help="Bits of the KV cache; 8 and 4 change the text. auto: 16, or 8 for long contexts.",
         ),
     )(function)
 
@@ -251,8 +250,7 @@ def learning_options(function: F) -> F:
             multiple=True,
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="File of the draft's training: read at the start, with --learn written at the end. May be repeated "
-            "without --learn: each prompt uses the one that predicts it best.",
+            help="File of the draft's training; --learn also writes it. Of several, each prompt uses the best.",
         ),
     )(function)
 
