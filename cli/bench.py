@@ -175,8 +175,7 @@ def command(
 command.params = [parameter for parameter in command.params if parameter.name not in ("budget", "learn")]
 reworded(
     command,
-    learn_file="File of the draft's training (offspec run --learn), read at the start. May be repeated: each prompt "
-    "uses the one that predicts it best.",
+    learn_file="File of the draft's training (offspec run --learn). Of several, each prompt uses the best.",
     seed="Random seed; the draft does not change the text. [default: 0]",
 )
 

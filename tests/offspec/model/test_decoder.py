@@ -100,11 +100,11 @@ def test_texts_of_one_pass_do_not_see_each_other(tiny_model: GetModel, family: s
     tree = TokenTree.chain([7, 8, 9])
     mask = np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], dtype=np.bool_)
     depths = np.array([1, 1, 2])
-    befores, chains = ([], random_tokens(23, 5), random_tokens(40, 6)), (random_tokens(30, 7), [3], [4, 5])
+    ahead, chains = ([], random_tokens(23, 5), random_tokens(40, 6)), (random_tokens(30, 7), [3], [4, 5])
 
     def begun() -> list[tuple[CachedDecoder, TextRows]]:
         texts = []
-        for before, chain in zip(befores, chains, strict=True):
+        for before, chain in zip(ahead, chains, strict=True):
             text = CachedDecoder(decoder)
             if before:
                 text.score(before, *NO_NODES)
