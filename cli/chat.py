@@ -43,7 +43,12 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 1024  # in a chat the model ends its replies itself
 LEAVING = ("exit", "quit", "bye")
-OWN_SETTINGS = {"when_full", "show_stats", "wrap"}  # by click's names, in addition to sampling and speculation
+OWN_SETTINGS = {
+    "when_full",
+    "show_stats",
+    "wrap",
+    "save_cache",
+}  # by click's names, in addition to sampling and speculation
 SHORTHANDS = {"verbose": "stats"}  # Ollama's name
 WARN_SHARE = 0.75  # a note appears when this share of the context is in use
 
@@ -85,6 +90,12 @@ Examples:
     help="File for the history of typed lines. [default: in the user's state folder]",
 )
 @option("--stats", "show_stats", is_flag=True, help="Show tokens/s and other statistics after each reply.")
+@option(
+    "--save-cache/--no-save-cache",
+    default=True,
+    show_default=True,
+    help="/save also writes the KV entries to FILE.kv, so that /load need not compute them.",
+)
 @option("--wrap/--no-wrap", default=True, show_default=True, help="Wrap lines between words on a terminal.")
 @option(
     "--color-accepted",
@@ -468,6 +479,8 @@ class Chat:
         path = _path(argument, "/save")
         self.session.save(path, self.values.as_dict())
         self._note(f"{_turns(self.session)} saved in {path}")
+        if self.values["save_cache"]:
+            self.session.save_entries(path)
 
     def load(self, argument: str) -> None:
         path, before = _path(argument, "/load"), (self.session.turns, self.session.system)
@@ -504,7 +517,7 @@ COMMANDS = {
     "show": Command("", "Show the conversation.", Chat.show),
     "stats": Command("", "Show tokens, tokens per pass and tokens/s of each turn.", Chat.stats),
     "clear": Command("", "Start a new conversation.", Chat.clear),
-    "save": Command("FILE", "Save conversation and settings to a file.", Chat.save),
+    "save": Command("FILE", "Save conversation and settings, and the KV entries as FILE.kv.", Chat.save),
     "load": Command("FILE", "Continue a conversation from a file.", Chat.load),
     "export": Command("FILE.md", "Write the conversation as Markdown.", Chat.export),
     "help": Command("", "Show this list.", Chat.help),

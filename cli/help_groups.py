@@ -20,7 +20,8 @@ OWN = "Options"
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": ("device", "dtype", "revision", "threads", "think", "special_in_text"),
     "Draft": (
-        *("draft", "budget", "lookup_files", "exit_file", "exit_layer", "learn", "learn_file"),
+        *("draft", "budget", "lookup_files", "exit_file", "exit_layer", "draft_window"),
+        *("learn", "learn_file"),
         *("lookup", "recycling", "recall", "reuse", "overlap", "forced", "scoring", "tree", "stopping"),
         *("accept", "tau", "strength", "beam", "gamma"),
     ),
@@ -46,6 +47,7 @@ ADVANCED = {
         "lookup_files",
         "exit_file",
         "exit_layer",
+        "draft_window",
         "learn",
         "learn_file",
     ),

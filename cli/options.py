@@ -31,6 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 MODEL_HELP = "MODEL is a folder, a GGUF file, a Hugging Face hub id, or `builtin`."
 IDLE_S = 3  # seconds without input after which a note says that the command waits for the pipe
 MAX_TEXTS = 64  # that share passes
+MOST_DIGITS = 9  # of a number of tokens
 MAX_BUDGET = 8192  # for N nodes the mask takes N² bytes, the logits 4 · N · vocabulary bytes
 
 
@@ -70,6 +71,15 @@ def budget(ctx: click.Context, param: click.Parameter, value: str) -> int | None
         what = f"neither auto nor a number from 0 (plain decoding) to {MAX_BUDGET}"
         raise click.BadParameter(f"{reprlib.repr(value)} is {what}.")
     return number
+
+
+def draft_window(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    """A click callback: `auto`, which is None, or a number of tokens."""
+    if value == "auto":
+        return None
+    if not value.isdecimal() or len(value) > MOST_DIGITS:
+        raise click.BadParameter(f"{reprlib.repr(value)} is neither auto nor a number of tokens.")
+    return int(value)
 
 
 def number_of_texts(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
@@ -191,6 +201,7 @@ def loading_options(function: F) -> F:
             metavar="N",
             help="With --draft self: draft with the first N layers, without a trained exit layer.",
         ),
+        draft_window_option,
         option(
             "--special-in-text",
             is_flag=True,
@@ -203,6 +214,15 @@ def loading_options(function: F) -> F:
             help="Read each streamed layer only when the pass needs it: slower, same text.",
         ),
     )(function)
+
+
+draft_window_option = option(
+    "--draft-window",
+    callback=draft_window,
+    default="auto",
+    metavar="auto|N",
+    help="A draft model keeps the last N tokens of a text. [default: auto, all of them within its context]",
+)
 
 
 def memory_flags(function: F) -> F:

@@ -13,7 +13,17 @@ from offspec import PLAN_FORMATS, format_seconds, format_size
 
 from .flags import with_flags
 from .help_groups import OffspecCommand, option
-from .options import MAX_TEXTS, MODEL, MODEL_HELP, ModelName, WholeNumber, memory_flags, model_flags, size
+from .options import (
+    MAX_TEXTS,
+    MODEL,
+    MODEL_HELP,
+    ModelName,
+    WholeNumber,
+    draft_window_option,
+    memory_flags,
+    model_flags,
+    size,
+)
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
@@ -53,6 +63,7 @@ Examples:
     metavar="N",
     help="With --draft self: draft with the first N layers, without a trained exit layer.",
 )
+@draft_window_option
 @model_flags
 @memory_flags
 @option(

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -50,13 +50,14 @@ from .terminal import first_pass_shown, marked, shows_colors
 if TYPE_CHECKING:
     from offspec import Engine, Step
     from offspec.engine import Prompt
+    from offspec.prompt_cache import PromptCache
 
 STANDARD_OUTPUT = Path("-")
 
 
 @dataclass(frozen=True)
 class PromptFlags:
-    """The flags that name the prompt, and how to interpret it."""
+    """The flags that name the prompt, and how to interpret it. cache: the file of its KV entries."""
 
     prompt: str | None
     file: Path | None
@@ -64,13 +65,16 @@ class PromptFlags:
     system: str | None
     raw: bool
     think: bool | None = None
+    cache: Path | None = None
 
     @property
     def is_batch(self) -> bool:
         return self.file is not None and self.file.suffix == ".jsonl"
 
-    def check(self) -> None:
+    def check(self, num_answers: int) -> None:
         """Raises click.UsageError for flags that contradict each other."""
+        if self.cache is not None and (self.is_batch or num_answers > 1):
+            raise click.UsageError("--cache-prompt needs one prompt and one answer.")
         if self.ids is not None and (self.prompt is not None or self.file is not None):
             raise click.UsageError("Give --prompt-ids or a prompt, not both.")
         if self.ids is not None and self.system is not None:
@@ -173,6 +177,12 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
     help="Give N answers, with seeds that count up from --seed; they share the prompt's pass and all later ones.",
 )
 @option("--prompt-ids", metavar='"1,2,3"', help="Prompt as token ids, without chat template and special tokens.")
+@option(
+    "--cache-prompt",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Keep the prompt's KV entries in FILE; a prompt that begins the same is not computed again.",
+)
 @option("--system", metavar="TEXT", help="System message, for models with a chat template.")
 @option("--raw", is_flag=True, help="Continue the prompt as text, without the chat template.")
 @option(
@@ -219,8 +229,8 @@ def command(
     if prompt is None:
         model, prompt = _alone(model) if prompt_flag is None else (model, prompt_flag)
     ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
-    asked = PromptFlags(prompt, prompt_file, ids, system, raw, options["think"])
-    asked.check()
+    asked = PromptFlags(prompt, prompt_file, ids, system, raw, options["think"], options.pop("cache_prompt"))
+    asked.check(num_answers)
     shown = Shown(as_json, color_accepted, show_stats, quiet)
     shown.check(asked)
     several = AnswerFlags(num_answers, max_texts)
@@ -248,7 +258,7 @@ def command(
                 _run_on_ray(batch, engines, show_stats=show_stats, quiet=quiet)
     else:
         load_one = partial(_load_one, asked, model, load)
-        run = partial(_run_several, several=several) if num_answers > 1 else _run_one
+        run = partial(_run_several, several=several) if num_answers > 1 else partial(_run_one, cache_file=asked.cache)
         run(load_one, params, speculation, shown=shown, learn_file=written)
 
 
@@ -271,17 +281,25 @@ def _run_one(
     speculation: SpeculationParams,
     shown: Shown,
     learn_file: Path | None,
+    *,
+    cache_file: Path | None,
 ) -> None:
-    """Answer one prompt on standard output."""
+    """Answer one prompt on standard output. cache_file: of the prompt's KV entries, or None."""
     engine, prompt = load()
+    prompt = engine.encode(prompt)
+    notes = list[str]()  # shown after the text, not in the middle of it
+    source = engine if cache_file is None else _cached(engine, cache_file, notes.append)
     with learning_kept(engine, learn_file, quiet=shown.quiet):
+        steps = _steps(engine, source.generate(prompt, params, speculation), quiet=shown.quiet)
         if shown.as_json:
-            found, last = _answer(engine, prompt, params, speculation, quiet=shown.quiet)
+            found, last = _answer(engine, prompt, steps)
             click.echo(json.dumps(found))
         else:
-            last = _stream(engine, prompt, params, speculation, marks=shown.marks, quiet=shown.quiet)
+            last = _stream(engine, steps, marks=shown.marks)
             if not shown.quiet:
                 _tell_cut(engine, last, params)
+    for note in notes if not shown.quiet else ():
+        click.echo(f"offspec: {note}", err=True)
     if shown.stats:
         click.echo(describe(last), err=True)
     _pass_on(last)
@@ -433,18 +451,17 @@ def _parse_ids(text: str) -> list[int]:
         raise click.UsageError(f'--prompt-ids must be numbers like "1,2,3", not {text!r}.') from exc
 
 
-def _stream(
-    engine: Engine,
-    prompt: Prompt,
-    params: SamplingParams,
-    speculation: SpeculationParams,
-    *,
-    marks: bool,
-    quiet: bool,
-) -> Step:
+def _cached(engine: Engine, file: Path, tell: Callable[[str], None]) -> PromptCache:
+    """Raises UsageError for a file of something else."""
+    from offspec.prompt_cache import PromptCache
+
+    return PromptCache(engine, file, tell)
+
+
+def _stream(engine: Engine, steps: Generator[Step, None, None], *, marks: bool) -> Step:
     """Print the text step by step, ending with a newline; returns the last step."""
     shown, last = "", None
-    for last in _steps(engine, prompt, params, speculation, quiet=quiet):
+    for last in steps:
         sys.stdout.write(marked(last) if marks else last.text)
         sys.stdout.flush()
         shown = last.text or shown
@@ -456,13 +473,11 @@ def _stream(
     return last
 
 
-def _steps(
-    engine: Engine, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams, *, quiet: bool
-) -> Generator[Step, None, None]:
+def _steps(engine: Engine, steps: Generator[Step, None, None], *, quiet: bool) -> Generator[Step, None, None]:
     """The steps of a request. If Ctrl-C stops it after the first, an empty step with INTERRUPTED follows."""
     last = None
     try:
-        for last in first_pass_shown(engine, engine.generate(prompt, params, speculation), quiet=quiet):
+        for last in first_pass_shown(engine, steps, quiet=quiet):
             yield last
     except KeyboardInterrupt:
         if last is None:
@@ -494,16 +509,13 @@ def _tell_cut(engine: Engine, last: Step, params: SamplingParams) -> None:
         click.echo(f"offspec: cut at {params.max_new_tokens} tokens; --max-new-tokens N allows more", err=True)
 
 
-def _answer(
-    engine: Engine, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams, *, quiet: bool
-) -> tuple[dict[str, Any], Step]:
+def _answer(engine: Engine, prompt: Sequence[int], found: Iterable[Step]) -> tuple[dict[str, Any], Step]:
     """The answer to one request as a JSON object, and its last step."""
-    ids = engine.encode(prompt)
-    steps = list(_steps(engine, ids, params, speculation, quiet=quiet))
+    steps = list(found)
     last = steps[-1]
     if last.finish_reason != INTERRUPTED:
         engine.learn(last.stats)
-    return answer_of(engine, ids, steps), last
+    return answer_of(engine, prompt, steps), last
 
 
 def describe(last: Step) -> str:

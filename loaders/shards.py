@@ -13,7 +13,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,9 +113,12 @@ class Background:
             self.wait()
 
 
-def header(pieces: Sequence[Piece]) -> bytes:
-    """Length and JSON header of a file of consecutive pieces, padded to whole pages."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
+PLAIN_METADATA = {"format": "pt"}  # transformers requires it
+
+
+def header(pieces: Sequence[Piece], metadata: Mapping[str, str] = PLAIN_METADATA) -> bytes:
+    """Length and JSON header of a file of consecutive pieces, padded to whole pages. It begins with the metadata."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for piece in pieces:
         offsets = [end, end + piece.nbytes]

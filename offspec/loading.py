@@ -70,6 +70,8 @@ class LoadOptions:
     is reserved. kv_cache: the format of the target's KV entries, by its name (`planning.memory.MemoryOptions`).
     synchronous: no read-ahead; read each streamed layer when the pass needs it.
     progress(bytes_done, bytes_total) is called while resident weights load. lookup_files: text files for n-gram lookup.
+    draft_window: how many tokens of a text a draft model keeps in its KV cache; None: all, or what fits its context if
+    the target's is longer.
     learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn`,
     the file must exist, and may be several, of which each request uses the one that predicts its prompt best.
     chats: prompts will be messages; a model without a chat template is refused before its weights are read.
@@ -98,6 +100,7 @@ class LoadOptions:
     learn_file: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None
     exit_file: str | PathLike[str] | None = None
     exit_layer: int | None = None
+    draft_window: int | None = None
     chats: bool = False
     think: bool | None = None
     needs_draft_model: bool = False
@@ -130,6 +133,7 @@ class LoadOptions:
             self.needs_draft_model,
             exit_layer=self.exit_layer,
             learn_files=paths if len(paths) > 1 else (),
+            window=self.draft_window,
         )
 
 

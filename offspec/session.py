@@ -25,6 +25,7 @@ from .checkpoints.atomic_files import write_atomically
 from .engine import Engine, Message
 from .errors import ContextLengthError, OffspecError, StorageError, UsageError
 from .model.text_caches import SoleUser, TextCaches
+from .prompt_cache import PromptCache
 from .request import Step
 from .stats import Stats
 from .text.tokenizer import Tokenizer
@@ -204,8 +205,22 @@ class Session:
         }
         _write(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
+    def save_entries(self, path: str | PathLike[str]) -> None:
+        """Write the conversation's KV entries beside the saved chat `path`, so that it need not be scored again.
+
+        `tell` gets the file and its size, or why there is none.
+        """
+        with self._lock:
+            self._reply.check_free()
+            try:
+                self._entries(path).write(self._caches, min(self._caches.target.length, len(self._caches.text)))
+            except OffspecError as exc:
+                self._tell(f"the KV entries are not kept: {exc}")
+
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Replace this conversation by a saved one. Returns the saved settings.
+
+        The KV entries of `save_entries` are read too, if they are there and fit.
 
         Raises UsageError for any other file, or while a reply is running; this conversation is then unchanged.
         Replies keep their token ids if these decode to the same text here, so another model can continue the
@@ -215,7 +230,16 @@ class Session:
         with self._lock:
             self._reply.check_free()
             self._take_over(saved)
+            if saved.turns and entries_path(path).exists():
+                try:
+                    self._entries(path).read(self._caches, self.encode([*saved.turns, Turn("?")]))
+                except OffspecError as exc:
+                    self._tell(f"{exc}; the conversation is scored again")
         return saved.settings
+
+    def _entries(self, path: str | PathLike[str]) -> PromptCache:
+        """Raises UsageError for a draft that splits the target's entries, and for a file of something else."""
+        return PromptCache(self.engine, entries_path(path), self._tell)
 
     def _take_over(self, saved: Saved) -> None:
         system, self.system = self.system, saved.system
@@ -238,6 +262,11 @@ class Session:
             parts += ["## You", turn.message, "## Reply", turn.reply]
         _write(path, "\n\n".join(part.strip("\n") for part in parts) + "\n")
         self._exported.add(path.resolve())
+
+
+def entries_path(path: str | PathLike[str]) -> Path:
+    """The file of the KV entries of the saved chat `path`."""
+    return Path(path).with_name(f"{Path(path).name}.kv")
 
 
 def lasting_caches(engine: Engine) -> TextCaches:

@@ -41,6 +41,7 @@ FLOORS = (
     ("request",),
     ("batch",),
     ("engine",),
+    ("prompt_cache",),
     ("several_answers", "session", "tools"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

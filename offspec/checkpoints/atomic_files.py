@@ -43,6 +43,35 @@ def write_atomically(path: Path, content: bytes) -> None:
         ) from exc
 
 
+@contextmanager
+def writing_whole(path: Path, refusal: str) -> Iterator[IO[bytes]]:
+    """A large file to write: it becomes `path` when the body ends, and only then. One writer at a time.
+
+    An error or a killed process leaves the file that was there. What a killed process wrote has a hidden name,
+    `.NAME.part`, which the next writer uses again. Links and modes as in `write_atomically`. Raises UsageError(refusal)
+    while another process writes it, StorageError.
+    """
+    _check_kind(path)
+    target = Path(os.path.realpath(path))
+    part = target.with_name(f".{target.name}.part")
+    with locked_name(target, refusal):
+        try:
+            part.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+            with open(os.open(part, flags, 0o600), "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            if target.exists():
+                os.chmod(part, stat.S_IMODE(target.stat().st_mode))
+            os.replace(part, target)
+        except OSError as exc:
+            raise StorageError(f"{path} cannot be written: {exc.strerror}; choose another file") from exc
+        finally:
+            with suppress(OSError):
+                part.unlink()
+
+
 def check_writable(path: Path) -> None:
     """Raises StorageError if `write_atomically` could not write `path`. Leaves no files."""
     _check_kind(path)

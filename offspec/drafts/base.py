@@ -48,7 +48,8 @@ class DraftOptions:
     for `self`. exit_layer: the number of first layers with which `self` drafts without a trained exit layer. learn: the
     draft may learn between requests. learn_file: what it learnt before; without `learn`, the file must exist.
     learn_files: several of them, of which each request uses the one that fits its prompt; without `learn`.
-    needs_model: requests will use lossy acceptance.
+    needs_model: requests will use lossy acceptance. window: tokens that a draft model keeps in its KV cache; None is
+    chosen by its context (`model_draft`).
     """
 
     draft: str = "auto"
@@ -58,6 +59,7 @@ class DraftOptions:
     needs_model: bool = False
     exit_layer: int | None = None
     learn_files: tuple[Path, ...] = ()
+    window: int | None = None
 
     @property
     def learns(self) -> bool:
@@ -158,18 +160,21 @@ class Draft:
 
     name: a model's name, `lookup`, or `self`; None if nothing drafts. decoder: the draft model, or None.
     aligner: trains the draft between requests, or None. overlaps: it can draft while the target's pass runs.
-    allows_reload: the target's weights may be loaded again while this draft exists. target_layers: the target's layers
-    whose states `TargetPass` reports to the draft. num_shared: entries of a text's KV cache in the target that are the
-    draft's own.
+    allows_reload: the target's weights may be loaded again while this draft exists. keeps_target_whole: one cache has
+    all of the target's KV entries of a text. target_layers: the target's layers whose states `TargetPass` reports to
+    the draft. num_shared: entries of a text's KV cache in the target that are the draft's own. files: the draft
+    model's, or None.
     """
 
     overlaps = True
     allows_reload = True
+    keeps_target_whole = True
     target_layers: Sequence[int] = ()
     num_shared = 0
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
+        self.files: ModelFiles | None = None
         self.decoder: Decoder | None = None
         self.aligner: Aligner | None = None
 

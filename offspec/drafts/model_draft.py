@@ -26,6 +26,7 @@ from ..errors import UsageError, VocabularyMismatchError
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder
+from ..model.draft_window import LEAST_WINDOW, NUM_SINKS, WindowedText, context_window, most_entries
 from ..model.foreign_config import ForeignConfig
 from ..model.row_logits import HEAD_ROWS
 from ..model.text_caches import TextCaches
@@ -65,6 +66,7 @@ class ModelDraft(Draft):
         target, and they take more memory.
         """
         super().__init__(name)
+        self.window: int | None = None  # tokens that it keeps of a text (`model.draft_window`); None: all
         self.decoder, self.aligner, self.other, self._is_larger = decoder, aligner, other, is_larger
         self._specialists = specialists
         self.graphs: TreeGraphs | None = None  # captured rounds, on a GPU only
@@ -74,18 +76,21 @@ class ModelDraft(Draft):
         return None if self._specialists is None else self._specialists.file
 
     def prepare(self, max_context: int) -> None:
+        if self.window is not None and self.window >= max_context:
+            self.window = None
         if self.decoder.device.type == "cuda" and is_static(self.decoder) and self.graphs is None:
             self.graphs = TreeGraphs(self.decoder, self._num_entries(max_context) + 1 + MAX_ROWS)
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
         drafted = self._num_entries(num_tokens) + MAX_ROWS if num_tokens else 0
-        text = CachedDecoder(self.decoder, drafted) if self.graphs is None else self.graphs.text(drafted)
+        own = CachedDecoder(self.decoder, drafted) if self.graphs is None else self.graphs.text(drafted)
+        text = own if self.window is None else WindowedText(own, self.window)
         draft = text if self.other is None else self.other.text(text)
         return TextCaches(CachedDecoder(target, num_tokens + num_nodes), draft)
 
     def _num_entries(self, num_tokens: int) -> int:
         """Entries of the draft's cache for a text of `num_tokens` of the target's tokens."""
-        return _num_entries(num_tokens, self.decoder.config, self.other)
+        return _num_entries(num_tokens, self.decoder.config, self.other, self.window)
 
     def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
         return guessers_beside_model(task, learnt, super().guessers(task, learnt))
@@ -149,7 +154,7 @@ def guessers_beside_model(task: DraftTask, learnt: EstimatesAndRecall, retrievin
 class OpenedModel:
     """A draft model's files, checked against the target.
 
-    other: the draft's vocabulary, if it is another one than the target's. is_larger: see `ModelDraft`.
+    other: the draft's vocabulary, if it is another one than the target's. is_larger, window: see `ModelDraft`.
     """
 
     name: str
@@ -157,6 +162,7 @@ class OpenedModel:
     options: DraftOptions
     other: OtherVocabulary | None = None
     is_larger: bool = False
+    window: int | None = None
 
     @classmethod
     def open(cls, request: OpenRequest) -> OpenedModel:
@@ -166,7 +172,8 @@ class OpenedModel:
         path = locate(name, None, "draft", weights=request.tokenizer is not None)
         asked = (request.dtype, request.device_type, request.notes)
         if request.tokenizer is None:
-            return cls(name, ModelFiles.from_config(path, None, *asked), options)
+            files = ModelFiles.from_config(path, None, *asked)
+            return cls(name, files, options, window=_window(options.window, files, request.target, None))
         files = ModelFiles.open(path, *asked)
         other = _other_vocabulary(request.tokenizer, request.target, files)
         if options.learns:
@@ -179,7 +186,12 @@ class OpenedModel:
         if is_larger := _is_larger(files, request.target):
             text = f"the draft {name} is larger than the target, so it is asked only where layers are streamed, or"
             request.notes.append(Note(f"{text} if `budget` sets the number of nodes", advice=True))
-        return cls(name, files, options, other, is_larger)
+        window = _window(options.window, files, request.target, other)
+        if window is not None:
+            text = f"the draft keeps the last {window} tokens of a text, and the first {NUM_SINKS}"
+            why = "" if options.window else f", because its context is {files.config.max_context}"
+            request.notes.append(Note(text + why))
+        return cls(name, files, options, other, is_larger, window)
 
     @property
     def models(self) -> Sequence[ModelFiles]:
@@ -188,7 +200,7 @@ class OpenedModel:
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         files, itemsize = self.files, self.files.dtype.itemsize
         others = room.num_tokens - room.context  # tokens of texts beside the longest
-        context = _num_entries(room.context, files.config, self.other) + others
+        context = _num_entries(room.context, files.config, self.other, self.window) + others
         items = [
             *unpacking_items(files),
             Item("draft", on_device=resident_bytes(files)),
@@ -215,12 +227,43 @@ class OpenedModel:
         else:
             aligner = open_aligner(decoder, options.learn_file, listens=options.learn) if options.learns else None
             more = {"aligner": aligner}
-        return lambda target: ModelDraft(decoder, self.name, other=self.other, is_larger=self.is_larger, **more)
+
+        def attach(target: Decoder) -> ModelDraft:
+            draft = ModelDraft(decoder, self.name, other=self.other, is_larger=self.is_larger, **more)
+            draft.files, draft.window = self.files, self.window
+            return draft
+
+        return attach
 
 
-def _num_entries(num_tokens: int, draft: ModelConfig, other: OtherVocabulary | None) -> int:
+def _window(wanted: int | None, draft: ModelFiles, target: ModelFiles, other: OtherVocabulary | None) -> int | None:
+    """Tokens that the draft keeps of a text; None: all of them.
+
+    wanted: by the user. None is what fits the draft's context, if the target has a longer one: with all entries, the
+    draft could not continue longer texts. With another vocabulary it reads the end of a long text again instead
+    (`reencoded_text`). Raises UsageError for a draft that transformers' modules run.
+    """
+    is_foreign = isinstance(draft.config, ForeignConfig)
+    if wanted is not None:
+        if wanted < LEAST_WINDOW:
+            raise UsageError(f"`draft_window={wanted}` is too short; give at least {LEAST_WINDOW}, or auto")
+        if is_foreign:
+            raise UsageError(
+                f"`draft_window={wanted}` needs offspec's own decoder, and the draft is a {draft.config.model_type} "
+                "that runs on transformers' modules; omit it"
+            )
+        return wanted
+    is_short = draft.config.max_context < target.config.max_context
+    return context_window(draft.config) if is_short and not is_foreign and other is None else None
+
+
+def _num_entries(num_tokens: int, draft: ModelConfig, other: OtherVocabulary | None, window: int | None) -> int:
     """Entries of the draft's cache for `num_tokens` of the target's; with another vocabulary, what it can read."""
-    return num_tokens if other is None else min(other.reencoder.most_tokens(num_tokens), draft.max_context)
+    if other is not None:
+        num_tokens = other.reencoder.most_tokens(num_tokens)
+    if window is not None:
+        return min(num_tokens, most_entries(window))
+    return num_tokens if other is None else min(num_tokens, draft.max_context)
 
 
 def _is_larger(draft: ModelFiles, target: ModelFiles) -> bool:

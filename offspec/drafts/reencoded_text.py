@@ -24,6 +24,7 @@ from offspec.scheduler.vocabulary import Vocabulary
 
 from ..checkpoints.opening import Note
 from ..model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
+from ..model.draft_window import WindowedText
 from ..text.reencoding import Reencoder
 from ..text.shared_tokens import SharedTokens
 from ..text.tokenizer import Tokenizer
@@ -63,7 +64,7 @@ class OtherVocabulary:
             advice=True,
         )
 
-    def text(self, text: CachedDecoder) -> ReencodedText:
+    def text(self, text: CachedDecoder | WindowedText) -> ReencodedText:
         """The draft's text in the target's ids, for the drafter. text: the draft's own, empty."""
         return ReencodedText(text, self.reencoder, self.vocabulary)
 
@@ -173,7 +174,7 @@ def _begins_word(string: str, at: int) -> bool:
 class ReencodedText:
     """A draft's cached text in its own encoding (a `DraftText`); its inputs are the target's ids."""
 
-    def __init__(self, text: CachedDecoder, reencoder: Reencoder, vocabulary: Vocabulary) -> None:
+    def __init__(self, text: CachedDecoder | WindowedText, reencoder: Reencoder, vocabulary: Vocabulary) -> None:
         """text: the draft's, empty. vocabulary: the draft's, in terms of the target's ids."""
         self.vocabulary = vocabulary
         self._text, self._reencoder = text, reencoder
@@ -226,8 +227,8 @@ class ReencodedText:
         """Append to the text. Returns the draft's tokens after the cached ones, which it has to score."""
         self._read.extend(chain)
         num_kept = self._own.encode_again(self._read.string)
-        self._text.truncate(num_kept)
-        return self._own.ids[num_kept:]
+        self._text.truncate(min(num_kept, self._text.length))
+        return self._own.ids[self._text.length :]  # a text with a window may have dropped more
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """As `CachedDecoder.keep`."""

@@ -33,6 +33,7 @@ class SelfDraft(ModelDraft):
 
     overlaps = False
     allows_reload = False  # it uses the target's norm and head
+    keeps_target_whole = False
 
     decoder: EarlyExit
 

@@ -13,6 +13,7 @@ from offspec.scheduler.score_calls import ScoreCall
 from offspec.scheduler.shared_pass import SharedPass
 
 from ..model.decoder import CachedDecoder, TextRows, pass_together
+from ..model.draft_window import WindowedText
 from .recall import RecallingText
 
 
@@ -39,7 +40,9 @@ class SharedRounds:
 
 def _joining(call: ScoreCall) -> CachedDecoder | None:
     """The text of a call, if its forward may be shared; None for texts with another way to score."""
-    text = call.model.text if isinstance(call.model, RecallingText) else call.model
+    text: object = call.model.text if isinstance(call.model, RecallingText) else call.model
+    if isinstance(text, WindowedText):
+        text = text.whole(call.chain)
     is_plain = isinstance(text, CachedDecoder) and type(text).states is CachedDecoder.states
     return text if is_plain and isinstance(text, CachedDecoder) else None
 

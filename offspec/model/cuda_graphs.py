@@ -190,6 +190,7 @@ class TreeGraphs:
         if self._borrower is not None and self._borrower() is not None:
             return CachedDecoder(self.decoder, room)
         self.cache.truncate(0)
+        self.cache.num_dropped = 0
         self.cache.reserve(max(room, self._capacity))
         self._bind()
         text = StaticText(self)
@@ -208,7 +209,7 @@ class TreeGraphs:
         cache, width = self.cache, _width(len(tokens))
         if cache.capacity != self._bound_to:
             self._bind()
-        self._inputs.put(cache.length, cache.size, tokens, cache.length - 1 + depths, mask, width)
+        self._inputs.put(cache.length, cache.size, tokens, cache.next_position - 1 + depths, mask, width)
         shape = width, _num_keys(cache.size + width, cache.capacity)
         if shape not in self._rounds:
             self._missed[shape] = None

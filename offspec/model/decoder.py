@@ -392,7 +392,7 @@ class CachedDecoder:
     @property
     def length(self) -> int:
         """Committed tokens."""
-        return self.cache.length
+        return self.cache.next_position
 
     @property
     def device(self) -> torch.device:
@@ -471,7 +471,7 @@ class CachedDecoder:
 
     def truncate(self, length: int) -> None:
         """Drop the text from position `length` on."""
-        self.cache.truncate(length)
+        self.cache.truncate(length - self.cache.num_dropped)
 
     def drop(self) -> None:
         """Drop the whole text, and free its memory."""
@@ -532,8 +532,10 @@ def score_together(texts: Sequence[TextPass], layers: Collection[int] = ()) -> l
 
 def placed(cache: KVCache, num_chain: int, depths: IntArray, mask: BoolArray) -> tuple[Tensor, Tensor | None]:
     """Positions [num_chain + R] of a chain and nodes after the text in `cache`, and their mask; both on its device."""
-    base, device = cache.length + num_chain, cache.positions.device
-    positions = torch.cat((torch.arange(cache.length, base), torch.as_tensor(depths, dtype=torch.long) + (base - 1)))
+    base, device = cache.next_position + num_chain, cache.positions.device
+    positions = torch.cat(
+        (torch.arange(cache.next_position, base), torch.as_tensor(depths, dtype=torch.long) + (base - 1))
+    )
     return to_device(positions, device), to_device(torch.as_tensor(mask), device) if len(depths) else None
 
 

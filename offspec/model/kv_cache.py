@@ -149,7 +149,9 @@ class KVCache:
     """The KV entries of one text in all layers; grows as needed.
 
     `length` tokens are committed, followed by `pending` entries; `positions` [capacity] has each entry's position in
-    the text (nodes of equal depth share a position). A draft may have entries in later slots, below `shared_end`.
+    the text (nodes of equal depth share a position). A draft may have entries in later slots, below `shared_end`. A
+    text with a window has dropped `num_dropped` entries, so its slots are so many less than their positions
+    (`model.draft_window`).
     """
 
     def __init__(self, parts: Sequence[LayerCache], device: torch.device) -> None:
@@ -157,6 +159,7 @@ class KVCache:
         self.length = 0
         self.pending = 0
         self.shared_end = 0  # `shared_cache.SharedCache` sets it
+        self.num_dropped = 0
         self.positions = torch.empty(0, dtype=torch.long, device=device)
         self._parts = list(parts)
         self._layers = [(part, layer) for part in parts for layer in range(part.num_layers)]
@@ -165,6 +168,11 @@ class KVCache:
     def size(self) -> int:
         """Entries in use: committed and pending."""
         return self.length + self.pending
+
+    @property
+    def next_position(self) -> int:
+        """The position of the next token, which is the number of the text's committed tokens."""
+        return self.length + self.num_dropped
 
     @property
     def capacity(self) -> int:
@@ -256,8 +264,15 @@ class KVCache:
             part.keep(start, slots)
         self.positions[start : start + len(slots)] = self.positions[slots]
 
+    def drop(self, start: int, count: int) -> None:
+        """Drop `count` committed entries from slot `start` on. Later ones move down and keep their positions."""
+        assert start + count <= self.length
+        self.move(start, torch.arange(start + count, self.size, device=self.positions.device))
+        self.length -= count
+        self.num_dropped += count
+
     def truncate(self, length: int) -> None:
-        """Drop all entries from position `length` on, and all pending ones."""
+        """Keep the first `length` committed entries alone."""
         assert 0 <= length <= self.length
         self.length, self.pending = length, 0
 

@@ -80,7 +80,7 @@ class TextPool:
     @property
     def can_copy(self) -> bool:
         """Whether a text can begin with entries of another one that is running."""
-        return any(map(_has_all_entries, self._used))
+        return any(map(has_all_entries, self._used))
 
     @property
     def num_idle_entries(self) -> int:
@@ -107,7 +107,7 @@ class TextPool:
             if not (goes_on and idle is own):
                 self._park(idle)
         num_kept = num_common(_ids(caches), wanted)
-        if self._used and _has_all_entries(caches):
+        if self._used and has_all_entries(caches):
             _shrink(caches, num_kept)
         if source is not caches and num_tokens >= num_kept + WORTHWHILE:
             _fill(caches, source, wanted[:num_tokens])
@@ -126,7 +126,7 @@ class TextPool:
         for index, parked in enumerate(self._parked):
             if (num_tokens := num_common(parked.ids, wanted)) > found[1]:
                 found, latest = (parked, num_tokens), index
-        for caches in filter(_has_all_entries, (*self._used, *self._free)):
+        for caches in filter(has_all_entries, (*self._used, *self._free)):
             if (num_tokens := num_common(_ids(caches), wanted)) > found[1]:
                 found = (caches, num_tokens)
         if isinstance(found[0], ParkedText):
@@ -137,9 +137,9 @@ class TextPool:
     def _park(self, caches: TextCaches) -> None:
         """Copy a text's entries to RAM, unless it is short, or too long, or a parked text begins with it."""
         ids = _ids(caches)
-        held = [cache for cache in (caches.target.cache, _own_cache(caches.draft)) if cache is not None]
+        held = [cache for cache in (caches.target.cache, own_cache(caches.draft)) if cache is not None]
         nbytes = sum(_entry_bytes(cache) * cache.length for cache in held)
-        if len(ids) < WORTHWHILE or nbytes > self._most_bytes or not _has_all_entries(caches):
+        if len(ids) < WORTHWHILE or nbytes > self._most_bytes or not has_all_entries(caches):
             return
         if any(num_common(parked.ids, ids) == len(ids) for parked in self._parked):
             return
@@ -170,12 +170,12 @@ def _entry_bytes(cache: KVCache) -> int:
     return cache.nbytes // max(cache.capacity, 1)
 
 
-def _has_all_entries(caches: TextCaches) -> bool:
+def has_all_entries(caches: TextCaches) -> bool:
     """Whether one cache has the target's entries. An early exit shares those of the first layers with the target."""
     return type(caches.target) is CachedDecoder
 
 
-def _own_cache(draft: DraftText | None) -> KVCache | None:
+def own_cache(draft: DraftText | None) -> KVCache | None:
     """The draft's cache, if its entries depend on nothing but the target's tokens."""
     return draft.cache if isinstance(draft, CachedDecoder) and type(draft) in (CachedDecoder, StaticText) else None
 
@@ -187,8 +187,8 @@ def _fill(caches: TextCaches, source: ParkedText | TextCaches | None, ids: Ids) 
     caches.rewind(ids[:1].tolist())
     caches.text = ids.tolist()
     _copy(caches.target.cache, source.target if isinstance(source, ParkedText) else source.target.cache, len(ids))
-    draft = source.draft if isinstance(source, ParkedText) else _own_cache(source.draft)
-    if (cache := _own_cache(caches.draft)) is not None and draft is not None:
+    draft = source.draft if isinstance(source, ParkedText) else own_cache(source.draft)
+    if (cache := own_cache(caches.draft)) is not None and draft is not None:
         _copy(cache, draft, min(len(ids), draft.length))
 
 

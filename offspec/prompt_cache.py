@@ -1,0 +1,153 @@
+"""A prompt's KV entries in a file: a prompt that begins as an earlier one is scored from where they differ.
+
+The file belongs to a model, its dtype and the format of its KV cache (`checkpoints.kv_files`). With any other, with a
+damaged file, or without one, the prompt is scored as usual; the text is the same in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from offspec.loaders.units import format_size
+from offspec.scheduler.params import SamplingParams, SpeculationParams, tree_room
+
+from .checkpoints.kv_files import KVFile, Owner, Part, check_replaceable, free_disk_bytes, model_identity, write_kv_file
+from .engine import Engine, Prompt
+from .errors import CheckpointError, StorageError, UsageError
+from .model.kv_cache import KVCache
+from .model.text_caches import TextCaches
+from .model.text_pool import WORTHWHILE, has_all_entries, num_common, own_cache
+from .request import Request, RequestParams, Step
+
+TARGET, DRAFT = "target", "draft"  # the parts of a file
+# The file is written again if more than 1/REWRITTEN_SHARE of a prompt was not in it: not for each new question behind
+# a long text, and again and again while a text grows.
+REWRITTEN_SHARE = 4
+
+
+class PromptCache:
+    """A file with the KV entries of a text's beginning, used by one engine at a time."""
+
+    def __init__(self, engine: Engine, path: Path, tell: Callable[[str], None] = lambda text: None) -> None:
+        """tell(text): gets a line when the file is used, written or ignored.
+
+        Raises UsageError for a file of something else, and for an engine without files or with an early exit.
+        """
+        if engine.plan is None:
+            raise UsageError("KV entries are kept in files only for a model that was loaded from files")
+        if not engine.draft.keeps_target_whole:
+            raise UsageError(
+                "with an early exit (`draft=self`) the target's KV entries are not in one cache, and are not kept in "
+                "files; choose another draft"
+            )
+        check_replaceable(path)
+        self.path = path
+        self._engine, self._tell = engine, tell
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, speculation: SpeculationParams | None = None
+    ) -> Generator[Step, None, None]:
+        """`Engine.generate` that begins with the file's entries.
+
+        After the prompt's pass it writes the file, unless most of the prompt was in it. Raises the same errors.
+        """
+        text, asked = self._engine.check_request(prompt, params, speculation, None)
+        return self._run(text, asked)
+
+    def _run(self, text: list[int], asked: RequestParams) -> Generator[Step, None, None]:
+        engine = self._engine
+        num_nodes = tree_room(asked.speculation, engine.target.device.type)
+        caches = engine.new_caches(len(text) + asked.sampling.max_new_tokens, num_nodes)
+        engine.loaded.make_kv_room(caches.target.cache, caches.target.cache.capacity)
+        num_known = self.read(caches, text)
+        with engine.turn:
+            steps = caches.user.begin(Request(engine, text, asked, caches).run())
+        with closing(steps):
+            step, said = next(steps), None
+            try:
+                yield step
+            finally:  # also if nobody wants the rest: the prompt's pass was the longest
+                if REWRITTEN_SHARE * (len(text) - num_known) > len(text):
+                    said = self._written(caches, len(text))
+            yield from steps
+        if said is not None:
+            self._tell(said)  # not in the middle of the text
+
+    def read(self, caches: TextCaches, text: Sequence[int]) -> int:
+        """Begin `caches` with the longest beginning of `text` in the file; returns its number of tokens, or 0."""
+        if not self.path.exists():
+            return 0
+        try:
+            return self._read(caches, text)
+        except CheckpointError as exc:
+            self._tell(f"{exc}; it is ignored")
+            return 0
+
+    def _read(self, caches: TextCaches, text: Sequence[int]) -> int:
+        engine, kept = self._engine, self._caches(caches)
+        file = KVFile.open(self.path, engine.max_context, engine.target.config.vocab_size)
+        if TARGET not in file.owners:
+            raise CheckpointError(f"{self.path} has no entries of a target")
+        self._owner(TARGET, kept[TARGET]).check(file.owners[TARGET], self.path)
+        known = file.tokens[: file.lengths[TARGET]]
+        number = num_common(known, np.asarray(text[:-1], dtype=np.int64))  # the last token is always scored
+        if number < WORTHWHILE:
+            self._tell(f"{self.path} has {len(known)} tokens, and the prompt begins otherwise; it is scored as usual")
+            return 0
+        if DRAFT in kept and file.owners.get(DRAFT) != self._owner(DRAFT, kept[DRAFT]):
+            del kept[DRAFT]  # another draft's: this one reads the text again
+        caches.rewind(text[:1])
+        file.load(kept, number)
+        caches.text = list(text[:number])
+        self._tell(f"{number} of the prompt's {len(text)} tokens are in {self.path}")
+        return number
+
+    def write(self, caches: TextCaches, num_tokens: int) -> None:
+        """Write the first entries of a text, unless it is short. A file that cannot be written is told."""
+        if (said := self._written(caches, num_tokens)) is not None:
+            self._tell(said)
+
+    def _written(self, caches: TextCaches, num_tokens: int) -> str | None:
+        """`write`; returns what there is to tell."""
+        if num_tokens < WORTHWHILE:
+            return None
+        parts = {
+            name: Part(self._owner(name, cache), cache, min(cache.length, num_tokens))
+            for name, cache in self._caches(caches).items()
+            if cache.length
+        }
+        try:
+            nbytes = write_kv_file(self.path, caches.text[:num_tokens], parts)
+            sizes = f"{format_size(nbytes)}; {format_size(free_disk_bytes(self.path))} of its disk are free"
+            return f"the KV entries of {num_tokens} tokens are in {self.path} ({sizes})"
+        except (StorageError, UsageError) as exc:
+            return f"the KV entries of {num_tokens} tokens are not kept: {exc}"
+
+    def _caches(self, caches: TextCaches) -> dict[str, KVCache]:
+        """The caches whose entries a file can hold, by part."""
+        assert has_all_entries(caches)
+        drafts = own_cache(caches.draft)
+        return {TARGET: caches.target.cache} | ({} if drafts is None or self._draft_id is None else {DRAFT: drafts})
+
+    def _owner(self, part: str, cache: KVCache) -> Owner:
+        engine = self._engine
+        if part == TARGET:
+            return Owner.of(self._target_id, engine.target.dtype, cache)
+        assert engine.draft.decoder is not None
+        assert self._draft_id is not None
+        return Owner.of(self._draft_id, engine.draft.decoder.dtype, cache)
+
+    @cached_property
+    def _target_id(self) -> str:
+        assert self._engine.plan is not None
+        return model_identity(self._engine.plan.demand.target, self._engine.target.config)
+
+    @cached_property
+    def _draft_id(self) -> str | None:
+        files, decoder = self._engine.draft.files, self._engine.draft.decoder
+        return None if files is None or decoder is None else model_identity(files, decoder.config)

@@ -1,0 +1,189 @@
+"""A draft's text with a window: which entries stay, where they are, and that the target's text is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.errors import UsageError
+from offspec.model.cuda_graphs import TreeGraphs
+from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.draft_window import NUM_SINKS, WindowedText, context_window, most_entries
+from offspec.scheduler.params import MAX_ROWS
+
+from ...fakes import TinyModel
+from ...pair import Pair, build_pair, variant
+from .test_decoder import NO_NODES, Tree, random_tokens
+
+GetModel = Callable[[str], TinyModel]
+WINDOW = 64
+TEXT = random_tokens(400, 5)
+PARAMS = SamplingParams(60, ignore_eos=True)
+
+
+def kept(decoder: Decoder, tokens: Sequence[int], chain: Sequence[int]) -> torch.Tensor:
+    """The logits after `chain`, of a text that has only `tokens` before it."""
+    text = CachedDecoder(decoder)
+    text.score(tokens, *NO_NODES)
+    return text.score(chain, *NO_NODES)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
+def test_a_short_text_is_as_without_a_window(tiny_model: GetModel, family: str) -> None:
+    decoder, tree = tiny_model(family).decoder(), Tree(random_tokens(9, 7), [-1, -1, 0, 0, 1, 2, 2, 5, 6])
+    plain, windowed = CachedDecoder(decoder), WindowedText(CachedDecoder(decoder), WINDOW)
+    for text in (plain, windowed):
+        text.reserve(200)
+    for chain in (TEXT[:40], TEXT[40:90], [7]):
+        assert torch.equal(*(text.score(chain, *tree.round(0, 9)) for text in (plain, windowed)))
+        for text in (plain, windowed):
+            text.keep([0, 2], [5, 7])
+            text.keep([0])
+            text.truncate(text.length - 1)
+        assert plain.length == windowed.length
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "llama-llama3", "llama-yarn", "gemma3"])
+def test_of_a_long_chain_the_first_and_last_tokens_are_read(tiny_model: GetModel, family: str) -> None:
+    """At positions far behind those of the same tokens alone, which RoPE does not notice."""
+    decoder = tiny_model(family).decoder()
+    text = WindowedText(CachedDecoder(decoder), WINDOW)
+    found = text.score(TEXT, *NO_NODES)
+    short = [*TEXT[:NUM_SINKS], *TEXT[-WINDOW:]]
+    torch.testing.assert_close(found, kept(decoder, short[:-1], short[-1:]), atol=2e-4, rtol=1e-3)
+    assert text.length == len(TEXT)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_growing_text_keeps_the_window(tiny_model: GetModel, static: bool) -> None:
+    """The decoder has one layer of attention: a kept entry does not know what was dropped before it."""
+    decoder = tiny_model("llama-gqa").decoder()
+    decoder = Decoder(decoder.config.only_layers([0]), decoder.weights, dtype=decoder.dtype, device=decoder.device)
+    own = TreeGraphs(decoder, 300).text(300) if static else CachedDecoder(decoder)
+    text, read, sizes = WindowedText(own, WINDOW), 10, set[int]()
+    text.reserve(4096)
+    assert own.cache.capacity == (max(300, most_entries(WINDOW) + MAX_ROWS))
+    text.score(TEXT[:read], *NO_NODES)
+    while read < len(TEXT) - 9:
+        text.score(TEXT[read : read + 2], np.array(TEXT[read + 2 : read + 5]), np.arange(1, 4), np.tri(3, dtype=bool))
+        text.keep([0, 1], [2])  # two of three nodes, the third stays pending
+        text.keep([0])
+        read += 5
+        assert text.length == read
+        sizes.add(own.cache.length)
+        first = own.cache.length - NUM_SINKS  # entries of the window
+        if own.cache.num_dropped:
+            assert first >= WINDOW
+            expected = [*TEXT[:NUM_SINKS], *TEXT[read - first : read]]
+            chain = TEXT[read : read + 1]
+            found = text.score(chain, *NO_NODES)
+            torch.testing.assert_close(found, kept(decoder, expected, chain), atol=2e-4, rtol=1e-3)
+            read += 1
+    assert most_entries(WINDOW) - 5 < max(sizes) <= most_entries(WINDOW)
+    assert own.cache.num_dropped > 200
+    assert own.cache.positions[: own.cache.length].tolist() == [
+        own.cache.num_dropped + slot for slot in range(own.cache.length)
+    ]
+
+
+def test_a_text_is_cut_back(tiny_model: GetModel) -> None:
+    decoder = tiny_model("llama-gqa").decoder()
+    text = WindowedText(CachedDecoder(decoder), WINDOW)
+    text.score(TEXT[:300], *NO_NODES)
+    text.truncate(290)
+    assert text.length == 290
+    expected = kept(decoder, [*TEXT[:NUM_SINKS], *TEXT[300 - WINDOW : 290]], TEXT[290:293])
+    torch.testing.assert_close(text.score(TEXT[290:293], *NO_NODES), expected, atol=2e-4, rtol=1e-3)
+    for length in (200, 2, 0):  # too few entries are left, or none: it is read again
+        text.truncate(length)
+        assert text.length == 0
+        text.score(TEXT[: length + 30], *NO_NODES)
+        assert text.length == length + 30
+    text.truncate(25)
+    assert text.length == 25  # nothing was dropped of a short text
+
+
+def test_states_before_a_long_chains_end_are_those_of_its_end(tiny_model: GetModel) -> None:
+    decoder = tiny_model("llama-gqa").decoder()
+    text = WindowedText(CachedDecoder(decoder), WINDOW)
+    states = text.states(TEXT, *NO_NODES, before=100)
+    assert len(states) == WINDOW
+    assert torch.equal(decoder.head(states[-1:]), WindowedText(CachedDecoder(decoder), WINDOW).score(TEXT, *NO_NODES))
+
+
+# ------------------------------------------------------------------------------------------------ with a target
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"), max_position_embeddings=2048)
+
+
+PROMPT = [40 + (number * 7) % 90 for number in range(500)]
+
+
+def tokens_of(engine: Engine, speculation: SpeculationParams | None = None) -> tuple[list[int], float]:
+    steps = list(engine.generate(PROMPT, PARAMS, speculation))
+    return [token for step in steps for token in step.token_ids], steps[-1].stats.tokens_per_pass
+
+
+def test_the_text_is_plain_decodings(pair: Pair) -> None:
+    engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", draft_window=64)
+    plain, _ = tokens_of(engine, SpeculationParams(budget=0))
+    found, per_pass = tokens_of(engine, SpeculationParams(budget=16, lookup=False, recycling=False))
+    assert found == plain
+    assert per_pass > 1.5
+    assert any("the last 64 tokens" in note.text for note in engine.notes)
+    texts = [PROMPT, PROMPT[:70], PROMPT[100:400]]
+    alone = [[t for step in engine.generate(text, PARAMS) for t in step.token_ids] for text in texts]
+    together: list[list[int]] = [[] for _ in texts]
+    for index, step in engine.generate_many(texts, PARAMS):
+        together[index] += step.token_ids
+    assert together == alone
+
+
+def test_a_draft_with_a_short_context_goes_on_beyond_it(pair: Pair, tmp_path: Path) -> None:
+    """Without a window it would not draft at all there, as with `draft_window` above its context."""
+    short = variant(pair.draft, tmp_path / "short", max_position_embeddings=256)
+    speculation = SpeculationParams(budget=16, lookup=False, recycling=False)
+    engine = Engine.load(str(pair.target), draft=str(short), device="cpu")
+    assert engine.draft.decoder is not None
+    assert (window := context_window(engine.draft.decoder.config)) is not None
+    assert most_entries(window) + SpeculationParams.max_depth <= 256
+    found, per_pass = tokens_of(engine, speculation)
+    assert found == tokens_of(engine, SpeculationParams(budget=0))[0]
+    assert per_pass > 1.5
+
+
+def test_the_plan_counts_the_smaller_cache(pair: Pair) -> None:
+    sizes = {}
+    for window in (None, 64, 512):
+        engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", draft_window=window, context=2048)
+        assert engine.plan is not None
+        planned = {item.name: item.on_device for item in engine.plan.placement.items}["draft KV cache"]
+        caches = engine.new_caches(2048, engine.plan.tree)
+        assert caches.draft is not None
+        text = CachedDecoder(caches.draft.decoder, 1)
+        entries = 2048 if window is None else most_entries(window)
+        assert planned == (entries + MAX_ROWS) * text.cache.nbytes
+        sizes[window] = planned
+    assert sizes[64] < sizes[512] < sizes[None]
+
+
+def test_a_window_that_no_text_outgrows_is_none(pair: Pair) -> None:
+    """So that a server copies the draft's entries between texts, too."""
+    engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", draft_window=512, context=512)
+    caches = engine.new_caches()
+    assert type(caches.draft) is CachedDecoder
+
+
+def test_what_does_not_fit_is_refused(pair: Pair) -> None:
+    with pytest.raises(UsageError, match="at least 64"):
+        Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", draft_window=10)
+    engine = Engine.load(str(pair.target), draft="lookup", device="cpu", draft_window=64)
+    assert any("does nothing" in note.text and note.advice for note in engine.notes)

@@ -1,0 +1,275 @@
+"""Prompts whose KV entries are in a file: the same text, and a clean miss for whatever else the file is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from offspec import Engine, SamplingParams
+from offspec.checkpoints.atomic_files import locked_name
+from offspec.drafts.self_draft import SelfDraft
+from offspec.errors import UsageError
+from offspec.model.early_exit import EarlyExit
+from offspec.prompt_cache import PromptCache
+from offspec.session import Session, entries_path
+
+from ..pair import Pair, build_pair, variant
+
+PROMPT = [40 + (number * 7) % 90 for number in range(120)]
+QUESTION = [*PROMPT[:100], *range(60, 80)]  # the same beginning, then another end
+PARAMS = SamplingParams(12, ignore_eos=True, seed=3, temperature=1)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"), max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Engine:
+    return loaded(pair)
+
+
+def loaded(pair: Pair, **options: object) -> Engine:
+    return Engine.load(str(pair.target), **{"draft": str(pair.draft), "device": "cpu", **options})
+
+
+def answer(engine: Engine, file: Path | None, prompt: list[int]) -> tuple[list[int], int, list[str]]:
+    """The answer's tokens, how many of the prompt's tokens were in the file, and what was told."""
+    told = list[str]()
+    source = engine if file is None else PromptCache(engine, file, told.append)
+    steps = list(source.generate(prompt, PARAMS))
+    return (
+        [token for step in steps for token in step.token_ids],
+        len(prompt) - steps[-1].stats.num_prefilled_tokens,
+        told,
+    )
+
+
+@pytest.mark.parametrize("draft", ["none", "lookup", "resident", None])
+def test_the_text_is_that_of_a_prompt_without_a_file(pair: Pair, draft: str | None, tmp_path: Path) -> None:
+    engine, file = loaded(pair, draft=draft or str(pair.draft)), tmp_path / "prompt.kv"
+    for prompt, expected in ((PROMPT, 0), (PROMPT, len(PROMPT) - 1), (QUESTION, 100), ([*PROMPT, *QUESTION], 120)):
+        plain, _, _ = answer(engine, None, prompt)
+        found, cached, told = answer(engine, file, prompt)
+        assert (found, cached) == (plain, expected)
+        assert len(told) == 1 + (prompt == [*PROMPT, *QUESTION])  # read or written; the longer prompt is both
+        engine = loaded(pair, draft=draft or str(pair.draft))  # as another process
+    assert answer(engine, file, [*PROMPT, *QUESTION])[1] == len(PROMPT) + len(QUESTION) - 1
+
+
+def test_the_draft_reads_no_token_that_is_in_the_file(engine: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.kv"
+    answer(engine, file, PROMPT)
+    caches = engine.new_caches()
+    assert PromptCache(engine, file).read(caches, QUESTION) == 100
+    assert caches.draft is not None
+    assert (caches.target.length, caches.draft.length) == (100, 100)
+    with safe_open(file, framework="pt") as found:  # any reader of safetensors opens it
+        assert found.get_tensor("tokens").tolist() == PROMPT
+
+
+def test_a_file_of_another_model_dtype_or_draft_is_not_used(pair: Pair, engine: Engine, tmp_path: Path) -> None:
+    file, other = tmp_path / "prompt.kv", Pair(tmp_path / "target", pair.draft)
+    answer(engine, file, PROMPT)
+    before = file.read_bytes()
+    shutil.copytree(pair.target, other.target)
+    weights = load_file(other.target / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, -1] += 0.5
+    save_file(weights, other.target / "model.safetensors")
+    longer = Pair(variant(pair.target, tmp_path / "rope", rope_theta=20000.0), pair.draft)
+    for changed, word in (
+        (loaded(other), "another model"),
+        (loaded(longer), "another model"),
+        (loaded(pair, dtype="bf16"), "another dtype"),
+    ):
+        file.write_bytes(before)
+        found, cached, told = answer(changed, file, PROMPT)
+        assert (found, cached) == (answer(changed, None, PROMPT)[0], 0)
+        assert word in told[0]
+        assert answer(changed, file, PROMPT)[1] == len(PROMPT) - 1  # it is this one's now
+    file.write_bytes(before)
+    assert answer(loaded(pair, draft="none"), file, PROMPT)[1] == len(PROMPT) - 1
+
+
+def test_packed_entries_are_kept_as_they_are(pair: Pair, engine: Engine, tmp_path: Path) -> None:
+    packed, file = loaded(pair, kv_cache="8"), tmp_path / "prompt.kv"
+    plain, _, _ = answer(packed, None, PROMPT)
+    assert answer(packed, file, PROMPT)[:2] == (plain, 0)
+    assert answer(packed, file, PROMPT)[:2] == (plain, len(PROMPT) - 1)
+    found, cached, told = answer(engine, file, PROMPT)
+    assert (found, cached) == (answer(engine, None, PROMPT)[0], 0)
+    assert "another KV format" in told[0]
+
+
+def bit_flipped(content: bytes, place: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :]
+
+
+def with_header(content: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    size = struct.unpack("<Q", content[:8])[0]
+    header = change(content[8 : 8 + size])
+    return struct.pack("<Q", len(header)) + header + content[8 + size :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda content: content[: len(content) * 2 // 3],
+    "cut in the header": lambda content: content[:300],
+    "longer": lambda content: content + b"\0",
+    "an entry": lambda content: bit_flipped(content, len(content) * 2 // 3),
+    "a token": lambda content: bit_flipped(content, 8 + struct.unpack("<Q", content[:8])[0] + 8),
+    "the checksums": lambda content: bit_flipped(content, len(content) - 2),
+    "more tokens": lambda content: with_header(content, lambda header: header.replace(b"[120]", b"[999]")),
+    "another shape": lambda content: with_header(content, lambda h: h.replace(b"[2,2,2,120,8]", b"[2,2,2,8,120]")),
+    "a length": lambda content: with_header(content, lambda h: h.replace(b'length":"120"', b'length":"110"')),
+    "a version": lambda content: with_header(content, lambda h: h.replace(b"entries 1", b"entries 2")),
+    "no numbers": lambda content: content.replace(content[-4000:-2000], struct.pack("<f", float("nan")) * 500),
+    "empty": lambda content: b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_ignored_with_one_note(engine: Engine, damage: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.kv"
+    plain, _, _ = answer(engine, file, PROMPT)
+    whole = file.read_bytes()
+    file.write_bytes(DAMAGES[damage](whole))
+    assert file.read_bytes() != whole
+    found, cached, told = answer(engine, file, PROMPT)
+    assert (found, cached) == (plain, 0)
+    assert [text for text in told if "is ignored" in text] == told[:1]
+    assert "\n" not in told[0]
+    assert answer(engine, file, PROMPT)[1] == len(PROMPT) - 1  # written again
+
+
+def test_what_is_no_such_file_is_not_overwritten(engine: Engine, tmp_path: Path) -> None:
+    for content in (b"precious", (engine.plan and (Path(engine.name) / "model.safetensors").read_bytes()) or b""):
+        file = tmp_path / "notes"
+        file.write_bytes(content)
+        with pytest.raises(UsageError, match="not overwritten"):
+            PromptCache(engine, file)
+        assert file.read_bytes() == content
+    with pytest.raises(UsageError, match="cannot be read"):
+        PromptCache(engine, tmp_path)
+
+
+def test_it_is_written_by_one_process_and_only_where_there_is_room(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompt.kv"
+    with locked_name(file, "locked"):
+        assert "another process writes" in answer(engine, file, PROMPT)[2][0]
+    assert not file.exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 2**15))
+    assert "free some space" in answer(engine, file, PROMPT)[2][0]
+    monkeypatch.undo()
+    assert "missing/prompt.kv cannot be written" in answer(engine, tmp_path / "missing" / "prompt.kv", PROMPT)[2][0]
+    assert list(tmp_path.iterdir()) == []
+    answer(engine, file, PROMPT)
+    assert [path.name for path in tmp_path.iterdir()] == ["prompt.kv"]
+    assert file.stat().st_mode & 0o077 == 0
+
+
+WRITER = """
+    import sys, time
+    from pathlib import Path
+    import torch
+    from offspec.checkpoints import kv_files
+    from offspec.model.kv_cache import KVCache, KVLayout, plain_layers
+
+    cache = KVCache(plain_layers([KVLayout(2, 8)] * 2, torch.float32, torch.device("cpu")), torch.device("cpu"))
+    cache.reserve(4000)
+    cache.begin(4000)
+    exactly = kv_files._bytes
+
+    def slow(block):
+        print("writes", flush=True)
+        time.sleep(0.2)
+        return exactly(block)
+
+    kv_files._bytes = slow
+    owner = kv_files.Owner.of("model", torch.float32, cache)
+    kv_files.write_kv_file(Path(sys.argv[1]), range(4000), {"target": kv_files.Part(owner, cache, 4000)})
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+def test_after_a_kill_in_the_middle_of_writing_the_file_is_as_before(engine: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.kv"
+    for before in (None, PROMPT):
+        if before is not None:
+            answer(engine, file, before)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WRITER), str(file)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        assert [writer.stdout.readline() for _ in range(3)] == ["writes\n"] * 3
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        assert (tmp_path / ".prompt.kv.part").stat().st_size > 0
+        assert file.exists() == (before is not None)
+        _, cached, told = answer(engine, file, PROMPT)
+        assert cached == (0 if before is None else len(PROMPT) - 1)
+        assert not any("ignored" in text for text in told)
+    answer(engine, file, [*QUESTION, *PROMPT])
+    assert not (tmp_path / ".prompt.kv.part").exists()
+
+
+def test_an_early_exit_keeps_none(engine: Engine, tmp_path: Path) -> None:
+    with engine.target.weights.layer(0) as layer:
+        draft = SelfDraft(EarlyExit(engine.target, 1, dict(layer)))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="early exit"):
+        PromptCache(engine.with_draft(draft), tmp_path / "prompt.kv")
+    told = list[str]()
+    session = Session(engine.with_draft(draft), tell=told.append)
+    list(session.reply("def area(width, height):", PARAMS))
+    session.save_entries(tmp_path / "talk.json")  # the conversation itself is saved without them
+    assert len(told) == 1
+    assert "not kept" in told[0]
+
+
+def test_a_saved_conversation_is_not_scored_again(pair: Pair, engine: Engine, tmp_path: Path) -> None:
+    file, told = tmp_path / "talk.json", list[str]()
+    session = Session(engine, tell=told.append)
+    for message in ("def area(width, height):", "for item in self.items:"):
+        list(session.reply(message, PARAMS))
+    session.save(file, {})
+    session.save_entries(file)
+    assert entries_path(file).name == "talk.json.kv"
+    assert "KiB" in told[-1]
+    replies = list[str]()
+    for entries in (True, False):
+        if not entries:
+            entries_path(file).unlink()
+        other = Session(loaded(pair), tell=told.append)
+        other.load(file)
+        last = list(other.reply("print(", PARAMS))[-1]
+        assert (last.stats.num_prefilled_tokens < 30) == entries
+        replies.append(other.turns[-1].reply)
+    assert replies[0] == replies[1]
+
+
+def test_entries_of_16_bits_come_back_bit_by_bit(pair: Pair, tmp_path: Path) -> None:
+    """bf16 entries, which numpy has no type for."""
+    engine, file = loaded(pair, dtype="bf16"), tmp_path / "prompt.kv"
+    answer(engine, file, PROMPT)
+    caches = engine.new_caches()
+    PromptCache(engine, file).read(caches, PROMPT)
+    expected = engine.new_caches()
+    list(engine.generate(PROMPT, PARAMS, caches=expected))
+    for found, scored in zip(caches.target.cache.stored(119), expected.target.cache.stored(119), strict=True):
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, scored)
