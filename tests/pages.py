@@ -40,6 +40,10 @@ ELSEWHERE = {
     "python -m tests.fuzz.requests": "tests/fuzz/test_requests.py",
     "lm_eval": "tests/cli/test_clients.py",
     "offspec run --budget 96": "names a flag",
+    **dict.fromkeys(
+        ("offspec distill TARGET --draft builtin", "python -m benchmarks.drafts.distilled measure"),
+        "tests/benchmarks/test_distilled.py",
+    ),
     **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),
     "python -m benchmarks.peers": "tests/benchmarks/test_peers.py",
     "python -m benchmarks.card": "tests/benchmarks/test_card.py",

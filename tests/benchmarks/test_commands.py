@@ -24,6 +24,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         *("--held-out", "1", "--requests", "0,1"),
     ),
     "benchmarks.drafts.card_model": ("--cases", "7b"),
+    "benchmarks.drafts.distilled": ("--folder", "headers"),
     "benchmarks.drafts.early_exit": (
         *("--model", "target", "--prompts", "1", "--tokens", "4", "--budgets", "4", "--temperatures", "0"),
     ),
@@ -35,7 +36,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         *("--prompts", "1", "--tokens", "4", "--temperatures", "0", "--megabytes", "0.02"),
         *("--lengths", "2", "--leasts", "2"),
     ),
-    "benchmarks.drafts.specialise": ("--model", "target", "--folder", "headers", "--minutes", "0.001"),
+    "benchmarks.drafts.specialise": ("--model", "target", "--folder", "headers"),
     "benchmarks.drafts.window": (
         *("--model", "target", "--draft", "draft", "--prompt-tokens", "120", "--tokens", "4", "--windows", "0,64"),
         *("--context", "512", "--texts", "headers/0.txt"),
@@ -50,6 +51,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "benchmarks.scheduling.stopping": ("--prompts", "1", "--tokens", "4", "--temperatures", "1", "--costs", "card"),
     "benchmarks.unpack": ("--types", "fp8,nf4", "--shape", "256x256", "--rows", "1"),
 }
+SHORT = {"--minutes": "0.001", "--steps": "1"}  # in place of what a page says
 SHAPE = grow.Shape(512, 1024, 9, 16, 4)  # in place of a 7B's
 
 
@@ -92,7 +94,8 @@ def test_commands_run(command: Command, monkeypatch: pytest.MonkeyPatch, capsys:
     for file in (arg for arg in args if arg.startswith("exit")):  # made by the commands before this one
         flags = ("--steps", "1", "--num-texts", "16", "--text-tokens", "8", "--out", file)
         assert run(["distill", "target", "--exit-layer", file[4], *flags]) == 0
-    monkeypatch.setattr(sys, "argv", [module, *args, *SMALL[module]])
+    short = [flag for name, value in SHORT.items() if name in args for flag in (name, value)]
+    monkeypatch.setattr(sys, "argv", [module, *args, *SMALL[module], *short])
     import_module(module).main()
     said = capsys.readouterr()
     assert said.out.strip() or said.err.strip()

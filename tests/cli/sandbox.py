@@ -33,7 +33,9 @@ MODELS = {
     ),
     **dict.fromkeys(("Llama-3.2-1B-Instruct", "Llama-3.2-1B", "Qwen/Qwen2.5-0.5B-Instruct", "DRAFT"), "draft"),
     "my-draft": "draft",
-    "Llama-3.1-70B-nf4": "nf4",
+    "Llama-3.3-70B": "target",
+    **dict.fromkeys(("Llama-3.1-70B-nf4", "Llama-3.3-70B-nf4"), "nf4"),
+    "EAGLE3-LLaMA3.1-Instruct-8B": "head",
     "builtin-packed": "packed",
     "SmolLM2-135M-Instruct": "other vocabulary",
     "tiiuae/falcon-7b-instruct": "falcon",
@@ -66,6 +68,7 @@ SETTINGS = {
 BEFORE = {
     "run builtin --draft self": ["distill", "builtin", "--exit-layer", "2"],
     "run ./Llama-3.1-8B --draft self": ["distill", "./Llama-3.1-8B", "--exit-layer", "8"],
+    "run ./Qwen2.5-32B-Instruct --draft head": ["distill", "./Qwen2.5-32B-Instruct", "--head", "medusa"],
 }
 TYPED = b"Why is the sky blue?\n/stats\n"  # at the prompt of `chat`
 
@@ -75,7 +78,7 @@ class Shelf:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pair = build_pair(folder, NUM_LAYERS, max_position_embeddings=1024)
+        self._pair = build_pair(folder, NUM_LAYERS, max_position_embeddings=32768)
 
     def get(self, kind: str) -> Path:
         path = self._folder / kind
@@ -126,6 +129,12 @@ def _write_gguf(source: Path, file: Path) -> None:
     write_model(file, config, load_file(source / "model.safetensors"), vocabulary=vocabulary)
 
 
+def _write_head(source: Path, folder: Path) -> None:
+    from ..offspec.model.head_twins import EAGLE_CONFIG, eagle_tensors, write_folder
+
+    write_folder(folder, EAGLE_CONFIG, eagle_tensors(3))
+
+
 def _write_falcon(source: Path, folder: Path) -> None:
     import torch
     from transformers import FalconConfig, FalconForCausalLM
@@ -144,6 +153,7 @@ _MAKERS: dict[str, Callable[[Path, Path], None]] = {
     "packed": _pack_builtin_target,
     "gguf": _write_gguf,
     "falcon": _write_falcon,
+    "head": _write_head,
     "other vocabulary": _copy_builtin_draft,
 }
 

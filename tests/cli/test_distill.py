@@ -158,7 +158,7 @@ def test_a_head_is_trained_and_drafts(pair: Pair, offspec: Offspec, exits: Path)
     for draft in ("head", "head:medusa", said["path"]):
         drafted = offspec("run", pair.target, "x", "--draft", draft, "--device", "cpu", "--max-new-tokens", 4, "--json")
         assert drafted.code == 0, drafted.err
-    planned = offspec("plan", pair.target, "--draft", said["path"], "--ram", "1GiB")
+    planned = offspec("plan", pair.target, "--draft", said["path"])
     assert tells(planned.out, "head's weights")
     offspec("distill", pair.target, "--head", "eagle3", *SMALL).refusal(1, "layer")
     offspec("distill", pair.target, "--head", "medusa", *SMALL).refusal(2, "exists already", "--out")

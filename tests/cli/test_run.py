@@ -304,7 +304,7 @@ def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) 
     [
         ("run", ("[default: random, shown by --stats and --json]", "torch's choice")),
         ("chat", ("[default: random]",)),
-        ("bench", ("does not change the text. [default: 0]", "(offspec run --learn), read at the start")),
+        ("bench", ("does not change the text. [default: 0]", "(offspec run --learn). Of several")),
         ("plan", ("PATH|auto|shadow|head|self|resident|lookup|none",)),
     ],
 )
@@ -356,8 +356,8 @@ def test_the_rest_is_left_out_until_all_is_asked_for(offspec: Offspec) -> None:
 
 
 def test_of_few_flags_none_is_left_out(offspec: Offspec) -> None:
-    assert "--revision " in offspec("plan", "--help").out
-    assert "--help-all" not in offspec("plan", "--help").out
+    assert "--revision " in offspec("quantize", "--help").out
+    assert "--help-all" not in offspec("quantize", "--help").out
 
 
 @pytest.mark.parametrize("command", [*COMMANDS])
