@@ -5,6 +5,7 @@ Answers have the engine's statistics under `offspec`.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -56,6 +57,11 @@ class Said:
         )
 
 
+def mean_logprob(said: Said) -> float:
+    """The mean log-probability of an answer's tokens, by which `best_of` chooses; an empty answer comes last."""
+    return sum(each.logprob for each in said.logprobs) / len(said.logprobs) if said.logprobs else -math.inf
+
+
 class EchoedPrompt:
     """A prompt that its answers begin with. The first answer brings the log-probabilities of its tokens."""
 
@@ -87,7 +93,7 @@ class TextChoice:
         echoed = self._echoed if is_first else None
         text = said.text if echoed is None else echoed.text + said.text
         part: Json = {"text": text, "logprobs": None}
-        if self._asked.params.logprobs is not None and self._texts is not None:
+        if self._asked.shows_logprobs and self._texts is not None:
             scored = [] if echoed is None else echoed.scored(said.prompt_logprobs)
             before = logprobs.of_text(scored, self._texts, 0)
             start = self._length + (0 if echoed is None else len(echoed.text))
@@ -188,14 +194,27 @@ class Answer:
 
     def whole(self, answers: Sequence[Said]) -> Json:
         """The whole answers as one object."""
-        choices: list[Json] = []
+        found: list[Json] = []
         for index, (choice, said) in enumerate(zip(self._choices, answers, strict=True)):
-            choices.append({"index": index, **choice.whole(said), "finish_reason": choice.finish(said)})
+            found.append({**choice.whole(said), "finish_reason": choice.finish(said)})
             self._figures[index] = said.figures
+        kept = self._kept(answers)
+        choices = [{"index": index, **found[number]} for index, number in enumerate(kept)]
         kind = "chat.completion" if self._is_chat else "text_completion"
-        figures = [said.figures for said in answers]
+        figures = [answers[number].figures for number in kept]
         own = {"offspec": figures[0] if len(figures) == 1 else figures}
         return {**self._head, "object": kind, "choices": choices, "usage": self._usage(), **own}
+
+    def _kept(self, answers: Sequence[Said]) -> list[int]:
+        """The answers that the client gets: of each prompt's, those with the highest mean log-probability."""
+        each, kept = self._asked.num_answers, list[int]()
+        for first in range(0, len(answers), each):
+            numbers: Sequence[int] = range(first, first + each)
+            if self._asked.num_kept < each:
+                best_first = sorted(numbers, key=lambda number: mean_logprob(answers[number]), reverse=True)
+                numbers = best_first[: self._asked.num_kept]
+            kept += numbers
+        return kept
 
     def parts(self, index: int, said: Said, *, is_first: bool) -> list[Json]:
         """The parts of a stream for an answer's text of one pass. The answer's last part has its figures."""

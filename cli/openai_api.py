@@ -83,7 +83,8 @@ MINUS_ONE: Json = {"max_new_tokens": sys.maxsize, "seed": None, "top_k": 0}
 class CompletionRequest:
     """One request. prompts: texts or token ids for kind "text", one list of messages for kind "chat".
 
-    num_answers: answers to each prompt, with seeds that count up from the request's. user: whom the client asks for.
+    num_answers: answers to each prompt, with seeds that count up from the request's. num_kept: how many of them the
+    client gets, those with the highest mean log-probability of their tokens. user: whom the client asks for.
     echoes: answers begin with the prompt. omits_answer: nothing follows it. tools: what a chat may call.
     """
 
@@ -93,6 +94,8 @@ class CompletionRequest:
     streams: bool = False
     wants_usage: bool = False  # whether a stream ends with the token counts
     num_answers: int = 1
+    num_kept: int = 1
+    shows_logprobs: bool = False
     user: str = ""
     echoes: bool = False
     omits_answer: bool = False
@@ -135,6 +138,10 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
     omits_answer = echoes and body.get("max_tokens") == 0  # the prompt's log-probabilities alone
     params = sampling_params({**body, "max_tokens": 1} if omits_answer else body, defaults)
     params = _with_logprobs(params, kind, body, of_prompt=echoes)
+    shows_logprobs = params.logprobs is not None
+    num_kept, num_answers = _num_answers(kind, body)
+    if num_answers > num_kept and not shows_logprobs:
+        params = replace(params, logprobs=0)
     constraint = requested_constraint(body, defaults.constraint)
     return CompletionRequest(
         kind,
@@ -142,7 +149,9 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
         replace(params, constraint=constraint),
         bool(_field(body, "stream", bool, "true or false")),
         bool(options.get("include_usage")),
-        _num_answers(body),
+        num_answers,
+        num_kept,
+        shows_logprobs,
         str(_field(body, "user", str, "a string") or ""),
         echoes,
         omits_answer,
@@ -211,15 +220,21 @@ def _logit_bias(bias: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     return tuple((int(token), float(value)) for token, value in bias.items())
 
 
-def _num_answers(body: Json) -> int:
-    """n. `best_of` may only repeat it: to choose the best of more answers takes the likelihoods of their tokens."""
+def _num_answers(kind: Kind, body: Json) -> tuple[int, int]:
+    """n, and `best_of`: how many answers there are to choose from."""
     number, best_of = (_field(body, name, int, "a whole number") for name in ("n", "best_of"))
     number = 1 if number is None else int(number)
     if not 1 <= number <= MOST_ANSWERS:
         raise UsageError(f"n must be between 1 and {MOST_ANSWERS}, not {number}")
-    if best_of not in (None, number):
-        raise UsageError("best_of is not supported, but for the value of n; omit it")
-    return number
+    if best_of in (None, number):
+        return number, number
+    if kind == "chat":
+        raise UsageError("best_of is for text completions only; omit it")
+    if not number < best_of <= MOST_ANSWERS:
+        raise UsageError(f"best_of must be between n and {MOST_ANSWERS}, not {best_of}")
+    if body.get("stream"):
+        raise UsageError("best_of answers cannot be streamed: the best is known at the end; omit stream or best_of")
+    return number, int(best_of)
 
 
 def _with(params: SamplingParams, name: str, value: Any) -> SamplingParams:

@@ -97,7 +97,7 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0] tool_calls"),
         ({"messages": [USER], "n": 0}, "n between 1 16 0"),
         ({"messages": [USER], "n": 2.0}, "n number 2.0"),
-        ({"messages": [USER], "n": 2, "best_of": 3}, "best_of supported"),
+        ({"messages": [USER], "n": 2, "best_of": 3}, "best_of text completions"),
         ({"messages": [USER], "logprobs": 0}, "logprobs true 0"),
         ({"messages": [USER], "top_logprobs": 1}, "top_logprobs logprobs true"),
         ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs 20 21"),

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from statistics import fmean
 from threading import Event
 from typing import Any
 
@@ -62,6 +63,20 @@ def test_penalties_and_biases_are_those_of_the_engine(client: Client, engine: En
     wanted = SamplingParams(12, frequency_penalty=1.5, presence_penalty=0.5, logit_bias=((17, 20.0), (30, -100.0)))
     assert reply.body["choices"][0]["text"] == engine.complete("def area(", wanted)
     assert reply.body["choices"][0]["text"] != engine.complete("def area(", SamplingParams(12))
+
+
+def test_best_of_keeps_the_likeliest(client: Client) -> None:
+    asked = {"prompt": ["def area(", "x ="], "max_tokens": 8, "seed": 3, "temperature": 1.5}
+    every = client.ask("POST", "/v1/completions", {**asked, "n": 4, "logprobs": 0}).body["choices"]
+    best = client.ask("POST", "/v1/completions", {**asked, "n": 2, "best_of": 4}).body
+    wanted = list[str]()
+    for found in (every[:4], every[4:]):
+        found.sort(key=lambda choice: -fmean(choice["logprobs"]["token_logprobs"]))
+        wanted += [choice["text"] for choice in found[:2]]
+    assert [choice["text"] for choice in best["choices"]] == wanted
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+    assert {choice["logprobs"] for choice in best["choices"]} == {None}
+    assert best["usage"]["completion_tokens"] == 2 * 4 * 8
 
 
 def test_a_chat_is_what_the_engine_says(client: Client, engine: Engine) -> None:
@@ -188,7 +203,9 @@ def test_a_server_whose_passes_ended_does_not_let_requests_wait(
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("chat/completions", {"messages": [USER], "best_of": 2}, ("best_of", "supported")),
+        ("chat/completions", {"messages": [USER], "best_of": 2}, ("best_of", "text completions")),
+        ("completions", {"prompt": "hi", "n": 3, "best_of": 2}, ("best_of", "n")),
+        ("completions", {"prompt": "hi", "best_of": 2, "stream": True}, ("best_of", "stream")),
         ("chat/completions", {"messages": [USER], "n": 17}, ("n", 16, 17)),
         ("chat/completions", "{", ("JSON",)),
         ("completions", {"prompt": ""}, ("prompt", "empty")),
