@@ -47,6 +47,7 @@ ELSEWHERE = {
     **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),
     "python -m benchmarks.peers": "tests/benchmarks/test_peers.py",
     "python -m benchmarks.card": "tests/benchmarks/test_card.py",
+    "python -m benchmarks.lossless passes": "needs a checkpoint of 13 GB, and its packed copy",
     "python benchmarks/streaming.py measure": "needs control groups and a checkpoint of 13 GB",
     "python scripts/record_terminal.py": "tests/cli/test_transcript.py",
 }
