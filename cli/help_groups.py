@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("lookup", "recycling", "recall", "reuse", "overlap", "forced", "scoring", "tree", "stopping"),
         *("accept", "tau", "strength", "beam", "gamma"),
     ),
-    "Memory": ("vram", "ram", "context", "synchronous"),
+    "Memory": ("vram", "ram", "context", "kv_cache", "synchronous"),
     "Sampling": (
         *("max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
         *("repetition_penalty", "frequency_penalty", "presence_penalty"),
@@ -38,33 +38,10 @@ PLACES["help_all"] = ("Output", 101)
 HELP_PLACE = ("Output", 100)  # --help has several names in click
 # Only `--help-all` shows these flags.
 ADVANCED = {
-    *(
-        "dtype",
-        "revision",
-        "threads",
-        "special_in_text",
-        "think",
-        "lookup_files",
-        "exit_file",
-        "exit_layer",
-        "draft_window",
-        "learn",
-        "learn_file",
-    ),
-    *(
-        "min_p",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-        "ignore_eos",
-        "color_accepted",
-        "wrap",
-        "prompt_ids",
-        "max_texts",
-        "num_answers",
-        "ray",
-        "history",
-    ),
+    *("dtype", "revision", "threads", "kv_cache", "special_in_text", "think", "lookup_files"),
+    *("exit_file", "exit_layer", "draft_window", "learn", "learn_file"),
+    *("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("ignore_eos", "color_accepted", "wrap", "prompt_ids", "max_texts", "num_answers", "ray", "history"),
 }
 
 
