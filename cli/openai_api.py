@@ -84,7 +84,8 @@ class CompletionRequest:
     """One request. prompts: texts or token ids for kind "text", one list of messages for kind "chat".
 
     num_answers: answers to each prompt, with seeds that count up from the request's. num_kept: how many of them the
-    client gets, those with the highest mean log-probability of their tokens. user: whom the client asks for.
+    client gets, those with the highest mean log-probability of their tokens. shows_logprobs: whether the client asked
+    for log-probabilities; choosing needs them anyway. user: whom the client asks for.
     echoes: answers begin with the prompt. omits_answer: nothing follows it. tools: what a chat may call.
     """
 
