@@ -420,8 +420,8 @@ def measure_fused_rows(stored: StoredWeight, device: torch.device, dtype: torch.
     dequantises into memory that no plan contains. 0 if the fused product is never faster, or if this device and layout
     have none. `FUSED_ROWS` keeps the result until the process ends.
     """
-    shape = stored.shape
-    FUSED_ROWS.set(shape, dtype, device, 0)  # `linear` below must be the plain product
+    form, shape = stored.dtype, stored.shape
+    FUSED_ROWS.set(form, shape, dtype, device, 0)  # `linear` below must be the plain product
     samples = [_packed_sample(stored, device) for _ in range(2)]
     if any(sample.fused_linear is None for sample in samples):
         return 0
@@ -439,7 +439,7 @@ def measure_fused_rows(stored: StoredWeight, device: torch.device, dtype: torch.
         if _allocated(device) - taken >= scratch.nbytes or typical_s(_fused) > FUSED_GAIN * typical_s(linear):
             break
         most = width
-    FUSED_ROWS.set(shape, dtype, device, most)
+    FUSED_ROWS.set(form, shape, dtype, device, most)
     return most
 
 

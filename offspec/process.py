@@ -3,8 +3,8 @@
 - `set_num_threads`: torch's number of threads, if `--threads` sets it (`loading.py`).
 - `disable_cudnn_attention`: torch does not compute attention with cuDNN after a model was loaded on a GPU.
 - `loaders.cuda.limit_memory`: a limit for torch's allocator on a GPU, if `--vram` sets one.
-- `loaders.formats.process_state`: settings changed during bitsandbytes' import, the measured rows up to which a 4-bit
-  kernel is faster, and blocks in which torch has one thread.
+- `loaders.formats.process_state`: settings changed during bitsandbytes' import, the measured rows up to which a fused
+  product is faster, and blocks in which torch has one thread.
 - `model.foreign_modules`: transformers logs errors only, after a model was loaded through its modules.
 - `cli.serve`: SIGTERM ends the server as Ctrl-C does.
 """

@@ -114,9 +114,10 @@ def alloc_retries(device: torch.device) -> int:
 
 
 def fused_widths(files: ModelFiles, device: torch.device) -> dict[str, int]:
-    """For each shape of 4-bit matrices, the number of rows up to which the fused product is used."""
-    packed = {w.shape for w in files.stored.layers[0].weights.values() if w.fused_kind is not None}
-    return {f"{n}x{k}": FUSED_ROWS.get((n, k), files.dtype, device) for n, k in sorted(packed)}
+    """For each kind and shape of packed matrices, the number of rows up to which the fused product is used."""
+    weights = [weight for layer in files.stored.layers for weight in layer.weights.values()]
+    packed = {(weight.dtype, weight.shape) for weight in weights if weight.fused_kind is not None}
+    return {f"{form} {n}x{k}": FUSED_ROWS.get(form, (n, k), files.dtype, device) for form, (n, k) in sorted(packed)}
 
 
 def translate(plan: Plan, greedy: Mapping[str, Any], rates: Rates) -> dict[str, Any]:

@@ -62,6 +62,9 @@ class ReorderedMatrix:
     def unpacked_dtype(self) -> torch.dtype:
         return self.stored.dtype if isinstance(self.stored, Tensor) else self.stored.unpacked_dtype
 
+    def is_recordable(self, dtype: torch.dtype) -> bool:
+        return isinstance(self.stored, Tensor) or self.stored.is_recordable(dtype)
+
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         matrix = in_order(core.dense(self.stored, dtype), self.num_heads, dim=0)
         return matrix if out is None else out.copy_(matrix)

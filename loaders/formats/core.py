@@ -22,6 +22,7 @@ from ..kernels.row_product import RowProduct
 from ..params import ConvertParams
 from ..records import ALIGNMENT
 from . import products
+from .process_state import FUSED_ROWS
 
 DAMAGED = "the checkpoint is damaged, download it again"
 REMEDY = "use the 16-bit checkpoint, a bitsandbytes 4-bit one, or make one with `offspec quantize`"
@@ -67,6 +68,10 @@ class PackedWeight(Protocol):
         """A dtype that holds all numbers of the matrix: bf16 if they are bf16's, else fp32."""
         ...
 
+    def is_recordable(self, dtype: torch.dtype) -> bool:
+        """Whether a CUDA graph may record its use with rows of `dtype`: kernels alone, and no choice between ways."""
+        ...
+
 
 Weight: TypeAlias = Tensor | PackedWeight
 
@@ -99,26 +104,39 @@ class PackedMatrix:
     def fused_linear(self) -> Product | None:
         return None
 
+    def is_recordable(self, dtype: torch.dtype) -> bool:
+        return False
+
     @property
     def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:
         """The CPU kernel that multiplies with the packed matrix, and its arguments; None if there is none."""
         return None
 
     def linear(self: PackedWeight, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+        if (fused := _chosen_fused(self, x)) is not None:
+            return fused(x, bias, scratch)
         if (found := _chosen_kernel(self, x)) is not None:
             product, parts = found
             return products.plus(product(x, parts, self.shape[0]), bias)
         return linear(x, dense(self, x.dtype, scratch), bias)
 
 
+def _chosen_fused(matrix: Any, x: Tensor) -> Product | None:
+    """The product on a GPU that does not dequantise, if it was measured to be faster; otherwise None."""
+    most = FUSED_ROWS.get(matrix.form, matrix.shape, x.dtype, x.device)
+    if not 0 < products.rows_of(x) <= most or _needs_gradients(x):
+        return None
+    fused: Product | None = matrix.fused_linear
+    return fused
+
+
+def _needs_gradients(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
+
+
 def _chosen_kernel(matrix: Any, x: Tensor) -> tuple[RowProduct, list[Tensor]] | None:
     """The kernel, if it was measured to be faster than dequantising; otherwise None."""
-    if (
-        x.device.type != "cpu"
-        or not x.numel()
-        or x.shape[-1] != matrix.shape[1]
-        or (torch.is_grad_enabled() and x.requires_grad)
-    ):
+    if x.device.type != "cpu" or not x.numel() or x.shape[-1] != matrix.shape[1] or _needs_gradients(x):
         return None
     kind = products.ProductKind.of(matrix.form, x.dtype, math.prod(matrix.shape))
     if products.COSTS.way(kind, products.rows_of(x)) != products.KERNEL:

@@ -47,7 +47,7 @@ from .core import (
     any_bytes,
 )
 from .plain import PlainWeight
-from .process_state import FUSED_ROWS, bitsandbytes_functional, has_bitsandbytes, one_thread
+from .process_state import bitsandbytes_functional, has_bitsandbytes, one_thread
 from .products import num_lanes
 from .quant_state import QUANT_STATE, QuantStateReader
 
@@ -121,11 +121,6 @@ class Matrix4bit(PackedMatrix):
             native = native and has_bitsandbytes()
             _dequantize(self.codes, scales, layout, matrix.view(-1), native=native)
         return matrix
-
-    def linear(self, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-        if can_be_fused(self) and x[..., 0].numel() <= FUSED_ROWS.get(self.shape, x.dtype, x.device):
-            return fused_linear(x, self, bias, scratch)
-        return super().linear(x, bias, scratch)
 
     @property
     def fused_linear(self) -> Product | None:

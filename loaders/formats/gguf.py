@@ -7,9 +7,10 @@ numbers equal those of the `gguf` package bit for bit, rounded once to the compu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from .core import (
     PackedMatrix,
     PackedStored,
     Packer,
+    Product,
     StoredWeight,
     TensorGroup,
     WeightFormat,
@@ -34,9 +36,9 @@ from .core import (
 )
 from .gguf_blocks import HALVES, IQ4_VALUES, UNPACK, check_grid
 from .gguf_pack import PACK, GgufPacker, suffix
-from .on_gpu import FASTER_WAY, triton_kernels
+from .on_gpu import FASTER_WAY, gguf_kernels, on_device
 from .plain import PlainWeight
-from .products import num_lanes
+from .products import num_lanes, plus
 
 QUANTISED: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.values() if kind.name in UNPACK}
 # From this size on, compiling (at least 0.1 s) takes less time than the plain twin for a model of such matrices.
@@ -76,8 +78,8 @@ class GgufMatrix(PackedMatrix):
         unpacker = _unpacker(self.kind.name, dtype) if self.device.type == "cpu" else None
         if unpacker is not None and (unpacker.is_compiled or matrix.numel() >= WORTH_COMPILING):
             unpacker([self.blocks], matrix)
-        elif self.device.type == "cuda" and (kernels := triton_kernels()) and kernels.unpacks(self.form):
-            unpack = partial(kernels.unpack_gguf, self.form, self.blocks, matrix)
+        elif self.device.type == "cuda" and (kernels := _gpu_kernels(self.form)):
+            unpack = partial(kernels.unpack, self.form, self.blocks, matrix)
             FASTER_WAY.run((self.form, dtype), self.device, unpack, partial(unpack_reference, self, matrix))
         else:
             unpack_reference(self, matrix)
@@ -88,11 +90,31 @@ class GgufMatrix(PackedMatrix):
         product = _product(self.kind.name)
         return None if product is None else (product, [self.blocks])
 
+    @property
+    def fused_linear(self) -> Product | None:
+        return self.multiplied if self.device.type == "cuda" and _gpu_kernels(self.form) else None
+
+    def multiplied(self, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+        """`linear` by the kernel that reads the blocks; there has to be one for the type."""
+        kernels = _gpu_kernels(self.form)
+        assert kernels is not None
+        with on_device(self.device):
+            return plus(kernels.multiply(self.form, x, self.blocks), bias)
+
+    def is_recordable(self, dtype: torch.dtype) -> bool:
+        return FASTER_WAY.is_kernel((self.form, dtype), self.device) is True
+
 
 @cache
 def _product(name: str) -> RowProduct | None:
     encoding = block_encoding(name, lanes, IQ4_VALUES) if (lanes := num_lanes()) else None
     return None if encoding is None else RowProduct(encoding)
+
+
+def _gpu_kernels(form: str) -> ModuleType | None:
+    """Triton's kernels, if they know the type."""
+    kernels = gguf_kernels()
+    return kernels if kernels is not None and form in kernels.LAYOUTS else None
 
 
 @cache
@@ -122,6 +144,10 @@ class GgufWeight(PackedStored):
     @property
     def dtype(self) -> str:
         return self.kind.name
+
+    @property
+    def fused_kind(self) -> Hashable | None:
+        return None if _gpu_kernels(self.kind.name) is None else (self.kind.name, self.shape)
 
     def bind(self, parts: Sequence[Tensor]) -> GgufMatrix:
         return self.bind_rows(parts[0].view(self.shape[0], -1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from statistics import median
 from types import ModuleType
@@ -28,7 +28,7 @@ class FasterWay:
     def run(self, kind: Hashable, device: torch.device, kernel: Callable[[], None], plain: Callable[[], None]) -> None:
         """Run the faster of two equivalent functions; both are measured for the first matrix of a kind."""
         key = (kind, device)
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton uses the current device
+        with on_device(device):
             if key not in self._is_kernel:
                 kernel_s = _seconds_of_kernel(device, kernel)
                 self._is_kernel[key] = kernel_s is not None and kernel_s < _seconds(device, plain)
@@ -42,6 +42,11 @@ class FasterWay:
 FASTER_WAY = FasterWay()
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes it the current device, which Triton uses."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 @cache
 def triton_kernels() -> ModuleType | None:
     """The module `kernels.triton_unpack`; None if Triton is not installed."""
@@ -50,6 +55,16 @@ def triton_kernels() -> ModuleType | None:
     except ImportError:
         return None
     return triton_unpack
+
+
+@cache
+def gguf_kernels() -> ModuleType | None:
+    """The module `kernels.triton_gguf`; None if Triton is not installed."""
+    try:
+        from ..kernels import triton_gguf
+    except ImportError:
+        return None
+    return triton_gguf
 
 
 def _seconds_of_kernel(device: torch.device, kernel: Callable[[], None]) -> float | None:

@@ -1,78 +1,23 @@
-"""Packed matrices → plain ones of fp32, bf16 or fp16 on a GPU, by Triton: one kernel a format.
+"""AWQ's, GPTQ's and packed bf16 matrices → plain ones of fp32, bf16 or fp16 on a GPU, by Triton: one kernel a format.
 
 Each number is computed in registers from the bytes that it needs and written once, where plain torch writes and reads a
 tile several times. They are the same numbers: products of codes and 16-bit scales are exact in fp32. Triton comes with
 torch's CUDA wheels; importing this module raises ImportError where it is not installed. With TRITON_INTERPRET=1 in the
 environment the kernels run on a CPU, slowly.
 
-The layouts are explained at `formats.gguf_blocks`, `formats.grouped` and `formats.bf16_bits`.
+The layouts are explained at `formats.grouped` and `formats.bf16_bits`. GGUF's types are in `triton_gguf`.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-any-unimported
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCKS = tl.constexpr(8)  # of GGUF's that a program unpacks
 INPUTS, OUTPUTS = tl.constexpr(16), tl.constexpr(128)  # of AWQ's and GPTQ's
 WEIGHTS = tl.constexpr(1024)  # of a row of packed bf16
-
-
-@triton.jit
-def _half(place):
-    """The fp16 number at an address of bytes, which need not be even, as fp32."""
-    lower, upper = tl.load(place).to(tl.uint16), tl.load(place + 1).to(tl.uint16)
-    return (lower | (upper << 8)).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _signed(byte):
-    """A byte as a number from -128 to 127."""
-    return byte.to(tl.int8, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _q8_0(blocks, out, num_blocks):
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
-    weight = tl.arange(0, 32)[None, :]
-    is_there = block < num_blocks
-    start = blocks + tl.minimum(block, num_blocks - 1) * 34
-    number = _signed(tl.load(start + 2 + weight)) * _half(start)
-    tl.store(out + block * 32 + weight, number.to(out.dtype.element_ty), mask=is_there)
-
-
-@triton.jit
-def _q4_k(blocks, out, num_blocks):
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
-    weight = tl.arange(0, 256)[None, :]
-    is_there = block < num_blocks
-    start = blocks + tl.minimum(block, num_blocks - 1) * 144
-    group = weight // 32
-    first, second, third = (tl.load(start + at + group % 4).to(tl.int32) for at in (4, 8, 12))
-    scale = tl.where(group < 4, first & 63, (third & 15) | (first >> 6 << 4))
-    low = tl.where(group < 4, second & 63, (third >> 4) | (second >> 6 << 4))
-    code = tl.load(start + 16 + weight // 64 * 32 + weight % 32).to(tl.int32) >> (group % 2 * 4) & 15
-    number = _half(start) * scale.to(tl.float32) * code.to(tl.float32) - _half(start + 2) * low.to(tl.float32)
-    tl.store(out + block * 256 + weight, number.to(out.dtype.element_ty), mask=is_there)
-
-
-@triton.jit
-def _q6_k(blocks, out, num_blocks):
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
-    weight = tl.arange(0, 256)[None, :]
-    is_there = block < num_blocks
-    start = blocks + tl.minimum(block, num_blocks - 1) * 210
-    half, quarter, place = weight // 128, weight % 128 // 32, weight % 32
-    lower = tl.load(start + half * 64 + quarter % 2 * 32 + place).to(tl.int32) >> (quarter // 2 * 4) & 15
-    upper = tl.load(start + 128 + half * 32 + place).to(tl.int32) >> (quarter * 2) & 3
-    scale = _half(start + 208) * _signed(tl.load(start + 192 + weight // 16))
-    number = scale * ((lower | (upper << 4)) - 32).to(tl.float32)
-    tl.store(out + block * 256 + weight, number.to(out.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
@@ -125,21 +70,6 @@ def _bf16_bits(low, codes, groups, out, num_columns, code_bytes, height, group_b
     else:
         number = (bits << 16).to(tl.float32, bitcast=True)
         tl.store(out + row * num_columns + column, number.to(out.dtype.element_ty), mask=is_there)
-
-
-_GGUF: Mapping[str, tuple[Callable[..., None], int]] = {"Q8_0": (_q8_0, 34), "Q4_K": (_q4_k, 144), "Q6_K": (_q6_k, 210)}
-
-
-def unpacks(form: str) -> bool:
-    """Whether there is a kernel for GGUF matrices of a type."""
-    return form in _GGUF
-
-
-def unpack_gguf(form: str, blocks: Tensor, out: Tensor) -> None:
-    """blocks: uint8, contiguous, of a type that it `unpacks` → out, contiguous [N, K], on the same device."""
-    kernel, num_bytes = _GGUF[form]
-    num_blocks = blocks.numel() // num_bytes
-    kernel[(triton.cdiv(num_blocks, BLOCKS.value),)](blocks, out, num_blocks)  # type: ignore[index]
 
 
 def unpack_awq(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor, out: Tensor) -> None:

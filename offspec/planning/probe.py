@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from offspec.loaders.cuda import release_memory
+from offspec.loaders.formats import StoredWeight
 from offspec.loaders.formats.products import HALF_DTYPES
 from offspec.loaders.hardware import Hardware, Rates
 from offspec.loaders.measure import (
@@ -23,7 +24,6 @@ from offspec.loaders.product_costs import forms_of, know_products, product_flops
 
 from ..checkpoints.load import is_blocked
 from ..checkpoints.opening import ModelFiles, Note
-from ..errors import OffspecError
 from .memory import MemoryOptions, MemoryUser
 from .plan import Plan, limits_of, make_plan
 
@@ -138,24 +138,33 @@ class ProductRates:
 
 
 def measure_fused_limits(models: Sequence[ModelFiles], device: torch.device) -> list[Note]:
-    """On a GPU, measure the number of rows up to which each shape of 4-bit matrix is multiplied packed.
+    """On a GPU, measure the number of rows up to which each kind and shape of packed matrix is multiplied packed.
 
-    Takes at most a second. The limits hold for the process (`loaders.formats`). Returns notes with the result.
+    Takes 0.1 s for each; Triton's kernels are compiled before, for some seconds, once on a machine. The limits hold for
+    the process (`loaders.formats`). Returns notes with the result, for each format.
     """
     kinds = {
         (weight.fused_kind, model.dtype): weight
         for model in models
-        for weight in model.stored.layers[0].weights.values()
+        for layer in model.stored.layers
+        for weight in layer.weights.values()
         if weight.fused_kind is not None
     }
     if device.type != "cuda" or not kinds:
         return []
+    forms = {weight.dtype: [kind for kind in kinds if kinds[kind].dtype == weight.dtype] for weight in kinds.values()}
+    notes = [
+        _fused_note(form, [(kinds[kind], kind[1]) for kind in sorted(forms[form], key=str)], device)
+        for form in sorted(forms)
+    ]
+    release_memory(device)
+    return notes
+
+
+def _fused_note(form: str, kinds: Sequence[tuple[StoredWeight, torch.dtype]], device: torch.device) -> Note:
     try:
-        rows = [measure_fused_rows(kinds[kind], device, kind[1]) for kind in sorted(kinds, key=str)]
-    except (OffspecError, RuntimeError, AttributeError) as exc:
-        # bitsandbytes is missing or too old, or memory ran out: dequantise all of them.
-        return [Note(f"4-bit matrices are dequantised for each use (the fused kernel raised {type(exc).__name__})")]
-    finally:
-        release_memory(device)
+        rows = [measure_fused_rows(weight, device, dtype) for weight, dtype in kinds]
+    except Exception as exc:  # noqa: BLE001 (Triton's compilers raise many kinds, as a missing bitsandbytes, or memory)
+        return Note(f"{form} matrices are dequantised for each use (the fused kernel raised {type(exc).__name__})")
     limits = f"{min(rows)} to {max(rows)} rows"
-    return [Note(f"4-bit matrices are multiplied packed up to {limits}, depending on the shape (measured)")]
+    return Note(f"{form} matrices are multiplied packed up to {limits}, depending on the shape (measured)")

@@ -354,8 +354,8 @@ def test_few_rows_are_multiplied_packed_where_that_was_measured_faster(
         return x.new_zeros(x.shape[0], 64)
 
     monkeypatch.setattr(four_bit, "fused_linear", fused)
-    monkeypatch.setattr(four_bit, "FUSED_ROWS", FusedRows())
-    four_bit.FUSED_ROWS.set((64, 128), torch.float32, torch.device("cpu"), 8)
+    monkeypatch.setattr(core, "FUSED_ROWS", rows := FusedRows())
+    rows.set("nf4", (64, 128), torch.float32, torch.device("cpu"), 8)
     for num_rows in (1, 8, 9):
         linear(noise(num_rows, 128, dtype=torch.float32), matrix)
     assert asked == []  # a CPU has no such kernel

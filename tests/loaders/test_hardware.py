@@ -616,7 +616,7 @@ def test_packed_products_are_used_for_as_many_rows_as_they_are_faster(
     monkeypatch.setattr(four_bit, "can_be_fused", lambda matrix: True)
     monkeypatch.setattr(measure, "typical_seconds", lambda *_: next(seconds))
     assert measure.measure_fused_rows(stored, CPU, dtype) == rows
-    assert FUSED_ROWS.get(stored.shape, dtype, CPU) == rows
+    assert FUSED_ROWS.get("nf4", stored.shape, dtype, CPU) == rows
 
 
 @pytest.mark.gpu
@@ -626,7 +626,7 @@ def test_packed_products_are_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch, 
     device = torch.device("cuda:0")
     rows = measure.measure_fused_rows(nf4((2048, 1024)), device, dtype, seconds=0.05)
     assert rows in (0, *measure.FUSED_WIDTHS)
-    assert FUSED_ROWS.get((2048, 1024), dtype, device) == rows
+    assert FUSED_ROWS.get("nf4", (2048, 1024), dtype, device) == rows
 
 
 def test_one_measurement_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 from collections.abc import Iterator
@@ -11,61 +10,23 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
-import offspec.loaders.kernels
 from offspec.loaders.formats.bf16_bits import group_rows, pack, unpack
-from offspec.loaders.formats.gguf import unpack_reference
 from offspec.loaders.formats.grouped import GroupedMatrix
-from offspec.loaders.formats.on_gpu import FASTER_WAY, FasterWay, triton_kernels
+from offspec.loaders.formats.on_gpu import FasterWay, gguf_kernels, triton_kernels
 
-from ..gguf_samples import NAMES, edge_blocks, matrix_of, oracle, random_blocks, same_bits
+from ..gguf_samples import same_bits
 from ..test_formats import bound
 from ..test_grouped import FORMS, opened, random_matrix
+from .interpreted import forget, interpreted
 
 CPU = torch.device("cpu")
-MODULE = "offspec.loaders.kernels.triton_unpack"
-KERNEL_TYPES = ("Q8_0", "Q4_K", "Q6_K")
 
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[ModuleType]:
-    """For this module only, where a GPU has them compiled elsewhere."""
-    pytest.importorskip("triton", reason="Triton is not installed; it comes with torch's CUDA wheels")
-    with pytest.MonkeyPatch.context() as patch:
-        forget(patch)
-        patch.setenv("TRITON_INTERPRET", "1")
-        yield importlib.import_module(MODULE)
-        forget(patch)
-
-
-def forget(patch: pytest.MonkeyPatch) -> None:
-    """As if the kernels' module had never been imported, until `patch` ends."""
-    patch.delitem(sys.modules, MODULE, raising=False)
-    patch.delattr(offspec.loaders.kernels, "triton_unpack", raising=False)
-
-
-def close_to(found: Tensor, expected: Tensor) -> bool:
-    """Bit for bit, but in bf16, to which Triton's interpreter cuts numbers off where a GPU rounds them."""
-    if found.dtype != torch.bfloat16:
-        return same_bits(found, expected.to(found.dtype))
-    return same_bits(found, (expected.view(torch.int32) & ~0xFFFF).view(torch.float32).bfloat16())
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of numbers that are none
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", KERNEL_TYPES)
-def test_gguf(kernels: ModuleType, name: str, dtype: torch.dtype) -> None:
-    for rows in (random_blocks(name, 5, 3), *([edge_blocks(name)] if dtype != torch.bfloat16 else [])):
-        expected = oracle(name, rows)
-        shifted = torch.empty(rows.numel() + 1, dtype=torch.uint8)[1:].view(rows.shape).copy_(rows)
-        found = torch.full(expected.shape, torch.nan, dtype=dtype)
-        kernels.unpack_gguf(name, shifted, found)
-        assert close_to(found, expected)
-
-
-def test_which_types_have_a_kernel(kernels: ModuleType) -> None:
-    assert [name for name in NAMES if kernels.unpacks(name)] == sorted(KERNEL_TYPES, key=NAMES.index)
+    with interpreted("triton_unpack") as module:
+        yield module
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -141,24 +102,6 @@ def test_a_kernel_that_cannot_be_compiled_is_none() -> None:
 
 def test_without_triton_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    forget(monkeypatch)
-    assert triton_kernels.__wrapped__() is None
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
-def test_on_a_gpu_both_ways_give_the_oracles_numbers(name: str) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    rows = torch.cat((random_blocks(name, 400, 8), edge_blocks(name).repeat(1, 8)))
-    matrix, expected = matrix_of(name, rows.to(device)), oracle(name, rows)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        plain = torch.empty(expected.shape, dtype=dtype, device=device)
-        unpack_reference(matrix, plain)
-        assert same_bits(plain.cpu(), expected.to(dtype))
-        assert same_bits(matrix.dequantize(dtype).cpu(), expected.to(dtype))
-        compiled = triton_kernels()
-        if compiled is not None and compiled.unpacks(name):
-            assert FASTER_WAY.is_kernel((name, dtype), device) is not None
-            found = torch.full_like(plain, torch.nan)
-            compiled.unpack_gguf(name, matrix.blocks, found)
-            assert same_bits(found.cpu(), expected.to(dtype))
+    for name, found in (("triton_unpack", triton_kernels), ("triton_gguf", gguf_kernels)):
+        forget(name, monkeypatch)
+        assert found.__wrapped__() is None
