@@ -62,7 +62,10 @@ _SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a large model. format: bf16, bf16-packed or nf4 (double-quantised, in bitsandbytes' layout)."""
+    """Dimensions of a large model. format: bf16, bf16-packed or nf4 (double-quantised, in bitsandbytes' layout).
+
+    context: the longest text, for which the small model need not be trained; None: the small model's.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -71,10 +74,11 @@ class Shape:
     num_kv_heads: int
     head_dim: int = 128
     format: str = "bf16"
+    context: int | None = None
 
 
 SHAPES = {
-    "1b": Shape(2048, 8192, 16, 16, 8),  # Llama 3.2 1B with 16 heads of 128 instead of 32 of 64
+    "1b": Shape(2048, 8192, 16, 16, 8, context=131072),  # Llama 3.2 1B with 16 heads of 128 instead of 32 of 64
     "2b": Shape(2304, 9216, 30, 36, 12, head_dim=64),  # for SmolLM2-135M, whose 576 times four is its hidden size
     "7b": Shape(4096, 11008, 33, 32, 32),  # Llama 2 7B; layer 33 stands for the half GB of its larger vocabulary
     "70b": Shape(8192, 28672, 80, 64, 8, format="nf4"),  # Llama 2 and 3 70B
@@ -156,6 +160,8 @@ def _config(small: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         "tie_word_embeddings": False,  # the padding of a head of its own can be random
         "torch_dtype": "bfloat16",
     }
+    if shape.context is not None:
+        config["max_position_embeddings"] = shape.context
     if shape.format in QUANT_TYPES:
         config["quantization_config"] = quantization_config(ConvertParams(shape.format), "BF16")
     return config

@@ -3,11 +3,14 @@
     python -m benchmarks.grow DIR --shape 1b
     python -m benchmarks.long_texts memory DIR --tokens 4096,16384,65536 --formats 16,8,4
     python -m benchmarks.long_texts quality MODEL --text FILE --tokens 2000 [--windows 4]
+    python -m benchmarks.long_texts borders MODEL --text FILE --tokens 500
 
 `memory` measures each combination in a process of its own: the plan's RAM, the process's peak, prefill tokens/s, and
 the median seconds of passes of 1 and 16 rows after so many tokens. `quality` scores a text in windows of so many tokens
 with each format: the share of positions with the same best token as with 16 bit, and the difference of perplexity. It
-computes in fp32, so that differences are the format's.
+computes in fp32, so that differences are the format's. `borders` scores a text in one pass and in passes of a few rows,
+in fp32: the share of stored numbers (codes) that differ, in the first layer and in all, the largest difference of
+log-probabilities, and the positions whose best token differs. Products with other numbers of rows round differently.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.tree import TokenTree
 
 WIDTHS, REPEATS = (1, 16), 5
+BORDER_WIDTHS = (1, 16, 64)
 HEAD_ROWS = 256  # rows whose logits are in memory at once
 SPARE_TOKENS = 64
 MIB = 2**20
@@ -83,6 +87,42 @@ def measure_quality(model: str, text: Path, num_tokens: int, num_windows: int) -
 
 
 @torch.inference_mode()
+def measure_borders(model: str, text: Path, num_tokens: int) -> None:
+    """Print a row for each format and width of passes."""
+    print("| format | rows of a pass | codes: first layer | all layers | log-probability | best tokens |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for kv_cache in KV_CACHES:
+        with Engine.load(model, draft="none", device="cpu", dtype="fp32", kv_cache=kv_cache) as engine:
+            ids = engine.tokenizer.encode(text.read_text(encoding="utf-8"))[:num_tokens]
+            whole, expected = _scored_by(engine, ids, num_tokens)
+            for width in BORDER_WIDTHS:
+                other, found = _scored_by(engine, ids, width)
+                pairs = list(zip(whole.cache.stored(len(ids)), other.cache.stored(len(ids)), strict=True))
+                first = pairs[: len(pairs) // engine.target.config.num_layers]
+                cells = [f"{_share(some):.1e}" for some in (first, pairs)]
+                cells.append(f"{(found - expected).abs().max():.1e}")
+                cells.append(f"{(found.argmax(-1) != expected.argmax(-1)).sum()} of {len(ids)}")
+                print(f"| {kv_cache} | {width} | {' | '.join(cells)} |", flush=True)
+
+
+def _scored_by(engine: Engine, ids: list[int], width: int) -> tuple[CachedDecoder, Tensor]:
+    """The text, scored in passes of so many rows, and its log-probabilities [T, vocab]."""
+    text, found = CachedDecoder(engine.target, len(ids)), list[Tensor]()
+    for at in range(0, len(ids), width):
+        tokens = torch.tensor(ids[at : at + width])
+        hidden = engine.target.forward(tokens, torch.arange(at, at + len(tokens)), text.cache)
+        text.cache.append(len(tokens), 0)
+        found.append(engine.target.logits(hidden).log_softmax(-1))
+    return text, torch.cat(found)
+
+
+def _share(pairs: list[tuple[Tensor, Tensor]]) -> float:
+    """The share of stored numbers that differ; plain ones differ by more than 1e-5 of their size."""
+    differ = [~torch.isclose(*pair, rtol=1e-5) if pair[0].is_floating_point() else pair[0] != pair[1] for pair in pairs]
+    return float(sum(each.sum() for each in differ) / sum(each.numel() for each in differ))
+
+
+@torch.inference_mode()
 def _score(engine: Engine, ids: list[int]) -> tuple[Tensor, Tensor]:
     """Each position's best token [T], and the loss of the next token [T - 1] in nats."""
     target, tokens = engine.target, torch.tensor(ids)
@@ -97,17 +137,20 @@ def _score(engine: Engine, ids: list[int]) -> tuple[Tensor, Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["memory", "quality"])
+    parser.add_argument("what", choices=["memory", "quality", "borders"])
     parser.add_argument("model")
     parser.add_argument("--tokens", default="4096", help="numbers of tokens, such as 4096,16384")
     parser.add_argument("--formats", default=",".join(KV_CACHES))
-    parser.add_argument("--text", type=Path, help="the text whose tokens `quality` scores")
+    parser.add_argument("--text", type=Path, help="the text whose tokens `quality` and `borders` score")
     parser.add_argument("--windows", type=int, default=1, help="windows of the text, for `quality`")
     parser.add_argument("--row", action="store_true", help="measure the first combination in this process")
     args = parser.parse_args()
     lengths, formats = [int(length) for length in args.tokens.split(",")], args.formats.split(",")
     if args.what == "quality":
         measure_quality(args.model, args.text, lengths[0], args.windows)
+        return
+    if args.what == "borders":
+        measure_borders(args.model, args.text, lengths[0])
         return
     if args.row:
         measure_memory(args.model, lengths[0], formats[0])

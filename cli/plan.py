@@ -259,20 +259,30 @@ def _caches(forecast: Forecast) -> list[str]:
     from offspec.tools.forecast import GAIN_WIDTH
 
     of_context = f"{forecast.plan.context} tokens"
-    rows = [["KV cache", "a token", of_context, "resident", f"s per pass of {GAIN_WIDTH}"]]
+    seconds = f"s per pass of {GAIN_WIDTH}"
+    rows = [["KV cache", "a token", of_context, "in RAM", "resident", seconds, "behind a full context"]]
     for found in forecast.caches:
-        fits = found.plan is not None and found.pass_s is not None
-        resident = f"{len(found.plan.placement.resident)} of {len(found.plan.layers)}" if found.plan else "does not fit"
         name = f"{found.name} bit" + (" (planned)" if found.name == forecast.plan.demand.target.kv.name else "")
-        sizes = [format_size(found.token_bytes), format_size(found.context_bytes)]
-        rows.append([name, *sizes, resident, _three_digits(found.pass_s) if fits and found.pass_s else "-"])
+        sizes = [format_size(found.token_bytes), format_size(found.context_bytes), _cell(found.ram_bytes)]
+        resident = f"{len(found.plan.placement.resident)} of {len(found.plan.layers)}" if found.plan else "does not fit"
+        times = ["-" if each is None else _three_digits(each) for each in (found.short_s, found.full_s)]
+        rows.append([name, *sizes, resident, *times])
     return [
         "",
         "Formats of the KV cache (--kv-cache), in the same memory:",
         *_table(rows),
         "With 8 or 4 bits the target computes with rounded keys and values: the text is that of plain decoding with",
         "the same format, and may differ from that with 16 bits.",
+        *_entries_in_ram(forecast),
     ]
+
+
+def _entries_in_ram(forecast: Forecast) -> list[str]:
+    """From which context on KV entries are in RAM."""
+    if forecast.entries_in_ram_from is None:
+        return []
+    first = f"From a context of {forecast.entries_in_ram_from} tokens on, KV entries of streamed layers are in RAM, and"
+    return [first, "each pass reads them beside the weights (in this format)."]
 
 
 def _gains(forecast: Forecast) -> list[str]:

@@ -2,7 +2,8 @@
 
 The same `Ring` drives the link and the disk. The host does not wait for the device here: a slot's `ready` event makes
 the compute stream wait for the copy, and its `free` event makes the copy wait for the compute stream.
-The module also contains the allocator's limit, the release of memory, and ranges for a profiler.
+The module also contains page-locked tables with a copy stream of their own (a KV cache in RAM), the allocator's limit,
+the release of memory, and ranges for a profiler.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import takewhile
+from math import prod
 
 import torch
 
@@ -54,6 +56,84 @@ def unpin(buffer: HostBuffer, device: torch.device) -> None:
     """Undo `pin`, before the memory is freed. No copy from it may be running."""
     with torch.cuda.device(device):
         torch.cuda.cudart().cudaHostUnregister(buffer.address)  # type: ignore[no-untyped-call]
+
+
+class PinnedTables:
+    """Tables [rows, ...] in page-locked RAM, for copies to a device and back. A refusal to lock only slows copies."""
+
+    def __init__(self, num_tables: int, empty: torch.Tensor, device: torch.device) -> None:
+        """empty: a table without rows. device: a CPU needs no locked memory."""
+        self.tables = [torch.empty(empty.shape, dtype=empty.dtype) for _ in range(num_tables)]
+        self._device, self._pinned = device, dict[int, HostBuffer]()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in self.tables)
+
+    def reserve(self, num_rows: int, in_use: int) -> None:
+        """Grow each table to `num_rows` rows, and keep the first `in_use` ones; the others are zeros.
+
+        No copy may be under way. Tables grow one by one, so that RAM never has two of all.
+        """
+        for index, old in enumerate(self.tables):
+            buffer = HostBuffer(num_rows * prod(old.shape[1:]) * old.element_size())
+            self.tables[index] = buffer.tensor.view(old.dtype).view(num_rows, *old.shape[1:])
+            self.tables[index][:in_use] = old[:in_use]
+            self._unpin(index)
+            if self._device.type == "cuda" and pin(buffer, self._device):
+                self._pinned[index] = buffer
+
+    def free(self) -> None:
+        """Unlock the memory. No copy may be under way, or begin."""
+        for index in list(self._pinned):
+            self._unpin(index)
+
+    def _unpin(self, index: int) -> None:
+        if (buffer := self._pinned.pop(index, None)) is not None:
+            unpin(buffer, self._device)
+
+
+class CopyStream:
+    """Copies from page-locked RAM to a device beside its arithmetic; on a CPU, at once. num_bytes: copied so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.num_bytes = device, 0
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event | None:
+        """Queue copies (to, from) behind all work that the compute stream has now.
+
+        Returns what `wait` needs, if anything.
+        """
+        self.num_bytes += sum(source.nbytes for _, source in copies)
+        if self._stream is None:
+            for there, source in copies:
+                there.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), span("copy"):
+            for there, source in copies:
+                there.copy_(source, non_blocking=True)
+            arrival.record(self._stream)
+        return arrival
+
+    def wait(self, arrival: torch.cuda.Event) -> None:
+        """Make later work of the compute stream wait for a copy."""
+        torch.cuda.current_stream(self.device).wait_event(arrival)
+
+    def finish_writes(self) -> None:
+        """Wait until all work of the compute stream has ended, what it copies to RAM included."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def finish(self) -> None:
+        """Wait until all copies have ended, too."""
+        self.finish_writes()
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 def limit_memory(nbytes: int | None, device: torch.device) -> None:

@@ -13,9 +13,9 @@ from weakref import WeakSet
 
 import torch
 
-from offspec.loaders.cuda import limit_memory, release_memory
+from offspec.loaders.cuda import CopyStream, limit_memory, release_memory
 from offspec.loaders.hardware import Rates, read_hardware
-from offspec.loaders.placement import Item
+from offspec.loaders.placement import KV_ITEM, Item
 from offspec.loaders.tiers import Progress, TieredWeights
 from offspec.loaders.units import format_size
 from offspec.scheduler.retrieval import SuffixIndex
@@ -28,10 +28,11 @@ from .drafts.weighing import Chooser, Scales
 from .errors import MemoryLimitError, UsageError
 from .model.decoder import Decoder
 from .model.kv_cache import KVCache
+from .model.kv_in_ram import EntriesInRam
 from .planning.memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.parked_texts import ParkedTexts
-from .planning.plan import KV_ITEM, Plan, with_faster_residents
+from .planning.plan import Plan, with_faster_residents
 from .planning.probe import (
     ProductRates,
     choose_products,
@@ -173,8 +174,10 @@ class LoadedTarget:
 
     @property
     def bytes_streamed(self) -> int:
-        """Bytes of weights streamed so far."""
-        return self._streamed_before + self.decoder.weights.bytes_streamed
+        """Bytes of weights, and of KV entries in RAM, streamed so far."""
+        entries = self.decoder.entries_in_ram
+        copied = 0 if entries is None else entries.copies.num_bytes
+        return self._streamed_before + self.decoder.weights.bytes_streamed + copied
 
     def make_kv_room(self, cache: KVCache, num_entries: int) -> None:
         """Call this before a text's cache grows to `num_entries` entries.
@@ -214,6 +217,7 @@ class LoadedTarget:
         release_memory(memory.device)
         self._has_weights = False
         self.decoder.weights = retry_out_of_memory(memory.load_weights, memory.reduce_residents)
+        self.decoder.entries_in_ram = memory.entries_in_ram()
         self._has_weights = True
 
     def check(self) -> None:
@@ -254,7 +258,15 @@ class PlannedMemory:
     def load_decoder(self) -> Decoder:
         """Load the target's weights, and make its decoder. Raises torch.OutOfMemoryError."""
         files, context = self.plan.demand.target, self.plan.context
-        return decoder_over(replace(files, config=files.config.for_context(context)), self.load_weights(), self.device)
+        files = replace(files, config=files.config.for_context(context))
+        decoder = decoder_over(files, self.load_weights(), self.device)
+        decoder.entries_in_ram = self.entries_in_ram()
+        return decoder
+
+    def entries_in_ram(self) -> EntriesInRam | None:
+        """The layers whose KV entries the plan puts in RAM, for caches made from now on."""
+        far = self.plan.placement.entries_in_ram
+        return EntriesInRam(frozenset(far), self.plan.demand.target.kv, CopyStream(self.device)) if far else None
 
     def settle(self, *, can_reduce: bool) -> None:
         """Call this after loading; earlier failures no longer count. can_reduce: `reduce_residents` may be used again.

@@ -1,7 +1,8 @@
 """One request, from a prompt to its text; and the pass that one or several requests share (`run_pass`).
 
 propose (draft) → score (target) → verify (scheduler) → commit (both caches) → observe → yield.
-The first pass takes the prompt and the first tree together, so that the weights are streamed once for both.
+The first pass takes the prompt and the first tree together, so that the weights are streamed once for both. A prompt
+of more than PASS_ROWS tokens takes several passes, the last of which has the tree.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from offspec.scheduler.drafter import DraftRequest
 from offspec.scheduler.forced import prepare_masks
 from offspec.scheduler.joint import joint_walk
 from offspec.scheduler.logprobs import SLICE_ROWS, TokenLogprob, token_logprobs
-from offspec.scheduler.params import MAX_ROWS, SamplingParams, SpeculationParams, max_nodes, tree_room
+from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SamplingParams, SpeculationParams, max_nodes, tree_room
 from offspec.scheduler.retrieval import MAX_MATCH
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.score_calls import CompetingDrafter, Drafting, run_together
@@ -33,7 +34,7 @@ from .background import in_background
 from .drafts.base import DraftTask
 from .drafts.shared_rounds import SharedRounds
 from .errors import ConstraintError, NumericalError, OffspecError
-from .model.decoder import TextRows, score_together
+from .model.decoder import PASS_ROWS, TextRows, score_together
 from .model.row_logits import HEAD_ROWS, RowLogits
 from .model.text_caches import TextCaches
 from .planning.out_of_memory import first_line, retry_out_of_memory
@@ -48,7 +49,6 @@ Observer = Callable[[TokenTree, Verdict], None]
 PREFILL_ROWS = 512  # of prompts in a pass that texts past their prompts share: a long prompt may not delay them long
 GRANT = 256  # new tokens for which a request that shares passes reserves KV entries at a time
 TEXT_ERRORS = (NumericalError, ConstraintError)  # end their text; other errors of a pass end all texts in it
-DRAFT_ROWS = 384  # `DraftRequest.most_rows` of requests that share passes, because each has a draft cache
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,8 @@ class Request:
                 (verdict,) = run_pass([self], alone, self._begin_again)
             if isinstance(verdict, OffspecError):
                 raise verdict
-            assert verdict is not None, "a pass of its own scores the whole prompt"
+            if verdict is None:  # a part of a long prompt
+                continue
             step = self.step(verdict)
             yield step
             if step.finish_reason:
@@ -485,15 +486,13 @@ def _drafting(request: Request, num_chain: int, shared: SharedPass) -> Drafting[
 
 
 def _chains(unscored: Sequence[int]) -> list[int]:
-    """How many of its unscored tokens each text scores in the next pass: all, or PREFILL_ROWS of all prompts.
+    """How many of its unscored tokens each text scores in the next pass: of all prompts PASS_ROWS or PREFILL_ROWS.
 
     Prompts have equal shares, and what shorter ones leave goes to longer ones: so none waits for another to end.
     """
-    if 1 not in unscored:
-        return list(unscored)
     chains = [1] * len(unscored)
     prompts = sorted((number, place) for place, number in enumerate(unscored) if number > 1)
-    left = PREFILL_ROWS
+    left = PREFILL_ROWS if 1 in unscored else PASS_ROWS
     for rank, (number, place) in enumerate(prompts):
         chains[place] = max(1, min(number, left // (len(prompts) - rank)))
         left -= chains[place]

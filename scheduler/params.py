@@ -26,6 +26,7 @@ DEFAULT_NODES = 64  # per tree of baselines that need a budget, if none is given
 CPU_MAX_NODES = 256
 AUTO_TEXTS = 8  # that share passes; more of them bring little, because the later nodes of eight trees bring little
 MAX_ROWS = 3072  # expanded candidates pending in the draft's KV cache at a time
+DRAFT_ROWS = 384  # of each text of several that share passes, because each has a draft cache
 MAX_JOINT_NODES = 256  # per jointly accepted tree, because all its logits are in memory at a time
 Accept = Literal["exact", "joint", "cascade", "contrastive", "mix", "bild", "relaxed"]
 ACCEPTS: tuple[Accept, ...] = get_args(Accept)

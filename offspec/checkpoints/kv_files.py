@@ -37,7 +37,7 @@ from ..model.kv_cache import KVCache
 from .atomic_files import writing_whole
 from .opening import ModelFiles
 
-FORMAT = "offspec KV entries 1"
+FORMAT = "offspec KV entries 2"
 SIGNATURE = b'{"__metadata__":{"format":"offspec KV entries '  # of all versions, behind the header's length
 TOKENS, CHECKSUMS = "tokens", "checksums"
 DTYPE_NAMES = {

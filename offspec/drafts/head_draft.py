@@ -126,16 +126,15 @@ class OpenedHead:
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         """Its weights, its KV cache, and the target's states that it reads."""
         spec, itemsize = self.files.spec, target.dtype.itemsize
-        num_rows = room.num_tokens + room.tree
         states = max(1, len(spec.target_layers)) * target.config.hidden_size
         items = [
             Item("head's weights", on_device=self.files.num_elements * itemsize),
             Item("head's KV cache", on_device=kv_cache_bytes(spec.config, room.num_tokens + MAX_ROWS, itemsize)),
-            Item("head's inputs", on_device=2 * num_rows * states * itemsize),  # side by side, they are copied
+            Item("head's inputs", on_device=2 * room.pass_rows * states * itemsize),  # side by side, they are copied
             *guessing_items(spec.config, target, is_mapped=spec.num_columns != target.config.vocab_size),
         ]
-        width = room.context + room.tree
-        return MemoryUse(tuple(items), activation_bytes(spec.config, width, width, itemsize))
+        num_keys = room.context + room.tree
+        return MemoryUse(tuple(items), activation_bytes(spec.config, room.pass_rows, num_keys, itemsize))
 
     def guessing(self, placement: Placement) -> Guessing:
         """A round goes through about as much as a layer of the target, and its head."""

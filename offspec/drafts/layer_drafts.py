@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from offspec.loaders.layer_view import LayerView, ViewedLayer
-from offspec.loaders.placement import SHADOW_ITEM, Item, Placement
+from offspec.loaders.placement import SHADOW_ITEM, Placement
 from offspec.loaders.tiers import StoredModel, TieredWeights, load_layer
 from offspec.scheduler.drafter import Drafter
 from offspec.scheduler.params import tree_room
@@ -28,7 +28,7 @@ from ..model.layer_draft import LayerDraft, LayerDraftText
 from ..model.text_caches import TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
-from ..planning.plan import KV_ITEM, unpacking_items
+from ..planning.plan import unpacking_items
 from .acceptance import EXIT, LOOKUP, RESIDENT_LAYERS, SHADOWS, of_agreement
 from .base import Attach, Draft, DraftTask, OpenRequest
 from .learnt import EstimatesAndRecall
@@ -114,8 +114,13 @@ class OpenedShadow:
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         """Scratch of its own, entries in the target's KV cache, and copies of the layers that will be streamed."""
-        items = [*unpacking_items(self.models[0]), *_items(target, room, self.device_type)]
-        return MemoryUse(tuple(items), shadow_bytes=self.shadow.layer_bytes(target))
+        number = num_shared_entries(self.device_type)
+        return MemoryUse(
+            (*unpacking_items(self.models[0]), *guessing_items(target.config, target, num_waiting=number)),
+            shadow_bytes=self.shadow.layer_bytes(target),
+            target_entries=room.texts * number,
+            reads_all_entries=True,
+        )
 
     def guessing(self, placement: Placement) -> Guessing:
         """A round runs the copies of the streamed layers, and the resident layers.
@@ -210,9 +215,13 @@ class OpenedLayers:
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         """Scratch of its own, and entries in the target's KV cache. An early exit's layers have to be resident."""
-        items = [*unpacking_items(target), *_items(target, room, self.device_type)]
-        order = () if self.skips is None else self.skips.order
-        return MemoryUse(tuple(items), num_pinned_layers=self.num_first or 0, streamed_first=order)
+        number = num_shared_entries(self.device_type)
+        return MemoryUse(
+            (*unpacking_items(target), *guessing_items(target.config, target, num_waiting=number)),
+            num_pinned_layers=self.num_first or 0,
+            streamed_first=() if self.skips is None else self.skips.order,
+            target_entries=room.texts * number,
+        )
 
     def guessing(self, placement: Placement) -> Guessing:
         layers = self.target.config.num_layers
@@ -244,12 +253,6 @@ def _check(request: OpenRequest) -> None:
     refuse_foreign(request.target.config, f"`draft={request.options.draft}`")
     request.options.refuse_exit_file()
     request.options.refuse_learning()
-
-
-def _items(target: ModelFiles, room: Room, device_type: str) -> list[Item]:
-    num_entries = num_shared_entries(device_type)
-    entries = target.kv_bytes(room.texts * num_entries)
-    return [Item(KV_ITEM, on_device=entries), *guessing_items(target.config, target, num_waiting=num_entries)]
 
 
 def _weights(target: Decoder) -> TieredWeights:

@@ -18,7 +18,7 @@ from offspec.scheduler.drafter import Drafter, NoDrafter
 from offspec.scheduler.joint import BeamDrafter
 from offspec.scheduler.lookup import Guesser, PromptLookup
 from offspec.scheduler.model_drafter import ModelDrafter
-from offspec.scheduler.params import MAX_ROWS, SpeculationParams
+from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams
 
 from ..checkpoints.load import LoadSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
@@ -199,12 +199,14 @@ class OpenedModel:
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         files, itemsize = self.files, self.files.dtype.itemsize
-        others = room.num_tokens - room.context  # tokens of texts beside the longest
-        context = _num_entries(room.context, files.config, self.other, self.window) + others
+        longest = _num_entries(room.context, files.config, self.other, self.window)
+        # All texts share the tokens, and each has as many entries as the longest one at most.
+        num_tokens = max(longest, min(room.num_tokens, room.texts * longest))
+        num_entries = num_tokens + max(MAX_ROWS, room.texts * DRAFT_ROWS)
         items = [
             *unpacking_items(files),
             Item("draft", on_device=resident_bytes(files)),
-            Item("draft KV cache", on_device=files.kv_bytes(context + MAX_ROWS)),
+            Item("draft KV cache", on_device=files.kv_bytes(num_entries)),
             *guessing_items(files.config, target, is_mapped=self.other is not None),
         ]
         if self.options.learns:

@@ -2,8 +2,8 @@
 
 `Decoder` owns no weights: a `WeightSource` lends one layer at a time, so that the same code runs resident and streamed
 models. A pass is *layer-major*: all rows go through a layer, in chunks, before the next layer is borrowed. So a prompt
-of any length streams the weights once. `CachedDecoder` adds the KV cache of one text; the scheduler calls it. This
-module does not depend on sampling, budgets or where weights are stored.
+of up to PASS_ROWS tokens streams the weights once. `CachedDecoder` adds the KV cache of one text; the scheduler calls
+it. This module does not depend on sampling, budgets or where weights are stored.
 """
 
 from __future__ import annotations
@@ -51,12 +51,16 @@ from .config import ModelConfig
 from .foreign_config import ForeignConfig
 from .kv_cache import KVCache, MakeLayerCaches, plain_layers
 from .kv_formats import PLAIN, KVFormat
+from .kv_in_ram import EntriesInRam
 from .names import LAYER_PREFIX
 from .norms import normalize
 from .rope import Rotations
 from .row_logits import HEAD_ROWS, RowLogits
 
 CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; limits activations
+# Rows of chains in one pass; a longer prompt takes several, because hidden states of all rows are in memory. Streaming
+# the weights again takes less time than the arithmetic of so many rows. A multiple of CHUNK_ROWS: the same chunks.
+PASS_ROWS = 16 * CHUNK_ROWS
 MASK_ELEMENTS = 2**25  # heads of a group * rows * keys in one attention; limits the mask of a long text
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -181,7 +185,12 @@ class JoinedRows:
 
 
 class Decoder:
-    """A decoder of the shape `config` with the weights of `weights`."""
+    """A decoder of the shape `config` with the weights of `weights`.
+
+    entries_in_ram: the layers whose KV entries lie in RAM, in caches made from now on; None: all are on the device.
+    """
+
+    entries_in_ram: EntriesInRam | None = None
 
     def __init__(
         self,
@@ -201,7 +210,10 @@ class Decoder:
     def new_cache(self, layers: range | None = None) -> KVCache:
         """An empty KV cache for all layers, or for `layers`."""
         layouts = kv_layouts(self.config)
-        layouts = [layouts[index] for index in layers or range(len(layouts))]
+        numbers = layers or range(len(layouts))
+        layouts = [layouts[index] for index in numbers]
+        if self.entries_in_ram is not None:
+            return self.entries_in_ram.new_cache(numbers, layouts, self.make_layer_caches, self.dtype)
         return KVCache(self.make_layer_caches(layouts, self.dtype, self.device), self.device)
 
     # ---------------------------------------------------------------------------------------- a pass
@@ -320,24 +332,28 @@ def _mask_heads(config: ModelConfig) -> int:
     return config.num_heads // config.num_kv_heads
 
 
-def activation_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize: int, kv: KVFormat = PLAIN) -> int:
+def activation_bytes(
+    config: ModelConfig, num_rows: int, num_keys: int, itemsize: int, kv: KVFormat = PLAIN, *, on_cpu: bool = False
+) -> int:
     """Upper bound of the bytes that a pass over `num_rows` rows allocates beside weights and KV cache.
 
-    kv: the cache's format.
+    kv: the cache's format. on_cpu: the CPU computes, whose attention by parts holds no scores.
     """
     c, rows = config, min(num_rows, chunk_rows(config, num_keys))
     queries = c.num_heads * c.head_dim
     inner = (4 if c.mlp.is_fused else 3) * c.intermediate_size
     widths = 4 * c.hidden_size + max(inner, 6 * queries)
     fp32 = 0 if c.norm == "rms" else 8 * rows * max(c.hidden_size, queries)  # the other norms compute in fp32
-    attention = _attention_bytes(c, rows, num_keys, itemsize, kv)
+    attention = _attention_bytes(c, rows, num_keys, itemsize, kv, on_cpu=on_cpu)
     if isinstance(c, ForeignConfig):  # keys and values are repeated for each head; one expert is made at a time
         attention += (2 * queries * num_keys + c.made_elements) * itemsize
     head = HEAD_ROWS * c.vocab_size * (itemsize + (4 if c.logit_cap is None else 12))
     return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + fp32 + attention, head)
 
 
-def _attention_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize: int, kv: KVFormat) -> int:
+def _attention_bytes(
+    config: ModelConfig, num_rows: int, num_keys: int, itemsize: int, kv: KVFormat, *, on_cpu: bool
+) -> int:
     """Bytes of masks, scores, results and unpacked keys of attention, at once or by parts."""
     is_foreign, is_capped = isinstance(config, ForeignConfig), config.attention_cap is not None
     heads, copies = _mask_heads(config), 1 + 2 * itemsize  # the mask as bool, as numbers, and as aligned numbers
@@ -353,7 +369,8 @@ def _attention_bytes(config: ModelConfig, num_rows: int, num_keys: int, itemsize
     if kv.is_plain and elements <= MASK_ELEMENTS:
         return found
     rows = num_rows * config.num_heads
-    scores = rows * min(num_keys, max(LEAST_PART_KEYS, PART_SCORES // rows))
+    has_scores = is_capped or not on_cpu
+    scores = rows * min(num_keys, max(LEAST_PART_KEYS, PART_SCORES // rows)) if has_scores else 0
     masks = heads * num_rows * min(num_keys, MASKED_KEYS) * copies
     return max(found, masks + 4 * (3 * scores + 6 * rows * config.head_dim) + unpacked)
 
@@ -366,6 +383,12 @@ class TextRows:
     tokens: IntArray
     depths: IntArray
     mask: BoolArray
+
+    @classmethod
+    def of_chain(cls, chain: Sequence[int]) -> TextRows:
+        """A chain without nodes."""
+        none = np.empty(0, dtype=np.int64)
+        return cls(chain, none, none, np.empty((0, 0), dtype=np.bool_))
 
     def __len__(self) -> int:
         return len(self.chain) + len(self.tokens)
@@ -421,6 +444,9 @@ class CachedDecoder:
 
         before: also return the states of up to `before` rows of the chain before its last one.
         """
+        while len(chain) > PASS_ROWS + before:
+            pass_together([(self, TextRows.of_chain(chain[:PASS_ROWS]))])
+            chain = chain[PASS_ROWS:]
         hidden = pass_together([(self, TextRows(chain, tokens, depths, mask))])
         return self.decoder.normed(hidden[max(len(chain) - 1 - before, 0) :])
 

@@ -229,7 +229,7 @@ class SharedDraft(CachedDecoder):
         trunk, start = self.trunk, self.cache.size
         known = trunk.cache.length - self.length  # tokens of the chain accepted without having been expanded
         trunk.advance(rows.chain[known:], rows.tokens, rows.depths, rows.mask)
-        return trunk.hidden(range(start, trunk.cache.size)), self._appended(rows)
+        return trunk.hidden(range(start, start + len(rows.chain) + len(rows.tokens))), self._appended(rows)
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         num_drafted = self.cache.pending

@@ -31,9 +31,9 @@ class LayerCache(Protocol):
     """The entries of `num_layers` layers that are stored together; `layer` counts from the first of them.
 
     It manages slots, and does not know which of them are committed or pending. Arguments and results have attention's
-    dtype and device, for any format of storage, except those of `stored`. `write` and `read` are called for each layer;
-    `reserve`, `stored` and `keep` are called once for all layers. An entry depends on what was written to its slot
-    alone, so that a text does not depend on what shared its passes.
+    dtype and device, for any format and place of storage, except those of `stored`. `write` and `read` are called for
+    each layer in the order of a pass; `reserve` and `keep` are called once for all layers. An entry depends on what was
+    written to its slot alone, so that a text does not depend on what shared its passes.
 
     A draft that shares the cache calls `write` and `read` while the target's pass does. They write to different slots.
     """
@@ -47,17 +47,20 @@ class LayerCache(Protocol):
 
     @property
     def format(self) -> str:
-        """What the bytes of `stored` mean, beside their dtypes; files name it. It changes whenever the meaning does."""
+        """What the bytes of `stored` mean, beside their dtypes; files name it. It changes whenever the meaning does.
+
+        It does not depend on where they lie.
+        """
 
     @property
     def most_read(self) -> int | None:
         """The number of entries to read at once, if `read` makes them; None if it returns views of any number."""
 
-    def stored(self, end: int) -> list[Tensor]:
-        """Everything that is stored of the first `end` slots: writable views [..., end, width], on any device.
+    def stored(self, layer: int, end: int) -> list[Tensor]:
+        """Everything that is stored of a layer's first `end` slots: writable views [..., end, width], on any device.
 
         Copies of entries are made of them, in other caches or in files, so that no entry is quantised twice. Zeros read
-        as zeros.
+        as zeros. They are valid until the cache is used otherwise.
         """
 
     def reserve(self, capacity: int, in_use: int) -> None:
@@ -80,23 +83,36 @@ class LayerCache(Protocol):
 
 
 class StoredRows:
-    """The memory of layers that are stored together: tensors [..., capacity, width] with a row for each slot."""
+    """The memory of layers that are stored together: tensors [layers, ..., capacity, width] with a row for each slot.
 
-    def __init__(self, num_layers: int, empty: Sequence[Tensor]) -> None:
+    by_slot: everything of one slot lies side by side in a layer, so that a stretch of slots is one stretch of memory,
+    for copies between RAM and a device. Otherwise a head's slots lie side by side, which attention reads faster.
+    """
+
+    def __init__(self, num_layers: int, empty: Sequence[Tensor], *, by_slot: bool = False) -> None:
         """empty: the tensors with a capacity of 0."""
-        self.num_layers = num_layers
+        self.num_layers, self._by_slot = num_layers, by_slot
         self._rows = list(empty)
 
     @property
     def nbytes(self) -> int:
         return sum(rows.nbytes for rows in self._rows)
 
-    def stored(self, end: int) -> list[Tensor]:
-        return [rows[..., :end, :] for rows in self._rows]
+    def stored(self, layer: int, end: int) -> list[Tensor]:
+        return [rows[layer, ..., :end, :] for rows in self._rows]
+
+    @property
+    def by_slot(self) -> list[Tensor]:
+        """Everything stored, [layers, capacity, ..., width]."""
+        return [rows.movedim(-2, 1) for rows in self._rows]
 
     def reserve(self, capacity: int, in_use: int) -> None:
         for index, rows in enumerate(self._rows):
-            grown = rows.new_zeros(*rows.shape[:-2], capacity, rows.shape[-1])
+            first, *middle, _, width = rows.shape
+            if self._by_slot:
+                grown = rows.new_zeros(first, capacity, *middle, width).movedim(1, -2)
+            else:
+                grown = rows.new_zeros(first, *middle, capacity, width)
             grown[..., :in_use, :] = rows[..., :in_use, :]
             self._rows[index] = grown
 
@@ -110,9 +126,11 @@ class PlainLayers(StoredRows):
 
     format, most_read = "plain", None
 
-    def __init__(self, num_layers: int, layout: KVLayout, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_layers: int, layout: KVLayout, *, dtype: torch.dtype, device: torch.device, by_slot: bool = False
+    ) -> None:
         shape = num_layers, 2, layout.num_heads, 0, layout.head_dim
-        super().__init__(num_layers, [torch.empty(shape, dtype=dtype, device=device)])
+        super().__init__(num_layers, [torch.empty(shape, dtype=dtype, device=device)], by_slot=by_slot)
 
     @property
     def _data(self) -> Tensor:
@@ -154,8 +172,13 @@ class KVCache:
     (`model.draft_window`).
     """
 
-    def __init__(self, parts: Sequence[LayerCache], device: torch.device) -> None:
-        """parts: the layers' caches, empty, in the layers' order. device: attention's."""
+    def __init__(
+        self, parts: Sequence[LayerCache], device: torch.device, numbers: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """parts: the layers' caches, empty. device: attention's.
+
+        numbers: of the layers of each part, from 0; without it, the parts are in the layers' order.
+        """
         self.length = 0
         self.pending = 0
         self.shared_end = 0  # `shared_cache.SharedCache` sets it
@@ -163,6 +186,9 @@ class KVCache:
         self.positions = torch.empty(0, dtype=torch.long, device=device)
         self._parts = list(parts)
         self._layers = [(part, layer) for part in parts for layer in range(part.num_layers)]
+        if numbers is not None:
+            order = [number for part in numbers for number in part]
+            self._layers = [self._layers[order.index(number)] for number in range(len(order))]
 
     @property
     def size(self) -> int:
@@ -190,11 +216,12 @@ class KVCache:
     @property
     def format(self) -> str:
         """How entries are stored, by groups of layers; caches of equal formats can copy each other's `stored`."""
-        return ", ".join(f"{part.num_layers} {part.format}" for part in self._parts)
+        groups = groupby(part.format for part, _ in self._layers)
+        return ", ".join(f"{len(list(layers))} {form}" for form, layers in groups)
 
     def stored(self, end: int) -> list[Tensor]:
-        """`LayerCache.stored` of all layers."""
-        return [view for part in self._parts for view in part.stored(end)]
+        """`LayerCache.stored` of all layers, in their order."""
+        return [view for part, layer in self._layers for view in part.stored(layer, end)]
 
     def begin(self, length: int) -> None:
         """Commit the first `length` slots of an empty cache, which were written through `stored`."""

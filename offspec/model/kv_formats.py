@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kv_cache import KVLayout, LayerCache, StoredRows, neighbours, plain_layers
+from .kv_cache import KVLayout, LayerCache, PlainLayers, StoredRows, neighbours
 
 UNPACKED_NUMBERS = 2**21  # numbers of keys and values that are unpacked at once
 LEAST_UNPACKED = 256  # entries that are unpacked at once, at least
@@ -141,10 +141,12 @@ class PackedLayers(StoredRows):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        by_slot: bool = False,
     ) -> None:
         """codings: of keys and of values. dtype: attention's."""
         shape, widths = (num_layers, layout.num_heads, 0), [coding.width(layout.head_dim) for coding in codings]
-        super().__init__(num_layers, [torch.empty(*shape, w, dtype=torch.uint8, device=device) for w in widths])
+        empty = [torch.empty(*shape, w, dtype=torch.uint8, device=device) for w in widths]
+        super().__init__(num_layers, empty, by_slot=by_slot)
         self.format, self.most_read = " and ".join(map(str, codings)), most_unpacked(layout)
         self._codings, self._head_dim, self._dtype = codings, layout.head_dim, dtype
 
@@ -174,11 +176,13 @@ def most_unpacked(layout: KVLayout) -> int:
 class KVFormat:
     """A format of KV entries, by its name as `kv_cache`.
 
-    codings: of keys and of values; None if they stay as attention computes with them.
+    codings: of keys and of values; None if they stay as attention computes with them. unpacking_traffic: bytes that
+    the operations of `Coding.unpack` read and write for each number.
     """
 
     name: str
     codings: tuple[Coding, Coding] | None = None
+    unpacking_traffic: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -202,15 +206,18 @@ class KVFormat:
 
     def layers(self, layouts: Sequence[KVLayout], dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
         """A `MakeLayerCaches`: empty caches for these layers; neighbours with equal layouts share memory."""
+        return [self.of_layout(count, layout, dtype, device) for layout, count in neighbours(layouts)]
+
+    def of_layout(
+        self, num_layers: int, layout: KVLayout, dtype: torch.dtype, device: torch.device, *, by_slot: bool = False
+    ) -> PlainLayers | PackedLayers:
+        """An empty cache for layers of one layout. by_slot: see `StoredRows`."""
         if self.codings is None:
-            return plain_layers(layouts, dtype, device)
-        return [
-            PackedLayers(count, layout, self.codings, dtype=dtype, device=device)
-            for layout, count in neighbours(layouts)
-        ]
+            return PlainLayers(num_layers, layout, dtype=dtype, device=device, by_slot=by_slot)
+        return PackedLayers(num_layers, layout, self.codings, dtype=dtype, device=device, by_slot=by_slot)
 
 
 PLAIN = KVFormat("16")
-EIGHT_BIT = KVFormat("8", (Coding(8, 32), Coding(8, 32)))
-FOUR_BIT = KVFormat("4", (Coding(6, 64), Coding(4, 32)))
+EIGHT_BIT = KVFormat("8", (Coding(8, 32), Coding(8, 32)), unpacking_traffic=12)
+FOUR_BIT = KVFormat("4", (Coding(6, 64), Coding(4, 32)), unpacking_traffic=24)
 KV_FORMATS = {found.name: found for found in (PLAIN, EIGHT_BIT, FOUR_BIT)}

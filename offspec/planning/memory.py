@@ -12,6 +12,7 @@ from typing import Protocol
 from offspec.loaders.placement import Item
 
 from ..checkpoints.opening import ModelFiles
+from ..model.decoder import PASS_ROWS
 
 AUTO = "auto"
 
@@ -40,12 +41,19 @@ class Room:
     """The space that a plan reserves: tokens of the longest text, and nodes of all trees beside it.
 
     texts: the number of texts that share passes. One may have the full context; for each other one SHARED_TOKENS are
-    reserved. They share all of it (`batch.Batch`), as the slots of llama.cpp's server share its context.
+    reserved. They share all of it (`batch.Batch`), as the slots of llama.cpp's server share its context. on_cpu: the
+    CPU computes.
     """
 
     context: int
     tree: int
     texts: int = 1
+    on_cpu: bool = False
+
+    @property
+    def pass_rows(self) -> int:
+        """The most rows of a pass: those of a prompt's part, and of a tree."""
+        return min(self.context, PASS_ROWS) + self.tree
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +69,8 @@ class MemoryUse:
     the plan counts the largest workspace only. num_pinned_layers: the number of the target's first layers that must be
     resident. shadow_bytes: for each layer of the target, bytes on the device if that layer is streamed.
     streamed_first: all layers of the target in the order in which they are streamed; without it, resident layers are
-    spread evenly.
+    spread evenly. target_entries: of the target's KV cache, all layers' alike. reads_all_entries: it reads those of all
+    layers outside the target's passes, so that none may lie in RAM.
     """
 
     items: tuple[Item, ...] = ()
@@ -69,6 +78,8 @@ class MemoryUse:
     num_pinned_layers: int = 0
     shadow_bytes: tuple[int, ...] = ()
     streamed_first: tuple[int, ...] = ()
+    target_entries: int = 0
+    reads_all_entries: bool = False
 
 
 class MemoryUser(Protocol):

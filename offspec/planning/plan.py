@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from offspec.loaders.hardware import Hardware, Rates
 from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.placement import (
+    KV_ITEM,
     SHADOW_ITEM,
     Item,
     LayerCost,
@@ -30,6 +31,7 @@ from offspec.scheduler.params import max_nodes
 
 from ..checkpoints.opening import ModelFiles
 from ..errors import MemoryLimitError, UsageError
+from ..model.block import kv_layouts
 from ..model.decoder import activation_bytes
 from ..model.foreign_config import ForeignConfig, is_of_experts
 from ..model.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
@@ -42,7 +44,9 @@ WORKSPACE_BYTES = 64 * 2**20  # samplers, the tokenizer and the allocator's roun
 CUDA_WORKSPACE_BYTES = 300 * 2**20
 COMPARED_WIDTH = 16  # rows of the pass by which plans are compared
 SPARE = 0.05  # share of the free memory left for other programs, if the user sets no limit
-PROGRAM_ITEM, EMBEDDING_ITEM, KV_ITEM = "program", "embedding", "KV cache"
+# KV entries of streamed layers go to RAM if a pass over half a context then moves so much less, which is a share.
+LEAST_MOVED_LESS = 0.05
+PROGRAM_ITEM, EMBEDDING_ITEM = "program", "embedding"
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class Plan:
     """Where the target's layers go, and the memory planned beside them.
 
     `context` is the maximum number of tokens of a text, `tree` the maximum number of nodes of a tree beside it.
+    kv_entries: of the target's KV cache for all texts and trees, and for drafts that share it.
     """
 
     demand: Demand
@@ -117,6 +122,7 @@ class Plan:
     placement: Placement
     layers: tuple[LayerCost, ...]
     work: Work
+    kv_entries: int
 
     @property
     def context(self) -> int:
@@ -127,13 +133,6 @@ class Plan:
         return self.room.tree
 
     @property
-    def kv_entries(self) -> int:
-        """Entries of the target's KV cache for all texts and trees, and for drafts that share it."""
-        target = self.demand.target
-        planned = sum(item.on_device for item in self.placement.items if item.name == KV_ITEM)
-        return planned // target.kv_bytes(1)
-
-    @property
     def tiers(self) -> str:
         """The number of layers in each tier, such as "32 resident, 48 in RAM"."""
         p = self.placement
@@ -142,31 +141,43 @@ class Plan:
 
     @property
     def stream_bytes(self) -> int:
-        """Bytes that a pass streams."""
+        """Bytes of weights that a pass streams."""
         return sum(self.layers[i].read_bytes for i in self.placement.streamed)
 
-    def predict_pass_s(self, rates: Rates, width: int) -> float:
-        """Seconds of one pass over `width` rows (chain and tree) in the steady state."""
+    @property
+    def entry_stream_bytes(self) -> int:
+        """Bytes of KV entries that a pass streams beside them, behind a text as long as the context."""
+        target, far = self.demand.target, self.placement.entries_in_ram
+        return sum(target.kv_bytes(self.context, range(i, i + 1)) for i in far)
+
+    def predict_pass_s(self, rates: Rates, width: int, num_tokens: int | None = None) -> float:
+        """Seconds of one pass over `width` rows (chain and tree) in the steady state.
+
+        num_tokens: of the text before; None is a short text, or half the context if it is longer than the default one.
+        """
         head_s = self.work.head_elements * seconds_per_element(rates.matmul_flops, min(width, HEAD_ROWS))
-        return self._pass_s(rates, self._layers_s(rates, width), head_s)
+        if num_tokens is None:
+            num_tokens = self.context // 2 if self.context > DEFAULT_CONTEXT else 0
+        return self._pass_s(rates, self._layers_s(rates, width, num_tokens), head_s, num_tokens)
 
     def link_s(self, rates: Rates) -> float:
         """Seconds to move the streamed layers, without computation."""
         return self._pass_s(rates, [0.0] * len(self.layers))
 
-    def _layers_s(self, rates: Rates, width: int) -> list[float]:
-        """Seconds of arithmetic in each layer."""
+    def _layers_s(self, rates: Rates, width: int, num_keys: int) -> list[float]:
+        """Seconds of arithmetic in each layer, attention included."""
         resident, work = set(self.placement.resident), self.work
+        attention_s = seconds_of_attention(self.demand.target, rates, width, num_keys)
         kept_s, streamed_s = (
             layer_s(work, rates, width, unpacked) for unpacked in (work.kept_elements, work.packed_elements)
         )
-        return [kept_s if i in resident else streamed_s for i in range(len(self.layers))]
+        return [(kept_s if i in resident else streamed_s) + attention_s[i] for i in range(len(self.layers))]
 
-    def _pass_s(self, rates: Rates, layers_s: Sequence[float], head_s: float = 0.0) -> float:
+    def _pass_s(self, rates: Rates, layers_s: Sequence[float], head_s: float = 0.0, num_keys: int = 0) -> float:
         disk = rates.disk_bytes_per_s or math.inf
         link = rates.host_to_device_bytes_per_s if self.placement.limits.device is not None else None
         compute_s = (*layers_s[:-1], layers_s[-1] + head_s)
-        return predict_pass_s(self.placement, self.layers, PassRates(compute_s, disk, link))
+        return predict_pass_s(self.placement, self.layers, PassRates(compute_s, disk, link), num_keys / self.kv_entries)
 
     def with_more(self, *, vram: int = 0, ram: int = 0) -> Plan:
         """The plan if the limits were higher by these bytes. Raises MemoryLimitError."""
@@ -204,6 +215,19 @@ class Plan:
 
         candidates = range(self.context + 1, longest + 1)
         return self.context + bisect_left(candidates, True, key=is_too_long)
+
+    def first_context_with_entries_in_ram(self) -> int | None:
+        """The shortest context for which KV entries of streamed layers are in RAM; None if none is."""
+
+        def spills(context: int) -> bool:
+            try:
+                return bool(_plan_for(replace(self.room, context=context), self.demand).placement.entries_in_ram)
+            except MemoryLimitError:
+                return True
+
+        longest = self.largest_context()
+        found = bisect_left(range(longest), True, key=lambda shorter: spills(shorter + 1))
+        return found + 1 if found < longest else None
 
 
 def make_plan(
@@ -250,11 +274,11 @@ def _plan_in_room(demand: Demand) -> Plan:
     if options.context is not None:
         if options.context > longest:
             raise UsageError(f"`context={options.context}` exceeds the model's maximum of {longest}; set a smaller one")
-        return _plan_for(Room(options.context, tree, options.texts), demand)
+        return _plan_for(Room(options.context, tree, options.texts, limits.device is None), demand)
     context = min(longest, DEFAULT_CONTEXT)
     while True:
         try:
-            return _plan_for(Room(context, tree, options.texts), demand)
+            return _plan_for(Room(context, tree, options.texts, limits.device is None), demand)
         except MemoryLimitError:
             if context // 2 < MIN_CONTEXT:
                 raise
@@ -310,17 +334,53 @@ def _plan_for(room: Room, demand: Demand) -> Plan:
 
 
 def _plan_of(room: Room, demand: Demand) -> Plan:
+    """With the KV entries of streamed layers in RAM, where they do not fit on the device, or cost too many residents.
+
+    A byte of entries on the device saves a pass over a full context as much as a byte of weights does, and saves less
+    with shorter texts. So beyond the default context RAM is better, if the gain is worth it.
+    """
+    uses = [feature.memory_use(demand.target, room) for feature in demand.features]
+    may_spill = demand.limits.device is not None and room.context > DEFAULT_CONTEXT
+    if not may_spill or any(use.reads_all_entries for use in uses):
+        return _placed(room, demand, uses)
+    try:
+        near = _placed(room, demand, uses)
+    except MemoryLimitError:
+        return _placed(room, demand, uses, spills=True)
+    if not near.placement.streamed:
+        return near
+    with suppress(MemoryLimitError):
+        far = _placed(room, demand, uses, spills=True)
+        (disk, moved), (near_disk, near_moved) = _moved(far), _moved(near)
+        if disk <= near_disk and moved < (1 - LEAST_MOVED_LESS) * near_moved:
+            return far
+    return near
+
+
+def _moved(plan: Plan) -> tuple[int, int]:
+    """Bytes that a pass over half a context reads from disk, and brings to the device."""
+    from_disk = sum(plan.layers[i].read_bytes for i in plan.placement.on_disk)
+    return from_disk, plan.stream_bytes + plan.entry_stream_bytes // 2
+
+
+def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bool = False) -> Plan:
+    """spills: the KV entries of streamed layers are in RAM, as far as the device has no room for them."""
     target = demand.target
-    uses = [feature.memory_use(target, room) for feature in demand.features]
-    costs = _layer_costs(target, uses)
-    items, wishes = _items(room, demand, uses), _wishes(uses)
+    num_entries = room.num_tokens + room.tree + sum(use.target_entries for use in uses)
+    costs, items, wishes = _layer_costs(target, uses), _items(room, demand, uses), _wishes(uses)
+    if spills:
+        costs = [
+            replace(cost, entry_bytes=target.kv_bytes(num_entries, range(i, i + 1))) for i, cost in enumerate(costs)
+        ]
+    else:
+        items.append(Item(KV_ITEM, on_device=target.kv_bytes(num_entries)))
     placement = _place(costs, items, demand.limits, wishes)
     if not placement.streamed and (shadows := sum(cost.shadow_bytes for cost in costs)):
         # A model that fits has a shadow of every layer, if that fits beside it.
         with suppress(MemoryLimitError):
             beside = _place(costs, [*items, Item(SHADOW_ITEM, on_device=shadows)], demand.limits, wishes)
             placement = placement if beside.streamed else beside
-    return Plan(demand, room, placement, tuple(costs), Work.of(target))
+    return Plan(demand, room, placement, tuple(costs), Work.of(target), num_entries)
 
 
 def _wishes(uses: Sequence[MemoryUse]) -> Wishes:
@@ -351,7 +411,7 @@ def _place(costs: list[LayerCost], items: list[Item], limits: Limits, wishes: Wi
 
 
 def _items(room: Room, demand: Demand, uses: Sequence[MemoryUse]) -> list[Item]:
-    """Everything but the target's layers."""
+    """Everything but the target's layers and its KV cache."""
     target, on_gpu = demand.target, demand.limits.device is not None
     config = target.config
     shared = {n: StoredLayer({n: w}).cost(target.dtype).resident_bytes for n, w in target.stored.shared.items()}
@@ -359,7 +419,6 @@ def _items(room: Room, demand: Demand, uses: Sequence[MemoryUse]) -> list[Item]:
     cuda_bytes = CUDA_WORKSPACE_BYTES if on_gpu else 0
     items = [
         Item(PROGRAM_ITEM, on_host=demand.program_bytes + WORKSPACE_BYTES, on_device=cuda_bytes),
-        Item(KV_ITEM, on_device=target.kv_bytes(room.num_tokens + room.tree)),
         Item("activations", on_device=workspace),
     ]
     if not config.tied_head:
@@ -382,9 +441,9 @@ def resident_bytes(model: ModelFiles) -> int:
 
 
 def pass_bytes(model: ModelFiles, room: Room) -> int:
-    """Bytes that a pass over a whole context and a tree together allocates."""
-    num_rows = room.context + room.tree
-    return activation_bytes(model.config, num_rows, num_rows, model.dtype.itemsize, model.kv)
+    """Bytes that a pass allocates at most: of a prompt's part at the end of the context, with a tree."""
+    num_keys = room.context + room.tree
+    return activation_bytes(model.config, room.pass_rows, num_keys, model.dtype.itemsize, model.kv, on_cpu=room.on_cpu)
 
 
 # ------------------------------------------------------------------------------------------------ prediction
@@ -399,6 +458,24 @@ def layer_s(work: Work, rates: Rates, width: int, unpacked_elements: int) -> flo
     if not unpacked_elements or not rates.dequantise_elements_per_s:
         return matmul_s
     return matmul_s + unpacked_elements / rates.dequantise_elements_per_s
+
+
+def seconds_of_attention(target: ModelFiles, rates: Rates, width: int, num_keys: int) -> list[float]:
+    """Seconds of attention of `width` rows to so many keys in each layer, and of unpacking these, if they are packed.
+
+    Keys and values are matrices, which all query heads that share a key multiply. Unpacking moves bytes of memory.
+    """
+    if not num_keys or not rates.matmul_flops:
+        return [0.0] * target.config.num_layers
+    least = min(rates.matmul_flops)  # a product with so few rows takes the time to read the matrix
+    memory = rates.memory_bytes_per_s or rates.matmul_flops[least] / least * target.dtype.itemsize / 2
+    heads, found = target.config.num_heads, list[float]()
+    for layout, window in zip(kv_layouts(target.config), target.config.windows, strict=True):
+        keys = num_keys if window is None else min(num_keys, window)
+        numbers, rows = 2 * keys * layout.num_heads * layout.head_dim, width * heads // layout.num_heads
+        product_s = numbers * seconds_per_element(rates.matmul_flops, max(1, rows))
+        found.append(product_s + numbers * target.kv.unpacking_traffic / memory)
+    return found
 
 
 def seconds_per_element(flops: Mapping[int, float], width: int) -> float:

@@ -22,7 +22,7 @@ def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note
         where += f", which takes {seconds} at {format_quantity(link_bytes_per_s, 'B/s')} (measured)"
     context = Note(f"context {plan.context} tokens (the KV cache has room for as many)")
     limits = _missing(plan.demand.limits, plan.demand.options)
-    return [*limits, context, *_kv_format(plan), *_rope_factors(plan), Note(where)]
+    return [*limits, context, *_kv_format(plan), *_kv_in_ram(plan), *_rope_factors(plan), Note(where)]
 
 
 def explain_packing(plan: Plan) -> list[Note]:
@@ -53,6 +53,19 @@ def _kv_format(plan: Plan) -> list[Note]:
     return [Note(f"{what}, {why}; {same}; set `kv_cache=16` for unchanged arithmetic", advice=True)]
 
 
+def _kv_in_ram(plan: Plan) -> list[Note]:
+    """The layers whose KV entries are in RAM, and what that costs a pass."""
+    if not (far := plan.placement.entries_in_ram):
+        return []
+    size = format_size(plan.entry_stream_bytes)
+    return [
+        Note(
+            f"the KV entries of {len(far)} streamed layers are in RAM: each pass reads them beside the weights, {size} "
+            f"behind a text of {plan.context} tokens; a smaller `context` keeps them on the device"
+        )
+    ]
+
+
 def _rope_factors(plan: Plan) -> list[Note]:
     """The set of LongRoPE's factors that the context selects; see `ModelConfig.for_context`."""
     rope = plan.demand.target.config.rope
@@ -70,7 +83,8 @@ def tell_tiers(plan: Plan) -> str:
     p, num_layers = plan.placement, len(plan.layers)
     if not p.streamed:
         return f"all {num_layers} layers are resident; nothing is streamed"
-    return f"{num_layers} layers: {plan.tiers}; each pass streams {format_size(plan.stream_bytes)}"
+    entries = f", and up to {format_size(plan.entry_stream_bytes)} of KV entries" if p.entries_in_ram else ""
+    return f"{num_layers} layers: {plan.tiers}; each pass streams {format_size(plan.stream_bytes)}{entries}"
 
 
 def _missing(limits: Limits, options: MemoryOptions) -> list[Note]:

@@ -16,14 +16,21 @@ from ..planning.plan import Plan
 class CacheProspect:
     """A plan with a format of the target's KV entries; without one if it does not fit in memory.
 
-    token_bytes: of one token's entries in all layers. context_bytes: of the context's. pass_s: of the forecast's pass.
+    token_bytes: of one token's entries in all layers. context_bytes: of the context's. short_s, full_s: of the
+    forecast's pass, behind a short text and behind one as long as the context.
     """
 
     name: str
     token_bytes: int
     context_bytes: int
-    plan: Plan | None
-    pass_s: float | None
+    plan: Plan | None = None
+    short_s: float | None = None
+    full_s: float | None = None
+
+    @property
+    def ram_bytes(self) -> int:
+        """Of the context's entries, those that are in RAM although a GPU computes."""
+        return 0 if self.plan is None else self.plan.entry_stream_bytes
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -31,7 +38,9 @@ class CacheProspect:
             "token_bytes": self.token_bytes,
             "context_bytes": self.context_bytes,
             "num_resident_layers": None if self.plan is None else len(self.plan.placement.resident),
-            "pass_s": self.pass_s,
+            "ram_bytes": self.ram_bytes,
+            "pass_s": self.short_s,
+            "full_pass_s": self.full_s,
         }
 
 
@@ -46,7 +55,8 @@ def _predict(plan: Plan, rates: Rates, width: int, name: str) -> CacheProspect:
         found = plan if kv == plan.demand.target.kv else plan.with_kv(kv)
     except MemoryLimitError:
         target = plan.demand.target.with_kv(kv)
-        return CacheProspect(name, target.kv_bytes(1), target.kv_bytes(plan.context), None, None)
+        return CacheProspect(name, target.kv_bytes(1), target.kv_bytes(plan.context))
     target = found.demand.target
     each, whole = target.kv_bytes(1), target.kv_bytes(plan.context)
-    return CacheProspect(name, each, whole, found, found.predict_pass_s(rates, width))
+    seconds = (found.predict_pass_s(rates, width, num_tokens) for num_tokens in (0, plan.context))
+    return CacheProspect(name, each, whole, found, *seconds)

@@ -74,7 +74,8 @@ class Forecast:
     asked for and then others; empty if one draft was asked for and nothing is streamed. draft: the one of `plan`, the
     fastest of those that were asked for. texts: what several texts that share passes would bring with it.
     parked_bytes: RAM in which a server keeps the KV caches of earlier conversations by default; 0 if they are planned.
-    caches: what the formats of the KV cache would bring.
+    caches: what the formats of the KV cache would bring. entries_in_ram_from: the shortest context for which KV entries
+    are in RAM although a GPU computes; None if there is none.
     """
 
     model: str
@@ -92,6 +93,7 @@ class Forecast:
     texts: list[TextsProspect]
     parked_bytes: int
     caches: list[CacheProspect]
+    entries_in_ram_from: int | None
 
     @property
     def tree_pass_s(self) -> float:
@@ -111,7 +113,7 @@ class Forecast:
     @property
     def prompt_s(self) -> float | None:
         """Seconds to the first token of a prompt of PROMPT_TOKENS; None if it does not fit the context."""
-        return self.plan.predict_pass_s(self.rates, PROMPT_TOKENS) if self.plan.context > PROMPT_TOKENS else None
+        return self.plan.predict_pass_s(self.rates, PROMPT_TOKENS, 0) if self.plan.context > PROMPT_TOKENS else None
 
     @property
     def where(self) -> str:
@@ -175,6 +177,8 @@ class Forecast:
             "parked_bytes": self.parked_bytes,
             "kv_cache": self.plan.demand.target.kv.name,
             "kv_caches": [found.as_dict() for found in self.caches],
+            "entries_in_ram_layers": list(p.entries_in_ram),
+            "entries_in_ram_from": self.entries_in_ram_from,
             "rates": asdict(self.rates),
         }
 
@@ -245,6 +249,7 @@ def make_forecast(
         predict_texts(plan, scales.open(chosen.name, []), rates_of, sorted({*NUMBERS, options.texts})),
         0 if kept else max(0, ParkedTexts(None, free_bytes).most_bytes(plan.demand.target, plan.room)),
         predict_caches(plan, rates, GAIN_WIDTH),
+        plan.first_context_with_entries_in_ram(),
     )
 
 

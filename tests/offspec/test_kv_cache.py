@@ -9,6 +9,9 @@ import pytest
 
 from offspec import KV_CACHES, Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
+from offspec.loaders.cuda import CopyStream
+from offspec.model.kv_formats import KV_FORMATS
+from offspec.model.kv_in_ram import EntriesInRam
 from offspec.model.text_pool import TextPool
 from offspec.session import Session
 
@@ -73,6 +76,52 @@ def test_plain_trees_and_batches_give_one_text(draft: str, kv_cache: str, engine
             together[index] += step.token_ids
         assert alone == plain
         assert together == plain
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+@pytest.mark.parametrize("draft", ["own", "lookup", "self", "resident"])
+def test_entries_in_ram_give_the_same_text(
+    draft: str, kv_cache: str, engine_of: GetEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, in batches, and in caches that are kept. A CPU has but one memory, which here is two."""
+    engine = engine_of(draft, kv_cache)
+    expected = [said(engine, prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    far = EntriesInRam(frozenset({0, 2}), KV_FORMATS[kv_cache], CopyStream(engine.target.device))
+    monkeypatch.setattr(engine.target, "entries_in_ram", far)
+    assert [said(engine, prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)] == expected
+    together: list[list[int]] = [[] for _ in PROMPTS]
+    for index, step in engine.generate_many(PROMPTS, list(PARAMS), max_texts=3):
+        together[index] += step.token_ids
+    assert together == expected
+    if draft != "self":  # whose two caches have one such layer each, which stays in its slot
+        assert far.copies.num_bytes > 0
+    caches = engine.new_caches()
+    for _ in range(2):
+        steps = list(engine.generate(PROMPTS[1], PARAMS[1], caches=caches))
+        assert [token for step in steps for token in step.token_ids] == expected[1]
+    assert steps[-1].stats.num_prefilled_tokens == 1
+
+
+@pytest.mark.parametrize("draft", ["own", "lookup", "self"])
+def test_long_prompts_take_several_passes(draft: str, engine_of: GetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose chunks are the same, so that the text is; only the last one has a tree, and counts as a pass."""
+    engine = engine_of(draft, "8")
+    params, prompt = SamplingParams(20, ignore_eos=True, logprobs=1, prompt_logprobs=True), list(range(40, 110))
+    monkeypatch.setattr("offspec.model.decoder.CHUNK_ROWS", 8)
+    expected = list(engine.generate(prompt, params))
+    for module in ("offspec.model.decoder", "offspec.request"):
+        monkeypatch.setattr(f"{module}.PASS_ROWS", 16)
+    found = list(engine.generate(prompt, params))
+    tokens = [[token for step in steps for token in step.token_ids] for steps in (expected, found)]
+    assert tokens[0] == tokens[1]
+    assert [each.token for each in found[0].prompt_logprobs] == prompt[1:]
+    for one, other in zip(expected[0].prompt_logprobs, found[0].prompt_logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+    assert found[0].stats.num_passes == 1
+    together: list[list[int]] = [[] for _ in range(2)]
+    for index, step in engine.generate_many([prompt, prompt[::-1]], params, max_texts=2):
+        together[index] += step.token_ids
+    assert together[0] == tokens[0]
 
 
 @pytest.mark.parametrize("kv_cache", ["8", "4"])

@@ -16,10 +16,22 @@ from offspec.model.early_exit import EarlyExit
 from offspec.planning.plan import Plan
 from offspec.training.online import Aligner, AlignmentParams
 
-from .test_pretended_cuda import FORMS, Move, build, in_ram, load, on_disk, resident, says, streamed, texts
+from .test_pretended_cuda import (
+    FORMS,
+    Move,
+    build,
+    in_ram,
+    load,
+    on_disk,
+    resident,
+    says,
+    streamed,
+    texts,
+    with_entries_in_ram,
+)
 
 pytestmark = pytest.mark.gpu
-MOVES = pytest.mark.parametrize("move", [resident, in_ram, on_disk])
+MOVES = pytest.mark.parametrize("move", [resident, in_ram, on_disk, with_entries_in_ram])
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +51,21 @@ def test_without_bitsandbytes_they_are_the_same(folder: Path, monkeypatch: pytes
     expected = texts(load(folder, "nf4", "cpu"))
     monkeypatch.setattr("offspec.loaders.formats.four_bit.has_kernels", lambda device: False)
     assert texts(load(folder, "nf4", "cuda:0", in_ram)) == expected
+
+
+@pytest.mark.parametrize("kv_cache", [16, 8, 4])
+def test_entries_in_ram_are_those_on_the_device(folder: Path, kv_cache: int) -> None:
+    """Of prompts that take several chunks, in texts that share passes, too."""
+    params, found = SamplingParams(24, temperature=1.0, seed=4, ignore_eos=True), []
+    prompts = ["def area(" * 300, "x = 1\n" * 200, "for i in range("]
+    for move in (in_ram, with_entries_in_ram):
+        engine = load(folder, "plain", "cuda:0", move, kv_cache=kv_cache, context=2048)
+        said: list[list[int]] = [[] for _ in prompts]
+        for index, step in engine.generate_many(prompts, params, max_texts=3):
+            said[index] += step.token_ids
+        found.append(said)
+        engine.close()
+    assert found[0] == found[1]
 
 
 def first_stay(plan: Plan) -> Plan:

@@ -48,9 +48,14 @@ def on_disk(plan: Plan) -> Plan:
     return streamed(plan, on_disk=tuple(range(len(plan.layers))), num_host_slots=2)
 
 
+def with_entries_in_ram(plan: Plan) -> Plan:
+    """Beside the second layer, which is resident, there is another one whose entries are on the device."""
+    return streamed(plan, resident=(1,), in_ram=(0, 2, 3), entries_in_ram=(0, 3))
+
+
 def streamed(plan: Plan, num_host_slots: int = 0, **where: Any) -> Plan:
     slots = replace(plan.placement.slots, num=2, num_host=num_host_slots)
-    placement = replace(plan.placement, resident=(), slots=slots, **where)
+    placement = replace(plan.placement, **{"resident": (), "slots": slots, **where})
     return replace(plan, placement=placement)
 
 
@@ -76,7 +81,7 @@ def load(folder: Path, form: str, device: str, move: Move = resident, **options:
     return engine
 
 
-PLACES: dict[str, tuple[Move, ...]] = {"plain": (resident, in_ram, on_disk), "nf4": (in_ram,)}
+PLACES: dict[str, tuple[Move, ...]] = {"plain": (resident, in_ram, on_disk, with_entries_in_ram), "nf4": (in_ram,)}
 
 
 def texts(engine: Engine) -> dict[str, list[int]]:
@@ -94,10 +99,16 @@ def main(folder: Path) -> None:
     """All texts, as JSON: form and place → name of the request → token ids."""
     build(folder)
     found = {f"{form} cpu": texts(load(folder, form, "cpu")) for form in FORMS}
+    packed = load(folder, "plain", "cpu", kv_cache=8)
+    found["packed cpu"] = {"plain": says(packed, "plain"), "sampled": says(packed, "sampled")}
+    packed.close()
     with pretended_cuda(folder / "guard.so"):
         for form in FORMS:
             for move in PLACES[form]:
                 found[f"{form} {move.__name__}"] = texts(load(folder, form, "cuda:0", move))
+        packed = load(folder, "plain", "cuda:0", with_entries_in_ram, kv_cache=8)
+        found["packed"] = {"plain": says(packed, "plain"), "sampled": says(packed, "sampled")}
+        packed.close()
     print(json.dumps(found))
 
 
@@ -109,6 +120,7 @@ def test_texts_are_the_cpus(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
+    assert found["packed"] == found["packed cpu"]
     for form in FORMS:
         expected = found.pop(f"{form} cpu")
         assert all(len(ids) == 16 for ids in expected.values())

@@ -132,9 +132,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "a token": lambda content: bit_flipped(content, 8 + struct.unpack("<Q", content[:8])[0] + 8),
     "the checksums": lambda content: bit_flipped(content, len(content) - 2),
     "more tokens": lambda content: with_header(content, lambda header: header.replace(b"[120]", b"[999]")),
-    "another shape": lambda content: with_header(content, lambda h: h.replace(b"[2,2,2,120,8]", b"[2,2,2,8,120]")),
+    "another shape": lambda content: with_header(content, lambda h: h.replace(b"[2,2,120,8]", b"[2,2,8,120]")),
     "a length": lambda content: with_header(content, lambda h: h.replace(b'length":"120"', b'length":"110"')),
-    "a version": lambda content: with_header(content, lambda h: h.replace(b"entries 1", b"entries 2")),
+    "a version": lambda content: with_header(content, lambda h: h.replace(b"entries 2", b"entries 3")),
     "no numbers": lambda content: content.replace(content[-4000:-2000], struct.pack("<f", float("nan")) * 500),
     "empty": lambda content: b"",
 }

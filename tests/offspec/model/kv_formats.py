@@ -24,7 +24,8 @@ class Fp32Layer:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._entries)
 
-    def stored(self, end: int) -> list[Tensor]:
+    def stored(self, layer: int, end: int) -> list[Tensor]:
+        assert layer == 0
         return [part[:end].transpose(0, 1) for part in self._entries]
 
     def reserve(self, capacity: int, in_use: int) -> None:

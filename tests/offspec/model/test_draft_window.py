@@ -14,7 +14,7 @@ from offspec.errors import UsageError
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.draft_window import NUM_SINKS, WindowedText, context_window, most_entries
-from offspec.scheduler.params import MAX_ROWS
+from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS
 
 from ...fakes import TinyModel
 from ...pair import Pair, build_pair, variant
@@ -173,6 +173,21 @@ def test_the_plan_counts_the_smaller_cache(pair: Pair) -> None:
         assert planned == (entries + MAX_ROWS) * text.cache.nbytes
         sizes[window] = planned
     assert sizes[64] < sizes[512] < sizes[None]
+
+
+@pytest.mark.parametrize(("window", "texts"), [(64, 8), (1024, 3), (None, 4)])
+def test_the_plan_counts_each_texts_window(pair: Pair, window: int | None, texts: int) -> None:
+    engine = Engine.load(
+        str(pair.target), draft=str(pair.draft), device="cpu", draft_window=window, context=2048, texts=texts
+    )
+    assert engine.plan is not None
+    planned = {item.name: item.on_device for item in engine.plan.placement.items}["draft KV cache"]
+    assert engine.draft.decoder is not None
+    of_token = CachedDecoder(engine.draft.decoder, 1).cache.nbytes
+    shared = engine.plan.room.num_tokens
+    entries = shared if window is None else min(shared, texts * most_entries(window))
+    assert planned == (entries + max(MAX_ROWS, texts * DRAFT_ROWS)) * of_token
+    engine.close()
 
 
 def test_a_window_that_no_text_outgrows_is_none(pair: Pair) -> None:

@@ -21,7 +21,7 @@ from offspec.loaders.placement import Limits
 from offspec.loading import LoadOptions
 from offspec.model.block import kv_cache_bytes
 from offspec.model.decoder import activation_bytes
-from offspec.planning.memory import MemoryOptions
+from offspec.planning.memory import MemoryOptions, MemoryUse, Room
 from offspec.planning.plan import (
     DEFAULT_CONTEXT,
     MIN_CONTEXT,
@@ -301,7 +301,8 @@ def test_the_cache_is_packed_where_a_long_context_costs_residents(
     assert made.demand.target.kv.name == chosen
     (item,) = (item for item in made.placement.items if item.name == "KV cache")
     token_bytes = {"16": 327_680, "8": 80 * 8 * 2 * 136, "4": 80 * 8 * (102 + 76)}[chosen]
-    assert item.on_device == (made.context + made.tree) * token_bytes
+    slots = 2 if made.placement.entries_in_ram else 0  # of entries in RAM, for a layer each
+    assert item.on_device + item.on_host == (made.context + made.tree) * token_bytes * (80 + slots) // 80
     notes = [note for note in explain_plan(made) if "KV cache in" in note.text]
     assert bool(notes) == (chosen != "16")
     if asked == "auto" and notes:
@@ -312,13 +313,62 @@ def test_the_cache_is_packed_where_a_long_context_costs_residents(
 
 
 def test_a_context_that_fits_with_a_packed_cache_alone(large: Path) -> None:
-    """32k tokens of 320 KiB are 10 GiB."""
-    made = plan(large, "nf4", Limits(12 * GIB, 64 * GIB), MemoryOptions(context=32768))
+    """32k tokens of 320 KiB are 10 GiB, which neither the card nor RAM has room for."""
+    made = plan(large, "nf4", Limits(12 * GIB, 6 * GIB), MemoryOptions(context=32768))
     assert made.demand.target.kv.name == "8"
     (note,) = (note for note in explain_plan(made) if "KV cache in" in note.text)
     assert "would not fit" in note.text
     with refused(MemoryLimitError, "`context`"):
-        plan(large, "nf4", Limits(12 * GIB, 64 * GIB), MemoryOptions(context=131072))
+        plan(large, "nf4", Limits(12 * GIB, 6 * GIB), MemoryOptions(context=131072))
+
+
+@pytest.mark.parametrize(
+    ("context", "kv_cache"), [(32_768, "16"), (32_768, "8"), (131_072, "16"), (131_072, "8"), (131_072, "4")]
+)
+def test_entries_of_streamed_layers_lie_in_ram_where_contexts_are_long(
+    large: Path, context: int, kv_cache: str
+) -> None:
+    limits, options = Limits(22 * GIB, 64 * GIB), MemoryOptions(context=context, kv_cache=kv_cache)
+    made = plan(large, "nf4", limits, options)
+    placed, target = made.placement, made.demand.target
+    assert set(placed.entries_in_ram) <= set(placed.in_ram)
+    assert len(placed.entries_in_ram) > len(placed.in_ram) - 8  # the device's last bytes have some more
+    (item,) = (item for item in placed.items if item.name == "KV cache")
+    of_layer = target.kv_bytes(made.kv_entries, range(1))
+    assert item.on_host == len(placed.entries_in_ram) * of_layer
+    assert item.on_device == (80 - len(placed.entries_in_ram) + 2) * of_layer
+    assert limits.device is not None
+    assert limits.device - of_layer < placed.device_bytes <= limits.device
+    assert placed.ram_bytes <= limits.ram
+    seconds = [made.predict_pass_s(RATES, 1, num_tokens) for num_tokens in (0, context // 2, context)]
+    assert made.predict_pass_s(RATES, 1) == seconds[1]
+    moved = made.entry_stream_bytes / 25e9
+    assert seconds[2] - seconds[0] == pytest.approx(moved, rel=0.05)
+    assert any(tells(note.text, "in RAM", f"{len(placed.entries_in_ram)}") for note in explain_plan(made))
+
+
+def test_plans_tell_the_context_from_which_entries_lie_in_ram(large: Path) -> None:
+    limits = Limits(22 * GIB, 64 * GIB)
+    first = plan(large, "nf4", limits).first_context_with_entries_in_ram()
+    assert first is not None
+    assert DEFAULT_CONTEXT < first < 32_768
+    for context, lies in ((first - 1, False), (first, True)):
+        made = plan(large, "nf4", limits, MemoryOptions(context=context, kv_cache="16"))
+        assert bool(made.placement.entries_in_ram) == lies
+    assert plan(large, "nf4", Limits(None, 64 * GIB)).first_context_with_entries_in_ram() is None
+    assert plan(large, "nf4", Limits(80 * GIB, 64 * GIB)).first_context_with_entries_in_ram() is None
+
+
+def test_what_reads_the_entries_of_all_layers_keeps_them_on_the_device(large: Path) -> None:
+    class Reading:
+        def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+            return MemoryUse(target_entries=1000, reads_all_entries=True)
+
+    files = ModelFiles.from_config(large, "nf4", "auto", "cuda", [])
+    options = MemoryOptions(context=32768, kv_cache="16")
+    made = make_plan(files, [Reading()], Limits(22 * GIB, 64 * GIB), options, 0)
+    assert made.placement.entries_in_ram == ()
+    assert made.kv_entries == 32768 + made.tree + 1000
 
 
 def test_long_contexts_need_no_mask_over_all_keys(large: Path) -> None:
@@ -326,6 +376,10 @@ def test_long_contexts_need_no_mask_over_all_keys(large: Path) -> None:
     config = ModelFiles.from_config(large, None, "auto", "cuda", []).config
     needed = [activation_bytes(config, 512, num_keys, 2) for num_keys in (32_768, 131_072)]
     assert needed[0] == needed[1] < 2**30
+    limits = Limits(22 * GIB, 64 * GIB)
+    plans = [plan(large, "nf4", limits, MemoryOptions(context=context)) for context in (32_768, 131_072)]
+    workspaces = [item.on_device for made in plans for item in made.placement.items if item.name == "activations"]
+    assert workspaces[0] == workspaces[1] < 2**30
 
 
 def test_the_kv_cache_of_a_70b_model(large: Path) -> None:
@@ -340,6 +394,9 @@ def test_what_a_pass_is_made_of(large: Path) -> None:
     for width, head_rows in ((8, 8), (512, 64)):
         expected_s = 2 * (width * in_layers + head_rows * head) / 1e12
         assert planned.predict_pass_s(rates, width) == pytest.approx(expected_s, rel=1e-3)
+        keys, head_dim = 4096, 128  # of attention to which every head of queries multiplies as many keys and values
+        expected_s += 2 * width * 80 * 64 * 2 * keys * head_dim / 1e12
+        assert planned.predict_pass_s(rates, width, keys) == pytest.approx(expected_s, rel=1e-3)
 
 
 def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,175 @@
+"""KV entries in RAM, for a GPU whose memory is too small for those of all layers.
+
+A streamed layer's entries are copied to the device beside its weights, the next layer's while one is in use. A pass
+writes its new entries to the device, and from there to RAM. Attention, drafts and files see a `LayerCache` like any
+other, with the same bits. On a CPU, both places are RAM; tests use it so.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from offspec.loaders.cuda import CopyStream, PinnedTables
+
+from .kv_cache import KVCache, KVLayout, MakeLayerCaches, PlainLayers
+from .kv_formats import KVFormat, PackedLayers
+
+NUM_SLOTS = 2  # layers whose entries are on the device: one in use, and the next one
+
+
+class LayersInRam:
+    """Layers of one layout with their entries in RAM, and slots on the device for NUM_SLOTS of them.
+
+    Passes use the layers in their order. When a pass turns to a layer, the next one's entries follow into the other
+    slot, behind all work that still reads it; after the last layer, the first one's for the next pass.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        layout: KVLayout,
+        kv: KVFormat,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        copies: CopyStream,
+    ) -> None:
+        self.num_layers, self._copies = num_layers, copies
+        made = [kv.of_layout(1, layout, dtype, device, by_slot=True) for _ in range(min(NUM_SLOTS, num_layers))]
+        self._slots = [LayerSlot(cache) for cache in made]  # the first one is in use
+        self.format, self.most_read = made[0].format, made[0].most_read
+        self._kept = [PinnedTables(num_layers, rows[0], device) for rows in made[0].by_slot]
+        # Copies may be under way, which read these tables and write to the slots.
+        weakref.finalize(self, _free, copies, self._kept).atexit = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.nbytes for kept in self._kept) + sum(slot.cache.nbytes for slot in self._slots)
+
+    def stored(self, layer: int, end: int) -> list[Tensor]:
+        self._forget(layer)
+        return [kept.tables[layer][:end].movedim(0, -2) for kept in self._kept]
+
+    def reserve(self, capacity: int, in_use: int) -> None:
+        self._copies.finish()
+        for kept in self._kept:
+            kept.reserve(capacity, in_use)
+        for slot in self._slots:
+            slot.layer, slot.num_known, slot.arrival = None, 0, None
+            slot.cache.reserve(capacity, 0)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
+        slot, end = self._turn_to(layer, start), start + len(keys)
+        slot.cache.write(0, keys, values, start)
+        for kept, rows in zip(self._kept, slot.rows, strict=True):
+            kept.tables[layer][start:end].copy_(rows[start:end], non_blocking=True)
+        slot.num_known = max(slot.num_known, end)
+
+    def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        raise NotImplementedError("rounds with static shapes need resident layers, whose entries are on the device")
+
+    def read(self, layer: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        return self._turn_to(layer, end).cache.read(0, end, first)
+
+    @torch.inference_mode()
+    def keep(self, start: int, slots: Tensor) -> None:
+        self._copies.finish_writes()
+        chosen = slots.cpu()
+        for table in (table for kept in self._kept for table in kept.tables):
+            table[start : start + len(chosen)] = table[chosen]
+        for slot in self._slots:
+            slot.num_known = min(slot.num_known, start)
+
+    def _forget(self, layer: int) -> None:
+        """Somebody else reads or writes the layer's rows in RAM."""
+        self._copies.finish_writes()
+        for slot in self._slots:
+            if slot.layer == layer:
+                slot.num_known = 0
+
+    def _turn_to(self, layer: int, end: int) -> LayerSlot:
+        """The slot with the first `end` entries of a layer, and maybe later ones."""
+        if self._slots[0].layer != layer:
+            self._slots.reverse()
+            self._bring(self._slots[0], layer, end)
+            self._bring(self._slots[-1], self._following(layer), end)
+        elif self._slots[0].num_known < end:
+            self._bring(self._slots[0], layer, end)
+        slot = self._slots[0]
+        if slot.arrival is not None:
+            self._copies.wait(slot.arrival)
+            slot.arrival = None
+        return slot
+
+    def _following(self, layer: int) -> int:
+        return (layer + 1) % self.num_layers
+
+    def _bring(self, slot: LayerSlot, layer: int, end: int) -> None:
+        """Copy those of a layer's first `end` entries that the slot does not have."""
+        if slot.layer != layer:
+            slot.layer, slot.num_known = layer, 0
+        if (begin := slot.num_known) >= end:
+            return
+        tables = zip(slot.rows, self._kept, strict=True)
+        slot.arrival = self._copies.run([(rows[begin:end], kept.tables[layer][begin:end]) for rows, kept in tables])
+        slot.num_known = end
+
+
+class LayerSlot:
+    """Entries of one layer on the device: the first `num_known` of layer `layer` are those in RAM.
+
+    arrival: of the last copy, if nothing has waited for it yet.
+    """
+
+    def __init__(self, cache: PlainLayers | PackedLayers) -> None:
+        self.cache = cache
+        self.layer: int | None = None
+        self.num_known = 0
+        self.arrival: torch.cuda.Event | None = None
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """Everything stored, [capacity, ..., width]: contiguous."""
+        return [rows[0] for rows in self.cache.by_slot]
+
+
+def _free(copies: CopyStream, parts: Sequence[PinnedTables]) -> None:
+    copies.finish()
+    for kept in parts:
+        kept.free()
+
+
+@dataclass(frozen=True)
+class EntriesInRam:
+    """The layers of a decoder whose KV entries lie in RAM, and their format."""
+
+    layers: frozenset[int]
+    kv: KVFormat
+    copies: CopyStream
+
+    def new_cache(
+        self, numbers: Sequence[int], layouts: Sequence[KVLayout], make: MakeLayerCaches, dtype: torch.dtype
+    ) -> KVCache:
+        """An empty cache for the layers `numbers` with these layouts. make: for those on the device."""
+        device = self.copies.device
+        places = range(len(numbers))
+        near = [place for place in places if numbers[place] not in self.layers]
+        parts = list(make([layouts[place] for place in near], dtype, device))
+        order = _split(near, [part.num_layers for part in parts])
+        for layout in dict.fromkeys(layouts[place] for place in places if place not in near):
+            far = [place for place in places if place not in near and layouts[place] == layout]
+            parts.append(LayersInRam(len(far), layout, self.kv, dtype=dtype, device=device, copies=self.copies))
+            order.append(far)
+        return KVCache(parts, device, order)
+
+
+def _split(numbers: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
+    """`numbers` in consecutive groups of these sizes."""
+    ends = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
+    return [numbers[begin:end] for begin, end in pairwise(ends)]

@@ -1,0 +1,167 @@
+"""KV entries in RAM: what a pass finds is what it finds on the device, to the bit, whatever happens between passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from offspec.loaders.cuda import CopyStream
+from offspec.model.decoder import CachedDecoder, Decoder, TextRows, score_together
+from offspec.model.early_exit import EarlyExit, shared_text
+from offspec.model.kv_cache import KVCache, KVLayout
+from offspec.model.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
+from offspec.model.kv_in_ram import EntriesInRam, LayersInRam
+
+from ...fakes import TinyModel
+from .test_decoder import NO_NODES, TREE_FAMILIES, random_tokens
+from .test_kv_formats import TREE, life, with_caches
+
+GetModel = Callable[[str], TinyModel]
+CPU = torch.device("cpu")
+FORMATS = pytest.mark.parametrize("kv", KV_FORMATS.values(), ids=str)
+
+
+def spilled(decoder: Decoder, kv: KVFormat, *layers: int) -> Decoder:
+    """The same decoder, with the entries of these layers in RAM; by default, of all."""
+    found = with_caches(decoder, kv.layers)
+    numbers = frozenset(layers or range(decoder.config.num_layers))
+    found.entries_in_ram = EntriesInRam(numbers, kv, CopyStream(CPU))
+    return found
+
+
+@FORMATS
+@pytest.mark.parametrize("family", TREE_FAMILIES)
+def test_a_text_finds_the_same_bits(tiny_model: GetModel, family: str, kv: KVFormat) -> None:
+    decoder = tiny_model(family).decoder(torch.bfloat16)
+    expected = list(life(CachedDecoder(with_caches(decoder, kv.layers))))
+    last = decoder.config.num_layers - 1
+    for layers in ((), (0,), (last,)):
+        for found, wanted in zip(life(CachedDecoder(spilled(decoder, kv, *layers))), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+@FORMATS
+def test_texts_of_one_pass_have_entries_of_their_own(tiny_model: GetModel, kv: KVFormat) -> None:
+    decoder = tiny_model("llama-gqa").decoder()
+    found = list[torch.Tensor]()
+    for each in (with_caches(decoder, kv.layers), spilled(decoder, kv)):
+        texts = [CachedDecoder(each) for _ in range(3)]
+        for length in (9, 30, 1):
+            rows = [TextRows(random_tokens(length + 7 * i, i), *TREE.round(0, 4 + i)) for i in range(3)]
+            found += [logits[0] for logits in score_together(list(zip(texts, rows, strict=True)))]
+            for text in texts:
+                text.keep([1], [3])
+                text.keep([])
+    half = len(found) // 2
+    for one, other in zip(found[:half], found[half:], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_early_exit_shares_entries_in_ram(tiny_model: GetModel) -> None:
+    decoder, found = tiny_model("llama-gqa").decoder(torch.bfloat16), []
+    for target in (with_caches(decoder, EIGHT_BIT.layers), spilled(decoder, EIGHT_BIT)):
+        with target.weights.layer(1) as layer:
+            exit_layer = EarlyExit(target, 1, dict(layer))  # type: ignore[arg-type]
+        text, draft = shared_text(target, exit_layer)
+        drafted = draft.score(random_tokens(12), *TREE.round(0, 9))
+        logits = text.score(random_tokens(12), *TREE.round(0, 9))
+        text.keep([0, 3])
+        draft.keep([0, 3])
+        found.append(torch.cat((drafted, logits, text.score([9], *NO_NODES))))
+    assert torch.equal(*found)
+
+
+@FORMATS
+def test_entries_are_copied_between_places(tiny_model: GetModel, kv: KVFormat) -> None:
+    """Files and parked texts do not depend on which layers' entries are in RAM."""
+    decoder = tiny_model("llama-gqa").decoder(torch.bfloat16)
+    decoders = with_caches(decoder, kv.layers), spilled(decoder, kv, 0), spilled(decoder, kv)
+    texts = [CachedDecoder(each) for each in decoders]
+    texts[0].score(random_tokens(20), *NO_NODES)
+    for source, text in pairwise(texts):
+        text.score(random_tokens(5, 8), *NO_NODES)  # the slots on the device have something else
+        text.truncate(0)
+        text.cache.reserve(20)
+        assert text.cache.format == source.cache.format
+        for mine, others in zip(text.cache.stored(20), source.cache.stored(20), strict=True):
+            assert mine.shape == others.shape
+            mine.copy_(others)
+        text.cache.begin(20)
+    logits = [text.score(random_tokens(3, 4), *TREE.round(0, 4)) for text in texts]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+class CountingCopies(CopyStream):
+    """Counts copies to the device, and what waits for them."""
+
+    num_copies = 0
+
+    def run(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event | None:
+        self.num_copies += 1
+        return super().run(copies)
+
+
+def cache_of(num_layers: int, copies: CopyStream) -> KVCache:
+    kv, layout = KV_FORMATS["16"], KVLayout(1, 8)
+    part = LayersInRam(num_layers, layout, kv, dtype=torch.float32, device=CPU, copies=copies)
+    return KVCache([part], CPU)
+
+
+def one_pass(cache: KVCache, count: int) -> None:
+    cache.extend(count)
+    for layer in range(cache.num_layers):
+        entries = torch.full((count, 1, 8), float(layer + 1))
+        cache.write(layer, entries, -entries, cache.size)
+        keys, values = cache.read(layer, cache.size + count)
+        assert (keys == layer + 1).all()
+        assert (values == -layer - 1).all()
+    cache.append(count, 0)
+
+
+def test_the_next_layer_follows_while_one_is_in_use() -> None:
+    copies = CountingCopies(CPU)
+    cache = cache_of(4, copies)
+    cache.reserve(100)
+    one_pass(cache, 10)
+    assert copies.num_copies == 0  # there was nothing before
+    for count, expected in ((1, 5), (3, 5)):
+        copies.num_copies = 0
+        one_pass(cache, count)
+        assert copies.num_copies == expected  # each layer's, and the first one's latest or next
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_layers_that_all_have_slots_stay_there(num_layers: int) -> None:
+    copies = CountingCopies(CPU)
+    cache = cache_of(num_layers, copies)
+    cache.reserve(100)
+    one_pass(cache, 10)
+    copies.num_copies = 0
+    one_pass(cache, 5)
+    assert copies.num_copies == 0
+
+
+def test_slots_that_were_cut_back_are_brought_again() -> None:
+    cache = cache_of(3, CopyStream(CPU))
+    one_pass(cache, 6)
+    cache.append(0, 0)
+    cache.extend(4)
+    for layer in range(3):
+        cache.write(layer, torch.arange(4.0)[:, None, None].expand(4, 1, 8), torch.zeros(4, 1, 8), 6)
+    cache.append(0, 4)
+    cache.keep([1, 3])
+    for layer in range(3):
+        keys, _ = cache.read(layer, 8)
+        assert keys[0, :, 0].tolist() == [layer + 1.0] * 6 + [1.0, 3.0]
+
+
+def test_bytes_are_those_of_ram_and_two_layers_on_the_device() -> None:
+    cache = cache_of(5, CopyStream(CPU))
+    cache.reserve(7)
+    assert cache.nbytes == (5 + 2) * 7 * 2 * 8 * 4
+    assert np.isfinite(cache.stored(7)[0].numpy()).all()
