@@ -175,7 +175,9 @@ class Answer:
         texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._choices: list[ChatChoice | TextChoice] = []
         thinking = None
-        if self._is_chat and tokenizer is not None and asked.params.constraint is None:  # it covers the whole text
+        constraint = asked.params.constraint
+        is_bound = constraint is not None and constraint.trigger is None  # from its first token on
+        if self._is_chat and tokenizer is not None and not is_bound:
             thinking = ThinkingStyle.of(prompts[0], tokenizer)
         for number, prompt in enumerate(asked.prompts):
             echoed = None

@@ -172,7 +172,9 @@ def with_tools(asked: CompletionRequest, tokenizer: Tokenizer) -> CompletionRequ
     if asked.params.constraint is not None:
         raise UsageError("response_format and tools exclude each other; omit one of them, or set tool_choice to none")
     form = ToolFormat.of(tokenizer)
-    return replace(asked, params=replace(asked.params, constraint=asked.tools.constraint(form)), tool_format=form)
+    may_ignore = asked.params.ignore_eos and not asked.tools.are_strict  # a constraint may end the answer
+    constraint = None if may_ignore else asked.tools.constraint(form)
+    return replace(asked, params=replace(asked.params, constraint=constraint), tool_format=form)
 
 
 def _template_settings(kind: Kind, body: Json) -> Json:

@@ -14,11 +14,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Condition, Thread
 from typing import cast
 
-from offspec import AUTO_TEXTS, Engine, SamplingParams, SpeculationParams
+from offspec import AUTO_TEXTS, Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.batch import Batch, Ticket
 from offspec.engine import Message
 from offspec.errors import MemoryLimitError, OffspecError, UsageError
@@ -34,6 +34,7 @@ from .metrics import Metrics, Times, log_line
 from .openai_api import CompletionRequest, with_tools
 from .privacy import model_folders, without_paths
 
+MOST_LOOSER = 64  # constraints that do not compile, whose replacements are kept
 MOST_REMEMBERED = 256  # replies whose token ids are kept
 CLOSE_S = 0.5  # how long `close` waits for a pass
 LONGEST_RETRY_S = 60  # clients ignore longer times
@@ -198,6 +199,7 @@ class Service:
         self._batch = Batch(engine, self._most_texts, self._pool)
         self._most_open = most_waiting + self._most_texts
         self._said = OrderedDict[str, list[int]]()  # replies and their original token ids
+        self._looser = OrderedDict[Constraint, Constraint | None]()  # in place of those that do not compile
         # The fields below belong to the lock of `_changed`, but for those of the passes' thread.
         self._changed = Condition()
         self._open, self._line, self._left = set[Job](), Line(), list[Job]()
@@ -246,7 +248,7 @@ class Service:
         asked_s = time.monotonic()
         self._reserve(asked.num_choices)
         try:
-            prompts = await asyncio.get_running_loop().run_in_executor(self._encoder, self._encode, asked)
+            asked, prompts = await asyncio.get_running_loop().run_in_executor(self._encoder, self._encode, asked)
         except OffspecError as exc:
             raise self._without_paths(exc) from exc
         finally:
@@ -294,19 +296,43 @@ class Service:
                 raise BusyError(min(max(expected_s, 1), LONGEST_RETRY_S))
             self._num_encoding += num_answers
 
-    def _encode(self, asked: CompletionRequest) -> list[list[int]]:
-        """The prompts' token ids, after checks of everything else that depends on the model."""
+    def _encode(self, asked: CompletionRequest) -> tuple[CompletionRequest, list[list[int]]]:
+        """The request as it can be answered, and its prompts' token ids, after checks that depend on the model."""
         self._speculation.check_sampling(asked.params)
         self.engine.check_sampling(asked.params)
         if asked.params.constraint is not None:  # here, because compiling may take a second; the result is kept
-            self.engine.compile_constraint(asked.params.constraint)
+            asked = self._compiled(asked, asked.params.constraint)
         if asked.kind == "chat":
             prompts = [self._encode_chat(asked)]
         else:
             prompts = [self._encode_text(cast("str | list[int]", prompt)) for prompt in asked.prompts]
         for ids in prompts:
             self.engine.room_after(len(ids))
-        return prompts
+        return asked, prompts
+
+    def _compiled(self, asked: CompletionRequest, constraint: Constraint) -> CompletionRequest:
+        """The request with a constraint that compiles. Tools that the model may call need not be bound to a schema."""
+        tools, form = asked.tools, asked.tool_format
+        if constraint not in self._looser:
+            try:
+                self.engine.compile_constraint(constraint)
+            except OffspecError as exc:
+                if tools is None or form is None or tools.are_strict:
+                    raise
+                self.tell(f"the arguments of tools are not bound to all schemas: {self._without_paths(exc)}")
+                self._looser[constraint] = tools.looser_constraint(form, self._compiles)
+                while len(self._looser) > MOST_LOOSER:
+                    self._looser.popitem(last=False)
+            else:
+                return asked
+        return replace(asked, params=replace(asked.params, constraint=self._looser[constraint]))
+
+    def _compiles(self, constraint: Constraint) -> bool:
+        try:
+            self.engine.compile_constraint(constraint)
+        except OffspecError:
+            return False
+        return True
 
     def _encode_chat(self, asked: CompletionRequest) -> list[int]:
         """A chat's token ids. Replies keep their original ones, because the KV caches contain these."""

@@ -1,7 +1,7 @@
 """OpenAI's `tools` and `tool_choice`: what a chat may call, and the calls of an answer as JSON.
 
-The prompt describes the tools through the chat template. Under `required`, and if one function is named, a constraint
-makes the answer a call, with arguments that are valid by their schema.
+The prompt describes the tools through the chat template. A constraint makes arguments valid by their schema. Under
+`required`, and if one function is named, it covers the whole answer; under `auto` what follows the beginning of a call.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offspec import Constraint
@@ -25,6 +25,7 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 CHOICES = ("none", "auto", "required")
 ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # as the templates of Mistral ask for them
 MOST_TOOLS = 128  # as at OpenAI
+ANY_OBJECT: Json = {"type": "object"}
 MOST_DEPTH = 64  # of nested values; templates and grammars recurse
 
 
@@ -40,13 +41,31 @@ class Tools:
     def names(self) -> list[str]:
         return [tool["function"]["name"] for tool in self.described]
 
-    def constraint(self, form: ToolFormat) -> Constraint | None:
-        """What the answer must be, under `required` or if one function is named; else None."""
+    @property
+    def are_strict(self) -> bool:
+        """Whether the arguments of some function have to be valid by its schema, or the request is refused."""
+        return self.choice != "auto" or any(tool["function"].get("strict") for tool in self.described)
+
+    def constraint(self, form: ToolFormat, unbound: Collection[str] = ()) -> Constraint:
+        """What the answer must be: a call, or several; under `auto` only where the model begins one.
+
+        unbound: functions whose arguments may be any object.
+        """
+        chosen = [tool["function"] for tool in self.described if self.choice not in self.names or self._is_chosen(tool)]
+        schemas = {tool["name"]: ANY_OBJECT if tool["name"] in unbound else _schema(tool) for tool in chosen}
         if self.choice == "auto":
-            return None
-        chosen = [tool["function"] for tool in self.described if self.choice in ("required", tool["function"]["name"])]
-        several = self.allows_several and self.choice == "required"
-        return form.constraint({tool["name"]: _schema(tool) for tool in chosen}, allows_several=several)
+            return form.late_constraint(schemas, allows_several=self.allows_several, yields=not self.are_strict)
+        return form.constraint(schemas, allows_several=self.allows_several and self.choice == "required")
+
+    def _is_chosen(self, tool: Json) -> bool:
+        return bool(tool["function"]["name"] == self.choice)
+
+    def looser_constraint(self, form: ToolFormat, compiles: Callable[[Constraint], bool]) -> Constraint | None:
+        """The constraint without those schemas that do not compile; None if there is no such constraint."""
+        alone = [replace(self, described=[tool]) for tool in self.described]
+        unbound = [tools.names[0] for tools in alone if not compiles(tools.constraint(form))]
+        found = self.constraint(form, unbound)
+        return found if compiles(found) else None
 
 
 def tools_of(body: Mapping[str, Any]) -> Tools | None:

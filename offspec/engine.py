@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 
 from offspec.loaders.params import KV_CACHES
 from offspec.loaders.units import parse_size
+from offspec.scheduler.constraint import TokenConstraint
 from offspec.scheduler.params import Constraint, SamplingParams, SpeculationParams
 from offspec.scheduler.retrieval import SuffixIndex
 
@@ -36,7 +37,7 @@ from .planning.out_of_memory import retry_out_of_memory
 from .planning.plan import Plan
 from .request import Observer, Request, RequestParams, Step
 from .stats import Stats
-from .text.grammar import ConstraintCompiler, GrammarConstraint
+from .text.grammar import ConstraintCompiler
 from .text.tokenizer import Tokenizer
 from .training.online import Aligner
 
@@ -235,7 +236,7 @@ class Engine:
         indices = {batch.add(prompt, own, speculation): i for i, (prompt, own) in enumerate(pairs)}
         return _steps_of(batch, indices)
 
-    def compile_constraint(self, constraint: Constraint, *, gives_forced: bool = True) -> GrammarConstraint:
+    def compile_constraint(self, constraint: Constraint, *, gives_forced: bool = True) -> TokenConstraint:
         """The constraint on one answer's tokens. Raises the errors of `ConstraintCompiler.compile`."""
         return self._constraints.compile(constraint, gives_forced=gives_forced)
 

@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from offspec.errors import ConstraintError
 
+from .tree import IntArray
+
 MaskBits = npt.NDArray[np.uint8]
 
 
@@ -24,11 +26,15 @@ class TokenConstraint(Protocol):
     The answer is a function of the text's and the path's tokens. Calls come from one thread at a time.
     """
 
-    def mask(self, path: Sequence[int]) -> MaskBits:
+    def mask(self, path: Sequence[int]) -> MaskBits | None:
         """The tokens that may follow: bit i % 8 of byte i // 8 stands for token i; uint8 [ceil(V / 8)].
 
-        No bit: a dead end. All bits: the path itself is forbidden, so nothing depends on the answer.
+        No bit: a dead end. None: every token may follow, or the path itself is forbidden, so that nothing depends on
+        the answer.
         """
+
+    def is_idle(self, tokens: IntArray) -> bool:
+        """Whether every token may follow the text, and also every path that consists of these tokens."""
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens, each the only one that may follow the ones before it."""
@@ -40,5 +46,5 @@ class TokenConstraint(Protocol):
         """The error for a path that no token may follow."""
 
 
-def allows(mask: MaskBits, token: int) -> bool:
-    return bool(mask[token >> 3] >> (token & 7) & 1)
+def allows(mask: MaskBits | None, token: int) -> bool:
+    return mask is None or bool(mask[token >> 3] >> (token & 7) & 1)

@@ -122,7 +122,7 @@ class DraftRounds:
 
     def _add_forced(self, nodes: IntArray) -> bool:
         """Add the tokens that the constraint forces below the root and below `nodes`; whether there were any."""
-        if self._constraint is None:
+        if self._constraint is None or self._constraint.is_idle(self.tree.nodes["token"]):
             return False
         is_any = False
         for node in (ROOT, *nodes.tolist()):
@@ -152,7 +152,8 @@ class DraftRounds:
 
     def _children(self, nodes: IntArray, logits: Tensor) -> ChildScores:
         """Scores of the children of `nodes` [R] (ROOT first, if it is among them), from draft logits [R, C]."""
-        paths = self.tree.path_tokens(nodes) if self._sampler.needs_history else [[]] * len(nodes)
+        needs_paths = self._sampler.needs_paths(self.tree.nodes["token"])
+        paths = self.tree.path_tokens(nodes) if needs_paths else [[]] * len(nodes)
         return self._scorer.score(logits, paths, self._position + self.tree.depths(nodes))
 
     # ------------------------------------------------------------------------------------------------ a verdict

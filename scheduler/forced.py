@@ -15,8 +15,10 @@ from .verify import TargetPass
 
 def allowed_part(tree: TokenTree, constraint: TokenConstraint) -> TokenTree:
     """The nodes of `tree` whose whole path the constraint allows."""
+    if constraint.is_idle(tree.tokens):
+        return tree
     paths: dict[int, list[int]] = {ROOT: []}
-    masks: dict[int, MaskBits] = {}
+    masks: dict[int, MaskBits | None] = {}
     for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
         if parent not in paths:
             continue
@@ -35,6 +37,8 @@ def prepare_masks(constraint: TokenConstraint, tree: TokenTree, is_over: Callabl
 
     A walk then finds them computed.
     """
+    if constraint.is_idle(tree.tokens):
+        return
     paths: dict[int, list[int]] = {ROOT: []}
     constraint.mask([])
     for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):

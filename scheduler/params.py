@@ -33,7 +33,7 @@ ACCEPTS: tuple[Accept, ...] = get_args(Accept)
 Scoring = Literal["coupled", "specexec"]
 Tree = Literal["best-first", "sequoia", "opt-tree"]
 Stopping = Literal["default", "thompson", "thompson-calibrated"]
-ConstraintKind = Literal["json_schema", "json_object", "grammar", "regex"]
+ConstraintKind = Literal["json_schema", "json_object", "grammar", "regex", "tool_calls"]
 NUMBERS: dict[str, tuple[type, str]] = {"int": (Integral, "a whole number"), "float": (Real, "a number")}
 
 
@@ -54,14 +54,34 @@ def _check_numbers(params: Any) -> None:
 
 
 @dataclass(frozen=True)
+class Trigger:
+    """Where in an answer a constraint begins to hold; before, every token may follow.
+
+    That is at the first of `texts`, or at the special token `token`. The grammar describes the text from there on: it
+    has to begin with the trigger, and with a lazy lexeme of any text before it, because a token may hold both.
+    is_at_start: only at the answer's beginning; white space in and before the texts is then ignored. repeats: when the
+    grammar's text is complete, everything may follow again, and the trigger is looked for again; otherwise the answer
+    ends there. yields: at a dead end, and where the library reaches a limit, the constraint ends instead of the answer.
+    """
+
+    texts: tuple[str, ...] = ()
+    token: int | None = None
+    is_at_start: bool = False
+    repeats: bool = False
+    yields: bool = False
+
+
+@dataclass(frozen=True)
 class Constraint:
     """What an answer must be: JSON by a schema, any JSON object, a text of a grammar, or a match of a regex.
 
     `Constraint.json_schema({...})` and so on make one. The engine compiles it with the model's tokenizer.
+    trigger: where in the answer it begins to hold, if not at its start. tool_calls: a grammar (Lark) of offspec's own.
     """
 
     kind: ConstraintKind
     text: str = ""
+    trigger: Trigger | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConstraintKind):

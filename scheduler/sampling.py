@@ -98,6 +98,12 @@ class Sampler:
         """Whether a row's distribution depends on the preceding tokens, in addition to the logits."""
         return self._has_repetition_penalty or self._answered is not None or self.constraint is not None
 
+    def needs_paths(self, tokens: IntArray) -> bool:
+        """`needs_history` of rows whose paths consist of these tokens."""
+        if self._has_repetition_penalty or self._answered is not None:
+            return True
+        return self.constraint is not None and not self.constraint.is_idle(tokens)
+
     @property
     def _has_repetition_penalty(self) -> bool:
         return self.params.repetition_penalty != 1
@@ -165,7 +171,7 @@ class Sampler:
 
         Raises NumericalError if the logits are not finite, ConstraintError if the constraint allows no token.
         """
-        if self.constraint is not None and not self.constraint.mask(path).any():
+        if self.constraint is not None and (mask := self.constraint.mask(path)) is not None and not mask.any():
             raise self.constraint.dead_end(path)
         values = self.process(logits[None].double(), [path])[0]
         if not self.is_greedy:
@@ -177,7 +183,8 @@ class Sampler:
 
     def _allowed(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Exclude what the constraint forbids; but not from rows without any allowed token, see `are_allowed`."""
-        bits = self._mask_bits(paths)
+        if (bits := self._mask_bits(paths)) is None:
+            return logits
         allowed = _unpacked(bits, logits.device)[:, : logits.shape[1]]
         return logits.masked_fill(~allowed & allowed.any(-1, keepdim=True), -math.inf)
 
@@ -187,16 +194,21 @@ class Sampler:
         `process` excludes the others, but in rows in which nothing is left: at a dead end, and where the draft knows
         none of the allowed tokens.
         """
-        if self.constraint is None:
+        if self.constraint is None or (rows := self._mask_bits(paths)) is None:
             return np.ones(tokens.shape, dtype=np.bool_)
-        bits = np.take_along_axis(self._mask_bits(paths), tokens >> 3, axis=1)
+        bits = np.take_along_axis(rows, tokens >> 3, axis=1)
         found: BoolArray = (bits >> (tokens & 7).astype(np.uint8) & 1).astype(np.bool_)
         return found
 
-    def _mask_bits(self, paths: Sequence[Sequence[int]]) -> MaskBits:
-        """[R, ceil(V / 8)], see `TokenConstraint.mask`."""
+    def _mask_bits(self, paths: Sequence[Sequence[int]]) -> MaskBits | None:
+        """[R, ceil(V / 8)], see `TokenConstraint.mask`; None if every token may follow each path."""
         assert self.constraint is not None
-        return np.stack([self.constraint.mask(path) for path in paths])
+        found = [self.constraint.mask(path) for path in paths]
+        some = next((mask for mask in found if mask is not None), None)
+        if some is None:
+            return None
+        everything = np.full_like(some, 255)
+        return np.stack([everything if mask is None else mask for mask in found])
 
     def _less_repeated(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         seen = self._seen[: logits.shape[-1]].expand_as(logits).clone()

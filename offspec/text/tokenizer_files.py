@@ -223,6 +223,19 @@ def with_special(backend: tokenizers.Tokenizer, texts: Iterable[str | None]) -> 
     return tokenizers.Tokenizer.from_str(json.dumps(state))
 
 
+def with_shown(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> tokenizers.Tokenizer:
+    """Make these tokens ordinary added ones, as which an answer's text has them."""
+    added = backend.get_added_tokens_decoder().values()
+    wanted = {token.content for token in added if token.special}.intersection(texts)
+    if not wanted:
+        return backend
+    state = json.loads(backend.to_str())
+    for token in state["added_tokens"]:
+        if token["content"] in wanted:
+            token |= {"special": False, "normalized": False}
+    return tokenizers.Tokenizer.from_str(json.dumps(state))
+
+
 def post_processor_prefix(backend: tokenizers.Tokenizer) -> list[int]:
     """Ids that the post-processor puts before a text.
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from offspec.scheduler.params import Constraint
+from offspec.scheduler.params import Constraint, Trigger
 
 from ..errors import TokenizerError
 
@@ -27,6 +27,9 @@ OTHER_STYLES = ("<function=", "<arg_key>", "[ARGS]", "[CALL_ID]")  # Qwen3-Coder
 KNOWN = "Hermes and Qwen (<tool_call>), Llama 3.x (JSON) and Mistral ([TOOL_CALLS])"
 BETWEEN = re.compile(rf"(?:[\s;,]|{OPEN}|{CLOSE})*")  # calls of one text
 FORCED_HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|parameters)": ')  # as constraints write it
+NEWLINE = "\n"
+NAME_KEY = '{"name": '
+GAP = r"/[ \n]{0,2}/"  # between a marker and a call, where the model chooses
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -56,13 +59,12 @@ class Arguments:
 class ToolFormat:
     """How one model writes calls. marker: the text before a call or a list of calls; "" if there is none.
 
-    marker_id, close_id: ids of the marker, and of a call's end, if they are special tokens, which texts omit.
+    python_id: of `<|python_tag|>`, which may stand before Llama's calls, if it is a special token, which texts omit.
     """
 
     style: Style
     marker: str = ""
-    marker_id: int | None = None
-    close_id: int | None = None
+    python_id: int | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ToolFormat:
@@ -72,14 +74,13 @@ class ToolFormat:
             raise TokenizerError("the model's chat template knows no tools; omit them, or choose another model")
         if any(mark in template for mark in OTHER_STYLES):
             raise TokenizerError(f"the model's format of tool calls is not supported; known are {KNOWN}")
-        special = {mark: tokenizer.token_id(mark) for mark in (OPEN, CLOSE, CALLS)}
-        ids = {mark: found if found in tokenizer.special_ids else None for mark, found in special.items()}
         if OPEN in template:
-            return cls("hermes", OPEN, ids[OPEN], ids[CLOSE])
+            return cls("hermes", OPEN)
         if CALLS in template:
-            return cls("mistral", f"{CALLS} " if f"{CALLS} [" in template else CALLS, ids[CALLS])
+            return cls("mistral", f"{CALLS} " if f"{CALLS} [" in template else CALLS)
         if LLAMA in template:
-            return cls("llama")
+            python_id = tokenizer.token_id(PYTHON)
+            return cls("llama", python_id=python_id if python_id in tokenizer.special_ids else None)
         raise TokenizerError(f"the model's format of tool calls is not known; known are {KNOWN}")
 
     @property
@@ -88,25 +89,48 @@ class ToolFormat:
 
     def constraint(self, schemas: Mapping[str, Mapping[str, Any]], *, allows_several: bool) -> Constraint:
         """An answer that is a call, or several. schemas: of the arguments by the functions' names."""
-        rules = [f"c{i}: {_literal(self._head(name))} a{i} {_literal('}')}" for i, name in enumerate(schemas)]
-        rules += [f"a{i}: %json {json.dumps(_with_layout(schema))}" for i, schema in enumerate(schemas.values())]
-        one_of = "call: " + " | ".join(f"c{i}" for i in range(len(schemas)))
-        return Constraint.grammar("\n".join(["%llguidance {}", self._start(allows_several), one_of, *rules]))
+        return Constraint("tool_calls", self._grammar(schemas, self._start(allows_several)))
 
-    def _head(self, name: str) -> str:
-        return f'{{"name": {json.dumps(name)}, "{self.arguments_key}": '
+    def late_constraint(
+        self, schemas: Mapping[str, Mapping[str, Any]], *, allows_several: bool, yields: bool
+    ) -> Constraint:
+        """An answer that is free until it calls a function, and then a call, or several. yields: see `Trigger`."""
+        trigger, start = self._late_start(allows_several)
+        return Constraint("tool_calls", self._grammar(schemas, start), replace(trigger, yields=yields))
+
+    def _grammar(self, schemas: Mapping[str, Mapping[str, Any]], start: str) -> str:
+        """In Lark. start: the rules that say where calls stand; `named` is a call behind its key `name`."""
+        key = f', "{self.arguments_key}": '
+        rules = [f"n{i}: {_literal(json.dumps(name) + key)} a{i} {_literal('}')}" for i, name in enumerate(schemas)]
+        rules += [f"a{i}: %json {json.dumps(_with_layout(schema))}" for i, schema in enumerate(schemas.values())]
+        named = "named: " + " | ".join(f"n{i}" for i in range(len(schemas)))
+        call = f"call: {_literal(NAME_KEY)} named"
+        return "\n".join(["%llguidance {}", start, call, named, *rules])
 
     def _start(self, allows_several: bool) -> str:
         if self.style == "llama":  # Llama 3.x calls one function at a time
             return "start: call"
-        marker = _literal(self.marker) if self.marker_id is None else f"<[{self.marker_id}]>"
         if self.style == "mistral":
-            space = "" if self.marker_id is None else self.marker.removeprefix(CALLS)
             more = ' (", " call)*' if allows_several else ""
-            return f'start: {marker} {_literal(space + "[")} call{more} "]"'
-        close = _literal(CLOSE) if self.close_id is None else f"<[{self.close_id}]>"
-        tagged = f'{marker} "\\n" call "\\n" {close}'
+            return f'start: {_literal(self.marker + "[")} call{more} "]"'
+        tagged = f"{_literal(OPEN + NEWLINE)} call {_literal(NEWLINE + CLOSE)}"
         return f'start: {tagged} ("\\n" {tagged})*' if allows_several else f"start: {tagged}"
+
+    def _late_start(self, allows_several: bool) -> tuple[Trigger, str]:
+        """The trigger, and the rules of the text from its first token on."""
+        if self.style == "llama":
+            more = ' ("; " call)*' if allows_several else ""
+            begun = f"first {GAP} named" + ("" if self.python_id is None else f" | <[{self.python_id}]> {GAP} call")
+            rules = [f"start: begun{more}", f"begun: {begun}", r'first: /\s*\{\s*"name"\s*:/']
+            return Trigger(('{"name":',), self.python_id, is_at_start=True), "\n".join(rules)
+        marker = self.marker.strip()
+        first = rf"first[lazy]: /(.|\n)*{re.escape(marker)}/"
+        if self.style == "mistral":
+            more = ' (", " call)*' if allows_several else ""
+            return Trigger((marker,)), "\n".join([f'start: first {GAP} "[" call{more} "]"', first])
+        rest = " rest" if allows_several else ""
+        rules = [f"start: first {GAP} call {GAP} {_literal(CLOSE)}{rest}", first, r"rest: /(.|\n)*/"]
+        return Trigger((marker,), repeats=allows_several), "\n".join(rules)
 
     def reader(self, names: Sequence[str]) -> CallReader:
         """A reader of one answer. names: the functions that may be called."""
@@ -139,8 +163,8 @@ class CallReader:
     def push(self, text: str, *, is_end: bool) -> list[str | Call]:
         """Texts and calls that are certain now, in order."""
         self._held += text
-        is_tagged = self._form.style == "hermes" and self._form.marker_id is None
-        return self._tagged(is_end) if is_tagged else self._alone(is_end)
+        by_style = {"hermes": self._tagged, "mistral": self._listed, "llama": self._alone}
+        return by_style[self._form.style](is_end)
 
     def _tagged(self, is_end: bool) -> list[str | Call]:
         """Calls between tags, anywhere in the text. Spaces around calls are no text."""
@@ -156,16 +180,32 @@ class CallReader:
             else:
                 found += self._said(before + OPEN + inside + close)
             self._held = after
-        at = len(self._held) if is_end else _num_certain(self._held)
+        at = len(self._held) if is_end else _num_certain(self._held, OPEN)
         text, self._held = self._held[:at], self._held[at:]
         return [*found, *self._said("" if is_end and self._has_calls and not text.strip() else text)]
 
+    def _listed(self, is_end: bool) -> list[str | Call]:
+        """A list of calls behind a marker, which ends the text. A list that is the whole text needs no marker."""
+        if CALLS not in self._held:
+            if not self._has_text and "[".startswith(self._held.lstrip()[:1]):
+                return self._alone(is_end)
+            text = self._held if is_end else self._held[: _num_certain(self._held, CALLS)]
+            self._held = self._held[len(text) :]
+            return self._said(text)
+        before = self._held[: self._held.index(CALLS)].rstrip()
+        self._held = self._held[len(before) :]
+        found = self._said(before)
+        if is_end:
+            calls = self._calls(_without(self._held.lstrip(), CALLS))
+            found += calls or self._said(self._held)
+        return found
+
     def _alone(self, is_end: bool) -> list[str | Call]:
-        """Calls that are the whole text, behind a marker that may be omitted."""
+        """Calls that are the whole text."""
         begun = self._held.lstrip()
         if not self._has_text and not is_end and (not begun or self._may_be_call(begun)):
             return []
-        calls = None if self._has_text else self._calls(_without(begun, self._form.marker.strip(), PYTHON))
+        calls = None if self._has_text else self._calls(_without(begun, PYTHON))
         text, self._held = self._held, ""
         return [*calls] if calls else self._said(text)
 
@@ -174,8 +214,8 @@ class CallReader:
         return [text] if text else []
 
     def _may_be_call(self, begun: str) -> bool:
-        starts = ["[" if self._form.style == "mistral" else "{", self._form.marker.strip(), PYTHON]
-        return any(begun.startswith(start) or start.startswith(begun) for start in filter(None, starts))
+        starts = ["["] if self._form.style == "mistral" else ["{", PYTHON]
+        return any(begun.startswith(start) or start.startswith(begun) for start in starts)
 
     def _calls(self, text: str) -> list[Call] | None:
         """The calls that a text consists of; None if it has anything else."""
@@ -257,18 +297,16 @@ class ObjectScanner:
         return len(text)
 
 
-def _num_certain(text: str) -> int:
+def _num_certain(text: str, tag: str) -> int:
     """Characters of a text before those that may belong to a call: spaces at its end, and a tag's beginning or all."""
-    at = text.find(OPEN)
+    at = text.find(tag)
     if at < 0:
-        at = len(text) - max(size for size in range(len(OPEN)) if text.endswith(OPEN[:size]))
+        at = len(text) - max(size for size in range(len(tag)) if text.endswith(tag[:size]))
     return len(text[:at].rstrip())
 
 
-def _without(text: str, *marks: str) -> str:
-    for mark in filter(None, marks):
-        text = text.removeprefix(mark).lstrip()
-    return text
+def _without(text: str, mark: str) -> str:
+    return text.removeprefix(mark).lstrip()
 
 
 def _after_space(text: str, at: int) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,9 +14,10 @@ import pytest
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.cli.openai_answers import Answer, Said
 from offspec.cli.openai_api import parse, with_tools
+from offspec.cli.tools import Tools
 from offspec.errors import TokenizerError, UsageError
 from offspec.text.tokenizer import Tokenizer
-from offspec.text.tool_calls import Arguments, Call, CallStart, ForcedCallReader, ToolFormat
+from offspec.text.tool_calls import CLOSE, OPEN, Arguments, Call, CallStart, ForcedCallReader, ToolFormat
 
 from ..pair import Pair, build_pair
 from ..refusals import refused, tells
@@ -34,6 +37,7 @@ HERMES = (
 )
 MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}{{ '[TOOL_CALLS] [' }}"
 LLAMA = '{% if tools %}{"name": f, "parameters": dictionary of argument name and its value}{% endif %}'
+MARKER = 300  # the id of OPEN where a model has it as a token
 FIGURES = {"num_prompt_tokens": 9, "num_prefilled_tokens": 4, "num_tokens": 3}
 
 
@@ -141,6 +145,8 @@ BARE = [f'{{"name": "{call.name}", "parameters": {call.arguments}}}' for call in
         ("mistral", f" [{BARE[0]}]", [ROME]),
         ("mistral", "[1, 2]", None),
         ("mistral", "[TOO late", None),
+        ("mistral", f"I look. [TOOL_CALLS][{BARE[0]}]", ["I look.", ROME]),
+        ("mistral", "I look. [TOOL_CALLS] it up", None),
     ],
 )
 @pytest.mark.parametrize("step", [1, 7, 10_000])
@@ -166,10 +172,8 @@ def test_calls_are_found_in_any_parts(
         ToolFormat("hermes", "<tool_call>"),
         ToolFormat("llama"),
         ToolFormat("mistral", "[TOOL_CALLS] "),
-        ToolFormat("hermes", "<tool_call>", 3, 4),
-        ToolFormat("mistral", "[TOOL_CALLS] ", 4),
     ],
-    ids=lambda form: f"{form.style} {form.marker_id}",
+    ids=lambda form: form.style,
 )
 def test_a_constrained_answer_is_a_call(engine: Engine, form: ToolFormat) -> None:
     schema = WEATHER["function"]["parameters"]
@@ -359,6 +363,76 @@ def test_auto_answers_as_without_a_constraint(asker: Any, engine: Engine) -> Non
         model="any", messages=[USER], tools=[WEATHER], tool_choice="none", max_tokens=6
     )
     assert plain.choices[0].message.content == engine.complete([USER], SamplingParams(6))
+
+
+@pytest.fixture(scope="module")
+def callers(models: Pair, tmp_path_factory: pytest.TempPathFactory) -> Generator[dict[bool, Client], None, None]:
+    """Servers of models that begin calls when a bias makes them, by whether the tags are special tokens."""
+    found = dict[bool, Client]()
+    with ExitStack() as stack:
+        for is_special in (False, True):
+            folder = tmp_path_factory.mktemp("callers") / "model"
+            shutil.copytree(models.target, folder)
+            file = folder / "tokenizer_config.json"
+            tags = {MARKER + i: {"content": tag, "special": is_special} for i, tag in enumerate((OPEN, CLOSE))}
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": tags}))
+            engine = Engine.load(str(folder), draft=str(models.draft), device="cpu")
+            assert engine.tokenizer.token_id(OPEN) == MARKER
+            found[is_special] = stack.enter_context(served(engine))[0]
+        yield found
+
+
+def begin_calls(tools: Sequence[Any] = (WEATHER,), **fields: Any) -> dict[str, Any]:
+    """A request whose answer soon begins a call."""
+    return {"messages": [USER], "tools": list(tools), "max_tokens": 400, "logit_bias": {str(MARKER): 7}, **fields}
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_auto_binds_the_arguments_of_a_call(callers: dict[bool, Client], is_special: bool, seed: int) -> None:
+    client = callers[is_special]
+    body = begin_calls(temperature=1, seed=seed, parallel_tool_calls=False)
+    choice = client.ask("POST", "/v1/chat/completions", body).body["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+    deltas = [event["choices"][0]["delta"] for event in client.stream("/v1/chat/completions", body)]
+    parts = [part["function"].get("arguments", "") for delta in deltas for part in delta.get("tool_calls", [])]
+    assert "".join(parts) == call["function"]["arguments"]
+    assert "".join(delta.get("content") or "" for delta in deltas) == (choice["message"]["content"] or "")
+
+
+BROKEN = tool("broken", parameters={"type": "object", "properties": {"a": {"type": "nothing"}}, "required": ["a"]})
+
+
+def test_a_schema_that_cannot_be_used_binds_nothing_under_auto(callers: dict[bool, Client]) -> None:
+    """A request that worked without constraints still does, and the other functions stay bound."""
+    names, client = set[str](), callers[False]
+    for seed in range(6):
+        body = begin_calls([BROKEN, WEATHER], temperature=1, seed=seed, parallel_tool_calls=False)
+        choice = client.ask("POST", "/v1/chat/completions", body).body["choices"][0]
+        for call in choice["message"].get("tool_calls") or ():
+            arguments = json.loads(call["function"]["arguments"])
+            names.add(call["function"]["name"])
+            assert call["function"]["name"] == "broken" or arguments["city"] in ("Rome", "Oslo")
+    assert "get_weather" in names
+    strict = tool("broken", parameters=BROKEN["function"]["parameters"], strict=True)
+    for body in (begin_calls([strict]), begin_calls([BROKEN], tool_choice="required")):
+        reply = client.ask("POST", "/v1/chat/completions", body)
+        assert reply.status == 400
+        assert tells(reply.body["error"]["message"], "schema", "nothing")
+    assert client.chat(USER, tools=[WEATHER], ignore_eos=True).status == 200
+    assert client.chat(USER, tools=[strict], ignore_eos=True).status == 400
+
+
+def test_what_no_constraint_can_be_made_of_is_not_bound() -> None:
+    tools, form = Tools([BROKEN, WEATHER]), ToolFormat("hermes", OPEN)
+    assert tools.looser_constraint(form, lambda constraint: False) is None
+    assert tools.looser_constraint(form, lambda constraint: True) == tools.constraint(form)
+    assert tools.looser_constraint(form, lambda constraint: "nothing" not in constraint.text) == tools.constraint(
+        form, ["broken"]
+    )
 
 
 def test_a_model_without_tools_says_so(pair: Pair) -> None:

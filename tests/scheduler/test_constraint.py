@@ -69,6 +69,9 @@ class HashedConstraint:
         bits[self.allowed(answer)] = True
         return np.packbits(bits, bitorder="little")
 
+    def is_idle(self, tokens: Any) -> bool:
+        return False
+
     def forced(self, path: Sequence[int], most: int) -> list[int]:
         found = list[int]()
         while len(found) < most and len(only := self.allowed([*self.text, *path, *found])) == 1:
