@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offspec.text.thinking import ThinkingStyle
+
 from . import logprobs
 from .logprobs import TokenTexts
 from .openai_api import CompletionRequest, Json
-from .reasoning import ThinkingReader, ThinkingStyle
+from .reasoning import ThinkingReader
 from .tools import CalledTools
 
 if TYPE_CHECKING:
@@ -175,9 +177,7 @@ class Answer:
         texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._choices: list[ChatChoice | TextChoice] = []
         thinking = None
-        constraint = asked.params.constraint
-        is_bound = constraint is not None and constraint.trigger is None  # from its first token on
-        if self._is_chat and tokenizer is not None and not is_bound:
+        if self._is_chat and tokenizer is not None:
             thinking = ThinkingStyle.of(prompts[0], tokenizer)
         for number, prompt in enumerate(asked.prompts):
             echoed = None

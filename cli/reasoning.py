@@ -5,30 +5,7 @@ The field's name is DeepSeek's; vLLM and llama.cpp have it as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from offspec.text.tokenizer import Tokenizer
-
-OPEN, CLOSE = "<think>", "</think>"
-TAIL = 16  # tokens at a prompt's end that may have OPEN
-
-
-@dataclass(frozen=True)
-class ThinkingStyle:
-    """is_open: the prompt's end has opened the thinking, so that the answer begins inside it."""
-
-    is_open: bool
-
-    @classmethod
-    def of(cls, prompt: Sequence[int], tokenizer: Tokenizer) -> ThinkingStyle | None:
-        """None for a model whose chat template does not know the tags."""
-        if OPEN not in tokenizer.chat_template and CLOSE not in tokenizer.chat_template:
-            return None
-        end = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
-        return cls(end.endswith(OPEN))
+from offspec.text.thinking import CLOSE, OPEN, ThinkingStyle
 
 
 class ThinkingReader:
@@ -39,8 +16,8 @@ class ThinkingReader:
 
     def __init__(self, style: ThinkingStyle) -> None:
         self._held = ""
-        self._place = "thinking" if style.is_open else "start"
-        self._is_bare = True  # nothing was said yet at this place
+        self._place = "thinking" if style.is_open else "answer" if style.is_over else "start"
+        self._is_bare = not style.is_over  # nothing was said yet at this place
 
     def push(self, text: str, *, is_end: bool) -> tuple[str, str]:
         """The thinking and the answer that are certain now."""

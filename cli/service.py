@@ -302,6 +302,8 @@ class Service:
         self.engine.check_sampling(asked.params)
         if asked.params.constraint is not None:  # here, because compiling may take a second; the result is kept
             asked = self._compiled(asked, asked.params.constraint)
+        if asked.kind == "chat" and (constraint := asked.params.constraint) is not None:
+            asked = replace(asked, params=replace(asked.params, constraint=replace(constraint, thinks=True)))
         if asked.kind == "chat":
             prompts = [self._encode_chat(asked)]
         else:

@@ -212,7 +212,7 @@ class Engine:
         params = replace(params, seed=seed, max_new_tokens=min(params.max_new_tokens, room))
         constraint = None
         if params.constraint is not None:
-            constraint = self.compile_constraint(params.constraint, gives_forced=speculation.forced)
+            constraint = self.compile_constraint(params.constraint, text, gives_forced=speculation.forced)
         return text, RequestParams(params, seed, speculation, observer, began, constraint)
 
     def generate_many(
@@ -236,9 +236,11 @@ class Engine:
         indices = {batch.add(prompt, own, speculation): i for i, (prompt, own) in enumerate(pairs)}
         return _steps_of(batch, indices)
 
-    def compile_constraint(self, constraint: Constraint, *, gives_forced: bool = True) -> TokenConstraint:
-        """The constraint on one answer's tokens. Raises the errors of `ConstraintCompiler.compile`."""
-        return self._constraints.compile(constraint, gives_forced=gives_forced)
+    def compile_constraint(
+        self, constraint: Constraint, prompt: Sequence[int] = (), *, gives_forced: bool = True
+    ) -> TokenConstraint:
+        """The constraint on the tokens of one answer to a prompt. Raises the errors of `ConstraintCompiler.compile`."""
+        return self._constraints.compile(constraint, prompt, gives_forced=gives_forced)
 
     def complete(
         self, prompt: Prompt, params: SamplingParams | None = None, speculation: SpeculationParams | None = None

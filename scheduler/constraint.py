@@ -33,6 +33,12 @@ class TokenConstraint(Protocol):
         the answer.
         """
 
+    def barred(self, path: Sequence[int]) -> Sequence[int]:
+        """Tokens that may not follow although `mask` is None: ends of the text that would come too early.
+
+        They are excluded where the target chooses; masking a draft's rows for them would cost more than it saves.
+        """
+
     def is_idle(self, tokens: IntArray) -> bool:
         """Whether every token may follow the text, and also every path that consists of these tokens."""
 

@@ -77,11 +77,14 @@ class Constraint:
 
     `Constraint.json_schema({...})` and so on make one. The engine compiles it with the model's tokenizer.
     trigger: where in the answer it begins to hold, if not at its start. tool_calls: a grammar (Lark) of offspec's own.
+    thinks: the model may think before (`<think>…</think>`), if its chat template knows that and the prompt does not
+    turn it off; the constraint is then one on what follows.
     """
 
     kind: ConstraintKind
     text: str = ""
     trigger: Trigger | None = None
+    thinks: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConstraintKind):

@@ -171,15 +171,25 @@ class Sampler:
 
         Raises NumericalError if the logits are not finite, ConstraintError if the constraint allows no token.
         """
-        if self.constraint is not None and (mask := self.constraint.mask(path)) is not None and not mask.any():
-            raise self.constraint.dead_end(path)
-        values = self.process(logits[None].double(), [path])[0]
+        values = self.process(self._of_target(logits, path)[None].double(), [path])[0]
         if not self.is_greedy:
             values = values + self.noise(position)
         token, greatest = torch.stack((values.argmax().double(), logits.max().double())).tolist()  # one transfer
         if not math.isfinite(greatest):
             raise not_finite(position)
         return int(token)
+
+    def _of_target(self, logits: Tensor, path: Sequence[int]) -> Tensor:
+        """Target logits [V] without barred tokens. Raises ConstraintError where the constraint allows no token."""
+        if self.constraint is None:
+            return logits
+        mask = self.constraint.mask(path)
+        if mask is not None and not mask.any():
+            raise self.constraint.dead_end(path)
+        barred = self.constraint.barred(path) if mask is None else ()
+        if not barred:
+            return logits
+        return logits.index_fill(0, torch.tensor(barred, device=logits.device), -math.inf)
 
     def _allowed(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Exclude what the constraint forbids; but not from rows without any allowed token, see `are_allowed`."""

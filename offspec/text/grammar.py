@@ -12,6 +12,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -20,7 +21,8 @@ from offspec.scheduler.params import Constraint, Trigger
 
 from ..errors import TokenizerError, UsageError
 from .grammar_constraint import GrammarConstraint, Vocabulary, reason
-from .late_constraint import LateConstraint, Marker
+from .late_constraint import LateConstraint, Marker, Opening
+from .thinking import CLOSE, OPEN, ThinkingStyle
 from .tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -34,7 +36,11 @@ NAMES = {
 }
 MAX_BYTES = 1 << 18  # of a schema, grammar or regex: compiling a longer one takes seconds
 STACK_BYTES = 1 << 27  # the library's compiler recurses along chains of rules; 1 << 18 bytes of them need half of this
-MOST_COMPILED = 8  # constraints whose matchers are kept: requests of one program repeat theirs
+# Thinking before an answer, as triggers and as the rules of an answer that may begin with it, or follows it.
+THINKS, THOUGHT = Trigger((OPEN,), is_at_start=True), Trigger((CLOSE,))
+MAY_THINK = f'start: @answer | "{OPEN}" rest\nrest: /(.|\\n)*/'
+AFTER_THINKING = "start: first gap @answer\ngap: /\\n{0,2}/\nfirst[lazy]: /(.|\\n)*<\\/think>/"
+MOST_COMPILED = 16  # constraints whose matchers are kept: requests of one program repeat theirs
 
 
 class ConstraintCompiler:
@@ -43,34 +49,54 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """vocab_size: the target's, which may exceed the tokenizer's."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._compiled = OrderedDict[Constraint, Any]()  # the library's matchers, the last used last
+        self._compiled = OrderedDict[tuple[Constraint, str], Any]()  # the library's matchers, the last used last
         self._markers = dict[Trigger, Marker]()  # a model has one format of calls, so these are few
 
-    def compile(self, constraint: Constraint, *, gives_forced: bool = True) -> TokenConstraint:
-        """A constraint on one answer. gives_forced: whether its `forced` finds any tokens.
+    def compile(
+        self, constraint: Constraint, prompt: Sequence[int] = (), *, gives_forced: bool = True
+    ) -> TokenConstraint:
+        """A constraint on one answer. prompt: its token ids, whose end says whether the model thinks before.
+
+        gives_forced: whether its `forced` finds any tokens.
 
         Raises UsageError for a schema, grammar or regex that cannot be compiled, and for one that no token can begin.
         Raises TokenizerError for a model whose tokens have no fixed bytes, or that has no end-of-text token.
         """
-        what = NAMES[constraint.kind]
-        vocabulary = self._vocabulary
-        start = self._compiled.pop(constraint, None) or self._new_matcher(constraint, what)
-        found = GrammarConstraint(start, vocabulary, what, gives_forced=gives_forced)
+        plain = replace(constraint, thinks=False)
+        found = self._parser(plain, "", gives_forced)
         if (mask := found.mask([])) is not None and not mask.any():
             raise UsageError(str(found.dead_end([])))
-        self._compiled[constraint] = start
+        thinking = ThinkingStyle.of(prompt, self._tokenizer) if constraint.thinks else None
+        final, trigger = self._vocabulary.final, constraint.trigger
+        if thinking is None or thinking.is_over:
+            return found if trigger is None else LateConstraint(found, [self._marker(trigger)], trigger, final)
+        stages = [self._marker(THOUGHT)]
+        opening = None
+        if trigger is not None:
+            stages.append(self._marker(trigger))
+            opening = None if thinking.is_open else Opening(self._marker(THINKS))
+        else:
+            if not thinking.is_open:
+                opening = Opening(self._marker(THINKS), self._parser(plain, MAY_THINK, gives_forced))
+            found = self._parser(plain, AFTER_THINKING, gives_forced)
+        return LateConstraint(found, stages, trigger or THOUGHT, final, opening, must_begin=trigger is None)
+
+    def _parser(self, constraint: Constraint, start: str, gives_forced: bool) -> GrammarConstraint:
+        """start: rules in which `@answer` is the constraint's own grammar; "" for that alone."""
+        what, key = NAMES[constraint.kind], (constraint, start)
+        vocabulary = self._vocabulary
+        matcher = self._compiled.pop(key, None) or self._new_matcher(constraint, start, what)
+        self._compiled[key] = matcher
         while len(self._compiled) > MOST_COMPILED:
             self._compiled.popitem(last=False)
-        if constraint.trigger is None:
-            return found
-        return LateConstraint(found, self._marker(constraint.trigger), constraint.trigger, vocabulary.final)
+        return GrammarConstraint(matcher, vocabulary, what, gives_forced=gives_forced)
 
     def _marker(self, trigger: Trigger) -> Marker:
         if trigger not in self._markers:
             self._markers[trigger] = Marker.of(trigger, self._vocabulary.known, self._vocab_size)
         return self._markers[trigger]
 
-    def _new_matcher(self, constraint: Constraint, what: str) -> Any:
+    def _new_matcher(self, constraint: Constraint, start: str, what: str) -> Any:
         try:
             size = len(constraint.text.encode())
         except UnicodeEncodeError as exc:
@@ -78,10 +104,11 @@ class ConstraintCompiler:
         if size > MAX_BYTES:
             raise UsageError(f"the {what} has {size} bytes, and {MAX_BYTES} are allowed; simplify it")
         tokens, grammar = self._vocabulary.tokens, _grammar(constraint)
-        start = _with_deep_stack(lambda: _matcher(tokens, grammar))
-        if start.is_error():
-            raise UsageError(f"the {what} cannot be used: {reason(start.get_error())}")
-        return start
+        grammar = _within(start, grammar) if start else grammar
+        matcher = _with_deep_stack(lambda: _matcher(tokens, grammar))
+        if matcher.is_error():
+            raise UsageError(f"the {what} cannot be used: {reason(matcher.get_error())}")
+        return matcher
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -154,6 +181,14 @@ def _grammar(constraint: Constraint) -> str:
         raise UsageError("the JSON schema must be an object, or true, which allows any JSON")
     layout: Any = LAYOUT
     return LLMatcher.grammar_from_json_schema("{}" if schema is True else text, layout)
+
+
+def _within(start: str, grammar: str) -> str:
+    """A grammar inside another: `start` has the rules of the whole, and `@answer` for the grammar."""
+    parts = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
+    name = parts[0].setdefault("name", "answer")
+    whole = "%llguidance {}\n" + start.replace("@answer", f"@{name}")
+    return json.dumps({"grammars": [{"name": "offspec", "lark_grammar": whole}, *parts]})
 
 
 def _matcher(tokens: Any, grammar: str) -> Any:

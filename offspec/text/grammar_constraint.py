@@ -78,6 +78,10 @@ class GrammarConstraint:
             self._masks[key] = self._new_mask(path)
         return self._masks[key]
 
+    def barred(self, path: Sequence[int]) -> Sequence[int]:
+        """As in `TokenConstraint`."""
+        return ()
+
     def is_idle(self, tokens: IntArray) -> bool:
         """As in `TokenConstraint`."""
         return False

@@ -24,13 +24,17 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Marker:
-    """A trigger in one vocabulary. known: the tokens' bytes. may_begin [V]: tokens that may begin a text, or are it."""
+    """A trigger in one vocabulary. known: the tokens' bytes. may_begin [V]: tokens that may begin a text, or are it.
+
+    overrunning: by the end of a text, tokens that begin with it and go on.
+    """
 
     texts: tuple[bytes, ...]
     token: int | None
     is_at_start: bool
     known: Mapping[int, bytes]
     may_begin: BoolArray
+    overrunning: Mapping[bytes, Sequence[int]]
 
     @classmethod
     def of(cls, trigger: Trigger, known: Mapping[int, bytes], vocab_size: int) -> Marker:
@@ -41,7 +45,20 @@ class Marker:
         may_begin[begins] = True
         if trigger.token is not None:
             may_begin[trigger.token] = True
-        return cls(texts, trigger.token, trigger.is_at_start, known, may_begin)
+        ends = tuple({text[size:] for text in texts for size in range(1, len(text))})
+        overrunning: dict[bytes, list[int]] = {end: [] for end in ends}
+        for token, content in known.items():
+            if token < vocab_size and content.startswith(ends):
+                for end in ends:
+                    if content.startswith(end) and content != end:
+                        overrunning[end].append(token)
+        return cls(texts, trigger.token, trigger.is_at_start, known, may_begin, overrunning)
+
+    def overrun(self, held: Tokens) -> list[int]:
+        """The tokens that complete the marker after `held`, and go on."""
+        content = b"".join(self.known.get(each, b"") for each in held)
+        ends = [text[size:] for text in self.texts if (size := _num_begun(content, text))]
+        return [token for end in ends for token in self.overrunning[end]]
 
     def read(self, held: Tokens, token: int) -> tuple[bool, Tokens | None]:
         """Whether the marker is complete with `token`; and the tokens from the one on that it begins in, if it may.
@@ -92,49 +109,106 @@ def _begins_any(content: bytes, texts: Sequence[bytes]) -> bool:
     return any(text[:1] in content and (text in content or _num_begun(content, text) > 0) for text in texts)
 
 
+@dataclass(frozen=True)
+class Opening:
+    """What an answer may begin with instead: thinking, which then has to be closed.
+
+    grammar: of an answer that begins with it, or not; None if every token may follow.
+    """
+
+    marker: Marker
+    grammar: GrammarConstraint | None = None
+
+
 class Place(NamedTuple):
     """Where a text stands. grammar: what it has to obey now, or None if every token may follow.
 
     tokens: of the grammar's text, beyond those that it has accepted; without a grammar, of a marker that may have
-    begun. is_over: no marker is looked for any more.
+    begun. stage: the index of the marker that is looked for; UNDECIDED while the text may be an opening. is_over: no
+    marker is looked for any more.
     """
 
     tokens: Tokens = ()
     grammar: GrammarConstraint | None = None
+    stage: int = 0
     is_over: bool = False
+
+
+UNDECIDED = -1
+OVER = Place(is_over=True)
 
 
 class LateConstraint:
     """A `TokenConstraint` that begins at a marker."""
 
-    def __init__(self, grammar: GrammarConstraint, marker: Marker, trigger: Trigger, final: Sequence[int]) -> None:
-        """grammar: of the text from the marker's first token on, at its start. final: the tokens that end a text."""
-        self._fresh, self._marker, self._trigger = grammar, marker, trigger
-        self._final = frozenset(final)
-        self._here = Place()
+    def __init__(
+        self,
+        grammar: GrammarConstraint,
+        markers: Sequence[Marker],
+        trigger: Trigger,
+        final: Sequence[int],
+        opening: Opening | None = None,
+        *,
+        must_begin: bool = False,
+    ) -> None:
+        """grammar: of the text from the last marker's first token on, at its start; `trigger` says what it does.
+
+        markers: they are looked for one after the other. final: the tokens that end a text. opening: if there is one,
+        the first marker is looked for in answers that begin with it; others begin with the second. must_begin: no
+        answer ends before.
+        """
+        self._fresh, self._markers, self._trigger, self._opening = grammar, markers, trigger, opening
+        self._must_begin = must_begin
+        self._final, self._ends = frozenset(final), final
+        self._here = Place(stage=0 if opening is None else UNDECIDED)
         self._places: dict[Tokens, Place] = {}  # below `_here`, by path
+        self._fitting: dict[Tokens, MaskBits | None] = {}  # by the tokens of an incomplete marker
 
     def mask(self, path: Sequence[int]) -> MaskBits | None:
         """As in `TokenConstraint`."""
         place = self._place(path)
+        if place.stage == UNDECIDED and self._opening is not None and self._opening.grammar is not None:
+            return self._opening.grammar.mask(place.tokens)
         if place.grammar is None:
-            return None
+            return self._fits(place) if place.tokens and place.stage == len(self._markers) - 1 else None
         found = place.grammar.mask(place.tokens)
         is_dead_end = found is not None and not found.any()
         return None if is_dead_end and self._trigger.yields else found
+
+    def _fits(self, place: Place) -> MaskBits | None:
+        """All tokens but those that complete the last marker and go on as its grammar does not."""
+        marker, held = self._markers[-1], place.tokens
+        if marker.is_at_start:
+            return None
+        if held not in self._fitting:
+            bad = [token for token in marker.overrun(held) if not self._fresh.takes((*held, token))]
+            allowed = np.ones(len(marker.may_begin), dtype=np.bool_)
+            allowed[bad] = False
+            self._fitting[held] = np.packbits(allowed, bitorder="little") if bad else None
+        return self._fitting[held]
+
+    def barred(self, path: Sequence[int]) -> Sequence[int]:
+        """As in `TokenConstraint`: an answer may not end within the thinking before it."""
+        place = self._place(path)
+        return self._ends if self._must_begin and place.grammar is None and not place.is_over else ()
 
     def is_idle(self, tokens: IntArray) -> bool:
         """As in `TokenConstraint`."""
         here = self._here
         if here.is_over:
             return True
-        is_waiting = here.grammar is None and not here.tokens and not self._marker.is_at_start
-        return is_waiting and not self._marker.may_begin[tokens].any()
+        if here.grammar is not None or here.tokens or here.stage == UNDECIDED:
+            return False
+        marker = self._markers[here.stage]
+        return not marker.is_at_start and not marker.may_begin[tokens].any()
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
         """As in `TokenConstraint`."""
         place = self._place(path)
-        return [] if place.grammar is None else place.grammar.forced(place.tokens, most)
+        grammar = place.grammar
+        if place.stage == UNDECIDED and self._opening is not None:
+            grammar = self._opening.grammar
+        return [] if grammar is None else grammar.forced(place.tokens, most)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """As in `TokenConstraint`."""
@@ -144,7 +218,7 @@ class LateConstraint:
         self._places.clear()
         if (grammar := place.grammar) is not None:
             grammar.accept(place.tokens)
-            place = Place(grammar=grammar)
+            place = place._replace(tokens=())
             if grammar is self._fresh:
                 self._fresh = grammar.new()
         self._here = place
@@ -170,19 +244,46 @@ class LateConstraint:
     def _next(self, place: Place, token: int) -> Place:
         if place.is_over:
             return place
+        if place.stage == UNDECIDED:
+            return self._opened(place, token)
         if place.grammar is not None:
-            return self._within(place.grammar, (*place.tokens, token))
-        is_complete, tokens = self._marker.read(place.tokens, token)
+            return self._within(place.grammar, (*place.tokens, token), place.stage)
+        is_complete, tokens = self._markers[place.stage].read(place.tokens, token)
         if tokens is None or token in self._final:
-            return Place(is_over=True)
-        return self._within(self._fresh, tokens) if is_complete else Place(tokens)
+            return OVER
+        if not is_complete:
+            return Place(tokens, stage=place.stage)
+        if place.stage + 1 < len(self._markers):
+            return self._after(place.stage, token)
+        return self._within(self._fresh, tokens, place.stage)
 
-    def _within(self, grammar: GrammarConstraint, tokens: Tokens) -> Place:
+    def _opened(self, place: Place, token: int) -> Place:
+        """The place after tokens of an opening, complete or not, or of something else."""
+        assert self._opening is not None
+        is_complete, tokens = self._opening.marker.read(place.tokens, token)
+        if is_complete:
+            return self._after(UNDECIDED, token)
+        if tokens is not None:
+            return Place(tokens, stage=UNDECIDED)
+        said = (*place.tokens, token)
+        if self._opening.grammar is not None:
+            return self._within(self._opening.grammar, said, len(self._markers) - 1)
+        found = Place(stage=1)
+        for each in said:
+            found = self._next(found, each)
+        return found
+
+    def _within(self, grammar: GrammarConstraint, tokens: Tokens, stage: int) -> Place:
         """The place after tokens of a grammar's text."""
         if not grammar.takes(tokens):
             may_end = self._trigger.yields or not grammar.has_failed
-            return Place(is_over=True) if may_end else Place(tokens, grammar)
+            return OVER if may_end else Place(tokens, grammar, stage)
         if self._trigger.repeats and grammar.is_complete(tokens):
-            _, begun = self._marker.read((), tokens[-1])
-            return Place(begun or ())
-        return Place(tokens, grammar)
+            return self._after(stage - 1, tokens[-1])
+        return Place(tokens, grammar, stage)
+
+    def _after(self, stage: int, token: int) -> Place:
+        """The place behind a stage's end, which is in `token`; the next marker may begin there as well."""
+        marker = self._markers[stage + 1]
+        _, begun = (False, ()) if marker.is_at_start else marker.read((), token)
+        return Place(begun or (), stage=stage + 1)

@@ -20,6 +20,7 @@ from typing import Any
 import tokenizers
 
 from ..errors import TokenizerError
+from .tokenizer_files import PARTS
 
 FIRST_PRIVATE = 0xF0000  # Unicode's planes 15 and 16 are for private use
 PRIVATE = tuple(chain(range(FIRST_PRIVATE, 0xFFFFE), range(0x100000, 0x10FFFE)))
@@ -69,7 +70,9 @@ class SpecialText:
         self._backend, self._template = backend, template
         self._added: dict[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
         flagged = {i for i, token in self._added.items() if token.special and token.content.strip()}
-        named = {i for i, token in self._added.items() if _is_markup(token.content) and token.content in template}
+        parts = {text for texts in PARTS for text in texts}
+        markup = {i: token.content for i, token in self._added.items() if _is_markup(token.content)}
+        named = {i for i, content in markup.items() if content in template or content in parts}
         self._ids, self._ids_in_replies = frozenset(flagged | named), frozenset(flagged)
 
     def hide(self, messages: Sequence[Mapping[str, Any]]) -> HiddenChat:

@@ -39,9 +39,6 @@ from .tokenizer_files import (
     with_special,
 )
 
-# Tokens of chat templates that part an answer: its thinking and its calls of tools. Some models have them as special
-# tokens, which texts omit; most, such as Qwen's, as ordinary added ones. Here they are ordinary in all.
-SHOWN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]")
 # The variable of chat templates that turns thinking on and off: Qwen3, SmolLM3 and GLM have the first name, Granite and
 # DeepSeek V3.1 the second.
 THINKING_SWITCH = re.compile(r"\{[{%][^{}%]*?(?<![\w.'\"])(enable_thinking|thinking)(?![\w'\"])")
@@ -91,7 +88,7 @@ class Tokenizer:
         stated = [token.content for token in settings.added_tokens.values() if token.special]
         backend, template = with_special(backend, [*named, *stated]), settings.chat_template
         if isinstance(template, str):
-            backend = with_shown(backend, [text for text in SHOWN if text in template])
+            backend = with_shown(backend, template)
         tokenizer = cls(backend, settings, folder)
         assert tokenizer.byte_anchor is None or tokenizer.vocab_size  # a broken decoder raises here, not later
         return tokenizer

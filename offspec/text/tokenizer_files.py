@@ -17,6 +17,9 @@ from offspec.loaders.small_files import MOST_JSON_BYTES, MOST_TOKENIZER_BYTES, p
 from ..errors import OffspecError, TokenizerError
 
 MOST_TOKENS = 2**24  # the largest vocabularies have a quarter of a million
+# Tokens that part an answer: its thinking, and its calls of tools. Some models have them as special tokens, which texts
+# omit; most, such as Qwen's, as ordinary added ones. Here they are ordinary in all.
+PARTS = (("<think>", "</think>"), ("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]",))
 MOST_ADDED_CHARACTERS = 1000  # of an added token; those of models have some dozens
 MOST_IDS = 2**31
 
@@ -223,10 +226,11 @@ def with_special(backend: tokenizers.Tokenizer, texts: Iterable[str | None]) -> 
     return tokenizers.Tokenizer.from_str(json.dumps(state))
 
 
-def with_shown(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> tokenizers.Tokenizer:
-    """Make these tokens ordinary added ones, as which an answer's text has them."""
+def with_shown(backend: tokenizers.Tokenizer, template: str) -> tokenizers.Tokenizer:
+    """Make the tokens that part answers ordinary added ones, if the template knows them; see PARTS."""
+    shown = {text for texts in PARTS if any(text in template for text in texts) for text in texts}
     added = backend.get_added_tokens_decoder().values()
-    wanted = {token.content for token in added if token.special}.intersection(texts)
+    wanted = {token.content for token in added if token.special} & shown
     if not wanted:
         return backend
     state = json.loads(backend.to_str())

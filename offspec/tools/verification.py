@@ -265,7 +265,7 @@ def _gap(
     sampler = Sampler(params, params.seed or 0, target.config.vocab_size, device)
     sampler.extend(prompt, is_prompt=True)
     if params.constraint is not None:
-        sampler.constrain(engine.compile_constraint(params.constraint))
+        sampler.constrain(engine.compile_constraint(params.constraint, prompt))
     sampler.extend(answer)
     values = sampler.process(target.logits(hidden[-1:]).double(), [[]])[0]
     if not sampler.is_greedy:

@@ -12,8 +12,9 @@ import pytest
 from offspec import Engine, SamplingParams
 from offspec.cli.openai_answers import Answer, Said
 from offspec.cli.openai_api import parse, with_tools
-from offspec.cli.reasoning import ThinkingReader, ThinkingStyle
+from offspec.cli.reasoning import ThinkingReader
 from offspec.errors import TokenizerError
+from offspec.text.thinking import CLOSE, OPEN, ThinkingStyle
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import TEMPLATE, Pair, build_pair
@@ -28,6 +29,8 @@ SWITCHED = TEMPLATE.removesuffix("{% endif %}") + (
     "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
 )
 OPENED = TEMPLATE.removesuffix("{% endif %}") + "{{ '<think>\\n' }}{% endif %}"  # as DeepSeek-R1 has it
+HERMES_OPENED = HERMES.removesuffix("{% endif %}") + "{{ '<think>\\n' }}{% endif %}"
+CLOSES = 300  # the id of CLOSE where a model has it as a token
 FIGURES = {"num_prompt_tokens": 9, "num_prefilled_tokens": 4, "num_tokens": 3}
 
 
@@ -83,7 +86,8 @@ def answer_of(models: Pair, folder: Path, template: str, **fields: Any) -> Answe
         (SWITCHED, {"chat_template_kwargs": {"enable_thinking": False}}, "a </think> b", None, "a </think> b"),
         (OPENED, {}, "a\n</think>\n\nb", "a", "b"),
         (OPENED, {}, "a", "a", ""),
-        (OPENED, {"response_format": {"type": "json_object"}}, "{}", None, "{}"),
+        (OPENED, {"response_format": {"type": "json_object"}}, "a</think>{}", "a", "{}"),
+        (SWITCHED, {"response_format": {"type": "json_object"}}, "{}", None, "{}"),
         (TEMPLATE, {}, "<think>\na\n</think>\n\nb", None, "<think>\na\n</think>\n\nb"),
     ],
 )
@@ -130,6 +134,52 @@ def test_a_server_thinks_in_parts_and_whole(client: Client) -> None:
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
     scored = [event["choices"][0]["logprobs"]["content"] for event in events if event["choices"][0]["logprobs"]]
     assert sum(map(len, scored)) == 12
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["added", "special"])
+def thinker(models: Pair, request: Any, tmp_path_factory: pytest.TempPathFactory) -> Generator[Client, None, None]:
+    """A server of a model that ends its thinking if a bias makes it. Its tags may be special tokens."""
+    folder = folder_with(models, tmp_path_factory.mktemp("thinker") / "model", HERMES_OPENED)
+    file = folder / "tokenizer_config.json"
+    tags = {CLOSES + i: {"content": tag, "special": request.param} for i, tag in enumerate((CLOSE, OPEN))}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": tags}))
+    engine = Engine.load(str(folder), draft=str(models.draft), device="cpu")
+    assert engine.tokenizer.token_id(CLOSE) == CLOSES
+    with served(engine) as (found, _):
+        yield found
+
+
+COLOURS: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "c", "schema": {"enum": ["red", "green"]}}}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"response_format": COLOURS},
+        {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False},
+        {},
+    ],
+    ids=["schema", "tool", "free"],
+)
+def test_what_an_answer_must_be_holds_after_its_thinking(thinker: Client, asked: Any) -> None:
+    settings = {"temperature": 1, "seed": 2, "max_tokens": 300 if asked else 40, "logit_bias": {str(CLOSES): 6}}
+    body = {"messages": [USER], **settings, **asked}
+    choice = thinker.ask("POST", "/v1/chat/completions", body).body["choices"][0]
+    message = choice["message"]
+    assert message["reasoning_content"].strip()
+    assert CLOSE not in message["reasoning_content"]
+    events = thinker.stream("/v1/chat/completions", body)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+    assert "".join(delta.get("content") or "" for delta in deltas) == (message["content"] or "")
+    assert events[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+    if "tools" in asked:
+        (call,) = message["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+    elif asked:
+        assert json.loads(message["content"]) in ("red", "green")
+    else:
+        assert message["content"]
 
 
 # ------------------------------------------------------------------------------------------------ the switch

@@ -72,6 +72,9 @@ class HashedConstraint:
     def is_idle(self, tokens: Any) -> bool:
         return False
 
+    def barred(self, path: Sequence[int]) -> Sequence[int]:
+        return ()
+
     def forced(self, path: Sequence[int], most: int) -> list[int]:
         found = list[int]()
         while len(found) < most and len(only := self.allowed([*self.text, *path, *found])) == 1:

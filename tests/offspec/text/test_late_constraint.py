@@ -16,6 +16,7 @@ from offspec.errors import ConstraintError
 from offspec.scheduler.constraint import TokenConstraint, allows
 from offspec.scheduler.params import Trigger
 from offspec.text.grammar import ConstraintCompiler
+from offspec.text.thinking import CLOSE, OPEN
 from offspec.text.tokenizer import Tokenizer
 from offspec.text.tool_calls import PYTHON, Call, ToolFormat
 
@@ -165,7 +166,7 @@ def test_a_constraint_may_yield_at_a_dead_end(tokenizer: Tokenizer) -> None:
     begun = tokenizer.encode("(", add_special_tokens=False)
     for yields in (False, True):
         constraint = compiler.compile(Constraint("grammar", text, Trigger(("(",), yields=yields)))
-        path = [*begun, *tokenizer.encode("a", add_special_tokens=False)[-1:]]
+        path = [*begun, *tokenizer.encode_after("\n", "a")]
         masks = constraint.mask(begun), constraint.mask(path)
         assert any(mask is not None and not mask.any() for mask in masks) != yields
         if yields:
@@ -173,6 +174,102 @@ def test_a_constraint_may_yield_at_a_dead_end(tokenizer: Tokenizer) -> None:
         else:
             with refused(ConstraintError, "grammar", "no token"):
                 raise constraint.dead_end(path)
+
+
+# ------------------------------------------------------------------------------------------------ thinking
+
+TEMPLATE, OBJECT = "{{ messages }}<think></think>", Constraint.json_schema({"enum": [[1, 2], {"a": "b"}]})
+THINKING = replace(OBJECT, thinks=True)
+
+
+@pytest.fixture(scope="module", params=[*backends(), "code, added", "words, special"])
+def thinker(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer of a model that thinks. Its tags are texts, added tokens, or special ones."""
+    name, _, kind = request.param.partition(", ")
+    backend, settings = backends()[name], dict[str, Any]()
+    if kind:
+        first, is_special = backend.get_vocab_size(), kind == "special"
+        tags = {first + i: {"content": tag, "special": is_special} for i, tag in enumerate((OPEN, CLOSE))}
+        settings = {"added_tokens_decoder": tags}
+    folder = tmp_path_factory.mktemp("thinker")
+    return Tokenizer.load(write(folder, backend, chat_template=TEMPLATE, **settings))
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text, as if it did not begin one: sentencepiece puts a space before."""
+    return tokenizer.encode_after("\n", text)
+
+
+def thinking(tokenizer: Tokenizer, prompt: str, constraint: Constraint = THINKING) -> TokenConstraint:
+    compiler = ConstraintCompiler(tokenizer, tokenizer.vocab_size)
+    return compiler.compile(constraint, tokenizer.encode(prompt, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        ("return <think>\n", "the area </thin </think>"),
+        ("return <think>", "the </think>\n\n"),
+        ("return", "<think>\n{it}</think>\n"),
+        ("return", ""),
+        ("return <think>\n\n</think>\n\n", ""),
+    ],
+)
+def test_an_answer_obeys_after_its_thinking(thinker: Tokenizer, prompt: str, before: str) -> None:
+    generator, constraint = np.random.default_rng(0), thinking(thinker, prompt)
+    plain = ConstraintCompiler(thinker, thinker.vocab_size).compile(OBJECT)
+    begun = ids(thinker, before) if before else []
+    for size in range(len(begun)):
+        assert allows(constraint.mask(begun[:size]), begun[size]), thinker.decode(begun[: size + 1])
+    path = random_call(constraint, thinker, generator, begun)
+    if constraint.mask(path) is None:  # it chose to think
+        path = random_call(constraint, thinker, generator, begun := [*path, *ids(thinker, "so </think>")])
+    said = thinker.decode(path).removeprefix(thinker.decode(begun)).strip()
+    assert json.loads(said) in ([1, 2], {"a": "b"})
+    constraint.accept(path[: len(begun) if before else 0])
+    if before:
+        assert not constraint.is_idle(np.array([], dtype=np.int64))
+    elif prompt.endswith("</think>\n\n"):
+        assert (constraint.mask([]) == plain.mask([])).all()  # type: ignore[union-attr]
+    else:
+        assert allows(constraint.mask([]), ids(thinker, "<think>")[0])
+        assert not allows(constraint.mask([]), ids(thinker, "return")[0])
+
+
+def test_an_answer_does_not_end_within_its_thinking(thinker: Tokenizer) -> None:
+    constraint = thinking(thinker, "return <think>")
+    path = ids(thinker, "the area")
+    assert constraint.mask(path) is None
+    assert set(constraint.barred(path)) == thinker.eos_ids
+    path += ids(thinker, "</think>")
+    assert constraint.mask(path) is not None
+    assert not constraint.barred(path)
+
+
+def test_what_does_not_fit_behind_the_end_of_thinking_is_excluded(thinker: Tokenizer) -> None:
+    """Where a token may hold the end of the tag and more."""
+    constraint, known = thinking(thinker, "return <think>"), thinker.token_bytes or {}
+    for token, content in known.items():
+        begun = ids(thinker, "the </think")
+        if content.startswith(b">") and thinker.decode(begun).endswith("</think"):
+            fits = content.decode(errors="replace")[1:] in ("", "\n", "\n\n", "[", "{", '{"')
+            assert allows(constraint.mask(begun), token) == fits, content
+
+
+@pytest.mark.parametrize("prompt", ["return <think>\n", "return", "return <think></think>"])
+def test_calls_are_looked_for_after_thinking(thinker: Tokenizer, prompt: str) -> None:
+    late_calls = FORMS["hermes"].late_constraint(SCHEMAS, allows_several=True, yields=True)
+    constraint = thinking(thinker, prompt, replace(late_calls, thinks=True))
+    call = ids(thinker, "<tool_call>")
+    begins = prompt.endswith("return") * "<think>" + "so </think>\n" * (not prompt.endswith("</think>"))
+    inside = ids(thinker, begins.partition("</think>")[0] + "<tool_call>")
+    if begins:
+        assert constraint.mask(inside) is None
+        assert constraint.mask([*ids(thinker, begins), *call]) is not None
+    else:
+        assert constraint.mask([*ids(thinker, "so "), *call]) is not None
+    if prompt == "return":
+        assert constraint.mask([*ids(thinker, "so "), *call]) is not None
 
 
 # ------------------------------------------------------------------------------------------------ answers
