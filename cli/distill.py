@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from offspec import format_seconds
-from offspec.training.distill_params import HEADS, DistillParams, DraftParams
+from offspec.training.distill_params import HEADS, DistillParams, DraftParams, HeadParams, Init
 
 from .distill_draft import DRAFT_FLAGS, DraftFlags, distil_draft, draft_options
 from .distill_head import distil_head
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from offspec.training.distillation import Distilled, Teacher
 
 P = DistillParams
+HEAD_FLAGS = ("head_tokens",)
 TRAINING_FLAGS = ("steps", "num_texts", "text_tokens", "batch_texts", "learning_rate", "init", "num_labels")
 
 
@@ -61,6 +62,12 @@ Examples:
     help="Number of initial layers used as the draft; they stay in memory. Try a quarter of all layers first.",
 )
 @option("--head", type=click.Choice(HEADS), help="Train a head of this kind, for --draft head.")
+@research_option(
+    "--head-tokens",
+    type=WholeNumber(1),
+    metavar="N",
+    help="An EAGLE head predicts only the N most frequent tokens of the texts. [default: all]",
+)
 @option("--skip", "skips", is_flag=True, help="Find layers to skip, for --draft resident, instead of training.")
 @draft_options
 @option(
@@ -129,12 +136,12 @@ Examples:
     "--learning-rate",
     type=Number(0, min_open=True),
     metavar="R",
-    help="Learning rate at hidden size 256; scales with the inverse square root of the hidden size. "
-    f"[default: {P.learning_rate}; {DraftParams.learning_rate} for a small model]",
+    help="Learning rate at hidden size 256; scales with the inverse square root of the hidden size (a head: inverse). "
+    f"[default: {P.learning_rate}; {HeadParams.learning_rate} for a head, {DraftParams.learning_rate} for a model]",
 )
 @research_option(
     "--init",
-    type=click.Choice(["next", "last"]),
+    type=click.Choice(get_args(Init)),
     default=P.init,
     show_default=True,
     help="Initialise with a copy of the next layer, or of the last one, which trains faster.",
@@ -183,6 +190,9 @@ def command(
         )
     if not draft.is_given:
         refuse_flags(DRAFT_FLAGS, "needs --draft or --new-draft")
+    if head is None:
+        refuse_flags(HEAD_FLAGS, "needs --head")
+        settings.pop("head_tokens", None)
     if skips:
         refuse_flags(TRAINING_FLAGS, "is for training, and --skip trains nothing")
     if out is not None and out.is_dir() and not draft.is_given and head is None:
@@ -194,15 +204,15 @@ def command(
         "vram": vram,
         "ram": ram,
         "context": context,
+        "kv_cache": kv_cache,
     }
-    loading["kv_cache"] = kv_cache
     more: dict[str, Any] = {"out": None if out is None else out.expanduser(), "texts": texts, "resume": resume}
     job = Job(model, loading, more, quiet=quiet, verbose=verbose)
     began = time.monotonic()
     if draft.is_given:
         said, sentence = distil_draft(job, draft, settings)
     elif head is not None:
-        said, sentence = distil_head(job, head, DistillParams(**settings))
+        said, sentence = distil_head(job, head, HeadParams(**settings))
     else:
         said, sentence = _own_layers(job, exit_layer, DistillParams(**settings))
     seconds = time.monotonic() - began

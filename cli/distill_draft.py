@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from offspec.training.distill_params import DraftParams
+from offspec.training.distill_params import DraftParams, Embedding, Loss
 
 from .help_groups import option, research_option
 from .options import Number, WholeNumber
 from .training_job import Job, is_typed, training_line
 
 if TYPE_CHECKING:
+    from offspec.tools.draft_gain import DraftGain
     from offspec.training.distillation import Teacher
     from offspec.training.draft_distillation import DistilledDraft, Untrained
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = DraftParams
 DRAFT_FLAGS = ("embedding", "loss", "on_policy", "rounds", "lora_rank")
-MOST_MEASURED = 64  # tokens generated after each held-out prompt
 
 
 def draft_options(function: F) -> F:
@@ -32,7 +32,7 @@ def draft_options(function: F) -> F:
             option("--new-draft", metavar="HIDDEN,LAYERS", help="Train a new model of this size, for instance 512,4."),
             option(
                 "--loss",
-                type=click.Choice(["fkl", "rkl", "jsd", "tvd++"]),
+                type=click.Choice(get_args(Loss)),
                 default=P.loss,
                 show_default=True,
                 help="A draft's loss: forward or reverse KL, Jensen-Shannon, or total variation (TVD++).",
@@ -61,7 +61,7 @@ def draft_options(function: F) -> F:
             ),
             research_option(
                 "--embedding",
-                type=click.Choice(["components", "random"]),
+                type=click.Choice(get_args(Embedding)),
                 default="components",
                 show_default=True,
                 help="A new draft's embedding: principal components of MODEL's, or random numbers.",
@@ -119,30 +119,19 @@ def distil_draft(job: Job, flags: DraftFlags, settings: dict[str, Any]) -> tuple
     with training_line(quiet=job.quiet) as line:
         done = distill_draft(teacher, flags.untrained(teacher, params.seed), params, progress=line, **job.more)
     teacher.target.weights.close()
-    before = None if flags.small is None else _measured(job, done, params, draft=flags.small)
+    before = None if flags.small is None else job.gain(done.path, done.prompts, params, draft=flags.small)
     now: dict[str, Any] = {"draft": str(done.path)}
     if params.lora_rank:
         now = {"draft": flags.small, "learn_file": done.path}
-    return _said(done, before, _measured(job, done, params, **now))
+    return _said(done, before, job.gain(done.path, done.prompts, params, **now))
 
 
-def _measured(job: Job, done: DistilledDraft, params: DraftParams, **drafting: Any) -> float:
-    """Tokens per pass on the held-out texts."""
-    from offspec.tools.draft_gain import tokens_per_pass
-
-    count = min(MOST_MEASURED, params.text_tokens // 2)
-    engine = job.engine(**drafting)
-    with training_line(quiet=job.quiet, advice=f"the training is complete, and its result is {done.path}.") as line:
-        found = tokens_per_pass(engine, done.prompts, count, params.temperature, line)
-    engine.close()
-    return found
-
-
-def _said(done: DistilledDraft, before: float | None, after: float) -> tuple[dict[str, Any], str]:
+def _said(done: DistilledDraft, before: DraftGain | None, after: DraftGain) -> tuple[dict[str, Any], str]:
+    was, now = None if before is None else before.tokens_per_pass, after.tokens_per_pass
     said: dict[str, Any] = {"path": str(done.path), "num_tokens": done.num_tokens, "num_steps": done.num_steps}
     said |= {"agreement_before": done.agreement_before, "agreement": done.agreement}
     said |= {"divergence_before": done.divergence_before, "divergence": done.divergence}
-    said |= {"tokens_per_pass_before": before, "tokens_per_pass": after}
-    was = "" if before is None else f" (before: {before:.2f})"
+    said |= {"tokens_per_pass_before": was, "tokens_per_pass": now}
+    compared = "" if was is None else f" (before: {was:.2f})"
     agrees = f"its likeliest token is the target's at {done.agreement:.0%} of positions ({done.agreement_before:.0%})"
-    return said, f"{done.path}: {after:.2f} tokens per pass of 64 nodes on held-out texts{was}; {agrees}"
+    return said, f"{done.path}: {now:.2f} tokens per pass of 64 nodes on held-out texts{compared}; {agrees}"

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+
+from offspec.training.distill_params import DistillParams
 
 from .options import load_engine
 from .terminal import TimeLeft, is_watched, show_line
 
 if TYPE_CHECKING:
     from offspec import Engine
+    from offspec.tools.draft_gain import DraftGain
     from offspec.training.distillation import Teacher
+
+MOST_MEASURED = 64  # tokens generated after each held-out prompt
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,16 @@ class Job:
         engine = self.engine(draft="none")
         files = open_target(self.model, self.loading["revision"], self.loading["dtype"], engine.target.device.type)
         return Teacher(engine.target, files, engine.tokenizer, close_before_training=True)
+
+    def gain(self, path: Path, prompts: Sequence[list[int]], params: DistillParams, **drafting: Any) -> DraftGain:
+        """What a draft brings on held-out texts. path: the result of the training, for advice after Ctrl-C."""
+        from offspec.tools.draft_gain import measure_gain
+
+        engine, count = self.engine(**drafting), min(MOST_MEASURED, params.text_tokens // 2)
+        with training_line(quiet=self.quiet, advice=f"the training is complete, and its result is {path}.") as line:
+            found = measure_gain(engine, prompts, count, params.temperature, line)
+        engine.close()
+        return found
 
 
 def is_typed(name: str) -> bool:

@@ -79,6 +79,16 @@ class Vocabulary:
         found = logits.new_full((len(logits), width), -torch.inf)
         return found.index_copy_(1, tokens, logits[:, columns])
 
+    def columns_of(self, tokens: Tensor) -> Tensor:
+        """The columns of the draft's logits for the target's tokens [...]; -1 for tokens that it cannot predict."""
+        if self._columns is None:
+            return torch.where(tokens < self._size, tokens, -1)
+        table = torch.full((max(int(self._columns.max()), int(tokens.max())) + 1,), -1, device=tokens.device)
+        table[torch.from_numpy(self._columns).to(tokens.device)] = torch.arange(
+            len(self._columns), device=tokens.device
+        )
+        return table[tokens]
+
     def add_target(self, logits: Tensor, target_logits: Tensor) -> None:
         """Add to the draft's logits [R, C], in place, the target's logits [R, V] for the same tokens."""
         size = target_logits.shape[1]

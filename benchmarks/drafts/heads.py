@@ -2,71 +2,81 @@
 
     python -m benchmarks.drafts.heads [--model builtin] --draft head:eagle3 --draft head:medusa --draft self
 
-Every text is compared with plain decoding's. Tokens per pass do not depend on the machine's speed. Guessers are off,
-unless the draft is `lookup`; recall is on. The last line of each draft says, at the largest budget, what share of the
-walks that came to a depth went on to the next one.
+Every text is compared with plain decoding's. Tokens per pass do not depend on the machine's speed, unless a budget is
+`auto`. Guessers are off, unless the draft is `lookup`; recall is on. `levels` is how deep the trees are on average. The
+shares say how many of the walks that came to depth 0, 1, ... went on to the next one. MB is the memory that the plan
+counts for the draft, its KV entries included.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
-from itertools import pairwise
+from collections.abc import Sequence
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import Verdict
+from offspec.tools.draft_gain import Walks
 
-DEEPEST = 10
-
-
-def ids_of(engine: Engine, prompt: str, params: SamplingParams, speculation: SpeculationParams) -> list[int]:
-    return [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
+OF_THE_TARGET = {"program", "KV cache", "activations", "head", "unpacking", "embedding"}
 
 
-class Measured:
-    """Passes, tokens, and the lengths of accepted paths."""
+class Texts:
+    """Plain decoding's texts, each computed once."""
 
-    def __init__(self) -> None:
-        self.lengths = Counter[int]()
+    def __init__(self, max_new_tokens: int) -> None:
+        self._count, self._known = max_new_tokens, dict[tuple[str, float], list[int]]()
 
-    def observe(self, tree: TokenTree, verdict: Verdict) -> None:
-        if len(tree):
-            self.lengths[len(verdict.path)] += 1
+    def params(self, temperature: float, seed: int) -> SamplingParams:
+        return SamplingParams(self._count, temperature=temperature, seed=seed, ignore_eos=True)
 
-    def shares(self) -> list[float]:
-        """Of the walks that came to depth d, how many went on; for d from 0."""
-        reached = [sum(n for length, n in self.lengths.items() if length >= d) for d in range(DEEPEST + 1)]
-        return [after / before for before, after in pairwise(reached) if before >= 10]
+    def plain(self, engine: Engine, prompt: str, params: SamplingParams) -> list[int]:
+        key = (prompt, params.temperature)
+        if key not in self._known:
+            steps = engine.generate(prompt, params, SpeculationParams(budget=0))
+            self._known[key] = [token for step in steps for token in step.token_ids]
+        return self._known[key]
 
 
-def main() -> None:
+def measure(
+    engine: Engine, prompts: Sequence[str], texts: Texts, temperature: float, speculation: SpeculationParams
+) -> tuple[float, Walks]:
+    """Tokens per pass, with calibration and recall from scratch. Asserts that each text is plain decoding's."""
+    fresh, walks, num_tokens, num_passes = engine.with_draft(engine.draft), Walks(), 0, 0
+    for seed, prompt in enumerate(prompts):
+        params = texts.params(temperature, seed)
+        steps = list(fresh.generate(prompt, params, speculation, observer=walks.observe))
+        found = [token for step in steps for token in step.token_ids]
+        assert found == texts.plain(engine, prompt, params), "the text differs from plain decoding's"
+        num_tokens, num_passes = num_tokens + len(found), num_passes + len(steps)
+    return num_tokens / num_passes, walks
+
+
+def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--draft", action="append", required=True)
-    parser.add_argument("--budgets", default="16,64")
+    parser.add_argument("--budgets", default="16,64", help="numbers of nodes, or auto")
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--max-prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    args = parser.parse_args()
-    prompts, plain = builtin.prompts()[: args.max_prompts], SpeculationParams(budget=0)
-    for name in args.draft:
-        engine = Engine.load(args.model, draft=name, device="cpu", dtype="fp32")
-        for temperature in map(float, args.temperatures.split(",")):
-            for budget in map(int, args.budgets.split(",")):
-                speculation = SpeculationParams(budget, lookup=name == "lookup")
-                fresh, measured, num_tokens, num_passes = engine.with_draft(engine.draft), Measured(), 0, 0
-                for seed, prompt in enumerate(prompts):
-                    params = SamplingParams(args.max_new_tokens, temperature=temperature, seed=seed, ignore_eos=True)
-                    steps = list(fresh.generate(prompt, params, speculation, observer=measured.observe))
-                    found = [token for step in steps for token in step.token_ids]
-                    assert found == ids_of(engine, prompt, params, plain), f"{name}: the text differs"
-                    num_tokens, num_passes = num_tokens + len(found), num_passes + len(steps)
-                print(f"{name:<40} T {temperature:g}  {budget:>3} nodes  {num_tokens / num_passes:.2f}", flush=True)
-            shares = " ".join(f"{share:.0%}" for share in measured.shares())
-            print(
-                f"{name:<40} T {temperature:g}  {budget:>3} nodes  went on from depth 0, 1, ...: {shares}", flush=True
-            )
+    asked = parser.parse_args(args)
+    prompts, texts = builtin.prompts()[: asked.max_prompts], Texts(asked.max_new_tokens)
+    for name in asked.draft:
+        engine = Engine.load(asked.model, draft=name, device="cpu", dtype="fp32")
+        print(f"{name}: {draft_bytes(engine) / 1e6:.1f} MB", flush=True)
+        for temperature in map(float, asked.temperatures.split(",")):
+            for budget in asked.budgets.split(","):
+                speculation = SpeculationParams(None if budget == "auto" else int(budget), lookup=name == "lookup")
+                tokens, walks = measure(engine, prompts, texts, temperature, speculation)
+                shares = " ".join(f"{share:.0%}" for share in walks.shares())
+                said = f"{tokens:6.2f}   levels {walks.mean_levels:4.1f}   went on: {shares}"
+                print(f"{name:<24} T {temperature:g} {budget:>5} nodes {said}", flush=True)
+        engine.close()
+
+
+def draft_bytes(engine: Engine) -> int:
+    """What the plan counts beside the target's own needs."""
+    assert engine.plan is not None
+    return sum(item.on_device for item in engine.plan.placement.items if item.name not in OF_THE_TARGET)
 
 
 if __name__ == "__main__":

@@ -28,17 +28,12 @@ from offspec.loaders.small_files import parse_json, read_small_file
 from ..errors import CheckpointError, MissingWeightsError, StorageError, UnsupportedModelError, UsageError
 from ..model.config import ModelConfig
 from ..model.config_values import Json
-from ..model.heads.chained import (
-    hydra_name,
-    hydra_spec,
-    medusa_name,
-    medusa_spec,
-    mlp_name,
-    mlp_spec,
-    recurrent_spec,
-)
 from ..model.heads.eagle import eagle_name, eagle_spec
 from ..model.heads.head import HeadSpec
+from ..model.heads.hydra import hydra_name, hydra_spec
+from ..model.heads.medusa import medusa_name, medusa_spec
+from ..model.heads.mlp import mlp_name, mlp_spec
+from ..model.heads.own_kinds import amphista_spec, clover_spec, recurrent_spec
 from .exit_layers import data_file
 from .opening import ModelFiles
 
@@ -114,13 +109,17 @@ class Layout:
         return self.make_spec(config, present, target)
 
 
+HYDRA_PREFIX = "hydra prefix-mlp"
 LAYOUTS = {
     "eagle": Layout(eagle_name, partial(eagle_spec, 1)),
     "eagle3": Layout(eagle_name, partial(eagle_spec, 3)),
     "medusa": Layout(medusa_name, medusa_spec),
-    "hydra": Layout(hydra_name, hydra_spec),
+    "hydra": Layout(partial(hydra_name, False), partial(hydra_spec, False)),
+    HYDRA_PREFIX: Layout(partial(hydra_name, True), partial(hydra_spec, True)),
     "mlp_speculator": Layout(mlp_name, mlp_spec),
     "recurrent": Layout(lambda name: name, recurrent_spec),
+    "clover": Layout(lambda name: name, clover_spec),
+    "amphista": Layout(lambda name: name, amphista_spec),
 }
 MARKS = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # a key of config.json → the kind
 TARGET_KEY = "offspec_target"  # the key of the target's fingerprint, in heads that offspec trained
@@ -136,9 +135,9 @@ def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
 def head_kind(config: Json, names: Iterable[str]) -> str | None:
     """The kind of head by its config.json; EAGLE-1's says nothing, but has a tensor `fc`. None: it is no head."""
     if (kind := next((kind for key, kind in MARKS.items() if key in config), None)) is not None:
-        return kind
+        return HYDRA_PREFIX if config.get("hydra_head_arch") == "prefix-mlp" else kind
     named = config.get(OWN_KIND, config.get("model_type"))
-    if named in ("medusa", "mlp_speculator", "recurrent"):
+    if named in ("medusa", "mlp_speculator", "recurrent", "clover", "amphista"):
         return str(named)
     stated = config.get("architectures")
     classes = [str(name).lower() for name in stated] if isinstance(stated, list) else []

@@ -29,8 +29,10 @@ from ..model.heads.text import HeadText
 from ..model.text_caches import TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
-from .acceptance import EAGLE_HEAD
-from .base import Attach, Draft, DraftTask, OpenRequest, controller_of
+from ..training.head_learning import learning_bytes, open_head_aligner
+from ..training.online import check_learning
+from .acceptance import HEADS
+from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
 from .learnt import EstimatesAndRecall
 from .model_draft import guessers_beside_model, guessing_items
 from .recall import RecallingText
@@ -92,6 +94,9 @@ class HeadDraft(Draft):
             controller=controller_of(task, learnt),
         )
 
+    def new_listener(self) -> Listener:
+        return super().new_listener() if self.aligner is None else self.aligner.new_listener()
+
     def close(self) -> None:
         self.head.weights.close()
 
@@ -103,6 +108,7 @@ class OpenedHead:
     name: str
     files: HeadFiles
     target: ModelFiles
+    options: DraftOptions
     models: Sequence[ModelFiles] = ()
 
     @classmethod
@@ -111,8 +117,10 @@ class OpenedHead:
         options, target = request.options, request.target
         options.refuse_exit_file()
         refuse_foreign(target.config, "a head")
+        if options.learn_files:
+            raise UsageError("a head uses one file of what it learnt; give one `learn_file`")
         if options.learns:
-            raise UsageError("a head cannot learn while it drafts; omit `learn` and `learn_file`")
+            check_learning(options.learn_file, has_draft=True, writes=options.learn)
         options.refuse_model_needs()
         files = HeadFiles.open(_folder(request), target.config)
         if files.trained_for is not None and has_weights(target) and files.trained_for != fingerprint(target):
@@ -121,7 +129,7 @@ class OpenedHead:
                 "offspec distill"
             )
         request.notes.append(Note(f"draft: {files.path.name}, a head ({files.spec.kind})"))
-        return cls(options.draft, files, target)
+        return cls(options.draft, files, target, options)
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         """Its weights, its KV cache, and the target's states that it reads."""
@@ -133,16 +141,28 @@ class OpenedHead:
             Item("head's inputs", on_device=2 * room.pass_rows * states * itemsize),  # side by side, they are copied
             *guessing_items(spec.config, target, is_mapped=spec.num_columns != target.config.vocab_size),
         ]
+        if self.options.learns:
+            on_device, texts = learning_bytes(spec, target.config, itemsize)
+            items.append(Item("learning", on_device=on_device, on_host=texts))
         num_keys = room.context + room.tree
         return MemoryUse(tuple(items), activation_bytes(spec.config, room.pass_rows, num_keys, itemsize))
 
     def guessing(self, placement: Placement) -> Guessing:
-        """A round goes through about as much as a layer of the target, and its head."""
-        return Guessing(((self.target, 1),), EAGLE_HEAD, overlaps=False)
+        """A round goes through about as much as a layer of the target for each of its own, and its head."""
+        spec = self.files.spec
+        return Guessing(((self.target, max(1, spec.config.num_layers)),), HEADS[spec.kind], overlaps=False)
 
     def load(self, device: torch.device) -> Attach:
-        tensors = self.files.load(self.target.dtype, device)
-        return lambda target: HeadDraft(self.files.spec.make(tensors, target), self.name)
+        spec, options, tensors = self.files.spec, self.options, self.files.load(self.target.dtype, device)
+
+        def attach(target: Decoder) -> HeadDraft:
+            draft = HeadDraft(spec.make(tensors, target), self.name)
+            if options.learns:
+                file, listens = options.learn_file, options.learn
+                draft.aligner = open_head_aligner(draft.head, spec, tensors, file, listens=listens)
+            return draft
+
+        return attach
 
 
 def _folder(request: OpenRequest) -> Path:

@@ -9,7 +9,17 @@ from ..errors import UsageError
 
 Init = Literal["next", "last"]
 Loss = Literal["fkl", "rkl", "jsd", "tvd++"]
-HEADS = ("eagle3", "medusa", "hydra", "recurrent")  # the structures of `head_structures`
+Embedding = Literal["components", "random"]  # of a new draft
+HEADS = (
+    "eagle3",
+    "medusa",
+    "hydra",
+    "recurrent",
+    "mlp",
+    "clover",
+    "koala",
+    "amphista",
+)  # the structures of `head_structures`
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,23 @@ class DistillParams:
         for name in ("temperature", "learning_rate"):
             if not (value := getattr(self, name)) > 0:
                 raise UsageError(f"{name} must be above 0, not {value}")
+
+
+@dataclass(frozen=True)
+class HeadParams(DistillParams):
+    """How a head is trained. learning_rate falls with the hidden size, not with its square root.
+
+    head_tokens: an EAGLE head predicts only so many tokens, the most frequent ones; 0 is all. Raises UsageError for a
+    value out of range.
+    """
+
+    learning_rate: float = 3e-3
+    head_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_tokens < 0:
+            raise UsageError(f"head_tokens must be at least 0, not {self.head_tokens}")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,15 +22,17 @@ from ..model.heads.eagle import (
     FC,
     JOINED_NORM,
     LAYERS,
+    OF_TARGET,
     OWN_HEAD,
     OWN_NORM,
     TO_TARGET,
     tapped_layers,
 )
+from ..model.heads.own_kinds import STAGES
 from ..model.names import FINAL_NORM
 
 STEPS = 5  # tokens ahead that heads without attention learn to predict
-LAYER = f"{LAYERS}0."
+UNROLLED = 6  # tokens ahead that EAGLE-3 is trained for; it goes on beyond
 
 
 @dataclass(frozen=True)
@@ -47,43 +49,59 @@ class Beginning:
     layers: tuple[int, ...]
     steps: int
 
+    def with_tokens(self, columns: Tensor) -> Beginning:
+        """An EAGLE head that predicts only the target's tokens `columns`, ascending."""
+        head, known = self.tensors[OWN_HEAD], torch.zeros(len(self.tensors[OWN_HEAD]), dtype=torch.bool)
+        known[columns] = True
+        tables = {TO_TARGET: columns - torch.arange(len(columns)), OF_TARGET: known}
+        tensors = {**self.tensors, OWN_HEAD: head[columns].clone(), **tables}
+        return replace(self, config={**self.config, "draft_vocab_size": len(columns)}, tensors=tensors)
+
 
 Structure = Callable[[Decoder, int], Beginning]
 
 
-def eagle3(target: Decoder, seed: int) -> Beginning:
-    """EAGLE-3: begins as the target's last layer over the latest tapped states, without a view of the next token."""
+def eagle3(target: Decoder, seed: int, depth: int = 1) -> Beginning:
+    """EAGLE-3: begins as the target's last layers over the latest tapped states, without a view of the next token.
+
+    depth: the number of layers.
+    """
     c, generator = target.config, torch.Generator().manual_seed(seed)
-    taps = tapped_layers({}, c.num_layers)
     if c.has_fused_qkv or c.mlp.gate is None or c.mlp.is_fused or c.norm != "rms":
         raise UsageError(f"an EAGLE-3 head needs a target of Llama's layout, not {c.model_type}; choose another `head`")
-    last = _last_layer(target)
+    layers = [_layer(target, c.num_layers - depth + index) for index in range(depth)]
     wanted = ("self_attn.o_proj.weight", "post_attention_layernorm.weight")
-    tensors = {
-        f"{LAYER}{name}": last[name] for name in (*wanted, *(f"{m}.weight" for m in (c.mlp.gate, c.mlp.up, c.mlp.down)))
-    }
-    tensors |= {f"{LAYER}input_layernorm.weight": torch.ones(c.hidden_size)}
-    tensors |= {f"{LAYER}{JOINED_NORM}": last["input_layernorm.weight"], OWN_NORM: shared(target, FINAL_NORM)}
+    copied = (*wanted, *(f"{name}.weight" for name in (c.mlp.gate, c.mlp.up, c.mlp.down)))
+    tensors = {f"{LAYERS}0.{name}": layers[0][name] for name in copied}
+    tensors |= {f"{LAYERS}0.input_layernorm.weight": torch.ones(c.hidden_size)}
+    tensors |= {f"{LAYERS}0.{JOINED_NORM}": layers[0]["input_layernorm.weight"], OWN_NORM: shared(target, FINAL_NORM)}
     for name in "qkv":
-        matrix = last[f"self_attn.{name}_proj.weight"]
+        matrix = layers[0][f"self_attn.{name}_proj.weight"]
         small = 0.02 * torch.randn(matrix.shape, generator=generator)
-        tensors[f"{LAYER}self_attn.{name}_proj.weight"] = torch.cat((small, matrix), dim=1)
-    tensors[FC] = torch.cat(
-        [torch.zeros(c.hidden_size, c.hidden_size)] * (len(taps) - 1) + [torch.eye(c.hidden_size)], 1
-    )
+        tensors[f"{LAYERS}0.self_attn.{name}_proj.weight"] = torch.cat((small, matrix), dim=1)
+    for index, layer in enumerate(layers[1:], 1):
+        own = (*copied, "input_layernorm.weight", *(f"self_attn.{name}_proj.weight" for name in "qkv"))
+        tensors |= {f"{LAYERS}{index}.{name}": layer[name] for name in own}
+    taps, unseen = tapped_layers({}, c.num_layers), torch.zeros(c.hidden_size, c.hidden_size)
+    tensors[FC] = torch.cat([unseen] * (len(taps) - 1) + [torch.eye(c.hidden_size)], 1)
     tensors[OWN_HEAD] = shared(target, c.head_name)
     tensors[TO_TARGET] = torch.zeros(c.vocab_size, dtype=torch.long)
-    return Beginning("eagle3", _eagle_config(target), tensors, taps, 4)
+    return Beginning("eagle3", _eagle_config(target, depth), tensors, taps, UNROLLED)
 
 
-def _eagle_config(target: Decoder) -> dict[str, object]:
+def koala(target: Decoder, seed: int) -> Beginning:
+    """KOALA's depth (2408.08146): EAGLE-3 with two layers. Its adversarial loss is left out."""
+    return eagle3(target, seed, 2)
+
+
+def _eagle_config(target: Decoder, depth: int) -> dict[str, object]:
     c = target.config
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": depth,
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
@@ -97,8 +115,8 @@ def _eagle_config(target: Decoder) -> dict[str, object]:
     }
 
 
-def _last_layer(target: Decoder) -> dict[str, Tensor]:
-    with target.weights.layer(target.config.num_layers - 1) as layer:
+def _layer(target: Decoder, index: int) -> dict[str, Tensor]:
+    with target.weights.layer(index) as layer:
         return {name: dense(weight, torch.float32).detach().clone().cpu() for name, weight in layer.items()}
 
 
@@ -129,10 +147,10 @@ def hydra(target: Decoder, seed: int) -> Beginning:
         passed = torch.cat((torch.eye(hidden), torch.zeros(hidden, wide - hidden)), dim=1)
         for name, matrix in (("linear", _small(hidden, wide, seed + step)), ("res_connection", passed)):
             tensors |= {
-                f"hydra_mlp.{step}.1.{name}.weight": matrix,
-                f"hydra_mlp.{step}.1.{name}.bias": torch.zeros(hidden),
+                f"hydra_mlp.{step}.0.{name}.weight": matrix,
+                f"hydra_mlp.{step}.0.{name}.bias": torch.zeros(hidden),
             }
-    config = {"hydra_num_heads": STEPS, "hydra_num_layers": 1, "grounded_heads": True, "model_type": "hydra"}
+    config = {"hydra_num_heads": STEPS, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True}
     return Beginning("hydra", config, tensors, (), STEPS)
 
 
@@ -144,9 +162,58 @@ def recurrent(target: Decoder, seed: int) -> Beginning:
     return Beginning("recurrent", {OWN_KIND: "recurrent", "intermediate_size": inner}, tensors, (), STEPS)
 
 
+def mlp(target: Decoder, seed: int) -> Beginning:
+    """An MLP speculator of 5 steps, as wide as the target's state, with one embedding and head for all steps."""
+    hidden, vocab = target.config.hidden_size, target.config.vocab_size
+    config = {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"], "n_predict": STEPS}
+    config |= {"emb_dim": hidden, "inner_dim": hidden, "vocab_size": vocab, "tie_weights": True, "scale_input": True}
+    tensors = {"emb.0.weight": shared(target, target.config.embedding_name), "proj.0.weight": torch.eye(hidden)}
+    tensors |= {"proj.1.weight": torch.eye(hidden), "head.0.weight": shared(target, target.config.head_name)}
+    tensors |= {"ln.0.weight": torch.ones(hidden), "ln.0.bias": torch.zeros(hidden)}
+    return Beginning("mlp", config, {f"speculator.{name}": tensor for name, tensor in tensors.items()}, (), STEPS)
+
+
+def clover(target: Decoder, seed: int) -> Beginning:
+    """Clover: a layer over the text, and steps that attend to the path's tokens."""
+    hidden = target.config.hidden_size
+    tensors = {"q.weight": _small(hidden, hidden, seed), "kv.weight": _small(2 * hidden, hidden, seed + 1)}
+    tensors |= {"o.weight": torch.zeros(hidden, hidden), "places": torch.zeros(STEPS, hidden)}
+    tensors |= {f"blocks.{step}.weight": torch.zeros(hidden, hidden) for step in range(STEPS)} | _text_layers(target, 1)
+    config = {OWN_KIND: "clover", "num_steps": STEPS, "num_attention_heads": target.config.num_heads}
+    return Beginning("clover", config, tensors, (), STEPS)
+
+
+def amphista(target: Decoder, seed: int) -> Beginning:
+    """Amphista: layers over the text, and states of all steps at once, which attend to each other."""
+    c, hidden, inner = target.config, target.config.hidden_size, target.config.intermediate_size
+    tensors = {"qkv.weight": _small(3 * hidden, hidden, seed), "up.weight": _small(inner, hidden, seed + 1)}
+    tensors |= {"o.weight": torch.zeros(hidden, hidden), "down.weight": torch.zeros(hidden, inner)}
+    tensors |= {"token.weight": torch.zeros(hidden, 2 * hidden), "places": torch.zeros(STEPS, hidden)}
+    tensors |= {f"blocks.{step}.weight": _small(hidden, hidden, seed + 2 + step) for step in range(STEPS)}
+    config = {OWN_KIND: "amphista", "num_steps": STEPS, "num_attention_heads": c.num_heads, "intermediate_size": inner}
+    return Beginning("amphista", config, tensors | _text_layers(target, STAGES), (), STEPS)
+
+
+def _text_layers(target: Decoder, count: int) -> dict[str, Tensor]:
+    """Layers over the text that change nothing yet: copies of the target's last one, whose outputs are zero."""
+    layer = _layer(target, target.config.num_layers - 1)
+    outputs = {"self_attn.o_proj.weight", f"{target.config.mlp.down}.weight"}
+    made = {name: torch.zeros_like(tensor) if name in outputs else tensor for name, tensor in layer.items()}
+    return {f"text.{index}.{name}": tensor.clone() for index in range(count) for name, tensor in made.items()}
+
+
 def _small(rows: int, columns: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, columns, generator=generator) * math.sqrt(1 / columns)
 
 
-STRUCTURES: dict[str, Structure] = {"eagle3": eagle3, "medusa": medusa, "hydra": hydra, "recurrent": recurrent}
+STRUCTURES: dict[str, Structure] = {
+    "eagle3": eagle3,
+    "medusa": medusa,
+    "hydra": hydra,
+    "recurrent": recurrent,
+    "mlp": mlp,
+    "clover": clover,
+    "koala": koala,
+    "amphista": amphista,
+}

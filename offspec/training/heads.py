@@ -11,28 +11,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from offspec.loaders.kernels.compiler import instructions
 
 from ..checkpoints.exit_layers import fingerprint, refuse_foreign
 from ..checkpoints.head_files import TARGET_KEY, head_folder, layout_of, write_head
 from ..errors import UsageError
-from ..model.block import Block, Projected
 from ..model.decoder import Decoder
-from ..model.heads.head import Head, Inputs
-from ..model.rope import Rotations
-from .distill_params import DistillParams
+from ..model.heads.eagle import TO_TARGET
+from ..model.heads.head import Head
+from .distill_params import HeadParams
 from .distillation import Teacher, run_settings
 from .head_structures import STRUCTURES, Beginning
 from .run_folder import run_folder, work_folder
 from .target_texts import Progress, Shard, Shards
 from .trainer import CHECKPOINT_EVERY_S, Student, Trainer
+from .unrolling import cross_entropy, unroll, weighted
 
-LATER_LOSS = 0.8  # weight of a step's loss by that of the step before (EAGLE-3's code)
 HELD_OUT_TEXTS = 4
-LARGEST_LOGITS = 2**24  # logits computed at once
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class DistilledHead:
 def distill_head(
     teacher: Teacher,
     kind: str,
-    params: DistillParams | None = None,
+    params: HeadParams | None = None,
     *,
     out: Path | None = None,
     texts: Sequence[Path] = (),
@@ -68,9 +66,11 @@ def distill_head(
     The other arguments are those of `distillation.distill`. Raises a subclass of OffspecError.
     """
     target, files = teacher.target, teacher.files
-    params, progress = params or DistillParams(), progress or (lambda what, done, total: None)
+    params, progress = params or HeadParams(), progress or (lambda what, done, total: None)
     refuse_foreign(target.config, "a head")
     beginning = STRUCTURES[kind](target, params.seed)
+    if params.head_tokens and TO_TARGET not in beginning.tensors:
+        raise UsageError(f"a {kind} head predicts all tokens (`head_tokens`); choose `head=eagle3` or koala")
     out = out or head_folder(files, kind)
     if out.exists():
         raise UsageError(f"`out={out}` exists already; delete it, or choose another folder")
@@ -81,6 +81,8 @@ def distill_head(
     with run_folder(out, run_settings(files, params, texts, head=kind), resume=resume):
         shards.check_space()
         num_shards = shards.make(progress)
+        if params.head_tokens:
+            beginning = beginning.with_tokens(frequent_tokens(shards, params.head_tokens, target.config.vocab_size))
         student = HeadStudent(beginning, target)
         trainer = Trainer(student, params, folder)
         held_out = shards.load(num_shards - 1)
@@ -92,6 +94,15 @@ def distill_head(
         write_head(out, config, student.tensors(target.dtype))
     prompts = held_out["tokens"][:HELD_OUT_TEXTS, : max(1, params.text_tokens // 2)].tolist()
     return DistilledHead(out, kind, shards.num_tokens, params.steps, before, agreement, prompts)
+
+
+def frequent_tokens(shards: Shards, count: int, vocab_size: int) -> Tensor:
+    """The `count` tokens that the target gives the most probability in these texts, ascending; at most all."""
+    found = torch.zeros(vocab_size, dtype=torch.double)
+    for index in range(max(1, len(shards) - 1)):
+        shard = shards.load(index)
+        found.index_add_(0, shard["labels"].long().flatten(), shard["log_probabilities"].double().exp().flatten())
+    return found.topk(min(count, vocab_size)).indices.sort().values
 
 
 class HeadStudent(Student):
@@ -106,6 +117,11 @@ class HeadStudent(Student):
         self.parts = nn.ParameterDict({key: nn.Parameter(trained[name]) for key, name in self._names.items()})
         self._tables = {name: tensor for name, tensor in beginning.tensors.items() if name not in trained}
         self._head: Head | None = None
+        self._in_bf16 = multiplies_bf16(self.device)
+
+    @property
+    def rate_factor(self) -> float:
+        return 256 / self.width
 
     @property
     def head(self) -> Head:
@@ -125,12 +141,12 @@ class HeadStudent(Student):
         return {name: self.parts[key].detach().to(dtype) for key, name in self._names.items()} | self._tables
 
     def forward(self, batch: Shard) -> Tensor:
-        losses = [_cross_entropy(self.head, states, said) for states, said in self.unrolled(batch)]
-        weights = [LATER_LOSS**step for step in range(len(losses))]
-        return torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._in_bf16):
+            return self._loss(batch)
 
-    def agreement(self, batch: Shard) -> Tensor:
-        return next(self._hits(batch)).mean()
+    def _loss(self, batch: Shard) -> Tensor:
+        losses = [cross_entropy(self.head, states, said) for states, said in self.unrolled(batch)]
+        return weighted(losses)
 
     @torch.no_grad()
     def agreements(self, shard: Shard) -> list[float]:
@@ -149,81 +165,17 @@ class HeadStudent(Student):
 
     def unrolled(self, batch: Shard) -> Iterator[tuple[Tensor, Shard]]:
         """For each step: the head's states [B * n, hidden], and what the target says there [B * n, K]."""
-        head, tokens = self.head, batch["tokens"].long()
-        num_texts, length = tokens.shape
         states = batch["hidden"]
         if not self._beginning.layers:
             states = self._target.normed(states)
-        features = head.fused(states.flatten(0, 1)).view(num_texts, length, -1)
-        rows = UnrolledRows(self.device, num_texts, length - 1)
-        for step in range(min(self._beginning.steps, length - 2)):
-            count = length - 1 - step  # row i has the token at i + 1 + step
-            rows.begin(count)
-            some = tokens[:, 1 + step :].cpu().numpy().reshape(-1)
-            inputs = Inputs(features[:, :count].flatten(0, 1), some, np.full(len(some), step))
-            found = head.advance(inputs, rows)
-            features = found.features.view(num_texts, count, -1)
-            said = {name: batch[name][:, 1 + step :].flatten(0, 1) for name in ("labels", "log_probabilities")}
-            yield found.states, said
+        tokens, head = batch["tokens"].long(), self.head
+        features = head.fused(states.flatten(0, 1)).view(*tokens.shape, -1)
+        for step, found in enumerate(unroll(head, features, tokens, self._beginning.steps)):
+            yield found, {name: batch[name][:, 1 + step :].flatten(0, 1) for name in ("labels", "log_probabilities")}
 
 
-def _cross_entropy(head: Head, states: Tensor, said: Shard) -> Tensor:
-    """Of the head's logits with the target's distribution over the kept tokens, mean over rows."""
-    step = max(1, LARGEST_LOGITS // head.target.config.vocab_size)
-    parts = list[Tensor]()
-    for first in range(0, len(states), step):
-        some = slice(first, first + step)
-        logits = head.head(states[some])
-        chosen = head.vocabulary.over_target(logits, head.target.config.vocab_size) - logits.logsumexp(-1, keepdim=True)
-        labels, wanted = said["labels"][some].long(), said["log_probabilities"][some].exp()
-        known = labels < chosen.shape[1]
-        found = chosen.gather(1, labels.clamp(max=chosen.shape[1] - 1))
-        known &= found.isfinite()
-        parts.append(-(wanted * known * torch.where(known, found, 0)).sum())
-    return torch.stack(parts).sum() / len(states)
-
-
-class UnrolledRows:
-    """`PassRows` of texts that a head is unrolled over: the rows of a step, after those of the steps before.
-
-    Row i of a later step is the child of row i of the step before. It attends to the first step's rows up to i, which
-    are the text, and to its ancestors.
-    """
-
-    def __init__(self, device: torch.device, num_texts: int, length: int) -> None:
-        self._num_texts, self._length, self._device = num_texts, length, device
-        self._step, self._count = -1, length
-        self._entries: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer: keys and values of each step
-
-    def begin(self, count: int) -> None:
-        """The next step, with the first `count` rows of each text."""
-        self._step, self._count = self._step + 1, count
-        positions = torch.arange(count, device=self._device) + self._step
-        self.rotations = Rotations(positions.repeat(self._num_texts))
-        self.chunks = [(0, self._num_texts * count)]
-
-    def attend(self, block: Block, projected: Projected, first: int, last: int) -> Tensor:
-        queries, keys, values = (
-            part.view(self._num_texts, self._count, *part.shape[1:]).transpose(1, 2) for part in projected
-        )
-        entries = self._entries.setdefault(block.index, [])
-        entries.append((keys, values))
-        group = queries.shape[1] // keys.shape[1]
-        seen = (
-            torch.cat([part for part, _ in self._seen(entries)], 2),
-            torch.cat([part for _, part in self._seen(entries)], 2),
-        )
-        keys, values = (part.repeat_interleave(group, 1) for part in seen)
-        out = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=self._mask(), scale=block.config.attention_scale
-        )
-        return out.transpose(1, 2).flatten(0, 1)
-
-    def _seen(self, entries: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        return [(keys[:, :, : self._count], values[:, :, : self._count]) for keys, values in entries]
-
-    def _mask(self) -> Tensor:
-        """Bool [count, (step + 1) * count]."""
-        text = torch.ones(self._count, self._count, dtype=torch.bool, device=self._device).tril()
-        own = torch.eye(self._count, dtype=torch.bool, device=self._device)
-        return torch.cat([text, *[own] * self._step], dim=1)
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether products in bf16 are faster than in fp32 there."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return "avx512_bf16" in instructions()

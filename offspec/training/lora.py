@@ -68,9 +68,14 @@ class Adapter:
                 "the draft's weights are quantised or streamed, and only plain resident ones can learn; choose a draft "
                 "in bf16, fp16 or fp32 (`draft=PATH`)"
             )
-        self.draft, self.share = draft, 1.0
         tensors = {name: weight for name, weight in weights_of(draft).items() if isinstance(weight, Tensor)}
-        shapes = adapted_shapes(draft.config)
+        self._begin(draft, tensors, adapted_shapes(draft.config), rank, seed)
+
+    def _begin(
+        self, draft: Decoder, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]], rank: int, seed: int
+    ) -> None:
+        """tensors: the draft's weights by full name. shapes: of those with additions."""
+        self.draft, self.share, self._shapes = draft, 1.0, shapes
         self.merged = {name: tensors[name] for name in shapes}
         self.originals = {name: tensor.clone() for name, tensor in self.merged.items()}
         self._others = {name: tensor for name, tensor in tensors.items() if name not in shapes}
@@ -94,7 +99,7 @@ class Adapter:
                 rows = slice(first, first + step)
                 self.merged[name][rows] = torch.addmm(self.originals[name][rows].float(), b[rows], a, alpha=share)
 
-    def trainee(self, share: float = 1.0) -> Trainee:
+    def trainee(self, share: float = 1.0) -> Decoder:
         """The draft as a function of `share` times the additions, for training."""
         tensors = {**self._others, **self.originals}
         for name, (a, b) in self.pairs.items():
@@ -143,7 +148,7 @@ class Adapter:
                 f"{path} was learnt for another draft; choose that draft (`draft=PATH`) or another file (`learn_file`)"
             )
         found = {}
-        for name, (rows, columns) in adapted_shapes(self.draft.config).items():
+        for name, (rows, columns) in self._shapes.items():
             stem = name.removesuffix("weight")
             a, b = saved.tensors.get(f"{stem}{A}"), saved.tensors.get(f"{stem}{B}")
             fits = a is not None and b is not None and a.dim() == b.dim() == 2

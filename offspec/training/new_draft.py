@@ -7,7 +7,7 @@ are alike from the first step on.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ from ..errors import UsageError
 from ..model.config import read_config
 from ..model.decoder import Decoder, wanted_shapes
 from ..model.names import EMBEDDING
+from .distill_params import Embedding
 from .draft_distillation import Untrained
 
-Embedding = Literal["components", "random"]
 HEAD_DIMS = (64, 32, 16, 8)  # the first that gives two heads or more
 DEVIATION = 0.02  # of random weights, and of the embedding
 TABLE_ROWS = 4096  # rows of the target's embedding read at once

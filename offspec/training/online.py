@@ -252,8 +252,12 @@ class Aligner:
     ) -> None:
         """Raises UsageError for a draft with unchangeable weights. clock: in seconds."""
         params = params or AlignmentParams()
-        self.params = p = replace(params, top_k=min(params.top_k, draft.config.vocab_size))
-        self.adapter, self.vocabulary = Adapter(draft, p.rank, p.seed), Vocabulary(draft.config.vocab_size)
+        self._begin(Adapter(draft, params.rank, params.seed), draft.config.vocab_size, params, clock)
+
+    def _begin(self, adapter: Adapter, num_known: int, params: AlignmentParams, clock: Callable[[], float]) -> None:
+        """num_known: the draft knows the target's tokens below it."""
+        self.params = p = replace(params, top_k=min(params.top_k, num_known))
+        self.adapter, self.vocabulary, self._num_known = adapter, Vocabulary(num_known), num_known
         self.num_steps, self.is_listening = 0, True
         self.windows: deque[Window] = deque(maxlen=max(1, p.buffer_bytes // Window.nbytes(p)))
         self._draws = np.random.default_rng(p.seed)
@@ -293,7 +297,7 @@ class Aligner:
         logs, choices = list[npt.NDArray[np.float16]](), list[npt.NDArray[np.int32]]()
         for first in range(0, len(logits), HEAD_ROWS):
             rows = torch.stack(list(logits[first : first + HEAD_ROWS]))
-            best = rows[:, : self.adapter.draft.config.vocab_size].topk(self.params.top_k)
+            best = rows[:, : self._num_known].topk(self.params.top_k)
             values = (best.values - rows.logsumexp(-1, keepdim=True)).clamp(min=LEAST_LOG)
             logs.append(values.cpu().numpy().astype(np.float16))
             choices.append(best.indices.int().cpu().numpy())

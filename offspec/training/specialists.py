@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..model.decoder import Decoder
 from ..model.row_logits import HEAD_ROWS
-from .lora import Adapter, CausalTexts, Trainee, hidden_states
+from .lora import Adapter, CausalTexts, hidden_states
 
 MOST_TOKENS = 256  # of a prompt's end that decide
 LEAST_TOKENS = 8  # a shorter prompt changes nothing
@@ -29,7 +29,7 @@ class _Candidate:
 
     file: Path | None
     pairs: dict[str, tuple[Tensor, Tensor]]
-    trainee: Trainee
+    trainee: Decoder
 
 
 class Specialists:

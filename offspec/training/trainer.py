@@ -38,6 +38,11 @@ class Student(nn.Module):
     width: int
     device: torch.device
 
+    @property
+    def rate_factor(self) -> float:
+        """Of the learning rate, by the hidden size."""
+        return math.sqrt(256 / self.width)
+
     @abstractmethod
     def forward(self, batch: Shard) -> Tensor:
         """The loss of a batch, some texts of a shard on the device."""
@@ -52,7 +57,7 @@ class Trainer:
             torch.cuda.set_device(device)
         self._accelerator = Accelerator(cpu=device.type == "cpu")
         self._params, self._folder, self.step = params, folder, 0
-        self._peak = params.learning_rate * math.sqrt(256 / student.width)
+        self._peak = params.learning_rate * student.rate_factor
         optimizer = torch.optim.AdamW(student.parameters(), lr=self._peak, betas=(0.9, 0.95), weight_decay=0.01)
         self._module, self._optimizer = self._accelerator.prepare(student, optimizer)
 

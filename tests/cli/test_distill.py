@@ -147,7 +147,7 @@ def _few_tokens(init: Any) -> Any:
     return make
 
 
-def test_a_head_is_trained_and_drafts(pair: Pair, offspec: Offspec, exits: Path) -> None:
+def test_a_head_is_trained_and_drafts(pair: Pair, offspec: Offspec, exits: Path, tmp_path: Path) -> None:
     made = offspec("distill", pair.target, "--head", "medusa", *SMALL, "--json")
     assert (made.code, made.err) == (0, "")
     said = json.loads(made.out)
@@ -160,6 +160,15 @@ def test_a_head_is_trained_and_drafts(pair: Pair, offspec: Offspec, exits: Path)
         assert drafted.code == 0, drafted.err
     planned = offspec("plan", pair.target, "--draft", said["path"])
     assert tells(planned.out, "head's weights")
+    (prompts := tmp_path / "prompts.jsonl").write_text('{"prompt": "def area("}\n')
+    few = ("--prompts", prompts, "--max-new-tokens", 6, "--device", "cpu", "--draft", "head", "--json")
+    verified = offspec("verify", pair.target, *few, "--budgets", "4", "--drafts", "own")
+    assert (verified.code, json.loads(verified.out)["draft"]) == (0, "head")
+    assert offspec("bench", pair.target, *few, "--budgets", 4, "--warmup", 0, "--repeats", 1).code == 0
+    learning = ("--learn", "--learn-file", tmp_path / "learnt", "--max-new-tokens", 12, "--raw", "--ignore-eos")
+    asked = ("run", pair.target, "--device", "cpu", "--draft", "head", "--prompt-file", prompts)
+    assert offspec(*asked, *learning).code == 0
+    assert (tmp_path / "learnt").is_file()
     offspec("distill", pair.target, "--head", "eagle3", *SMALL).refusal(1, "layer")
     offspec("distill", pair.target, "--head", "medusa", *SMALL).refusal(2, "exists already", "--out")
 

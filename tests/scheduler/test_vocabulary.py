@@ -184,6 +184,14 @@ def test_logits_are_the_targets_and_tokens_that_are_not_known_are_excluded(
         torch.testing.assert_close(found[:, token], expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("columns", [None, [7, 0, 5, 2]])
+def test_columns_of_tokens(columns: list[int] | None) -> None:
+    vocabulary, known = (Vocabulary(6), list(range(6))) if columns is None else (Vocabulary.mapped(columns), columns)
+    tokens = torch.tensor([[0, 5, 7], [9, 2, 6]])
+    expected = [[known.index(token) if token in known else -1 for token in row] for row in tokens.tolist()]
+    assert vocabulary.columns_of(tokens).tolist() == expected
+
+
 @pytest.mark.parametrize("target_size", [3, 6, 9])
 def test_the_targets_logits_are_added_where_both_know_a_token(target_size: int) -> None:
     target = torch.randn(2, target_size)

@@ -1,19 +1,15 @@
-"""Heads that see the last place of the text alone, and then their own path: no attention, no KV cache.
+"""The frame of heads that go step by step from the last place of the text along their own path.
 
-Medusa (2401.10774) predicts each of the next tokens from the same final state, whatever the tokens between are. Hydra
-(2402.05109) also reads the embeddings of the path's tokens. MLP speculators (2404.19124) carry a state from token to
-token, with weights for each step. A recurrent head has one cell for all steps (ReDrafter, 2403.09919).
-Names and shapes: FasterDecoding/Medusa (medusa_model.py), zankner/Hydra (prefix_mlp_head.py), vLLM (medusa.py,
-mlp_speculator.py).
+Most see nothing of the text but the target's state at that place, and have no KV cache. Some have layers of their own
+over the text.
 """
 
 from __future__ import annotations
 
-import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -25,24 +21,22 @@ from offspec.loaders.weights import RamWeights
 from offspec.scheduler.vocabulary import Vocabulary
 
 from ...errors import CheckpointError
-from ..block import PassRows
+from ..block import Block, PassRows, layer_shapes
 from ..config import ModelConfig
 from ..config_values import Json, positive
 from ..decoder import Decoder, IntArray
-from .head import Advanced, Head, HeadSpec, Inputs
+from .head import Advanced, Head, Inputs
 
 MOST_STEPS = 64
 NEGLIGIBLE = 1e-4  # share of the largest number below which a step's part of the states is taken as zero
 
 
-class ChainedHead(Head):
+class ChainedHead(Head, ABC):
     """Base: `step` computes the rows of one depth. The states of different steps' heads lie side by side.
 
     So logits are linear in the states, although each step may have a head of its own: W_d times part d, the others
-    being zero.
+    being zero. A head with tensors `text.N.*` has layers over the text, which renew the states of its rows.
     """
-
-    reads_text = False
 
     def __init__(
         self,
@@ -54,14 +48,20 @@ class ChainedHead(Head):
     ) -> None:
         """num_parts: heads of its own, or 1 for one head. width: of a part; None is the target's hidden size."""
         self._tensors, self._num_parts = tensors, num_parts
-        config = states_config(target.config, num_parts, width)
-        super().__init__(config, RamWeights([], {}), target, Vocabulary(target.config.vocab_size), dtype)
+        layers = _text_layers(tensors)
+        config = states_config(target.config, num_parts, width, len(layers))
+        super().__init__(config, RamWeights(layers, {}), target, Vocabulary(target.config.vocab_size), dtype)
+        inner = target.config.only_layers([0] * len(layers))
+        self.blocks = [Block(inner, block.index, block.rotary) for block in self.blocks]
+        self.reads_text = bool(layers)
 
+    @abstractmethod
     def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:
         """States [R, width] and features [R, F] of rows of one depth."""
-        raise NotImplementedError
 
     def advance(self, inputs: Inputs, rows: PassRows) -> Advanced:
+        if self.blocks and not inputs.depths.any():
+            inputs = inputs._replace(features=self.of_text(inputs, rows))
         states, features = list[Tensor](), list[Tensor]()
         order = list[Tensor]()
         for depth, chosen in _by_depth(inputs.depths):
@@ -72,6 +72,18 @@ class ChainedHead(Head):
             order.append(index)
         back = torch.cat(order).argsort()
         return Advanced(torch.cat(states)[back], torch.cat(features)[back])
+
+    def of_text(self, inputs: Inputs, rows: PassRows) -> Tensor:
+        """Features [R, F] of rows of the text, whose first `hidden` numbers went through the layers over the text."""
+        hidden = self.target.config.hidden_size
+        x, rest = inputs.features[:, :hidden], inputs.features[:, hidden:]
+        for block in self.blocks:
+            with self.weights.layer(block.index) as tensors:
+                weights = self.layer_weights(tensors)
+                x = torch.cat([block.forward(x[i:j], weights, rows, i, j) for i, j in rows.chunks])
+        if TEXT_NORM in self._tensors:
+            x = F.rms_norm(x, (hidden,), self._tensors[TEXT_NORM].to(x.dtype), self.config.rms_norm_eps)
+        return torch.cat((x, rest), dim=-1)
 
     def _placed(self, depth: int, states: Tensor) -> Tensor:
         """The states [R, width] as the part of their step's head: [R, parts * width]."""
@@ -120,9 +132,27 @@ def head_name(step: int) -> str:
     return f"head.{step}"
 
 
-def states_config(target: ModelConfig, num_parts: int, width: int | None = None) -> ModelConfig:
-    """The shape of a head without layers, whose states have `num_parts` parts."""
-    return replace(target.only_layers([]), hidden_size=num_parts * (width or target.hidden_size))
+def states_config(target: ModelConfig, num_parts: int, width: int | None = None, num_layers: int = 0) -> ModelConfig:
+    """The shape of a head whose states have `num_parts` parts. num_layers: over the text."""
+    return replace(target.only_layers([0] * num_layers), hidden_size=num_parts * (width or target.hidden_size))
+
+
+TEXT_NORM = "text.norm.weight"
+
+
+def text_shapes(target: ModelConfig, num_layers: int) -> dict[str, tuple[int, ...]]:
+    """Name → shape of the tensors of layers over the text."""
+    shapes = layer_shapes(target.only_layers([0]))
+    return {f"text.{index}.{name}": shape for index in range(num_layers) for name, shape in shapes.items()}
+
+
+def _text_layers(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The weights of the layers over the text by short names."""
+    found = dict[int, dict[str, Tensor]]()
+    for name, tensor in tensors.items():
+        if (match := re.fullmatch(r"text\.(\d+)\.(.+)", name)) is not None:
+            found.setdefault(int(match[1]), {})[match[2]] = tensor
+    return [found[index] for index in sorted(found)]
 
 
 def _by_depth(depths: IntArray) -> Iterator[tuple[int, Tensor]]:
@@ -131,232 +161,21 @@ def _by_depth(depths: IntArray) -> Iterator[tuple[int, Tensor]]:
         yield depth, torch.nonzero(given == depth)[:, 0]
 
 
-# ------------------------------------------------------------------------------------------------ Medusa
-
-
-class MedusaHead(ChainedHead):
-    """Residual blocks for each step, on the final state."""
-
-    def __init__(
-        self, steps: int, blocks: int, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(num_heads(tensors), tensors, target, dtype)
-        self.num_steps, self._blocks = steps, blocks
-
-    def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        x = features
-        for block in range(self._blocks):
-            x = x + F.silu(self._linear(f"blocks.{depth}.{block}", x))
-        return x, features
-
-
 def num_heads(tensors: Mapping[str, object]) -> int:
     """The number of a head's own matrices for logits, at least 1."""
     return max(1, sum(name.startswith("head.") and name.endswith(".weight") for name in tensors))
 
 
-def medusa_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:
-    """present: shapes by `medusa_name`. Raises CheckpointError."""
-    steps = _steps(config, "medusa_num_heads", "num_heads")
-    blocks = positive(config, "medusa_num_layers" if "medusa_num_layers" in config else "num_hidden_layers", 1)
-    hidden, vocab = target.hidden_size, target.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {}
-    for step in range(steps):
-        for block in range(min(blocks, MOST_STEPS)):
-            shapes[f"blocks.{step}.{block}.weight"] = (hidden, hidden)
-            if f"blocks.{step}.{block}.bias" in present:
-                shapes[f"blocks.{step}.{block}.bias"] = (hidden,)
-    shared = 1 if config.get("original_lm_head") is True else steps
-    own = {f"{head_name(step)}.weight": (vocab, hidden) for step in range(shared)}
-    shapes |= own if any(name in present for name in own) else {}
-    make = partial(MedusaHead, steps, blocks)
-    return HeadSpec("Medusa", states_config(target, num_heads(shapes)), shapes, (), vocab, make)
-
-
-_MEDUSA = (
-    (re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)"), r"blocks.\1.\2.\3"),
-    (re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"), r"blocks.\1.\2.\3"),
-    (re.compile(r"(\d+)\.\d+\.weight"), r"head.\1.weight"),
-    (re.compile(r"lm_heads\.(\d+)\.weight"), r"head.\1.weight"),
-    (re.compile(r"lm_head\.weight"), r"head.0.weight"),
-)
-
-
-def medusa_name(name: str) -> str | None:
-    """`MedusaHead`'s name of a tensor in a file of FasterDecoding or vLLM."""
-    return _renamed(re.sub(r"^medusa_heads?\.", "", name), _MEDUSA)
-
-
-def _renamed(name: str, rules: tuple[tuple[re.Pattern[str], str], ...]) -> str:
+def renamed(name: str, rules: tuple[tuple[re.Pattern[str], str], ...]) -> str:
     for pattern, new in rules:
         if (match := pattern.fullmatch(name)) is not None:
             return match.expand(new)
     return name
 
 
-def _steps(config: Json, *keys: str) -> int:
+def num_steps(config: Json, *keys: str) -> int:
     """How many tokens ahead a head predicts. Raises CheckpointError."""
     steps = positive(config, next((key for key in keys if key in config), keys[0]))
     if steps > MOST_STEPS:
         raise CheckpointError(f"config.json: a head of {steps} steps, and at most {MOST_STEPS} are supported")
     return steps
-
-
-# ------------------------------------------------------------------------------------------------ Hydra
-
-
-class HydraHead(ChainedHead):
-    """For each step an MLP over the final state and the embeddings of the path's tokens."""
-
-    def __init__(
-        self, steps: int, blocks: int, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(num_heads(tensors), tensors, target, dtype)
-        self.num_steps, self._blocks = steps, blocks
-
-    def fused(self, states: Tensor) -> Tensor:
-        """The final states, with room for the embeddings of a path: [K, (1 + steps) * hidden]."""
-        assert self.num_steps is not None
-        return F.pad(states.to(self.dtype), (0, self.num_steps * states.shape[-1]))
-
-    def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        hidden = self.target.config.hidden_size
-        known, end = features[:, : (1 + depth) * hidden], (2 + depth) * hidden
-        x = torch.cat((known, self.embedded(tokens)), dim=-1)
-        features = torch.cat((x, features[:, end:]), dim=-1)
-        x = self._linear(f"residual.{depth}", x) + F.silu(self._linear(f"blocks.{depth}.0", x))
-        for block in range(1, self._blocks):
-            x = x + F.silu(self._linear(f"blocks.{depth}.{block}", x))
-        return x, features
-
-
-def hydra_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:
-    """present: shapes by `hydra_name`. Raises CheckpointError."""
-    if config.get("grounded_heads", True) is not True:
-        raise CheckpointError("config.json: grounded_heads false is not supported; use a Medusa head")
-    steps, blocks = _steps(config, "hydra_num_heads"), positive(config, "hydra_num_layers", 1)
-    hidden, vocab = target.hidden_size, target.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {}
-    for step in range(steps):
-        for name, width in (("residual", 2 + step), ("blocks", 2 + step)):
-            short = f"{name}.{step}" if name == "residual" else f"{name}.{step}.0"
-            shapes |= {f"{short}.weight": (hidden, width * hidden), f"{short}.bias": (hidden,)}
-        for block in range(1, min(blocks, MOST_STEPS)):
-            shapes |= {f"blocks.{step}.{block}.weight": (hidden, hidden), f"blocks.{step}.{block}.bias": (hidden,)}
-        for part, shape in (("weight", (vocab, hidden)), ("bias", (vocab,))):
-            shapes |= {f"{head_name(step)}.{part}": shape} if f"{head_name(step)}.{part}" in present else {}
-    make = partial(HydraHead, steps, blocks)
-    return HeadSpec("Hydra", states_config(target, num_heads(shapes)), shapes, (), vocab, make)
-
-
-def hydra_name(name: str) -> str | None:
-    """`HydraHead`'s name of a tensor of zankner/Hydra, where dropouts count as layers: 1, 3, ... are blocks."""
-    name = name.removeprefix("hydra_head.")
-    if (match := re.fullmatch(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)", name)) is not None:
-        step, layer, part, kind = match.groups()
-        return f"residual.{step}.{kind}" if part != "linear" else f"blocks.{step}.{int(layer) // 2}.{kind}"
-    return _renamed(name, ((re.compile(r"hydra_lm_head\.(\d+)\.1\.(weight|bias)"), r"head.\1.\2"),))
-
-
-# ------------------------------------------------------------------------------------------------ MLP speculators
-
-
-class MlpHead(ChainedHead):
-    """A state that each step renews from the token's embedding, with a matrix, an embedding and a norm of its own."""
-
-    def __init__(
-        self,
-        steps: int,
-        scales: bool,
-        tensors: Mapping[str, Tensor],
-        target: Decoder,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """scales: the first state is normed."""
-        inner = len(tensors["ln.0.weight"])
-        super().__init__(num_heads(tensors), tensors, target, dtype, inner)
-        self.num_steps, self._scales, self._inner = steps, scales, inner
-        self._state = 0.5 ** (0.5 / steps)
-        self._added = math.sqrt((1 - self._state**2) * (inner / 2)) / self._state
-
-    def fused(self, states: Tensor) -> Tensor:
-        states = states.to(self.dtype)
-        if self._scales:
-            states = _l2_normed(states) / math.sqrt(2)
-        return F.pad(states, (0, max(0, self._inner - states.shape[-1])))
-
-    def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        embedding, projection, norm = (self._of(name, depth) for name in ("emb", "proj", "ln"))
-        table = self._tensors[f"{embedding}.weight"]
-        embedded = table[torch.from_numpy(tokens).to(table.device)].to(self.dtype)
-        matrix = self._tensors[f"{projection}.weight"]
-        x = linear(features[:, : matrix.shape[1]], matrix) + self._added * embedded
-        x = _l2_normed(x) * self._tensors[f"{norm}.weight"] + self._tensors[f"{norm}.bias"]
-        x = F.gelu(x)
-        return x, F.pad(x, (0, features.shape[1] - x.shape[1]))
-
-    def _of(self, name: str, depth: int) -> str:
-        """The name of a step's tensor; with tied weights, the last one there is."""
-        while depth and f"{name}.{depth}.weight" not in self._tensors:
-            depth -= 1
-        return f"{name}.{depth}"
-
-
-def _l2_normed(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-
-def mlp_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:
-    """present: shapes by `mlp_name`. Raises CheckpointError."""
-    steps = _steps(config, "n_predict")
-    emb, vocab = target.hidden_size, target.vocab_size
-    inner = config.get("inner_dim") or emb
-    inner = positive({"inner_dim": inner}, "inner_dim")
-    ties = config.get("tie_weights") is True
-    shapes: dict[str, tuple[int, ...]] = {}
-    for step in range(steps):
-        own: dict[str, tuple[int, ...]] = {
-            f"emb.{step}.weight": (vocab, inner),
-            f"{head_name(step)}.weight": (vocab, inner),
-        }
-        own |= {f"proj.{step}.weight": (inner, inner if step else emb)}
-        own |= {f"ln.{step}.{part}": (inner,) for part in ("weight", "bias")}
-        first = 2 if ties else steps
-        is_needed = {name: step == 0 or not ties or (name.startswith("proj") and step < first) for name in own}
-        shapes |= {name: shape for name, shape in own.items() if is_needed[name] or name in present}
-    make = partial(MlpHead, steps, config.get("scale_input") is True)
-    return HeadSpec("MLP speculator", states_config(target, num_heads(shapes), inner), shapes, (), vocab, make)
-
-
-def mlp_name(name: str) -> str | None:
-    """`MlpHead`'s name of a tensor of ibm-fms's files."""
-    return name.removeprefix("speculator.")
-
-
-# ------------------------------------------------------------------------------------------------ recurrent
-
-
-class RecurrentHead(ChainedHead):
-    """One cell for all steps, over the final state, which stays in view; the target's own head."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None) -> None:
-        super().__init__(1, tensors, target, dtype)
-
-    def fused(self, states: Tensor) -> Tensor:
-        """[K, 2 * hidden]: the final states, then the cell's first states, which are zero."""
-        return F.pad(states.to(self.dtype), (0, states.shape[-1]))
-
-    def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        final, cell = features.chunk(2, dim=-1)
-        cell = F.silu(self._linear("cell", torch.cat((cell, self.embedded(tokens)), dim=-1)))
-        joined = torch.cat((final, cell), dim=-1)
-        x = final + self._linear("down", F.silu(self._linear("up", joined)))
-        return x, joined
-
-
-def recurrent_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:
-    """present: shapes by name. Raises CheckpointError."""
-    hidden, inner = target.hidden_size, positive(config, "intermediate_size")
-    shapes: dict[str, tuple[int, ...]] = {"cell.weight": (hidden, 2 * hidden), "cell.bias": (hidden,)}
-    shapes |= {"up.weight": (inner, 2 * hidden), "down.weight": (hidden, inner)}
-    return HeadSpec("recurrent", states_config(target, 1), shapes, (), target.vocab_size, RecurrentHead)

@@ -35,6 +35,7 @@ OWN_EMBEDDING, OWN_NORM, OWN_HEAD = "embed_tokens.weight", "norm.weight", "lm_he
 TO_TARGET, OF_TARGET = "d2t", "t2d"
 JOINED_NORM, INPUT_NORM = "hidden_norm.weight", "input_norm.weight"
 LAYERS = "layers."
+TAPPED = "eagle_aux_hidden_state_layer_ids"  # the key in config.json of the target's layers whose states are read
 WITHOUT_INPUT_NORM = NormPlaces(before_attention=None)
 FAMILIES = ("llama", "qwen3")  # of the layers in Speculators' files; everybody else's are Llama's
 MOST_LAYERS = 64
@@ -209,15 +210,14 @@ def tapped_layers(config: Json, num_layers: int) -> tuple[int, ...]:
     nested = nested if isinstance(nested, Mapping) else {}
     if nested.get("use_aux_hidden_state", True) is not True:
         raise UnsupportedModelError("an EAGLE-3 head that reads final states alone is not supported")
-    key = "eagle_aux_hidden_state_layer_ids"
-    if config.get(key) is not None:
-        said, shift = config[key], 1
-    elif nested.get(key) is not None:
-        said, shift = nested[key], 0
+    if config.get(TAPPED) is not None:
+        said, shift = config[TAPPED], 1
+    elif nested.get(TAPPED) is not None:
+        said, shift = nested[TAPPED], 0
     else:
         said, shift = [2, num_layers // 2, num_layers - 3], 1
     if not isinstance(said, list) or not said or not all(type(layer) is int for layer in said):
-        raise CheckpointError(f"config.json: {key} is not a list of layers")
+        raise CheckpointError(f"config.json: {TAPPED} is not a list of layers")
     layers = tuple(layer - shift for layer in said)
     if wrong := [layer for layer in layers if not 0 <= layer < num_layers]:
         raise UnsupportedModelError(

@@ -14,6 +14,7 @@ from ...pair import Pair, build_pair
 from ..model.head_twins import (
     EAGLE_CONFIG,
     HYDRA_CONFIG,
+    HYDRA_PREFIX_CONFIG,
     MEDUSA_CONFIG,
     MLP_CONFIG,
     RECURRENT_CONFIG,
@@ -33,6 +34,7 @@ HEADS = {
     "EAGLE-3": (EAGLE_CONFIG, lambda: eagle_tensors(3)),
     "Medusa": (MEDUSA_CONFIG, medusa_tensors),
     "Hydra": (HYDRA_CONFIG, hydra_tensors),
+    "Hydra++": (HYDRA_PREFIX_CONFIG, lambda: hydra_tensors(has_prefix=True)),
     "MLP speculator": (MLP_CONFIG, mlp_tensors),
     "recurrent": (RECURRENT_CONFIG, recurrent_tensors),
 }
@@ -111,5 +113,6 @@ def test_what_a_head_cannot_do_is_refused(engine: Engine, pair: Pair, tmp_path: 
     with pytest.raises(UsageError, match="draft model"):
         list(engine.generate(PROMPTS[0], GREEDY, SpeculationParams(accept="joint")))
     folder = write_folder(tmp_path, EAGLE_CONFIG, eagle_tensors(3))
-    with pytest.raises(UsageError, match="learn"):
-        Engine.load(str(pair.target), draft=str(folder), learn=True)
+    files = (tmp_path / "one", tmp_path / "other")
+    with pytest.raises(UsageError, match="one file"):
+        Engine.load(str(pair.target), draft=str(folder), learn_file=files)

@@ -134,7 +134,8 @@ def _attention(x: Tensor, w: Mapping[str, Tensor], heads: int = 4, kv_heads: int
 # the logits after a path of tokens, whose first one is the text's last, from the final state before that token.
 
 MEDUSA_CONFIG = {"medusa_num_heads": 3, "medusa_num_layers": 2}
-HYDRA_CONFIG = {"hydra_num_heads": 3, "hydra_num_layers": 2, "grounded_heads": True}
+HYDRA_CONFIG = {"hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
+HYDRA_PREFIX_CONFIG = {**HYDRA_CONFIG, "hydra_head_arch": "prefix-mlp"}
 MLP_CONFIG = {"model_type": "mlp_speculator", "n_predict": 3, "emb_dim": 32, "inner_dim": 24, "scale_input": True}
 RECURRENT_CONFIG = {"offspec_head": "recurrent", "intermediate_size": 40}
 VOCAB, HIDDEN, INNER = CONFIG["vocab_size"], 32, 24
@@ -157,27 +158,54 @@ def medusa_logits(tensors: Mapping[str, Tensor], state: Tensor, embedded: Tensor
     return state @ tensors[f"{step}.2.weight"].T
 
 
-def hydra_tensors() -> dict[str, Tensor]:
-    shapes: dict[str, Sequence[int]] = {}
+PREFIX = "prefix_embeding_layer."
+
+
+def hydra_tensors(*, has_prefix: bool = False) -> dict[str, Tensor]:
+    """has_prefix: Hydra++, with a layer over the text, and with dropouts, which count as layers."""
+    first, second, head = ("1", "3", ".1") if has_prefix else ("0", "1", "")
+    shapes: dict[str, Sequence[int]] = {"input_embed_fn.weight": (VOCAB, HIDDEN)}
     for step in range(3):
         for part in ("linear", "res_connection"):
-            shapes |= {f"hydra_mlp.{step}.1.{part}.weight": (HIDDEN, (2 + step) * HIDDEN)}
-            shapes |= {f"hydra_mlp.{step}.1.{part}.bias": (HIDDEN,)}
-        shapes |= {f"hydra_mlp.{step}.3.linear.weight": (HIDDEN, HIDDEN), f"hydra_mlp.{step}.3.linear.bias": (HIDDEN,)}
-        shapes |= {f"hydra_lm_head.{step}.1.weight": (VOCAB, HIDDEN), f"hydra_lm_head.{step}.1.bias": (VOCAB,)}
-    return random_tensors(shapes)
+            shapes |= {f"hydra_mlp.{step}.{first}.{part}.weight": (HIDDEN, (2 + step) * HIDDEN)}
+            shapes |= {f"hydra_mlp.{step}.{first}.{part}.bias": (HIDDEN,)}
+        shapes |= {f"hydra_mlp.{step}.{second}.linear.weight": (HIDDEN, HIDDEN)}
+        shapes |= {f"hydra_mlp.{step}.{second}.linear.bias": (HIDDEN,)}
+        shapes |= {f"hydra_lm_head.{step}{head}.weight": (VOCAB, HIDDEN), f"hydra_lm_head.{step}{head}.bias": (VOCAB,)}
+    return random_tensors(shapes | _prefix_shapes() if has_prefix else shapes)
+
+
+def _prefix_shapes() -> dict[str, Sequence[int]]:
+    inner = CONFIG["intermediate_size"]
+    shapes: dict[str, Sequence[int]] = {f"layers.0.self_attn.{name}_proj.weight": (16, HIDDEN) for name in "kv"}
+    shapes |= {f"layers.0.self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qo"}
+    shapes |= {f"layers.0.mlp.{name}_proj.weight": (inner, HIDDEN) for name in ("gate", "up")}
+    shapes |= {"layers.0.mlp.down_proj.weight": (HIDDEN, inner), "norm.weight": (HIDDEN,)}
+    shapes |= {f"layers.0.{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+    return {f"{PREFIX}{name}": shape for name, shape in shapes.items()}
+
+
+def hydra_prefix(tensors: Mapping[str, Tensor], states: Tensor) -> Tensor:
+    """States [T, hidden] after the layer over the text."""
+    start = f"{PREFIX}layers.0."
+    w = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+    x = states + _attention(_norm(states, w["input_layernorm.weight"]), w)
+    inner = _norm(x, w["post_attention_layernorm.weight"])
+    gate, up = (inner @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return _norm(x + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T, tensors[f"{PREFIX}norm.weight"])
 
 
 def hydra_logits(tensors: Mapping[str, Tensor], state: Tensor, embedded: Tensor) -> Tensor:
     step = len(embedded) - 1
+    first, second, head = ("1", "3", ".1") if f"{PREFIX}norm.weight" in tensors else ("0", "1", "")
 
     def product(name: str, x: Tensor) -> Tensor:
         return x @ tensors[f"{name}.weight"].T + tensors[f"{name}.bias"]
 
-    x = torch.cat((state, embedded.flatten()))
-    x = product(f"hydra_mlp.{step}.1.res_connection", x) + F.silu(product(f"hydra_mlp.{step}.1.linear", x))
-    x = x + F.silu(product(f"hydra_mlp.{step}.3.linear", x))
-    return product(f"hydra_lm_head.{step}.1", x)
+    x, mlp = torch.cat((state, embedded.flatten())), f"hydra_mlp.{step}"
+    x = product(f"{mlp}.{first}.res_connection", x) + F.silu(product(f"{mlp}.{first}.linear", x))
+    x = x + F.silu(product(f"{mlp}.{second}.linear", x))
+    return product(f"hydra_lm_head.{step}{head}", x)
 
 
 def mlp_tensors() -> dict[str, Tensor]:

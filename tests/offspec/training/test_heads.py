@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +19,18 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, UsageError
 from offspec.model.heads.text import HeadText
-from offspec.training.distill_params import HEADS, DistillParams
+from offspec.training.distill_params import HEADS, HeadParams
 from offspec.training.distillation import Teacher
 from offspec.training.head_structures import STRUCTURES
 from offspec.training.heads import HeadStudent, distill_head
 from offspec.training.target_texts import Forest
+from offspec.training.unrolling import SoftCrossEntropy
 
+from ...pages import ROOT
 from ...pair import Pair, build_pair
 from ..model.test_heads import told, tree_mask
 
-PARAMS = DistillParams(steps=6, num_texts=32, text_tokens=12, batch_texts=8, num_labels=16)
+PARAMS = HeadParams(steps=6, num_texts=32, text_tokens=12, batch_texts=8, num_labels=16)
 GREEDY = SamplingParams(16, ignore_eos=True)
 
 
@@ -66,6 +74,27 @@ def test_training_computes_what_drafting_computes(kind: str, teacher: Teacher) -
         torch.testing.assert_close(states[0], unrolled[step][1, 3], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "sees_path"), [("clover", True), ("amphista", False), ("medusa", False)])
+def test_which_tokens_a_head_sees(kind: str, sees_path: bool, teacher: Teacher) -> None:
+    """All but Medusa see the text's last token; the path's tokens only those that go from token to token."""
+    student = HeadStudent(STRUCTURES[kind](teacher.target, 0), teacher.target)
+    with torch.no_grad():
+        for part in student.parts.values():
+            part.add_(0.1 * torch.randn(part.shape, generator=torch.Generator().manual_seed(1)))
+    text, empty = HeadText(student.head), np.empty(0, dtype=np.int64)
+
+    def after(root: int, token: int) -> torch.Tensor:
+        text.truncate(0)
+        text.feed(told([5, 6], torch.ones(2, student.width), (), [], [root]))
+        text.states([root], empty, empty, np.empty((0, 0), dtype=np.bool_))
+        text.states([], np.array([token]), np.array([1]), tree_mask([-1]))
+        return text.states([], np.array([9]), np.array([2]), tree_mask([-1, 0], 1))
+
+    assert torch.equal(after(7, 20), after(7, 20))
+    assert torch.equal(after(7, 20), after(7, 21)) == (not sees_path)
+    assert torch.equal(after(7, 20), after(8, 20)) == (kind == "medusa")
+
+
 class StopError(Exception):
     """The run is interrupted."""
 
@@ -87,6 +116,53 @@ def test_a_resumed_run_is_the_same_to_the_bit(kind: str, teacher: Teacher, tmp_p
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert whole.agreement == parts.agreement
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from offspec import Engine
+    from offspec.checkpoints.opening import ModelFiles
+    from offspec.training.distill_params import HeadParams
+    from offspec.training.distillation import Teacher
+    from offspec.training.heads import distill_head
+
+    target, out = map(Path, sys.argv[1:])
+    engine = Engine.load(str(target), draft="none", device="cpu", dtype="fp32")
+    teacher = Teacher(engine.target, ModelFiles.open(target, "fp32", "cpu", []), engine.tokenizer)
+
+    def progress(what, done, total):
+        if what == "training steps" and done == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    params = HeadParams(steps=6, num_texts=32, text_tokens=12, batch_texts=8, num_labels=16)
+    distill_head(teacher, "eagle3", params, out=out, progress=progress, checkpoint_every_s=0)
+"""
+
+
+def test_a_killed_run_gives_the_same_to_the_last_bit(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
+    whole, out = distill_head(teacher, "eagle3", PARAMS, out=tmp_path / "whole"), tmp_path / "out"
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    script = [sys.executable, "-c", textwrap.dedent(KILLED), str(pair.target), str(out)]
+    killed = subprocess.run(script, env={**os.environ, **threads, "PYTHONPATH": str(ROOT)}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists()
+    resumed = distill_head(teacher, "eagle3", PARAMS, out=out, resume=True)
+    one, other = (load_file(done.path / "model.safetensors") for done in (whole, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_loss_has_the_gradient_of_the_formula() -> None:
+    """Also for rows whose wanted probabilities do not sum to 1."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 11, generator=generator, dtype=torch.double).requires_grad_()
+    columns = torch.stack([torch.randperm(11, generator=generator)[:4] for _ in range(5)])
+    wanted = torch.rand(5, 4, generator=generator, dtype=torch.double)
+    expected = -(wanted * logits.log_softmax(-1).gather(1, columns)).sum()
+    found = SoftCrossEntropy.apply(logits, columns, wanted)
+    torch.testing.assert_close(found, expected)
+    one, other = (torch.autograd.grad(2 * loss, logits)[0] for loss in (found, expected))
+    torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -113,6 +189,24 @@ def test_a_head_belongs_to_its_target(teacher: Teacher, tmp_path: Path) -> None:
         Engine.load(str(other.target), draft=str(done.path), device="cpu", dtype="fp32")
     with pytest.raises(UsageError, match="there is none"):
         Engine.load(str(other.target), draft="head", device="cpu", dtype="fp32")
+
+
+def test_a_head_of_few_tokens(teacher: Teacher, pair: Pair, tmp_path: Path) -> None:
+    """It has columns for the tokens that the target says most, and drafts with them."""
+    params = replace(PARAMS, head_tokens=40)
+    done = distill_head(teacher, "eagle3", params, out=tmp_path / "few")
+    tensors = load_file(done.path / "model.safetensors")
+    columns = tensors["d2t"] + torch.arange(40)
+    assert len(tensors["lm_head.weight"]) == 40
+    assert torch.equal(torch.nonzero(tensors["t2d"])[:, 0], columns)
+    engine = Engine.load(str(pair.target), draft=str(done.path), device="cpu", dtype="fp32")
+    plain, drafted = (
+        [token for step in engine.generate("def area", GREEDY, speculation) for token in step.token_ids]
+        for speculation in (SpeculationParams(budget=0), SpeculationParams(budget=12))
+    )
+    assert plain == drafted
+    with pytest.raises(UsageError, match="all tokens"):
+        distill_head(teacher, "medusa", params, out=tmp_path / "other")
 
 
 def test_the_loss_falls(teacher: Teacher) -> None:

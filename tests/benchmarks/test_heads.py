@@ -1,0 +1,20 @@
+"""The table of heads: its texts are plain decoding's, and it says what it counts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks.drafts.heads import main
+
+
+def test_a_line_for_each_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--max-prompts", "2", "--max-new-tokens", "24", "--budgets", "4,auto", "--temperatures", "0"]
+    main(["--draft", "builtin", "--draft", "lookup", *small])
+    out = capsys.readouterr().out
+    assert re.search(r"builtin: \d+\.\d MB", out)
+    lines = re.findall(r"(\S+) +T 0 +(4|auto) nodes +(\d+\.\d\d) +levels +(\d+\.\d)", out)
+    assert [line[:2] for line in lines] == [(d, b) for d in ("builtin", "lookup") for b in ("4", "auto")]
+    assert float(lines[0][2]) > 1.5
+    assert 1 <= float(lines[0][3]) <= 4

@@ -1,0 +1,116 @@
+"""A head learns between requests: from the texts and states that it was told, and its file is found again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.head_files import write_head
+from offspec.errors import UsageError
+from offspec.training.head_learning import HeadAligner, HeadWindow
+from offspec.training.head_structures import STRUCTURES
+from offspec.training.online import AlignmentParams
+from offspec.training.target_texts import Forest
+
+from ...pair import Pair, build_pair
+
+KINDS = ("eagle3", "medusa", "hydra", "recurrent", "mlp", "clover", "koala", "amphista")
+SAMPLED = SamplingParams(40, temperature=1.0, seed=3, ignore_eos=True)
+DRAFTED = SpeculationParams(8, lookup=False)
+PROMPT = "def area(width"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"), num_layers=8)
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> Engine:
+    return Engine.load(str(pair.target), draft="none", device="cpu", dtype="fp32")
+
+
+def head_of(kind: str, plain: Engine, folder: Path) -> Path:
+    beginning = STRUCTURES[kind](plain.target, 0)
+    write_head(folder / kind, beginning.config, beginning.tensors)
+    return folder / kind
+
+
+def ids_of(engine: Engine, speculation: SpeculationParams) -> list[int]:
+    steps = list(engine.generate(PROMPT, SAMPLED, speculation))
+    engine.learn(steps[-1].stats)
+    return [token for step in steps for token in step.token_ids]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_learns_from_its_own_texts(kind: str, pair: Pair, plain: Engine, tmp_path: Path) -> None:
+    """The loss on the same text falls, the text stays plain decoding's, and the file has what was learnt."""
+    head, file = head_of(kind, plain, tmp_path), tmp_path / "learnt.safetensors"
+    loading = {"draft": str(head), "device": "cpu", "dtype": "fp32"}
+    engine = Engine.load(str(pair.target), learn=True, learn_file=file, **loading)
+    aligner, expected = engine.aligner, ids_of(plain, SpeculationParams(budget=0))
+    assert isinstance(aligner, HeadAligner)
+    losses = list[float]()
+    for _ in range(2):
+        assert ids_of(engine, DRAFTED) == expected
+        window = aligner.windows[-1]
+        with torch.no_grad():
+            losses.append(aligner.loss([window], 1.0))
+        for _ in range(6):
+            aligner.step([window])
+    assert losses[1] < losses[0]
+    aligner.adapter.merge()
+    aligner.adapter.save(file)
+    learnt = Engine.load(str(pair.target), learn_file=file, **loading)
+    assert ids_of(learnt, DRAFTED) == expected
+    assert learnt.aligner is not None
+    for name, tensor in aligner.adapter.merged.items():
+        torch.testing.assert_close(learnt.aligner.adapter.merged[name], tensor)
+    other = head_of("recurrent" if kind != "recurrent" else "medusa", plain, tmp_path / "other")
+    with pytest.raises(UsageError, match="another draft"):
+        Engine.load(str(pair.target), **{**loading, "draft": str(other)}, learn_file=file)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_places_have_the_targets_states(kind: str, pair: Pair, plain: Engine, tmp_path: Path) -> None:
+    """Prompt and answer are recorded as the shards of `distill` have them, whatever passes they came in."""
+    head = head_of(kind, plain, tmp_path)
+    engine = Engine.load(str(pair.target), draft=str(head), device="cpu", dtype="fp32", learn=True)
+    found = ids_of(engine, DRAFTED)
+    aligner, prompt = engine.aligner, plain.encode(PROMPT)
+    assert isinstance(aligner, HeadAligner)
+    (window,) = aligner.windows
+    assert isinstance(window, HeadWindow)
+    text = [*prompt, *found][:-1]
+    assert window.tokens[: window.num_tokens].tolist() == text[: window.num_tokens]
+    assert window.num_tokens >= len(text) - 8
+    assert window.said_from == len(prompt) - 1
+    layers = aligner.head.target_layers or (7,)
+    told = Forest(plain.target, 1, layers).add(np.array([text]), 8)
+    states = told["hidden"][0] if aligner.head.target_layers else plain.target.normed(told["hidden"][0])
+    count = window.num_tokens
+    torch.testing.assert_close(window.states[:count], states[:count], atol=1e-4, rtol=1e-4)
+    assert (window.choices[:count, 0] == told["labels"][0, :count, 0].numpy()).mean() > 0.95
+
+
+def test_a_long_text_fills_several_windows(
+    pair: Pair, plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offspec.training.head_learning.HEAD_PARAMS", AlignmentParams(window_tokens=64))
+    engine = Engine.load(str(pair.target), draft=str(head_of("eagle3", plain, tmp_path)), device="cpu", learn=True)
+    prompt = [*range(20, 110)]
+    steps = list(engine.generate(prompt, SamplingParams(20, ignore_eos=True), DRAFTED))
+    assert engine.aligner is not None
+    first, second, *_ = engine.aligner.windows
+    assert isinstance(first, HeadWindow)
+    assert isinstance(second, HeadWindow)
+    assert first.num_tokens == len(first.tokens) == 64
+    assert first.tokens[-16:].tolist() == second.tokens[:16].tolist()
+    assert len(first.said()) == 0, "all of it is the prompt"
+    assert second.said()[0] == len(prompt) - 1 - 48
+    engine.learn(steps[-1].stats)
+    assert steps[-1].stats.learn_steps is not None
