@@ -25,7 +25,7 @@ NVME_BYTES_PER_S = 7e9  # sequential reads of a good PCIe 4.0 x4 SSD by its data
 NVME_SOURCE = "data sheet of an NVMe SSD with PCIe 4.0; `disk` sets another rate"
 
 # Shares of a data sheet's figure that real code reaches; conservative estimates.
-MATMUL_SHARE, MEMORY_SHARE, DEQUANTISE_SHARE = 0.7, 0.8, 0.5
+MATMUL_SHARE, MEMORY_SHARE, DEQUANTISE_SHARE, PACKED_SHARE = 0.7, 0.8, 0.5, 0.5
 # On an RTX 4090, torch sees 23.65 of 24 GiB, and the CUDA context takes another half GiB.
 USABLE_SHARE, CONTEXT_BYTES = 0.985, GIB // 2
 _WIDTHS = (1, 8, 64, 256, 1024)
@@ -52,7 +52,10 @@ class KnownGpu:
         """The expected rates of the card, without a disk rate. packed_bytes: per weight of a packed matrix."""
         source = f"data sheet of the {self.name}, reduced to realistic shares"
         memory = MEMORY_SHARE * self.memory_bytes_per_s
-        fields = ("host_to_device_bytes_per_s", "memory_bytes_per_s", "matmul_flops", "dequantise_elements_per_s")
+        fields = (
+            *("host_to_device_bytes_per_s", "memory_bytes_per_s", "matmul_flops"),
+            *("dequantise_elements_per_s", "packed_bytes_per_s"),
+        )
         return Rates(
             host_to_device_bytes_per_s=self.host_to_device_bytes_per_s,
             memory_bytes_per_s=memory,
@@ -60,6 +63,7 @@ class KnownGpu:
             # arithmetic.
             matmul_flops={width: min(width * memory, MATMUL_SHARE * self.bf16_flops) for width in _WIDTHS},
             dequantise_elements_per_s=DEQUANTISE_SHARE * self.memory_bytes_per_s / (packed_bytes + _BF16_BYTES),
+            packed_bytes_per_s=PACKED_SHARE * self.memory_bytes_per_s,
             sources=dict.fromkeys(fields, source),
         )
 

@@ -54,6 +54,7 @@ class Rates:
 
     matmul_flops: rows of activations → FLOP/s, with weights that fit no cache (two FLOP per weight and row).
     memory_bytes_per_s: of the compute device's memory, reads plus writes. dequantise_elements_per_s: NF4 weights/s.
+    packed_bytes_per_s: of packed matrices that a GPU multiplies with few rows without unpacking them.
     """
 
     disk_bytes_per_s: float | None = None
@@ -62,6 +63,7 @@ class Rates:
     matmul_flops: Mapping[int, float] = field(default_factory=dict)
     dequantise_elements_per_s: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+    packed_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)

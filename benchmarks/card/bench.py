@@ -16,7 +16,7 @@ from offspec import builtin
 from offspec.loaders.cuda import pin, release_memory, unpin
 from offspec.loaders.formats.process_state import has_bitsandbytes
 from offspec.loaders.hardware import Rates, read_gpu, read_memory
-from offspec.loaders.measure import measure_dequantise, measure_matmul, measure_memory
+from offspec.loaders.measure import measure_dequantise, measure_matmul, measure_memory, measure_packed_product
 from offspec.loaders.readers import HostBuffer
 
 from .jobs import JOBS, Figures
@@ -58,6 +58,7 @@ class Bench:
                 memory_bytes_per_s=measure_memory(device, seconds=0.2),
                 matmul_flops=measure_matmul(device, dtype, widths, shape=shape, seconds=0.5),
                 dequantise_elements_per_s=dequantised,
+                packed_bytes_per_s=measure_packed_product(device, dtype),
             )
             release_memory(device)
         return self._rates
@@ -86,4 +87,5 @@ def machine(bench: Bench) -> Iterator[Figures]:
         "memory_bytes_per_s": rates.memory_bytes_per_s,
         "matmul_flops": dict(rates.matmul_flops),
         "dequantise_elements_per_s": rates.dequantise_elements_per_s,
+        "packed_bytes_per_s": rates.packed_bytes_per_s,
     }

@@ -23,7 +23,7 @@ from .models import say
 from .packed import packed_bf16
 from .passes import baseline, passes
 from .report import tell
-from .shadows import shadow_rounds
+from .shadows import shadow_rounds, shadow_texts
 
 LEAST_S = 45.0  # least time left to start a part; it also needs the time of a similar part
 
@@ -38,6 +38,7 @@ def parts_of(bench: Bench, names: Sequence[str]) -> dict[str, Callable[[], Itera
     parts[f"draft {names[0]}"] = partial(draft_rounds, bench, names[0])
     parts[f"vocabulary {names[0]}"] = partial(vocabulary, bench, names[0])
     parts[f"shadow {names[-1]}"] = partial(shadow_rounds, bench, names[-1])
+    parts[f"shadow texts {names[-1]}"] = partial(shadow_texts, bench, names[-1])
     rounds = zip_longest(*([(name, cap) for cap in JOBS[name].caps] for name in names))
     for i, (name, cap) in enumerate(one for each in rounds for one in each if one is not None):
         where = f"{name} half" if cap is None else f"{name} {cap}GB"

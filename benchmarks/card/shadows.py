@@ -1,7 +1,8 @@
 """Seconds per round of a shadow: the target's layers in 4, 3 or 2 bits, beside what `offspec plan` predicts.
 
 Every layer is the same sample in memory, so a shadow of a model of any size can be measured. Its tokens mean nothing.
-Tokens/s follow from these seconds, those of passes, and tokens per pass (`docs/drafts.md`).
+Tokens/s follow from these seconds, those of passes, and tokens per pass (`docs/drafts.md`). Texts with a real shadow
+are those of the built-in target.
 """
 
 from __future__ import annotations
@@ -13,36 +14,70 @@ from typing import Any
 import torch
 
 from benchmarks.streaming import star
+from offspec import Engine
 from offspec.checkpoints.from_config import layers_from_config
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats import Weight
 from offspec.loaders.layer_view import LayerView
+from offspec.loaders.measure import measure_fused_rows
 from offspec.loaders.params import SHADOW_FORMATS
 from offspec.loaders.tiers import StoredLayer, StoredModel
 from offspec.loaders.weights import RamWeights
-from offspec.model.cuda_graphs import WIDTHS
+from offspec.model.cuda_graphs import WIDTHS, TreeGraphs, is_static
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.planning.drafting import EAGER_LAYER_S
-from offspec.planning.plan import Work, layer_s
+from offspec.planning.drafting import CAPTURED_LAYER_S, round_layer_s
+from offspec.planning.plan import Work
 
 from .bench import Bench
-from .jobs import CONTEXT, Figures
+from .jobs import CONTEXT, JOBS, Figures
 from .kernels import round_s
+from .texts import texts_of
 
 
 def shadow_rounds(bench: Bench, name: str) -> Iterator[Figures]:
-    """For each number of bits: bytes of all layers, a round's seconds by rows, and the seconds as predicted."""
+    """For each number of bits: bytes of all layers, a round's seconds by rows in each way, and the seconds predicted.
+
+    unpacked: each matrix is unpacked, then multiplied. packed: few rows are multiplied without unpacking, up to
+    `fused_rows`. graph: these rounds as captured graphs.
+    """
     files, found = bench.grown(name)[0].files, dict[str, Any]()
     for bits, form in SHADOW_FORMATS.items():
         layers = layers_from_config(files.config, form)
-        text = CachedDecoder(sampled(files, layers, bench.device), CONTEXT)
-        text.score(list(range(5, 133)), *star(0))
-        found[f"{bits} bits"] = {
+        decoder = sampled(files, layers, bench.device)
+        rounds = {"unpacked": _rounds(CachedDecoder(decoder, CONTEXT))}
+        found[f"{bits} bits"] = figures = {
             "bytes": sum(layer.cost(files.dtype).resident_bytes for layer in layers),
-            "round_s": {width: round_s(text, width) for width in WIDTHS},
+            "fused_rows": _measured_limits(layers, files.dtype, bench.device),
             "predicted_s": {width: _predicted_s(bench, files, layers, width) for width in WIDTHS},
+            "round_s": rounds,
         }
+        if any(figures["fused_rows"].values()):
+            rounds["packed"] = _rounds(CachedDecoder(decoder, CONTEXT))
+        if is_static(decoder):
+            rounds["graph"] = _rounds(TreeGraphs(decoder, CONTEXT).text(CONTEXT))
         yield dict(found)
+
+
+def shadow_texts(bench: Bench, name: str) -> Iterator[Figures]:
+    """Tokens/s and tokens per pass of held-out prompts: the built-in target in bf16, with a shadow of 4 bits."""
+    engine = Engine.load("builtin", draft="shadow:4", dtype="bf16", device=str(bench.device))
+    try:
+        yield {"texts": texts_of(engine, JOBS[name], is_brief=False)}
+    finally:
+        engine.close()
+
+
+def _rounds(text: CachedDecoder) -> dict[int, float]:
+    text.score(list(range(5, 133)), *star(0))
+    return {width: round_s(text, width) for width in WIDTHS}
+
+
+def _measured_limits(layers: Sequence[StoredLayer], dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """Rows up to which each kind and shape of matrix is multiplied packed from now on in this process."""
+    kinds = {weight.fused_kind: weight for weight in layers[0].weights.values() if weight.fused_kind is not None}
+    if device.type == "cpu":
+        return {}
+    return {f"{w.dtype} {w.shape[0]}x{w.shape[1]}": measure_fused_rows(w, device, dtype) for w in kinds.values()}
 
 
 def sampled(files: ModelFiles, layers: Sequence[StoredLayer], device: torch.device) -> Decoder:
@@ -64,6 +99,6 @@ def sampled(files: ModelFiles, layers: Sequence[StoredLayer], device: torch.devi
 
 
 def _predicted_s(bench: Bench, files: ModelFiles, layers: Sequence[StoredLayer], width: int) -> float:
-    work = Work.of(replace(files, stored=replace(files.stored, layers=list(layers))))
-    launch_s = EAGER_LAYER_S if bench.device.type == "cuda" else 0.0
-    return len(layers) * (launch_s + layer_s(work, bench.rates(), width, work.kept_elements))
+    shadow = replace(files, stored=replace(files.stored, layers=list(layers)))
+    launch_s = CAPTURED_LAYER_S if bench.device.type == "cuda" else 0.0
+    return len(layers) * (launch_s + round_layer_s(shadow, Work.of(shadow), bench.rates(), width))

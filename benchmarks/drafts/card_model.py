@@ -5,8 +5,8 @@
 Everything follows from shapes (config.json) and the card's data sheet; nothing is measured. Each row has tokens/s,
 greedy and at temperature 1, for three kinds of rounds:
 
-    as built   a packed matrix is unpacked into memory, then multiplied; kernels are launched one by one
-    packed     a kernel reads packed weights and multiplies; rounds are captured as graphs (not built for shadows)
+    unpacked   a packed matrix is unpacked into memory, then multiplied; kernels are launched one by one
+    as built   a kernel multiplies with packed weights, and reads them at half of the memory's rate; captured graphs
     hidden     as if passes hid all drafting: the limit
 
 Small drafts appear twice: with the tokens per pass of the built-in pair, and with those of a 1.5B draft of a 7B model
@@ -27,7 +27,7 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.weighing import Scales, usual_names
 from offspec.errors import MemoryLimitError
-from offspec.loaders.gpus import MATMUL_SHARE, KnownGpu, find_gpu
+from offspec.loaders.gpus import KnownGpu, find_gpu
 from offspec.loaders.hardware import Rates
 from offspec.loaders.placement import Limits
 from offspec.loaders.units import GIB
@@ -112,18 +112,23 @@ class Model:
                 yield f"{name}: {str(exc).partition(' (')[0]}"
                 continue
             guessing, said = opened.guessing(plan.placement), self.names.get(name, name)
-            yield self._row(said, plan, guessing)
-            if name in self.names:
-                yield self._row(f"{said}, as SubSpec's", plan, replace(guessing, acceptance=SUBSPEC_SMALL))
+            is_small = name in self.names
+            yield self._row(said, plan, guessing, is_small=is_small)
+            if is_small:
+                subspec = replace(guessing, acceptance=SUBSPEC_SMALL)
+                yield self._row(f"{said}, as SubSpec's", plan, subspec, is_small=True)
 
-    def _row(self, name: str, plan: Plan, guessing: Guessing) -> Row:
+    def _row(self, name: str, plan: Plan, guessing: Guessing, *, is_small: bool = False) -> Row:
         def built(model: ModelFiles) -> Rates:
             return self.rates
 
-        captured = replace(guessing, is_captured=True)
+        def unpacked(model: ModelFiles) -> Rates:
+            return replace(self.rates, packed_bytes_per_s=None)
+
+        eager = guessing if is_small else replace(guessing, is_captured=False)
         ways = {
+            "unpacked": (eager, unpacked),
             "as built": (guessing, built),
-            "packed": (captured, self._packed_rates),
             "hidden": (replace(guessing, layers=()), built),
         }
         found = {
@@ -132,18 +137,6 @@ class Model:
         }
         rates = {way: (greedy.tokens_per_s, sampled.tokens_per_s) for way, (greedy, sampled) in found.items()}
         return Row(self.case.target, name, len(plan.placement.resident), found["as built"][0], rates)
-
-    def _packed_rates(self, model: ModelFiles) -> Rates:
-        """Rates of products that read packed weights; of plain weights, as they are."""
-        if model.packed_form is None or model is self.target:
-            return self.rates
-        layer = model.stored.layers[0]
-        weight_bytes = layer.cost(model.dtype).resident_bytes / layer.num_weights
-        assert self.rates.memory_bytes_per_s is not None
-        widths = self.rates.matmul_flops
-        read = {width: 2 * width * self.rates.memory_bytes_per_s / weight_bytes for width in widths}
-        flops = {width: min(read[width], MATMUL_SHARE * self.gpu.bf16_flops) for width in widths}
-        return replace(self.rates, matmul_flops=flops, dequantise_elements_per_s=None)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -157,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         case = CASES[name]
         card = gpu.name if case.vram is None else f"{case.vram // GIB} GiB of an {gpu.name}"
         print(f"\n{case.target}, {case.form or 'bf16'}, {card}, {case.ram // GIB} GiB of RAM; greedy / temperature 1\n")
-        print("| draft | resident layers | pass s | round ms | tokens per pass | as built | packed | hidden |")
+        print("| draft | resident layers | pass s | round ms | tokens per pass | unpacked | as built | hidden |")
         print("|---|---|---|---|---|---|---|---|")
         refused = list[str]()
         with tempfile.TemporaryDirectory() as folder:

@@ -23,6 +23,7 @@ from ..checkpoints.exit_layers import check_exit_layer, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
 from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
 from ..checkpoints.skip_files import SkipFile
+from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import LayerDraft, LayerDraftText
 from ..model.text_caches import TextCaches
@@ -65,13 +66,19 @@ class LayersOfTarget(ModelDraft):
     allows_reload = False  # it uses the resident layers
 
     decoder: LayerDraft
+    _buffers: RoundBuffers | None = None  # of captured rounds, on a GPU only
 
     def prepare(self, max_context: int) -> None:
-        """No graph captures its rounds: packed matrices are unpacked for each product."""
+        if self.decoder.device.type == "cuda" and is_static(self.decoder) and self._buffers is None:
+            self._buffers = RoundBuffers(self.decoder)
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
         text = CachedDecoder(target, num_tokens + num_nodes + self.num_shared if num_tokens else 0)
-        return TextCaches(text, LayerDraftText(self.decoder, text), self.num_shared)
+        return TextCaches(text, LayerDraftText(self.decoder, text, self._buffers), self.num_shared)
+
+    def close(self) -> None:
+        self._buffers = None
+        super().close()
 
     @property
     def num_shared(self) -> int:  # type: ignore[override]
@@ -132,7 +139,8 @@ class OpenedShadow:
             return Guessing(acceptance=LOOKUP)
         chosen = len(placement.streamed) or layers
         parts = ((copies, chosen), (self.target, layers - chosen))
-        return Guessing(parts, SHADOWS[self.shadow.bits], share=chosen / layers)
+        is_captured = self.device_type != "cpu"
+        return Guessing(parts, SHADOWS[self.shadow.bits], share=chosen / layers, is_captured=is_captured)
 
     def load(self, device: torch.device) -> Attach:
         return self._attach
@@ -231,7 +239,8 @@ class OpenedLayers:
         acceptance = RESIDENT_LAYERS if self.num_first is None else EXIT
         if self.skips is not None:
             acceptance = of_agreement(self.skips.agreement_without(layers - number), str(self.skips.path))
-        return Guessing(((self.target, number),), acceptance)
+        is_captured = self.device_type != "cpu" and self.target.packed_form is None
+        return Guessing(((self.target, number),), acceptance, is_captured=is_captured)
 
     def load(self, device: torch.device) -> Attach:
         return self._attach

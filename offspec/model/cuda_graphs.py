@@ -4,11 +4,14 @@ A round of the draft takes a few dozen rows through a small model; most of its t
 kernels. Here a round is one transfer of its tokens, positions and mask, and one replay. Rows are padded to a width and
 keys to a power of two, so that few shapes are captured. The device extends the mask of the pending region to all keys.
 Other rounds run through `CachedDecoder`, with the same results: long chains, too many rows or keys, and weights that
-are streamed or dequantised.
+are streamed, converted or unpacked by more than kernels.
+
+A draft's cache is its own (`TreeGraphs`), or part of its target's (`LayerDraftText`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +25,7 @@ from offspec.loaders.formats import Weight
 from offspec.loaders.small_transfers import page_locked, read_words, seen_by
 from offspec.scheduler.params import MAX_ROWS
 
+from ..errors import CheckpointError
 from .block import RowsOfText
 from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
 from .foreign_config import ForeignConfig
@@ -36,35 +40,46 @@ Shape = tuple[int, int]  # rows and keys of a round
 
 
 def is_static(decoder: Decoder) -> bool:
-    """Whether a pass only computes with tensors that keep their addresses.
+    """Whether a pass through the layers only launches kernels, on tensors that keep their addresses.
 
-    Packed weights are excluded: bitsandbytes does not guarantee that its kernels can be captured.
+    bitsandbytes does not guarantee that its kernels can be captured.
     """
     weights = decoder.weights
     if isinstance(decoder.config, ForeignConfig) or not weights.is_resident:
         return False
-
-    def is_ready(weight: Weight) -> bool:
-        return isinstance(weight, Tensor) and (weight.dtype, weight.device) == (decoder.dtype, decoder.device)
-
     for index in range(decoder.config.num_layers):
         with weights.layer(index) as layer:
-            if not all(map(is_ready, layer.values())):
+            if not all(_is_ready(weight, decoder) for weight in layer.values()):
                 return False
-    return all(is_ready(weights.shared(name)) for name in decoder.config.shared_shapes())
+    return all(_is_ready(weights.shared(name), decoder) for name in decoder.config.final_norm_names)
+
+
+def _is_ready(weight: Weight, decoder: Decoder) -> bool:
+    if not isinstance(weight, Tensor):
+        return weight.is_recordable(decoder.dtype)
+    return (weight.dtype, weight.device) == (decoder.dtype, decoder.device)
+
+
+def _has_ready_embedding(decoder: Decoder) -> bool:
+    """Whether a graph can look up its rows. A streamed target's are in RAM, or on disk."""
+    try:
+        return _is_ready(decoder.weights.shared(decoder.config.embedding_name), decoder)
+    except CheckpointError:
+        return False
 
 
 class Inputs:
     """The inputs of a round, in one host buffer and an equal device buffer, so that one transfer is enough.
 
-    counts [2]: committed tokens, then the slot of the first row. ids, positions [W]. region [W, 1 + P + 1]: column 0 is
-    true, for the committed prefix; the next P are the mask of the pending region; the last one is false, for slots
-    after it. W and P are maxima; a round of fewer rows transfers fewer.
+    counts [3]: the slots that every row attends to, the first slot of the region after the gap (`KVCache.gap`), the
+    slot of the first row. ids, positions [W]. region [W, 1 + P + 1]: column 0 is true, for the slots before the gap;
+    the next P are the mask of the region; the last one is false, for the gap and for slots after the region. W and P
+    are maxima; a round of fewer rows transfers fewer.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._most_rows, self._columns = WIDTHS[-1], MAX_ROWS + 2
-        num_bytes = 8 * (2 + 2 * self._most_rows) + self._most_rows * self._columns
+        num_bytes = 8 * (3 + 2 * self._most_rows) + self._most_rows * self._columns
         self._host = page_locked(num_bytes, device)
         self._seen = seen_by(device, self._host)
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -74,21 +89,30 @@ class Inputs:
         self._written[3][:, 0] = True
 
     def _views(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        most, head = self._most_rows, 8 * (2 + 2 * self._most_rows)
+        most, head = self._most_rows, 8 * (3 + 2 * self._most_rows)
         words, region = buffer[:head].view(torch.int64), buffer[head:].view(torch.bool)
-        return words[:2], words[2 : 2 + most], words[2 + most :], region.view(most, self._columns)
+        return words[:3], words[3 : 3 + most], words[3 + most :], region.view(most, self._columns)
 
-    def put(self, length: int, start: int, tokens: IntArray, positions: IntArray, mask: BoolArray, width: int) -> None:
-        """Send R rows; rows R to `width` repeat the last one, so that they cannot introduce NaNs."""
+    def put(self, cache: KVCache, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
+        """Send R rows after the entries of `cache`; arguments as in `CachedDecoder.score`.
+
+        Rows R to `width` repeat the last one, so that they cannot introduce NaNs.
+        """
         if self._sent is not None:
             self._sent.synchronize()  # the last transfer may still read the host buffer
         counts, ids, places, region = self._written
-        num_rows, num_pending = mask.shape
-        counts[:] = length, start
-        for buffer, values in ((ids, tokens), (places, positions), (region[:, 1 : 1 + num_pending], mask)):
+        num_rows, num_pending, start = *mask.shape, cache.gap.stop
+        first = 1 + cache.size - start - cache.pending  # the column of the first pending node
+        counts[:] = cache.gap.start, start, cache.size
+        region[:width, 1:first] = True
+        for buffer, values in (
+            (ids, tokens),
+            (places, cache.next_position - 1 + depths),
+            (region[:, first : first + num_pending], mask),
+        ):
             buffer[:num_rows] = values
             buffer[num_rows:width] = values[-1]
-        region[:width, 1 + num_pending :] = False
+        region[:width, first + num_pending :] = False
         num_bytes = self._host.nbytes - (self._most_rows - width) * self._columns
         if self._seen is not None:  # whole words: widths are multiples of four, columns an even number
             read_words(self._seen[:num_bytes], self._device[:num_bytes])
@@ -96,6 +120,13 @@ class Inputs:
             self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
         if self._sent is not None:  # name the copy's stream; the default is the current device's stream
             self._sent.record(torch.cuda.current_stream(self._device.device))
+
+    def seen(self, width: int, num_keys: int) -> Tensor:
+        """Bool [width, num_keys]: the slots that each row attends to. Computed on the device."""
+        before, start, _ = self.counts.unbind()
+        slots, last = torch.arange(num_keys, device=self.counts.device), self.region.shape[1] - 1
+        columns = torch.where(slots < start, last, (slots - start + 1).clamp(max=last))
+        return self.region[:width].index_select(1, torch.where(slots < before, 0, columns))
 
 
 @dataclass(frozen=True)
@@ -166,58 +197,79 @@ def as_it_is(work: Work) -> Work:
     return work
 
 
-class TreeGraphs:
-    """The static rounds of one model, and their KV cache; both exist as long as the model.
+class RoundBuffers:
+    """What all texts of a model have in common in static rounds: inputs, results, the recorder. One runs at a time."""
 
-    `text` lends the cache to one text at a time.
-    """
+    def __init__(self, decoder: Decoder, record: Recorder | None = None) -> None:
+        """decoder: must be `is_static`. record: None records CUDA graphs on a GPU, and nothing on a CPU."""
+        self.decoder, self.inputs = decoder, Inputs(decoder.device)
+        shape = WIDTHS[-1], decoder.config.hidden_size
+        self.states = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+        self.embedded = None if _has_ready_embedding(decoder) else torch.zeros_like(self.states)
+        self.record = record or (CudaRecorder(decoder.device) if decoder.device.type == "cuda" else as_it_is)
 
-    def __init__(self, decoder: Decoder, capacity: int, record: Recorder | None = None) -> None:
-        """decoder: must be `is_static`. capacity: entries to reserve at the first text."""
-        self.decoder, self.cache = decoder, decoder.new_cache()
-        self._capacity = capacity
-        self._inputs = Inputs(decoder.device)
-        self._states = torch.zeros(WIDTHS[-1], decoder.config.hidden_size, dtype=decoder.dtype, device=decoder.device)
-        self._record = record or (CudaRecorder(decoder.device) if decoder.device.type == "cuda" else as_it_is)
+    def send(self, cache: KVCache, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
+        """The inputs of a round, see `Inputs.put`; with the embedding's rows if a graph cannot look them up."""
+        self.inputs.put(cache, tokens, depths, mask, width)
+        if self.embedded is not None:
+            self.embedded[: len(tokens)] = self.decoder.embed(torch.as_tensor(tokens))
+
+
+class StaticRounds:
+    """The static rounds of one KV cache: one for each shape, as long as the cache keeps its memory."""
+
+    def __init__(self, buffers: RoundBuffers, cache: KVCache, *, uses_before: int = 0) -> None:
+        """uses_before: rounds of a shape that are not static, because recording takes longer than some rounds."""
+        self.cache, self._buffers, self._uses_before = cache, buffers, uses_before
         self._rounds: dict[Shape, Work] = {}
+        self._uses = Counter[Shape]()
         # Shapes of rounds that ran during a pass, when nothing can be recorded; in their order.
         self._missed = dict[Shape, None]()
-        self._bound_to = 0  # the cache's capacity; if it changes, the cache has new memory
-        self._borrower: ReferenceType[StaticText] | None = None
-
-    def text(self, room: int) -> CachedDecoder:
-        """An empty text with room for `room` entries; it has its own cache if another text still uses this one."""
-        if self._borrower is not None and self._borrower() is not None:
-            return CachedDecoder(self.decoder, room)
-        self.cache.truncate(0)
-        self.cache.num_dropped = 0
-        self.cache.reserve(max(room, self._capacity))
-        self._bind()
-        text = StaticText(self)
-        self._borrower = ref(text)
-        return text
-
-    def fits(self, num_rows: int) -> bool:
-        """Whether `num_rows` more rows can be a static round."""
-        if not 0 < num_rows <= WIDTHS[-1] or self.cache.pending + num_rows > MAX_ROWS:
-            return False
-        return self.cache.size + _width(num_rows) <= self.cache.capacity
+        self._bound_to: Tensor | None = None  # the cache's positions; if these are another tensor, so is all its memory
 
     @torch.inference_mode()
-    def states(self, tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
-        """`CachedDecoder.states` without a chain; valid until the next call. The caller advances the cache's counts."""
+    def run(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor | None:
+        """The states [R, hidden] of a chain or of nodes, which are then in the cache; see `CachedDecoder.states`.
+
+        They are valid until the next call. None, and nothing was done, if this cannot be a static round.
+        """
+        if chain and not len(tokens):  # a chain is a tree with one branch, which is then committed
+            steps = np.arange(1, len(chain) + 1)
+            states = self._states(np.array(chain), steps, np.tri(len(chain), dtype=np.bool_))
+            num_committed, num_pending = len(chain), 0
+        elif not chain and len(tokens):
+            states = self._states(tokens, depths, mask)
+            num_committed, num_pending = 0, len(tokens)
+        else:
+            return None
+        if states is not None:
+            self.cache.append(num_committed, num_pending)
+        return states
+
+    def _states(self, tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor | None:
+        if not self._fits(len(tokens)):
+            return None
         cache, width = self.cache, _width(len(tokens))
-        if cache.capacity != self._bound_to:
-            self._bind()
-        self._inputs.put(cache.length, cache.size, tokens, cache.next_position - 1 + depths, mask, width)
+        self.bind()
         shape = width, _num_keys(cache.size + width, cache.capacity)
+        self._uses[shape] += 1
+        if self._uses[shape] <= self._uses_before:
+            return None
+        self._buffers.send(cache, tokens, depths, mask, width)
         if shape not in self._rounds:
             self._missed[shape] = None
         if self._missed:
             self._catch_up()
         replay = self._rounds.get(shape) or partial(self._forward, *shape)
         replay()
-        return self._states[: len(tokens)]
+        return self._buffers.states[: len(tokens)]
+
+    def _fits(self, num_rows: int) -> bool:
+        """Whether `num_rows` more rows can be a static round."""
+        cache = self.cache
+        if not 0 < num_rows <= WIDTHS[-1] or cache.size - cache.gap.stop + num_rows > MAX_ROWS:
+            return False
+        return cache.size + _width(num_rows) <= cache.capacity
 
     def _catch_up(self) -> None:
         """Record all missed shapes, if recording is possible now.
@@ -227,33 +279,64 @@ class TreeGraphs:
         for shape in list(self._missed):
             if self.cache.size + shape[0] > self.cache.capacity:
                 continue
-            if (replay := self._record(partial(self._forward, *shape))) is None:
+            if (replay := self._buffers.record(partial(self._forward, *shape))) is None:
                 return
             self._rounds[shape] = replay
             del self._missed[shape]
 
-    def close(self) -> None:
-        """Free graphs and cache; texts cannot be used afterwards."""
-        self._rounds, self.cache = {}, self.decoder.new_cache()
+    def bind(self) -> None:
+        """Drop the rounds of other memory than the cache has now."""
+        if self.cache.positions is not self._bound_to:
+            self._rounds, self._missed, self._bound_to = {}, {}, self.cache.positions
+            self._uses.clear()
 
-    def _bind(self) -> None:
-        """Bind the rounds to the cache's current memory."""
-        self.cache.wipe()
-        if self.cache.capacity != self._bound_to:
-            self._rounds, self._missed, self._bound_to = {}, {}, self.cache.capacity
+    def close(self) -> None:
+        self._rounds = {}
 
     def _forward(self, width: int, num_keys: int) -> None:
         """Compute the states of the round in the inputs. Shapes depend on the arguments only; nothing synchronises."""
-        decoder, cache, inputs = self.decoder, self.cache, self._inputs
-        length, start = inputs.counts.unbind()
-        ids, positions = inputs.ids[:width], inputs.positions[:width]
-        slots = start + torch.arange(width, device=ids.device)
+        buffers, cache, decoder = self._buffers, self.cache, self._buffers.decoder
+        ids, positions = buffers.inputs.ids[:width], buffers.inputs.positions[:width]
+        slots = buffers.inputs.counts[2] + torch.arange(width, device=ids.device)
         cache.positions.index_copy_(0, slots, positions)
-        columns = torch.arange(1, num_keys + 1, device=ids.device) - length
-        seen = inputs.region[:width].index_select(1, columns.clamp(0, inputs.region.shape[1] - 1))
-        rows = StaticRows(cache, slots, positions, seen, Rotations(positions))
-        hidden = decoder.through(decoder.embed(ids), rows)
-        self._states[:width].copy_(decoder.normed(hidden))
+        rows = StaticRows(cache, slots, positions, buffers.inputs.seen(width, num_keys), Rotations(positions))
+        # The layers may overwrite their input.
+        hidden = decoder.embed(ids) if buffers.embedded is None else buffers.embedded[:width].clone()
+        buffers.states[:width].copy_(decoder.normed(decoder.through(hidden, rows)))
+
+
+class TreeGraphs:
+    """The static rounds of one model, and their KV cache; both exist as long as the model.
+
+    `text` lends the cache to one text at a time.
+    """
+
+    def __init__(self, decoder: Decoder, capacity: int, record: Recorder | None = None) -> None:
+        """decoder: must be `is_static`. capacity: entries to reserve at the first text."""
+        self.decoder, self._capacity = decoder, capacity
+        self.rounds = StaticRounds(RoundBuffers(decoder, record), decoder.new_cache())
+        self._borrower: ReferenceType[StaticText] | None = None
+
+    @property
+    def cache(self) -> KVCache:
+        return self.rounds.cache
+
+    def text(self, room: int) -> CachedDecoder:
+        """An empty text with room for `room` entries; it has its own cache if another text still uses this one."""
+        if self._borrower is not None and self._borrower() is not None:
+            return CachedDecoder(self.decoder, room)
+        self.cache.truncate(0)
+        self.cache.num_dropped = 0
+        self.cache.reserve(max(room, self._capacity))
+        self.cache.wipe()
+        text = StaticText(self)
+        self._borrower = ref(text)
+        return text
+
+    def close(self) -> None:
+        """Free graphs and cache; texts cannot be used afterwards."""
+        self.rounds.close()
+        self.rounds.cache = self.decoder.new_cache()
 
 
 def _width(num_rows: int) -> int:
@@ -275,15 +358,7 @@ class StaticText(CachedDecoder):
         self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
     ) -> Tensor:
         """`CachedDecoder.states`; the states of a static round are valid until the next call."""
-        num_rows = max(len(chain), len(tokens))
-        if (chain and len(tokens)) or not self._graphs.fits(num_rows):
+        states = self._graphs.rounds.run(chain, tokens, depths, mask)
+        if states is None:
             return super().states(chain, tokens, depths, mask, before)
-        if not chain:
-            states = self._graphs.states(tokens, depths, mask)
-            self.cache.append(0, num_rows)
-            return states
-        # A chain is a tree with one branch, which is then committed.
-        steps = np.arange(1, num_rows + 1)
-        states = self._graphs.states(np.array(chain), steps, np.tri(num_rows, dtype=np.bool_))
-        self.cache.append(num_rows, 0)
-        return states[-1 - before :]
+        return states[-1 - before :] if chain else states

@@ -196,6 +196,11 @@ class KVCache:
         return self.length + self.pending
 
     @property
+    def gap(self) -> slice:
+        """Slots that no row attends to, behind those that all rows attend to. Here there are none."""
+        return slice(self.length, self.length)
+
+    @property
     def next_position(self) -> int:
         """The position of the next token, which is the number of the text's committed tokens."""
         return self.length + self.num_dropped

@@ -15,9 +15,13 @@ from torch import Tensor
 
 from offspec.loaders.layer_view import LayerView
 
-from .decoder import AppendedRows, CachedDecoder, Decoder
+from .cuda_graphs import WIDTHS, RoundBuffers, StaticRounds
+from .decoder import AppendedRows, BoolArray, CachedDecoder, Decoder, IntArray
 from .kv_cache import KVCache
 from .shared_cache import GapVisibility, SharedCache
+
+# A text has rounds of its own, because it has a KV cache of its own. Recording one takes as long as three rounds.
+USES_BEFORE_RECORDING = 3
 
 
 class LayerDraft(Decoder):
@@ -55,12 +59,28 @@ class LayerDraftText(CachedDecoder):
     decoder: LayerDraft
     cache: SharedCache
 
-    def __init__(self, decoder: LayerDraft, target: CachedDecoder) -> None:
+    def __init__(self, decoder: LayerDraft, target: CachedDecoder, buffers: RoundBuffers | None = None) -> None:
+        """buffers: of the draft's static rounds; None: it has none."""
         self.decoder, self.cache = decoder, SharedCache(target, decoder.numbers)
+        self._rounds: StaticRounds | None = None
+        if buffers is not None:
+            self._rounds = StaticRounds(buffers, self.cache, uses_before=USES_BEFORE_RECORDING)
 
     def begin(self, room: int) -> None:
         """Start a request whose trees have at most `room` nodes, from the target's entries."""
         self.cache.begin(room)
+
+    def states(
+        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
+    ) -> Tensor:
+        """`CachedDecoder.states`; the states of a static round are valid until the next call."""
+        states = None
+        if self._rounds is not None and max(len(chain), len(tokens)) <= WIDTHS[-1]:
+            self.cache.extend(len(chain) + len(tokens))  # places the first own entries
+            states = self._rounds.run(chain, tokens, depths, mask)
+        if states is None:
+            return super().states(chain, tokens, depths, mask, before)
+        return states[-1 - before :] if chain else states
 
     def reserve(self, capacity: int) -> None:
         """Nothing: the target's cache has room for the draft's entries (`TextCaches.num_shared`)."""

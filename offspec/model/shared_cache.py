@@ -42,7 +42,7 @@ class SharedCache(KVCache):
 
     @property
     def gap(self) -> slice:
-        """Slots that belong to the target's next pass."""
+        """Slots that belong to the target's next pass, behind the target's entries."""
         return slice(self.num_exact, self._start)
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from offspec.loaders.formats.on_gpu import GGUF_WITH_KERNELS
 from offspec.loaders.hardware import Rates
 from offspec.scheduler.params import SpeculationParams
 
@@ -26,6 +27,7 @@ BEND = 3  # of the curve in `Acceptance.tokens`: fitted to replayed texts (docs/
 SPARED_POWER = 8
 # On a GPU, seconds to launch the kernels of one layer: about 75, of 5 us each, or 1.5 us in a captured graph.
 EAGER_LAYER_S, CAPTURED_LAYER_S = 75 * 5e-6, 75 * 1.5e-6
+MOST_PACKED_ROWS = 64  # that are multiplied with packed matrices; more rows are rather multiplied with unpacked ones
 NUM_HEADS = 2  # times that a round multiplies by the head: for its logits, and for recall
 
 RatesOf = Callable[[ModelFiles], Rates]  # rates of products with a model's matrices
@@ -160,8 +162,17 @@ def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int, num_t
         launch_s = 0.0
     works = [(model, count, Work.of(model)) for model, count in guessing.layers]
     in_layers = sum(
-        count * (launch_s + layer_s(work, rates_of(model), width, work.kept_elements)) for model, count, work in works
+        count * (launch_s + round_layer_s(model, work, rates_of(model), width)) for model, count, work in works
     )
     first = guessing.layers[0][0]
     head = Work.of(first).head_elements
     return in_layers + NUM_HEADS * head * seconds_per_element(rates_of(first).matmul_flops, min(width, HEAD_ROWS))
+
+
+def round_layer_s(model: ModelFiles, work: Work, rates: Rates, width: int) -> float:
+    """Seconds of a resident layer. A GPU reads packed matrices once, and multiplies few rows without unpacking them."""
+    if model.packed_form not in GGUF_WITH_KERNELS or not rates.packed_bytes_per_s or width > MOST_PACKED_ROWS:
+        return layer_s(work, rates, width, work.kept_elements)
+    num_bytes = model.stored.layers[0].cost(model.dtype).resident_bytes
+    fastest = max(rates.matmul_flops.values(), default=math.inf)
+    return max(num_bytes / rates.packed_bytes_per_s, 2 * width * work.layer_elements / fastest)

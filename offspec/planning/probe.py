@@ -18,6 +18,7 @@ from offspec.loaders.measure import (
     measure_fused_rows,
     measure_host_to_device,
     measure_matmul,
+    measure_packed_product,
 )
 from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.product_costs import forms_of, know_products, product_flops
@@ -107,6 +108,7 @@ def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per
         host_to_device_bytes_per_s=link_bytes_per_s,
         matmul_flops=products or measure_matmul(device, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.2),
         dequantise_elements_per_s=measure_dequantise(device, target.dtype, form, seconds=0.05) if form else None,
+        packed_bytes_per_s=measure_packed_product(device, target.dtype),
     )
 
 

@@ -63,7 +63,7 @@ class Adapter:
 
     def __init__(self, draft: Decoder, rank: int, seed: int = 0) -> None:
         """At first, every B is 0: the draft is unchanged. Raises UsageError for a draft with unchangeable weights."""
-        if not is_static(draft):
+        if not is_static(draft) or not all(isinstance(weight, Tensor) for weight in weights_of(draft).values()):
             raise UsageError(
                 "the draft's weights are quantised or streamed, and only plain resident ones can learn; choose a draft "
                 "in bf16, fp16 or fp32 (`draft=PATH`)"

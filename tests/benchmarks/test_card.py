@@ -37,7 +37,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 def test_every_part_has_figures(results: dict[str, Any]) -> None:
     assert list(results) == [
-        *("machine", "small copies", "exact", "draft tiny", "vocabulary tiny", "shadow tiny"),
+        *("machine", "small copies", "exact", "draft tiny", "vocabulary tiny", "shadow tiny", "shadow texts tiny"),
         *("tiny half", "tiny half as SpecExec", "packed bf16 tiny", "attention tiny"),
     ]
     assert not any("error" in line for line in results.values())
@@ -84,8 +84,11 @@ def test_rounds_of_shadows_stand_beside_their_prediction(results: dict[str, Any]
     sizes = [figures[bits]["bytes"] for bits in figures]
     assert sizes == sorted(sizes, reverse=True)
     for found in figures.values():
-        assert found["round_s"].keys() == found["predicted_s"].keys()
-        assert min(*found["round_s"].values(), *found["predicted_s"].values()) > 0
+        rounds = found["round_s"]["unpacked"]
+        assert rounds.keys() == found["predicted_s"].keys()
+        assert min(*rounds.values(), *found["predicted_s"].values()) > 0
+    texts = results["shadow texts tiny"]["figures"]["texts"]
+    assert texts["greedy"]["tokens_per_pass"] >= texts["greedy, plain"]["tokens_per_pass"] == 1
 
 
 def test_both_ways_of_attention_agree(results: dict[str, Any]) -> None:
@@ -115,7 +118,7 @@ def test_what_is_there_is_not_done_again(
 def test_without_time_nothing_is_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(tmp_path), "--device", "cpu", "--shape", "tiny", "--minutes", "0"])
     assert not (tmp_path / "results.jsonl").exists()
-    assert capsys.readouterr().err.count("no time left") == 10
+    assert capsys.readouterr().err.count("no time left") == 11
 
 
 def test_a_part_that_fails_is_told_and_done_again(

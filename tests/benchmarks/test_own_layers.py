@@ -28,13 +28,16 @@ def test_every_draft_has_a_row(
 
 
 def test_the_model_of_a_card(capsys: pytest.CaptureFixture[str]) -> None:
-    card_model.main(["--cases", "7b,70b"])
+    card_model.main(["--cases", "32b,7b,70b"])
     said = capsys.readouterr().out
     rows = {(row["case"], row["draft"]): row for row in json.loads(said.splitlines()[-1])}
     for row in rows.values():
         for greedy_or_sampled in range(2):
-            built, packed, hidden = (row["rates"][way][greedy_or_sampled] for way in ("as built", "packed", "hidden"))
-            assert built <= packed * 1.001 <= hidden * 1.002
+            ways = ("unpacked", "as built", "hidden")
+            unpacked, built, hidden = (row["rates"][way][greedy_or_sampled] for way in ways)
+            assert unpacked <= built * 1.001 <= hidden * 1.002
+    unpacked, built = (rows["32b", "shadow:4"]["rates"][way][0] for way in ("unpacked", "as built"))
+    assert built > 1.5 * unpacked
     assert rows["7b", "0.5b"]["resident"] > rows["7b", "shadow:4"]["resident"]
     assert rows["7b", "0.5b"]["greedy"]["round_s"] < rows["7b", "shadow:4"]["greedy"]["round_s"]
     assert ("70b", "shadow:4") not in rows

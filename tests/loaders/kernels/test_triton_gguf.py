@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offspec.loaders.formats import gguf, linear
 from offspec.loaders.formats.gguf import GgufMatrix, unpack_reference
-from offspec.loaders.formats.on_gpu import FASTER_WAY, gguf_kernels
+from offspec.loaders.formats.on_gpu import FASTER_WAY, GGUF_WITH_KERNELS, gguf_kernels
 from offspec.loaders.formats.process_state import FUSED_ROWS
 from offspec.loaders.measure import measure_fused_rows
 from offspec.loaders.product_costs import of_no_file
@@ -38,6 +38,7 @@ def rows_of(num_rows: int, num_inputs: int, dtype: torch.dtype) -> Tensor:
 
 def test_which_types_have_kernels(kernels: ModuleType) -> None:
     assert [name for name in NAMES if name in kernels.LAYOUTS] == sorted(TYPES, key=NAMES.index)
+    assert set(TYPES) == GGUF_WITH_KERNELS
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of numbers that are none

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.layer_view import LayerView
+from offspec.model.cuda_graphs import RoundBuffers, Work, as_it_is, is_static
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.kv_cache import MakeLayerCaches, plain_layers
 from offspec.model.layer_draft import LayerDraft, LayerDraftText
@@ -28,7 +30,7 @@ class CopyingText(CachedDecoder):
 
     decoder: LayerDraft
 
-    def __init__(self, decoder: LayerDraft, target: CachedDecoder) -> None:
+    def __init__(self, decoder: LayerDraft, target: CachedDecoder, buffers: RoundBuffers | None = None) -> None:
         super().__init__(decoder)
         self._target, self._num_exact = target, 0
 
@@ -172,6 +174,50 @@ def test_it_guesses_as_its_twin(
         torch.testing.assert_close(found, expected)
     for found, expected in zip(shared.targets, twin.targets, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("make", [plain_layers, fp32_layers])
+@pytest.mark.parametrize("embedding", ["there", "elsewhere"])
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
+@pytest.mark.parametrize(("seed", "grows"), [(0, False), (1, False), (2, True)])
+def test_static_rounds_guess_as_others(
+    tiny_model: GetModel,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    embedding: str,
+    make: MakeLayerCaches,
+    seed: int,
+    grows: bool,
+) -> None:
+    """As captured on a GPU, from the second round of a shape on; a graph cannot look up an embedding in RAM."""
+    monkeypatch.setattr("offspec.model.layer_draft.USES_BEFORE_RECORDING", 1)
+    monkeypatch.setattr("offspec.model.cuda_graphs.MIN_KEYS", 32)
+    whole, recorded = tiny_model(family).decoder(torch.float64), list[tuple[int, int]]()
+    target = Decoder(whole.config, whole.weights, dtype=whole.dtype, device=whole.device, make_layer_caches=make)
+    view = LayerView(target.weights, (0, 1), None)
+    if embedding == "elsewhere":
+        monkeypatch.setattr("offspec.model.cuda_graphs._has_ready_embedding", lambda decoder: False)
+    draft = LayerDraft(target, (0, 1), view)
+    assert is_static(draft)
+
+    def record(work: Any) -> Work:
+        recorded.append(work.args)
+        return as_it_is(work)
+
+    lives = list[Life]()
+    for buffers in (RoundBuffers(draft, record), None):
+        text = CachedDecoder(target)
+        text.cache.reserve(200)
+        lives.append(Life(text, LayerDraftText(draft, text, buffers), seed))
+        lives[-1].run(grows=grows)
+    static, plain = lives
+    assert static.text == plain.text
+    for found, expected in zip(static.found, plain.found, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for found, expected in zip(static.targets, plain.targets, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    if not grows:
+        assert len(recorded) == len(set(recorded)) > 1, "each shape once"
 
 
 def test_the_draft_never_writes_where_the_target_does(tiny_model: GetModel) -> None:

@@ -14,8 +14,9 @@ import pytest
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.acceptance import SHADOWS, SMALL_MODEL
 from offspec.loaders.hardware import Rates
+from offspec.loaders.params import SHADOW_FORMATS
 from offspec.loaders.placement import Limits
-from offspec.planning.drafting import MAX_ROUNDS, Acceptance, Guessing, predict_drafting, round_s
+from offspec.planning.drafting import CAPTURED_LAYER_S, MAX_ROUNDS, Acceptance, Guessing, predict_drafting, round_s
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan
 
@@ -157,3 +158,21 @@ def test_a_round_of_several_texts_is_one_forward_without_captured_graphs(plan: P
     assert round_s(plan, eager, rates_of, 16, 4) == round_s(plan, eager, rates_of, 64)
     one, other = round_s(plan, captured, rates_of, 16), round_s(plan, eager, rates_of, 16)
     assert round_s(plan, captured, rates_of, 16, 4) == pytest.approx(one + 3 * other)
+
+
+def test_a_gpu_reads_packed_matrices_in_rounds_of_few_rows(tmp_path: Path, plan: Plan) -> None:
+    """Without the rate of such products it unpacks them first, as for more rows; formats without a kernel always."""
+    packed, other = (files_of(tmp_path / form, SHAPE, form) for form in (SHADOW_FORMATS[4], "nf4"))
+    fast = replace(RATES, packed_bytes_per_s=5e11)
+    for model, width, is_faster in ((packed, 16, True), (packed, 65, False), (other, 16, False)):
+        before, now = (
+            round_s(plan, Guessing(((model, 32),), SMALL_MODEL), lambda _, rates=rates: rates, width)
+            for rates in (RATES, fast)
+        )
+        assert (now < before) is is_faster
+    layer_bytes = packed.stored.layers[0].cost(packed.dtype).resident_bytes
+    one, two = (
+        round_s(plan, Guessing(((packed, count),), SMALL_MODEL, is_captured=True), lambda _: fast, 16)
+        for count in (1, 2)
+    )
+    assert two - one == pytest.approx(layer_bytes / 5e11 + CAPTURED_LAYER_S)
