@@ -17,7 +17,7 @@ from torch.nn.functional import one_hot
 
 from offspec.scheduler.drafter import TreeModel
 from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import BoolArray, FloatArray, IntArray
+from offspec.scheduler.tree import BoolArray, FloatArray, IntArray, TokenTree
 
 
 @dataclass(frozen=True)
@@ -108,36 +108,65 @@ class Decoded:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """Candidates that a draft has drawn for one pass.
+
+    num_scored: nodes of the tree that the draft has scored, the first ones. judge: from the target's distributions
+    p [1 + N, V] to the accepted nodes, a path from the root, and the emitted tokens, one more.
+    """
+
+    tree: TokenTree
+    num_scored: int
+    judge: Callable[[FloatArray], tuple[list[int], list[int]]]
+
+
+Draws = Callable[[Sequence[int], int], Candidates]  # from the text and the greatest depth
+
+
 def decode(
     target: TreeModel,
     draft: TreeModel,
     sampler: Sampler,
     prompt: Sequence[int],
     max_new_tokens: int,
-    num_drafted: int,
-    rule: Rule,
-    generator: np.random.Generator,
+    draws: Draws,
     final: Collection[int] = (),
 ) -> Decoded:
-    """Decode by chains of `num_drafted` tokens; p and q are the models' distributions after the sampler's parameters.
+    """Decode by candidates of `draft`; p are the target's distributions after the sampler's parameters.
 
     The sampler's noise is not used. Ends after a `final` token, or at max_new_tokens.
     """
     text, end, num_passes, num_nodes = list(prompt), len(prompt) + max_new_tokens, 0, 0
     sampler.extend(text)
     while len(text) < end and not (num_passes and text[-1] in final):
-        drafted, q = _drafted(draft, sampler, text, min(num_drafted, end - len(text) - 1), generator)
-        tokens, depths, mask = np.array(drafted, dtype=np.int64), *_chain(0, len(drafted))
-        beginnings = [drafted[:row] for row in range(len(drafted) + 1)]
-        p = distributions(target.score(text[target.length :], tokens, depths, mask), sampler, beginnings)
-        emitted = draw(rule(p, q, drafted), drafted, generator)
-        num_passes, num_nodes = num_passes + 1, num_nodes + len(drafted)
-        target.keep(range(len(emitted) - 1))
-        draft.keep(range(min(len(emitted), len(drafted)) - 1))
+        candidates = draws(text, end - len(text) - 1)
+        tree = candidates.tree
+        paths: list[list[int]] = [[], *(tree.tokens[tree.path(node)].tolist() for node in range(len(tree)))]
+        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
+        path, emitted = candidates.judge(distributions(logits, sampler, paths))
+        num_passes, num_nodes = num_passes + 1, num_nodes + len(tree)
+        target.keep(path)
+        draft.keep([node for node in path if node < candidates.num_scored])
         emitted = until(emitted, final)
         text += emitted
         sampler.extend(emitted)
     return Decoded(text[len(prompt) :], num_passes, num_nodes)
+
+
+def chains(draft: TreeModel, sampler: Sampler, num_drafted: int, rule: Rule, generator: np.random.Generator) -> Draws:
+    """Chains of `num_drafted` tokens, accepted by a rule."""
+
+    def draws(text: Sequence[int], max_depth: int) -> Candidates:
+        drafted, q = _drafted(draft, sampler, text, min(num_drafted, max_depth), generator)
+
+        def judge(p: FloatArray) -> tuple[list[int], list[int]]:
+            emitted = draw(rule(p, q, drafted), drafted, generator)
+            return list(range(len(emitted) - 1)), emitted
+
+        return Candidates(TokenTree.chain(drafted), len(drafted) - 1, judge)
+
+    return draws
 
 
 def _drafted(

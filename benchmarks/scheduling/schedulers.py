@@ -36,6 +36,7 @@ from offspec.scheduler.drafter import Drafter, DraftRequest
 from offspec.scheduler.learnt import RunningEstimates
 from offspec.scheduler.lookup import Guesser, PromptLookup
 from offspec.scheduler.model_drafter import ModelDrafter
+from offspec.scheduler.sampling import Sampler
 
 from . import repetition, rules, tree_rules
 from .replay import ClockedCorrector, ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
@@ -46,6 +47,7 @@ COSTS = {
     "cpu": Costs(stream_s=3.6, pass_launch_s=1.0, pass_row_s=0.04, round_launch_s=0.03, round_row_s=0.001),
 }
 CHAIN_LENGTHS = (4, 8, 16)
+MakeDraws = Callable[[CachedDecoder, Sampler, np.random.Generator], rules.Draws]
 
 
 @dataclass(frozen=True)
@@ -184,15 +186,10 @@ class Bench:
     def chain(self, method: str, rule: rules.Rule, length: int) -> Row:
         """Chains of `length` tokens with a rule from the literature, on the same prompts."""
         texts = [
-            rules.decode(
-                CachedDecoder(self.engine.target),
-                CachedDecoder(self.draft),
-                recording.sampler(self.engine.target.config.vocab_size),
-                recording.prompt_ids,
-                len(recording.token_ids),
-                length,
-                rule,
-                np.random.default_rng(index),
+            self._decoded(
+                recording,
+                lambda draft, sampler, generator: rules.chains(draft, sampler, length, rule, generator),
+                index,
             )
             for index, recording in enumerate(self.recordings)
         ]
@@ -200,14 +197,20 @@ class Bench:
 
     def sampled_tree(self, method: str, rule: tree_rules.TreeRule, shape: Shape, budget: int) -> Row:
         """Trees of at most `budget` drawn candidates with a rule from the literature, on the same prompts."""
-        texts = list[rules.Decoded]()
-        for index, recording in enumerate(self.recordings):
-            sampler = recording.sampler(self.engine.target.config.vocab_size)
-            drawing = tree_rules.TreeDrawing(CachedDecoder(self.draft), shape.drawing, sampler, shape.depth)
-            target, generator = CachedDecoder(self.engine.target), np.random.default_rng(index)
-            num_tokens = len(recording.token_ids)
-            texts.append(tree_rules.decode(target, drawing, recording.prompt_ids, num_tokens, rule, generator))
+
+        def draws(draft: CachedDecoder, sampler: Sampler, generator: np.random.Generator) -> rules.Draws:
+            drawing = tree_rules.TreeDrawing(draft, shape.drawing, sampler, shape.depth)
+            return tree_rules.trees(drawing, rule, generator)
+
+        texts = [self._decoded(recording, draws, index) for index, recording in enumerate(self.recordings)]
         return self._drawn(method, texts, budget, shape.depth)
+
+    def _decoded(self, recording: Recording, make: MakeDraws, seed: int) -> rules.Decoded:
+        """A text of the recording's length, decoded by a rule with its own randomness."""
+        sampler = recording.sampler(self.engine.target.config.vocab_size)
+        target, draft = CachedDecoder(self.engine.target), CachedDecoder(self.draft)
+        draws = make(draft, sampler, np.random.default_rng(seed))
+        return rules.decode(target, draft, sampler, recording.prompt_ids, len(recording.token_ids), draws)
 
     def _drawn(self, method: str, texts: Sequence[rules.Decoded], budget: int, num_rounds: int) -> Row:
         """Texts that a rule has drawn itself, by the cost model of the card."""

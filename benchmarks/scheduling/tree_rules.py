@@ -12,7 +12,7 @@ and beams are then the likeliest tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from offspec.scheduler.drafter import TreeModel
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, BoolArray, FloatArray, TokenTree
 
-from .rules import Decoded, distributions, drawn, normalised, until
+from .rules import Candidates, Draws, drawn, normalised
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _best(values: FloatArray, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class SampledTree:
-    """Drawn candidates. tree: each of them once. num_scored: nodes that the draft has scored, the first ones.
+    """Candidates candidates. tree: each of them once. num_scored: nodes that the draft has scored, the first ones.
 
     candidates: of the root, then of each scored node, in the order in which they were drawn; nodes of the tree, maybe
     repeated. q [1 + num_scored, V]: the distributions that they were drawn from.
@@ -283,32 +283,11 @@ def walk(
     return path, [*tokens[path].tolist(), drawn(p[node + 1], generator)]
 
 
-def decode(
-    target: TreeModel,
-    drawing: TreeDrawing,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    rule: TreeRule,
-    generator: np.random.Generator,
-    final: Collection[int] = (),
-) -> Decoded:
-    """Decode by trees; p and q are the models' distributions after the sampler's parameters.
+def trees(drawing: TreeDrawing, rule: TreeRule, generator: np.random.Generator) -> Draws:
+    """Trees of `drawing`, accepted by a rule."""
 
-    The sampler's noise is not used. Ends after a `final` token, or at max_new_tokens.
-    """
-    text, end, num_passes, num_nodes = list(prompt), len(prompt) + max_new_tokens, 0, 0
-    sampler = drawing.sampler
-    sampler.extend(text)
-    while len(text) < end and not (num_passes and text[-1] in final):
-        sampled = drawing.tree(text, end - len(text) - 1, generator)
-        tree = sampled.tree
-        paths: list[list[int]] = [[], *(tree.tokens[tree.path(node)].tolist() for node in range(len(tree)))]
-        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
-        path, emitted = walk(sampled, distributions(logits, sampler, paths), rule, generator)
-        num_passes, num_nodes = num_passes + 1, num_nodes + len(tree)
-        target.keep(path)
-        drawing.draft.keep([node for node in path if node < sampled.num_scored])
-        emitted = until(emitted, final)
-        text += emitted
-        sampler.extend(emitted)
-    return Decoded(text[len(prompt) :], num_passes, num_nodes)
+    def draws(text: Sequence[int], max_depth: int) -> Candidates:
+        sampled = drawing.tree(text, max_depth, generator)
+        return Candidates(sampled.tree, sampled.num_scored, lambda p: walk(sampled, p, rule, generator))
+
+    return draws

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.scheduling.rules import Outcome, Rule, block, decode, draw, token_level
+from benchmarks.scheduling.rules import Outcome, Rule, block, chains, decode, draw, token_level
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import FloatArray
@@ -192,7 +192,8 @@ def test_greedy_text_is_plain_decodings(
     """With any draft; RuleModel insists that both caches follow the text."""
     truth, sampler = random_rule(5, 0), Sampler(params, 0, 5)
     target, draft = RuleModel(truth, 5), RuleModel(random_rule(draft_size, 1), draft_size)
-    found = decode(target, draft, sampler, PROMPT, 20, num_drafted, rule, np.random.default_rng(0), final)
+    draws = chains(draft, sampler, num_drafted, rule, np.random.default_rng(0))
+    found = decode(target, draft, sampler, PROMPT, 20, draws, final)
     plain = plain_text(truth, params, 0, PROMPT, 20)
     ends = [place + 1 for place, token in enumerate(plain) if token in final]
     assert found.token_ids == plain[: min(ends, default=20)]
@@ -208,7 +209,8 @@ def test_sampled_text_is_distributed_as_the_target(rule: Rule) -> None:
     num_passes = 0
     for _ in range(1500):
         target, draft = RuleModel(truth, 3), RuleModel(resembling(truth, 1, 0.5), 3)
-        found = decode(target, draft, Sampler(params, 0, 3), [0], 2, 2, rule, generator)
+        sampler = Sampler(params, 0, 3)
+        found = decode(target, draft, sampler, [0], 2, chains(draft, sampler, 2, rule, generator))
         counts[tuple(found.token_ids)] += 1
         num_passes += found.num_passes
     expected = np.zeros((3, 3))

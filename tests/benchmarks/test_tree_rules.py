@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.scheduling import rules
+from benchmarks.scheduling.rules import decode
 from benchmarks.scheduling.tree_rules import (
     Branches,
     Chains,
@@ -20,10 +21,10 @@ from benchmarks.scheduling.tree_rules import (
     StochasticBeam,
     TreeDrawing,
     TreeRule,
-    decode,
     k_sequential,
     multi_step,
     recursive,
+    trees,
 )
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.sampling import Sampler
@@ -140,7 +141,8 @@ def decoded(way: str, count: int, rule: TreeRule | None = None) -> FloatArray:
         sampler = Sampler(SamplingParams(temperature=1.0), 0, VOCAB_SIZE)
         target, draft = RuleModel(truth, VOCAB_SIZE), RuleModel(resembling(truth, 1, 1.5), VOCAB_SIZE)
         drafted = TreeDrawing(draft, drawing(), sampler, depth=3)
-        counts[tuple(decode(target, drafted, [0], LENGTH, rule or own_rule, generator).token_ids)] += 1
+        found = decode(target, draft, sampler, [0], LENGTH, trees(drafted, rule or own_rule, generator))
+        counts[tuple(found.token_ids)] += 1
     return counts
 
 
@@ -179,7 +181,8 @@ def test_greedy_text_is_plain_decodings(
     target, draft = RuleModel(truth, 5), RuleModel(random_rule(draft_size, 1), draft_size)
     drawing, rule = WAYS[way]
     drafted = TreeDrawing(draft, drawing(), sampler, depth)
-    found = decode(target, drafted, [1, 0, 2], 20, rule, np.random.default_rng(0), final)
+    draws = trees(drafted, rule, np.random.default_rng(0))
+    found = decode(target, draft, sampler, [1, 0, 2], 20, draws, final)
     plain = plain_text(truth, params, 0, [1, 0, 2], 20)
     ends = [place + 1 for place, token in enumerate(plain) if token in final]
     assert found.token_ids == plain[: min(ends, default=20)]
