@@ -11,6 +11,7 @@ rule differs. Before each round it sees the calibrated probabilities of the node
     Kangaroo c     stops where the draft's best continuation has less than confidence c (2404.18911, section 3.2)
     DDD s          stops where the beam's probabilities sum to less than s (2409.00142, section 3)
     thompson       EESD's coin (2406.03853, section 3.3); `-calibrated` also knows costs and the draft's confidence
+    Calibration-TS EESD's other coin, which begins with the draft's confidence
     Sequoia, size  its shape, with the size and depth that its own prediction prefers (2402.12374, section 3.3);
                    acceptance by rank is measured on other prompts
     marginal rate  offspec's rule, which also decides how many nodes are sent
@@ -31,7 +32,7 @@ import numpy as np
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.baselines.sequoia import MeasuredAcceptance, SequoiaDrafter, best_size
-from offspec.scheduler.baselines.thompson import ThompsonSampling
+from offspec.scheduler.baselines.thompson import CalibrationSampling, ThompsonSampling
 from offspec.scheduler.budget import Controller, DraftingState, FixedBudget, MarginalRate
 from offspec.scheduler.costs import Costs as LearntCosts
 from offspec.scheduler.drafter import Drafter
@@ -102,6 +103,7 @@ def rules(budget: int) -> Iterator[tuple[str, Callable[[LearntCosts], Controller
         for value in values:
             yield f"{name} {value:g}", lambda costs, rule=rule, value=value: Stopping(budget, rule(value))
     yield "thompson", lambda costs: ThompsonSampling(FixedBudget(budget))
+    yield "Calibration-TS", lambda costs: CalibrationSampling(FixedBudget(budget))
     yield "thompson-calibrated", lambda costs: ThompsonSampling(FixedBudget(budget), costs)
     yield "marginal rate", lambda costs: MarginalRate(costs, limit=1024)
 
@@ -160,6 +162,7 @@ def main() -> None:
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--budget", type=int, default=64)
     parser.add_argument("--costs", default="card,cpu")
+    parser.add_argument("--only", default="", help="rules whose name contains this, beside fixed depths")
     parser.add_argument("--folder", type=Path, default=Path("build/recordings"), help="folder for recorded texts")
     args = parser.parse_args()
     engine, rows = Engine.load("builtin", dtype="fp32"), list[Row]()
@@ -172,8 +175,10 @@ def main() -> None:
             found = [
                 bench.row(rule, replace(PLAIN, budget=args.budget), name, controller=make)
                 for rule, make in rules(args.budget)
+                if args.only in rule or rule.startswith("depth")
             ]
-            found.append(sequoia_row(bench, others, name, most_nodes=1024))
+            if args.only in "Sequoia":
+                found.append(sequoia_row(bench, others, name, most_nodes=1024))
             best = max(row.tokens_per_s for row in found if row.method.startswith("depth"))
             for row in found:
                 print(f"{row}  {row.tokens_per_s / best:7.1%}", flush=True)
