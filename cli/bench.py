@@ -27,6 +27,7 @@ from .options import (
     load_engine,
     loading_options,
     lossy_settings,
+    needs_draft_model,
     request_of,
     reworded,
     sampling_options,
@@ -130,7 +131,7 @@ def command(
     **options: Any,
 ) -> None:
     params, speculation = request_of(options)
-    options["needs_draft_model"] = speculation.is_lossy
+    options["needs_draft_model"] = needs_draft_model(speculation, options["draft"])
     if numbers is not None:
         check_flags(speculation)
     for file in (csv_file, plot_file):

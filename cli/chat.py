@@ -28,6 +28,7 @@ from .options import (
     learning_options,
     load_engine,
     loading_options,
+    needs_draft_model,
     request_of,
     sampling_options,
     speculation_options,
@@ -129,7 +130,7 @@ def command(
     values = {name: options.pop(name) for name in list(options) if name in names}
     settings = Values(ctx.command, values)
     speculation = settings.params()[1]
-    options["needs_draft_model"] = speculation.is_lossy
+    options["needs_draft_model"] = needs_draft_model(speculation, options["draft"])
     written = written_file(learn_file) if learn else None
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
     engine = load_engine(model, quiet=quiet, verbose=verbose, chats=True, **options)

@@ -6,7 +6,7 @@ import os
 import reprlib
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -71,6 +71,11 @@ def budget(ctx: click.Context, param: click.Parameter, value: str) -> int | None
         what = f"neither auto nor a number from 0 (plain decoding) to {MAX_BUDGET}"
         raise click.BadParameter(f"{reprlib.repr(value)} is {what}.")
     return number
+
+
+def one_or_several(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> str | list[str]:
+    """The value of a flag that is seldom repeated."""
+    return value[0] if len(value) == 1 else list(value)
 
 
 def draft_window(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
@@ -169,10 +174,12 @@ def loading_options(function: F) -> F:
         option(
             "--draft",
             type=ModelName("auto", "shadow", "head", "self", "resident", "lookup", "none", "builtin"),
-            default="auto",
+            default=("auto",),
+            multiple=True,
+            callback=one_or_several,
             metavar="PATH|auto|shadow|head|self|resident|lookup|none",
-            help="Draft: a path, shadow[:BITS] (low-bit target), head (trained head), self (early exit), resident "
-            "(resident layers), lookup (n-gram lookup), or none. [default: auto]",
+            help="Draft: a path, shadow[:BITS] (low-bit target), head, self (early exit), resident (layers), lookup or "
+            "none. Repeated: smaller models guess ahead. [default: auto]",
         ),
         model_flags,
         memory_flags,
@@ -378,7 +385,7 @@ def _joint_options(function: F) -> F:
             type=Number(0, 1, min_open=True, max_open=True),
             default=SpeculationParams.strength,
             metavar="X",
-            help="With --accept cascade, contrastive, mix, bild or relaxed: how much the draft counts. "
+            help="With --accept cascade, contrastive, mix, bild, relaxed or proxy: how much the draft counts. "
             "[default: by the way]",
         ),
         research_option(
@@ -613,6 +620,18 @@ def request_of(options: dict[str, Any]) -> tuple[SamplingParams, SpeculationPara
     sampling, speculation = sampling_of(options), speculation_of(options)
     speculation.check_sampling(sampling)
     return sampling, speculation
+
+
+def needs_draft_model(speculation: SpeculationParams, draft: str | Sequence[str]) -> bool:
+    """Whether the acceptance needs a draft model. Raises click.UsageError for too few drafts or too many."""
+    number, accept = 1 if isinstance(draft, str) else len(draft), speculation.accept
+    if accept == "proxy" and number != 2:
+        raise click.UsageError(
+            "--accept proxy needs two drafts, a small model after training and before: --draft TRAINED --draft BASE."
+        )
+    if speculation.is_lossy and accept != "proxy" and number > 1:
+        raise click.UsageError(f"--accept {accept} uses one draft, and --draft names {number}; give one.")
+    return speculation.is_lossy
 
 
 def lossy_settings(speculation: SpeculationParams) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from .options import (
     load_engine,
     loading_options,
     lossy_settings,
+    needs_draft_model,
     number_of_texts,
     read_prompt,
     request_of,
@@ -223,7 +224,7 @@ def command(
 ) -> None:
     options["constraint"] = constraint_of(options)
     params, speculation = request_of(options)
-    options["needs_draft_model"] = speculation.is_lossy
+    options["needs_draft_model"] = needs_draft_model(speculation, options["draft"])
     if prompt_flag is not None and prompt is not None:
         raise click.UsageError("Give PROMPT or --prompt, not both.")
     if prompt is None:

@@ -29,6 +29,7 @@ from .options import (
     learning_options,
     load_engine,
     loading_options,
+    needs_draft_model,
     number_of_texts,
     request_of,
     sampling_options,
@@ -134,7 +135,7 @@ def command(
     **options: Any,
 ) -> None:
     params, speculation = request_of(options)
-    options["needs_draft_model"] = speculation.is_lossy
+    options["needs_draft_model"] = needs_draft_model(speculation, options["draft"])
     if api_key is not None and not (api_key and api_key.isascii()):
         raise UsageError("--api-key must be non-empty ASCII; omit it to disable authentication")
     _check_origins(cors, api_key)

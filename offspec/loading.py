@@ -62,7 +62,8 @@ class LoadOptions:
 
     model: a folder, a `.gguf` file, a hub id, or `builtin`. draft: `auto` (the built-in draft for the built-in target,
     otherwise lookup), `none`, `lookup` (n-gram lookup and token recycling, no model), `self` (early exit: the target's
-    first layers and an exit layer), or a model like `model`. exit_file: the exit layer for `self`; None is the newest
+    first layers and an exit layer), or a model like `model`. A list names several drafts: the first one scores what the
+    others, smaller models, guess. more_drafts: these others. exit_file: the exit layer for `self`; None is the newest
     one for this target. revision: branch, tag or commit of a hub id.
     device: auto, cpu, cuda or cuda:N. dtype: auto, bf16, fp16, fp32. threads: CPU threads; None keeps torch's number.
     vram, ram: limits in bytes; None is all that is free. context: maximum number of tokens of prompt and answer; None
@@ -106,8 +107,15 @@ class LoadOptions:
     think: bool | None = None
     needs_draft_model: bool = False
     cache_ram: int | None = 0
+    more_drafts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.draft, (list, tuple)):
+            if not self.draft:
+                raise UsageError("`draft` is an empty list; give one draft, or several")
+            first, *others = self.draft
+            object.__setattr__(self, "draft", first)
+            object.__setattr__(self, "more_drafts", tuple(path_text("draft", other) for other in others))
         for name in ("model", "draft"):
             object.__setattr__(self, name, path_text(name, getattr(self, name)))
         if isinstance(self.lookup_files, (str, PathLike)):
@@ -135,6 +143,7 @@ class LoadOptions:
             exit_layer=self.exit_layer,
             learn_files=paths if len(paths) > 1 else (),
             window=self.draft_window,
+            beside=self.more_drafts,
         )
 
 

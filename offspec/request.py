@@ -142,7 +142,7 @@ class Request:
         self.reserve(num_entries)
         most_rows, shared = self._most_rows, self._shared
         asked = DraftRequest(self.sampler, self.final, num_prefilled, most_rows=most_rows, shared=shared)
-        task = DraftTask(caches.draft, engine.target, asked, speculation, engine.lookup_index, text)
+        task = DraftTask(caches.draft, engine.target, asked, speculation, engine.lookup_index, text, caches.beside)
         self.drafter = engine.draft.drafter(task, engine.learnt)
         drafter = self.drafter
         self._competitor = drafter if isinstance(drafter, CompetingDrafter) and self._shared is not None else None
@@ -180,7 +180,8 @@ class Request:
             self.target.cache.reserve(num_entries)
         if self._caches.draft is not None and len(self.text) > self._num_draft_tokens:
             self._num_draft_tokens = self.granted
-            self._caches.draft.reserve(self.granted + self._most_rows)
+            for text in (self._caches.draft, *self._caches.beside):
+                text.reserve(self.granted + self._most_rows)
 
     @property
     def _most_rows(self) -> int:

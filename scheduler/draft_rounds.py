@@ -86,28 +86,44 @@ class DraftRounds:
 
     # ------------------------------------------------------------------------------------------------ growing
 
-    def expand_root(self) -> Drafting[int]:
-        """Score the text's tokens that are new to the draft, and add the root's children; returns the token count."""
+    def expand_root(self, nodes: IntArray | None = None) -> Drafting[int]:
+        """Score the text's tokens that are new to the draft, and add the root's children; returns the number of rows.
+
+        nodes: guessed candidates to expand in the same round.
+        """
         chain = self._model.vocabulary.text(self._text[self._model.length :])
-        none = np.empty(0, dtype=np.int64)
-        logits = yield ScoreCall(self._model, chain, none, none, np.empty((0, 0), dtype=np.bool_))
-        self._add_children(np.array([ROOT]), logits)
-        return len(chain)
+        return self._expand(chain, np.empty(0, dtype=np.int64) if nodes is None else nodes)
 
     def expand(self, nodes: IntArray) -> Drafting[int]:
         """One round: score these nodes and add their children; returns the node count."""
+        return self._expand([], nodes)
+
+    def _expand(self, chain: Sequence[int], nodes: IntArray) -> Drafting[int]:
         mask = self.tree.expand(nodes)
         picked = self.tree.nodes[nodes]
         tokens = self._model.vocabulary.inputs(picked["token"])  # guessers may know more tokens than the draft
-        logits = yield ScoreCall(self._model, [], tokens, picked["depth"], mask)
-        self._add_children(nodes, logits)
-        return len(nodes)
+        logits = yield ScoreCall(self._model, chain, tokens, picked["depth"], mask)
+        self._add_children(np.append(np.array([ROOT]), nodes) if chain else nodes, logits)
+        return len(chain) + len(nodes)
 
-    def extend(self, width: int, is_over: Callable[[], bool]) -> Drafting[None]:
-        """Run rounds of `width` nodes until `is_over`. They expand the candidates that are likeliest to be kept."""
+    def follow(self, tree: CandidateTree, nodes: IntArray) -> None:
+        """See `CandidateTree.follow`."""
+        self.tree.follow(tree, nodes, self._calibration.index)
+
+    def extend(
+        self, width: int, is_over: Callable[[], bool], look: Callable[[IntArray], None] | None = None
+    ) -> Drafting[None]:
+        """Run rounds of `width` nodes until `is_over`. They expand the candidates that are likeliest to be kept.
+
+        look: called with the best candidates before each round; it may add guesses.
+        """
         tree = self.tree
         while not is_over() and tree.is_rooted and width <= self.room:
-            nodes = self.open_among(tree.best(tree.num_expanded + 8 * width, self.model_depth))
+            best = tree.best(tree.num_expanded + 8 * width, self.model_depth)
+            if look is not None and len(best):
+                look(best)
+                best = tree.best(tree.num_expanded + 8 * width, self.model_depth)
+            nodes = self.open_among(best)
             if not len(nodes):
                 break
             yield from self.expand(nodes[:width])
@@ -158,16 +174,17 @@ class DraftRounds:
 
     # ------------------------------------------------------------------------------------------------ a verdict
 
-    def correct(self, sent: IntArray, states: TargetStates) -> None:
+    def correct(self, sent: IntArray, places: IntArray, states: TargetStates) -> None:
         """Give the corrector the target's states at the root and at those of the nodes `sent` that the draft scored.
 
-        states: of the target's pass; row 0 is the root's, then those of `sent`.
+        states: of the target's pass; row 0 is the root's. places: the rows of `sent`.
         """
         if self._corrector is None or not self.tree.is_rooted:
             return
         rows: IntArray = self.tree.nodes["row"][sent]
         scored = np.flatnonzero(rows >= 0)
-        self._corrector.observe(np.append(np.array([ROOT]), rows[scored]), np.append(np.array([0]), scored + 1), states)
+        others = np.append(np.array([0]), places[scored])
+        self._corrector.observe(np.append(np.array([ROOT]), rows[scored]), others, states)
 
     def keep_nothing(self) -> None:
         """The pass is over, and nothing was drafted: a model that shares the target's KV entries takes the new ones."""

@@ -21,6 +21,7 @@ from .drafter import DraftRequest, LogitCorrector, NoModel, TreeModel
 from .guesser_pool import GuesserPool
 from .learnt import RunningEstimates
 from .lookup import Guesser
+from .model_guesser import ModelGuesser
 from .overlap import Overlap
 from .params import SpeculationParams
 from .pricing import Clock, PassPricing
@@ -31,6 +32,7 @@ from .verify import TargetPass
 
 EMPTY_TREE = TokenTree.empty()
 NO_NODES: IntArray = np.empty(0, dtype=np.int64)
+ROOT_WIDTH = 16  # guessed nodes that are scored together with the text
 
 
 class ModelDrafter:
@@ -47,14 +49,15 @@ class ModelDrafter:
         params: SpeculationParams,
         learnt: RunningEstimates,
         *,
-        guessers: Sequence[Guesser] = (),
+        guessers: Sequence[Guesser | ModelGuesser] = (),
         corrector: LogitCorrector | None = None,
         controller: Controller | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         """model: None drafts with guessers alone; otherwise their trees are merged with the model's.
 
-        corrector: the model's, or None. controller: None selects one by `params`.
+        guessers: smaller models among them guess ahead of the model. corrector: the model's, or None. controller: None
+        selects one by `params`.
         """
         self._params, self._request = params, request
         is_coupled = params.scoring == "coupled"
@@ -168,17 +171,39 @@ class ModelDrafter:
     def _grow(self) -> Drafting[None]:
         """Run draft rounds while they are worth their cost."""
         rounds, pricing = self._rounds, self._pricing
+        if self._guessers.has_smaller:
+            self._guessers.begin_ahead(self._text, rounds.max_depth)
         if rounds.tree.is_rooted:
             rounds.rejudge()
         else:
-            yield from pricing.round(rounds.expand_root())
+            yield from pricing.round(rounds.expand_root(self._guessed_ahead()))
         while rounds.room > 0:
             best = rounds.best(pricing.limit)
             nodes = rounds.open_among(best)
             width = min(pricing.width(rounds.probabilities(best), rounds.probabilities(nodes)), rounds.room)
             if width < 1:
                 break
+            if self._guessers.has_smaller:
+                self._look_ahead(best)
+                nodes = rounds.open_among(rounds.best(pricing.limit))
+            if not len(nodes):
+                break
             yield from pricing.round(rounds.expand(nodes[:width]))
+
+    def _guessed_ahead(self) -> IntArray | None:
+        """What smaller drafts guess after the text, to be scored together with it; None without them."""
+        if not self._guessers.has_smaller:
+            return None
+        limit = self._pricing.limit
+        self._look_ahead(self._rounds.best(limit))
+        return self._rounds.open_among(self._rounds.best(limit))[:ROOT_WIDTH]
+
+    def _look_ahead(self, best: IntArray) -> None:
+        """Let smaller drafts guess below the best candidates."""
+        round_s = None
+        if self._is_priced and self._draft_costs.is_known:
+            round_s = float(self._draft_costs.seconds(np.array([ROOT_WIDTH]))[0])
+        self._guessers.guess_ahead(self._rounds.tree, best, round_s)
 
     @property
     def wants_overlap(self) -> bool:
@@ -193,7 +218,8 @@ class ModelDrafter:
 
     def extending(self, is_over: Callable[[], bool]) -> Drafting[None]:
         """See `CompetingDrafter`."""
-        return self._rounds.extend(self._draft_costs.best_width(), is_over)
+        look = self._look_ahead if self._guessers.has_smaller else None
+        return self._rounds.extend(self._draft_costs.best_width(), is_over, look)
 
     # ------------------------------------------------------------------------------------------------ a verdict
 
@@ -227,6 +253,6 @@ class ModelDrafter:
         elif rounds.tree.is_rooted:
             learn_trust_unsent(self._calibration.trust, rounds.tree, rounds.best(1), verdict)
         self._guessers.learn_trust(rounds.tree, np.append(ROOT, path), verdict.tokens)
-        rounds.correct(self._sent, done.states)
+        rounds.correct(self._sent, np.arange(len(self._sent)) + 1, done.states)
         learn_children(self._calibration, rounds.tree, path, verdict.tokens)
         rounds.keep(path, verdict.tokens, reuse=self._params.reuse)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -146,6 +147,10 @@ class Costs:
         return self.round_launch_s + num_rows * self.round_row_s
 
 
+class CountsCalls(Protocol):
+    num_calls: int
+
+
 class ClockedModel:
     """A TreeModel whose every `score` takes `seconds(rows)` on a clock."""
 
@@ -223,7 +228,7 @@ def replay(
     sampler: Sampler,
     clock: VirtualClock,
     costs: Costs,
-    draft: ClockedModel | None = None,
+    draft: CountsCalls | None = None,
     target: CachedDecoder | None = None,
 ) -> Replayed:
     """The engine's loop with a recorded text as the target, and `costs.pass_s` per pass on the clock.

@@ -21,6 +21,7 @@ from offspec.scheduler.drafter import Drafter, DraftRequest, NoDrafter
 from offspec.scheduler.forced import ForcedDrafter
 from offspec.scheduler.lookup import Guesser
 from offspec.scheduler.model_drafter import ModelDrafter
+from offspec.scheduler.model_guesser import ModelGuesser
 from offspec.scheduler.params import SpeculationParams, max_nodes
 from offspec.scheduler.retrieval import Retrieval, SuffixIndex
 from offspec.scheduler.verify import TargetPass
@@ -38,6 +39,10 @@ from .learnt import EstimatesAndRecall
 NEEDS_DRAFT_MODEL = (
     "joint and other lossy acceptance needs a draft model, and none is loaded; choose one (`draft=PATH`)"
 )
+NEEDS_TWO_DRAFTS = (
+    "`accept=proxy` needs two drafts, a trained one and then the same model before its training; name both "
+    "(`draft=PATH`, twice)"
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class DraftOptions:
     draft may learn between requests. learn_file: what it learnt before; without `learn`, the file must exist.
     learn_files: several of them, of which each request uses the one that fits its prompt; without `learn`.
     needs_model: requests will use lossy acceptance. window: tokens that a draft model keeps in its KV cache; None is
-    chosen by its context (`model_draft`).
+    chosen by its context (`model_draft`). beside: smaller drafts, which guess for `draft`.
     """
 
     draft: str = "auto"
@@ -60,6 +65,7 @@ class DraftOptions:
     exit_layer: int | None = None
     learn_files: tuple[Path, ...] = ()
     window: int | None = None
+    beside: Sequence[str] = ()
 
     @property
     def learns(self) -> bool:
@@ -144,7 +150,8 @@ class DraftTask:
     """One request, as a draft sees it.
 
     text: the draft's own cached text; None without a draft model. index: other texts for n-gram lookup. prompt: the
-    tokens of the text so far.
+    tokens of the text so far. beside: the cached texts of smaller drafts (`drafts.several`). smaller: these
+    drafts, in the request.
     """
 
     text: DraftText | None
@@ -153,6 +160,8 @@ class DraftTask:
     speculation: SpeculationParams
     index: SuffixIndex | None = None
     prompt: Sequence[int] = ()
+    beside: Sequence[DraftText] = ()
+    smaller: Sequence[ModelGuesser] = ()
 
 
 class Draft:

@@ -11,13 +11,14 @@ from ..checkpoints.head_files import is_head
 from ..checkpoints.opening import Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import UsageError
-from .base import Choice, OpenedDraft, OpenRequest
+from .base import Choice, DraftOptions, OpenedDraft, OpenRequest
 from .head_draft import NAME as HEAD
 from .head_draft import OpenedHead
 from .layer_drafts import RESIDENT, SHADOW, OpenedLayers, OpenedShadow
 from .model_draft import OpenedModel
 from .self_draft import NAME as SELF
 from .self_draft import OpenedSelf
+from .several import OpenedSeveral
 from .without_model import LookupDraft, NoDraft
 
 
@@ -43,7 +44,17 @@ KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
 
 
 def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
-    """Open the draft that `--draft` names for the target MODEL. Raises a subclass of OffspecError."""
+    """Open the draft that `--draft` names for the target MODEL, or several. Raises a subclass of OffspecError."""
+    options = request.options
+    first = _open_one(model, replace(request, options=replace(options, beside=())))
+    if not options.beside:
+        return first
+    alone = DraftOptions(window=options.window)  # other settings are the first draft's
+    others = [_open_one(model, replace(request, options=replace(alone, draft=name))) for name in options.beside]
+    return OpenedSeveral.of([first, *others], [options.draft, *options.beside])
+
+
+def _open_one(model: str, request: OpenRequest) -> OpenedDraft:
     options = replace(request.options, draft=_resolve(model, request))
     kind, _, _ = options.draft.partition(":")  # shadow:3
     if options.window is not None and kind in KINDS:

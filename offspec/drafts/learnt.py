@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offspec.scheduler.costs import Costs
@@ -19,10 +19,12 @@ from .recall import Recall
 class EstimatesAndRecall(RunningEstimates):
     """Calibration, costs, reliabilities, and recall.
 
-    recall: the target's predictions at recent positions (`drafts.recall`); None without a draft model.
+    recall: the target's predictions at recent positions (`drafts.recall`); None without a draft model. beside: of the
+    smaller drafts that guess for this one, each on its own.
     """
 
     recall: Recall | None = None
+    beside: Sequence[EstimatesAndRecall] = ()
 
     @classmethod
     def of(

@@ -29,7 +29,7 @@ from ..model.decoder import CachedDecoder, Decoder
 from ..model.draft_window import LEAST_WINDOW, NUM_SINKS, WindowedText, context_window, most_entries
 from ..model.foreign_config import ForeignConfig
 from ..model.row_logits import HEAD_ROWS
-from ..model.text_caches import TextCaches
+from ..model.text_caches import DraftText, TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..planning.plan import all_resident, pass_bytes, resident_bytes, unpacking_items
@@ -37,7 +37,7 @@ from ..text.tokenizer import Tokenizer, check_vocabularies
 from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
 from ..training.specialists import Specialists
 from .acceptance import OTHER_VOCABULARY, SMALL_MODEL
-from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
+from .base import NEEDS_TWO_DRAFTS, Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
 from .learnt import EstimatesAndRecall
 from .recall import MOST_PROMPT, RecallingText, recall_bytes
 from .reencoded_text import OtherVocabulary
@@ -82,11 +82,14 @@ class ModelDraft(Draft):
             self.graphs = TreeGraphs(self.decoder, self._num_entries(max_context) + 1 + MAX_ROWS)
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
+        return TextCaches(CachedDecoder(target, num_tokens + num_nodes), self.new_text(num_tokens))
+
+    def new_text(self, num_tokens: int) -> DraftText:
+        """An empty text of the draft, with room for `num_tokens` of the target's tokens and for pending nodes."""
         drafted = self._num_entries(num_tokens) + MAX_ROWS if num_tokens else 0
         own = CachedDecoder(self.decoder, drafted) if self.graphs is None else self.graphs.text(drafted)
         text = own if self.window is None else WindowedText(own, self.window)
-        draft = text if self.other is None else self.other.text(text)
-        return TextCaches(CachedDecoder(target, num_tokens + num_nodes), draft)
+        return text if self.other is None else self.other.text(text)
 
     def _num_entries(self, num_tokens: int) -> int:
         """Entries of the draft's cache for a text of `num_tokens` of the target's tokens."""
@@ -99,6 +102,8 @@ class ModelDraft(Draft):
         text, speculation, request = task.text, task.speculation, task.request
         if text is None:  # an engine without this draft made the caches, so only guessers can draft
             return super().drafter(task, learnt)
+        if speculation.accept == "proxy":
+            raise UsageError(NEEDS_TWO_DRAFTS)
         if speculation.is_lossy:
             lossy = BeamDrafter if speculation.accept == "joint" else BlendDrafter
             return lossy(text, request.sampler, speculation, request.final)
@@ -126,7 +131,7 @@ class ModelDraft(Draft):
             request,
             speculation,
             learnt,
-            guessers=self.guessers(task, learnt),
+            guessers=[*self.guessers(task, learnt), *task.smaller],
             corrector=recalling,
             controller=controller_of(task, learnt),
         )

@@ -76,6 +76,7 @@ class TextCaches:
         """target, draft: both empty. num_shared: entries of the target's cache that are the draft's own."""
         self.text: list[int] = []
         self.target, self.draft, self.num_shared = target, draft, num_shared
+        self.beside: Sequence[DraftText] = ()  # of smaller drafts, which guess for the draft
         self.user = SoleUser(
             "another request is using these caches; finish it, close its iterator, or use other caches "
             "(Engine.new_caches)"
@@ -87,7 +88,7 @@ class TextCaches:
         The last token is always scored, because its logits predict the next one.
         """
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.text, text[:-1], strict=False)))
-        for cached in (self.target, self.draft):
+        for cached in (self.target, self.draft, *self.beside):
             if cached is not None:
                 cached.truncate(min(cached.length, same))
         self.text = list(text)

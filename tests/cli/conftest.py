@@ -107,6 +107,12 @@ def run_args(pair: Pair) -> Sequence[object]:
     return ("run", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", "12")
 
 
+def with_draft(args: Sequence[object], draft: object) -> list[object]:
+    """The same arguments with another draft; a further --draft would name a second one."""
+    place = args.index("--draft") + 1
+    return [*args[:place], draft, *args[place + 1 :]]
+
+
 @pytest.fixture
 def long_prompt(tmp_path: Path) -> Path:
     """A file with far more tokens than the pair's context."""

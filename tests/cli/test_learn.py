@@ -20,7 +20,7 @@ from offspec.errors import StorageError
 
 from ..pair import Pair, scale_weights, variant
 from ..refusals import tells
-from .conftest import Offspec, finish, start
+from .conftest import Offspec, finish, start, with_draft
 
 needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP, and SIGTERM ends at once")
 
@@ -267,7 +267,7 @@ def test_the_file_of_another_draft(
     written = file.read_bytes()
     other = scale_weights(variant(pair.draft, tmp_path / "other"), {"lm_head.weight": 0.5})
     for flags in ((), ("--learn",)):
-        asked = offspec(*run_args, "hi", "--draft", other, "--learn-file", file, *flags)
+        asked = offspec(*with_draft(run_args, other), "hi", "--learn-file", file, *flags)
         asked.refusal(2, file, "another draft")
     assert file.read_bytes() == written
 

@@ -18,7 +18,7 @@ from offspec.tools.verification import VerificationReport
 
 from ..pair import Pair
 from ..refusals import tells
-from .conftest import Offspec
+from .conftest import Offspec, with_draft
 
 
 @pytest.fixture
@@ -62,6 +62,13 @@ def test_the_table_says_the_same(verify_args: Sequence[object], offspec: Offspec
     assert lines[-1].endswith("identical to plain decoding")
 
 
+def test_several_drafts_are_exact(pair: Pair, verify_args: Sequence[object], offspec: Offspec) -> None:
+    result = offspec(*verify_args, "--draft", pair.draft, "--drafts", "own", "--json")
+    said = json.loads(result.out)
+    assert (result.code, said["exact"]) == (0, True)
+    assert said["draft"] == f"{pair.draft} + {pair.draft}"
+
+
 def test_what_is_lossy_is_not_verified(
     verify_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +98,7 @@ def test_a_text_that_differs_is_a_failure(
 
 
 def test_prompts_limit_and_random_draft(pair: Pair, verify_args: Sequence[object], offspec: Offspec) -> None:
-    args = (*verify_args, "--draft", "none", "--max-prompts", 1, "--budgets", 4, "--json")
+    args = (*with_draft(verify_args, "none"), "--max-prompts", 1, "--budgets", 4, "--json")
     result = offspec(*args)
     report = json.loads(result.out)
     assert (result.code, report["num_prompts"], report["draft"]) == (0, 1, None)
@@ -102,7 +109,7 @@ def test_prompts_limit_and_random_draft(pair: Pair, verify_args: Sequence[object
 
 
 def test_a_budget_that_is_found_and_guesses_without_a_model(verify_args: Sequence[object], offspec: Offspec) -> None:
-    args = (*verify_args, "--draft", "lookup", "--budgets", "4,auto", "--temperatures", 0, "--scorings", "coupled")
+    args = (*with_draft(verify_args, "lookup"), "--budgets", "4,auto", "--temperatures", 0, "--scorings", "coupled")
     result = offspec(*args, "--json")
     assert (result.code, result.err) == (0, "")
     report = json.loads(result.out)

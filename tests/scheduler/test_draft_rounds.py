@@ -98,12 +98,12 @@ def test_a_corrector_hears_of_nodes_that_both_scored_and_has_the_last_word() -> 
             return model.corrected(rows)
 
     rounds = rounds_of(model, corrector=Noted())
-    rounds.correct(np.empty(0, dtype=np.int64), NoStates())
+    rounds.correct(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), NoStates())
     assert told == [], "the draft was not asked"
     run_alone(rounds.expand_root())
     sent = rounds.best(3)
     run_alone(rounds.expand(sent[1:2]))
-    rounds.correct(sent, NoStates())
+    rounds.correct(sent, np.arange(len(sent)) + 1, NoStates())
     assert told == [([ROOT, 0], [0, 2])]
     rounds.rejudge()
     fresh = rounds_of(RuleModel(resembling(RULE, seed=1), VOCAB_SIZE))
