@@ -12,9 +12,10 @@ from offspec import SpeculationParams
 from offspec.errors import OffspecError
 
 from .batch import Answer, Asked, Turns
+from .reasoning import reader_of, thinking_first
 
 if TYPE_CHECKING:
-    from offspec import Engine, Step
+    from offspec import Engine, SamplingParams, Step
     from offspec.batch import Ticket
     from offspec.engine import Prompt
 
@@ -22,15 +23,19 @@ INTERRUPTED = "interrupted"  # the finish_reason of a text that Ctrl-C stopped
 ToPrompt = Callable[["Engine", str | Turns], "Prompt"]
 
 
-def answer_of(engine: Engine, prompt_ids: Sequence[int], steps: Sequence[Step]) -> Answer:
-    """The answer of a request that has ended."""
-    last, looked_up = steps[-1], _looked_up(steps)
+def answer_of(engine: Engine, prompt_ids: Sequence[int], steps: Sequence[Step], params: SamplingParams) -> Answer:
+    """The answer of a request that has ended. Under a constraint, the thinking before it is apart."""
+    last, looked_up, text = steps[-1], _looked_up(steps), "".join(step.text for step in steps)
+    thought, reader = "", reader_of(engine, prompt_ids, params)
+    if reader is not None:
+        thought, text = reader.push(text, is_end=True)
     return {
         "model": engine.name,
         "draft": engine.draft_name,
         "prompt_token_ids": list(prompt_ids),
         "token_ids": [token for step in steps for token in step.token_ids],
-        "text": "".join(step.text for step in steps),
+        "text": text,
+        **({"reasoning_content": thought} if thought else {}),
         "finish_reason": last.finish_reason,
         "seed": last.stats.seed,
         "stats": last.stats.as_dict(),
@@ -74,26 +79,29 @@ class SharedAnswers:
 
         engine, began = self._engine, time.perf_counter()
         with closing(Batch(engine, self._max_texts)) as batch:
-            places: dict[Ticket, int] = {}
+            places: dict[Ticket, tuple[int, SamplingParams]] = {}
             steps: dict[Ticket, list[Step]] = {}
             for place, (prompt, params) in enumerate(prompts):
                 try:
-                    ticket = batch.add(self._to_prompt(engine, prompt), params, self._speculation)
+                    asked = self._to_prompt(engine, prompt)
+                    params = thinking_first(params, asked)
+                    ticket = batch.add(asked, params, self._speculation)
                 except OffspecError as exc:
                     yield place, exc
                 else:
-                    places[ticket], steps[ticket] = place, []
+                    places[ticket], steps[ticket] = (place, params), []
             while not batch.is_idle:
                 for ticket, outcome in batch.step():
                     self._num_running, self.seconds = batch.num_running, time.perf_counter() - began
                     if isinstance(outcome, OffspecError):
-                        yield places[ticket], outcome
+                        yield places[ticket][0], outcome
                         continue
                     steps[ticket].append(outcome)
                     if outcome.finish_reason is not None:
                         self.ends.append(outcome)
                         engine.learn(outcome.stats)
-                        yield places[ticket], answer_of(engine, ticket.text, steps.pop(ticket))
+                        place, params = places[ticket]
+                        yield place, answer_of(engine, ticket.text, steps.pop(ticket), params)
 
     def progress(self) -> str:
         """How many texts are under way, for a progress line."""

@@ -34,6 +34,7 @@ from .options import (
     speculation_options,
     think_option,
 )
+from .reasoning import thinking_first
 from .settings import nearest, parsed_value, settable
 from .terminal import columns, first_pass_shown, marked, shows_colors
 from .word_wrap import WordWrap
@@ -314,6 +315,7 @@ class Chat:
     def answer(self, message: str, *, again: bool = False) -> None:
         """Print the reply step by step. Ctrl-C stops it; the conversation keeps the printed part."""
         sampling, speculation = self.values.params()
+        sampling = thinking_first(sampling, [{"role": "user", "content": message}])
         steps, last = self.session.reply(message, sampling, speculation, again=again), ""
         write = self._writer()
         try:

@@ -5,7 +5,31 @@ The field's name is DeepSeek's; vLLM and llama.cpp have it as well.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from offspec.text.thinking import CLOSE, OPEN, ThinkingStyle
+
+if TYPE_CHECKING:
+    from offspec import Engine, SamplingParams
+    from offspec.engine import Prompt
+
+
+def thinking_first(params: SamplingParams, prompt: Prompt) -> SamplingParams:
+    """The parameters of an answer to `prompt`: in a chat, a constraint is one on what follows the model's thinking."""
+    is_chat = not isinstance(prompt, str) and any(isinstance(part, Mapping) for part in prompt)
+    if params.constraint is None or not is_chat:
+        return params
+    return replace(params, constraint=replace(params.constraint, thinks=True))
+
+
+def reader_of(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> ThinkingReader | None:
+    """A reader of a constrained answer that may begin with thinking; None for any other."""
+    if params.constraint is None or not params.constraint.thinks:
+        return None
+    style = ThinkingStyle.of(prompt_ids, engine.tokenizer)
+    return None if style is None else ThinkingReader(style)
 
 
 class ThinkingReader:

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ from .options import (
     think_option,
 )
 from .ray_batch import RayEngines
+from .reasoning import ThinkingReader, reader_of, thinking_first
 from .several_answers import AnswerFlags, Printer, answer_several, describe_answers
 from .terminal import first_pass_shown, marked, shows_colors
 
@@ -287,16 +288,17 @@ def _run_one(
 ) -> None:
     """Answer one prompt on standard output. cache_file: of the prompt's KV entries, or None."""
     engine, prompt = load()
-    prompt = engine.encode(prompt)
+    params, prompt = thinking_first(params, prompt), engine.encode(prompt)
     notes = list[str]()  # shown after the text, not in the middle of it
     source = engine if cache_file is None else _cached(engine, cache_file, notes.append)
     with learning_kept(engine, learn_file, quiet=shown.quiet):
         steps = _steps(engine, source.generate(prompt, params, speculation), quiet=shown.quiet)
         if shown.as_json:
-            found, last = _answer(engine, prompt, steps)
+            found, last = _answer(engine, prompt, steps, params)
             click.echo(json.dumps(found))
         else:
-            last = _stream(engine, steps, marks=shown.marks)
+            thinking = None if shown.marks else reader_of(engine, prompt, params)
+            last = _stream(engine, _apart(steps, thinking, quiet=shown.quiet), marks=shown.marks)
             if not shown.quiet:
                 _tell_cut(engine, last, params)
     for note in notes if not shown.quiet else ():
@@ -317,12 +319,13 @@ def _run_several(
 ) -> None:
     """Give several answers to one prompt on standard output."""
     engine, prompt = load()
+    params = thinking_first(params, prompt)
     ids, began = engine.encode(prompt), time.perf_counter()
     answer = partial(answer_several, engine, ids, params, speculation, several, quiet=shown.quiet)
     with learning_kept(engine, learn_file, quiet=shown.quiet):
         if shown.as_json:
             found = answer()
-            click.echo(json.dumps([answer_of(engine, ids, steps) for steps in found]))
+            click.echo(json.dumps([answer_of(engine, ids, steps, params) for steps in found]))
         else:
             found = answer(seen=Printer(several.number, marked if shown.marks else lambda step: step.text))
             cut = next((steps[-1] for steps in found if steps[-1].finish_reason == "length"), None)
@@ -474,6 +477,26 @@ def _stream(engine: Engine, steps: Generator[Step, None, None], *, marks: bool) 
     return last
 
 
+def _apart(
+    steps: Generator[Step, None, None], thinking: ThinkingReader | None, *, quiet: bool
+) -> Generator[Step, None, None]:
+    """The steps, without the text of the thinking, which goes to standard error."""
+    if thinking is None:
+        yield from steps
+        return
+    is_line_open = False
+    for step in steps:
+        is_end = step.finish_reason is not None
+        thought, text = thinking.push(step.text, is_end=is_end)
+        if thought and not quiet:
+            click.echo(thought, err=True, nl=False)
+            is_line_open = True
+        if is_line_open and (text or is_end):
+            click.echo(err=True)
+            is_line_open = False
+        yield replace(step, text=text)
+
+
 def _steps(engine: Engine, steps: Generator[Step, None, None], *, quiet: bool) -> Generator[Step, None, None]:
     """The steps of a request. If Ctrl-C stops it after the first, an empty step with INTERRUPTED follows."""
     last = None
@@ -510,13 +533,15 @@ def _tell_cut(engine: Engine, last: Step, params: SamplingParams) -> None:
         click.echo(f"offspec: cut at {params.max_new_tokens} tokens; --max-new-tokens N allows more", err=True)
 
 
-def _answer(engine: Engine, prompt: Sequence[int], found: Iterable[Step]) -> tuple[dict[str, Any], Step]:
+def _answer(
+    engine: Engine, prompt: Sequence[int], found: Iterable[Step], params: SamplingParams
+) -> tuple[dict[str, Any], Step]:
     """The answer to one request as a JSON object, and its last step."""
     steps = list(found)
     last = steps[-1]
     if last.finish_reason != INTERRUPTED:
         engine.learn(last.stats)
-    return answer_of(engine, prompt, steps), last
+    return answer_of(engine, prompt, steps, params), last
 
 
 def describe(last: Step) -> str:

@@ -136,16 +136,20 @@ def test_a_server_thinks_in_parts_and_whole(client: Client) -> None:
     assert sum(map(len, scored)) == 12
 
 
+def thinking_model(models: Pair, folder: Path, *, special: bool) -> Path:
+    """A model whose template opens the thinking, and which ends it if a bias makes it."""
+    folder = folder_with(models, folder, HERMES_OPENED)
+    file = folder / "tokenizer_config.json"
+    tags = {CLOSES + i: {"content": tag, "special": special} for i, tag in enumerate((CLOSE, OPEN))}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": tags}))
+    assert Tokenizer.load(folder).token_id(CLOSE) == CLOSES
+    return folder
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["added", "special"])
 def thinker(models: Pair, request: Any, tmp_path_factory: pytest.TempPathFactory) -> Generator[Client, None, None]:
-    """A server of a model that ends its thinking if a bias makes it. Its tags may be special tokens."""
-    folder = folder_with(models, tmp_path_factory.mktemp("thinker") / "model", HERMES_OPENED)
-    file = folder / "tokenizer_config.json"
-    tags = {CLOSES + i: {"content": tag, "special": request.param} for i, tag in enumerate((CLOSE, OPEN))}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": tags}))
-    engine = Engine.load(str(folder), draft=str(models.draft), device="cpu")
-    assert engine.tokenizer.token_id(CLOSE) == CLOSES
-    with served(engine) as (found, _):
+    folder = thinking_model(models, tmp_path_factory.mktemp("thinker") / "model", special=request.param)
+    with served(Engine.load(str(folder), draft=str(models.draft), device="cpu")) as (found, _):
         yield found
 
 
@@ -180,6 +184,28 @@ def test_what_an_answer_must_be_holds_after_its_thinking(thinker: Client, asked:
         assert json.loads(message["content"]) in ("red", "green")
     else:
         assert message["content"]
+
+
+def test_the_terminal_has_constrained_answers_apart_from_their_thinking(
+    models: Pair, tmp_path: Path, offspec: Offspec
+) -> None:
+    folder, prompts = thinking_model(models, tmp_path / "model", special=True), tmp_path / "prompts.jsonl"
+    schema = COLOURS["json_schema"]["schema"]
+    settings = {"temperature": 1, "seed": 2, "max_new_tokens": 300, "logit_bias": {str(CLOSES): 6}}
+    lines: list[dict[str, Any]] = [{"prompt": "hi", **settings, "json_schema": schema}, {"prompt": "hi", **settings}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    common = ("--draft", "none", "--device", "cpu")
+    written = offspec("run", folder, "--prompt-file", prompts, *common).out
+    answers = [json.loads(line) for line in written.splitlines()]
+    assert json.loads(answers[0]["text"]) in ("red", "green")
+    assert answers[0]["reasoning_content"]
+    assert answers[0]["reasoning_content"] in answers[1]["text"], "without a constraint, the text is what it was"
+    assert CLOSE in answers[1]["text"]
+    cut = offspec("run", folder, "hi", "--json-object", "-n", 5, "--temperature", 1, "--seed", 2, *common)
+    assert not cut.out.strip(), "it has not ended its thinking"
+    assert len(cut.err.splitlines()) > 1
+    quiet = offspec("run", folder, "hi", "--json-object", "-n", 5, "--temperature", 1, "--seed", 2, "-q", *common)
+    assert not quiet.err.strip()
 
 
 # ------------------------------------------------------------------------------------------------ the switch
