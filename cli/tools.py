@@ -109,6 +109,8 @@ def _check(tool: Any, where: str) -> None:
         raise UsageError(f"{where}.function.name must have 1 to 64 letters, digits, dots, dashes or underscores")
     if not isinstance(function.get("parameters") or {}, dict):
         raise UsageError(f"{where}.function.parameters must be an object: a JSON schema")
+    if not (function.get("strict") is None or isinstance(function["strict"], bool)):
+        raise UsageError(f"{where}.function.strict must be true or false")
     check_depth(tool, where)
 
 
@@ -123,7 +125,7 @@ def check_depth(value: Any, where: str, most: int = MOST_DEPTH) -> None:
 
 def _schema(function: Json) -> Json:
     """A function's schema. Unless `strict`, keywords that the library does not implement are ignored."""
-    schema = {"type": "object", **(function.get("parameters") or NO_ARGUMENTS)}
+    schema = {**(function.get("parameters") or NO_ARGUMENTS), "type": "object"}  # no other arguments can be called with
     return schema if function.get("strict") else lenient(schema)
 
 

@@ -180,7 +180,10 @@ def _grammar(constraint: Constraint) -> str:
     if schema is False or not isinstance(schema, (dict, bool)):
         raise UsageError("the JSON schema must be an object, or true, which allows any JSON")
     layout: Any = LAYOUT
-    return LLMatcher.grammar_from_json_schema("{}" if schema is True else text, layout)
+    try:
+        return LLMatcher.grammar_from_json_schema("{}" if schema is True else text, layout)
+    except ValueError as exc:  # such as half a surrogate pair, which Python's JSON allows
+        raise UsageError(f"the JSON schema cannot be used: {reason(str(exc))}") from exc
 
 
 def _within(start: str, grammar: str) -> str:

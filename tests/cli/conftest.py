@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,11 @@ from offspec.cli.main import run
 from ..refusals import check_message
 
 if TYPE_CHECKING:
+    from offspec import Engine
+
     from ..pair import Pair
     from .sandbox import Sandbox, Shelf
+    from .serving import Client
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,29 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     from ..pair import build_pair
 
     return build_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Engine:
+    from offspec import Engine
+
+    return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def client(engine: Engine) -> Generator[Client, None, None]:
+    """Asks a server of the module's `engine`."""
+    from .serving import served
+
+    with served(engine) as (found, _):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def asker(client: Client) -> Any:
+    """OpenAI's own client, for the same server."""
+    openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install 'offspec[test]'")
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="-", max_retries=0)
 
 
 @pytest.fixture

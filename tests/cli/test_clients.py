@@ -30,12 +30,6 @@ def engine() -> Generator[Engine, None, None]:
 
 
 @pytest.fixture(scope="module")
-def client(engine: Engine) -> Generator[Client, None, None]:
-    with served(engine) as (found, _):
-        yield found
-
-
-@pytest.fixture(scope="module")
 def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Generator[Client, None, None]:
     """A model whose chat template knows tools."""
     pair: Pair = build_pair(tmp_path_factory.mktemp("tools"), max_position_embeddings=1024)

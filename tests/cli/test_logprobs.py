@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -10,22 +9,10 @@ import pytest
 from offspec import Engine, SamplingParams
 from offspec.cli.logprobs import TokenTexts
 
-from ..pair import Pair
-from .serving import USER, Client, served
+from .serving import USER, Client
 
 PROMPT = "def area(w: int) -> int:\n    return"
 TEXT = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def engine(pair: Pair) -> Engine:
-    return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
-
-
-@pytest.fixture(scope="module")
-def client(engine: Engine) -> Generator[Client, None, None]:
-    with served(engine) as (found, _):
-        yield found
 
 
 def text(client: Client, **fields: Any) -> list[Any]:

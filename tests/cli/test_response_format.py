@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
 from typing import Any, Literal
 
 import pytest
@@ -12,10 +11,10 @@ from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.cli.answering import describe
 from offspec.cli.openai_api import parse
 from offspec.errors import ConstraintError, UsageError
+from offspec.text.tool_calls import ToolFormat
 
-from ..pair import Pair
 from ..refusals import refused, tells
-from .serving import USER, Client, served
+from .serving import USER, Client
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install 'offspec[test]'")
 pydantic = pytest.importorskip("pydantic")  # OpenAI's client needs it
@@ -27,22 +26,6 @@ SCHEMA = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 2, "
 class Car(pydantic.BaseModel):  # type: ignore[misc, name-defined] (untyped where pydantic is not installed)
     color: Literal["red", "green"]
     doors: list[Literal[3, 5]] = pydantic.Field(min_length=2, max_length=2)
-
-
-@pytest.fixture(scope="module")
-def engine(pair: Pair) -> Engine:
-    return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
-
-
-@pytest.fixture(scope="module")
-def client(engine: Engine) -> Generator[Client, None, None]:
-    with served(engine) as (found, _):
-        yield found
-
-
-@pytest.fixture(scope="module")
-def asker(client: Client) -> Any:
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="-", max_retries=0)
 
 
 def by_schema(schema: Any = SCHEMA, **fields: Any) -> dict[str, Any]:
@@ -172,6 +155,25 @@ def test_a_dead_end_is_told_and_the_server_stays_up(client: Client) -> None:
     events = client.stream("/v1/completions", body)
     assert events[-1]["error"]["message"] == reply.body["error"]["message"]
     assert client.chat(USER).status == 200
+
+
+def test_half_a_character_is_a_bad_request(client: Client) -> None:
+    """OpenAI's client cannot send it; others can."""
+    reply = client.chat(USER, response_format=by_schema({"const": "\ud800"}))
+    assert reply.status == 400
+    assert tells(reply.body["error"]["message"], "schema")
+
+
+def test_texts_under_different_constraints_share_passes(engine: Engine) -> None:
+    """And each is the text that it is alone: free, constrained, cut, and bound from a marker on."""
+    late = ToolFormat("hermes", "<tool_call>").late_constraint({"f": SCHEMA}, allows_several=True, yields=True)
+    constraints = [None, Constraint.json_schema(SCHEMA), Constraint.regex("(yes|no){20}"), late]
+    each = [SamplingParams(30, temperature=1, seed=3, constraint=constraint) for constraint in constraints]
+    texts = [""] * len(each)
+    for index, step in engine.generate_many([[USER]] * len(each), each):
+        texts[index] += step.text
+    assert texts == [engine.complete([USER], params, SpeculationParams(budget=0)) for params in each]
+    assert texts[3] == texts[0], "no call has begun"
 
 
 def test_a_dead_end_is_the_clients_fault() -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from statistics import fmean
@@ -32,17 +32,6 @@ from ..pair import CONTEXT, Pair, variant
 from ..refusals import check_message, tells
 from .conftest import Offspec, finish, start
 from .serving import LONG_S, USER, Client, Reply, served
-
-
-@pytest.fixture(scope="module")
-def engine(pair: Pair) -> Engine:
-    return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
-
-
-@pytest.fixture(scope="module")
-def client(engine: Engine) -> Generator[Client, None, None]:
-    with served(engine) as (found, _):
-        yield found
 
 
 def test_text_is_what_the_engine_says(client: Client, engine: Engine) -> None:

@@ -66,17 +66,6 @@ def engine(models: Pair) -> Engine:
     return Engine.load(str(models.target), draft=str(models.draft), device="cpu")
 
 
-@pytest.fixture(scope="module")
-def client(engine: Engine) -> Generator[Client, None, None]:
-    with served(engine) as (found, _):
-        yield found
-
-
-@pytest.fixture(scope="module")
-def asker(client: Client) -> Any:
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="-", max_retries=0)
-
-
 def tokenizer_with(models: Pair, folder: Path, template: str) -> Tokenizer:
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         (folder / name).write_bytes((models.target / name).read_bytes())
@@ -202,6 +191,7 @@ def test_a_constrained_answer_is_a_call(engine: Engine, form: ToolFormat) -> Non
         ({"tools": [tool("a b")]}, "tools[0].function.name letters"),
         ({"tools": [tool("auto")]}, "tools[0].function.name letters"),
         ({"tools": [tool("f", parameters=[1])]}, "tools[0].function.parameters object"),
+        ({"tools": [tool("f", strict="yes")]}, "tools[0].function.strict true false"),
         ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice none auto required"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice function"),
         ({"tools": [CLOCK], "tool_choice": ONE}, "tool_choice function"),
