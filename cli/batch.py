@@ -265,6 +265,8 @@ class Batch:
         for name in NEWER_SETTINGS:  # as in the answers of versions without them
             if getattr(sampling, name) == getattr(SamplingParams, name):
                 del settings[name]
+        if sampling.constraint is not None:  # those of lines and flags have no other fields
+            settings["constraint"] = {"kind": sampling.constraint.kind, "text": sampling.constraint.text}
         return {**self._settings, **settings}
 
     def _is_answer(self, record: Answer, task: Task) -> bool:
