@@ -302,14 +302,16 @@ class Service:
         self.engine.check_sampling(asked.params)
         if asked.params.constraint is not None:  # here, because compiling may take a second; the result is kept
             asked = self._compiled(asked, asked.params.constraint)
-        if asked.kind == "chat" and (constraint := asked.params.constraint) is not None:
-            asked = replace(asked, params=replace(asked.params, constraint=replace(constraint, thinks=True)))
         if asked.kind == "chat":
             prompts = [self._encode_chat(asked)]
         else:
             prompts = [self._encode_text(cast("str | list[int]", prompt)) for prompt in asked.prompts]
         for ids in prompts:
             self.engine.room_after(len(ids))
+        if asked.kind == "chat" and asked.params.constraint is not None:
+            constraint = replace(asked.params.constraint, thinks=True)
+            self.engine.compile_constraint(constraint, prompts[0])
+            asked = replace(asked, params=replace(asked.params, constraint=constraint))
         return asked, prompts
 
     def _compiled(self, asked: CompletionRequest, constraint: Constraint) -> CompletionRequest:

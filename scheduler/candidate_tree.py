@@ -388,6 +388,14 @@ class CandidateTree:
         """For each node, the tokens from the root's child down to it."""
         return [self._path(int(node)) for node in nodes]
 
+    def tokens_above(self, nodes: IntArray) -> IntArray:
+        """Tokens of which all paths to `nodes` consist: those of these nodes (ROOT has none) and of all inner ones."""
+        parents = self.nodes["parent"]
+        is_on_path = np.zeros(len(self.nodes) + 1, dtype=np.bool_)  # the last entry is for ROOT
+        is_on_path[parents] = is_on_path[nodes] = True
+        found: IntArray = self.nodes["token"][is_on_path[:-1]]
+        return found
+
     def _path(self, node: int) -> list[int]:
         tokens: list[int] = []
         while node != ROOT:

@@ -138,7 +138,7 @@ class DraftRounds:
 
     def _add_forced(self, nodes: IntArray) -> bool:
         """Add the tokens that the constraint forces below the root and below `nodes`; whether there were any."""
-        if self._constraint is None or self._constraint.is_idle(self.tree.nodes["token"]):
+        if self._constraint is None or self._constraint.is_idle(self.tree.tokens_above(nodes)):
             return False
         is_any = False
         for node in (ROOT, *nodes.tolist()):
@@ -168,7 +168,7 @@ class DraftRounds:
 
     def _children(self, nodes: IntArray, logits: Tensor) -> ChildScores:
         """Scores of the children of `nodes` [R] (ROOT first, if it is among them), from draft logits [R, C]."""
-        needs_paths = self._sampler.needs_paths(self.tree.nodes["token"])
+        needs_paths = self._sampler.needs_paths(self.tree.tokens_above(nodes))
         paths = self.tree.path_tokens(nodes) if needs_paths else [[]] * len(nodes)
         return self._scorer.score(logits, paths, self._position + self.tree.depths(nodes))
 

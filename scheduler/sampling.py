@@ -213,12 +213,13 @@ class Sampler:
     def _mask_bits(self, paths: Sequence[Sequence[int]]) -> MaskBits | None:
         """[R, ceil(V / 8)], see `TokenConstraint.mask`; None if every token may follow each path."""
         assert self.constraint is not None
-        found = [self.constraint.mask(path) for path in paths]
+        found = [self.constraint.mask(path) for path in (paths if any(paths) else paths[:1])]
         some = next((mask for mask in found if mask is not None), None)
         if some is None:
             return None
         everything = np.full_like(some, 255)
-        return np.stack([everything if mask is None else mask for mask in found])
+        rows = np.stack([everything if mask is None else mask for mask in found])
+        return rows if len(rows) == len(paths) else np.repeat(rows, len(paths), axis=0)
 
     def _less_repeated(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         seen = self._seen[: logits.shape[-1]].expand_as(logits).clone()

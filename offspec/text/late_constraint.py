@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,11 @@ class Marker:
     known: Mapping[int, bytes]
     may_begin: BoolArray
     overrunning: Mapping[bytes, Sequence[int]]
+
+    @cached_property
+    def starters(self) -> frozenset[int]:
+        """The tokens of `may_begin`."""
+        return frozenset(np.flatnonzero(self.may_begin).tolist())
 
     @classmethod
     def of(cls, trigger: Trigger, known: Mapping[int, bytes], vocab_size: int) -> Marker:
@@ -194,13 +200,15 @@ class LateConstraint:
 
     def is_idle(self, tokens: IntArray) -> bool:
         """As in `TokenConstraint`."""
+        return self._here.is_over or (self._is_waiting and not self._markers[self._here.stage].may_begin[tokens].any())
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether every token may follow the text, and nothing depends on tokens that cannot begin a marker."""
         here = self._here
-        if here.is_over:
-            return True
         if here.grammar is not None or here.tokens or here.stage == UNDECIDED:
             return False
-        marker = self._markers[here.stage]
-        return not marker.is_at_start and not marker.may_begin[tokens].any()
+        return not self._markers[here.stage].is_at_start
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
         """As in `TokenConstraint`."""
@@ -230,7 +238,7 @@ class LateConstraint:
 
     def _place(self, path: Sequence[int]) -> Place:
         """Where the text stands after `path`."""
-        if self._here.is_over:
+        if self._here.is_over or (self._is_waiting and self._markers[self._here.stage].starters.isdisjoint(path)):
             return self._here
         key = tuple(path)
         known = len(key)
