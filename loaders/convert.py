@@ -1,11 +1,11 @@
 """Converts a checkpoint to NF4, FP4, packed bf16 or plain floats, or copies its tensors into one file per layer.
 
 The result has one safetensors file per layer, with page-aligned data, so that one contiguous read loads a layer; the
-first file contains all other tensors. It is a normal checkpoint for `transformers` and bitsandbytes. Memory: one layer
-of the result and one tensor of the source. An interrupted conversion resumes with the first missing file, and its
-result is bit-identical. Until it is complete, the folder has a marker and no index, so no reader accepts it. The
-conversion is independent of architectures: it quantises the matrices inside layers. Other tensors are unchanged, unless
-safetensors cannot store them unchanged.
+first file contains all other tensors. It is a normal checkpoint for `transformers` and bitsandbytes. Matrices are
+packed on threads while the file before is written. Memory: two layers of the result, and one tensor of the source per
+thread. An interrupted conversion resumes with the first missing file, and its result is bit-identical. Until it is
+complete, the folder has a marker and no index, so no reader accepts it. The conversion is independent of architectures:
+it quantises the matrices inside layers. Other tensors are unchanged, unless safetensors cannot store them unchanged.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,6 +34,8 @@ from .file_locks import try_lock
 from .formats import StoredWeight, formats_in, packer_for, stored_weights
 from .formats.core import Packer
 from .formats.plain import FloatPacker
+from .formats.process_state import one_thread
+from .hardware import read_cores
 from .hub import resolve
 from .params import FLOAT_FORMATS, LOSSLESS_FORMAT, QUANT_TYPES, ConvertParams
 from .records import FLOAT_DTYPES
@@ -56,7 +59,10 @@ _SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.float32: "F32", torch.float16: "
 _SPARE_BYTES = 2**20  # headers, config.json, tokenizer
 _LAYOUT = 1  # version of the result's layout; a run may not resume a conversion with another layout
 
+MOST_THREADS = 4  # that pack: more would wait for the disk
+
 Progress = Callable[[int, int], None]
+_Packed = dict[str, Future[list[Piece]]]  # weight's name → its tensors in the result, when they are ready
 
 
 @dataclass(frozen=True)
@@ -144,9 +150,10 @@ def convert(
         _check_space(target, work.result_bytes(rest))
         counter = _Counter(num_bytes(checkpoint), progress)
         counter.add(sum(shard.source_bytes for shard in finished))
-        with Background() as verifying:  # while the next file is computed
-            for shard in rest:
-                write_shard(target / shard.name, list(work.pieces(shard, counter)), verifying)
+        # Each file is verified while the next one is written, and the one after that is packed.
+        with one_thread(), Background() as verifying, _packing_threads() as pool:
+            for shard, packed in _one_ahead(rest, partial(work.pack, pool)):
+                write_shard(target / shard.name, list(work.pieces(shard, packed, counter)), verifying)
         tensors = work.publish()
     sizes = (num_bytes(checkpoint), sum(info.nbytes for info in tensors.values()), len(work.shards), len(finished))
     return Conversion(target, params.format, *sizes, work.bits_per_weight(tensors))
@@ -319,10 +326,18 @@ class _Work:
         """Bytes of the files, rounded up where an exact figure would be costly."""
         return sum(item.result_bytes for shard in shards for item in shard.items) + _SPARE_BYTES
 
-    def pieces(self, shard: _Shard, counter: _Counter) -> Iterator[Piece]:
+    def pack(self, pool: ThreadPoolExecutor, shard: _Shard) -> _Packed:
+        """Begin to pack the file's matrices on the pool's threads."""
+        return {
+            item.name: pool.submit(_packed, item.stored, item.packer)
+            for item in shard.items
+            if item.packer is not None and item.stored is not None
+        }
+
+    def pieces(self, shard: _Shard, packed: _Packed, counter: _Counter) -> Iterator[Piece]:
         for item in shard.items:
-            if item.packer is not None and item.stored is not None:
-                yield from _packed(item.stored, item.packer)
+            if item.name in packed:
+                yield from packed.pop(item.name).result()
                 counter.add(item.source_bytes)
             else:
                 info = item.infos[0]
@@ -439,17 +454,41 @@ def _is_matrix(stored: StoredWeight, checkpoint: Checkpoint) -> bool:
 # ----------------------------------------------------------------------------------------------------- reading source
 
 
-def _packed(stored: StoredWeight, packer: Packer) -> Iterator[Piece]:
+@contextmanager
+def _packing_threads() -> Iterator[ThreadPoolExecutor]:
+    """One more than cores, because each also reads; at most MOST_THREADS. After an error, waiting work is dropped."""
+    pool = ThreadPoolExecutor(min(read_cores()[0] + 1, MOST_THREADS), thread_name_prefix="pack")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _one_ahead(shards: Iterable[_Shard], pack: Callable[[_Shard], _Packed]) -> Iterator[tuple[_Shard, _Packed]]:
+    """Each file with its matrices, which are being packed; those of the file after it are begun before."""
+    before: tuple[_Shard, _Packed] | None = None
+    for shard in shards:
+        begun = shard, pack(shard)
+        if before is not None:
+            yield before
+        before = begun
+    if before is not None:
+        yield before
+
+
+def _packed(stored: StoredWeight, packer: Packer) -> list[Piece]:
     weight = read_whole(stored)
     try:
         parts = packer.pack(weight)
     except CheckpointError as exc:
         where = stored.streamed[0].path
         raise fault(where, f"tensor {show(stored.name)} {exc}; use another copy of this model") from exc
-    for suffix, tensor in parts.items():
-        content = tensor.reshape(-1).view(torch.uint8).numpy().data
-        dtype = _SAFETENSORS_DTYPES[tensor.dtype]
-        yield Piece(stored.name + suffix, dtype, tuple(tensor.shape), partial(_once, content))
+    return [_piece(stored.name + suffix, tensor) for suffix, tensor in parts.items()]
+
+
+def _piece(name: str, tensor: Tensor) -> Piece:
+    content = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return Piece(name, _SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), partial(_once, content))
 
 
 def _once(content: memoryview) -> Iterable[memoryview]:

@@ -729,10 +729,10 @@ def test_the_header_is_one_that_both_readers_accept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_memory_is_a_layer_and_a_tensor(tmp_path: Path) -> None:
-    """48 layers of 2 MiB and a table of 64: what a fresh process takes more than before it began."""
+def test_memory_is_two_layers_and_a_tensor_per_thread(tmp_path: Path) -> None:
+    """128 layers of 2 MiB and a table of 64: what a fresh process takes more than before it began."""
     tensors = {"model.embed_tokens.weight": torch.zeros(16384, 2048, dtype=torch.bfloat16)}
-    tensors |= {f"model.layers.{i}.a.weight": torch.ones(1024, 1024, dtype=torch.bfloat16) for i in range(48)}
+    tensors |= {f"model.layers.{i}.a.weight": torch.ones(1024, 1024, dtype=torch.bfloat16) for i in range(128)}
     source = write(tmp_path / "source", tensors)
     script = """
 import sys
@@ -751,7 +751,7 @@ print(peak_host_bytes() - before)
     arguments = [sys.executable, "-c", script, str(source), str(tmp_path / "target")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     grown = int(subprocess.run(arguments, env=env, capture_output=True, check=True).stdout)
-    assert grown < 40 << 20
+    assert grown < 110 << 20
 
 
 def test_a_run_that_is_told_to_stop_leaves_nothing_that_looks_whole(source: Path, target: Path) -> None:

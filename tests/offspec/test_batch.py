@@ -22,6 +22,7 @@ from offspec.scheduler.shared_pass import SharedPass
 from ..pair import Pair, build_pair
 from ..refusals import refused
 from ..scheduler.fakes import few
+from .model.head_twins import EAGLE_CONFIG, MEDUSA_CONFIG, eagle_tensors, medusa_tensors, write_folder
 
 PLAIN = SpeculationParams(budget=0)
 PROMPTS = (
@@ -41,18 +42,25 @@ SAMPLING = (
     SamplingParams(20, frequency_penalty=1.5, presence_penalty=0.5, logit_bias=((7, 5.0),), seed=6),
 )
 HEAD = "for i in range(10):\n    print(i)\n" * 4  # 92 tokens
-DRAFTS = ("own", "lookup", "none", "self", "resident")
+HEADS = {"eagle": (EAGLE_CONFIG, lambda: eagle_tensors(3)), "medusa": (MEDUSA_CONFIG, medusa_tensors)}
+DRAFTS = ("own", "lookup", "none", "self", "resident", "shadow:4", *HEADS, "own, 8 bits")
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
+    """With as many layers as the heads' samples are made for."""
+    return build_pair(tmp_path_factory.mktemp("pair"), num_layers=6)
 
 
 def load(pair: Pair, draft: str, **more: Any) -> Engine:
     """In fp32, so that texts are equal and not only up to near-ties."""
     if draft == "self":
         more["exit_layer"] = 1
+    if draft in HEADS:
+        config, tensors = HEADS[draft]
+        draft = str(write_folder(pair.target.parent / draft, config, tensors()))
+    if draft == "own, 8 bits":
+        draft, more["kv_cache"] = "own", "8"
     return Engine.load(
         str(pair.target), draft=str(pair.draft) if draft == "own" else draft, device="cpu", dtype="fp32", **more
     )
