@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -15,7 +16,7 @@ from offspec.training.distill_params import HEADS, DistillParams, DraftParams, H
 from .distill_draft import DRAFT_FLAGS, DraftFlags, distil_draft, draft_options
 from .distill_head import distil_head
 from .help_groups import OffspecCommand, option, research_option
-from .options import MODEL, MODEL_HELP, Number, WholeNumber, memory_flags
+from .options import MODEL, MODEL_HELP, MOST_DIGITS, Number, WholeNumber, memory_flags
 from .training_job import Job, refuse_flags, training_line
 
 if TYPE_CHECKING:
@@ -24,6 +25,16 @@ if TYPE_CHECKING:
 P = DistillParams
 HEAD_FLAGS = ("head_tokens",)
 TRAINING_FLAGS = ("steps", "num_texts", "text_tokens", "batch_texts", "learning_rate", "init", "num_labels")
+
+
+def exit_layers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
+    """A click callback: different numbers of layers, ascending."""
+    if value is None:
+        return None
+    words = [word.strip() for word in value.split(",")]
+    if not all(word.removeprefix("-").isdecimal() and len(word) < MOST_DIGITS for word in words):
+        raise click.BadParameter(f"{reprlib.repr(value)} is no list of whole numbers, such as 4 or 4,8,16.")
+    return sorted({int(word) for word in words})
 
 
 @click.command(
@@ -57,9 +68,10 @@ Examples:
 @click.argument("model", default="builtin", type=MODEL)
 @option(
     "--exit-layer",
-    type=int,
-    metavar="N",
-    help="Number of initial layers used as the draft; they stay in memory. Try a quarter of all layers first.",
+    callback=exit_layers,
+    metavar="N[,N...]",
+    help="Number of first layers that draft and stay in memory, say a quarter. Of several, --draft self uses the "
+    "fastest.",
 )
 @option("--head", type=click.Choice(HEADS), help="Train a head of this kind, for --draft head.")
 @research_option(
@@ -163,7 +175,7 @@ Examples:
 @option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
 def command(
     model: str,
-    exit_layer: int | None,
+    exit_layer: list[int] | None,
     head: str | None,
     skips: bool,
     out: Path | None,
@@ -195,8 +207,7 @@ def command(
         settings.pop("head_tokens", None)
     if skips:
         refuse_flags(TRAINING_FLAGS, "is for training, and --skip trains nothing")
-    if out is not None and out.is_dir() and not draft.is_given and head is None:
-        raise click.BadParameter(f"{out} is a folder; give a file.", param_hint="--out")
+    _check_out(out, exit_layer, is_folder=draft.is_given or head is not None)
     loading: dict[str, Any] = {
         "revision": revision,
         "device": device,
@@ -222,15 +233,26 @@ def command(
         click.echo(f"{sentence}; took {format_seconds(seconds)}")
 
 
-def _own_layers(job: Job, exit_layer: int | None, params: DistillParams) -> tuple[dict[str, Any], str]:
-    """Train an exit layer, or (None) search layers to skip; the result as JSON and as a sentence."""
-    from offspec.training.distillation import distill
+def _check_out(out: Path | None, exit_layers: list[int] | None, *, is_folder: bool) -> None:
+    """Raises click.BadParameter for a place that the result cannot have. is_folder: it may be a folder."""
+    if out is not None and len(exit_layers or ()) > 1:
+        raise click.BadParameter("several exit layers have a file each; give one of them.", param_hint="--out")
+    if out is not None and out.is_dir() and not is_folder:
+        raise click.BadParameter(f"{out} is a folder; give a file.", param_hint="--out")
+
+
+def _own_layers(job: Job, exit_layers: list[int] | None, params: DistillParams) -> tuple[dict[str, Any], str]:
+    """Train exit layers, or (None) search layers to skip; the result as JSON and as a sentence."""
+    from offspec.training.distillation import distill_exits
 
     teacher = job.teacher()
     with training_line(quiet=job.quiet) as line:
-        if exit_layer is None:
+        if exit_layers is None:
             return _skips(teacher, params, progress=line, **job.more)
-        return _exit(distill(teacher, exit_layer, params, progress=line, **job.more))
+        found = [_exit(done) for done in distill_exits(teacher, exit_layers, params, progress=line, **job.more)]
+    if len(found) == 1:
+        return found[0]
+    return {"exits": [said for said, _ in found]}, "\n".join(sentence for _, sentence in found)
 
 
 def _exit(done: Distilled) -> tuple[dict[str, Any], str]:

@@ -98,11 +98,16 @@ def check_exit_layer(number: int, config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class ExitFile:
-    """An exit layer's file, whose header fits the target. exit_layer: the number of the target's layers before it."""
+    """An exit layer's file, whose header fits the target.
+
+    exit_layer: the number of the target's layers before it. agreement: how often its likeliest token was the target's
+    after training; None if the file does not say.
+    """
 
     path: Path
     exit_layer: int
     num_elements: int
+    agreement: float | None = None
 
     @classmethod
     def open(cls, path: Path, target: ModelFiles) -> ExitFile:
@@ -129,16 +134,25 @@ class ExitFile:
                 f"exit layer {path} is damaged: its tensors are not a layer's; make it again with offspec distill"
             )
         check_exit_layer(int(number), target.config)
-        return cls(path, int(number), sum(torch.Size(shape).numel() for shape in shapes.values()))
+        return cls(
+            path,
+            int(number),
+            sum(torch.Size(shape).numel() for shape in shapes.values()),
+            _share(metadata.get("agreement", "")),
+        )
 
     @classmethod
-    def find(cls, target: ModelFiles) -> ExitFile:
-        """The newest exit layer for this target. Raises UsageError if there is none."""
-        files = exits_folder().glob(f"{fingerprint(target)}-*.safetensors")
-        newest = max(files, key=lambda file: (file.stat().st_mtime_ns, file.name), default=None)
+    def find(cls, target: ModelFiles, exit_layer: int | None = None) -> ExitFile:
+        """The newest exit layer for this target, or that after so many layers. Raises UsageError if there is none."""
+        if exit_layer is not None:
+            check_exit_layer(exit_layer, target.config)
+            newest = file if (file := default_file(target, exit_layer)).is_file() else None
+        else:
+            newest = max(_exit_files(target), key=lambda file: (file.stat().st_mtime_ns, file.name), default=None)
         if newest is None:
+            after = "" if exit_layer is None else f" after {exit_layer} layers"
             raise UsageError(
-                f"`draft=self` needs an exit layer, and there is none for {target.checkpoint.path}; run "
+                f"`draft=self` needs an exit layer, and there is none{after} for {target.checkpoint.path}; run "
                 "offspec distill MODEL --exit-layer N first, choose a file (`exit_file`), or draft without a trained "
                 "exit layer (`exit_layer`)"
             )
@@ -153,6 +167,25 @@ class ExitFile:
                 return {name: file.get_tensor(name).to(device, dtype, copy=True) for name in names}
         except (OSError, SafetensorError) as exc:
             raise CheckpointError(f"exit layer {self.path} cannot be read: {exc}") from exc
+
+
+def found_exits(target: ModelFiles) -> list[int]:
+    """The numbers of layers before the exit layers in the default folder, ascending."""
+    numbers = (file.stem.rpartition("-")[2] for file in _exit_files(target))
+    return sorted(int(number) for number in numbers if number.isdecimal() and len(number) < 10)
+
+
+def _exit_files(target: ModelFiles) -> list[Path]:
+    return list(exits_folder().glob(f"{fingerprint(target)}-*.safetensors"))
+
+
+def _share(text: str) -> float | None:
+    """A number from 0 to 1, or None."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 <= number <= 1 else None
 
 
 def save(path: Path, layer: Mapping[str, Tensor], target: ModelFiles, exit_layer: int, **more: object) -> None:

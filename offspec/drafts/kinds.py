@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from offspec.loaders.params import SHADOW_FORMATS
 
+from ..checkpoints.exit_layers import found_exits, has_weights
 from ..checkpoints.head_files import is_head
 from ..checkpoints.opening import Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import UsageError
+from ..model.foreign_config import ForeignConfig
 from .base import Choice, DraftOptions, OpenedDraft, OpenRequest
 from .head_draft import NAME as HEAD
 from .head_draft import OpenedHead
@@ -85,15 +87,25 @@ def _resolve(model: str, request: OpenRequest) -> str:
     """The name of a kind or a model; `auto`, and `shadow` without bits, become one of them."""
     said = request.options.draft
     if said == SHADOW:
-        return _chosen_bits(request)
+        return _chosen(shadow_names(), request)
+    if said == SELF and len(names := exit_names(request)) > 1:
+        return _chosen(names, request, otherwise=SELF)
     return _automatic(model, request) if said == AUTO else said
 
 
-def _chosen_bits(request: OpenRequest) -> str:
-    names = shadow_names()
+def exit_names(request: OpenRequest) -> list[str]:
+    """The exit layers of this target that `self` chooses from, if neither a file nor a number of layers is given."""
+    options, target = request.options, request.target
+    if options.exit_file is not None or options.exit_layer is not None or isinstance(target.config, ForeignConfig):
+        return []
+    return [f"{SELF}:{number}" for number in found_exits(target)] if has_weights(target) else []
+
+
+def _chosen(names: Sequence[str], request: OpenRequest, otherwise: str | None = None) -> str:
+    """The one of these with the most predicted tokens/s. otherwise: where nothing is predicted; None: the first."""
     choice = None if request.choose is None else request.choose(names, ())
     if choice is None:
-        return names[0]
+        return otherwise or names[0]
     request.notes.append(Note(f"draft: {choice.name}, by predicted tokens/s: {choice}"))
     return choice.name
 

@@ -18,11 +18,12 @@ from ..model.early_exit import EarlyExit, shared_text
 from ..model.text_caches import TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
-from .acceptance import EXIT_LAYER
+from .acceptance import EXIT_AGREEMENT, EXIT_LAYER
 from .base import Attach, OpenRequest
 from .model_draft import ModelDraft, guessing_items
 
 NAME = "self"
+MOST_DIGITS = 9
 
 
 class SelfDraft(ModelDraft):
@@ -66,10 +67,23 @@ class OpenedSelf:
                 "`exit_layer` to plan for an early exit without a trained layer"
             )
         options.refuse_learning()
-        found = ExitFile.find(target) if options.exit_file is None else ExitFile.open(options.exit_file, target)
+        found = cls._file(request)
         layers = f"the target's first {found.exit_layer} of {target.config.num_layers} layers"
         request.notes.append(Note(f"draft: {layers}, and the exit layer {found.path}"))
         return cls(found, target)
+
+    @staticmethod
+    def _file(request: OpenRequest) -> ExitFile:
+        """The file that was given, the exit of `self:N`, or the newest one."""
+        options, (_, _, number) = request.options, request.options.draft.partition(":")
+        if not number:
+            target = request.target
+            return ExitFile.find(target) if options.exit_file is None else ExitFile.open(options.exit_file, target)
+        if not number.isdecimal() or len(number) > MOST_DIGITS:
+            raise UsageError(f"`draft={options.draft}` has no number of layers after the colon; write {NAME}:4, say")
+        if options.exit_file is not None:
+            raise UsageError(f"`draft={options.draft}` and `exit_file` both name an exit layer; give one of the two")
+        return ExitFile.find(request.target, int(number))
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         """The exit layer, its KV cache, the drafted nodes' KV entries in the layers before it, and hidden states.
@@ -90,8 +104,13 @@ class OpenedSelf:
         return MemoryUse(tuple(items), num_pinned_layers=num_first)
 
     def guessing(self, placement: Placement) -> Guessing:
-        """A round goes through the first layers and the exit layer, which has the shape of the next one."""
-        return Guessing(((self.target, self.file.exit_layer + 1),), EXIT_LAYER, overlaps=False)
+        """A round goes through the first layers and the exit layer, which has the shape of the next one.
+
+        Wrong guesses are as frequent as the training's held-out text says, beside that of the measured exit.
+        """
+        agreement = EXIT_AGREEMENT if self.file.agreement is None else self.file.agreement
+        share = max(1 - agreement, 0.01) / (1 - EXIT_AGREEMENT)
+        return Guessing(((self.target, self.file.exit_layer + 1),), EXIT_LAYER, share=share, overlaps=False)
 
     def load(self, device: torch.device) -> Attach:
         return lambda target: SelfDraft(EarlyExit(target, self.file.exit_layer, self.file.load(target.dtype, device)))

@@ -12,7 +12,7 @@ from ..model.foreign_config import ForeignConfig
 from ..planning.drafting import Drafting, RatesOf, predict_drafting
 from ..planning.plan import PROGRAM_ITEM, Plan
 from .base import Choice, OpenedDraft, OpenRequest
-from .kinds import AUTO, automatic_names, open_draft, shadow_names
+from .kinds import AUTO, automatic_names, exit_names, open_draft, shadow_names
 from .layer_drafts import SHADOW
 from .self_draft import NAME as SELF
 from .without_model import LookupDraft
@@ -76,9 +76,16 @@ class Scales:
             replace(self.request.options, draft=given[0]).refuse_exit_file()
         found = list[str]()
         for name in given:
-            several = automatic_names(self.model, self.request) if name == AUTO else shadow_names()
-            found += several if name in (AUTO, SHADOW) else [name]
+            found += self._chosen_from(name) or [name]
         return list(dict.fromkeys(found))
+
+    def _chosen_from(self, name: str) -> list[str]:
+        """What a name stands for, if it leaves a choice."""
+        if name == AUTO:
+            return automatic_names(self.model, self.request)
+        if name == SELF:
+            return exit_names(self.request)
+        return shadow_names() if name == SHADOW else []
 
     def first_plan(self, names: Sequence[str]) -> Plan:
         """The plan with the first draft that can be used. Raises the first one's OffspecError if none can."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from offspec.loaders.formats import dense
 
-from ..checkpoints.exit_layers import check_exit_layer, default_file, save
+from ..checkpoints.exit_layers import check_exit_layer, data_file, default_file, save
 from ..checkpoints.opening import ModelFiles
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit
@@ -59,8 +60,16 @@ class Teacher:
 
 
 def distill(
+    teacher: Teacher, exit_layer: int, params: DistillParams | None = None, *, out: Path | None = None, **more: Any
+) -> Distilled:
+    """`distill_exits` for one exit layer. Writes it to `out`, or to the default of `--draft self`."""
+    (done,) = distill_exits(teacher, [exit_layer], params, out=out, **more)
+    return done
+
+
+def distill_exits(
     teacher: Teacher,
-    exit_layer: int,
+    exit_layers: Sequence[int],
     params: DistillParams | None = None,
     *,
     out: Path | None = None,
@@ -68,34 +77,62 @@ def distill(
     resume: bool = False,
     progress: Progress | None = None,
     checkpoint_every_s: float = CHECKPOINT_EVERY_S,
-) -> Distilled:
-    """Train an exit layer after the first `exit_layer` layers. Write it to `out`, or to the default of `--draft self`.
+) -> list[Distilled]:
+    """Train an exit layer after the first N layers, for each N of `exit_layers`, on the same texts.
 
-    texts: files to learn from, instead of generated texts. resume: continue an interrupted run with the same settings.
-    progress(what, done, total) is called for shards and steps. The shards and the last checkpoint stay in a folder
-    beside `out` until the run is complete. Raises a subclass of OffspecError.
+    out: the result of a single one; None: the defaults of `--draft self`. texts: files to learn from, instead of
+    generated texts. resume: continue an interrupted run with the same settings. progress(what, done, total) is called
+    for shards and steps. The shards and the last checkpoints stay in a folder beside the result until the run is
+    complete. Raises a subclass of OffspecError.
     """
     target, files, tokenizer = teacher.target, teacher.files, teacher.tokenizer
     params, progress = params or DistillParams(), progress or (lambda what, done, total: None)
-    check_exit_layer(exit_layer, target.config)
-    out = out or default_file(files, exit_layer)
-    folder = work_folder(out)
-    shards = Shards(folder, target, tokenizer, params, texts, [exit_layer - 1])  # checks texts before there is a folder
-    with run_folder(out, run_settings(files, params, texts, exit_layer=exit_layer), resume=resume):
+    for number in exit_layers:
+        check_exit_layer(number, target.config)
+    name = "-".join(map(str, exit_layers))
+    place = out or data_file(files, f"{name}.safetensors")
+    folder, is_one = work_folder(place), len(exit_layers) == 1
+    layers = [number - 1 for number in exit_layers]
+    shards = Shards(folder, target, tokenizer, params, texts, layers)  # checks texts before there is a folder
+    which = exit_layers[0] if is_one else list(exit_layers)
+    with run_folder(place, run_settings(files, params, texts, exit_layer=which), resume=resume):
         shards.check_space()
-        num_shards = shards.make(progress)
-        module = ExitModule(target, exit_layer, exit_layer if params.init == "next" else target.config.num_layers - 1)
+        shards.make(progress)
+        modules = _modules(target, exit_layers, params)
         if teacher.close_before_training:
             target.weights.close()
-        trainer = Trainer(module, params, folder)
-        held_out = num_shards - 1 if num_shards > 1 else 0
-        before = trainer.mean(shards.load(held_out), module.agreement)
-        trainer.resume()
-        trainer.train(shards, range(max(1, held_out)), progress, checkpoint_every_s)
-        agreement = trainer.mean(shards.load(held_out), module.agreement)
-        layer = {name: weight.detach().to(target.dtype).cpu() for name, weight in module.weights().items()}
-        save(out, layer, files, exit_layer, init=params.init, steps=params.steps, agreement=round(agreement, 4))
-    return Distilled(out, exit_layer, shards.num_tokens, params.steps, before, agreement)
+        found = list[Distilled]()
+        for number, module in zip(exit_layers, modules, strict=True):
+            own = folder if is_one else folder / f"exit-{number}"
+            own.mkdir(exist_ok=True)
+            trainer = Trainer(module, params, own)
+            before, agreement = _trained(trainer, module, shards, progress, checkpoint_every_s)
+            file = out or default_file(files, number)
+            layer = {name: weight.detach().to(target.dtype).cpu() for name, weight in module.weights().items()}
+            save(file, layer, files, number, init=params.init, steps=params.steps, agreement=round(agreement, 4))
+            found.append(Distilled(file, number, shards.num_tokens, params.steps, before, agreement))
+    return found
+
+
+def _modules(target: Decoder, exit_layers: Sequence[int], params: DistillParams) -> list[ExitModule]:
+    """The exit layers before training: copies of the target's last layer, or of those that follow."""
+    last = target.config.num_layers - 1
+    return [
+        ExitModule(target, number, number if params.init == "next" else last, part)
+        for part, number in enumerate(exit_layers)
+    ]
+
+
+def _trained(
+    trainer: Trainer, module: ExitModule, shards: Shards, progress: Progress, checkpoint_every_s: float
+) -> tuple[float, float]:
+    """Train to the end. Returns the agreement on held-out text before and after."""
+    num_shards = len(shards)
+    held_out = num_shards - 1 if num_shards > 1 else 0
+    before = trainer.mean(shards.load(held_out), module.agreement)
+    trainer.resume()
+    trainer.train(shards, range(max(1, held_out)), progress, checkpoint_every_s)
+    return before, trainer.mean(shards.load(held_out), module.agreement)
 
 
 def run_settings(files: ModelFiles, params: DistillParams, texts: Sequence[Path], **more: object) -> dict[str, object]:
@@ -107,9 +144,10 @@ def run_settings(files: ModelFiles, params: DistillParams, texts: Sequence[Path]
 class ExitModule(Student):
     """The exit layer for accelerate: it has the parameters, and the decoder's own code computes with them."""
 
-    def __init__(self, target: Decoder, exit_layer: int, source: int) -> None:
-        """source: the target's layer that training starts from."""
+    def __init__(self, target: Decoder, exit_layer: int, source: int, part: int = 0) -> None:
+        """source: the target's layer that training starts from. part: of the shards' states, in order of the exits."""
         super().__init__()
+        self._first = part * target.config.hidden_size
         self.width, self.device = target.config.hidden_size, target.device
         with target.weights.layer(source) as layer:
             weights = {name: dense(w, torch.float32).detach().clone().cpu() for name, w in layer.items()}
@@ -121,7 +159,8 @@ class ExitModule(Student):
         return {name: self.layer[key] for key, name in self._names.items()}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 [B, T, vocab] of hidden states [B, T, hidden] after the first layers."""
+        """fp32 [B, T, vocab] of the shards' hidden states [B, T, hidden of all exits]."""
+        hidden = hidden[..., self._first : self._first + self.width]
         rows, weights = CausalTexts(self.device, 1, hidden.shape[1]), self.weights()
         return torch.stack([self.exit.taught(weights, text, rows) for text in hidden.float()])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ..pair import Pair
+from ..pair import Pair, build_pair
 from ..refusals import tells
 from .conftest import Offspec
 
@@ -42,6 +42,19 @@ def test_it_is_said_in_a_sentence(pair: Pair, offspec: Offspec, tmp_path: Path) 
     made = offspec("distill", pair.target, "--exit-layer", 1, *SMALL, "--out", tmp_path / "exit.safetensors", "-q")
     assert made.code == 0
     assert tells(made.out, tmp_path / "exit.safetensors", "likeliest token")
+
+
+def test_several_exits_have_a_file_each(pair: Pair, offspec: Offspec, exits: Path, tmp_path: Path) -> None:
+    deep = build_pair(tmp_path, 4).target
+    made = offspec("distill", deep, "--exit-layer", "2, 1,2", *SMALL, "--json")
+    assert (made.code, made.err) == (0, "")
+    said = json.loads(made.out)["exits"]
+    assert [each["exit_layer"] for each in said] == [1, 2]
+    assert {Path(each["path"]) for each in said} == set(exits.iterdir())
+    told = offspec("run", deep, "def area(", "--draft", "self:1", "--device", "cpu", "--max-new-tokens", 4, "-v")
+    assert tells(told.err, "1 of 4 layers")
+    offspec("distill", deep, "--exit-layer", "1,2", "--out", tmp_path / "one.safetensors").refusal(2, "--out")
+    offspec("distill", deep, "--exit-layer", "1;2").refusal(2, "--exit-layer", "1;2")
 
 
 def test_mistakes_are_one_line(pair: Pair, offspec: Offspec) -> None:

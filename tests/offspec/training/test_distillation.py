@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -17,15 +17,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.checkpoints.exit_layers import ExitFile, fingerprint
+from offspec.checkpoints.exit_layers import ExitFile, default_file, fingerprint, found_exits, save
 from offspec.checkpoints.opening import ModelFiles
+from offspec.drafts.acceptance import EXIT_AGREEMENT
+from offspec.drafts.base import Choice, DraftOptions, OpenRequest
+from offspec.drafts.kinds import open_draft
+from offspec.drafts.self_draft import OpenedSelf
 from offspec.errors import CheckpointError, StorageError, UsageError
+from offspec.loaders.placement import Limits, Placement, Slots
 from offspec.model.block import layer_shapes
 from offspec.model.decoder import CachedDecoder
 from offspec.model.early_exit import EarlyExit
 from offspec.text.tokenizer import Tokenizer
 from offspec.training.distill_params import DistillParams
-from offspec.training.distillation import Distilled, ExitModule, Teacher, distill
+from offspec.training.distillation import Distilled, ExitModule, Teacher, distill, distill_exits
 from offspec.training.target_texts import SHARD_TEXTS, Forest, Shards
 
 from ...fakes import LendingWeights
@@ -322,6 +327,74 @@ def test_it_is_found_where_it_was_put(
     done = distill(Teacher(engine.target, files, engine.tokenizer), EXIT, replace(SMALL, steps=1))
     assert done.path.parent == tmp_path / "exits"
     Engine.load(str(folder), draft="self", device="cpu").close()
+
+
+def test_several_exits_are_trained_on_one_writing_of_the_texts(
+    engine: Engine, files: ModelFiles, trained: Distilled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is what its own run makes, to the bit; an interrupted run goes on where it was."""
+    monkeypatch.setattr("offspec.checkpoints.exit_layers.exits_folder", lambda: tmp_path / "exits")
+    teacher, steps = Teacher(engine.target, files, engine.tokenizer), 0
+
+    def stop_in_the_second(what: str, done: int, total: int) -> None:
+        nonlocal steps
+        steps += what == "training steps" and done == 5
+        if steps == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        distill_exits(teacher, [1, EXIT], SMALL, progress=stop_in_the_second, checkpoint_every_s=0)
+    shards = list((tmp_path / "exits").glob("*.work/shard-*"))
+    assert len(shards) == SMALL.num_texts // SHARD_TEXTS
+    written = {file: file.stat().st_mtime_ns for file in shards}
+    moments = list[dict[Path, int]]()
+
+    def look(what: str, done: int, total: int) -> None:
+        moments.append({file: file.stat().st_mtime_ns for file in shards})
+
+    found = distill_exits(teacher, [1, EXIT], SMALL, resume=True, progress=look)
+    assert moments[0] == moments[-1] == written, "texts are not written again"
+    assert [done.exit_layer for done in found] == [1, EXIT]
+    assert sorted(path.name for path in (tmp_path / "exits").iterdir()) == sorted(done.path.name for done in found)
+    assert found[1].agreement == trained.agreement
+    mine, alone = load_file(found[1].path), load_file(trained.path)
+    assert all(torch.equal(mine[name], tensor) for name, tensor in alone.items())
+    assert found_exits(files) == [1, EXIT]
+
+
+@pytest.mark.parametrize(("rates", "chosen"), [({"self:1": 3.0, "self:2": 2.0}, 1), ({"self:2": 3.0}, 2), ({}, None)])
+def test_of_several_exits_the_fastest_is_used(
+    files: ModelFiles,
+    trained: Distilled,
+    rates: dict[str, float],
+    chosen: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By predicted tokens/s, where there is a prediction; otherwise the newest."""
+    monkeypatch.setattr("offspec.checkpoints.exit_layers.exits_folder", lambda: tmp_path)
+    for number in (1, 2):
+        save(default_file(files, number), load_file(trained.path), files, number, agreement=0.25 * number)
+    asked = list[Sequence[str]]()
+
+    def choose(names: Sequence[str], others: Sequence[str]) -> Choice | None:
+        asked.append(names)
+        return Choice(next(iter(rates)), rates) if rates else None
+
+    request = OpenRequest(DraftOptions("self"), files, Tokenizer.load(files.checkpoint.path), "fp32", "cpu", [])
+    found = open_draft("target", replace(request, choose=choose))
+    assert isinstance(found, OpenedSelf)
+    assert asked == [["self:1", "self:2"]]
+    assert found.file.exit_layer == (chosen or 2)
+    assert found.file.agreement == 0.25 * (chosen or 2)
+    said = open_draft("target", replace(request, options=DraftOptions("self:1")))
+    assert isinstance(said, OpenedSelf)
+    assert said.file.exit_layer == 1
+    placement = Placement((), (), (), Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
+    assert said.guessing(placement).share == pytest.approx(0.75 / (1 - EXIT_AGREEMENT)), "it errs more often"
+    for name in ("self:x", "self:9", "self:3"):
+        with refused(UsageError, "draft" if name == "self:x" else name.partition(":")[2]):
+            open_draft("target", replace(request, options=DraftOptions(name)))
 
 
 def test_another_targets_exit_layer_is_refused(folder: Path, trained: Distilled, tmp_path: Path) -> None:
