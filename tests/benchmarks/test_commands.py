@@ -51,6 +51,10 @@ SMALL: dict[str, tuple[str, ...]] = {
     "benchmarks.prompt_cache": ("--prompt-tokens", "60", "--tokens", "4", "--file", "headers/0.txt"),
     "benchmarks.scheduling.joint": ("--max-prompts", "1", "--max-new-tokens", "4", "--taus", "0.1"),
     "benchmarks.scheduling.lossy": (*TINY, "--max-prompts", "1", "--max-new-tokens", "4", "--strengths", "0.5"),
+    "benchmarks.scheduling.proxy": (
+        *("--model", "target", "--judge", "target", "--trained", "draft", "--base", "draft", "--folder", "headers"),
+        *("--prompts", "1", "--prompt-tokens", "8", "--tokens", "4", "--strengths", "1", "--temperatures", "1"),
+    ),
     "benchmarks.scheduling.schedulers": ("--prompts", "1", "--tokens", "4", "--budgets", "16", "--temperatures", "0"),
     "benchmarks.scheduling.stopping": ("--prompts", "1", "--tokens", "4", "--temperatures", "1", "--costs", "card"),
     "benchmarks.unpack": ("--types", "fp8,nf4", "--shape", "256x256", "--rows", "1"),
