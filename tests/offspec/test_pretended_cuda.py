@@ -10,7 +10,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams, convert, loading
 from offspec.loaders.formats.process_state import has_bitsandbytes
+from offspec.model.cuda_graphs import StaticRounds
 from offspec.planning.plan import Plan
 from offspec.planning.probe import plan_here
 
@@ -53,6 +55,10 @@ def with_entries_in_ram(plan: Plan) -> Plan:
     return streamed(plan, resident=(1,), in_ram=(0, 2, 3), entries_in_ram=(0, 3))
 
 
+def half_in_ram(plan: Plan) -> Plan:
+    return streamed(plan, resident=(1, 3), in_ram=(0, 2))
+
+
 def streamed(plan: Plan, num_host_slots: int = 0, **where: Any) -> Plan:
     slots = replace(plan.placement.slots, num=2, num_host=num_host_slots)
     placement = replace(plan.placement, **{"resident": (), "slots": slots, **where})
@@ -81,6 +87,7 @@ def load(folder: Path, form: str, device: str, move: Move = resident, **options:
     return engine
 
 
+LAYER_DRAFTS = ("resident", "shadow:4")
 PLACES: dict[str, tuple[Move, ...]] = {"plain": (resident, in_ram, on_disk, with_entries_in_ram), "nf4": (in_ram,)}
 
 
@@ -93,6 +100,22 @@ def texts(engine: Engine) -> dict[str, list[int]]:
 
 def says(engine: Engine, name: str) -> list[int]:
     return [token for step in engine.generate("def area(", *REQUESTS[name]) for token in step.token_ids]
+
+
+@contextmanager
+def counted_static_rounds() -> Iterator[list[int]]:
+    """The rows of each round that is captured on a real device."""
+    found, run = list[int](), StaticRounds.run
+
+    def counted(self: StaticRounds, *args: Any) -> Any:
+        states = run(self, *args)
+        if states is not None:
+            found.append(len(states))
+        return states
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StaticRounds, "run", counted)
+        yield found
 
 
 def main(folder: Path) -> None:
@@ -109,6 +132,11 @@ def main(folder: Path) -> None:
         packed = load(folder, "plain", "cuda:0", with_entries_in_ram, kv_cache=8)
         found["packed"] = {"plain": says(packed, "plain"), "sampled": says(packed, "sampled")}
         packed.close()
+        for draft in LAYER_DRAFTS:
+            with counted_static_rounds() as rounds:
+                said = texts(load(folder, "plain", "cuda:0", half_in_ram, draft=draft))
+            found[draft] = {name: said[name] for name in ("greedy", "sampled")}
+            found[f"{draft}, static rounds"] = {"number": [len(rounds)]}
     print(json.dumps(found))
 
 
@@ -121,6 +149,10 @@ def test_texts_are_the_cpus(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["packed"] == found["packed cpu"]
+    for draft in LAYER_DRAFTS:
+        assert found[draft] == {name: found["plain cpu"][name] for name in ("greedy", "sampled")}
+    # A kernel that multiplies a shadow's packed matrices needs a real device.
+    assert found["resident, static rounds"]["number"][0] > 0 == found["shadow:4, static rounds"]["number"][0]
     for form in FORMS:
         expected = found.pop(f"{form} cpu")
         assert all(len(ids) == 16 for ids in expected.values())
