@@ -228,7 +228,7 @@ draft_window_option = option(
     callback=draft_window,
     default="auto",
     metavar="auto|N",
-    help="A draft model keeps the last N tokens of a text. [default: auto, all of them within its context]",
+    help="A draft model keeps the last N tokens of a text. [default: auto, by its context and by trial]",
 )
 
 

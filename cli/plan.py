@@ -306,6 +306,8 @@ def _seconds(forecast: Forecast) -> list[str]:
     if not forecast.pass_s:
         return []
     lines = ["", f"{'tokens in the pass':>20}  {'seconds':>9}  {'tokens/s':>8}"]
+    if forecast.plan.usual_tokens:
+        lines.insert(1, f"Behind a text of {forecast.plan.usual_tokens} tokens, half the context:")
     for width, seconds in forecast.pass_s.items():
         plain = f"{1 / seconds:8.2f}  plain decoding" if width == 1 else ""
         lines.append(f"{width:>20}  {_three_digits(seconds):>9}  {plain}".rstrip())

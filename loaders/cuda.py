@@ -130,10 +130,9 @@ class CopyStream:
             torch.cuda.current_stream(self.device).synchronize()
 
     def finish(self) -> None:
-        """Wait until all copies have ended, too."""
-        self.finish_writes()
+        """Wait until the device has finished everything, whichever stream and thread it comes from."""
         if self._stream is not None:
-            self._stream.synchronize()
+            torch.cuda.synchronize(self.device)
 
 
 def limit_memory(nbytes: int | None, device: torch.device) -> None:

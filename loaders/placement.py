@@ -106,10 +106,12 @@ class Wishes:
     """What decides which layers are resident. num_pinned: the first layers that must be, because they draft.
 
     streamed_first: all layers in the order in which they are streamed; without it, resident layers are spread evenly.
+    most_free: resident layers beside the pinned ones, at most, if any is streamed.
     """
 
     num_pinned: int = 0
     streamed_first: tuple[int, ...] = ()
+    most_free: int | None = None
 
     def chosen(self, num_layers: int, count: int) -> tuple[int, ...]:
         """The resident layers, if `count` are resident beside the pinned ones."""
@@ -217,10 +219,12 @@ def _keep(
     """The most layers that fit in `room` together with slots for the others, and the slots; None if too few fit."""
     if sum(sizes) <= room:
         return tuple(range(len(sizes))), 0
-    num_free = len(sizes) - wishes.num_pinned
+    most = len(sizes) - wishes.num_pinned - 1
+    if wishes.most_free is not None:
+        most = min(most, wishes.most_free)
     for num_slots in (MAX_SLOTS, MIN_SLOTS):
         left = room - num_slots * slot_bytes - tier.beside_slots
-        for count in range(num_free - 1, -1, -1):
+        for count in range(most, -1, -1):
             chosen = wishes.chosen(len(sizes), count)
             if sum(sizes[i] for i in chosen) <= left:
                 return chosen, num_slots

@@ -72,8 +72,8 @@ class LoadOptions:
     is reserved. kv_cache: the format of the target's KV entries, by its name (`planning.memory.MemoryOptions`).
     synchronous: no read-ahead; read each streamed layer when the pass needs it.
     progress(bytes_done, bytes_total) is called while resident weights load. lookup_files: text files for n-gram lookup.
-    draft_window: how many tokens of a text a draft model keeps in its KV cache; None: all, or what fits its context if
-    the target's is longer.
+    draft_window: how many tokens of a text a draft model keeps in its KV cache; None: what fits its context if the
+    target's is longer, otherwise all, or fewer if requests with long texts find that to bring as many tokens per pass.
     learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn`,
     the file must exist, and may be several, of which each request uses the one that predicts its prompt best.
     chats: prompts will be messages; a model without a chat template is refused before its weights are read.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offspec.scheduler.costs import Costs
 from offspec.scheduler.learnt import RunningEstimates
 from offspec.scheduler.overlap import OverlapSwitch
 from offspec.scheduler.recycling import TokenRecycling
+from offspec.scheduler.window_trials import WindowTrials
 
 from ..model.decoder import Decoder
 from ..model.foreign_config import ForeignConfig
@@ -19,11 +20,13 @@ from .recall import Recall
 class EstimatesAndRecall(RunningEstimates):
     """Calibration, costs, reliabilities, and recall.
 
-    recall: the target's predictions at recent positions (`drafts.recall`); None without a draft model. beside: of the
-    smaller drafts that guess for this one, each on its own.
+    recall: the target's predictions at recent positions (`drafts.recall`); None without a draft model. windows: what a
+    draft model brings that keeps all of a text, or a window. beside: of the smaller drafts that guess for this one,
+    each on its own.
     """
 
     recall: Recall | None = None
+    windows: WindowTrials = field(default_factory=WindowTrials)
     beside: Sequence[EstimatesAndRecall] = ()
 
     @classmethod

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from offspec.scheduler.joint import BeamDrafter
 from offspec.scheduler.lookup import Guesser, PromptLookup
 from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams
+from offspec.scheduler.verify import TargetPass
+from offspec.scheduler.window_trials import WindowTrials
 
 from ..checkpoints.load import LoadSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
@@ -42,6 +45,7 @@ from .learnt import EstimatesAndRecall
 from .recall import MOST_PROMPT, RecallingText, recall_bytes
 from .reencoded_text import OtherVocabulary
 
+TRIED_WINDOW = 512  # tokens; tried behind texts of at least twice as many (`scheduler.window_trials`)
 WALKED_SLICES = 3  # slices of HEAD_ROWS rows that a walk keeps beside the current one
 
 
@@ -67,6 +71,7 @@ class ModelDraft(Draft):
         """
         super().__init__(name)
         self.window: int | None = None  # tokens that it keeps of a text (`model.draft_window`); None: all
+        self.tries_window = False  # requests may keep TRIED_WINDOW of them, if that brings as many tokens per pass
         self.decoder, self.aligner, self.other, self._is_larger = decoder, aligner, other, is_larger
         self._specialists = specialists
         self.graphs: TreeGraphs | None = None  # captured rounds, on a GPU only
@@ -78,6 +83,7 @@ class ModelDraft(Draft):
     def prepare(self, max_context: int) -> None:
         if self.window is not None and self.window >= max_context:
             self.window = None
+        self.tries_window &= max_context > 2 * TRIED_WINDOW
         if self.decoder.device.type == "cuda" and is_static(self.decoder) and self.graphs is None:
             self.graphs = TreeGraphs(self.decoder, self._num_entries(max_context) + 1 + MAX_ROWS)
 
@@ -88,7 +94,7 @@ class ModelDraft(Draft):
         """An empty text of the draft, with room for `num_tokens` of the target's tokens and for pending nodes."""
         drafted = self._num_entries(num_tokens) + MAX_ROWS if num_tokens else 0
         own = CachedDecoder(self.decoder, drafted) if self.graphs is None else self.graphs.text(drafted)
-        text = own if self.window is None else WindowedText(own, self.window)
+        text = WindowedText(own, self.window) if self.window or self.tries_window else own
         return text if self.other is None else self.other.text(text)
 
     def _num_entries(self, num_tokens: int) -> int:
@@ -123,10 +129,11 @@ class ModelDraft(Draft):
             )
         if speculation.tree == "opt-tree":
             return OptTreeDrafter(text, request.sampler, speculation, request.final, coupled=is_coupled)
+        has_window = self._choose_window(text, task, learnt.windows)
         recalling = None
         if learnt.recall is not None and speculation.recall:
             recalling = RecallingText(text, task.target, learnt.recall)
-        return ModelDrafter(
+        drafter = WatchedDrafter(
             recalling or text,
             request,
             speculation,
@@ -135,6 +142,18 @@ class ModelDraft(Draft):
             corrector=recalling,
             controller=controller_of(task, learnt),
         )
+        if has_window is not None:
+            drafter.watch = partial(learnt.windows.observe, len(task.prompt), has_window)
+        return drafter
+
+    def _choose_window(self, text: DraftText, task: DraftTask, trials: WindowTrials) -> bool | None:
+        """Choose whether this request's draft has a window, if that is to be found out; None if it is not."""
+        if not self.tries_window or not isinstance(text, WindowedText):
+            return None
+        is_long = len(task.prompt) >= 2 * TRIED_WINDOW
+        has_window = is_long and trials.choose(len(task.prompt))
+        text.begin(task.prompt, TRIED_WINDOW if has_window else None)
+        return has_window if is_long else None
 
     def new_listener(self) -> Listener:
         """The aligner records the target's predictions; the first pass includes those along the prompt."""
@@ -146,6 +165,17 @@ class ModelDraft(Draft):
         if self.graphs is not None:
             self.graphs.close()
         self.decoder.weights.close()
+
+
+class WatchedDrafter(ModelDrafter):
+    """Tells `watch` how many tokens each pass with a tree brings."""
+
+    watch: Callable[[int], None] | None = None
+
+    def observe(self, done: TargetPass) -> None:
+        super().observe(done)
+        if self.watch is not None and len(done.tree):
+            self.watch(len(done.verdict.tokens))
 
 
 def guessers_beside_model(task: DraftTask, learnt: EstimatesAndRecall, retrieving: Sequence[Guesser]) -> list[Guesser]:
@@ -223,7 +253,9 @@ class OpenedModel:
 
     def guessing(self, placement: Placement) -> Guessing:
         acceptance = SMALL_MODEL if self.other is None else OTHER_VOCABULARY
-        return Guessing(((self.files, self.files.config.num_layers),), acceptance, is_captured=True)
+        layers = ((self.files, self.files.config.num_layers),)
+        most_keys = None if self.window is None else most_entries(self.window)
+        return Guessing(layers, acceptance, is_captured=True, most_keys=most_keys)
 
     def load(self, device: torch.device) -> Attach:
         options = self.options
@@ -238,6 +270,8 @@ class OpenedModel:
         def attach(target: Decoder) -> ModelDraft:
             draft = ModelDraft(decoder, self.name, other=self.other, is_larger=self.is_larger, **more)
             draft.files, draft.window = self.files, self.window
+            is_plain = self.other is None and not isinstance(self.files.config, ForeignConfig)
+            draft.tries_window = is_plain and self.window is None
             return draft
 
         return attach

@@ -12,7 +12,7 @@ from torch import Tensor
 from offspec.scheduler.score_calls import ScoreCall
 from offspec.scheduler.shared_pass import SharedPass
 
-from ..model.decoder import CachedDecoder, TextRows, pass_together
+from ..model.decoder import CHUNK_ROWS, CachedDecoder, TextRows, pass_together
 from ..model.draft_window import WindowedText
 from .recall import RecallingText
 
@@ -39,7 +39,9 @@ class SharedRounds:
 
 
 def _joining(call: ScoreCall) -> CachedDecoder | None:
-    """The text of a call, if its forward may be shared; None for texts with another way to score."""
+    """The text of a call, if its forward may be shared; None for long chains, and texts with another way to score."""
+    if len(call.chain) > CHUNK_ROWS:  # it is arithmetic that takes its time, and hidden states of many rows take memory
+        return None
     text: object = call.model.text if isinstance(call.model, RecallingText) else call.model
     if isinstance(text, WindowedText):
         text = text.whole(call.chain)

@@ -21,6 +21,7 @@ from offspec.scheduler.vocabulary import Vocabulary
 
 from .config import ModelConfig
 from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
+from .kv_cache import KVCache
 
 NUM_SINKS = 4  # StreamingLLM's number
 LEAST_WINDOW = 64
@@ -51,11 +52,28 @@ class WindowedText:
     `length` counts the text's tokens, whether their entries are kept or not.
     """
 
-    def __init__(self, text: CachedDecoder, window: int) -> None:
-        """text: empty; used by nobody else."""
+    def __init__(self, text: CachedDecoder, window: int | None) -> None:
+        """text: empty; used by nobody else. window: None keeps all entries, until `begin` says otherwise."""
         self._text, self.window = text, window
-        self._most = most_entries(window)
         self._sinks: list[int] = []  # the text's first tokens
+        self._capacity = 0
+
+    @property
+    def _most(self) -> int:
+        return ENDLESS if self.window is None else most_entries(self.window)
+
+    def begin(self, text: Sequence[int], window: int | None) -> None:
+        """Use this window from now on, for a text that begins as the entries do. Dropped entries are computed again."""
+        is_longer = self.window is not None and (window is None or window > self.window)
+        self.window, self._sinks = window, list(text[:NUM_SINKS])
+        if is_longer and self._text.cache.num_dropped:
+            self._restart(0)
+        self.reserve(self._capacity)
+
+    @property
+    def cache(self) -> KVCache:
+        """The entries that it keeps: all of the text's without a window."""
+        return self._text.cache
 
     @property
     def decoder(self) -> Decoder:
@@ -67,7 +85,7 @@ class WindowedText:
 
     @property
     def max_context(self) -> int:
-        return ENDLESS
+        return self._text.max_context if self.window is None else ENDLESS
 
     @property
     def length(self) -> int:
@@ -75,6 +93,7 @@ class WindowedText:
 
     def reserve(self, capacity: int) -> None:
         """As `CachedDecoder.reserve`; there are never more entries than the window's and MAX_ROWS nodes."""
+        self._capacity = capacity
         self._text.reserve(min(capacity, self._most + MAX_ROWS))
 
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
@@ -87,6 +106,7 @@ class WindowedText:
         """As `CachedDecoder.states`; of a chain longer than the window, it reads the last tokens only."""
         if (whole := self.whole(chain)) is not None:
             return whole.states(chain, tokens, depths, mask, before)
+        assert self.window is not None
         tail = chain[-self.window :]
         self._restart(self.length + len(chain) - len(self._sinks) - len(tail))
         return self._text.states([*self._sinks, *tail], tokens, depths, mask, min(before, len(tail) - 1))
@@ -98,7 +118,7 @@ class WindowedText:
         """
         if not self.length:
             self._sinks = list(chain[:NUM_SINKS])
-        if self._text.cache.length + len(chain) > self._most:
+        if self.window is not None and self._text.cache.length + len(chain) > self._most:
             if len(chain) >= self.window:
                 return None
             self._forget(len(chain))
@@ -114,7 +134,7 @@ class WindowedText:
         """Drop the text from position `length` on. If too few entries are left, the text is read again."""
         cache = self._text.cache
         kept = length - cache.num_dropped
-        if kept < len(self._sinks) + (self.window // 2 if cache.num_dropped else 0):
+        if kept < len(self._sinks) + ((self.window or 0) // 2 if cache.num_dropped else 0):
             self._restart(0)
         else:
             self._text.truncate(length)
@@ -126,6 +146,7 @@ class WindowedText:
 
     def _forget(self, num_new: int) -> None:
         """Drop the oldest entries, so that with `num_new` more the window is full."""
+        assert self.window is not None
         cache, num_sinks = self._text.cache, len(self._sinks)
         cache.drop(num_sinks, cache.length - num_sinks - (self.window - num_new))
         self._place_sinks()

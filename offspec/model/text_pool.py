@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .cuda_graphs import StaticText
 from .decoder import CachedDecoder
+from .draft_window import WindowedText
 from .kv_cache import KVCache
 from .text_caches import DraftText, TextCaches
 
@@ -176,7 +177,9 @@ def has_all_entries(caches: TextCaches) -> bool:
 
 
 def own_cache(draft: DraftText | None) -> KVCache | None:
-    """The draft's cache, if its entries depend on nothing but the target's tokens."""
+    """The draft's cache, if its entries depend on nothing but the target's tokens, of which it has all."""
+    if isinstance(draft, WindowedText):
+        return draft.cache if draft.window is None else None
     return draft.cache if isinstance(draft, CachedDecoder) and type(draft) in (CachedDecoder, StaticText) else None
 
 

@@ -18,7 +18,7 @@ from offspec.scheduler.params import SpeculationParams
 
 from ..checkpoints.opening import ModelFiles
 from ..model.row_logits import HEAD_ROWS
-from .plan import Plan, Work, layer_s, seconds_per_element
+from .plan import Plan, Work, layer_s, seconds_of_attention, seconds_per_element
 
 MAX_ROUNDS = SpeculationParams.max_depth  # a round makes the tree one level deeper
 BEND = 3  # of the curve in `Acceptance.tokens`: fitted to replayed texts (docs/drafts.md)
@@ -82,7 +82,7 @@ class Guessing:
 
     layers: the layers that a round goes through, as (model, number of layers). acceptance: None if nothing guesses.
     share: of the target's layers that the draft approximates. is_captured: on a GPU, rounds run as captured graphs.
-    overlaps: rounds also run during the target's pass.
+    overlaps: rounds also run during the target's pass. most_keys: that a round attends to; None: all of a text's.
     """
 
     layers: tuple[tuple[ModelFiles, int], ...] = ()
@@ -90,6 +90,7 @@ class Guessing:
     share: float = 1.0
     is_captured: bool = False
     overlaps: bool = True
+    most_keys: int | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,10 @@ def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int, num_t
     in_layers = sum(
         count * (launch_s + round_layer_s(model, work, rates_of(model), width)) for model, count, work in works
     )
+    num_keys = min(plan.usual_tokens, guessing.most_keys or plan.usual_tokens)
+    for model, count in guessing.layers:
+        attention_s = seconds_of_attention(model, rates_of(model), width, num_keys)
+        in_layers += count * sum(attention_s) / len(attention_s)
     first = guessing.layers[0][0]
     head = Work.of(first).head_elements
     return in_layers + NUM_HEADS * head * seconds_per_element(rates_of(first).matmul_flops, min(width, HEAD_ROWS))

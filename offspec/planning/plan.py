@@ -133,6 +133,11 @@ class Plan:
         return self.room.tree
 
     @property
+    def usual_tokens(self) -> int:
+        """Tokens before a pass in predictions: half the context if it is longer than the default one; else few, 0."""
+        return self.context // 2 if self.context > DEFAULT_CONTEXT else 0
+
+    @property
     def tiers(self) -> str:
         """The number of layers in each tier, such as "32 resident, 48 in RAM"."""
         p = self.placement
@@ -153,11 +158,11 @@ class Plan:
     def predict_pass_s(self, rates: Rates, width: int, num_tokens: int | None = None) -> float:
         """Seconds of one pass over `width` rows (chain and tree) in the steady state.
 
-        num_tokens: of the text before; None is a short text, or half the context if it is longer than the default one.
+        num_tokens: of the text before; None is `usual_tokens`.
         """
         head_s = self.work.head_elements * seconds_per_element(rates.matmul_flops, min(width, HEAD_ROWS))
         if num_tokens is None:
-            num_tokens = self.context // 2 if self.context > DEFAULT_CONTEXT else 0
+            num_tokens = self.usual_tokens
         return self._pass_s(rates, self._layers_s(rates, width, num_tokens), head_s, num_tokens)
 
     def link_s(self, rates: Rates) -> float:
@@ -374,7 +379,13 @@ def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bo
         ]
     else:
         items.append(Item(KV_ITEM, on_device=target.kv_bytes(num_entries)))
-    placement = _place(costs, items, demand.limits, wishes)
+    try:
+        placement = _place(costs, items, demand.limits, wishes)
+    except MemoryLimitError:
+        if not spills:
+            raise
+        # RAM may be too small for the entries; without resident layers, more of them are on the device.
+        placement = _place(costs, items, demand.limits, replace(wishes, most_free=0))
     if not placement.streamed and (shadows := sum(cost.shadow_bytes for cost in costs)):
         # A model that fits has a shadow of every layer, if that fits beside it.
         with suppress(MemoryLimitError):

@@ -14,7 +14,9 @@ from offspec.errors import UsageError
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.draft_window import NUM_SINKS, WindowedText, context_window, most_entries
+from offspec.model.text_pool import TextPool
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS
+from offspec.scheduler.window_trials import WindowTrials
 
 from ...fakes import TinyModel
 from ...pair import Pair, build_pair, variant
@@ -195,6 +197,50 @@ def test_a_window_that_no_text_outgrows_is_none(pair: Pair) -> None:
     engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", draft_window=512, context=512)
     caches = engine.new_caches()
     assert type(caches.draft) is CachedDecoder
+
+
+def test_requests_with_long_texts_find_out_whether_a_window_pays(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they choose, and whichever caches they have, the text is plain decoding's."""
+    monkeypatch.setattr("offspec.drafts.model_draft.TRIED_WINDOW", 64)
+    monkeypatch.setattr(WindowTrials, "PASSES", 3)
+    engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="fp32", context=1024)
+    pool, params = TextPool(engine.new_caches, 2**30), SamplingParams(24, temperature=0.7, seed=5, ignore_eos=True)
+    windows, prompt, budget = [], PROMPT[:200], SpeculationParams(budget=16)
+    for number in range(6):
+        caches = pool.borrow(prompt)
+        steps = engine.generate(prompt, params, budget, caches=caches)
+        found = [token for step in steps for token in step.token_ids]
+        plain = engine.generate(prompt, params, SpeculationParams(budget=0))
+        assert found == [token for step in plain for token in step.token_ids]
+        assert isinstance(caches.draft, WindowedText)
+        windows.append(caches.draft.window)
+        pool.give_back(caches)
+        prompt = [*prompt, *found[:7]] if number % 2 else PROMPT[number : 210 + number]
+    assert set(windows) == {None, 64}
+    assert windows[0] is None
+    short = engine.new_caches()
+    list(engine.generate(PROMPT[:100], params, budget, caches=short))
+    assert isinstance(short.draft, WindowedText)
+    assert short.draft.window is None
+    engine.close()
+
+
+def test_a_window_is_set_and_removed(tiny_model: GetModel) -> None:
+    """Dropped entries are computed again: the next chain is the whole text."""
+    decoder = tiny_model("llama-gqa").decoder()
+    tokens = random_tokens(200)
+    text = WindowedText(CachedDecoder(decoder), None)
+    expected = CachedDecoder(decoder).score(tokens, *NO_NODES)
+    assert torch.equal(text.score(tokens, *NO_NODES), expected)
+    text.begin(tokens, 64)
+    assert text.length == 200
+    text.score(tokens[:3], *NO_NODES)
+    assert text.cache.length < 100
+    text.truncate(200)
+    text.begin(tokens, None)
+    assert text.length == 0
+    assert text.max_context == decoder.config.max_context
+    assert torch.equal(text.score(tokens, *NO_NODES), expected)
 
 
 def test_what_does_not_fit_is_refused(pair: Pair) -> None:

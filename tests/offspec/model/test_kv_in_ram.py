@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,6 +95,41 @@ def test_entries_are_copied_between_places(tiny_model: GetModel, kv: KVFormat) -
     logits = [text.score(random_tokens(3, 4), *TREE.round(0, 4)) for text in texts]
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
+
+
+class LateCopies(CopyStream):
+    """Each copy happens when something waits for it, and not before, as it may on a device."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self._queued = list[Sequence[tuple[torch.Tensor, torch.Tensor]]]()
+        self._done = 0
+
+    def run(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        self._queued.append(copies)
+        return len(self._queued)
+
+    def wait(self, arrival: Any) -> None:
+        for copies in self._queued[self._done : arrival]:
+            super().run(copies)
+        self._done = max(self._done, arrival)
+
+    def finish(self) -> None:
+        self.wait(len(self._queued))
+
+
+@FORMATS
+def test_copies_may_happen_late(tiny_model: GetModel, kv: KVFormat) -> None:
+    """Also behind changes of what they copy: entries that were moved, or belong to another text by then."""
+    decoder = tiny_model("llama-gqa").decoder(torch.bfloat16)
+    expected = list(life(CachedDecoder(with_caches(decoder, kv.layers))))
+    late = spilled(decoder, kv)
+    late.entries_in_ram = EntriesInRam(frozenset({0, 1, 2}), kv, LateCopies())
+    text = CachedDecoder(late)
+    for _ in range(2):
+        for found, wanted in zip(life(text), expected, strict=True):
+            assert torch.equal(found, wanted)
+        text.truncate(0)
 
 
 class CountingCopies(CopyStream):

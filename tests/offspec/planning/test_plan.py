@@ -314,12 +314,12 @@ def test_the_cache_is_packed_where_a_long_context_costs_residents(
 
 def test_a_context_that_fits_with_a_packed_cache_alone(large: Path) -> None:
     """32k tokens of 320 KiB are 10 GiB, which neither the card nor RAM has room for."""
-    made = plan(large, "nf4", Limits(12 * GIB, 6 * GIB), MemoryOptions(context=32768))
+    made = plan(large, "nf4", Limits(9 * GIB, 6 * GIB), MemoryOptions(context=32768))
     assert made.demand.target.kv.name == "8"
     (note,) = (note for note in explain_plan(made) if "KV cache in" in note.text)
     assert "would not fit" in note.text
     with refused(MemoryLimitError, "`context`"):
-        plan(large, "nf4", Limits(12 * GIB, 6 * GIB), MemoryOptions(context=131072))
+        plan(large, "nf4", Limits(9 * GIB, 6 * GIB), MemoryOptions(context=131072))
 
 
 @pytest.mark.parametrize(
@@ -345,6 +345,16 @@ def test_entries_of_streamed_layers_lie_in_ram_where_contexts_are_long(
     moved = made.entry_stream_bytes / 25e9
     assert seconds[2] - seconds[0] == pytest.approx(moved, rel=0.05)
     assert any(tells(note.text, "in RAM", f"{len(placed.entries_in_ram)}") for note in explain_plan(made))
+
+
+def test_where_ram_is_small_too_both_hold_entries(large: Path) -> None:
+    """40 GiB of them."""
+    made = plan(large, "nf4", Limits(22 * GIB, 32 * GIB), MemoryOptions(context=131_072, kv_cache="16"))
+    assert made.placement.resident == ()
+    (item,) = (item for item in made.placement.items if item.name == "KV cache")
+    assert item.on_device > 12 * GIB
+    assert item.on_host > 20 * GIB
+    assert made.placement.ram_bytes <= 32 * GIB
 
 
 def test_plans_tell_the_context_from_which_entries_lie_in_ram(large: Path) -> None:

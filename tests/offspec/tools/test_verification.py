@@ -17,7 +17,7 @@ from offspec.scheduler.params import Scoring, SpeculationParams
 from offspec.scheduler.retrieval import build_index
 from offspec.scheduler.sampling import gumbel
 from offspec.scheduler.verify import Verdict
-from offspec.tools.verification import NEAR_TIE, Setting, VerificationReport, settings_of, verify
+from offspec.tools.verification import NEAR_TIE, Setting, VerificationReport, near_tie, settings_of, verify
 
 from ...pair import build_pair
 from ...refusals import refused
@@ -126,6 +126,15 @@ def test_only_16_bit_near_ties_are_excused(engine: Engine, monkeypatch: pytest.M
     assert [difference.is_near_tie for difference in report.differences] == [True]
     monkeypatch.setitem(NEAR_TIE, torch.float32, 0.0)
     assert not verify(engine, PROMPTS[:1], [setting()], max_new_tokens=4).is_exact
+
+
+@pytest.mark.parametrize(("kv_cache", "excused"), [("16", 0.0), ("8", 1.0), ("4", 4.0)])
+def test_packed_entries_have_near_ties_in_fp32_too(
+    tmp_path_factory: pytest.TempPathFactory, kv_cache: str, excused: float
+) -> None:
+    pair = build_pair(tmp_path_factory.mktemp("packed"))
+    with Engine.load(str(pair.target), draft="none", device="cpu", dtype="fp32", kv_cache=kv_cache) as engine:
+        assert near_tie(engine) == excused
 
 
 def test_a_token_that_was_ruled_out_is_no_near_tie(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
