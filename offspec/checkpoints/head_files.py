@@ -124,6 +124,7 @@ LAYOUTS = {
 MARKS = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # a key of config.json → the kind
 TARGET_KEY = "offspec_target"  # the key of the target's fingerprint, in heads that offspec trained
 OWN_KIND = "offspec_head"  # the key of kinds that nobody else publishes
+NAMED = ("medusa", "mlp_speculator", "recurrent", "clover", "amphista")  # by that key, or by model_type
 
 
 def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
@@ -137,7 +138,7 @@ def head_kind(config: Json, names: Iterable[str]) -> str | None:
     if (kind := next((kind for key, kind in MARKS.items() if key in config), None)) is not None:
         return HYDRA_PREFIX if config.get("hydra_head_arch") == "prefix-mlp" else kind
     named = config.get(OWN_KIND, config.get("model_type"))
-    if named in ("medusa", "mlp_speculator", "recurrent", "clover", "amphista"):
+    if named in NAMED:
         return str(named)
     stated = config.get("architectures")
     classes = [str(name).lower() for name in stated] if isinstance(stated, list) else []

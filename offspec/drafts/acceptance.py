@@ -20,9 +20,9 @@ SHADOWS = {
 _HEADS_SOURCE = "heads trained for minutes on the built-in target, docs/drafts.md"
 # EAGLE-1 has the figures of EAGLE-3, which nothing here was trained to tell apart from it.
 HEADS = {
-    "EAGLE-3": Acceptance({64: 2.95}, {64: 2.04}, _HEADS_SOURCE),
-    "EAGLE-1": Acceptance({64: 2.95}, {64: 2.04}, _HEADS_SOURCE),
-    "Medusa": Acceptance({64: 2.15}, {64: 1.66}, _HEADS_SOURCE),
+    "EAGLE-3": Acceptance({16: 4.15, 64: 4.97}, {16: 2.23, 64: 2.72}, _HEADS_SOURCE),
+    "EAGLE-1": Acceptance({16: 4.15, 64: 4.97}, {16: 2.23, 64: 2.72}, _HEADS_SOURCE),
+    "Medusa": Acceptance({16: 2.63, 64: 2.71}, {16: 1.76, 64: 1.99}, _HEADS_SOURCE),
     "Hydra": Acceptance({64: 2.15}, {64: 1.66}, _HEADS_SOURCE),
     "MLP speculator": Acceptance({64: 2.15}, {64: 1.66}, _HEADS_SOURCE),
     "recurrent": Acceptance({64: 2.15}, {64: 1.66}, _HEADS_SOURCE),
