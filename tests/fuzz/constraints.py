@@ -12,6 +12,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from offspec import Constraint, builtin
 from offspec.errors import ConstraintError, UsageError
 from offspec.text.grammar import ConstraintCompiler
 from offspec.text.tokenizer import Tokenizer
+from offspec.text.tool_calls import ToolFormat
 
+FORMS = (ToolFormat("hermes", "<tool_call>"), ToolFormat("mistral", "[TOOL_CALLS] "), ToolFormat("llama"))
 MOST_S = 15.0  # of CPU time for one constraint
 KEYWORDS: dict[str, Any] = {
     "type": ["string", "integer", "object", "array", "number", "null", "boolean", "banana", 5],
@@ -103,12 +106,26 @@ def random_constraint(rng: random.Random) -> Constraint:
     return rng.choice([Constraint.json_schema, Constraint.regex, Constraint.grammar])(text)
 
 
-def follow(compiler: ConstraintCompiler, constraint: Constraint, generator: np.random.Generator) -> str:
-    """What became of it: `refused`, `dead end`, or `followed`. An AssertionError tells what is wrong."""
+def random_calls(rng: random.Random) -> Constraint:
+    """Calls of a function with a random schema, from the model's marker on."""
+    form, schema = rng.choice(FORMS), random_schema(rng)
+    schemas = {"f": schema if isinstance(schema, dict) else {}, "g": {"type": "object"}}
+    return form.late_constraint(schemas, allows_several=rng.random() < 0.5, yields=rng.random() < 0.5)
+
+
+def follow(
+    compiler: ConstraintCompiler, constraint: Constraint, begun: list[int], generator: np.random.Generator
+) -> str:
+    """What became of it: `refused`, `dead end`, or `followed`. An AssertionError tells what is wrong.
+
+    begun: the tokens that the text begins with.
+    """
     try:
         found = compiler.compile(constraint)
+        found.accept(begun)
         for _ in range(30):
-            allowed = np.flatnonzero(np.unpackbits(found.mask([]), bitorder="little"))
+            mask = found.mask([])
+            allowed = np.arange(9, 300) if mask is None else np.flatnonzero(np.unpackbits(mask, bitorder="little"))
             if not len(allowed):
                 raise found.dead_end([])
             path = [int(generator.choice(allowed))]
@@ -124,14 +141,19 @@ def follow(compiler: ConstraintCompiler, constraint: Constraint, generator: np.r
     return ended
 
 
+def maker(number: int) -> Callable[[random.Random], Constraint]:
+    return random_calls if number % 5 == 4 else random_constraint
+
+
 def fuzz(count: int, seed: int) -> dict[str, int]:
     """The number of constraints by what became of them. Raises AssertionError, which names the constraint."""
     tokenizer = Tokenizer.load(builtin.path("target"))
     compiler, counts = ConstraintCompiler(tokenizer, tokenizer.vocab_size), dict[str, int]()
     for number in range(seed, seed + count):
-        constraint, began = random_constraint(random.Random(number)), time.thread_time()
+        constraint, began = maker(number)(random.Random(number)), time.thread_time()
+        begun = tokenizer.encode(constraint.trigger.texts[0]) if constraint.trigger is not None else []
         try:
-            ended = follow(compiler, constraint, np.random.default_rng(number))
+            ended = follow(compiler, constraint, begun, np.random.default_rng(number))
         except Exception as exc:
             raise AssertionError(f"constraint {number}, {constraint!r:.2000}: {exc!r}") from exc
         seconds = time.thread_time() - began
