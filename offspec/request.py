@@ -309,8 +309,11 @@ class Request:
     def prepares_masks(self) -> bool:
         """Whether to compute a constraint's masks during the pass: on a GPU, or while layers are read."""
         engine = self.engine
-        is_idle = engine.target.device.type != "cpu" or engine.loaded.bytes_streamed > self._moved_before
-        return is_idle and self.sampler.constraint is not None and not self._is_prefilling
+        has_time = engine.target.device.type != "cpu" or engine.loaded.bytes_streamed > self._moved_before
+        constraint = self.sampler.constraint
+        if constraint is None or not has_time or self._is_prefilling:
+            return False
+        return not constraint.is_idle(self._tree.tokens)
 
     def prepare_masks(self, is_over: Callable[[], bool]) -> None:
         """Compute the masks that the walk may need, until `is_over`."""
