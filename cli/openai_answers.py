@@ -118,7 +118,8 @@ class ChatChoice:
         self._unsent: tuple[TokenLogprob, ...] = ()  # of tokens whose text is held back
         self._called: CalledTools | None = None
         if asked.tools is not None and asked.tool_format is not None:
-            self._called = CalledTools(asked.tools, asked.tool_format)
+            are_bound = asked.params.constraint is not None
+            self._called = CalledTools(asked.tools, asked.tool_format, are_bound=are_bound)
 
     def whole(self, said: Said) -> Json:
         thought, text = self._split(said.text, is_end=True)

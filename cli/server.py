@@ -127,7 +127,7 @@ class Api:
             return Response(status_code=499)  # nobody reads it
         except asyncio.CancelledError:
             return refusal(StoppingError())
-        answer = Answer(asked, self._name, work.prompts, self._service.engine.tokenizer)
+        answer = Answer(work.asked, self._name, work.prompts, self._service.engine.tokenizer)
         if asked.streams:
             return EventResponse(answer, work, self._service.cancel)
         return await whole_response(answer, work, self._service.cancel, request)

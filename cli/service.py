@@ -92,8 +92,8 @@ class Work:
     """A request under way: its answers, and the queue that their steps arrive in."""
 
     def __init__(self, asked: CompletionRequest, prompts: list[list[int]], client: str, asked_s: float) -> None:
-        """prompts: token ids. client: whose request it is; clients take turns."""
-        self.kind, self.prompts, self.client = asked.kind, prompts, client
+        """asked: as it is answered. prompts: token ids. client: whose request it is; clients take turns."""
+        self.asked, self.kind, self.prompts, self.client = asked, asked.kind, prompts, client
         self.jobs, self.leaders = list[Job](), list[Job]()
         for prompt in prompts:
             first = len(self.jobs)

@@ -16,7 +16,15 @@ from typing import Any
 
 from offspec import Constraint
 from offspec.errors import UsageError
-from offspec.text.tool_calls import NO_ARGUMENTS, Arguments, Call, CallReader, ForcedCallReader, ToolFormat
+from offspec.text.tool_calls import (
+    NO_ARGUMENTS,
+    Arguments,
+    Call,
+    CallReader,
+    ForcedCallReader,
+    LateCallReader,
+    ToolFormat,
+)
 
 from .response_format import lenient
 
@@ -163,11 +171,12 @@ def _called(call: Any, where: str) -> Json:
 class CalledTools:
     """The calls of one answer as JSON."""
 
-    def __init__(self, tools: Tools, form: ToolFormat) -> None:
+    def __init__(self, tools: Tools, form: ToolFormat, *, are_bound: bool) -> None:
+        """are_bound: whether a constraint makes calls what they have to be."""
         self._reader = form.reader(tools.names)
-        self._streamed: CallReader | ForcedCallReader = self._reader
-        if tools.choice != "auto":
-            self._streamed = ForcedCallReader()
+        self._streamed: CallReader | ForcedCallReader | LateCallReader = self._reader
+        if are_bound:
+            self._streamed = LateCallReader(form) if tools.choice == "auto" else ForcedCallReader()
         self.num_calls = 0
 
     def whole(self, text: str) -> Json:
@@ -182,8 +191,8 @@ class CalledTools:
     def deltas(self, text: str, *, is_end: bool) -> list[Json]:
         """What a part of a stream adds to the message: texts, and calls. A call's first delta has its name and id.
 
-        If a constraint makes the answer calls, arguments come in parts. Else what looks like a call may still be text,
-        so they come at once.
+        If a constraint binds calls, arguments come in parts. Else what looks like a call may still be text, so they
+        come at once.
         """
         found = list[Json]()
         for piece in self._streamed.push(text, is_end=is_end):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +30,7 @@ FORCED_HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|paramete
 NEWLINE = "\n"
 NAME_KEY = '{"name": '
 GAP = r"/[ \n]{0,2}/"  # between a marker and a call, where the model chooses
+LATE_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -270,6 +271,82 @@ class ForcedCallReader:
         if is_end and not self._has_calls and self._held:
             found.append(self._held)
         return found
+
+
+class LateCallReader:
+    """Finds calls in an answer that a constraint binds from each call's beginning on: their arguments as they come.
+
+    Texts and calls are those of `CallReader`, but for a call that a limit cuts within its arguments.
+    """
+
+    def __init__(self, form: ToolFormat) -> None:
+        self._style, self._marker = form.style, form.marker.strip()
+        self._held = ""
+        self._read: Callable[[bool], list[str | CallStart | Arguments]] = self._text
+        if form.style == "llama":
+            self._read = self._start
+        self._arguments = ObjectScanner()
+        self._has_calls = False
+
+    def push(self, text: str, *, is_end: bool) -> list[str | CallStart | Arguments]:
+        """What is certain now, in order."""
+        self._held += text
+        found = list[str | CallStart | Arguments]()
+        before = None
+        while self._held and before != (self._held, self._read):
+            before = self._held, self._read
+            found += self._read(is_end)
+        return found
+
+    def _start(self, is_end: bool) -> list[str | CallStart | Arguments]:
+        """The beginning of an answer that may be a call without a marker."""
+        key = "".join(self._held.lstrip().removeprefix(PYTHON).split())
+        if key.startswith(NAME_KEY.rstrip()):
+            self._read = self._head
+        elif is_end or not (NAME_KEY.startswith(key) or PYTHON.startswith(key)):
+            self._read = self._rest
+        return []
+
+    def _rest(self, is_end: bool) -> list[str | CallStart | Arguments]:
+        """Text that no call follows."""
+        return self._said(len(self._held))
+
+    def _text(self, is_end: bool) -> list[str | CallStart | Arguments]:
+        """Text up to where a call begins. Spaces around calls are no text."""
+        at = self._held.find(self._marker)
+        if at >= 0:
+            self._read = self._head
+            return self._said(len(self._held[:at].rstrip()))
+        if is_end and self._has_calls and not self._held.strip():
+            self._held = ""
+        return self._said(len(self._held) if is_end else _num_certain(self._held, self._marker))
+
+    def _head(self, is_end: bool) -> list[str | CallStart | Arguments]:
+        """A call up to its arguments. What a limit cuts here is text."""
+        if (head := LATE_HEAD.search(self._held)) is None:
+            return self._said(len(self._held)) if is_end else []
+        self._held, self._has_calls = self._held[head.end() :], True
+        self._read, self._arguments = self._inside, ObjectScanner()
+        return [CallStart(json.loads(head[1]))]
+
+    def _inside(self, is_end: bool) -> list[str | CallStart | Arguments]:
+        size = self._arguments.num_inside(self._held)
+        text, self._held = self._held[:size], self._held[size:]
+        if self._arguments.is_over:
+            self._read = self._after
+        return [Arguments(text)]
+
+    def _after(self, is_end: bool) -> list[str | CallStart | Arguments]:
+        """What ends a call: a tag before text, or another call, or nothing."""
+        if self._style == "hermes" and CLOSE in self._held:
+            self._held, self._read = self._held.partition(CLOSE)[2], self._text
+        elif self._style != "hermes" and LATE_HEAD.search(self._held):
+            self._read = self._head
+        return []
+
+    def _said(self, size: int) -> list[str | CallStart | Arguments]:
+        text, self._held = self._held[:size], self._held[size:]
+        return [text] if text else []
 
 
 class ObjectScanner:

@@ -14,10 +14,19 @@ import pytest
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.cli.openai_answers import Answer, Said
 from offspec.cli.openai_api import parse, with_tools
-from offspec.cli.tools import Tools
+from offspec.cli.tools import CalledTools, Tools
 from offspec.errors import TokenizerError, UsageError
 from offspec.text.tokenizer import Tokenizer
-from offspec.text.tool_calls import CLOSE, OPEN, Arguments, Call, CallStart, ForcedCallReader, ToolFormat
+from offspec.text.tool_calls import (
+    CLOSE,
+    OPEN,
+    Arguments,
+    Call,
+    CallStart,
+    ForcedCallReader,
+    LateCallReader,
+    ToolFormat,
+)
 
 from ..pair import Pair, build_pair
 from ..refusals import refused, tells
@@ -323,6 +332,50 @@ def test_forced_calls_come_in_parts(tags: tuple[str, str], size: int) -> None:
                 num_parts += 1
     assert (names, [json.loads(each) for each in arguments]) == (["f", '"'], values)
     assert num_parts == 2 or size < 1000
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (ToolFormat("hermes", OPEN), f"Let me look.\n{TAGGED[0]}\nAnd then.\n {TAGGED[1]}\n"),
+        (ToolFormat("hermes", OPEN), "\n".join(TAGGED)),
+        (ToolFormat("hermes", OPEN), f"{TAGGED[1]} < 2 <tool"),
+        (ToolFormat("hermes", OPEN), "1 < 2"),
+        (ToolFormat("hermes", OPEN), 'so <tool_call>\n{"name": "cl'),
+        (ToolFormat("mistral", "[TOOL_CALLS] "), f"I look. [TOOL_CALLS][{', '.join(BARE)}]"),
+        (ToolFormat("mistral", "[TOOL_CALLS] "), "no calls [TOOL_"),
+        (ToolFormat("llama"), "; ".join(BARE)),
+        (ToolFormat("llama"), f"<|python_tag|>{BARE[1]}"),
+        (ToolFormat("llama"), BARE[0].replace('{"name":', ' { "name" :', 1)),
+        (ToolFormat("llama"), '{"nation": "Norway"}'),
+        (ToolFormat("llama"), "It is sunny."),
+        (ToolFormat("llama"), " {"),
+    ],
+)
+def test_bound_calls_come_in_parts_and_are_those_of_the_whole_text(form: ToolFormat, text: str, size: int) -> None:
+    reader, streamed, num_parts = LateCallReader(form), list[Any](), 0
+    for at in range(0, len(text), size):
+        for piece in reader.push(text[at : at + size], is_end=at + size >= len(text)):
+            if isinstance(piece, Arguments):
+                streamed[-1] = Call(streamed[-1].name, streamed[-1].arguments + piece.text)
+                num_parts += 1
+            else:
+                streamed.append(Call(piece.name, "") if isinstance(piece, CallStart) else piece)
+    whole = form.reader(["get_weather", "clock"]).push(text, is_end=True)
+    assert [each for each in streamed if isinstance(each, Call)] == [each for each in whole if isinstance(each, Call)]
+    texts = ["".join(each for each in found if isinstance(each, str)) for found in (streamed, whole)]
+    assert texts[0] == texts[1]
+    assert num_parts != 1 or size == 1000 or "name" not in text
+
+
+@pytest.mark.parametrize("are_bound", [False, True])
+def test_deltas_have_arguments_in_parts_if_a_constraint_binds_them(are_bound: bool) -> None:
+    called = CalledTools(Tools([WEATHER]), ToolFormat("hermes", OPEN), are_bound=are_bound)
+    found = [delta for char in TAGGED[0] for delta in called.deltas(char, is_end=False)]
+    parts = [part["function"]["arguments"] for delta in found for part in delta["tool_calls"]]
+    assert json.loads("".join(parts)) == {"city": "Rome"}
+    assert len(parts) == (1 + len(ROME.arguments) if are_bound else 2)
 
 
 def test_a_forced_call_that_is_cut_ends_where_it_was() -> None:
