@@ -110,6 +110,8 @@ class Pair:
         assert (nodes["score"][inner] <= nodes["score"][nodes["parent"][inner]]).all()
         assert (nodes["score"] <= 0).all()
         assert candidates.num_expanded == len(twin.expanded)
+        for path, node in list(places.items())[-8:]:
+            assert set(path) <= set(candidates.tokens_above(np.array([node])).tolist())
         if twin.is_rooted:
             wanted = self.scores_of([[], *map(list, twin.expanded)])
             np.testing.assert_array_equal(candidates.child_scores.tokens, wanted.tokens)
