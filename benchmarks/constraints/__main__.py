@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
-from offspec.text.grammar import GrammarConstraint
+from offspec.text.grammar_constraint import GrammarConstraint
 
 SMALL = {"type": "integer", "minimum": 0, "maximum": 999}
 PERSON = {

@@ -17,7 +17,8 @@ import pytest
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.errors import ConstraintError, UsageError
 from offspec.scheduler.constraint import allows
-from offspec.text.grammar import MAX_BYTES, ConstraintCompiler, GrammarConstraint
+from offspec.text.grammar import MAX_BYTES, ConstraintCompiler
+from offspec.text.grammar_constraint import GrammarConstraint
 
 from ..pair import Pair, build_pair
 from ..refusals import refused
