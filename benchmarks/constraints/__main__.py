@@ -3,7 +3,8 @@
     python -m benchmarks.constraints [--model builtin] [--drafts none,lookup,auto] [--budget 32] [--temperatures 0,0.7]
 
 Tokens per pass do not depend on the machine's speed. Masks are timed by this thread's CPU time, forced tokens included.
-Every text is compared with plain decoding's. The last line is JSON.
+The last column is the CPU time, in ms per pass, of tools that the answer could call and does not: a constraint that
+waits for its marker. Every text is compared with plain decoding's. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.text.grammar_constraint import GrammarConstraint
+from offspec.text.late_constraint import LateConstraint
+from offspec.text.tool_calls import ToolFormat
 
 SMALL = {"type": "integer", "minimum": 0, "maximum": 999}
 PERSON = {
@@ -46,8 +49,13 @@ class Clock:
 
     def __init__(self, kind: Any, *names: str) -> None:
         self.seconds = 0.0
-        for name in names:
-            setattr(kind, name, self._timed(getattr(kind, name)))
+        self._kind, self._methods = kind, {name: getattr(kind, name) for name in names}
+        for name, method in self._methods.items():
+            setattr(kind, name, self._timed(method))
+
+    def stop(self) -> None:
+        for name, method in self._methods.items():
+            setattr(self._kind, name, method)
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -82,6 +90,20 @@ def texts(engine: Engine, temperature: float, speculation: SpeculationParams) ->
     return found, num_passes
 
 
+def waiting_ms(engine: Engine, temperature: float, speculation: SpeculationParams) -> float:
+    """CPU time per pass of a constraint on calls of tools, in answers that call none."""
+    tools = {name: schema_of(properties) for name, properties in (("person", PERSON), ("review", REVIEW))}
+    form = ToolFormat("hermes", "<tool_call>")
+    constraint = form.late_constraint(tools, allows_several=True, yields=False)
+    clock, num_passes = Clock(LateConstraint, "mask", "forced", "accept", "is_idle", "barred"), 0
+    for seed, prompt in enumerate(PROMPTS):
+        params = SamplingParams(80, temperature=temperature, seed=seed, constraint=constraint)
+        *_, last = engine.generate(prompt, params, speculation)
+        num_passes += last.stats.num_passes
+    clock.stop()
+    return 1e3 * clock.seconds / num_passes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin")
@@ -90,7 +112,8 @@ def main() -> None:
     parser.add_argument("--temperatures", default="0,0.7")
     asked = parser.parse_args()
     clock, rows = Clock(GrammarConstraint, "mask", "forced", "accept"), list[dict[str, Any]]()
-    print(f"{'draft':<8} {'temperature':>11} {'without':>8} {'forced':>8} {'factor':>7} {'masks, ms per pass':>19}")
+    head = f"{'draft':<8} {'temperature':>11} {'without':>8} {'forced':>8} {'factor':>7}"
+    print(f"{head} {'masks, ms per pass':>19} {'waiting':>8}")
     for draft in asked.drafts.split(","):
         with Engine.load(asked.model, draft=draft, dtype="fp32") as engine:
             for temperature in map(float, asked.temperatures.split(",")):
@@ -103,9 +126,10 @@ def main() -> None:
                     assert found == wanted, "the text is not plain decoding's"
                     row |= {name: num_tokens / num_passes, f"{name}_mask_ms": 1e3 * clock.seconds / num_passes}
                 row["factor"] = row["forced"] / row["without"]
+                row["waiting_ms"] = waiting_ms(engine, temperature, SpeculationParams(asked.budget))
                 print(
                     f"{draft:<8} {temperature:>11g} {row['without']:>8.2f} {row['forced']:>8.2f} {row['factor']:>7.2f}"
-                    f" {row['forced_mask_ms']:>19.2f}"
+                    f" {row['forced_mask_ms']:>19.2f} {row['waiting_ms']:>8.2f}"
                 )
                 rows.append(row)
     print(json.dumps({"model": asked.model, "budget": asked.budget, "rows": rows}))
