@@ -32,7 +32,7 @@ from .verify import TargetPass
 
 EMPTY_TREE = TokenTree.empty()
 NO_NODES: IntArray = np.empty(0, dtype=np.int64)
-ROOT_WIDTH = 16  # guessed nodes that are scored together with the text
+ROOT_WIDTH = 16  # guessed or forced nodes that are scored together with the text
 
 
 class ModelDrafter:
@@ -191,12 +191,14 @@ class ModelDrafter:
             yield from pricing.round(rounds.expand(nodes[:width]))
 
     def _guessed_ahead(self) -> IntArray | None:
-        """What smaller drafts guess after the text, to be scored together with it; None without them."""
-        if not self._guessers.has_smaller:
+        """What can be scored together with the text: what the constraint forces after it, and smaller drafts guess."""
+        rounds, limit, has_smaller = self._rounds, self._pricing.limit, self._guessers.has_smaller
+        if not has_smaller and self._request.sampler.constraint is None:
             return None
-        limit = self._pricing.limit
-        self._look_ahead(self._rounds.best(limit))
-        return self._rounds.open_among(self._rounds.best(limit))[:ROOT_WIDTH]
+        if has_smaller:
+            self._look_ahead(rounds.best(limit))
+        found = rounds.open_among(rounds.best(limit))
+        return found[:ROOT_WIDTH] if has_smaller else found[rounds.tree.is_certain(found)][:ROOT_WIDTH]
 
     def _look_ahead(self, best: IntArray) -> None:
         """Let smaller drafts guess below the best candidates."""

@@ -208,6 +208,16 @@ def test_forced_tokens_need_no_round_of_the_draft() -> None:
     assert rounds[True] < rounds[False]
 
 
+def test_what_is_forced_after_the_text_is_scored_with_it() -> None:
+    constraint, model = HashedConstraint(seed=4), RuleModel(DRAFT, VOCAB_SIZE)
+    constraint.allowed = lambda answer: [len(answer)] if len(answer) < 6 else [1, 2, 3]  # type: ignore[method-assign]
+    sampler = Prompted(SamplingParams(), constraint)
+    drafter = ModelDrafter(model, DraftRequest(sampler), SpeculationParams(16, width=8), learnt_of())
+    tree = drafter.propose(PROMPT, 20)
+    assert (0, 1, 2, 3, 4, 5) in paths(tree)
+    assert model.batches[0] == 6, "nodes beside the text"
+
+
 def test_a_dead_end_is_an_error_at_the_target_only() -> None:
     """The draft looks past it, the target's text does not reach it."""
     constraint = HashedConstraint(seed=0, dead_at=6)
