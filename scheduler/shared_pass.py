@@ -81,8 +81,12 @@ class SharedPass:
         return bool(many > 2 * one)
 
     def begin(self, chains: Sequence[int]) -> None:
-        """Start a pass. chains: each text's rows in addition to its tree's nodes."""
-        self._chains, self._text = list(chains), -1
+        """Start a pass. chains: each text's rows in addition to its tree's nodes.
+
+        All texts are expected to take part in the first round of the draft. If each counted on those alone that took
+        part in the last round before, a round would be worth its cost to none of them, and none would draft again.
+        """
+        self._chains, self._text, self.num_drafting = list(chains), -1, max(1, len(chains))
 
     def next_text(self) -> None:
         """The next text drafts."""
