@@ -133,7 +133,10 @@ class ModelDraft(Draft):
         recalling = None
         if learnt.recall is not None and speculation.recall:
             recalling = RecallingText(text, task.target, learnt.recall)
-        drafter = WatchedDrafter(
+        make: Callable[..., ModelDrafter] = ModelDrafter
+        if has_window is not None:
+            make = partial(WatchedDrafter, partial(learnt.windows.observe, len(task.prompt), has_window))
+        return make(
             recalling or text,
             request,
             speculation,
@@ -142,9 +145,6 @@ class ModelDraft(Draft):
             corrector=recalling,
             controller=controller_of(task, learnt),
         )
-        if has_window is not None:
-            drafter.watch = partial(learnt.windows.observe, len(task.prompt), has_window)
-        return drafter
 
     def _choose_window(self, text: DraftText, task: DraftTask, trials: WindowTrials) -> bool | None:
         """Choose whether this request's draft has a window, if that is to be found out; None if it is not."""
@@ -170,12 +170,15 @@ class ModelDraft(Draft):
 class WatchedDrafter(ModelDrafter):
     """Tells `watch` how many tokens each pass with a tree brings."""
 
-    watch: Callable[[int], None] | None = None
+    def __init__(self, watch: Callable[[int], None], *given: Any, **named: Any) -> None:
+        """given, named: `ModelDrafter`'s."""
+        super().__init__(*given, **named)
+        self._watch = watch
 
     def observe(self, done: TargetPass) -> None:
         super().observe(done)
-        if self.watch is not None and len(done.tree):
-            self.watch(len(done.verdict.tokens))
+        if len(done.tree):
+            self._watch(len(done.verdict.tokens))
 
 
 def guessers_beside_model(task: DraftTask, learnt: EstimatesAndRecall, retrieving: Sequence[Guesser]) -> list[Guesser]:

@@ -46,6 +46,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         *("--context", "512", "--texts", "headers/0.txt"),
     ),
     "benchmarks.grow": (),
+    "benchmarks.long_texts": ("--tokens", "20", "--text", "headers/0.txt"),
     "benchmarks.many": ("--ram", "2GiB", "--texts", "1,2", "--prompts", "2", "--max-new-tokens", "3"),
     "benchmarks.methods": (*TINY, "--prompts", "1", "--tokens", "4", "--budget", "4"),
     "benchmarks.prompt_cache": ("--prompt-tokens", "60", "--tokens", "4", "--file", "headers/0.txt"),
