@@ -627,7 +627,7 @@ def needs_draft_model(speculation: SpeculationParams, draft: str | Sequence[str]
     number, accept = 1 if isinstance(draft, str) else len(draft), speculation.accept
     if accept == "proxy" and number != 2:
         raise click.UsageError(
-            "--accept proxy needs two drafts, a small model after training and before: --draft TRAINED --draft BASE."
+            "--accept proxy needs two drafts, a small model after training and before: --draft TRAINED --draft BASE"
         )
     if speculation.is_lossy and accept != "proxy" and number > 1:
         raise click.UsageError(f"--accept {accept} uses one draft, and --draft names {number}; give one.")

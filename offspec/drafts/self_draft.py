@@ -13,6 +13,7 @@ from offspec.scheduler.params import MAX_ROWS
 from ..checkpoints.exit_layers import ExitFile, has_weights, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
+from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit, shared_text
 from ..model.text_caches import TextCaches
@@ -40,12 +41,21 @@ class SelfDraft(ModelDraft):
 
     def __init__(self, exit_layer: EarlyExit) -> None:
         super().__init__(exit_layer, NAME)
+        self._buffers: RoundBuffers | None = None  # of captured rounds, on a GPU only
 
     def prepare(self, max_context: int) -> None:
-        """Nothing to prepare: its rounds run through the target's layers, so no CUDA graph captures them."""
+        """Nothing: texts record their rounds."""
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
-        return TextCaches(*shared_text(target, self.decoder, num_tokens + num_nodes))
+        """On a GPU, graphs capture rounds through the target's layers; the exit layer's few kernels are launched."""
+        layers = range(self.decoder.num_first)
+        if self._buffers is None and target.device.type == "cuda" and is_static(target, layers):
+            self._buffers = RoundBuffers(target, layers=layers)
+        return TextCaches(*shared_text(target, self.decoder, num_tokens + num_nodes, self._buffers))
+
+    def close(self) -> None:
+        self._buffers = None
+        super().close()
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,9 @@ class OpenedSelf:
         """
         agreement = EXIT_AGREEMENT if self.file.agreement is None else self.file.agreement
         share = max(1 - agreement, 0.01) / (1 - EXIT_AGREEMENT)
-        return Guessing(((self.target, self.file.exit_layer + 1),), EXIT_LAYER, share=share, overlaps=False)
+        is_captured = placement.limits.device is not None and self.target.packed_form is None
+        layers = ((self.target, self.file.exit_layer + 1),)
+        return Guessing(layers, EXIT_LAYER, share=share, is_captured=is_captured, overlaps=False)
 
     def load(self, device: torch.device) -> Attach:
         return lambda target: SelfDraft(EarlyExit(target, self.file.exit_layer, self.file.load(target.dtype, device)))

@@ -33,21 +33,24 @@ from .kv_cache import KVCache
 from .rope import Rotations
 
 WIDTHS = (4, 8, 16, 32, 64)  # a round's rows are padded to one of these
+# Rounds of a shape before it is recorded, for texts that have rounds, because they have a KV cache, of their own:
+# recording one takes as long as three rounds.
+USES_BEFORE_RECORDING = 3
 MIN_KEYS = 512  # minimum number of keys in attention; doubled until it covers all slots in use
 Work = Callable[[], None]
 Recorder = Callable[[Work], Work | None]
 Shape = tuple[int, int]  # rows and keys of a round
 
 
-def is_static(decoder: Decoder) -> bool:
-    """Whether a pass through the layers only launches kernels, on tensors that keep their addresses.
+def is_static(decoder: Decoder, layers: range | None = None) -> bool:
+    """Whether a pass through all layers, or through resident `layers`, only launches kernels, on tensors that stay.
 
     bitsandbytes does not guarantee that its kernels can be captured.
     """
     weights = decoder.weights
-    if isinstance(decoder.config, ForeignConfig) or not weights.is_resident:
+    if isinstance(decoder.config, ForeignConfig) or (layers is None and not weights.is_resident):
         return False
-    for index in range(decoder.config.num_layers):
+    for index in layers or range(decoder.config.num_layers):
         with weights.layer(index) as layer:
             if not all(_is_ready(weight, decoder) for weight in layer.values()):
                 return False
@@ -200,9 +203,12 @@ def as_it_is(work: Work) -> Work:
 class RoundBuffers:
     """What all texts of a model have in common in static rounds: inputs, results, the recorder. One runs at a time."""
 
-    def __init__(self, decoder: Decoder, record: Recorder | None = None) -> None:
-        """decoder: must be `is_static`. record: None records CUDA graphs on a GPU, and nothing on a CPU."""
-        self.decoder, self.inputs = decoder, Inputs(decoder.device)
+    def __init__(self, decoder: Decoder, record: Recorder | None = None, layers: range | None = None) -> None:
+        """decoder: must be `is_static`. record: None records CUDA graphs on a GPU, and nothing on a CPU.
+
+        layers: rounds go through these alone, and their states are those after the last one, without the final norm.
+        """
+        self.decoder, self.layers, self.inputs = decoder, layers, Inputs(decoder.device)
         shape = WIDTHS[-1], decoder.config.hidden_size
         self.states = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
         self.embedded = None if _has_ready_embedding(decoder) else torch.zeros_like(self.states)
@@ -302,7 +308,8 @@ class StaticRounds:
         rows = StaticRows(cache, slots, positions, buffers.inputs.seen(width, num_keys), Rotations(positions))
         # The layers may overwrite their input.
         hidden = decoder.embed(ids) if buffers.embedded is None else buffers.embedded[:width].clone()
-        buffers.states[:width].copy_(decoder.normed(decoder.through(hidden, rows)))
+        hidden = decoder.through(hidden, rows, buffers.layers)
+        buffers.states[:width].copy_(decoder.normed(hidden) if buffers.layers is None else hidden)
 
 
 class TreeGraphs:

@@ -21,6 +21,7 @@ from offspec.scheduler.params import MAX_NODES
 from offspec.scheduler.tree import ROOT
 
 from .block import PassRows
+from .cuda_graphs import USES_BEFORE_RECORDING, RoundBuffers, StaticRounds
 from .decoder import AppendedRows, BoolArray, CachedDecoder, Decoder, IntArray, TextRows, placed
 from .kv_cache import KVCache
 
@@ -52,9 +53,14 @@ class EarlyExit(Decoder):
         return self.head(self.normed(hidden))
 
 
-def shared_text(target: Decoder, exit_layer: EarlyExit, capacity: int = 0) -> tuple[SharedTarget, SharedDraft]:
-    """An empty text for target and draft, which share a trunk. capacity: entries to reserve."""
-    trunk = Trunk(target, exit_layer.num_first)
+def shared_text(
+    target: Decoder, exit_layer: EarlyExit, capacity: int = 0, buffers: RoundBuffers | None = None
+) -> tuple[SharedTarget, SharedDraft]:
+    """An empty text for target and draft, which share a trunk. capacity: entries to reserve.
+
+    buffers: of static rounds through the first layers; None: there are none.
+    """
+    trunk = Trunk(target, exit_layer.num_first, buffers)
     views = SharedTarget(trunk), SharedDraft(trunk, exit_layer)
     for view in views:
         view.reserve(capacity)
@@ -69,9 +75,10 @@ class Trunk:
     exit and rest, have used them.
     """
 
-    def __init__(self, decoder: Decoder, num_layers: int) -> None:
-        self.decoder, self.layers = decoder, range(num_layers)
-        self.cache = decoder.new_cache(self.layers)
+    def __init__(self, decoder: Decoder, num_layers: int, buffers: RoundBuffers | None = None) -> None:
+        """buffers: see `shared_text`."""
+        self.decoder, self.layers, self._buffers = decoder, range(num_layers), buffers
+        self._new_cache()
         self.readers: list[KVCache] = []
         self.num_rows = 0
         self._hidden: list[Tensor] = []  # parts of [slots from _first on, hidden]
@@ -79,18 +86,28 @@ class Trunk:
         self._tokens, self._parents = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)  # of pending nodes
         self._accepted: list[int] = []
 
+    def _new_cache(self) -> None:
+        self.cache = self.decoder.new_cache(self.layers)
+        self._rounds: StaticRounds | None = None
+        if self._buffers is not None:
+            self._rounds = StaticRounds(self._buffers, self.cache, uses_before=USES_BEFORE_RECORDING)
+
     def advance(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> None:
         """Take a chain and R nodes through the first layers; arguments as in `CachedDecoder.score`."""
         if not len(chain) and not len(tokens):
             return  # the draft may have computed all rows of the target's pass
-        positions, tree_mask = placed(self.cache, len(chain), depths, mask)
-        hidden = self.decoder.embed(torch.tensor([*chain, *tokens.tolist()]))
-        rows = self.decoder.rows(positions, self.cache, tree_mask)
-        self._hidden.append(self.decoder.through(hidden, rows, self.layers))
+        hidden = None if self._rounds is None or len(chain) else self._rounds.run(chain, tokens, depths, mask)
+        if hidden is None:
+            positions, tree_mask = placed(self.cache, len(chain), depths, mask)
+            rows = self.decoder.rows(positions, self.cache, tree_mask)
+            embedded = self.decoder.embed(torch.tensor([*chain, *tokens.tolist()]))
+            self._hidden.append(self.decoder.through(embedded, rows, self.layers))
+            self.cache.append(len(chain), len(tokens))
+        else:
+            self._hidden.append(hidden.clone())  # the next round overwrites it
         self._tokens = np.concatenate((self._tokens, tokens))
         self._parents = np.concatenate((self._parents, parents_of(mask)))
-        self.num_rows += len(positions)
-        self.cache.append(len(chain), len(tokens))
+        self.num_rows += len(chain) + len(tokens)
 
     def hidden(self, slots: Sequence[int]) -> Tensor:
         """Hidden states [len(slots), hidden] after the first layers, as a copy.
@@ -141,7 +158,7 @@ class Trunk:
         """Drop the whole text, also that of the readers, and free the memory of the first layers."""
         for cache in self.readers:
             cache.truncate(0)
-        self.cache = self.decoder.new_cache(self.layers)
+        self._new_cache()
         self.truncate()
 
     @property

@@ -15,13 +15,10 @@ from torch import Tensor
 
 from offspec.loaders.layer_view import LayerView
 
-from .cuda_graphs import WIDTHS, RoundBuffers, StaticRounds
+from .cuda_graphs import USES_BEFORE_RECORDING, WIDTHS, RoundBuffers, StaticRounds
 from .decoder import AppendedRows, BoolArray, CachedDecoder, Decoder, IntArray
 from .kv_cache import KVCache
 from .shared_cache import GapVisibility, SharedCache
-
-# A text has rounds of its own, because it has a KV cache of its own. Recording one takes as long as three rounds.
-USES_BEFORE_RECORDING = 3
 
 
 class LayerDraft(Decoder):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from offspec.errors import MemoryLimitError
 from offspec.loaders.placement import Limits, Placement, Slots
 from offspec.loading import LoadedTarget
 from offspec.model.block import Block
+from offspec.model.cuda_graphs import RoundBuffers, Work, as_it_is, is_static
 from offspec.model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
 from offspec.model.early_exit import EarlyExit, SharedDraft, Trunk, parents_of, shared_text
 from offspec.planning.memory import MemoryOptions
@@ -263,6 +265,32 @@ def test_room_is_made_at_once(get_engine: GetEngine) -> None:
     assert isinstance(engine.draft.decoder, EarlyExit)
     target, draft = shared_text(engine.target, engine.draft.decoder, 100)
     assert min(target.cache.capacity, draft.cache.capacity, draft.trunk.cache.capacity) >= 100
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_static_rounds_through_the_first_layers(
+    get_engine: GetEngine, monkeypatch: pytest.MonkeyPatch, is_streamed: bool, params: SamplingParams
+) -> None:
+    """As captured on a GPU, also if the embedding and the layers behind the exit are elsewhere: the same trees."""
+    engine, layers, recorded = get_engine(2, is_streamed, True), range(2), list[tuple[int, int]]()
+    assert is_static(engine.target, layers)
+
+    def record(work: Any) -> Work:
+        recorded.append(work.args)
+        return as_it_is(work)
+
+    fresh = engine.with_draft(engine.draft)  # nothing learnt
+    *_, plain = fresh.generate(PROMPT, params, SpeculationParams(16), caches=fresh.new_caches(400))
+    buffers = RoundBuffers(engine.target, record, layers)
+    monkeypatch.setattr("offspec.model.early_exit.USES_BEFORE_RECORDING", 1)
+    monkeypatch.setattr("offspec.drafts.self_draft.shared_text", lambda *args: shared_text(*args[:3], buffers))
+    fresh = engine.with_draft(engine.draft)
+    caches = fresh.new_caches(400)
+    *_, static = fresh.generate(PROMPT, params, SpeculationParams(16), caches=caches)
+    assert caches.text == [*engine.encode(PROMPT), *says(engine, params, SpeculationParams(0))]
+    assert static.stats.num_passes == plain.stats.num_passes
+    assert recorded
 
 
 def test_the_first_layers_are_planned_to_stay(folder: Path) -> None:
