@@ -33,7 +33,7 @@ def exit_layers(ctx: click.Context, param: click.Parameter, value: str | None) -
         return None
     words = [word.strip() for word in value.split(",")]
     if not all(word.removeprefix("-").isdecimal() and len(word) < MOST_DIGITS for word in words):
-        raise click.BadParameter(f"{reprlib.repr(value)} is no list of whole numbers, such as 4 or 4,8,16.")
+        raise click.BadParameter(f"{reprlib.repr(value)} is no list of whole numbers, such as 4 or 4,6,8.")
     return sorted({int(word) for word in words})
 
 

@@ -8,10 +8,23 @@ from __future__ import annotations
 import re
 
 _ARGUMENTS = (
-    *("budget", "context", "device", "disk", "draft", "drafts", "dtype", "exit_file", "exit_layer", "format", "learn"),
+    *(
+        "accept",
+        "budget",
+        "context",
+        "device",
+        "disk",
+        "draft",
+        "drafts",
+        "dtype",
+        "exit_file",
+        "exit_layer",
+        "format",
+        "learn",
+    ),
     *("learn_file", "lookup_files", "out", "path", "ram", "resume", "revision", "special_in_text", "stop", "think"),
     *("text_tokens", "threads", "vram", "when_full"),
-    *("draft_window", "embedding", "head", "kv_cache", "new_draft", "num_texts", "on_policy"),
+    *("draft_window", "embedding", "head", "head_tokens", "kv_cache", "new_draft", "num_texts", "on_policy"),
     *("prompt_tokens", "tree"),
 )
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in _ARGUMENTS} | {"texts": "--text", "lora_rank": "--lora"}

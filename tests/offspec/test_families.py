@@ -119,7 +119,8 @@ def test_longrope_serves_the_context_that_was_planned(tiny_model: GetModel, cont
     """Its original context is of 128 tokens: transformers takes other factors for longer texts."""
     model, tokens = tiny_model("phi3-longrope"), random_tokens(length)
     files = ModelFiles.open(model.folder, "fp32", "cpu", [])
-    plan = SimpleNamespace(context=context, demand=SimpleNamespace(target=files))
+    on_device = SimpleNamespace(entries_in_ram=())
+    plan = SimpleNamespace(context=context, demand=SimpleNamespace(target=files), placement=on_device)
     weights = load_weights(files, all_resident(files), CPU)
     decoder = PlannedMemory(plan, CPU, [], lambda plan: weights).load_decoder()  # type: ignore[arg-type]
     with torch.no_grad():

@@ -35,7 +35,7 @@ from offspec import Engine, SamplingParams
 def status(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024
 
-granted = status("VmRSS") + 340 * 2**20
+granted = status("VmRSS") + 380 * 2**20
 engine = Engine.load(sys.argv[1], draft="lookup", device="cpu", dtype="fp32", context=512, ram=granted)
 steps = engine.generate(list(range(5, 205)), SamplingParams(4, ignore_eos=True))
 num_tokens = sum(len(step.token_ids) for step in steps)
