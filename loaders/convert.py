@@ -58,7 +58,6 @@ from .weights import split_names
 _SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _SPARE_BYTES = 2**20  # headers, config.json, tokenizer
 _LAYOUT = 1  # version of the result's layout; a run may not resume a conversion with another layout
-
 MOST_THREADS = 4  # that pack: more would wait for the disk
 
 Progress = Callable[[int, int], None]
@@ -451,7 +450,7 @@ def _is_matrix(stored: StoredWeight, checkpoint: Checkpoint) -> bool:
     return False
 
 
-# ----------------------------------------------------------------------------------------------------- reading source
+# ------------------------------------------------------------------------------------------------- source → matrices
 
 
 @contextmanager

@@ -71,9 +71,9 @@ def measure_rates(
     that share a matrix wait for the slowest. progress is called with the name of each measurement.
     """
     if (free := read_memory().available_bytes) < ROOM_BYTES:
-        why = f"not measured: only {format_size(free)} of RAM are free, and this needs {format_size(ROOM_BYTES)}"
-        return Rates(sources=dict.fromkeys((field.name for field in fields(Rates) if field.name != "sources"), why))
-    sources, beside_reads = dict[str, str](), beside_reads and path.is_file() and path.stat().st_size >= READ_BYTES
+        return _not_measured(f"only {format_size(free)} of RAM are free, and this needs {format_size(ROOM_BYTES)}")
+    sources: dict[str, str] = {}
+    beside_reads = beside_reads and path.is_file() and path.stat().st_size >= READ_BYTES
 
     def reads() -> AbstractContextManager[None]:
         return reads_in_flight(path) if beside_reads else nullcontext()
@@ -111,6 +111,12 @@ def measure_rates(
         packed_bytes_per_s=measure_packed_product(device, dtype),
         sources=sources,
     )
+
+
+def _not_measured(why: str) -> Rates:
+    """No rate, each with this reason."""
+    names = (field.name for field in fields(Rates) if field.name != "sources")
+    return Rates(sources=dict.fromkeys(names, f"not measured: {why}"))
 
 
 def _disk(path: Path, seconds: float) -> tuple[float, str]:
@@ -397,25 +403,25 @@ def measure_dequantise(
     return shape[0] * shape[1] / seconds_each
 
 
+_PACKED_FORM, _PACKED_SHAPE = "Q4_K", (16384, 8192)  # 72 MiB each: no cache keeps two of them
+
+
 def measure_packed_product(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> float | None:
     """Bytes/s of packed matrices in products with 16 rows on a GPU that do not unpack them.
 
-    None on a CPU, and where the kernel is missing or cannot be compiled.
+    None on a CPU, and where the kernel is missing, cannot be compiled, or memory for two matrices is lacking.
     """
     stored = format_named(_PACKED_FORM).sized(_PACKED_FORM, "weight", _PACKED_SHAPE, of_no_file)
     assert stored is not None
     if device.type == "cpu" or stored.fused_kind is None:
         return None
-    matrices = itertools.cycle([_packed_sample(stored, device) for _ in range(2)])
-    rows = _filled((16, _PACKED_SHAPE[1]), dtype, device)
     try:
+        matrices = itertools.cycle([_packed_sample(stored, device) for _ in range(2)])
+        rows = _filled((16, _PACKED_SHAPE[1]), dtype, device)
         each_s = typical_seconds(device, lambda: _fused(rows, next(matrices), None, None), seconds)
     except Exception:  # noqa: BLE001 (Triton, its compilers and the system's raise many kinds of errors)
         return None
     return stored.streamed[0].nbytes / each_s
-
-
-_PACKED_FORM, _PACKED_SHAPE = "Q4_K", (16384, 8192)  # 72 MiB each: no cache keeps two of them
 
 
 def _measured(form: str) -> tuple[WeightFormat, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,30 +213,28 @@ def with_special(backend: tokenizers.Tokenizer, texts: Iterable[str | None]) -> 
         if text is None or token_id is None or (token_id in added and added[token_id].special):
             continue
         if token_id in added:
-            wanted.add(text)  # the library keeps what it has
+            wanted.add(text)
         else:
             new.append(tokenizers.AddedToken(text, special=True, normalized=False))
     backend.add_special_tokens(new)  # in one call, because each call processes all earlier ones again
-    if not wanted:
-        return backend
-    state = json.loads(backend.to_str())
-    for token in state["added_tokens"]:
-        if token["content"] in wanted:
-            token |= {"special": True, "normalized": False}
-    return tokenizers.Tokenizer.from_str(json.dumps(state))
+    return _changed(backend, wanted, is_special=True)
 
 
 def with_shown(backend: tokenizers.Tokenizer, template: str) -> tokenizers.Tokenizer:
     """Make the tokens that part answers ordinary added ones, if the template knows them; see PARTS."""
     shown = {text for texts in PARTS if any(text in template for text in texts) for text in texts}
     added = backend.get_added_tokens_decoder().values()
-    wanted = {token.content for token in added if token.special} & shown
-    if not wanted:
+    return _changed(backend, {token.content for token in added if token.special} & shown, is_special=False)
+
+
+def _changed(backend: tokenizers.Tokenizer, texts: Set[str], *, is_special: bool) -> tokenizers.Tokenizer:
+    """The tokenizer with these added tokens special or not; the library itself keeps what it has."""
+    if not texts:
         return backend
     state = json.loads(backend.to_str())
     for token in state["added_tokens"]:
-        if token["content"] in wanted:
-            token |= {"special": False, "normalized": False}
+        if token["content"] in texts:
+            token |= {"special": is_special, "normalized": False}
     return tokenizers.Tokenizer.from_str(json.dumps(state))
 
 
