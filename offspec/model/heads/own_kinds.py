@@ -50,17 +50,21 @@ def recurrent_spec(config: Json, present: Shapes, target: ModelConfig) -> HeadSp
     return HeadSpec("recurrent", states_config(target, 1), shapes, (), target.vocab_size, RecurrentHead)
 
 
-class CloverHead(ChainedHead):
-    """Each step renews the state by attention to the embeddings of the path's tokens; the heads are Medusa's.
-
-    The paper's augmenting block is a layer over the text, which renews the state first.
-    """
+class AttendingHead(ChainedHead):
+    """A head of `steps` steps, with attention of `heads` heads over final states."""
 
     def __init__(
         self, steps: int, heads: int, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(1, tensors, target, dtype)
         self.num_steps, self._heads = steps, heads
+
+
+class CloverHead(AttendingHead):
+    """Each step renews the state by attention to the embeddings of the path's tokens; the heads are Medusa's.
+
+    The paper's augmenting block is a layer over the text, which renews the state first.
+    """
 
     def fused(self, states: Tensor) -> Tensor:
         """The final states, with room for the embeddings of a path: [K, (1 + steps) * hidden]."""
@@ -88,17 +92,11 @@ def clover_spec(config: Json, present: Shapes, target: ModelConfig) -> HeadSpec:
     return HeadSpec("Clover", states_config(target, 1, None, 1), shapes, (), target.vocab_size, make)
 
 
-class AmphistaHead(ChainedHead):
+class AmphistaHead(AttendingHead):
     """All steps' states at once, from the final state and the text's last token; they attend to each other.
 
     The paper's adaptation layers are two layers over the text.
     """
-
-    def __init__(
-        self, steps: int, heads: int, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(1, tensors, target, dtype)
-        self.num_steps, self._heads = steps, heads
 
     def fused(self, states: Tensor) -> Tensor:
         """The final states, with room for those of all steps: [K, steps * hidden]."""
