@@ -1,16 +1,19 @@
 """Measures formats of the KV cache: memory beside the plan, seconds, and what they change in the target's predictions.
 
     python -m benchmarks.grow DIR --shape 1b
-    python -m benchmarks.long_texts memory DIR --tokens 4096,16384,65536 --formats 16,8,4
+    python -m benchmarks.long_texts memory DIR --tokens 4096,16384 --formats 16,8,4
+    python -m benchmarks.long_texts memory DIR --tokens 65536 --last 2048
     python -m benchmarks.long_texts quality MODEL --text FILE --tokens 2000 [--windows 4]
     python -m benchmarks.long_texts borders MODEL --text FILE --tokens 500
 
 `memory` measures each combination in a process of its own: the plan's RAM, the process's peak, prefill tokens/s, and
-the median seconds of passes of 1 and 16 rows after so many tokens. `quality` scores a text in windows of so many tokens
-with each format: the share of positions with the same best token as with 16 bit, and the difference of perplexity. It
-computes in fp32, so that differences are the format's. `borders` scores a text in one pass and in passes of a few rows,
-in fp32: the share of stored numbers (codes) that differ, in the first layer and in all, the largest difference of
-log-probabilities, and the positions whose best token differs. Products with other numbers of rows round differently.
+the median seconds of passes of 1 and 16 rows after so many tokens. With `--last N` only the last N tokens are
+prefilled, after random entries in place of the others: memory and seconds at the end of a long text, without the hour
+before it. `quality` scores a text in windows of so many tokens with each format: the share of positions with the same
+best token as with 16 bit, and the difference of perplexity. It computes in fp32, so that differences are the format's.
+`borders` scores a text in one pass and in passes of a few rows, in fp32: the share of stored numbers (codes) that
+differ, in the first layer and in all, the largest difference of log-probabilities, and the positions whose best token
+differs. Products with other numbers of rows round differently.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offspec import KV_CACHES, Engine
+from offspec.model.block import kv_layouts
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.tree import TokenTree
 
@@ -36,24 +40,37 @@ WIDTHS, REPEATS = (1, 16), 5
 BORDER_WIDTHS = (1, 16, 64)
 HEAD_ROWS = 256  # rows whose logits are in memory at once
 SPARE_TOKENS = 64
+FILLED_AT_ONCE = 1024  # random entries, which are written again and again
 MIB = 2**20
 
 
-def measure_memory(model: str, num_tokens: int, kv_cache: str) -> None:
-    """Print one row of the table."""
+def measure_memory(model: str, num_tokens: int, kv_cache: str, last: int | None) -> None:
+    """Print one row of the table. last: prefill so many tokens, after random entries; None: all."""
     engine = Engine.load(model, draft="none", device="cpu", context=num_tokens + SPARE_TOKENS, kv_cache=kv_cache)
     assert engine.plan is not None
     planned, vocabulary = engine.plan.placement.ram_bytes, engine.target.config.vocab_size
     text = CachedDecoder(engine.target, engine.plan.kv_entries)
-    prompt = np.random.default_rng(0).integers(0, vocabulary, num_tokens).tolist()
+    prompt = np.random.default_rng(0).integers(0, vocabulary, min(num_tokens, last or num_tokens)).tolist()
+    _fill(text, num_tokens - len(prompt))
     start = time.perf_counter()
     text.score(prompt, *_chain(0))
     prefill_s = time.perf_counter() - start
     passes = [statistics.median(_pass_s(text, width) for _ in range(REPEATS)) for width in WIDTHS]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     cells = [f"{num_tokens}", kv_cache, f"{text.cache.nbytes / MIB:.0f}", f"{planned / MIB:.0f}", f"{peak / MIB:.0f}"]
-    cells += [f"{peak / planned - 1:+.1%}", f"{num_tokens / prefill_s:.0f}", *(f"{seconds:.3f}" for seconds in passes)]
+    cells += [f"{peak / planned - 1:+.1%}", f"{len(prompt) / prefill_s:.0f}", *(f"{seconds:.3f}" for seconds in passes)]
     print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _fill(text: CachedDecoder, count: int) -> None:
+    """Commit `count` random entries to the text's empty cache."""
+    decoder, generator = text.decoder, torch.Generator().manual_seed(0)
+    for layer, layout in enumerate(kv_layouts(decoder.config)):
+        shape = 2, FILLED_AT_ONCE, layout.num_heads, layout.head_dim
+        keys, values = torch.randn(shape, generator=generator).to(decoder.dtype)
+        for start in range(0, count, FILLED_AT_ONCE):
+            text.cache.write(layer, keys[: count - start], values[: count - start], start)
+    text.cache.begin(count)
 
 
 def _pass_s(text: CachedDecoder, width: int) -> float:
@@ -141,6 +158,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--tokens", default="4096", help="numbers of tokens, such as 4096,16384")
     parser.add_argument("--formats", default=",".join(KV_CACHES))
+    parser.add_argument("--last", type=int, help="tokens to prefill, for `memory`; random entries replace the others")
     parser.add_argument("--text", type=Path, help="the text whose tokens `quality` and `borders` score")
     parser.add_argument("--windows", type=int, default=1, help="windows of the text, for `quality`")
     parser.add_argument("--row", action="store_true", help="measure the first combination in this process")
@@ -153,7 +171,7 @@ def main() -> None:
         measure_borders(args.model, args.text, lengths[0])
         return
     if args.row:
-        measure_memory(args.model, lengths[0], formats[0])
+        measure_memory(args.model, lengths[0], formats[0], args.last)
         return
     widths = " | ".join(f"s per pass of {width}" for width in WIDTHS)
     print(f"| tokens | format | KV MiB | planned MiB | peak MiB | difference | prefill tokens/s | {widths} |")
@@ -161,6 +179,7 @@ def main() -> None:
     for length in lengths:
         for name in formats:
             given = ["--tokens", str(length), "--formats", name, "--row"]
+            given += ["--last", str(args.last)] if args.last else []
             subprocess.run([sys.executable, "-m", "benchmarks.long_texts", "memory", args.model, *given], check=True)
 
 

@@ -64,9 +64,9 @@ def _plot_file(ctx: click.Context, param: click.Parameter, value: Path | None) -
     help=f"""Compare speculative and plain decoding on the same prompts, in the same run.
 
 {MODEL_HELP} Tokens/s include the first pass, which contains the prefill. Figures are medians over repeats, with the
-range. The built-in prompts ask for code, chat, prose and repetitive text. --accept joint, or another lossy way, adds a
-row that is marked lossy, and the likelihood of each text under the target. With --texts it compares numbers of texts
-that share passes.
+range. The built-in prompts ask for code, chat, prose and repetitive text. --accept joint, or another lossy
+value, adds a row that is marked lossy, and shows the likelihood of each text under the target. With --texts, bench
+compares numbers of texts that share passes.
 
 \b
 Examples:
@@ -176,7 +176,7 @@ def command(
 command.params = [parameter for parameter in command.params if parameter.name not in ("budget", "learn")]
 reworded(
     command,
-    learn_file="File of the draft's training (offspec run --learn). Of several, each prompt uses the best.",
+    learn_file="File with the draft's training (offspec run --learn). Of several, the best for each prompt is used.",
     seed="Random seed; the draft does not change the text. [default: 0]",
 )
 

@@ -36,7 +36,7 @@ OFFSPEC_TEMPERATURE, or OFFSPEC_CHAT_TEMPERATURE for one command. OFFSPEC_CONFIG
 no file is read.
 
 \b
-Example:
+Examples:
   offspec config chat
   OFFSPEC_TEMPERATURE=0.7 offspec config
 

@@ -27,7 +27,7 @@ HEAD_FLAGS = ("head_tokens",)
 TRAINING_FLAGS = ("steps", "num_texts", "text_tokens", "batch_texts", "learning_rate", "init", "num_labels")
 
 
-def exit_layers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
+def layer_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
     """A click callback: different numbers of layers, ascending."""
     if value is None:
         return None
@@ -40,17 +40,17 @@ def exit_layers(ctx: click.Context, param: click.Parameter, value: str | None) -
 @click.command(
     cls=OffspecCommand,
     name="distill",
-    help=f"""Train a draft for MODEL on what MODEL says: an exit layer, a head, or a small model.
+    help=f"""Train a draft for MODEL on MODEL's output: an exit layer, a head, or a small model.
 
 With --exit-layer, the first layers of MODEL become its draft (--draft self). With --head, a head is trained (--draft
-head): it reads MODEL's states, predicts several tokens ahead, and needs little memory. With --draft, a small model of
-the same vocabulary learns to say what MODEL says; --new-draft makes one. With --skip, nothing is trained: a search
-finds in which order layers are best skipped. --draft resident then drafts without the layers that are streamed, and
-streams those that it can best do without.
+head): it reads MODEL's hidden states, predicts several tokens ahead, and needs little memory. With --draft, a small
+model of the same vocabulary learns MODEL's predictions; --new-draft makes such a model. With --skip, nothing is
+trained: a search finds the layers that MODEL can best do without. --draft resident then streams these layers, and
+drafts without them.
 
-{MODEL_HELP} The target generates texts, or reads given ones. The draft, or one transformer layer after layer N, learns
-to predict the target's output. MODEL itself does not change. The built-in model takes some minutes. A run needs disk
-space for what MODEL says of every token. It needs 16 bytes of memory for each weight that is trained.
+{MODEL_HELP} MODEL generates texts, or reads those of --text. The draft learns to predict MODEL's output; MODEL itself
+does not change. The built-in model takes some minutes. A run needs disk space for MODEL's predictions at every token.
+It needs 16 bytes of memory for each weight that is trained.
 
 --resume continues a run that was interrupted, for example by Ctrl-C. The result is the same as without interruption.
 
@@ -68,10 +68,10 @@ Examples:
 @click.argument("model", default="builtin", type=MODEL)
 @option(
     "--exit-layer",
-    callback=exit_layers,
+    "exit_layers",
+    callback=layer_numbers,
     metavar="N[,N...]",
-    help="Number of first layers that draft and stay in memory, say a quarter. Of several, --draft self uses the "
-    "fastest.",
+    help="Train an exit layer after the first N layers, say a quarter. Of several, --draft self uses the fastest.",
 )
 @option("--head", type=click.Choice(HEADS), help="Train a head of this kind, for --draft head.")
 @research_option(
@@ -103,7 +103,7 @@ Examples:
     default=P.num_texts,
     show_default=True,
     metavar="N",
-    help="Number of texts that the model generates.",
+    help="Number of texts that MODEL generates.",
 )
 @option(
     "--text-tokens",
@@ -134,7 +134,7 @@ Examples:
     type=WholeNumber(0),
     default=P.prompt_tokens,
     metavar="N",
-    help="Use the first N tokens of each piece of --text, and let the model write the rest. [default: all are used]",
+    help="Use the first N tokens of each piece of --text, and let MODEL write the rest. [default: all are used]",
 )
 @research_option(
     "--num-labels",
@@ -175,7 +175,7 @@ Examples:
 @option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
 def command(
     model: str,
-    exit_layer: list[int] | None,
+    exit_layers: list[int] | None,
     head: str | None,
     skips: bool,
     out: Path | None,
@@ -195,7 +195,7 @@ def command(
 ) -> None:
     settings = {name: value for name, value in settings.items() if value is not None}
     draft = DraftFlags.of(settings)
-    if skips + draft.is_given + (exit_layer is not None) + (head is not None) != 1:
+    if skips + draft.is_given + (exit_layers is not None) + (head is not None) != 1:
         raise click.UsageError(
             "Give one of --exit-layer N, to train an exit layer, --head, to train a head, --draft SMALL or "
             "--new-draft, to train a draft, or --skip."
@@ -207,7 +207,7 @@ def command(
         settings.pop("head_tokens", None)
     if skips:
         refuse_flags(TRAINING_FLAGS, "is for training, and --skip trains nothing")
-    _check_out(out, exit_layer, is_folder=draft.is_given or head is not None)
+    _check_out(out, exit_layers, is_folder=draft.is_given or head is not None)
     loading: dict[str, Any] = {
         "revision": revision,
         "device": device,
@@ -225,7 +225,7 @@ def command(
     elif head is not None:
         said, sentence = distil_head(job, head, HeadParams(**settings))
     else:
-        said, sentence = _own_layers(job, exit_layer, DistillParams(**settings))
+        said, sentence = _own_layers(job, exit_layers, DistillParams(**settings))
     seconds = time.monotonic() - began
     if as_json:
         click.echo(json.dumps(said | {"seconds": round(seconds, 3)}))

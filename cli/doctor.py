@@ -31,7 +31,7 @@ MAX_COLUMNS, NARROW = 100, 50
 The measurement takes some seconds. It writes a temporary file if the folder contains no checkpoint to read.
 
 \b
-Example:
+Examples:
   offspec doctor
   offspec doctor --path ./Llama-3.1-8B --json
 """,

@@ -31,8 +31,8 @@ COMMANDS = {
     "serve": "Serve OpenAI's API over HTTP.",
     "bench": "Compare speculative and plain decoding.",
     "plan": "Predict the placement of a model's layers and the time of a pass.",
-    "quantize": "Convert a checkpoint to 4 bit or plain floats, in a layout for fast streaming.",
-    "distill": "Train an exit layer, so that a model can be its own draft.",
+    "quantize": "Convert a checkpoint to 4 bit, packed bf16 or plain floats, in a layout for fast streaming.",
+    "distill": "Train a draft for a model: an exit layer, a head or a small model.",
     "verify": "Check that speculative text equals plain decoding, token for token.",
     "doctor": "Show this machine's hardware, its measured rates, and advice.",
     "config": "Show every setting with its value and source.",
@@ -73,7 +73,7 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, "--version", prog_name="offspec")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Run language models far larger than the GPU, with exactly the output of plain decoding.
+    """Run language models that are larger than the GPU or the RAM, with exactly the output of plain decoding.
 
     \b
     Example:  offspec run builtin "def area("

@@ -178,8 +178,8 @@ def loading_options(function: F) -> F:
             multiple=True,
             callback=one_or_several,
             metavar="PATH|auto|shadow|head|self|resident|lookup|none",
-            help="Draft: a path, shadow[:BITS] (low-bit target), head, self (early exit), resident (layers), lookup or "
-            "none. Repeated: smaller models guess ahead. [default: auto]",
+            help="Draft: path or hub id, shadow[:BITS] (low-bit target), head, self (early exit), resident (layers), "
+            "lookup or none; may be repeated. [default: auto: lookup, or a cached shadow if faster]",
         ),
         model_flags,
         memory_flags,
@@ -277,7 +277,8 @@ def learning_options(function: F) -> F:
             multiple=True,
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="File of the draft's training; --learn also writes it. Of several, each prompt uses the best.",
+            help="File with the draft's training; --learn also writes it. Of several, the best for each prompt is "
+            "used.",
         ),
     )(function)
 
@@ -290,7 +291,7 @@ def speculation_options(function: F) -> F:
             callback=budget,
             default="auto",
             metavar="auto|N",
-            help="Draft tokens per pass; auto adapts, 0 disables speculation. Same text. [default: auto]",
+            help="Draft tokens per pass; 0 disables speculation. Does not change the text. [default: auto, adapts]",
         ),
         _tree_options,
         _guess_options,
@@ -347,7 +348,7 @@ def _guess_options(function: F) -> F:
         research_option(
             "--reuse/--no-reuse",
             default=SpeculationParams.reuse,
-            help="Keep draft tokens below the accepted one for the next tree.",
+            help="Keep draft tokens that follow the accepted ones, for the next tree.",
         ),
         research_option(
             "--overlap/--no-overlap",
@@ -357,7 +358,7 @@ def _guess_options(function: F) -> F:
         research_option(
             "--forced/--no-forced",
             default=SpeculationParams.forced,
-            help="With a schema or grammar: add the tokens that it forces to the tree.",
+            help="Add tokens to the tree where a schema or grammar allows only one.",
         ),
     )(function)
 
@@ -370,7 +371,7 @@ def _joint_options(function: F) -> F:
             type=click.Choice(ACCEPTS),
             default=SpeculationParams.accept,
             show_default=True,
-            help="exact: same text as plain decoding. All others are LOSSY. joint: by joint likelihood (MJSD).",
+            help="exact: the text of plain decoding. All other values are LOSSY. joint: by joint likelihood (MJSD).",
         ),
         research_option(
             "--tau",
@@ -382,11 +383,11 @@ def _joint_options(function: F) -> F:
         ),
         research_option(
             "--strength",
-            type=Number(0, 1, min_open=True, max_open=True),
+            type=Number(0, 1, min_open=True),
             default=SpeculationParams.strength,
             metavar="X",
-            help="With --accept cascade, contrastive, mix, bild, relaxed or proxy: how much the draft counts. "
-            "[default: by the way]",
+            help="With --accept cascade, contrastive, mix, bild, relaxed or proxy: weight of the draft, or threshold. "
+            "[default: depends on --accept]",
         ),
         research_option(
             "--beam",

@@ -51,7 +51,7 @@ Examples:
 @option(
     "--draft",
     "drafts",
-    type=ModelName("auto", "shadow", "self", "resident", "lookup", "none", "builtin"),
+    type=ModelName("auto", "shadow", "head", "self", "resident", "lookup", "none", "builtin"),
     default=("auto",),
     multiple=True,
     metavar="PATH|auto|shadow|head|self|resident|lookup|none",

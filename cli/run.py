@@ -127,7 +127,7 @@ class Shown:
 
 {MODEL_HELP} Piped input goes before PROMPT, with an empty line between them. If PROMPT is "-" or missing, the prompt is
 the piped input alone. A model with a chat template answers PROMPT as a message; with --raw it continues PROMPT as text.
-If a setting names MODEL (offspec config), MODEL may be omitted.
+MODEL may be omitted if a setting names it (offspec config).
 
 \b
 Examples:
@@ -139,7 +139,7 @@ Examples:
 
 A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}. Its
 "temperature", "max_new_tokens", "seed", "stop" and other sampling settings override flags, and so do "json_schema",
-"json_object", "grammar" and "regex". Its other keys are copied into the answer.
+"json_object", "grammar" and "regex". Other keys of the line are copied into the answer.
 """,
 )
 @click.argument("model", default="builtin", type=MODEL)

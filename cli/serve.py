@@ -54,10 +54,9 @@ MOST_WAITING = 64  # requests in the queue, by default
     help=f"""Serve OpenAI's API over HTTP.
 
 {MODEL_HELP} Routes: /v1/chat/completions, /v1/completions, /v1/models and /metrics. Several requests share the
-target's passes; the others wait in a queue. KV caches keep several conversations, so that a request scores only new
-tokens.
-Sampling flags are defaults that a request may override. Answers have tokens/s and other statistics under "offspec".
-Requests from browsers are rejected unless an API key is set.
+target's passes; the others wait in a queue. The server keeps the KV caches of several conversations, so that a request
+computes only new tokens. Sampling flags are defaults that a request may override. Answers have tokens/s and other
+statistics under "offspec". Requests from browsers are rejected unless an API key is set or --cors names their origin.
 
 \b
 Examples:
@@ -91,7 +90,7 @@ Examples:
     "--cors",
     multiple=True,
     metavar="ORIGIN",
-    help="Answer web pages of this origin, such as https://chat.example; * is all of them, and needs an API key.",
+    help="Answer web pages of this origin, such as https://chat.example; * allows all origins and needs an API key.",
 )
 @option(
     "--parallel",

@@ -53,7 +53,7 @@ near-tie of the target's logits. The exit code is 1 if any text differs. The bui
 core. {MODEL_HELP}
 
 \b
-Example:
+Examples:
   offspec verify builtin --json
   offspec verify ./Llama-3.1-8B --draft ./Llama-3.2-1B --dtype bf16 --budgets 64 --max-prompts 4
 """,

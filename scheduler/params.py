@@ -201,7 +201,7 @@ class SpeculationParams:
     under the target is at least `tau`, in (0, 1], times that under the draft. Joint acceptance drafts by beam search,
     `beam` wide and `gamma` tokens deep, and the drafting settings above must have their defaults. The other lossy ways
     draft the same beam, and choose each token from target and draft together (`scheduler.blend`). strength: how much
-    the draft counts in them, in (0, 1); None: the default of the way. Exact acceptance ignores tau, beam, gamma and
+    the draft counts in them, in (0, 1]; None: the default of the way. Exact acceptance ignores tau, beam, gamma and
     strength.
 
     Raises UsageError for a value out of range, and for incompatible settings.
@@ -238,8 +238,8 @@ class SpeculationParams:
                 raise UsageError(f"{name} must be at least {least}, not {value}")
         if not 0 < self.tau <= 1:
             raise UsageError(f"tau must be above 0 and at most 1, not {self.tau!r}")
-        if self.strength is not None and not 0 < self.strength < 1:
-            raise UsageError(f"strength must be above 0 and below 1, not {self.strength!r}")
+        if self.strength is not None and not 0 < self.strength <= 1:
+            raise UsageError(f"strength must be above 0 and at most 1, not {self.strength!r}")
         if self.is_lossy:
             self._check_lossy()
 

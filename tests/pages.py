@@ -44,6 +44,12 @@ ELSEWHERE = {
         ("offspec distill TARGET --draft builtin", "python -m benchmarks.drafts.distilled measure"),
         "tests/benchmarks/test_distilled.py",
     ),
+    "python -m benchmarks.grow DIR --shape 1b": "tests/benchmarks/test_grow.py",
+    "python -m benchmarks.long_texts memory": "tests/benchmarks/test_long_texts.py",
+    **dict.fromkeys(
+        ("offspec distill builtin --head", "offspec distill SMOLLM2 --head"), "tests/offspec/training/test_heads.py"
+    ),
+    "python -m benchmarks.drafts.heads": "tests/benchmarks/test_heads.py",
     **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),
     "python -m benchmarks.peers": "tests/benchmarks/test_peers.py",
     "python -m benchmarks.card": "tests/benchmarks/test_card.py",

@@ -14,7 +14,7 @@ from offspec.cli.main import COMMANDS, cli
 from .pages import ROOT
 
 PAGE = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-STATES = ("built", "baseline", "covered", "open", "no")
+STATES = ("built", "baseline", "covered", "no")
 NUM_METHODS = 81
 ABSENT, UNMEASURED = "\N{EN DASH}", "not measured"
 
@@ -100,7 +100,7 @@ def test_flags_are_there(row: Row) -> None:
 def test_files_are_there(row: Row) -> None:
     files = {cell: re.findall(r"`([\w/]+\.py)`", cell) for cell in (row.code, row.tests)}
     assert [name for names in files.values() for name in names if not (ROOT / name).is_file()] == []
-    if row.state in ("open", "no"):
+    if row.state == "no":
         assert (row.code, row.tests, row.figures) == (ABSENT, ABSENT, ABSENT), "what is not built has no files"
         assert row.here
     else:

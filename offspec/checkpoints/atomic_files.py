@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -13,6 +13,16 @@ from typing import IO, Any
 from offspec.loaders.file_locks import try_lock
 
 from ..errors import StorageError, UsageError
+
+
+def refuse_replacing(path: Path, is_own: Callable[[Path], bool]) -> None:
+    """Raises UsageError if there is a file with content that is not `is_own`: it must not be overwritten."""
+    try:
+        has_content = path.exists() and path.stat().st_size > 0
+    except OSError as exc:
+        raise UsageError(f"`out={path}` cannot be read: {exc.strerror}; choose another file") from exc
+    if has_content and not is_own(path):
+        raise UsageError(f"`out={path}` is a file of something else, and is not overwritten; choose another file")
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -96,6 +96,16 @@ def check_exit_layer(number: int, config: ModelConfig) -> None:
         )
 
 
+def is_exit_file(path: Path) -> bool:
+    """Whether `save` wrote the file, for any target."""
+    try:
+        read_header(path)
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("format") == FORMAT
+    except (OSError, SafetensorError, CheckpointError):
+        return False
+
+
 @dataclass(frozen=True)
 class ExitFile:
     """An exit layer's file, whose header fits the target.

@@ -23,12 +23,14 @@ from torch import Tensor
 
 from offspec.loaders.checkpoint import show
 from offspec.loaders.safetensors_folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, SafetensorsFolder, read_header
-from offspec.loaders.small_files import parse_json, read_small_file
+from offspec.loaders.small_files import open_regular, parse_json, read_small_file
 
 from ..errors import CheckpointError, MissingWeightsError, StorageError, UnsupportedModelError, UsageError
 from ..model.config import ModelConfig
 from ..model.config_values import Json
-from ..model.heads.eagle import eagle_name, eagle_spec
+from ..model.heads.clover2 import clover2_name, clover2_spec
+from ..model.heads.eagle import TO_TARGET, eagle_name, eagle_spec
+from ..model.heads.fspad import fspad_name, fspad_spec
 from ..model.heads.head import HeadSpec
 from ..model.heads.hydra import hydra_name, hydra_spec
 from ..model.heads.medusa import medusa_name, medusa_spec
@@ -39,6 +41,7 @@ from .opening import ModelFiles
 
 SAFETENSORS = (SINGLE_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+TABLES = (TO_TARGET,)  # tensors of integers, by a `Head`'s names
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -85,8 +88,13 @@ class HeadFiles:
             read = _read_pickle(file, "cpu") if file.name in PICKLES else _read_safetensors(file, list(wanted.values()))
             for own, name in wanted.items():
                 tensor = read[name]
-                kind = dtype if tensor.is_floating_point() else tensor.dtype
-                found[own] = tensor.to(device, kind, copy=True)
+                is_plain = tensor.layout == torch.strided and not tensor.is_complex()
+                if not is_plain or tensor.is_floating_point() == (own in TABLES):
+                    raise CheckpointError(
+                        f"{file}: tensor {show(name)} has numbers of a wrong type ({tensor.dtype}); use a head that is "
+                        "not quantised, or download it again"
+                    )
+                found[own] = tensor.to(device, tensor.dtype if own in TABLES else dtype, copy=True)
         return found
 
 
@@ -119,9 +127,12 @@ LAYOUTS = {
     "mlp_speculator": Layout(mlp_name, mlp_spec),
     "recurrent": Layout(lambda name: name, recurrent_spec),
     "clover": Layout(lambda name: name, clover_spec),
+    "clover2": Layout(clover2_name, clover2_spec),
+    "fspad": Layout(fspad_name, fspad_spec),
     "amphista": Layout(lambda name: name, amphista_spec),
 }
 MARKS = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # a key of config.json → the kind
+MARKING_TENSORS = {"clover_head_mlp_rnn.q.weight": "clover2", "fc.fc.weight": "fspad"}
 TARGET_KEY = "offspec_target"  # the key of the target's fingerprint, in heads that offspec trained
 OWN_KIND = "offspec_head"  # the key of kinds that nobody else publishes
 NAMED = ("medusa", "mlp_speculator", "recurrent", "clover", "amphista")  # by that key, or by model_type
@@ -134,16 +145,18 @@ def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
 
 
 def head_kind(config: Json, names: Iterable[str]) -> str | None:
-    """The kind of head by its config.json; EAGLE-1's says nothing, but has a tensor `fc`. None: it is no head."""
+    """The kind of head by its config.json, or by its tensors where it says nothing. None: it is no head."""
     if (kind := next((kind for key, kind in MARKS.items() if key in config), None)) is not None:
         return HYDRA_PREFIX if config.get("hydra_head_arch") == "prefix-mlp" else kind
     named = config.get(OWN_KIND, config.get("model_type"))
     if named in NAMED:
         return str(named)
+    plain = {name.removeprefix("model.") for name in names}
+    if (kind := next((kind for name, kind in MARKING_TENSORS.items() if name in plain), None)) is not None:
+        return kind
     stated = config.get("architectures")
     classes = [str(name).lower() for name in stated] if isinstance(stated, list) else []
     method = config.get("speculators_model_type")
-    plain = {name.removeprefix("model.") for name in names}
     if method == "eagle3" or any("eagle3" in name for name in classes) or any(n.startswith("midlayer.") for n in plain):
         return "eagle3"
     if any("eagle" in name for name in classes) or "fc.weight" in plain:
@@ -167,15 +180,17 @@ def head_folder(target: ModelFiles, kind: str) -> Path:
     return data_file(target, f"head-{kind}")
 
 
-def find_head(target: ModelFiles) -> Path:
-    """The newest head in that place for this target. Raises UsageError if there is none."""
+def find_head(target: ModelFiles, kind: str = "") -> Path:
+    """The newest head in that place for this target, or that of this kind. Raises UsageError if there is none."""
     pattern = head_folder(target, "*")
-    heads = [path for path in pattern.parent.glob(pattern.name) if (path / CONFIG_FILE).is_file()]
+    places = [head_folder(target, kind)] if kind else pattern.parent.glob(pattern.name)
+    heads = [path for path in places if (path / CONFIG_FILE).is_file()]
     found = max(heads, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
     if found is None:
+        named, wanted = (f"head:{kind}", kind) if kind else ("head", "eagle3")
         raise UsageError(
-            f"`draft=head` needs a head, and there is none for {target.checkpoint.path}; run offspec distill MODEL "
-            "--head eagle3 first, or give a head's folder (`draft=PATH`)"
+            f"`draft={named}` needs a head, and there is none for {target.checkpoint.path}; run offspec distill MODEL "
+            f"--head {wanted} first, or give a head's folder (`draft=PATH`)"
         )
     return found
 
@@ -214,7 +229,8 @@ def _tensors(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Path]]:
 def _read_pickle(file: Path, device: str) -> dict[str, Tensor]:
     """All tensors of a pickle. Each is at most as large as the file, so that a damaged one cannot fill the memory."""
     try:
-        size = file.stat().st_size
+        with open_regular(file):  # torch.load would block on a pipe
+            size = file.stat().st_size
         read = torch.load(file, map_location=device, weights_only=True, mmap=device == "cpu")
     except Exception as exc:  # zipfile, pickle and torch raise many kinds of exceptions for damaged files
         lines = str(exc).strip().splitlines() or [type(exc).__name__]

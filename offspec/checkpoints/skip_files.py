@@ -52,6 +52,15 @@ class SkipFile:
         return cls(path, tuple(order), tuple(map(float, agreement)), num_tokens)
 
     @classmethod
+    def is_in(cls, path: Path) -> bool:
+        """Whether `save` wrote the file, for any target."""
+        try:
+            said = parse_json(read_small_file(path))
+        except (OSError, ValueError):
+            return False
+        return isinstance(said, dict) and said.get("format") == FORMAT
+
+    @classmethod
     def find(cls, target: ModelFiles) -> SkipFile | None:
         """The file in the user's data folder; None if there is none, or the weights are not here to identify it."""
         if not has_weights(target) or not (path := default_skip_file(target)).is_file():

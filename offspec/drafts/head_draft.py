@@ -19,7 +19,7 @@ from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.verify import TargetPass
 
 from ..checkpoints.exit_layers import fingerprint, has_weights, refuse_foreign
-from ..checkpoints.head_files import PICKLES, SAFETENSORS, HeadFiles, find_head, head_folder
+from ..checkpoints.head_files import PICKLES, SAFETENSORS, HeadFiles, find_head
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import CheckpointError, UsageError
 from ..model.block import kv_cache_bytes
@@ -29,6 +29,7 @@ from ..model.heads.text import HeadText
 from ..model.text_caches import TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
+from ..training.distill_params import HEADS as KINDS
 from ..training.head_learning import learning_bytes, open_head_aligner
 from ..training.online import check_learning
 from .acceptance import HEADS
@@ -129,6 +130,9 @@ class OpenedHead:
                 "offspec distill"
             )
         request.notes.append(Note(f"draft: {files.path.name}, a head ({files.spec.kind})"))
+        if options.window is not None:
+            text = f"`draft_window={options.window}` does nothing: a head keeps what it reads of all of the text"
+            request.notes.append(Note(text, advice=True))
         return cls(options.draft, files, target, options)
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
@@ -177,4 +181,6 @@ def _folder(request: OpenRequest) -> Path:
         raise UsageError(
             f"`draft={NAME}` needs the weights of {request.target.checkpoint.path}, to which the head belongs"
         )
-    return head_folder(request.target, said) if said else find_head(request.target)
+    if said and said not in KINDS:
+        raise UsageError(f"`draft={request.options.draft}`: there is no such kind of head, only {', '.join(KINDS)}")
+    return find_head(request.target, said)

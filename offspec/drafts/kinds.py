@@ -59,7 +59,7 @@ def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
 def _open_one(model: str, request: OpenRequest) -> OpenedDraft:
     options = replace(request.options, draft=_resolve(model, request))
     kind, _, _ = options.draft.partition(":")  # shadow:3
-    if options.window is not None and kind in KINDS:
+    if options.window is not None and kind in KINDS and kind != HEAD:
         text = f"`draft_window={options.window}` does nothing: `draft={kind}` has no KV cache of its own"
         request.notes.append(Note(text, advice=True))
     return KINDS.get(kind, _open_files)(replace(request, options=options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,9 +18,13 @@ HEADS = (
     "recurrent",
     "mlp",
     "clover",
+    "clover2",
     "koala",
     "amphista",
+    "fspad",
 )  # the structures of `head_structures`
+LEAST_TEMPERATURE = 1e-3  # a smaller one could overflow
+LEAST_TEXT = 3  # tokens: a place whose state a head reads, the token after it, and one to predict
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,10 @@ class DistillParams:
         if not 0 <= self.prompt_tokens < self.text_tokens:
             raise UsageError(f"prompt_tokens must be less than text_tokens, not {self.prompt_tokens}")
         for name in ("temperature", "learning_rate"):
-            if not (value := getattr(self, name)) > 0:
-                raise UsageError(f"{name} must be above 0, not {value}")
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise UsageError(f"{name} must be above 0 and finite, not {value}")
+        if self.temperature < LEAST_TEMPERATURE:
+            raise UsageError(f"temperature must be at least {LEAST_TEMPERATURE}, not {self.temperature}")
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,10 @@ class HeadParams(DistillParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.text_tokens < LEAST_TEXT:
+            raise UsageError(
+                f"a head learns from texts of at least {LEAST_TEXT} tokens, not `text_tokens={self.text_tokens}`"
+            )
         if self.head_tokens < 0:
             raise UsageError(f"head_tokens must be at least 0, not {self.head_tokens}")
 

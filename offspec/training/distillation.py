@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from offspec.loaders.formats import dense
 
-from ..checkpoints.exit_layers import check_exit_layer, data_file, default_file, save
+from ..checkpoints.atomic_files import refuse_replacing
+from ..checkpoints.exit_layers import check_exit_layer, data_file, default_file, is_exit_file, save
 from ..checkpoints.opening import ModelFiles
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit
@@ -89,6 +90,8 @@ def distill_exits(
     params, progress = params or DistillParams(), progress or (lambda what, done, total: None)
     for number in exit_layers:
         check_exit_layer(number, target.config)
+    if out is not None:
+        refuse_replacing(out, is_exit_file)
     name = "-".join(map(str, exit_layers))
     place = out or data_file(files, f"{name}.safetensors")
     folder, is_one = work_folder(place), len(exit_layers) == 1

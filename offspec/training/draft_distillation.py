@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from offspec.loaders.formats import dense
 from offspec.loaders.weights import RamWeights
 
+from ..checkpoints.atomic_files import refuse_replacing
 from ..checkpoints.exit_layers import refuse_foreign
 from ..checkpoints.load import LoadSettings, load_decoder
 from ..checkpoints.opening import ModelFiles
@@ -32,7 +33,7 @@ from ..text.tokenizer import Tokenizer, check_vocabularies
 from .distill_params import DraftParams
 from .distillation import Teacher, run_settings
 from .draft_losses import LOSSES, forward_kl, outcomes
-from .lora import Adapter, CausalTexts, hidden_states, weights_of
+from .lora import Adapter, CausalTexts, SavedAdapter, hidden_states, weights_of
 from .run_folder import run_folder, work_folder
 from .target_texts import Progress, Shard, Shards
 from .trainer import CHECKPOINT_EVERY_S, Student, Trainer, steps_per_shard
@@ -143,8 +144,14 @@ def _check_out(out: Path, draft: Untrained, params: DraftParams) -> None:
         )
     if params.lora_rank and draft.decoder is None:
         raise UsageError("a new draft has no weights to add to; train all of it (omit `lora_rank`)")
+    if params.lora_rank > (hidden := draft.config.hidden_size):
+        raise UsageError(
+            f"`lora_rank={params.lora_rank}` exceeds the draft's hidden size of {hidden}; choose a smaller one"
+        )
     if params.lora_rank and out.is_dir():
         raise UsageError(f"{out} is a folder, and low-rank additions are one file; choose another name (`out`)")
+    if params.lora_rank:
+        refuse_replacing(out, SavedAdapter.is_in)
     if not params.lora_rank and out.exists():
         raise UsageError(f"{out} exists; choose a new folder (`out`), or delete it")
 

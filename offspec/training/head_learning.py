@@ -47,7 +47,8 @@ class HeadAdapter(Adapter):
 
     def trainee(self, share: float = 1.0) -> Head:
         """The head with `share` times the additions, in fp32. Keeps gradients."""
-        tensors = {**self._tables, **self._others}
+        vectors = {name: tensor.float() for name, tensor in self._others.items() if tensor.dim() == 1}  # of norms
+        tensors = {**self._tables, **self._others, **vectors}
         for name, (a, b) in self.pairs.items():
             tensors[name] = torch.addmm(self.originals[name].float(), b, a, alpha=share)
         return self._spec.make(tensors, self._head.target, torch.float32)
@@ -186,15 +187,16 @@ class HeadAligner(Aligner):
 
     def _window_loss(self, head: Head, window: HeadWindow, said_alone: bool) -> Tensor:
         count, device = window.num_tokens, head.device
-        tokens = torch.from_numpy(window.tokens[None, :count]).to(device, torch.long)
+        known = head.vocabulary.inputs(window.tokens[None, :count].astype(np.int64))
+        tokens = torch.from_numpy(known).to(device)
         features = head.fused(window.states[:count].to(device))[None]
         losses = list[Tensor]()
-        for step, states in enumerate(unroll(head, features, tokens, 1 if said_alone else self._steps)):
+        for step, made in enumerate(unroll(head, features, tokens, 1 if said_alone else self._steps)):
             first = max(1 + step, window.said_from) if said_alone else 1 + step
             logs = torch.from_numpy(window.logs[first:count]).to(device, torch.float32)
             said = {"labels": torch.from_numpy(window.choices[first:count]).to(device), "log_probabilities": logs}
             entropy = -(logs.exp() * logs).sum(-1).mean()
-            losses.append(cross_entropy(head, states[first - 1 - step :], said) - entropy)
+            losses.append(cross_entropy(head, made.states[first - 1 - step :], said) - entropy)
         return weighted(losses)
 
 

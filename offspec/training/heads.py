@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offspec.loaders.kernels.compiler import instructions
@@ -21,7 +22,7 @@ from ..checkpoints.head_files import TARGET_KEY, head_folder, layout_of, write_h
 from ..errors import UsageError
 from ..model.decoder import Decoder
 from ..model.heads.eagle import TO_TARGET
-from ..model.heads.head import Head
+from ..model.heads.head import Advanced, Head
 from .distill_params import HeadParams
 from .distillation import Teacher, run_settings
 from .head_structures import STRUCTURES, Beginning
@@ -31,6 +32,7 @@ from .trainer import CHECKPOINT_EVERY_S, Student, Trainer
 from .unrolling import cross_entropy, unroll, weighted
 
 HELD_OUT_TEXTS = 4
+ALIGNMENT = 10.0  # weight of the distance from the target's states, beside the cross entropy (Clover-2's and FSPAD's)
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,14 @@ class HeadStudent(Student):
             return self._loss(batch)
 
     def _loss(self, batch: Shard) -> Tensor:
-        losses = [cross_entropy(self.head, states, said) for states, said in self.unrolled(batch)]
-        return weighted(losses)
+        return weighted([self._step_loss(made, said) for made, said in self.unrolled(batch)])
+
+    def _step_loss(self, made: Advanced, said: Shard) -> Tensor:
+        loss = cross_entropy(self.head, made.states, said)
+        if (aligned := self._beginning.aligned) is None:
+            return loss
+        found = made.states if aligned == "states" else made.features
+        return loss + ALIGNMENT * F.smooth_l1_loss(found.float(), said["states"].float())
 
     @torch.no_grad()
     def agreements(self, shard: Shard) -> list[float]:
@@ -159,19 +167,23 @@ class HeadStudent(Student):
     def _hits(self, batch: Shard) -> Iterator[Tensor]:
         """[B, n] for each step: 1 where the likeliest token is the target's."""
         head, size = self.head, self._target.config.vocab_size
-        for states, said in self.unrolled(batch):
-            found = head.vocabulary.over_target(head.head(states), size).argmax(-1)
+        for made, said in self.unrolled(batch):
+            found = head.vocabulary.over_target(head.head(made.states), size).argmax(-1)
             yield (found == said["labels"][:, 0]).float().view(len(batch["tokens"]), -1)
 
-    def unrolled(self, batch: Shard) -> Iterator[tuple[Tensor, Shard]]:
-        """For each step: the head's states [B * n, hidden], and what the target says there [B * n, K]."""
+    def unrolled(self, batch: Shard) -> Iterator[tuple[Advanced, Shard]]:
+        """For each step: the head's rows [B * n, ...], and what the target says there [B * n, K].
+
+        Among it are the target's `states`: the final ones, or those of the layers that the head reads.
+        """
         states = batch["hidden"]
         if not self._beginning.layers:
             states = self._target.normed(states)
         tokens, head = batch["tokens"].long(), self.head
         features = head.fused(states.flatten(0, 1)).view(*tokens.shape, -1)
+        said = {"states": states, **{name: batch[name] for name in ("labels", "log_probabilities")}}
         for step, found in enumerate(unroll(head, features, tokens, self._beginning.steps)):
-            yield found, {name: batch[name][:, 1 + step :].flatten(0, 1) for name in ("labels", "log_probabilities")}
+            yield found, {name: tensor[:, 1 + step :].flatten(0, 1) for name, tensor in said.items()}
 
 
 def multiplies_bf16(device: torch.device) -> bool:

@@ -170,6 +170,15 @@ class SavedAdapter:
     tensors: Mapping[str, Tensor]
 
     @classmethod
+    def is_in(cls, path: Path) -> bool:
+        """Whether `Adapter.save` wrote the file."""
+        try:
+            cls.read(path)
+        except UsageError:
+            return False
+        return True
+
+    @classmethod
     def read(cls, path: Path) -> SavedAdapter:
         """Raises UsageError for a file that cannot be read or that `Adapter.save` did not write."""
         try:

@@ -7,15 +7,19 @@ are alike from the first step on.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offspec.loaders.hardware import read_gpu, read_memory
+from offspec.loaders.units import format_size
+
 from ..checkpoints.opening import ModelFiles
 from ..checkpoints.saving import NewCheckpoint
-from ..errors import UsageError
-from ..model.config import read_config
+from ..errors import MemoryLimitError, UsageError
+from ..model.config import ModelConfig, read_config
 from ..model.decoder import Decoder, wanted_shapes
 from ..model.names import EMBEDDING
 from .distill_params import Embedding
@@ -23,6 +27,7 @@ from .draft_distillation import Untrained
 
 HEAD_DIMS = (64, 32, 16, 8)  # the first that gives two heads or more
 DEVIATION = 0.02  # of random weights, and of the embedding
+TRAINED_BYTES = 16  # of a weight in training: the weight, its gradient, and Adam's two numbers
 TABLE_ROWS = 4096  # rows of the target's embedding read at once
 
 
@@ -59,9 +64,13 @@ def new_config(target: ModelFiles, hidden: int, layers: int) -> dict[str, Any]:
 def new_draft(
     files: ModelFiles, target: Decoder, hidden: int, layers: int, *, embedding: Embedding = "components", seed: int = 0
 ) -> Untrained:
-    """An untrained draft on the target's device. Raises UsageError for shapes that are none."""
+    """An untrained draft on the target's device.
+
+    Raises UsageError for shapes that are none, MemoryLimitError for a draft that is too large to be trained here.
+    """
     said = new_config(files, hidden, layers)
     config = read_config(said)
+    _check_memory(config, target.device)
     generator = torch.Generator().manual_seed(seed)
     tensors = dict[str, Tensor]()
     for name, shape in wanted_shapes(config).items():
@@ -77,6 +86,17 @@ def new_draft(
     placed = {name: tensor.to(target.device) for name, tensor in tensors.items()}
     name = f"new {hidden},{layers} {embedding} {seed}"
     return Untrained(name, config, placed, NewCheckpoint(said, files.checkpoint, torch.bfloat16))
+
+
+def _check_memory(config: ModelConfig, device: torch.device) -> None:
+    """Raises MemoryLimitError."""
+    needed = TRAINED_BYTES * sum(math.prod(shape) for shape in wanted_shapes(config).values())
+    free = read_gpu(device).free_bytes if device.type == "cuda" else read_memory().available_bytes
+    if needed > free:
+        raise MemoryLimitError(
+            f"training a draft of hidden size {config.hidden_size} and {config.num_layers} layers needs "
+            f"{format_size(needed)}, and {format_size(free)} are free; choose a smaller one (`new_draft`)"
+        )
 
 
 @torch.inference_mode()

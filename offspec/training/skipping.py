@@ -21,7 +21,7 @@ from torch import Tensor
 
 from offspec.loaders.small_files import parse_json, read_small_file
 
-from ..checkpoints.atomic_files import locked_name, write_atomically
+from ..checkpoints.atomic_files import locked_name, refuse_replacing, write_atomically
 from ..checkpoints.exit_layers import fingerprint, refuse_foreign
 from ..checkpoints.skip_files import SkipFile, default_skip_file
 from ..errors import CheckpointError, StorageError, UsageError
@@ -70,6 +70,7 @@ def search_skips(
     if teacher.target.config.num_layers < 2:
         raise UsageError("the model has one layer, and none of it can be skipped")
     out = out or default_skip_file(teacher.files)
+    refuse_replacing(out, SkipFile.is_in)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as exc:

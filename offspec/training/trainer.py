@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, StorageError
+from ..errors import CheckpointError, NumericalError, StorageError
 from ..model.decoder import IntArray
 from ..planning.out_of_memory import first_line
 from .distill_params import DistillParams
@@ -69,7 +69,10 @@ class Trainer:
         checkpoint_every_s: float,
         until: int | None = None,
     ) -> None:
-        """Run the steps from `step` to `until`, or all remaining ones, on the shards with these numbers."""
+        """Run the steps from `step` to `until`, or all remaining ones, on the shards with these numbers.
+
+        Raises NumericalError if weights are not finite then.
+        """
         first, last = self.step, self._params.steps if until is None else until
         saved_at, params = time.monotonic(), self._params
         for batch in self._batches(shards, pool, first, last):
@@ -85,6 +88,11 @@ class Trainer:
             self._optimizer.zero_grad()
             self.step += 1
         progress("training steps", self.step, params.steps)
+        if not all(bool(weights.isfinite().all()) for weights in self._module.parameters()):
+            raise NumericalError(
+                f"the training diverged: weights are not finite (NaN or infinity); delete {self._folder}, and choose a "
+                "smaller `learning_rate`"
+            )
 
     @torch.no_grad()
     def mean(self, shard: Shard, measure: Callable[[Shard], Tensor]) -> float:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..model.block import Block, Projected
-from ..model.heads.head import Head, Inputs
+from ..model.heads.head import Advanced, Head, Inputs
 from ..model.rope import Rotations
 from .target_texts import Shard
 
@@ -25,8 +25,8 @@ def weighted(losses: Sequence[Tensor]) -> Tensor:
     return torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
 
 
-def unroll(head: Head, features: Tensor, tokens: Tensor, steps: int) -> Iterator[Tensor]:
-    """The head's states [B * n, hidden] for each step, as it drafts: over the text, then over its own features.
+def unroll(head: Head, features: Tensor, tokens: Tensor, steps: int) -> Iterator[Advanced]:
+    """The head's states and features [B * n, ...] for each step, as it drafts: over the text, then its own features.
 
     features [B, T, F]: of the places of B texts. tokens [B, T]. Row i of a step s has token i + 1 + s; n = T - 1 - s.
     """
@@ -38,7 +38,7 @@ def unroll(head: Head, features: Tensor, tokens: Tensor, steps: int) -> Iterator
         some = tokens[:, 1 + step :].cpu().numpy().reshape(-1)
         found = head.advance(Inputs(features[:, :count].flatten(0, 1), some, np.full(len(some), step)), rows)
         features = found.features.view(num_texts, count, -1)
-        yield found.states
+        yield found
 
 
 def cross_entropy(head: Head, states: Tensor, said: Shard) -> Tensor:

@@ -177,7 +177,7 @@ def test_a_prompt_that_leaves_room_for_one_token(run_args: Sequence[object], off
         ("--temperature", "0.5", "--accept", "joint"),
         ("--draft", "none", "--accept", "joint"),
         ("--draft", "lookup", "--accept", "bild"),
-        ("--strength", "1", "--accept", "mix"),
+        ("--strength", "1.1", "--accept", "mix"),
         ("--draft", "lookup", "--accept", "joint"),
         ("--tree", "sequoia", "--accept", "joint"),
         ("--budget", "0", "--accept", "joint"),

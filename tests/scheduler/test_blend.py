@@ -166,7 +166,7 @@ def test_proxy_tuning_adds_what_training_changed(temperature: float, size: int) 
 
 
 def test_settings_are_checked() -> None:
-    for strength in (0.0, 1.0, -1.0, math.nan):
+    for strength in (0.0, 1.01, -1.0, math.nan):
         with refused(UsageError, "strength", "0", "1"):
             SpeculationParams(accept="mix", strength=strength)
     with refused(UsageError, "budget", "bild"):

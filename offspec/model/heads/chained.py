@@ -36,7 +36,10 @@ class ChainedHead(Head, ABC):
 
     So logits are linear in the states, although each step may have a head of its own: W_d times part d, the others
     being zero. A head with tensors `text.N.*` has layers over the text, which renew the states of its rows.
+    room: numbers that a path's features have behind those of the text.
     """
+
+    room = 0
 
     def __init__(
         self,
@@ -60,8 +63,9 @@ class ChainedHead(Head, ABC):
         """States [R, width] and features [R, F] of rows of one depth."""
 
     def advance(self, inputs: Inputs, rows: PassRows) -> Advanced:
-        if self.blocks and not inputs.depths.any():
-            inputs = inputs._replace(features=self.of_text(inputs, rows))
+        if not inputs.depths.any():
+            known = self.of_text(inputs, rows) if self.blocks else inputs.features
+            inputs = inputs._replace(features=F.pad(known, (0, self.room)))
         states, features = list[Tensor](), list[Tensor]()
         order = list[Tensor]()
         for depth, chosen in _by_depth(inputs.depths):
@@ -73,17 +77,19 @@ class ChainedHead(Head, ABC):
         back = torch.cat(order).argsort()
         return Advanced(torch.cat(states)[back], torch.cat(features)[back])
 
+    def read(self, inputs: Inputs, rows: PassRows) -> None:
+        self.of_text(inputs, rows)
+
     def of_text(self, inputs: Inputs, rows: PassRows) -> Tensor:
-        """Features [R, F] of rows of the text, whose first `hidden` numbers went through the layers over the text."""
-        hidden = self.target.config.hidden_size
-        x, rest = inputs.features[:, :hidden], inputs.features[:, hidden:]
+        """The target's states [R, hidden] at rows of the text, behind the layers over the text."""
+        x = inputs.features
         for block in self.blocks:
             with self.weights.layer(block.index) as tensors:
                 weights = self.layer_weights(tensors)
                 x = torch.cat([block.forward(x[i:j], weights, rows, i, j) for i, j in rows.chunks])
         if TEXT_NORM in self._tensors:
-            x = F.rms_norm(x, (hidden,), self._tensors[TEXT_NORM].to(x.dtype), self.config.rms_norm_eps)
-        return torch.cat((x, rest), dim=-1)
+            x = F.rms_norm(x, x.shape[-1:], self._tensors[TEXT_NORM].to(x.dtype), self.config.rms_norm_eps)
+        return x
 
     def _placed(self, depth: int, states: Tensor) -> Tensor:
         """The states [R, width] as the part of their step's head: [R, parts * width]."""
@@ -179,3 +185,11 @@ def num_steps(config: Json, *keys: str) -> int:
     if steps > MOST_STEPS:
         raise CheckpointError(f"config.json: a head of {steps} steps, and at most {MOST_STEPS} are supported")
     return steps
+
+
+def attention_heads(config: Json, hidden: int) -> int:
+    """The number of heads of a head's own attention. Raises CheckpointError."""
+    heads = positive(config, "num_attention_heads")
+    if hidden % heads:
+        raise CheckpointError(f"config.json: num_attention_heads {heads} does not divide the hidden size {hidden}")
+    return heads

@@ -23,7 +23,7 @@ from offspec.scheduler.vocabulary import Vocabulary
 from ...errors import CheckpointError, UnsupportedModelError
 from ..block import Block, LayerWeights, PassRows, layer_shapes
 from ..config import ModelConfig, read_config
-from ..config_values import Json
+from ..config_values import Json, number_in
 from ..decoder import Decoder
 from ..families import NormPlaces
 from ..names import EMBEDDING, FINAL_NORM, HEAD
@@ -143,13 +143,19 @@ def _layer(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
 
 def _vocabulary(tensors: Mapping[str, Tensor], target: Decoder) -> Vocabulary:
     """The tokens of the head's logits. Raises CheckpointError for a table d2t that is no selection of tokens."""
-    size = len(tensors[OWN_EMBEDDING]) if OWN_EMBEDDING in tensors else target.config.vocab_size
-    if TO_TARGET not in tensors:
-        return Vocabulary(size)
+    vocab_size = target.config.vocab_size
+    size = len(tensors[OWN_EMBEDDING]) if OWN_EMBEDDING in tensors else vocab_size
+    if TO_TARGET not in tensors:  # columns are the first tokens
+        return Vocabulary(min(size, len(tensors[OWN_HEAD])) if OWN_HEAD in tensors else size)
     try:
-        return Vocabulary.from_offsets(tensors[TO_TARGET].cpu().numpy(), size)
+        found = Vocabulary.from_offsets(tensors[TO_TARGET].cpu().numpy(), size)
     except ValueError as exc:
         raise CheckpointError(f"the head's table {TO_TARGET} is damaged ({exc}); download it again") from exc
+    if not found.num_known(vocab_size):
+        raise CheckpointError(
+            f"the head's table {TO_TARGET} has no token of this target, which has {vocab_size}; choose another head"
+        )
+    return found
 
 
 def fc_norm(index: int) -> str:
@@ -165,6 +171,14 @@ def eagle_spec(version: int, config: Json, present: Mapping[str, tuple[int, ...]
 
     Raises UnsupportedModelError, CheckpointError.
     """
+    shape = eagle_shape(version, config, present, target)
+    make = partial(EagleHead, shape)
+    shapes = eagle_shapes(shape, present, target)
+    return HeadSpec(f"EAGLE-{version}", shape.config, shapes, shape.target_layers, shape.config.vocab_size, make)
+
+
+def eagle_shape(version: int, config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> EagleShape:
+    """See `eagle_spec`."""
     inner = config.get("transformer_layer_config", config)
     if not isinstance(inner, Mapping):
         raise CheckpointError("config.json: transformer_layer_config is not an object")
@@ -180,24 +194,17 @@ def eagle_spec(version: int, config: Json, present: Mapping[str, tuple[int, ...]
         raise UnsupportedModelError(f"an EAGLE head of {own.num_layers} layers is not supported")
     columns = _num_rows(present, OWN_HEAD, target.vocab_size)
     biases: dict[str, Any] = {f"{part}_bias": f"{LAYERS}0.{name}.bias" in present for part, name in BIASES.items()}
-    own = replace(own, vocab_size=columns, tied_head=False, logit_scale=_scale(config), **biases)
+    own = replace(own, vocab_size=columns, tied_head=False, logit_scale=number_in(config, "logit_scale", 1.0), **biases)
     if own.hidden_size != target.hidden_size and (version == 1 or OWN_EMBEDDING not in present):
         raise CheckpointError(f"the head has hidden size {own.hidden_size}, the target {target.hidden_size}")
     tapped = tapped_layers(config, target.num_layers) if version == 3 else ()
     flags = {name: config.get(name) is True for name in ("norm_before_residual", "norm_output")}
-    shape = EagleShape(own, version, tapped, **flags)
-    shapes = eagle_shapes(shape, present, target)
-    return HeadSpec(f"EAGLE-{version}", own, shapes, tapped, columns, partial(EagleHead, shape))
+    return EagleShape(own, version, tapped, **flags)
 
 
 def _num_rows(present: Mapping[str, tuple[int, ...]], name: str, default: int) -> int:
-    """Rows of a tensor; the default if it is not there."""
-    return present[name][0] if present.get(name) else default
-
-
-def _scale(config: Json) -> float:
-    scale = config.get("logit_scale", 1.0)
-    return float(scale) if isinstance(scale, int | float) else 1.0
+    """Rows of a tensor, at least 1; the default if it is not there."""
+    return max(1, present[name][0]) if present.get(name) else default
 
 
 def tapped_layers(config: Json, num_layers: int) -> tuple[int, ...]:

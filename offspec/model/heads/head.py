@@ -77,6 +77,10 @@ class Head(Decoder, ABC):
     def advance(self, inputs: Inputs, rows: PassRows) -> Advanced:
         """The head over R rows, whose KV entries are appended. Keeps gradients."""
 
+    def read(self, inputs: Inputs, rows: PassRows) -> None:
+        """`advance` over rows of the text whose states nobody needs, only their KV entries."""
+        self.advance(inputs, rows)
+
     @property
     def has_own_embedding(self) -> bool:
         return False

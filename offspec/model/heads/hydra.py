@@ -39,11 +39,7 @@ class HydraHead(ChainedHead):
     ) -> None:
         super().__init__(num_heads(tensors), tensors, target, dtype)
         self.num_steps, self._blocks = steps, blocks
-
-    def fused(self, states: Tensor) -> Tensor:
-        """The final states, with room for the embeddings of a path: [K, (1 + steps) * hidden]."""
-        assert self.num_steps is not None
-        return F.pad(states.to(self.dtype), (0, self.num_steps * states.shape[-1]))
+        self.room = steps * target.config.hidden_size  # for the embeddings of a path
 
     def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:
         hidden = self.target.config.hidden_size
@@ -64,13 +60,14 @@ def hydra_spec(has_prefix: bool, config: Json, present: Mapping[str, tuple[int, 
     steps, blocks = num_steps(config, "hydra_num_heads"), positive(config, "hydra_num_layers", 1)
     hidden, vocab = target.hidden_size, target.vocab_size
     shapes = text_shapes(target, 1) | {TEXT_NORM: (hidden,)} if has_prefix else {}
+    own = {"weight": (vocab, hidden), "bias": (vocab,)}  # of each step's head, if there are any
+    own = {part: shape for part, shape in own.items() if any(f"{head_name(i)}.{part}" in present for i in range(steps))}
     for step in range(steps):
         for name in (f"residual.{step}", f"blocks.{step}.0"):
             shapes |= {f"{name}.weight": (hidden, (2 + step) * hidden), f"{name}.bias": (hidden,)}
         for block in range(1, min(blocks, MOST_STEPS)):
             shapes |= {f"blocks.{step}.{block}.weight": (hidden, hidden), f"blocks.{step}.{block}.bias": (hidden,)}
-        for part, shape in (("weight", (vocab, hidden)), ("bias", (vocab,))):
-            shapes |= {f"{head_name(step)}.{part}": shape} if f"{head_name(step)}.{part}" in present else {}
+        shapes |= {f"{head_name(step)}.{part}": shape for part, shape in own.items()}
     make = partial(HydraHead, steps, blocks)
     return HeadSpec("Hydra", states_config(target, num_heads(shapes), None, int(has_prefix)), shapes, (), vocab, make)
 

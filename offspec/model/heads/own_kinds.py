@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import CheckpointError
 from ..block import PassRows
 from ..config import ModelConfig
 from ..config_values import Json, positive
 from ..decoder import Decoder, IntArray
-from .chained import ChainedHead, num_steps, states_config, text_shapes
+from .chained import ChainedHead, attention_heads, num_steps, states_config, text_shapes
 from .head import HeadSpec, Inputs
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -66,10 +65,11 @@ class CloverHead(AttendingHead):
     The paper's augmenting block is a layer over the text, which renews the state first.
     """
 
-    def fused(self, states: Tensor) -> Tensor:
-        """The final states, with room for the embeddings of a path: [K, (1 + steps) * hidden]."""
-        assert self.num_steps is not None
-        return F.pad(states.to(self.dtype), (0, self.num_steps * states.shape[-1]))
+    def __init__(
+        self, steps: int, heads: int, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(steps, heads, tensors, target, dtype)
+        self.room = steps * target.config.hidden_size  # for the embeddings of a path
 
     def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:
         hidden = self.target.config.hidden_size
@@ -88,7 +88,7 @@ def clover_spec(config: Json, present: Shapes, target: ModelConfig) -> HeadSpec:
     shapes: dict[str, tuple[int, ...]] = {"q.weight": (hidden, hidden), "kv.weight": (2 * hidden, hidden)}
     shapes |= {"o.weight": (hidden, hidden), "places": (steps, hidden)}
     shapes |= {f"blocks.{step}.weight": (hidden, hidden) for step in range(steps)} | text_shapes(target, 1)
-    make = partial(CloverHead, steps, _num_heads(config, hidden))
+    make = partial(CloverHead, steps, attention_heads(config, hidden))
     return HeadSpec("Clover", states_config(target, 1, None, 1), shapes, (), target.vocab_size, make)
 
 
@@ -98,16 +98,10 @@ class AmphistaHead(AttendingHead):
     The paper's adaptation layers are two layers over the text.
     """
 
-    def fused(self, states: Tensor) -> Tensor:
-        """The final states, with room for those of all steps: [K, steps * hidden]."""
-        assert self.num_steps is not None
-        return F.pad(states.to(self.dtype), (0, (self.num_steps - 1) * states.shape[-1]))
-
     def of_text(self, inputs: Inputs, rows: PassRows) -> Tensor:
-        hidden = self.target.config.hidden_size
-        x, rest = inputs.features[:, :hidden], inputs.features[:, hidden:]
+        x = inputs.features
         x = x + self._linear("token", torch.cat((_normed(x), _normed(self.embedded(inputs.tokens))), dim=-1))
-        return super().of_text(inputs._replace(features=torch.cat((x, rest), dim=-1)), rows)
+        return super().of_text(inputs._replace(features=x), rows)
 
     def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:
         hidden = self.target.config.hidden_size
@@ -135,16 +129,8 @@ def amphista_spec(config: Json, present: Shapes, target: ModelConfig) -> HeadSpe
     shapes |= {"up.weight": (inner, hidden), "down.weight": (hidden, inner), "places": (steps, hidden)}
     shapes |= {f"blocks.{step}.weight": (hidden, hidden) for step in range(steps)}
     shapes |= {"token.weight": (hidden, 2 * hidden)} | text_shapes(target, STAGES)
-    make = partial(AmphistaHead, steps, _num_heads(config, hidden))
+    make = partial(AmphistaHead, steps, attention_heads(config, hidden))
     return HeadSpec("Amphista", states_config(target, 1, None, STAGES), shapes, (), target.vocab_size, make)
-
-
-def _num_heads(config: Json, hidden: int) -> int:
-    """The number of attention heads. Raises CheckpointError."""
-    heads = positive(config, "num_attention_heads")
-    if hidden % heads:
-        raise CheckpointError(f"config.json: num_attention_heads {heads} does not divide the hidden size {hidden}")
-    return heads
 
 
 def _attended(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:

@@ -8,8 +8,9 @@ guesses, which are less exact, are dropped after each verdict.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,9 +20,12 @@ from offspec.loaders.small_transfers import to_device
 from offspec.scheduler.verify import TargetPass, TargetStates
 from offspec.scheduler.vocabulary import Vocabulary
 
-from ..decoder import BoolArray, IntArray, placed
+from ..block import PassRows
+from ..decoder import CHUNK_ROWS, BoolArray, IntArray, placed
 from ..early_exit import parents_of
 from .head import Head, Inputs
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,20 +77,21 @@ class HeadText:
         """Take over the target's states at the places of a pass that the verdict kept."""
         rows = [0, *(node + 1 for node in done.verdict.path)]
         num_before = done.states.num_before
-        text = [*done.text, *done.verdict.tokens]
         if not self.decoder.reads_text:
             rows, num_before = rows[-1:], 0
         states = self.decoder.fused(target_states(done.states, self.decoder.target_layers, num_before, rows))
-        self._feed(states, text)
+        length = len(done.text) + len(done.verdict.tokens)
+        text = [*done.text, *done.verdict.tokens][length - 1 - len(states) : -1]
+        self._feed(states, self.vocabulary.text(text), length - 1)
 
-    def _feed(self, features: Tensor, text: Sequence[int]) -> None:
-        """features [K, F]: of the last K places before the last token of `text`."""
-        first = len(text) - 1 - len(features)
-        if self._last is not None and first == self.length and self._root != text[first]:
+    def _feed(self, features: Tensor, tokens: Sequence[int], end: int) -> None:
+        """features [K, F]: of the last K places before position `end` of the text. tokens: at these places."""
+        first = end - len(features)
+        if self._last is not None and first == self.length and self._root != tokens[0]:
             self._drop_root()
-            self._wait(self._last, [text[first]], first)
-        self._wait(features[:-1], text[first + 1 : -1], first + 1)
-        self._last, self.length, self._root = features[-1:], len(text) - 1, None
+            self._wait(self._last, tokens[:1], first)
+        self._wait(features[:-1], tokens[1:], first + 1)
+        self._last, self.length, self._root = features[-1:], end, None
 
     def _wait(self, features: Tensor, tokens: Sequence[int], first: int) -> None:
         """Add rows of the text from position `first` on, without those that are known."""
@@ -131,16 +136,24 @@ class HeadText:
         assert self._last is not None
         self._cut(self.length)
         rows = [*self._waiting, _Row(self._last, token, self.length)]
-        self._waiting, self._root = [], token
+        self._waiting = []
+        num_read = (len(rows) - 1) // CHUNK_ROWS * CHUNK_ROWS  # in parts, so that a long prompt takes no more memory
+        for first in range(0, num_read, CHUNK_ROWS):
+            self._append(rows[first : first + CHUNK_ROWS], self.decoder.read)
+        states, features = self._append(rows[num_read:], self.decoder.advance)
+        self._root, self._features = token, [features[-1:]]
+        return states[-1:]
+
+    def _append(self, rows: Sequence[_Row], compute: Callable[[Inputs, PassRows], T]) -> T:
+        """Append entries of rows of the text, and return what `compute` makes of them."""
         positions, _ = placed(self.cache, len(rows), _NONE, _NO_MASK)
         appended = self.decoder.rows(positions, self.cache, None)
         tokens = np.array([row.token for row in rows], dtype=np.int64)
         features = torch.cat([row.features for row in rows])
-        states, features = self.decoder.advance(Inputs(features, tokens, np.zeros_like(tokens)), appended)
+        found = compute(Inputs(features, tokens, np.zeros_like(tokens)), appended)
         self.cache.append(len(rows), 0)
         self._positions += [row.position for row in rows]
-        self._features = [features[-1:]]
-        return states[-1:]
+        return found
 
     def _of_nodes(self, tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
         """The states [R, hidden] after these nodes, which become pending; no one is another's child."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts.head_draft import HeadDraft
@@ -97,6 +98,18 @@ def test_a_conversation_keeps_its_caches(engine: Engine, plain: Engine) -> None:
         text = [*asked, *found]
 
 
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+def test_it_may_know_fewer_tokens_than_the_target(name: str, pair: Pair, plain: Engine, tmp_path: Path) -> None:
+    """A target that was given tokens after its head was trained: they are read as another one."""
+    tensors = {key: tensor for key, tensor in eagle_tensors(3).items() if key not in ("d2t", "t2d")}
+    folder = write_folder(tmp_path, EAGLE_CONFIG, tensors | {name: torch.randn(9, 32)})
+    engine = Engine.load(str(pair.target), draft=str(folder), device="cpu", dtype="fp32", learn=True)
+    steps = list(engine.generate(PROMPTS[0], SAMPLED, SpeculationParams(8)))
+    assert [token for step in steps for token in step.token_ids] == ids_of(plain, PROMPTS[0], SAMPLED)
+    assert steps[-1].stats.num_drafted_tokens > 8
+    engine.learn(steps[-1].stats)
+
+
 def test_its_memory_is_planned(engine: Engine) -> None:
     assert engine.plan is not None
     items = {item.name: item.on_device for item in engine.plan.placement.items}
@@ -113,6 +126,8 @@ def test_what_a_head_cannot_do_is_refused(engine: Engine, pair: Pair, tmp_path: 
     with pytest.raises(UsageError, match="draft model"):
         list(engine.generate(PROMPTS[0], GREEDY, SpeculationParams(accept="joint")))
     folder = write_folder(tmp_path, EAGLE_CONFIG, eagle_tensors(3))
+    windowed = Engine.load(str(pair.target), draft=str(folder), device="cpu", draft_window=64)
+    assert any("`draft_window=64` does nothing" in note.text and note.advice for note in windowed.notes)
     files = (tmp_path / "one", tmp_path / "other")
     with pytest.raises(UsageError, match="one file"):
         Engine.load(str(pair.target), draft=str(folder), learn_file=files)

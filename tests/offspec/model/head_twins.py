@@ -112,6 +112,36 @@ class EagleTwin:
         return x + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
 
 
+class FspadTwin(EagleTwin):
+    """FSPAD's reference forward (Luc4Gui/FSPAD, cnets_fspad.py)."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], target: Decoder) -> None:
+        super().__init__(1, tensors, target)
+
+    def logits(self, features: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        f, w = {n.removeprefix("fc."): t for n, t in self._tensors.items() if n.startswith("fc.")}, self._layer
+        embedded = self._target.embedding_rows(torch.tensor(list(tokens)))
+        x = torch.cat((embedded, features), -1) @ f["fc.weight"].T + f["fc.bias"]
+        up = _norm(x, f["post_attention_layernorm.weight"]) @ f["mlp.up_proj.weight"].T
+        x = x + (F.silu(embedded @ f["mlp.gate_proj.weight"].T) * up) @ f["mlp.down_proj.weight"].T
+        x = x + _attention(x, w)
+        gate, up = (
+            _norm(x, w["post_attention_layernorm.weight"]) @ w[f"mlp.{n}_proj.weight"].T for n in ("gate", "up")
+        )
+        both = torch.cat((x, x), -1) + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
+        return self._target.linear_logits(both[-1:, :HIDDEN]), both[-1:, HIDDEN:]
+
+
+def fspad_tensors() -> dict[str, Tensor]:
+    shapes: dict[str, Sequence[int]] = {
+        name: tensor.shape for name, tensor in eagle_tensors(1, layer="layers.0").items()
+    }
+    shapes = {name.replace("fc.", "fc.fc."): shape for name, shape in shapes.items()}
+    shapes |= {f"fc.mlp.{name}_proj.weight": (40, HIDDEN) for name in ("gate", "up")}
+    shapes |= {"fc.mlp.down_proj.weight": (HIDDEN, 40), "fc.post_attention_layernorm.weight": (HIDDEN,)}
+    return random_tensors(shapes | {"layers.0.mlp.down_proj.weight": (2 * HIDDEN, 40)})
+
+
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
 
@@ -231,6 +261,60 @@ def mlp_logits(tensors: Mapping[str, Tensor], state: Tensor, tokens: Sequence[in
         state = of("proj", step) @ state + added / weight * of("emb", step)[token]
         state = F.gelu(normed(state) * of("ln", step) + of("ln", step, "bias"))
     return of("head", len(tokens) - 1) @ state
+
+
+CLOVER2_CONFIG = {"clover": {"num_heads": 5, "num_layers": 2}, "num_attention_heads": 4}
+CELLS = ("clover_head_mlp_rnn", "clover_head_mlp_rnn2")
+
+
+def clover2_tensors() -> dict[str, Tensor]:
+    """With a table of embeddings of its own, as XiaoBin1992/clover writes it."""
+    inner = CONFIG["intermediate_size"]
+    shapes: dict[str, Sequence[int]] = {"clover_embed_tokens.weight": (VOCAB, HIDDEN)}
+    shapes |= dict.fromkeys(("clover_norm.weight", "clover_head_norm.weight", "clover_head_mlp.bias"), (HIDDEN,))
+    shapes |= {"clover_head_mlp.weight": (HIDDEN, HIDDEN), "clover_head_mlp2.weight": (HIDDEN, 2 * HIDDEN)}
+    for name in (*(f"{cell}.{part}" for cell in CELLS for part in "qkv"), "clover_head_mlp2"):
+        shapes = {f"{name}.weight": (HIDDEN, HIDDEN)} | shapes | {f"{name}.bias": (HIDDEN,)}
+    shapes |= {f"{cell}.input_layernorm.weight": (HIDDEN,) for cell in CELLS}
+    for layer in range(2):
+        shapes |= {f"layers.{layer}.self_attn.{name}_proj.weight": (16, HIDDEN) for name in "kv"}
+        shapes |= {f"layers.{layer}.self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qo"}
+        shapes |= {f"layers.{layer}.mlp.{name}_proj.weight": (inner, HIDDEN) for name in ("gate", "up")}
+        shapes |= {f"layers.{layer}.mlp.down_proj.weight": (HIDDEN, inner)}
+        shapes |= {f"layers.{layer}.{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+    return random_tensors(shapes)
+
+
+def clover2_states(tensors: Mapping[str, Tensor], states: Tensor, tokens: Sequence[int]) -> Tensor:
+    """The states [1 + P, hidden] for logits: after the text, and after each token of a path of P.
+
+    states [T, hidden]: the target's. tokens [T + P]: those after each state, then the path's.
+    """
+    embedded = tensors["clover_embed_tokens.weight"][torch.tensor(list(tokens))]
+
+    def product(name: str, x: Tensor) -> Tensor:
+        return x @ tensors[f"{name}.weight"].T + tensors[f"{name}.bias"]
+
+    def cell(name: str, x: Tensor, token: Tensor) -> Tensor:
+        normed = _norm(x, tensors[f"{name}.input_layernorm.weight"])
+        inputs = (product(f"{name}.q", normed), product(f"{name}.k", token), product(f"{name}.v", token))
+        q, k, v = (part.view(len(x), 4, -1) for part in inputs)
+        cosine = (q * k).sum(-1) / (q.norm(dim=-1) * k.norm(dim=-1))
+        return x + (cosine[..., None] * v).view(len(x), -1)
+
+    x = cell(CELLS[0], states, embedded[: len(states)])
+    for layer in range(2):
+        w = {n.removeprefix(f"layers.{layer}."): t for n, t in tensors.items() if n.startswith(f"layers.{layer}.")}
+        x = x + _attention(_norm(x, w["input_layernorm.weight"]), w)
+        inner = _norm(x, w["post_attention_layernorm.weight"])
+        gate, up = (inner @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
+    x = _norm(x, tensors["clover_norm.weight"])[-1:]
+    found = [product("clover_head_mlp", x)]
+    for token in embedded[len(states) :, None]:
+        x = cell(CELLS[1], x, token)
+        found.append(product("clover_head_mlp2", torch.cat((x, token), -1)))
+    return _norm(torch.cat(found), tensors["clover_head_norm.weight"])
 
 
 def recurrent_tensors() -> dict[str, Tensor]:

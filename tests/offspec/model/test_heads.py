@@ -6,6 +6,7 @@ forward within 5e-6 (docs/LOG.md, 2026-11-23).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -31,13 +32,18 @@ from offspec.scheduler.verify import TargetPass, Verdict
 from ...fakes import CPU
 from ...pair import build_pair
 from .head_twins import (
+    CLOVER2_CONFIG,
     EAGLE_CONFIG,
     HYDRA_CONFIG,
     HYDRA_PREFIX_CONFIG,
     MEDUSA_CONFIG,
     MLP_CONFIG,
     EagleTwin,
+    FspadTwin,
+    clover2_states,
+    clover2_tensors,
     eagle_tensors,
+    fspad_tensors,
     hydra_logits,
     hydra_prefix,
     hydra_tensors,
@@ -65,6 +71,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], str, str]] = {  # version, config,
     "EAGLE-3": (3, EAGLE_CONFIG, "midlayer", ""),
     "EAGLE-3, pickled": (3, EAGLE_CONFIG, "midlayer", "pytorch_model.bin"),
     "Speculators": (3, SPECULATORS, "layers.0", ""),
+    "FSPAD": (1, EAGLE_1, "layers.0", ""),
 }
 
 
@@ -114,13 +121,14 @@ def tree_mask(parents: Sequence[int], num_before: int = 0) -> np.ndarray[Any, np
 def test_logits_equal_the_reference(layout: str, tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
     """After a text that came in two passes, and at the nodes of a tree that grew in two rounds."""
     version, config, prefix, pickled = LAYOUTS[layout]
-    tensors = eagle_tensors(version, layer=prefix)
+    tensors = fspad_tensors() if layout == "FSPAD" else eagle_tensors(version, layer=prefix)
     folder = write_folder(tmp_path / "head", config, tensors, pickled=pickled)
     assert is_head(folder)
     files = HeadFiles.open(folder, target_files.config)
     head = files.spec.make(files.load(torch.float32, CPU), target)
     flags = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
-    twin, text = EagleTwin(version, tensors, target, **flags), HeadText(head)
+    twin = FspadTwin(tensors, target) if layout == "FSPAD" else EagleTwin(version, tensors, target, **flags)
+    text = HeadText(head)
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(9, 32 * (3 if version == 3 else 1), generator=generator)
     tokens = torch.randint(0, 300, (10,), generator=generator).tolist()
@@ -180,6 +188,27 @@ def test_logits_of_heads_without_attention(
             twin = medusa_logits if kind == "Medusa" else hydra_logits
             wanted = twin(tensors, state, embedded)
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_logits_of_clover_2(tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
+    """In the text, which came in two passes, and along a branch of a tree."""
+    tensors = clover2_tensors()
+    folder = write_folder(tmp_path, CLOVER2_CONFIG, tensors | {"lm_head.weight": torch.zeros(300, 32)})
+    assert is_head(folder)
+    files = HeadFiles.open(folder, target_files.config)
+    text = HeadText(files.spec.make(files.load(torch.float32, CPU), target))
+    states, tokens, path = torch.randn(9, 32), [*range(20, 30)], [11, 12, 13]
+    text.feed(told(tokens[:6], states[:6], (), [], tokens[6:7]))
+    text.score(tokens[6:7], _none(), _none(), np.empty((0, 0), dtype=np.bool_))
+    text.feed(told(tokens[:7], states[6:9], (), [0, 1], tokens[7:10]))
+    found = [text.score(tokens[9:], _none(), _none(), np.empty((0, 0), dtype=np.bool_))]
+    found.append(text.score([], np.array([11, 50]), np.array([1, 1]), tree_mask([-1, -1])))
+    for depth in (2, 3):
+        parents = [-1, -1, 0, 2][: depth + 1]
+        found.append(text.score([], np.array([path[depth - 1]]), np.array([depth]), tree_mask(parents, depth)))
+    rows = torch.cat((found[0], found[1][:1], *found[2:]))
+    expected = target.linear_logits(clover2_states(tensors, states, [*tokens[1:], *path]))
+    torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
 
 
 def _none() -> Any:
@@ -248,6 +277,44 @@ def test_unreadable_heads_are_refused(tmp_path: Path, target_files: ModelFiles) 
     with pytest.raises(CheckpointError, match="cannot be read"):
         HeadFiles.open(tmp_path / "damaged", config)
     assert not is_head(tmp_path / "nowhere")
+
+
+WRONG_TYPES = {
+    "a quantised matrix": (EAGLE_CONFIG, {"midlayer.mlp.up_proj.weight": torch.ones(40, 32, dtype=torch.int8)}),
+    "a table of floats": (EAGLE_CONFIG, {"d2t": torch.zeros(96)}),
+    "a table of other tokens": (EAGLE_CONFIG, {"d2t": torch.full((96,), 1000)}),
+    "no rows": (EAGLE_CONFIG, {"embed_tokens.weight": torch.zeros(0, 32)}),
+    "a huge factor": (EAGLE_CONFIG | {"logit_scale": 10**400}, {}),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_TYPES)
+def test_wrong_numbers_are_refused(what: str, tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
+    config_json, changed = WRONG_TYPES[what]
+    folder = write_folder(tmp_path, config_json, eagle_tensors(3) | changed)
+
+    def load() -> None:
+        files = HeadFiles.open(folder, target_files.config)
+        files.spec.make(files.load(torch.bfloat16, CPU), target)
+
+    with pytest.raises(CheckpointError) as caught:
+        load()
+    assert "\n" not in str(caught.value)
+
+
+def test_hydra_has_heads_for_all_steps_or_for_none(tmp_path: Path, target_files: ModelFiles) -> None:
+    tensors = hydra_tensors()
+    del tensors["hydra_lm_head.0.weight"]
+    with pytest.raises(CheckpointError, match=r"head\.0\.weight is missing"):
+        HeadFiles.open(write_folder(tmp_path, HYDRA_CONFIG, tensors), target_files.config)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_pipe_in_place_of_a_pickle_is_refused(tmp_path: Path, target_files: ModelFiles) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    os.mkfifo(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        HeadFiles.open(tmp_path, target_files.config)
 
 
 def test_a_pickle_runs_no_code(tmp_path: Path, target_files: ModelFiles) -> None:

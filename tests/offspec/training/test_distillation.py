@@ -193,6 +193,16 @@ def test_a_second_run_is_told_of_the_first(engine: Engine, files: ModelFiles, tm
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_a_file_of_something_else_is_not_overwritten(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
+    (notes := tmp_path / "notes.txt").write_text("precious")
+    with pytest.raises(UsageError, match="not overwritten"):
+        train(engine, files, notes)
+    assert notes.read_text() == "precious"
+    assert [*tmp_path.iterdir()] == [notes]
+    (empty := tmp_path / "empty").touch()
+    assert train(engine, files, train(engine, files, empty).path).path == empty
+
+
 @pytest.mark.parametrize("number", [0, NUM_LAYERS, -1])
 def test_a_layer_that_is_none_is_refused(engine: Engine, files: ModelFiles, tmp_path: Path, number: int) -> None:
     with refused(UsageError, f"`exit_layer={number}`", "4 layers", "1 to 3"):

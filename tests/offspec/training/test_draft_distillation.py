@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
-from offspec.errors import UsageError, VocabularyMismatchError
+from offspec.errors import MemoryLimitError, UsageError, VocabularyMismatchError
 from offspec.training.distill_params import DraftParams
 from offspec.training.distillation import Teacher
 from offspec.training.draft_distillation import DistilledDraft, Untrained, WholeStudent, distill_draft
@@ -99,6 +99,13 @@ def test_all_weights_are_trained_in_their_own_dtype(pair: Pair, teacher: Teacher
     found, before = weights(train(pair, teacher, tmp_path / "out").path), weights(pair.draft)
     assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in before.items()}
     assert not any(torch.equal(found[name], before[name]) for name in found)
+
+
+def test_a_file_of_something_else_is_not_overwritten(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
+    (notes := tmp_path / "notes.txt").write_text("precious")
+    with pytest.raises(UsageError, match="not overwritten"):
+        train(pair, teacher, notes, replace(SMALL, lora_rank=1))
+    assert notes.read_text() == "precious"
 
 
 def test_additions_are_one_file_that_the_draft_loads(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
@@ -217,6 +224,16 @@ def test_prompts_are_the_files_and_the_rest_is_the_targets(teacher: Teacher, tmp
 
 
 # ------------------------------------------------------------------------------------------------ new drafts
+
+
+def test_a_rank_that_is_not_low_is_refused(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="exceeds the draft's hidden size of 32"):
+        train(pair, teacher, tmp_path / "out", replace(SMALL, lora_rank=33))
+
+
+def test_a_new_draft_that_does_not_fit_is_refused_before_it_is_made(teacher: Teacher) -> None:
+    with pytest.raises(MemoryLimitError, match="choose a smaller one"):
+        new_draft(teacher.files, teacher.target, 2**20, 64, embedding="random")
 
 
 def test_a_new_draft_learns_the_target(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:

@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.checkpoints.head_files import write_head
+from offspec.checkpoints.head_files import HeadFiles, write_head
 from offspec.errors import UsageError
-from offspec.training.head_learning import HeadAligner, HeadWindow
+from offspec.training.head_learning import HeadAligner, HeadWindow, Place
 from offspec.training.head_structures import STRUCTURES
 from offspec.training.online import AlignmentParams
 from offspec.training.target_texts import Forest
 
+from ...fakes import CPU, FAMILIES, build
 from ...pair import Pair, build_pair
 
-KINDS = ("eagle3", "medusa", "hydra", "recurrent", "mlp", "clover", "koala", "amphista")
+KINDS = ("eagle3", "medusa", "hydra", "recurrent", "mlp", "clover", "koala", "amphista", "clover2", "fspad")
 SAMPLED = SamplingParams(40, temperature=1.0, seed=3, ignore_eos=True)
 DRAFTED = SpeculationParams(8, lookup=False)
 PROMPT = "def area(width"
@@ -73,6 +74,22 @@ def test_it_learns_from_its_own_texts(kind: str, pair: Pair, plain: Engine, tmp_
     other = head_of("recurrent" if kind != "recurrent" else "medusa", plain, tmp_path / "other")
     with pytest.raises(UsageError, match="another draft"):
         Engine.load(str(pair.target), **{**loading, "draft": str(other)}, learn_file=file)
+
+
+@pytest.mark.parametrize("kind", ["clover", "clover2", "amphista"])
+def test_layers_with_other_norms_learn_in_16_bits(kind: str, tmp_path: Path) -> None:
+    """Layers over the text are the target's, whose LayerNorm wants states and weights of one dtype."""
+    target = build(FAMILIES["starcoder2"], tmp_path / "target").decoder(torch.bfloat16)
+    beginning = STRUCTURES[kind](target, 0)
+    write_head(tmp_path / kind, beginning.config, beginning.tensors)
+    files = HeadFiles.open(tmp_path / kind, target.config)
+    tensors = files.load(torch.bfloat16, CPU)
+    aligner = HeadAligner(files.spec.make(tensors, target), files.spec, tensors)
+    window = HeadWindow(aligner.params, 64, torch.bfloat16)
+    places = np.zeros((9, aligner.params.top_k), dtype=np.int32), np.zeros((9, aligner.params.top_k), dtype=np.float16)
+    for token, choices, logs in zip(range(5, 14), *places, strict=True):
+        window.add(Place(token, torch.ones(64), choices, logs))
+    assert np.isfinite(aligner.loss([window]))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])

@@ -17,15 +17,19 @@ from safetensors.torch import load_file
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
-from offspec.errors import CheckpointError, UsageError
+from offspec.errors import CheckpointError, NumericalError, UsageError
+from offspec.model.block import PassRows
+from offspec.model.decoder import CHUNK_ROWS
+from offspec.model.heads.head import Advanced, Inputs
 from offspec.model.heads.text import HeadText
 from offspec.training.distill_params import HEADS, HeadParams
 from offspec.training.distillation import Teacher
 from offspec.training.head_structures import STRUCTURES
 from offspec.training.heads import HeadStudent, distill_head
-from offspec.training.target_texts import Forest
+from offspec.training.target_texts import Forest, Shard
 from offspec.training.unrolling import SoftCrossEntropy
 
+from ...fakes import FAMILIES, Family, build
 from ...pages import ROOT
 from ...pair import Pair, build_pair
 from ..model.test_heads import told, tree_mask
@@ -61,7 +65,7 @@ def test_training_computes_what_drafting_computes(kind: str, teacher: Teacher) -
     layers = beginning.layers or (teacher.target.config.num_layers - 1,)
     batch = Forest(teacher.target, 2, layers).add(tokens, 8)
     with torch.no_grad():
-        unrolled = [states.view(2, 8 - step, -1) for step, (states, _) in enumerate(student.unrolled(batch))]
+        unrolled = [made.states.view(2, 8 - step, -1) for step, (made, _) in enumerate(student.unrolled(batch))]
     hidden = batch["hidden"][1]
     seen = hidden if beginning.layers else teacher.target.normed(hidden)
     text, words = HeadText(student.head), tokens[1].tolist()
@@ -74,7 +78,9 @@ def test_training_computes_what_drafting_computes(kind: str, teacher: Teacher) -
         torch.testing.assert_close(states[0], unrolled[step][1, 3], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "sees_path"), [("clover", True), ("amphista", False), ("medusa", False)])
+@pytest.mark.parametrize(
+    ("kind", "sees_path"), [("clover", True), ("clover2", True), ("amphista", False), ("medusa", False)]
+)
 def test_which_tokens_a_head_sees(kind: str, sees_path: bool, teacher: Teacher) -> None:
     """All but Medusa see the text's last token; the path's tokens only those that go from token to token."""
     student = HeadStudent(STRUCTURES[kind](teacher.target, 0), teacher.target)
@@ -93,6 +99,37 @@ def test_which_tokens_a_head_sees(kind: str, sees_path: bool, teacher: Teacher) 
     assert torch.equal(after(7, 20), after(7, 20))
     assert torch.equal(after(7, 20), after(7, 21)) == (not sees_path)
     assert torch.equal(after(7, 20), after(8, 20)) == (kind == "medusa")
+
+
+@pytest.mark.parametrize("kind", ["clover", "amphista", "clover2", "fspad"])
+def test_a_long_prompt_is_read_in_parts(kind: str, teacher: Teacher) -> None:
+    """No computation has more than CHUNK_ROWS rows; waiting rows hold the target's states, and no room for a path."""
+    head = HeadStudent(STRUCTURES[kind](teacher.target, 0), teacher.target).head
+    count, hidden, computed = 2 * CHUNK_ROWS + 5, head.target.config.hidden_size, list[torch.Size]()
+    words = np.random.default_rng(0).integers(5, 200, count + 1).tolist()
+    states = torch.randn(count, hidden, generator=torch.Generator().manual_seed(0))
+    empty = np.empty(0, dtype=np.int64)
+
+    def states_of(parts: list[int]) -> torch.Tensor:
+        """After the text's last token, if the head is told of the text in such parts."""
+        text, end = HeadText(head), 0
+        for part in parts:
+            end += part
+            text.feed(told(words[:end], states[end - part : end], (), [], words[end : end + 1]))
+            found = text.states(words[end : end + 1], empty, empty, np.empty((0, 0), dtype=np.bool_))
+        return found
+
+    def watched(inputs: Inputs, rows: PassRows) -> Advanced:
+        computed.append(inputs.features.shape)
+        return advance(inputs, rows)
+
+    advance = head.advance
+    expected = states_of([300, 300, 300, count - 900])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head, "advance", watched)
+        torch.testing.assert_close(states_of([count]), expected, atol=1e-4, rtol=1e-4)
+    assert computed
+    assert all(rows <= CHUNK_ROWS and width == hidden for rows, width in computed)
 
 
 class StopError(Exception):
@@ -181,6 +218,53 @@ def test_a_trained_head_drafts(kind: str, teacher: Teacher, pair: Pair, tmp_path
         distill_head(teacher, kind, PARAMS, out=done.path)
 
 
+def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+    """Before the target writes any text."""
+    behind = build(Family("olmo2", {"num_hidden_layers": 4}), tmp_path / "behind").decoder()
+    for kind in ("eagle3", "koala"):
+        with pytest.raises(UsageError, match="norms before attention"):
+            STRUCTURES[kind](behind, 0)
+    with pytest.raises(UsageError, match="a target of 4 layers, not 3"):
+        STRUCTURES["eagle3"](build(FAMILIES["llama-gqa"], tmp_path / "short").decoder(), 0)
+    with pytest.raises(UsageError, match="at least 3 tokens"):
+        HeadParams(text_tokens=2)
+    with pytest.raises(UsageError, match="temperature"):
+        HeadParams(temperature=1e-300)
+
+
+def test_a_training_that_diverges_writes_no_head(teacher: Teacher, tmp_path: Path) -> None:
+    with pytest.raises(NumericalError, match="smaller `learning_rate`"):
+        distill_head(teacher, "recurrent", replace(PARAMS, learning_rate=1e30), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["clover", "clover2", "amphista"])
+def test_attention_divides_the_hidden_size(kind: str, tmp_path: Path) -> None:
+    """The target's own heads need not."""
+    odd = build_pair(tmp_path, num_attention_heads=3, num_key_value_heads=1, head_dim=16)
+    target = Engine.load(str(odd.target), draft="none", device="cpu", dtype="fp32").target
+    tokens = np.random.default_rng(0).integers(5, 100, (2, 9))
+    batch = Forest(target, 2, (target.config.num_layers - 1,)).add(tokens, 8)
+    assert HeadStudent(STRUCTURES[kind](target, 0), target)(batch).isfinite()
+
+
+def test_medusa_begins_as_the_targets_head(tmp_path: Path) -> None:
+    """Also where the target scales its logits."""
+    target = build(FAMILIES["granite"], tmp_path).decoder()
+    head = HeadStudent(STRUCTURES["medusa"](target, 0), target).head
+    states = torch.randn(3, target.config.hidden_size)
+    with torch.no_grad():
+        made = head.advance(Inputs(states, np.zeros(3, dtype=np.int64), np.arange(3)), None)  # type: ignore[arg-type]
+        torch.testing.assert_close(head.head(made.states), target.head(states))
+
+
+def test_a_head_that_is_not_trained_yet_is_told(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    for name, said in (("head:medusa", "distill MODEL --head medusa"), ("head:none", "no such kind")):
+        with pytest.raises(UsageError, match=said):
+            Engine.load(str(pair.target), draft=name, device="cpu", dtype="fp32")
+
+
 def test_a_head_belongs_to_its_target(teacher: Teacher, tmp_path: Path) -> None:
     done = distill_head(teacher, "recurrent", PARAMS, out=tmp_path / "head")
     (tmp_path / "other").mkdir()
@@ -209,13 +293,39 @@ def test_a_head_of_few_tokens(teacher: Teacher, pair: Pair, tmp_path: Path) -> N
         distill_head(teacher, "medusa", params, out=tmp_path / "other")
 
 
-def test_the_loss_falls(teacher: Teacher) -> None:
-    """On one batch, within a few steps."""
-    beginning = STRUCTURES["eagle3"](teacher.target, 0)
-    student = HeadStudent(beginning, teacher.target)
+def batch_of(teacher: Teacher, layers: tuple[int, ...]) -> Shard:
+    """What the target says of 4 random texts."""
     tokens = np.random.default_rng(0).integers(5, 200, (4, 12))
-    said = Forest(teacher.target, 4, beginning.layers).add(tokens, 16)
-    batch = {name: part.clone() for name, part in said.items()}  # outside of inference mode
+    said = Forest(teacher.target, 4, layers or (teacher.target.config.num_layers - 1,)).add(tokens, 16)
+    return {name: part.clone() for name, part in said.items()}  # outside of inference mode
+
+
+@pytest.mark.parametrize("kind", ["clover2", "fspad"])
+def test_the_distance_from_the_targets_states_counts(kind: str, teacher: Teacher) -> None:
+    """Of the head's states or features at each place ahead, from the target's final state there; less from step to
+    step.
+    """
+    beginning = STRUCTURES[kind](teacher.target, 0)
+    batch, losses = batch_of(teacher, ()), list[torch.Tensor]()
+    with torch.no_grad():
+        final = teacher.target.normed(batch["hidden"])
+        for aligned in (beginning.aligned, None):
+            student = HeadStudent(replace(beginning, aligned=aligned), teacher.target)
+            losses.append(student._loss(batch))
+        distances = list[torch.Tensor]()
+        for step, (made, _) in enumerate(student.unrolled(batch)):
+            found = made.features if kind == "fspad" else made.states
+            distances.append(torch.nn.functional.smooth_l1_loss(found, final[:, 1 + step :].flatten(0, 1)))
+    weights = [0.8**step for step in range(len(distances))]
+    wanted = 10 * sum(w * each for w, each in zip(weights, distances, strict=True)) / sum(weights)
+    torch.testing.assert_close(losses[0] - losses[1], wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "clover2", "fspad"])
+def test_the_loss_falls(kind: str, teacher: Teacher) -> None:
+    """On one batch, within a few steps."""
+    beginning = STRUCTURES[kind](teacher.target, 0)
+    student, batch = HeadStudent(beginning, teacher.target), batch_of(teacher, beginning.layers)
     optimizer, losses = torch.optim.Adam(student.parameters(), lr=3e-3), []
     for _ in range(12):
         losses.append(student(batch))

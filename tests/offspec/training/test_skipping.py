@@ -169,3 +169,11 @@ def test_damaged_files_are_refused(engine: Engine, files: ModelFiles, tmp_path: 
         path.write_text(content)
         with refused(CheckpointError, path, "distill MODEL --skip"):
             SkipFile.open(path, files)
+
+
+def test_a_file_of_something_else_is_not_overwritten(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    with pytest.raises(UsageError, match="something else"):
+        search_skips(Teacher(engine.target, files, engine.tokenizer), out=notes)
+    assert notes.read_text() == "mine"

@@ -1,0 +1,75 @@
+"""FSPAD's head (2408.15562): EAGLE-1's, with a richer input and two outputs.
+
+Feature sampling: an MLP that the token's embedding gates changes the joined input, so that it tells which token was
+chosen. Partial alignment: the layer ends in two halves, a state for logits and a feature for the children; only the
+feature is trained to be the target's. Names and shapes: Luc4Gui/FSPAD (cnets_fspad.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..block import ACTIVATIONS, Block, LayerWeights, PassRows
+from ..config import ModelConfig
+from ..config_values import Json
+from .chained import renamed
+from .eagle import LAYERS, WITHOUT_INPUT_NORM, EagleHead, eagle_name, eagle_shape, eagle_shapes
+from .head import Advanced, HeadSpec, Inputs
+
+SAMPLING = "sampling."
+_RULES = (
+    (re.compile(r"fc\.fc\.(weight|bias)"), r"fc.\1"),
+    (re.compile(r"fc\.mlp\.(gate|up|down)_proj\.weight"), rf"{SAMPLING}\1.weight"),
+    (re.compile(r"fc\.post_attention_layernorm\.weight"), rf"{SAMPLING}norm.weight"),
+)
+
+
+class SplitBlock(Block):
+    """A layer without a norm before attention, whose MLP's output is added to its input twice, side by side."""
+
+    def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
+        """x [T, hidden]; returns [T, 2 * hidden]."""
+        x = x + self.attention(x, weights, rows, first, last)
+        return torch.cat((x, x), dim=-1) + self.mlp(self.norm(x, weights, "post_attention_layernorm"), weights)
+
+
+class FspadHead(EagleHead):
+    """An EAGLE-1 head of one layer with FSPAD's input and outputs."""
+
+    def _first_block(self) -> Block:
+        return SplitBlock(replace(self.config, norms=WITHOUT_INPUT_NORM), 0, self.blocks[0].rotary)
+
+    def advance(self, inputs: Inputs, rows: PassRows) -> Advanced:
+        return Advanced(*super().advance(inputs, rows).states.chunk(2, dim=-1))
+
+    def _fc(self, x: Tensor) -> Tensor:
+        """x [T, 2 * hidden]: embeddings, then features; returns [T, hidden]."""
+        embedded, x = x.chunk(2, dim=-1)[0], super()._fc(x).to(self.dtype)
+        gate, up, down = (self._tensors[f"{SAMPLING}{name}.weight"] for name in ("gate", "up", "down"))
+        inner = ACTIVATIONS[self.config.activation](F.linear(embedded, gate))
+        return x + F.linear(inner * F.linear(self._norm(x, f"{SAMPLING}norm.weight"), up), down)
+
+
+def fspad_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:
+    """present: the shapes of the file's tensors, by `fspad_name`. Raises UnsupportedModelError, CheckpointError."""
+    shape = eagle_shape(1, {**config, "num_hidden_layers": 1}, present, target)
+    c = shape.config
+    shapes = eagle_shapes(shape, present, target)
+    shapes[f"{LAYERS}0.mlp.down_proj.weight"] = (2 * c.hidden_size, c.intermediate_size)
+    shapes |= {f"{SAMPLING}{name}.weight": (c.intermediate_size, c.hidden_size) for name in ("gate", "up")}
+    shapes[f"{SAMPLING}down.weight"] = (c.hidden_size, c.intermediate_size)
+    shapes[f"{SAMPLING}norm.weight"] = (c.hidden_size,)
+    return HeadSpec("FSPAD", c, shapes, (), c.vocab_size, partial(FspadHead, shape))
+
+
+def fspad_name(name: str) -> str | None:
+    """`FspadHead`'s name of a tensor in a file; None for one that says nothing more."""
+    plain = eagle_name(name)
+    return None if plain is None else renamed(plain, _RULES)
