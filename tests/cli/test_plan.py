@@ -17,6 +17,8 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = Rates(disk_bytes_per_s=2e9, matmul_flops={1: 1e10}, sources={"disk_bytes_per_s": "2 readers"})
     monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: rates)
     monkeypatch.setattr("offspec.planning.probe.choose_products", lambda models, device: None)
+    # The memory that earlier tests left in use in this process is no part of what a test grants.
+    monkeypatch.setattr("offspec.planning.probe._held_bytes", lambda: (700 << 20, 600 << 20))
 
 
 @pytest.fixture
