@@ -26,7 +26,7 @@ from ..checkpoints.exit_layers import fingerprint, refuse_foreign
 from ..checkpoints.skip_files import SkipFile, default_skip_file
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.block import PassRows
-from ..model.decoder import Decoder, IntArray, placed
+from ..model.decoder import CachedDecoder, Decoder, IntArray, JoinedRows, TextRows, pass_together
 from ..model.row_logits import HEAD_ROWS
 from .distillation import Teacher
 from .target_texts import Forest, first_token, text_pieces
@@ -155,16 +155,15 @@ class Agreement:
     """How often a target without some layers has the likeliest token of the whole target, on texts [B, T]."""
 
     def __init__(self, target: Decoder, texts: IntArray) -> None:
-        num_texts, length = texts.shape
-        self._target, self._tokens = target, torch.from_numpy(texts.reshape(-1))
-        forest = Forest(target, num_texts)
-        self._wanted = forest.add(texts, 1)["labels"].flatten().cpu()
-        owners, depths = np.repeat(np.arange(num_texts), length), np.tile(np.arange(length), num_texts)
-        before = (owners[:, None] == owners) & (depths[:, None] > depths)
-        mask = np.concatenate((before, np.eye(len(owners), dtype=bool)), axis=1)
+        self._target, self._tokens, length = target, torch.from_numpy(texts.reshape(-1)), texts.shape[1]
+        caches, depths = [CachedDecoder(target) for _ in texts], np.arange(1, length + 1)
+        whole = [TextRows([], text, depths, np.tri(length, dtype=np.bool_)) for text in texts]
+        self._wanted = self._likeliest(pass_together([*zip(caches, whole, strict=True)]))
         # The rows are nodes at the places of the text's tokens: each attends to the target's entries before it.
-        positions, tree_mask = placed(forest.cache, 0, depths + 1, mask)
-        self._rows = target.rows(positions, forest.cache, tree_mask)
+        mask = np.concatenate((np.tri(length, k=-1, dtype=np.bool_), np.eye(length, dtype=np.bool_)), axis=1)
+        nodes = (TextRows([], text, depths, mask) for text in texts)
+        parts = [cache.begin_pass(rows)[1] for cache, rows in zip(caches, nodes, strict=True)]
+        self._rows = JoinedRows(target.config, parts)
 
     @torch.inference_mode()
     def without(self, skipped: Collection[int]) -> float:
@@ -173,8 +172,12 @@ class Agreement:
         hidden = target.embed(self._tokens)
         for layer in range(target.config.num_layers):
             hidden = self._after(layer, hidden, self._rows, is_skipped=layer in skipped)
-        parts = [target.logits(hidden[i : i + HEAD_ROWS]).argmax(-1).cpu() for i in range(0, len(hidden), HEAD_ROWS)]
-        return float((torch.cat(parts) == self._wanted).float().mean())
+        return float((self._likeliest(hidden) == self._wanted).float().mean())
+
+    def _likeliest(self, hidden: Tensor) -> Tensor:
+        """The likeliest token after each row, on the CPU."""
+        parts = (hidden[i : i + HEAD_ROWS] for i in range(0, len(hidden), HEAD_ROWS))
+        return torch.cat([self._target.logits(part).argmax(-1).cpu() for part in parts])
 
     def _after(self, layer: int, hidden: Tensor, rows: PassRows, *, is_skipped: bool) -> Tensor:
         if not is_skipped:

@@ -1,7 +1,7 @@
 """What the target makes of texts, in shards on disk: the material of every training.
 
-The target generates texts, or reads given ones, many at once as branches of one tree, so that a pass streams the
-weights once for all of them. A shard stores the tokens, the likeliest next tokens at each position with their
+The target generates texts, or reads given ones, many at once, so that a pass streams the weights once for all of them.
+A shard stores the tokens, the likeliest next tokens at each position with their
 probabilities, and the hidden states after chosen layers. The whole distribution of one position of a vocabulary of
 128k tokens would take as much space as 16,000 likeliest ones, and the tokens after the first dozens have hardly any
 probability. So the other tokens count as one, whose probability follows.
@@ -25,12 +25,12 @@ from offspec.loaders.small_files import MOST_TEXT_BYTES, read_small_file
 from offspec.loaders.units import format_size
 
 from ..errors import CheckpointError, StorageError, UsageError
-from ..model.decoder import Decoder, IntArray, placed
+from ..model.decoder import CachedDecoder, Decoder, IntArray, TextRows, pass_together
 from ..model.row_logits import HEAD_ROWS
 from ..text.tokenizer import Tokenizer
 from .distill_params import DistillParams
 
-SHARD_TEXTS = 16  # texts generated at once; more are not faster, as each one's attention masks the others' keys
+SHARD_TEXTS = 16  # texts generated or read at once
 PART_CHARACTERS = 1 << 20  # characters encoded at once
 LABEL_BYTES = 4 + 4  # of a likely token and its log-probability
 Progress = Callable[[str, int, int], None]
@@ -202,45 +202,37 @@ def first_token(tokenizer: Tokenizer) -> int:
 
 
 class Forest:
-    """Texts that grow in parallel in one KV cache; each attends to itself only."""
+    """Texts that grow in parallel, each in a KV cache of its own."""
 
     def __init__(self, decoder: Decoder, num_texts: int, layers: Sequence[int] = ()) -> None:
         """layers: the layers (from 0) whose states `add` returns."""
-        self._decoder, self._num_texts, self._layers = decoder, num_texts, layers
-        self.cache = decoder.new_cache()
-        self._owners = np.empty(0, dtype=np.int64)  # the text of each entry in the cache
+        self._decoder, self._layers = decoder, layers
+        self._texts = [CachedDecoder(decoder) for _ in range(num_texts)]
         self.logits = torch.empty(0)  # [B, 1, vocab]: after the last tokens
 
     @torch.inference_mode()
     def add(self, tokens: IntArray, num_labels: int, num_known: int | None = None) -> Shard:
-        """Append tokens [B, T]. Returns the shard's parts for them, [B, T, ...].
+        """Append tokens [B, T], in one pass. Returns the shard's parts for them, [B, T, ...].
 
         num_known: labels are below it; their probabilities are those among all tokens.
         """
-        decoder, cache, (num_texts, length) = self._decoder, self.cache, tokens.shape
-        owners = np.repeat(np.arange(num_texts), length)
-        depths = np.tile(np.arange(length), num_texts) + len(self._owners) // num_texts
-        own = (owners[:, None] == owners) & (depths[:, None] >= depths)
-        mask = np.concatenate((owners[:, None] == self._owners, own), axis=1)
-        positions, tree_mask = placed(cache, 0, depths + 1, mask)
-        rows, kept = decoder.rows(positions, cache, tree_mask), dict[int, Tensor]()
+        kept = dict[int, Tensor]()
 
         def after(layer: int, states: Tensor) -> None:
             if layer in self._layers:
                 kept[layer] = states.clone()
 
-        flat = torch.from_numpy(tokens.reshape(-1))
-        hidden = decoder.through(decoder.embed(flat), rows, after=after)
-        cache.append(0, len(owners))
-        self._owners = np.concatenate((self._owners, owners))
+        rows = (TextRows.of_chain(row) for row in tokens.tolist())
+        hidden = pass_together([*zip(self._texts, rows, strict=True)], after)
         slices = [hidden[i : i + HEAD_ROWS] for i in range(0, len(hidden), HEAD_ROWS)]
         best = [self._best(states, num_labels, num_known) for states in slices]
         log_probabilities, labels = (torch.cat(parts) for parts in zip(*best, strict=True))
-        self.logits = decoder.logits(hidden.view(num_texts, length, -1)[:, -1:])
+        self.logits = self._decoder.logits(hidden.view(*tokens.shape, -1)[:, -1:])
+        flat = torch.from_numpy(tokens.reshape(-1))
         parts = {"tokens": flat.int(), "labels": labels.int(), "log_probabilities": log_probabilities}
         if self._layers:
             parts["hidden"] = torch.cat([kept[layer] for layer in self._layers], dim=-1)
-        return {name: part.view(num_texts, length, *part.shape[1:]) for name, part in parts.items()}
+        return {name: part.view(*tokens.shape, *part.shape[1:]) for name, part in parts.items()}
 
     def _best(self, hidden: Tensor, num_labels: int, num_known: int | None) -> tuple[Tensor, Tensor]:
         logits = self._decoder.logits(hidden)
