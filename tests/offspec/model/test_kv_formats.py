@@ -147,7 +147,7 @@ def test_formats_are_those_of_the_setting() -> None:
 def test_packed_attention_is_that_of_unpacked_entries(
     tiny_model: GetModel, family: str, kv: KVFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although only a few entries are unpacked at once. In fp64, see `test_codes_do_not_depend_on_what_shared_a_pass`."""
+    """Although only a few entries are unpacked at once. In fp64, as below: in fp32 a code may flip at a border."""
     monkeypatch.setattr("offspec.model.kv_formats.UNPACKED_NUMBERS", 1)
     monkeypatch.setattr("offspec.model.kv_formats.LEAST_UNPACKED", 7)
     decoder = tiny_model(family).decoder(torch.float64)
