@@ -11,6 +11,7 @@ from .sandbox import Sandbox, check_runs
 ELSEWHERE = (*test_commands_of_drafts.PAGES, *test_commands_of_readme.PAGES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", offspec_commands(*ELSEWHERE, others=True), ids=str)
 def test_commands_run(command: Command, sandbox: Sandbox) -> None:
     check_runs(command, sandbox)

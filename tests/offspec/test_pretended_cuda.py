@@ -140,6 +140,7 @@ def main(folder: Path) -> None:
     print(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_texts_are_the_cpus(tmp_path: Path) -> None:
     if shutil.which("g++") is None or sys.platform != "linux":
         pytest.skip("pretending takes a C++ compiler, and Linux")
