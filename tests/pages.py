@@ -49,6 +49,7 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("offspec distill builtin --head", "offspec distill SMOLLM2 --head"), "tests/offspec/training/test_heads.py"
     ),
+    "offspec distill SMOLLM2 --exit-layer": "tests/offspec/training/test_distillation.py",
     "python -m benchmarks.drafts.heads": "tests/benchmarks/test_heads.py",
     **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),
     "python -m benchmarks.peers": "tests/benchmarks/test_peers.py",
