@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
@@ -91,7 +92,8 @@ class Reader(Protocol):
 class FileReader:
     """Reads with O_DIRECT if file system and alignment allow it, otherwise through the page cache.
 
-    `fallbacks` maps files read through the page cache to the reason. direct=False is the plain twin.
+    `fallbacks` maps files read through the page cache to the reason. direct=False is the plain twin. Files are closed
+    by `close`, or when nothing refers to the reader any more; the next read opens them again.
     """
 
     def __init__(self, *, direct: bool = True) -> None:
@@ -99,6 +101,7 @@ class FileReader:
         self._direct = direct
         self._files: dict[tuple[Path, bool], int] = {}
         self._lock = threading.Lock()
+        weakref.finalize(self, _close_files, self._files).atexit = False
 
     def read(self, path: Path, offset: int, out: memoryview, least: int) -> None:
         try:
@@ -108,9 +111,7 @@ class FileReader:
 
     def close(self) -> None:
         with self._lock:
-            files, self._files = self._files, {}
-        for file in files.values():
-            os.close(file)
+            _close_files(self._files)
 
     def _read(self, path: Path, offset: int, out: memoryview, least: int) -> None:
         done = 0
@@ -142,6 +143,11 @@ class FileReader:
                 flags = os.O_RDONLY | (os.O_DIRECT if direct else 0) | getattr(os, "O_BINARY", 0)
                 self._files[path, direct] = os.open(path, flags)
             return self._files[path, direct]
+
+
+def _close_files(files: dict[tuple[Path, bool], int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
 
 
 class FileStates:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -240,17 +241,26 @@ class PlainStream:
     def close(self) -> None: ...
 
 
+_Work: TypeAlias = "queue.SimpleQueue[tuple[Fill, Extent, HostBuffer] | None]"
+
+
 class DiskFiller:
-    """Reads records into host slots, with several reads in flight."""
+    """Reads records into host slots, with several reads in flight.
+
+    Its threads end on `close`, or when nothing refers to it any more.
+    """
 
     def __init__(self, records: Mapping[Unit, Record], reader: Reader, num_threads: int = NUM_READERS) -> None:
-        self._records, self._reader = records, reader
-        self._work = queue.SimpleQueue[tuple[Fill, Extent, HostBuffer] | None]()
+        self._records = records
+        self._work: _Work = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._run, name=f"offspec-read-{i}", daemon=True) for i in range(num_threads)
+            threading.Thread(target=_read_all, args=(self._work, reader), name=f"offspec-read-{i}", daemon=True)
+            for i in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
+        self._end = weakref.finalize(self, _end_threads, self._work, num_threads)
+        self._end.atexit = False
 
     def fill(self, slot: HostSlot, unit: Unit) -> Fill:
         reads = self._records[unit].reads
@@ -260,21 +270,28 @@ class DiskFiller:
         return fill
 
     def close(self) -> None:
-        for _ in self._threads:
-            self._work.put(None)
+        self._end()
         for thread in self._threads:
             thread.join()
 
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            fill, piece, buffer = work
-            error: BaseException | None = None
-            if not fill.cancelled:
-                try:
-                    read_piece(self._reader, piece, buffer)
-                except BaseException as exc:  # noqa: BLE001 (raised again in the thread that waits for the layer)
-                    error = exc
-            fill.part_done(error)
+
+def _read_all(work: _Work, reader: Reader) -> None:
+    """What each thread of a `DiskFiller` runs; it does not refer to the filler."""
+    while (task := work.get()) is not None:
+        fill, piece, buffer = task
+        error: BaseException | None = None
+        if not fill.cancelled:
+            try:
+                read_piece(reader, piece, buffer)
+            except BaseException as exc:  # noqa: BLE001 (raised again in the thread that waits for the layer)
+                error = exc
+        fill.part_done(error)
+        del task, fill, piece, buffer, error  # an idle thread keeps no memory
+
+
+def _end_threads(work: _Work, num_threads: int) -> None:
+    for _ in range(num_threads):
+        work.put(None)
 
 
 def read_piece(reader: Reader, piece: Extent, buffer: HostBuffer) -> None:
