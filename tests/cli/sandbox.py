@@ -130,7 +130,7 @@ def _write_gguf(source: Path, file: Path) -> None:
 
 
 def _write_head(source: Path, folder: Path) -> None:
-    from ..offspec.model.head_twins import EAGLE_CONFIG, eagle_tensors, write_folder
+    from ..offspec.model.heads.head_twins import EAGLE_CONFIG, eagle_tensors, write_folder
 
     write_folder(folder, EAGLE_CONFIG, eagle_tensors(3))
 

@@ -22,7 +22,7 @@ from offspec.scheduler.shared_pass import SharedPass
 from ..pair import Pair, build_pair
 from ..refusals import refused
 from ..scheduler.fakes import few
-from .model.head_twins import EAGLE_CONFIG, MEDUSA_CONFIG, eagle_tensors, medusa_tensors, write_folder
+from .model.heads.head_twins import EAGLE_CONFIG, MEDUSA_CONFIG, eagle_tensors, medusa_tensors, write_folder
 
 PLAIN = SpeculationParams(budget=0)
 PROMPTS = (

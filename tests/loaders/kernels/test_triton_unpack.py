@@ -15,9 +15,9 @@ from offspec.loaders.formats.bf16_bits import group_rows, pack, unpack
 from offspec.loaders.formats.grouped import GroupedMatrix
 from offspec.loaders.formats.on_gpu import FasterWay, gguf_kernels, triton_kernels
 
+from ..formats.test_formats import bound
+from ..formats.test_grouped import FORMS, opened, random_matrix
 from ..gguf_samples import same_bits
-from ..test_formats import bound
-from ..test_grouped import FORMS, opened, random_matrix
 from .interpreted import forget, interpreted
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from offspec.drafts.head_draft import HeadDraft
 from offspec.errors import UsageError
 
 from ...pair import Pair, build_pair
-from ..model.head_twins import (
+from ..model.heads.head_twins import (
     EAGLE_CONFIG,
     HYDRA_CONFIG,
     HYDRA_PREFIX_CONFIG,

@@ -33,7 +33,7 @@ from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.products import KERNEL, ProductCosts, num_lanes
 from offspec.loaders.product_costs import of_no_file
 
-from ..refusals import refused
+from ...refusals import refused
 from .test_formats import bound, equal, read_raw, without
 
 oracle = pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which writes the checkpoints")

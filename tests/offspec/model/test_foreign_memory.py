@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ..pair import VOCAB_SIZE, build_pair
+from ...pair import VOCAB_SIZE, build_pair
 
 NUM_LAYERS = 12
 CONFIG = {

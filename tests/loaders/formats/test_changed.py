@@ -19,8 +19,8 @@ from offspec.loaders.placement import Limits, Placement, Slots
 from offspec.loaders.safetensors_folder import read_header
 from offspec.loaders.tiers import StoredLayer, StoredModel, TieredWeights, TierOptions
 
-from ..refusals import refused
-from .gguf_samples import info_of, oracle, random_blocks, same_bits
+from ...refusals import refused
+from ..gguf_samples import info_of, oracle, random_blocks, same_bits
 
 CPU = torch.device("cpu")
 HEADS, HEAD_DIM, COLUMNS = 3, 8, 256

@@ -23,7 +23,7 @@ from offspec.loaders.formats import StoredWeight, blank_tensors, dense, formats_
 from offspec.loaders.formats.grouped import GroupedMatrix
 from offspec.loaders.measure import measure_dequantise
 
-from ..refusals import refused
+from ...refusals import refused
 from .test_formats import bound, equal, noise, read_raw, without
 
 Tensors = dict[str, Tensor]

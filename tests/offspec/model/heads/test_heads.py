@@ -29,8 +29,8 @@ from offspec.planning.plan import all_resident
 from offspec.scheduler.tree import TokenTree
 from offspec.scheduler.verify import TargetPass, Verdict
 
-from ...fakes import CPU
-from ...pair import build_pair
+from ....fakes import CPU
+from ....pair import build_pair
 from .head_twins import (
     CLOVER2_CONFIG,
     EAGLE_CONFIG,

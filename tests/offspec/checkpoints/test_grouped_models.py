@@ -29,9 +29,9 @@ from offspec.model.decoder import CachedDecoder
 from offspec.planning.plan import Plan, all_resident
 from offspec.planning.probe import plan_here
 
-from ..loaders.test_grouped import Quantised, said_by
-from ..pair import Pair, build_pair, variant
-from ..refusals import refused
+from ...loaders.formats.test_grouped import Quantised, said_by
+from ...pair import Pair, build_pair, variant
+from ...refusals import refused
 
 CPU = torch.device("cpu")
 NO_NODES = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), bool)

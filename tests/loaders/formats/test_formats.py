@@ -26,7 +26,7 @@ from offspec.loaders.formats.process_state import FusedRows, bitsandbytes_functi
 from offspec.loaders.formats.quant_state import BLOCKSIZES
 from offspec.loaders.safetensors_folder import read_header
 
-from ..refusals import refused, tells
+from ...refusals import refused, tells
 
 Tensors = dict[str, Tensor]
 KINDS = [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False)]  # quant_type, nested
@@ -160,7 +160,7 @@ def tiny_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from ..fakes import FAMILIES, config_json
+    from ...fakes import FAMILIES, config_json
 
     disable_progress_bar()
     # Two layers alike would not show whether their parts are mixed up, so the sizes are odd and all differ.

@@ -20,9 +20,9 @@ from offspec import Engine, loading
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError
 
-from ..loaders.test_compressed_tensors import Case, calibrated, floats, integers
-from ..pair import Pair, build_pair, variant
-from ..refusals import refused
+from ...loaders.formats.test_compressed_tensors import Case, calibrated, floats, integers
+from ...pair import Pair, build_pair, variant
+from ...refusals import refused
 from .test_grouped_models import PLAIN, RATES, TREES, logits, offspec, streamed, texts
 
 transformers = pytest.importorskip("transformers")

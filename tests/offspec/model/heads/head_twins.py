@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offspec.model.decoder import Decoder
 
-from ...pair import CONFIG
+from ....pair import CONFIG
 
 EAGLE_CONFIG = {
     "architectures": ["LlamaForCausalLMEagle3"],

@@ -30,8 +30,8 @@ from offspec.model.decoder import Decoder
 from offspec.model.foreign import ForeignDecoder
 from offspec.planning.plan import Work, all_resident
 
-from ..pair import VOCAB_SIZE, Pair, build_pair, variant
-from ..refusals import check_message, refused, tells
+from ...pair import VOCAB_SIZE, Pair, build_pair, variant
+from ...refusals import check_message, refused, tells
 
 CPU = torch.device("cpu")
 PROMPT = [5, 9, 33, 70, 71, 72, 40, 41, 9, 33, 70, 71, 72, 40, 41, 9, 33]

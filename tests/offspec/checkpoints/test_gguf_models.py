@@ -21,11 +21,11 @@ from offspec.loaders.gguf_file import read_model
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.plan import all_resident
 
-from .. import fakes
-from ..fakes import VOCAB_SIZE, Family, TinyModel, build
-from ..gguf_models import write_model
-from ..llama_cpp import LlamaCpp
-from ..refusals import refused
+from ... import fakes
+from ...fakes import VOCAB_SIZE, Family, TinyModel, build
+from ...gguf_models import write_model
+from ...llama_cpp import LlamaCpp
+from ...refusals import refused
 
 GetModel = Callable[[str], TinyModel]
 CPU = torch.device("cpu")

@@ -34,7 +34,7 @@ from offspec.loaders.kernels.row_product import RowProduct
 from offspec.loaders.kernels.unpack import Unpacker
 from offspec.loaders.product_costs import sample
 
-from ..refusals import refused
+from ...refusals import refused
 
 needs_kernels = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
 LANES = [pytest.param(8, marks=needs_kernels), pytest.param(16, marks=needs_kernels)]

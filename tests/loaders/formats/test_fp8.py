@@ -21,7 +21,7 @@ from offspec.loaders.formats import StoredWeight, dense, formats_in, linear, sto
 from offspec.loaders.formats.products import KERNEL, ProductCosts, num_lanes
 from offspec.loaders.formats.scaled import WORTH_COMPILING
 
-from ..refusals import refused
+from ...refusals import refused
 from .test_formats import bound, without
 
 Tensors = dict[str, Tensor]

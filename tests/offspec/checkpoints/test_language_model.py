@@ -22,9 +22,9 @@ from offspec.loaders.params import ConvertParams
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.plan import all_resident
 
-from ..fakes import CPU, FAMILIES, Family, TinyModel, config_json, randomise
-from ..refusals import refused, tells
-from .model.test_decoder import NO_NODES, assert_close, chain_logits, random_tokens
+from ...fakes import CPU, FAMILIES, Family, TinyModel, config_json, randomise
+from ...refusals import refused, tells
+from ..model.test_decoder import NO_NODES, assert_close, chain_logits, random_tokens
 
 VISION = {
     "hidden_size": 32,

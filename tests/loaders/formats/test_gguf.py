@@ -18,8 +18,8 @@ from offspec.loaders.formats.gguf_blocks import GRID_TYPES, HALVES, check_grid
 from offspec.loaders.gguf_types import GGUF_TYPES
 from offspec.loaders.weights import RamWeights
 
-from ..refusals import refused
-from .gguf_samples import NAMES, edge_blocks, info_of, matrix_of, oracle, random_blocks, same_bits
+from ...refusals import refused
+from ..gguf_samples import NAMES, edge_blocks, info_of, matrix_of, oracle, random_blocks, same_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
