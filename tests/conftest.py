@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from . import smollm2 as real_model
+from .leftovers import ProcessState
 from .llama_cpp import LlamaCpp, running
 
 if TYPE_CHECKING:
@@ -50,6 +52,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _module_leaves_nothing() -> Iterator[None]:
+    """Fails the last test of a module whose fixtures leave something in the process."""
+    before = ProcessState.now()
+    yield
+    assert before.leftovers(None) == [], "left by this module's fixtures"
+
+
+@pytest.fixture(autouse=True)
+def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing: None) -> Iterator[None]:
+    """Fails a test that leaves something in the process; random numbers do not depend on earlier tests."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+    before = ProcessState.now()
+    yield
+    folder = request.node.funcargs.get("tmp_path")
+    assert before.leftovers(folder) == [], "left by this test"
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,141 @@
+"""What a test leaves in its process: threads, open files, child processes, and settings of the whole process.
+
+`conftest.py` compares a `ProcessState` before and after each test, and before and after each module's fixtures. So the
+test that leaves something fails by its own name, not a later one that finds it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WAIT_S = 20.0  # for threads and processes that were told to end
+# Threads that stay until the process ends, by the beginning of their names: kernels without OpenMP, and libraries' own.
+LASTING_THREADS = ("kernel_", "ray_", "tqdm")
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+CURRENT_TEST = "PYTEST_CURRENT_TEST"  # pytest's own variable
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """threads: running ones. processes: ids of children. settings: process-wide values by name."""
+
+    threads: frozenset[threading.Thread]
+    processes: frozenset[int]
+    settings: dict[str, object]
+
+    @classmethod
+    def now(cls) -> ProcessState:
+        return cls(_threads(), _children(), dict(_settings()))
+
+    def leftovers(self, files_below: Path | None) -> list[str]:
+        """What was not there in this state; [] if nothing is left. files_below: a folder whose files must be closed.
+
+        What nobody refers to any more is not a leftover, so a collection of garbage comes first. Threads and processes
+        get time to end.
+        """
+        if not self._differs(files_below):
+            return []
+        gc.collect()
+        for thread in _threads() - self.threads:
+            thread.join(WAIT_S)
+        for pid in _children() - self.processes:
+            _wait(lambda pid=pid: pid not in _children())  # type: ignore[misc]
+        return list(self._found(files_below))
+
+    def _differs(self, files_below: Path | None) -> bool:
+        return next(self._found(files_below), None) is not None
+
+    def _found(self, files_below: Path | None) -> Iterator[str]:
+        yield from (f"thread {thread.name!r}" for thread in _threads() - self.threads)
+        yield from (f"process {_command(pid)}" for pid in _children() - self.processes)
+        yield from (f"open file {path}" for path in _open_files(files_below))
+        for name, value in _settings():
+            before = self.settings.get(name, value)  # a module that the test imported had no value before
+            if value != before:
+                yield f"{name}: {_difference(before, value)}"
+
+
+def _threads() -> frozenset[threading.Thread]:
+    return frozenset(thread for thread in threading.enumerate() if not thread.name.startswith(LASTING_THREADS))
+
+
+def _children() -> frozenset[int]:
+    """Ids of the children of this process, without the one that renders chat templates for all texts."""
+    found = set[int]()
+    try:
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/children") as file:
+                found.update(map(int, file.read().split()))
+    except OSError:  # another system, or a thread that ended meanwhile
+        return frozenset()
+    if (module := sys.modules.get("offspec.text.chat_template")) and (worker := module.WORKER._process):
+        found.discard(worker.pid)
+    return frozenset(pid for pid in found if "resource_tracker" not in _command(pid))
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return str(pid)
+
+
+def _open_files(folder: Path | None) -> Iterator[str]:
+    """Files below `folder` that this process holds open; none where the system does not tell."""
+    if folder is None or not os.path.isdir("/proc/self/fd"):
+        return
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:  # the one that listed the folder
+            continue
+        if path.startswith(f"{folder}{os.sep}"):
+            yield path
+
+
+def _settings() -> Iterator[tuple[str, object]]:
+    yield "environment", {name: value for name, value in os.environ.items() if name != CURRENT_TEST}
+    yield "working directory", os.getcwd()
+    yield "sys.path", list(sys.path)
+    yield "signal handlers", {number.name: signal.getsignal(number) for number in SIGNALS}
+    yield "disabled logging", logging.root.manager.disable
+    if torch := sys.modules.get("torch"):
+        yield "torch's default dtype", torch.get_default_dtype()
+        yield "torch's threads", torch.get_num_threads()
+        yield "torch's gradients", torch.is_grad_enabled()
+        yield "torch's deterministic algorithms", torch.are_deterministic_algorithms_enabled()
+        yield "cuDNN's attention", torch.backends.cuda.cudnn_sdp_enabled()
+    if module := sys.modules.get("offspec.loaders.formats.process_state"):
+        yield "measured rows of fused products", dict(module.FUSED_ROWS._rows)
+    if module := sys.modules.get("offspec.loaders.formats.products"):
+        yield "measured costs of products", dict(module.COSTS._known)
+        yield "forced way of products", module.COSTS.forced
+
+
+def _difference(before: Any, after: Any) -> str:
+    if isinstance(before, dict) and isinstance(after, dict):
+        changed = sorted(
+            str(key) for key in before.keys() | after.keys() if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+        )
+        return f"changed {', '.join(changed)}"
+    return f"was {before}, is {after}"
+
+
+_ABSENT = object()
+
+
+def _wait(is_over: Callable[[], bool]) -> None:
+    waiting = threading.Event()
+    for _ in range(int(WAIT_S / 0.05)):
+        if is_over():
+            return
+        waiting.wait(0.05)
