@@ -36,14 +36,31 @@ _CACHE = tempfile.mkdtemp(prefix="offspec-test-cache-")
 os.environ["XDG_CACHE_HOME"] = _CACHE
 
 
+NIGHTLY = "--nightly"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(NIGHTLY, action="store_true", help="also run the tests marked nightly, and more random examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from .examples import configure
+
+    configure(is_nightly=config.getoption(NIGHTLY))
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(_CACHE, ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no process of xdist runs long after the others have ended."""
-    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
-    items.sort(key=lambda item: item.path not in slow)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked nightly, unless `--nightly` asks for them."""
+    if config.getoption(NIGHTLY):
+        return
+    left_out = [item for item in items if item.get_closest_marker("nightly") is not None]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("nightly") is None]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

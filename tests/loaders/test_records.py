@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.loaders.checkpoint import DTYPE_BYTES, TensorInfo
@@ -12,6 +12,7 @@ from offspec.loaders.readers import BLOCK_BYTES, READ_BYTES, HostBuffer
 from offspec.loaders.records import ALIGNMENT, MAX_GAP_BYTES, Record
 from offspec.loaders.stream import read_record
 
+from ..examples import examples
 from .fakes import FakeReader
 
 FILES = [Path("one"), Path("two")]
@@ -36,7 +37,7 @@ def layouts(draw: st.DrawFn) -> tuple[dict[Path, bytes], list[TensorInfo]]:
 
 
 @given(layouts())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_a_record_holds_every_tensor_s_bytes(layout: tuple[dict[Path, bytes], list[TensorInfo]]) -> None:
     files, infos = layout
     record = Record.of(infos)
@@ -53,7 +54,7 @@ def test_a_record_holds_every_tensor_s_bytes(layout: tuple[dict[Path, bytes], li
 
 
 @given(layouts())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_shifted_as_much_as_can_be_lies_where_products_want_it(
     layout: tuple[dict[Path, bytes], list[TensorInfo]],
 ) -> None:
@@ -71,7 +72,7 @@ def test_shifted_as_much_as_can_be_lies_where_products_want_it(
 
 
 @given(layouts())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_reads_are_aligned_unless_the_file_is_not(layout: tuple[dict[Path, bytes], list[TensorInfo]]) -> None:
     files, infos = layout
     loose = {(i.path, i.offset) for i in infos if i.offset % DTYPE_BYTES[i.dtype]}

@@ -14,7 +14,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import errors as hub_errors
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load as load_reference
 from safetensors.torch import save, save_file
@@ -26,6 +26,7 @@ from offspec.loaders.hub import resolve
 from offspec.loaders.safetensors_folder import read_header
 from offspec.loaders.tiers import StoredModel
 
+from ..examples import examples
 from ..refusals import refused
 
 Json = dict[str, Any]
@@ -475,7 +476,7 @@ def test_the_whole_file_loads() -> None:
     assert_loads_like_the_reference_or_is_refused(WHOLE)
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@examples(300)
 @given(
     edits=st.lists(st.tuples(st.integers(0, HEADER_END - 1), st.sampled_from(PLAUSIBLE)), min_size=1, max_size=4),
 )
@@ -506,7 +507,7 @@ def lying_headers(draw: st.DrawFn) -> bytes:
     return json.dumps(header).encode()
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@examples(300)
 @given(header=lying_headers())
 def test_lying_headers(header: bytes) -> None:
     assert_loads_like_the_reference_or_is_refused(struct.pack("<Q", len(header)) + header + WHOLE[HEADER_END:])

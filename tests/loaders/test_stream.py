@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.errors import CheckpointError
@@ -16,6 +16,7 @@ from offspec.loaders.readers import READ_BYTES, HostBuffer
 from offspec.loaders.records import Record
 from offspec.loaders.stream import DiskFiller, HostSlot, PlainStream, Ring
 
+from ..examples import examples
 from ..refusals import refused
 from .fakes import FakeReader
 
@@ -69,7 +70,7 @@ def test_layers_come_in_order_pass_after_pass(setup: Setup) -> None:
 
 
 @given(st.lists(st.integers(0, 4), max_size=30), st.integers(2, 7))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_any_order_of_asking_gives_the_right_bytes(asked: list[int], num_slots: int) -> None:
     setup = Setup(num_slots=num_slots)
     assert [setup.take(layer) for layer in asked] == [setup.expected(layer) for layer in asked]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec import Engine, SamplingParams, SpeculationParams
@@ -33,9 +33,9 @@ from offspec.scheduler.tree import ROOT, TokenTree, trimmed
 from offspec.scheduler.verify import TargetPass, Verdict
 from offspec.text.tokenizer import Tokenizer
 
+from ..examples import examples
 from ..pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, variant
 from ..scheduler.fakes import (
-    EXAMPLES,
     VirtualClock,
     assert_well_formed,
     build_tree,
@@ -299,7 +299,7 @@ def make(get_models: GetModels) -> Callable[..., CheckedDrafter]:
     return made
 
 
-@settings(max_examples=20, **EXAMPLES)
+@examples(20)
 @given(rounds_ahead=st.sampled_from([0, 1, 4]), **SETTINGS)
 def test_caches_are_those_of_a_fresh_prefill(
     make: Callable[..., CheckedDrafter], prompt: list[int], rounds_ahead: int, **drawn: Any
@@ -311,7 +311,7 @@ def test_caches_are_those_of_a_fresh_prefill(
     assert [*prompt, *said][: len(truth)] == truth
 
 
-@settings(max_examples=60, **EXAMPLES)
+@examples(60)
 @given(seed=st.integers(0, 2**32), **SETTINGS)
 def test_caches_are_those_of_a_fresh_prefill_whatever_the_verdict(
     make: Callable[..., CheckedDrafter], prompt: list[int], seed: int, **drawn: Any

@@ -8,11 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -29,13 +27,13 @@ from offspec.scheduler.tree import ROOT, BoolArray, FloatArray, IntArray, TokenT
 from offspec.scheduler.verify import TargetPass, TargetStates, exact_walk
 from offspec.scheduler.vocabulary import Vocabulary
 
+from ..examples import examples
+
 TokenPath = tuple[int, ...]
 Rule = Callable[[TokenPath], FloatArray]
 
-# The machine may be busy, so no deadlines; the same examples every time, so that a failure is a change of the code.
-EXAMPLES: dict[str, Any] = {"deadline": None, "derandomize": True}
-few = settings(max_examples=40, **EXAMPLES)
-many = settings(max_examples=100, **EXAMPLES)
+few = examples(40)
+many = examples(100)
 
 # ------------------------------------------------------------------------------------------------ models
 

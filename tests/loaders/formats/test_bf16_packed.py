@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,6 +34,7 @@ from offspec.loaders.kernels.row_product import RowProduct
 from offspec.loaders.kernels.unpack import Unpacker
 from offspec.loaders.product_costs import sample
 
+from ...examples import examples
 from ...refusals import refused
 
 needs_kernels = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
@@ -121,7 +122,7 @@ def adversarial(draw: st.DrawFn) -> Tensor:
 
 
 @given(adversarial())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_adversarial_matrices(matrix: Tensor) -> None:
     bits = pack(matrix)
     if bits is not None:

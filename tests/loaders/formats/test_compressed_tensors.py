@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,6 +33,7 @@ from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.products import KERNEL, ProductCosts, num_lanes
 from offspec.loaders.product_costs import of_no_file
 
+from ...examples import examples
 from ...refusals import refused
 from .test_formats import bound, equal, read_raw, without
 
@@ -478,7 +479,7 @@ SETTINGS = ("num_bits", "type", "strategy", "group_size", "block_structure", "sy
         st.sampled_from(("format", "config_groups", "sparsity_config", "ignore", "quant_method")), JSON
     ),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_any_config(weights: Json | None, whole: Json, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Either it says what these tensors are, or it is refused."""
     tensors, expected = compressed(noise(40, 96), case := CASES["w4a16"])

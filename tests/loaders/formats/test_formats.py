@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -26,6 +26,7 @@ from offspec.loaders.formats.process_state import FusedRows, bitsandbytes_functi
 from offspec.loaders.formats.quant_state import BLOCKSIZES
 from offspec.loaders.safetensors_folder import read_header
 
+from ...examples import examples
 from ...refusals import refused, tells
 
 Tensors = dict[str, Tensor]
@@ -598,7 +599,7 @@ def test_a_file_that_shrank_since(tmp_path: Path) -> None:
 @given(
     state=st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists), data=st.data()
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_no_quant_state_is_a_traceback(
     state: Any, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,6 +21,7 @@ from offspec.loaders.formats import StoredWeight, dense, formats_in, linear, sto
 from offspec.loaders.formats.products import KERNEL, ProductCosts, num_lanes
 from offspec.loaders.formats.scaled import WORTH_COMPILING
 
+from ...examples import examples
 from ...refusals import refused
 from .test_formats import bound, without
 
@@ -88,7 +89,7 @@ def assert_right(weight: StoredWeight, expected: Tensor) -> None:
     kept=st.sampled_from((torch.float32, torch.bfloat16, EXPONENTS)),
     has_nan=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_blocks(
     shape: tuple[int, int],
     block: tuple[int, int],

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.errors import CheckpointError
 from offspec.loaders.formats.gguf_blocks import UNPACK
 from offspec.loaders.formats.gguf_pack import PACK, TILE, TYPES, GgufPacker, pack_rows
 from offspec.loaders.kernels.group_quantising import can_run
+
+from ...examples import examples
 
 # Relative root mean square errors on normally distributed weights, a little above what was measured.
 MOST_ERROR = {"Q4_K": 0.076, "Q4_1": 0.077, "Q3_K": 0.150, "Q2_K": 0.280}
@@ -64,7 +66,7 @@ def test_a_row_is_packed_alike_in_every_matrix(name: str) -> None:
 
 @pytest.mark.parametrize("name", PACK)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_numbers_stay_within_a_step_of_the_weights(name: str, data: st.DataObject) -> None:
     """Outliers, one sign, constants: whatever the weights, decoded numbers are finite and near them."""
     numbers = st.sampled_from([0.0, 1e-6, -1e-6, 0.01, -0.02, 0.5, -3.0, 40.0, -41.0, 1000.0])

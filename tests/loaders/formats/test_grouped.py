@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,6 +23,7 @@ from offspec.loaders.formats import StoredWeight, blank_tensors, dense, formats_
 from offspec.loaders.formats.grouped import GroupedMatrix
 from offspec.loaders.measure import measure_dequantise
 
+from ...examples import examples
 from ...refusals import refused
 from .test_formats import bound, equal, noise, read_raw, without
 
@@ -140,7 +141,7 @@ def layouts(draw: st.DrawFn) -> tuple[str, int, int, int]:
 
 
 @given(layout=layouts(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_dequantised_as_the_formats_say(
     layout: tuple[str, int, int, int], seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

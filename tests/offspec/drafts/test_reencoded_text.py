@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,10 +18,11 @@ from offspec.scheduler.tree import ROOT
 from offspec.text.reencoding import FIRST_SPECIAL
 from offspec.text.tokenizer import Tokenizer
 
+from ...examples import examples
 from ...scheduler.fakes import RuleModel, random_rule
 from ...vocabularies import backends, write
 
-few = settings(max_examples=60, deadline=None, derandomize=True)
+few = examples(60)
 NAMES = ["code", "prose", "spaces", "words"]
 PLAIN = SpeculationParams(budget=0)
 NONE = np.empty(0, dtype=np.int64)

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.model.attention import KeyPart, Visibility, attend, attend_by_parts
 from offspec.process import disable_cudnn_attention
+
+from ...examples import examples
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def passes(draw: st.DrawFn) -> Pass:
 
 
 @given(passes(), st.data())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@examples(300)
 def test_mask_is_the_ancestor_relation(p: Pass, data: st.DataObject) -> None:
     num_rows = len(p.key_positions) - p.start
     first = data.draw(st.integers(0, num_rows - 1), label="first")
@@ -80,7 +82,7 @@ def test_mask_is_the_ancestor_relation(p: Pass, data: st.DataObject) -> None:
 
 
 @given(passes(), st.integers(1, 5), st.data())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@examples(300)
 def test_ranges_are_the_mask_in_parts(p: Pass, most: int, data: st.DataObject) -> None:
     """Each visible key is in one part, and only visible ones are without a mask."""
     num_rows = len(p.key_positions) - p.start

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError
 from offspec.model.block import layer_shapes
 from offspec.model.config import ModelConfig, read_config
 
+from ...examples import examples
 from ...fakes import FAMILIES, config_json, in_old_layout
 from ...refusals import refused
 
@@ -353,7 +354,7 @@ PARAMETERS = ("rope_theta", "rope_type", "type", "factor", "low_freq_factor", "h
 
 
 @given(st.data())
-@settings(max_examples=500, deadline=None, derandomize=True)
+@examples(500)
 def test_whatever_stands_there_gives_a_config_or_one_line(data: st.DataObject) -> None:
     config = dict(data.draw(st.sampled_from([config_json(family) for family in FAMILIES.values()])))
     scaling = {"rope_type": data.draw(st.sampled_from(["default", "linear", "llama3", "yarn"])), "factor": 2.0}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from offspec.background import in_background
 from offspec.model.cuda_graphs import WIDTHS, CudaRecorder, StaticText, TreeGraphs, Work, as_it_is, is_static
 from offspec.model.decoder import CachedDecoder, Decoder, random_decoder
 
+from ...examples import examples
 from ...fakes import VOCAB_SIZE, TinyModel
 from .test_decoder import NO_NODES, Tree, assert_holds, random_tokens
 
@@ -105,7 +106,7 @@ def live(twins: Twins, life: list[tuple[str, list[int]]]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(life=lives())
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(20)
 def test_static_rounds_give_the_logits_of_plain_ones(
     tiny_model: GetModel, family: str, life: list[tuple[str, list[int]]]
 ) -> None:
@@ -359,7 +360,7 @@ def test_a_captured_round_equals_the_same_launched_one_by_one(
 
 @pytest.mark.gpu
 @given(life=lives())
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(20)
 def test_captured_rounds_give_the_logits_of_plain_ones(tiny_model: GetModel, life: list[tuple[str, list[int]]]) -> None:
     decoder = cuda_decoder(tiny_model, torch.float32)
     live(Twins(TreeGraphs(decoder, 400).text(400), CachedDecoder(decoder)), life)

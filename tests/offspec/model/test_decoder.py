@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,6 +28,7 @@ from offspec.model.decoder import CachedDecoder, Decoder, TextRows, check_tensor
 from offspec.model.rope import RotaryEmbedding, rotation
 from offspec.scheduler.tree import TokenTree
 
+from ...examples import examples
 from ...fakes import FAMILIES, VOCAB_SIZE, TinyModel, config_json
 from ...refusals import refused
 
@@ -300,7 +301,7 @@ def expected_logits(decoder: Decoder, text: list[int], tree: Tree) -> Tensor:
 
 @pytest.mark.parametrize("family", TREE_FAMILIES)
 @given(steps=st.lists(passes(), min_size=1, max_size=3))
-@settings(max_examples=50, deadline=None, derandomize=True)
+@examples(50)
 def test_a_node_of_a_tree_is_the_end_of_a_plain_chain(tiny_model: GetModel, family: str, steps: list[Pass]) -> None:
     decoder = tiny_model(family).decoder()
     text, tokens = CachedDecoder(decoder), []

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec import Engine, SamplingParams, SpeculationParams, Step
@@ -37,9 +37,10 @@ from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan
 from offspec.text.tokenizer import Tokenizer
 
+from ...examples import examples
 from ...pair import build_pair
 from ...refusals import refused
-from ...scheduler.fakes import EXAMPLES, build_tree, sampling_params
+from ...scheduler.fakes import build_tree, sampling_params
 
 CPU = torch.device("cpu")
 NUM_LAYERS, TOLERANCE = 4, 1e-5
@@ -93,7 +94,7 @@ def says(
     return [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
 
 
-@settings(max_examples=40, **EXAMPLES)
+@examples(40)
 @given(
     params=sampling_params(),
     num_first=st.integers(1, NUM_LAYERS - 1),

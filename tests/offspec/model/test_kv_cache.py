@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.model.kv_cache import KVCache, KVLayout, plain_layers
+
+from ...examples import examples
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 3, 4
 Entry = tuple[float, int]  # the number that fills its keys (its values: the negative), and its position
@@ -45,7 +47,7 @@ def check(cache: KVCache, committed: list[Entry], pending: list[Entry]) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 def test_holds_what_a_plain_list_would(data: st.DataObject) -> None:
     cache = new_cache()
     committed: list[Entry] = []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from offspec.model.early_exit import EarlyExit, shared_text
 from offspec.model.kv_cache import KVCache, KVLayout, LayerCache, MakeLayerCaches, PlainLayers, plain_layers
 from offspec.model.kv_formats import EIGHT_BIT, FOUR_BIT, KV_FORMATS, PLAIN, Coding, KVFormat
 
+from ...examples import examples
 from ...fakes import FAMILIES, TinyModel, config_json
 from .kv_formats import fp32_layers, int8_layers
 from .test_decoder import NO_NODES, TREE_FAMILIES, Tree, random_tokens
@@ -192,7 +193,7 @@ def test_long_texts_are_attended_to_by_parts(tiny_model: GetModel, most: int, mo
     st.integers(0, 2**31),
     st.sampled_from([1e-30, 1e-6, 1.0, 1e4, 1e7]),
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 def test_packing_rounds_each_entry_by_itself(coding: Coding, head_dim: int, seed: int, size: float) -> None:
     numbers = size * torch.randn(3, 2, head_dim, generator=torch.Generator().manual_seed(seed))
     numbers[0, 0] += 5 * size

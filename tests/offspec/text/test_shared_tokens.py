@@ -6,7 +6,7 @@ from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -17,10 +17,11 @@ from offspec.text.shared_tokens import SharedTokens
 from offspec.text.token_bytes import token_bytes
 from offspec.text.tokenizer import Tokenizer
 
+from ...examples import examples
 from ...refusals import refused
 from ...vocabularies import EOS, TURN, backends, byte_level, write
 
-few = settings(max_examples=40, deadline=None, derandomize=True)
+few = examples(40)
 NAMES = ["code", "prose", "spaces", "words"]
 PAIRS = list(permutations(NAMES, 2))
 TEXTS = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
@@ -16,6 +16,7 @@ from offspec.errors import TokenizerError
 from offspec.session import Turn, encode_turns
 from offspec.text.tokenizer import Tokenizer
 
+from ...examples import examples
 from ...refusals import refused
 from .test_tokenizer import CHATML, llama2_backend, llama3_backend, reference, trained_byte_level, write_folder
 
@@ -152,7 +153,7 @@ HARMLESS = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(contents=st.lists(HARMLESS, min_size=3, max_size=3))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 def test_messages_without_special_tokens_get_the_ids_of_transformers(
     kind: str, contents: list[str], loaded: dict[str, tuple[Tokenizer, Any]]
 ) -> None:
@@ -166,7 +167,7 @@ def test_messages_without_special_tokens_get_the_ids_of_transformers(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 def test_messages_make_no_special_tokens(
     kind: str, data: st.DataObject, loaded: dict[str, tuple[Tokenizer, Any]]
 ) -> None:

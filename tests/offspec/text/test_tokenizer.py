@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -22,6 +22,7 @@ from offspec.errors import ContextLengthError, TokenizerError, UsageError, Vocab
 from offspec.text.text_stream import TextStream
 from offspec.text.tokenizer import Tokenizer, check_vocabularies
 
+from ...examples import examples
 from ...refusals import refused
 
 CORPUS = ["the cat sat on the mat, the dog on the log. ", "def area(x):\n    return x * x\n", "naïve café 日本 😀 "] * 4
@@ -596,7 +597,7 @@ def decode_each(data: bytes) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(data=st.data(), text=st.text(max_size=30))
 def test_streamed_text_is_the_decoded_text(
     kind: str, data: st.DataObject, text: str, loaded: dict[str, Tokenizer]
@@ -609,7 +610,7 @@ def test_streamed_text_is_the_decoded_text(
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen"])
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_byte_level_decoding_is_the_library_s(kind: str, data: st.DataObject, loaded: dict[str, Tokenizer]) -> None:
     ids = data.draw(ids_of(kind))
@@ -617,7 +618,7 @@ def test_byte_level_decoding_is_the_library_s(kind: str, data: st.DataObject, lo
     assert loaded[kind].decode(ids) == backend.decode(ids)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @example(ids=[282, 3 + 0x80, 277], skip=True)  # the vocabulary's own U+FFFD, a bad byte, a word
 @example(ids=[3 + 0xC2, 3 + 0xC2, 3 + 0xA2, 277], skip=True)  # one byte is bad and the next begins a character
 @given(ids=ids_of("llama2"), skip=st.booleans())
@@ -627,7 +628,7 @@ def test_byte_fallback_spoils_only_bad_bytes(ids: list[int], skip: bool, loaded:
     assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(text=st.text(max_size=30))
 def test_decoding_valid_text_is_the_library_s(text: str, loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded["llama2"]
@@ -636,7 +637,7 @@ def test_decoding_valid_text_is_the_library_s(text: str, loaded: dict[str, Token
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(text=st.text(st.characters(exclude_characters=REPLACEMENT, exclude_categories=["Cs"]), max_size=30))
 def test_half_characters_are_never_shown_nor_whole_ones_held(
     kind: str, text: str, loaded: dict[str, Tokenizer]
@@ -650,7 +651,7 @@ def test_half_characters_are_never_shown_nor_whole_ones_held(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(data=st.data())
 def test_stop_strings_cut_the_text_wherever_tokens_end(
     kind: str, data: st.DataObject, loaded: dict[str, Tokenizer]
