@@ -76,7 +76,8 @@ def _module_leaves_nothing() -> Iterator[None]:
     """Fails the last test of a module whose fixtures leave something in the process."""
     before = ProcessState.now()
     yield
-    assert before.leftovers(None) == [], "left by this module's fixtures"
+    if left := before.leftovers(None):
+        pytest.fail(f"left by this module's fixtures: {'; '.join(left)}", pytrace=False)
 
 
 @pytest.fixture(autouse=True)
@@ -86,8 +87,8 @@ def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing:
         torch.manual_seed(0)
     before = ProcessState.now()
     yield
-    folder = request.node.funcargs.get("tmp_path")
-    assert before.leftovers(folder) == [], "left by this test"
+    if left := before.leftovers(request.node.funcargs.get("tmp_path")):
+        pytest.fail(f"left by this test: {'; '.join(left)}", pytrace=False)
 
 
 @pytest.fixture(scope="session")

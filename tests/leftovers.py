@@ -24,6 +24,9 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 CURRENT_TEST = "PYTEST_CURRENT_TEST"  # pytest's own variable
 
 
+_reported: set[object] = set()  # threads and process ids that a test has failed for; no later test fails for them
+
+
 @dataclass(frozen=True)
 class ProcessState:
     """threads: running ones. processes: ids of children. settings: process-wide values by name."""
@@ -49,7 +52,23 @@ class ProcessState:
             thread.join(WAIT_S)
         for pid in _children() - self.processes:
             _wait(lambda pid=pid: pid not in _children())  # type: ignore[misc]
-        return list(self._found(files_below))
+        found = list(self._found(files_below))
+        _reported.update(_threads() - self.threads, _children() - self.processes)
+        self._restore()
+        return found
+
+    def _restore(self) -> None:
+        """Set the environment, the working directory and torch back, so that no later test fails for them."""
+        environment = self.settings["environment"]
+        assert isinstance(environment, dict)
+        for name in os.environ.keys() - environment.keys() - {CURRENT_TEST}:
+            del os.environ[name]
+        os.environ.update(environment)
+        os.chdir(str(self.settings["working directory"]))
+        if (torch := sys.modules.get("torch")) and "torch's threads" in self.settings:
+            torch.set_default_dtype(self.settings["torch's default dtype"])
+            torch.set_num_threads(self.settings["torch's threads"])
+            torch.set_grad_enabled(self.settings["torch's gradients"])
 
     def _differs(self, files_below: Path | None) -> bool:
         return next(self._found(files_below), None) is not None
@@ -65,7 +84,8 @@ class ProcessState:
 
 
 def _threads() -> frozenset[threading.Thread]:
-    return frozenset(thread for thread in threading.enumerate() if not thread.name.startswith(LASTING_THREADS))
+    running = (thread for thread in threading.enumerate() if not thread.name.startswith(LASTING_THREADS))
+    return frozenset(thread for thread in running if thread not in _reported)
 
 
 def _children() -> frozenset[int]:
@@ -79,7 +99,7 @@ def _children() -> frozenset[int]:
         return frozenset()
     if (module := sys.modules.get("offspec.text.chat_template")) and (worker := module.WORKER._process):
         found.discard(worker.pid)
-    return frozenset(pid for pid in found if "resource_tracker" not in _command(pid))
+    return frozenset(pid for pid in found - _reported if "resource_tracker" not in _command(pid))
 
 
 def _command(pid: int) -> str:
