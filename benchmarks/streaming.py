@@ -265,7 +265,7 @@ def memory_group(limit: int) -> Iterator[Path | None]:
 def drop_page_cache() -> None:
     try:
         os.sync()
-        Path("/proc/sys/vm/drop_caches").write_text("3")
+        Path("/proc/sys/vm/drop_caches").write_text("3", encoding="utf-8")
     except OSError as exc:
         print(f"cannot drop the page cache ({exc.strerror}); reads bypass it anyway", file=sys.stderr)
 

@@ -111,7 +111,7 @@ def _seconds(ways: Ways) -> dict[str, float]:
 def _processor() -> str:
     """The CPU's name on Linux."""
     info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.is_file() else None
+    found = re.search(r"model name\s*: (.+)", info.read_text(encoding="utf-8")) if info.is_file() else None
     return found[1] if found else "a CPU without a name"
 
 

@@ -183,7 +183,7 @@ def _read(cell: Cell, result: Path, log: str, *, is_limited: bool) -> None:
     if cell.status != "ok":
         cell.error = _why(cell, log)
         return
-    said = json.loads(result.read_text())
+    said = json.loads(result.read_text(encoding="utf-8"))
     peak = said.pop("peak_rss_bytes")
     if not is_limited:
         cell.peak_bytes = cell.peak_anonymous_bytes = peak

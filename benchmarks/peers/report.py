@@ -154,7 +154,7 @@ def machine() -> dict[str, Any]:
 
 def _cpuinfo() -> list[str]:
     file = Path("/proc/cpuinfo")
-    return file.read_text().splitlines() if file.exists() else []
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
 def terms(found: Sequence[Cell]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Result:
 
 def run(load: Callable[[Job], tuple[Generate, str]]) -> None:
     """`load` opens the model and tells the peer's version; what it returns is called with the prompt."""
-    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    job = Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     began = time.perf_counter()
     generate, version = load(job)
     result = Result(load_s=time.perf_counter() - began, load_read_bytes=disk_bytes(), version=version)
@@ -71,14 +71,14 @@ def run(load: Callable[[Job], tuple[Generate, str]]) -> None:
     result.num_passes = num_passes or len(result.arrivals)
     result.read_bytes = disk_bytes() - result.load_read_bytes
     result.peak_rss_bytes = peak_rss_bytes()
-    Path(sys.argv[2]).write_text(json.dumps(asdict(result)))
+    Path(sys.argv[2]).write_text(json.dumps(asdict(result)), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # some peers leave threads that keep the process, or take it down with a signal
 
 
 def peak_rss_bytes() -> int:
     """VmHWM of proc_pid_status(5): getrusage(2) would count what the parent held before execve(2) as well."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
@@ -86,5 +86,5 @@ def disk_bytes() -> int:
     """Bytes that this process has had read from disks (proc_pid_io(5)): page cache hits do not count,
     page faults do.
     """
-    lines = Path("/proc/self/io").read_text().splitlines()
+    lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
