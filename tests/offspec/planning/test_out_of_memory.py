@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,23 +22,33 @@ from offspec.model.kv_cache import KVCache
 
 from ...refusals import refused, tells
 
+pytestmark = pytest.mark.slow
+
 TOLD = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.65 GiB\nSee documentation"
-PARAMS = SamplingParams(24, temperature=1.0, seed=5, ignore_eos=True)
+PARAMS = SamplingParams(16, temperature=1.0, seed=1, ignore_eos=True)
+SPECULATION = SpeculationParams(budget=8)  # three passes at least: a budget that is found goes by the clock
 
 
 def load() -> Engine:
     return Engine.load("builtin", device="cpu", context=512)
 
 
-def says(engine: Engine, params: SamplingParams = PARAMS) -> list[int]:
-    """In three passes at least: a budget that is found goes by the clock, and may have them all in one."""
-    steps = engine.generate("def area(", params, SpeculationParams(budget=8))
+def says(engine: Engine) -> list[int]:
+    steps = engine.generate("def area(", PARAMS, SPECULATION)
     return [token for step in steps for token in step.token_ids]
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
-    return says(load())
+    with load() as engine:
+        return says(engine)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with load() as engine:
+        assert num_resident(engine) == 8
+        yield engine
 
 
 def num_resident(engine: Engine) -> int:
@@ -78,119 +88,104 @@ def test_loading_is_tried_again_with_fewer_residents(
 
     monkeypatch.setattr(loading, "load_weights", watched)
     scarce(owner, "load_weights" if owner is loading else "load_decoder", {1})
-    engine = load()
-    assert num_resident(engine) < 8
-    assert engine.plan is not None
-    assert placed[-1].resident == engine.plan.placement.resident
-    (note,) = [note for note in engine.notes if "out of memory" in note.text]
-    assert note.advice
-    assert tells(note.text, "CUDA out of memory", num_resident(engine), 8, "layers")
-    assert says(engine) == expected
-    engine.close()
+    with load() as engine:
+        assert num_resident(engine) < 8
+        assert engine.plan is not None
+        assert placed[-1].resident == engine.plan.placement.resident
+        (note,) = [note for note in engine.notes if "out of memory" in note.text]
+        assert note.advice
+        assert tells(note.text, "CUDA out of memory", num_resident(engine), 8, "layers")
+        assert says(engine) == expected
 
 
-def test_a_pass_is_tried_again_with_fewer_residents(scarce: Callable[..., Scarce], expected: list[int]) -> None:
-    engine = load()
-    assert num_resident(engine) == 8
+def test_a_pass_is_tried_again_with_fewer_residents(
+    engine: Engine, scarce: Callable[..., Scarce], expected: list[int]
+) -> None:
     scarce(request, "score_together", {3})
     assert says(engine) == expected
     assert num_resident(engine) < 8
     assert says(engine) == expected
-    engine.close()
 
 
 def test_caches_of_another_text_outlive_running_out_of_memory(
-    scarce: Callable[..., Scarce], expected: list[int]
+    engine: Engine, scarce: Callable[..., Scarce], expected: list[int]
 ) -> None:
-    engine = load()
     caches = engine.new_caches()
-    first = [token for step in engine.generate("def area(", PARAMS, caches=caches) for token in step.token_ids]
+    first = [
+        token for step in engine.generate("def area(", PARAMS, SPECULATION, caches=caches) for token in step.token_ids
+    ]
     scarce(request, "score_together", {1})
     assert says(engine) == expected
-    steps = list(engine.generate("def area(", PARAMS, caches=caches))
+    steps = list(engine.generate("def area(", PARAMS, SPECULATION, caches=caches))
     assert first == [token for step in steps for token in step.token_ids] == expected
     assert steps[-1].stats.num_prefilled_tokens == 1
-    engine.close()
 
 
 @pytest.mark.parametrize("failing", range(1, 5), ids=["target, empty", "draft, empty", "target", "draft"])
 def test_caches_that_do_not_fit_are_made_with_fewer_residents(
-    scarce: Callable[..., Scarce], failing: int, expected: list[int]
+    engine: Engine, scarce: Callable[..., Scarce], failing: int, expected: list[int]
 ) -> None:
     """They are the largest of what is taken after loading."""
-    engine = load()
     scarce(KVCache, "reserve", {failing})
     assert says(engine) == expected
     assert num_resident(engine) < 8
     scarce(KVCache, "reserve", {failing})
     with refused(MemoryLimitError, "cpu", "out of memory", "`context`"):
         says(engine)
-    engine.close()
 
 
 def test_memory_runs_out_for_what_is_kept_from_request_to_request(
-    scarce: Callable[..., Scarce], expected: list[int]
+    engine: Engine, scarce: Callable[..., Scarce], expected: list[int]
 ) -> None:
-    engine = load()
     scarce(model_draft, "CachedDecoder", {2})
     caches = engine.new_caches(100, 64)
     assert num_resident(engine) < 8
-    steps = engine.generate("def area(", PARAMS, caches=caches)
+    steps = engine.generate("def area(", PARAMS, SPECULATION, caches=caches)
     assert [token for step in steps for token in step.token_ids] == expected
-    engine.close()
 
 
-def test_running_out_again_is_explained(scarce: Callable[..., Scarce]) -> None:
+def test_running_out_again_is_explained(engine: Engine, scarce: Callable[..., Scarce]) -> None:
     """First there is too little for a pass, then for the new caches."""
-    engine = load()
     scarce(request, "score_together", {2})
     scarce(KVCache, "reserve", {5})
     with refused(MemoryLimitError, "cpu", "out of memory", "`context`"):
         says(engine)
-    engine.close()
 
 
-def test_counters_go_on_after_running_out_of_memory(scarce: Callable[..., Scarce]) -> None:
-    engine = load()
-    num_passes = [step.stats.num_passes for step in engine.generate("def area(", PARAMS)]
+def test_counters_go_on_after_running_out_of_memory(engine: Engine, scarce: Callable[..., Scarce]) -> None:
+    num_passes = [step.stats.num_passes for step in engine.generate("def area(", PARAMS, SPECULATION)]
     scarce(request, "score_together", {2})
-    steps = list(engine.generate("def area(", PARAMS))
+    steps = list(engine.generate("def area(", PARAMS, SPECULATION))
     assert [step.stats.num_passes for step in steps] == list(range(1, len(steps) + 1))
     assert len(num_passes) > 2
     assert steps[-1].stats.stream_bytes_per_pass > 0
-    engine.close()
 
 
-def test_running_out_twice_in_one_request_is_explained(scarce: Callable[..., Scarce]) -> None:
-    engine = load()
+def test_running_out_twice_in_one_request_is_explained(engine: Engine, scarce: Callable[..., Scarce]) -> None:
     scarce(request, "score_together", {2, 3})
     with refused(MemoryLimitError, "cpu", "planned", "CUDA out of memory", "`ram`", "`context`"):
         says(engine)
-    engine.close()
 
 
 def test_what_ran_out_while_loading_does_not_count_afterwards(
     scarce: Callable[..., Scarce], expected: list[int]
 ) -> None:
     scarce(loading, "load_weights", {1})
-    engine = load()
-    before = num_resident(engine)
-    assert before < 8
-    scarce(request, "score_together", {2})
-    assert says(engine) == expected
-    assert num_resident(engine) < before
-    engine.close()
+    with load() as engine:
+        before = num_resident(engine)
+        assert before < 8
+        scarce(request, "score_together", {2})
+        assert says(engine) == expected
+        assert num_resident(engine) < before
 
 
-def test_a_target_that_could_not_be_loaded_again_says_so(scarce: Callable[..., Scarce]) -> None:
-    engine = load()
+def test_a_target_that_could_not_be_loaded_again_says_so(engine: Engine, scarce: Callable[..., Scarce]) -> None:
     scarce(request, "score_together", {1})
     scarce(loading, "load_weights", {1, 2})
     with refused(MemoryLimitError, "cpu", "out of memory", "fewer resident layers"):
         says(engine)
     with refused(MemoryLimitError, "no longer in memory"):
         says(engine)
-    engine.close()
 
 
 def test_loading_that_fails_twice_is_explained(scarce: Callable[..., Scarce]) -> None:
@@ -199,18 +194,15 @@ def test_loading_that_fails_twice_is_explained(scarce: Callable[..., Scarce]) ->
         load()
 
 
-def test_an_engine_of_given_decoders_cannot_load_again(scarce: Callable[..., Scarce]) -> None:
-    engine = load()
+def test_an_engine_of_given_decoders_cannot_load_again(engine: Engine, scarce: Callable[..., Scarce]) -> None:
     given = Engine(LoadedTarget(engine.target), engine.tokenizer)
     scarce(request, "score_together", {1})
     with refused(MemoryLimitError, "cpu", "CUDA out of memory"):
         says(given)
-    engine.close()
 
 
-def test_weights_that_cannot_be_loaded_again_say_so_each_time() -> None:
+def test_weights_that_cannot_be_loaded_again_say_so_each_time(engine: Engine) -> None:
     """`--draft self`: nothing was given up, so no message says that it was tried with fewer layers."""
-    engine = load()
     assert engine.plan is not None
     memory = PlannedMemory(engine.plan, engine.target.device, [], lambda plan: pytest.fail("nothing is loaded"))
     memory.settle(can_reduce=False)
@@ -219,16 +211,14 @@ def test_weights_that_cannot_be_loaded_again_say_so_each_time() -> None:
             memory.reduce_residents(told)
         assert "fewer" not in str(caught.value)
     assert memory.plan is engine.plan
-    engine.close()
 
 
 def test_engines_that_share_a_target_follow_it_when_it_is_loaded_again(
-    scarce: Callable[..., Scarce], expected: list[int]
+    engine: Engine, scarce: Callable[..., Scarce], expected: list[int]
 ) -> None:
     """Also a request that is under way, and whichever of them runs out of memory."""
-    engine = load()
     twin = engine.with_draft(NoDraft())
-    steps = engine.generate("def area(", PARAMS)
+    steps = engine.generate("def area(", PARAMS, SPECULATION)
     found = next(steps).token_ids
     scarce(request, "score_together", {2})
     assert says(twin) == expected
@@ -236,7 +226,6 @@ def test_engines_that_share_a_target_follow_it_when_it_is_loaded_again(
     assert found + [token for step in steps for token in step.token_ids] == expected
     assert says(engine) == says(twin) == expected
     assert twin.learnt.costs.target.seconds(np.array([1])) > 0
-    engine.close()
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU
@@ -276,7 +265,7 @@ def test_what_is_allowed_is_not_exceeded(expected: list[int]) -> None:
     engine = on_gpu(allowed)
     try:
         assert num_resident(engine) < 8
-        steps = list(engine.generate("def area(", PARAMS))
+        steps = list(engine.generate("def area(", PARAMS, SPECULATION))
         assert [token for step in steps for token in step.token_ids] == expected
         assert 0 < steps[-1].stats.peak_device_bytes <= before + allowed
         with pytest.raises(torch.OutOfMemoryError):

@@ -357,6 +357,7 @@ def test_where_ram_is_small_too_both_hold_entries(large: Path) -> None:
     assert made.placement.ram_bytes <= 32 * GIB
 
 
+@pytest.mark.slow
 def test_plans_tell_the_context_from_which_entries_lie_in_ram(large: Path) -> None:
     limits = Limits(22 * GIB, 64 * GIB)
     first = plan(large, "nf4", limits).first_context_with_entries_in_ram()
@@ -486,6 +487,7 @@ def test_weights_that_are_not_all_there_are_sized_by_the_config_and_damaged_ones
     assert len(told) == 3
 
 
+@pytest.mark.slow
 def test_a_forecast_for_a_card_that_is_not_here(large: Path) -> None:
     forecast = make_forecast(
         LoadOptions(str(large), draft="none", ram=64 * GIB), Assumptions("RTX 4090", "nf4", 7e9), widths=(1, 256)
@@ -503,6 +505,7 @@ def test_a_forecast_for_a_card_that_is_not_here(large: Path) -> None:
     assert forecast.plan.predict_pass_s(slower, 1) > 1.5 * told["pass_s"][1]
 
 
+@pytest.mark.slow
 def test_the_least_memory_that_works_goes_without_the_embedding_in_memory(large: Path) -> None:
     for tenths in range(20, 200):
         try:
