@@ -9,8 +9,9 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from offspec.loaders import small_transfers
 from offspec.model import cuda_graphs as graphs
@@ -69,17 +69,37 @@ def held(value: Any) -> Any:
     return value.held if isinstance(value, Pretended) else value
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those among an operation's arguments, lists and tuples of which may be nested."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """An operation's arguments or results, each of them changed."""
+    return type(value)(mapped(change, each) for each in value) if type(value) in (list, tuple) else change(value)
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether it consists of other operations, on every device."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return key in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """As CUDA's kernel would do it, or refuse to."""
-    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+    tensors = list(tensors_in((args, *kwargs.values())))
     there = [value for value in tensors if isinstance(value, Pretended)]
     wanted = kwargs.get("device")
     goes_there = torch.device(wanted).type == "cuda" if wanted is not None else bool(there)
     if there:
-        with Pretence():
-            out = func.decompose(*args, **kwargs)  # in inference mode torch leaves it to us
-        if out is not NotImplemented:
-            return out
+        if is_composite(func):  # in inference mode torch leaves it to us
+            with Pretence():
+                return func.decompose(*args, **kwargs)
         strangers = [value for value in tensors if not isinstance(value, Pretended) and value.dim()]
         may_mix = func in BETWEEN or (func in INDEXING and isinstance(args[0], Pretended))
         if strangers and not may_mix:
@@ -96,7 +116,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kwargs.pop("pin_memory", None)
     if str(func) == "bitsandbytes.dequantize_4bit.out":  # which there is for CUDA only
         return dequantise(*args, **kwargs)
-    out = func(*tree_map(held, args), **tree_map(held, kwargs))
+    out = func(*mapped(held, args), **{name: mapped(held, value) for name, value in kwargs.items()})
     known = {id(value.held): value for value in there}  # what is written to is given back itself
 
     def wrap(value: Any) -> Any:
@@ -106,7 +126,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return known[id(value)]
         return Pretended(value) if goes_there else value
 
-    return tree_map(wrap, out)
+    return mapped(wrap, out)
 
 
 def dequantise(
