@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -45,17 +46,23 @@ from ..refusals import refused, tells
 CPU = torch.device("cpu")
 PROMPT = "def area("
 PLAIN = SpeculationParams(budget=0)
-SCORINGS: tuple[Scoring, ...] = ("coupled", "specexec")
+GUESSING: tuple[tuple[int, Scoring], ...] = ((1, "coupled"), (64, "coupled"), (24, "specexec"))
+NUM_TOKENS = 20
 SAMPLING = {
-    "greedy": SamplingParams(40, seed=0),
-    "penalty": SamplingParams(40, repetition_penalty=1.4, seed=1),
+    "greedy": SamplingParams(NUM_TOKENS, seed=0),
+    "penalty": SamplingParams(NUM_TOKENS, repetition_penalty=1.4, seed=1),
     "penalties of the answer": SamplingParams(
-        40, frequency_penalty=0.9, presence_penalty=-0.4, logit_bias=((5, 3.0), (9, -50.0)), temperature=0.5, seed=1
+        NUM_TOKENS,
+        frequency_penalty=0.9,
+        presence_penalty=-0.4,
+        logit_bias=((5, 3.0), (9, -50.0)),
+        temperature=0.5,
+        seed=1,
     ),
-    "warm": SamplingParams(40, temperature=0.6, seed=2),
-    "top-p": SamplingParams(40, temperature=1.0, top_p=0.9, seed=3),
+    "warm": SamplingParams(NUM_TOKENS, temperature=0.6, seed=2),
+    "top-p": SamplingParams(NUM_TOKENS, temperature=1.0, top_p=0.9, seed=3),
     "everything": SamplingParams(
-        40, temperature=1.3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=0.8, seed=4, ignore_eos=True
+        NUM_TOKENS, temperature=1.3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=0.8, seed=4, ignore_eos=True
     ),
 }
 
@@ -70,8 +77,9 @@ def load(target: Path, draft: Path | None = None, device: str = "cpu", dtype: st
 
 
 @pytest.fixture(scope="module")
-def engine(pair: Pair) -> Engine:
-    return load(pair.target, pair.draft)
+def engine(pair: Pair) -> Iterator[Engine]:
+    with load(pair.target, pair.draft) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +92,12 @@ def engines(engine: Engine) -> dict[str, Engine]:
         "random": engine.with_draft(ModelDraft(noise, "random")),
         "none": engine.with_draft(NoDraft()),
     }
+
+
+@pytest.fixture(scope="module")
+def plain_of(engines: dict[str, Engine]) -> Callable[[str], list[Step]]:
+    """Plain decoding's steps for a name in SAMPLING."""
+    return cache(lambda name: steps(engines["none"], params=SAMPLING[name], speculation=PLAIN))
 
 
 def steps(
@@ -113,44 +127,48 @@ def text(found: Sequence[Step]) -> str:
 # ------------------------------------------------------------------------------------------------ the text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["own", "itself", "random"])
 @pytest.mark.parametrize("name", SAMPLING)
-def test_text_does_not_depend_on_guesses(name: str, draft: str, engines: dict[str, Engine]) -> None:
-    params = SAMPLING[name]
-    plain = steps(engines["none"], params=params, speculation=PLAIN)
+def test_text_does_not_depend_on_guesses(
+    name: str, draft: str, engines: dict[str, Engine], plain_of: Callable[[str], list[Step]]
+) -> None:
+    params, plain = SAMPLING[name], plain_of(name)
     assert plain[-1].stats.tokens_per_pass == 1
-    for budget, scoring in product((1, 6, 64), SCORINGS):
+    for budget, scoring in GUESSING:
         speculation = SpeculationParams(budget=budget, scoring=scoring)
         guessed = steps(engines[draft], params=params, speculation=speculation)
         assert ids(guessed) == ids(plain), speculation
         assert (text(guessed), guessed[-1].finish_reason) == (text(plain), plain[-1].finish_reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["own", "random"])
 @pytest.mark.parametrize("name", ["greedy", "everything"])
 def test_text_does_not_depend_on_what_lives_on_or_is_drafted_beside(
-    name: str, draft: str, engines: dict[str, Engine]
+    name: str, draft: str, engines: dict[str, Engine], plain_of: Callable[[str], list[Step]]
 ) -> None:
-    params = SAMPLING[name]
-    plain = ids(steps(engines["none"], params=params, speculation=PLAIN))
+    params, plain = SAMPLING[name], ids(plain_of(name))
     for reuse, overlap, budget in [(True, True, None), *product((True, False), (True, False), (6,))]:
         speculation = SpeculationParams(budget=budget, reuse=reuse, overlap=overlap)
         assert ids(steps(fresh(engines[draft]), params=params, speculation=speculation)) == plain, speculation
 
 
 @pytest.mark.parametrize("stopping", ["thompson", "thompson-calibrated"])
-def test_text_does_not_depend_on_when_drafting_stops(stopping: Stopping, engines: dict[str, Engine]) -> None:
-    params = SAMPLING["top-p"]
-    plain = ids(steps(engines["none"], params=params, speculation=PLAIN))
-    assert ids(steps(engines["own"], params=params, speculation=SpeculationParams(stopping=stopping))) == plain
+def test_text_does_not_depend_on_when_drafting_stops(
+    stopping: Stopping, engines: dict[str, Engine], plain_of: Callable[[str], list[Step]]
+) -> None:
+    speculation = SpeculationParams(stopping=stopping)
+    assert ids(steps(engines["own"], params=SAMPLING["top-p"], speculation=speculation)) == ids(plain_of("top-p"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["greedy", "everything"])
 def test_static_rounds_guess_the_same(name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: one cache for all requests, two of which may be under way at a time."""
     assert engine.draft.decoder is not None
     requests = [(PROMPT, SAMPLING[name]), ("for item in", replace(SAMPLING[name], seed=7))]
-    speculation = SpeculationParams(budget=40, overlap=False)
+    speculation = SpeculationParams(budget=24, overlap=False)
     plain, static = (engine.with_draft(ModelDraft(engine.draft.decoder, "own")) for _ in range(2))
     graphs = TreeGraphs(engine.draft.decoder, static.max_context + 1 + MAX_ROWS)
     monkeypatch.setattr(static.draft, "graphs", graphs)
@@ -186,6 +204,7 @@ def test_text_does_not_depend_on_guesses_under_a_sliding_window(
         assert ids(steps(engine, params=params)) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["greedy", "top-p"])
 def test_a_perfect_draft_is_believed(name: str, engines: dict[str, Engine]) -> None:
     speculation = SpeculationParams(budget=32)
@@ -294,14 +313,17 @@ def test_end_of_text(pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> 
         assert ids(steps(engine, max_new_tokens=40, ignore_eos=True)) == unbounded
 
 
-@pytest.mark.parametrize("draft", ["itself", "own", "none"])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["itself", "own"])
 def test_stop_texts_end_the_text_wherever_tokens_end(draft: str, engines: dict[str, Engine]) -> None:
-    whole = text(steps(engines["none"], max_new_tokens=30))
+    whole = text(steps(engines["none"], max_new_tokens=20))
     for first, length in product(range(3, len(whole) - 5, 5), (1, 2, 5)):
         stop = whole[first : first + length]
-        plain = steps(engines["none"], max_new_tokens=30, stop=(stop, "never said"), seed=0)
-        found = steps(engines[draft], max_new_tokens=30, stop=(stop, "never said"), seed=0)
-        assert (text(found), found[-1].finish_reason) == (whole[: whole.find(stop)], "stop")
+        plain, found = (
+            steps(engines[name], max_new_tokens=20, stop=(stop, "never said"), seed=0) for name in ("none", draft)
+        )
+        for each in (plain, found):
+            assert (text(each), each[-1].finish_reason) == (whole[: whole.find(stop)], "stop")
         assert ids(found) == ids(plain)
 
 
@@ -402,19 +424,20 @@ def drafts_beside(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor
     return scored
 
 
-def num_threads_of_ours() -> int:
-    return sum(thread.name == "offspec-draft" for thread in threading.enumerate())
+def of_drafting() -> set[threading.Thread]:
+    """Threads that draft, whoever started them."""
+    return {thread for thread in threading.enumerate() if thread.name == "offspec-draft"}
 
 
 def test_drafting_beside_the_pass_leaves_no_thread_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SAMPLING["top-p"]
     wanted = ids(steps(engine, params=params, speculation=PLAIN))
-    one = fresh(engine)
+    one, before = fresh(engine), of_drafting()
     scored = drafts_beside(monkeypatch, lambda logits: logits)
     under_way = one.generate(PROMPT, params, SpeculationParams(budget=8))
     next(under_way)
     assert scored.is_set()
-    assert num_threads_of_ours() == 0
+    assert of_drafting() == before
     under_way.close()
     monkeypatch.undo()
     assert ids(steps(one, params=params)) == wanted
@@ -436,7 +459,6 @@ def test_a_pass_that_fails_while_the_draft_is_at_work(
     monkeypatch.setattr(request, "score_together", failing)
     with pytest.raises(error):
         next(one.generate(PROMPT, params, SpeculationParams(budget=8)))
-    assert num_threads_of_ours() == 0
     monkeypatch.undo()
     assert ids(steps(one, params=params)) == wanted
 
@@ -446,7 +468,6 @@ def test_a_draft_that_fails_beside_the_pass_is_one_line(engine: Engine, monkeypa
     drafts_beside(monkeypatch, lambda logits: logits * float("nan"))
     with refused(NumericalError, "draft", "logits", "finite"):
         steps(one, speculation=SpeculationParams(budget=8))
-    assert num_threads_of_ours() == 0
     monkeypatch.undo()
     assert ids(steps(one)) == ids(steps(engine, speculation=PLAIN))
 
@@ -514,6 +535,7 @@ def test_a_draft_with_a_shorter_context(pair: Pair, engines: dict[str, Engine], 
     assert all(len(step.token_ids) == 1 for step in found[-39:])  # it has nothing to say there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [305, VOCAB_SIZE])
 def test_a_draft_with_less_padding(vocab_size: int, pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> None:
     draft = narrow(variant(pair.draft, tmp_path / "draft"), vocab_size)
