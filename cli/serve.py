@@ -8,8 +8,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -156,7 +156,7 @@ def command(
             sys.stdout.flush()
         tell = (lambda line: None) if quiet else _log
         service = Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, tell=tell)
-        with learning_kept(engine, written, quiet=quiet), closing(service):
+        with _sigterm_stops(), learning_kept(engine, written, quiet=quiet), closing(service):
             app = application(service, params, api_key, is_private=is_loopback(host), origins=cors)
             config = uvicorn.Config(
                 app,
@@ -169,10 +169,19 @@ def command(
             )
             logging.getLogger("asyncio").addFilter(Seldom())
             server = StoppableServer(config, service)
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn stops first, then raises the signal again
             server.run(sockets=[sock])
         if service.error is not None:
             raise service.error
+
+
+@contextmanager
+def _sigterm_stops() -> Iterator[None]:
+    """SIGTERM exits with 0 during the body. uvicorn stops the server first, then raises the signal again."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check_origins(origins: Sequence[str], api_key: str | None) -> None:
