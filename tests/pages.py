@@ -156,8 +156,3 @@ def commands() -> list[Command]:
     for command in found:
         firsts.setdefault((*command.environment, *command.words, command.stdin or ""), command)
     return list(firsts.values())
-
-
-def offspec_commands(*pages: str, others: bool = False) -> list[Command]:
-    """The calls of offspec on these pages, or on all others."""
-    return [found for found in commands() if found.program == "offspec" and (found.page in pages) is not others]

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import pytest
 
 from offspec.cli.main import run
 
+from ..offspec.conftest import _assumed_rates  # noqa: F401 (for engines of this process)
 from ..refusals import check_message
 
 if TYPE_CHECKING:
@@ -105,10 +106,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def engine(pair: Pair) -> Engine:
+def engine(pair: Pair) -> Iterator[Engine]:
     from offspec import Engine
 
-    return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
+    with Engine.load(str(pair.target), draft=str(pair.draft), device="cpu") as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -13,21 +13,24 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from offspec.loaders.hardware import Rates
+from offspec.training.skipping import SkipParams
+
 from ..pages import Command, commands
 from ..pair import SPECIALS, TEMPLATE, VOCAB_SIZE, build_pair
 from .conftest import Offspec, Result
 
-NUM_LAYERS = 10  # for exit layers after 8
+NUM_LAYERS = 10  # of models with exit layers after 8
 # Names in the pages → what lies there.
 MODELS = {
-    **dict.fromkeys(
-        ("Llama-3.1-70B-Instruct", "Llama-3.1-8B-Instruct", "Llama-3.1-8B", "layerskip-llama3-8B"), "target"
-    ),
+    **dict.fromkeys(("Llama-3.1-70B-Instruct", "Llama-3.1-8B-Instruct"), "target"),
+    **dict.fromkeys(("Llama-3.1-8B", "layerskip-llama3-8B"), "deep"),
     **dict.fromkeys(
         ("Qwen2.5-32B-Instruct", "Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "MODEL"), "target"
     ),
@@ -59,11 +62,14 @@ SETTINGS = {
     "VERIFY_SCORINGS": "coupled",
     "VERIFY_BUDGETS": "4",
     "REPEATS": "1",
+    "WARMUP": "0",
     "BENCH_BUDGETS": "4",
     "STEPS": "2",
     "NUM_TEXTS": "16",
     "TEXT_TOKENS": "8",
 }
+# What `plan` and `doctor` else measure for seconds.
+RATES = Rates(disk_bytes_per_s=2e9, matmul_flops={1: 1e10}, sources={"disk_bytes_per_s": "2 readers"})
 # A command, as it begins → what has to run before it.
 BEFORE = {
     "run builtin --draft self": ["distill", "builtin", "--exit-layer", "2"],
@@ -78,13 +84,18 @@ class Shelf:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pair = build_pair(folder, NUM_LAYERS, max_position_embeddings=32768)
+        self._pair = build_pair(folder, 4, max_position_embeddings=32768)
 
     def get(self, kind: str) -> Path:
         path = self._folder / kind
         if not path.exists():
             _MAKERS[kind](self._pair.target, path)
         return path
+
+
+def _build_deep(source: Path, folder: Path) -> None:
+    (pair := folder.with_suffix(".pair")).mkdir()
+    build_pair(pair, NUM_LAYERS, max_position_embeddings=32768).target.rename(folder)
 
 
 def _convert(source: Path, folder: Path) -> None:
@@ -149,6 +160,7 @@ def _write_falcon(source: Path, folder: Path) -> None:
 
 
 _MAKERS: dict[str, Callable[[Path, Path], None]] = {
+    "deep": _build_deep,
     "nf4": _convert,
     "packed": _pack_builtin_target,
     "gguf": _write_gguf,
@@ -170,6 +182,10 @@ class Sandbox:
             patch.setenv(f"XDG_{kind}_HOME", str(folder / kind.lower()))
         for name, content in FILES.items():
             (folder / name).write_text(content)
+        patch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: RATES)
+        patch.setattr("offspec.tools.diagnosis.measure_rates", lambda *_, **__: RATES)
+        patch.setattr("offspec.tools.diagnosis.measure_products", lambda dtype: ())
+        patch.setattr("offspec.training.skipping.SkipParams", partial(SkipParams, num_tokens=64, candidates=2))
 
     def run(self, command: Command) -> Result:
         args = [WORDS.get(word, word) for word in command.args]

@@ -1,0 +1,15 @@
+"""The calls of offspec in README and docs, as they stand there."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..pages import Command, commands
+from .sandbox import Sandbox, check_runs
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("learning_takes_no_time")
+@pytest.mark.parametrize("command", [found for found in commands() if found.program == "offspec"], ids=str)
+def test_commands_run(command: Command, sandbox: Sandbox) -> None:
+    check_runs(command, sandbox)
