@@ -43,8 +43,8 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Generator[Client, No
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=itemgetter("client"))
-def test_what_clients_send_is_served(recorded: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    client: Client = request.getfixturevalue("with_tools" if "tools" in recorded else "client")
+def test_what_clients_send_is_served(recorded: dict[str, Any], client: Client, with_tools: Client) -> None:
+    client = with_tools if "tools" in recorded else client
     path, body, is_chat = recorded["path"], recorded["body"], "messages" in recorded["body"]
     if body.get("stream"):
         events = client.stream(path, body)
