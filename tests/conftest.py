@@ -31,7 +31,7 @@ os.environ[real_model.FOUND] = str(real_model.smollm2_path())
 for _name in [name for name in os.environ if name.startswith("OFFSPEC_")]:
     del os.environ[_name]
 os.environ["OFFSPEC_CONFIG"] = ""
-# Nor what lies in his cache folder; each process of xdist has one of its own, and what a test starts inherits it.
+# Nor what lies in his cache folder. Each test has one of its own, below this one, which fixtures of modules use.
 _CACHE = tempfile.mkdtemp(prefix="offspec-test-cache-")
 os.environ["XDG_CACHE_HOME"] = _CACHE
 
@@ -78,6 +78,18 @@ def _module_leaves_nothing() -> Iterator[None]:
     yield
     if left := before.leftovers(None):
         pytest.fail(f"left by this module's fixtures: {'; '.join(left)}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(_test_leaves_nothing: None) -> Iterator[None]:
+    """An empty cache folder, unless a fixture of the module has set another."""
+    if os.environ["XDG_CACHE_HOME"] != _CACHE:
+        yield
+        return
+    os.environ["XDG_CACHE_HOME"] = folder = tempfile.mkdtemp(dir=_CACHE)
+    yield
+    os.environ["XDG_CACHE_HOME"] = _CACHE
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(autouse=True)

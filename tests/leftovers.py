@@ -21,7 +21,8 @@ WAIT_S = 20.0  # for threads and processes that were told to end
 # Threads that stay until the process ends, by the beginning of their names: kernels without OpenMP, and libraries' own.
 LASTING_THREADS = ("kernel_", "ray_", "tqdm")
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-CURRENT_TEST = "PYTEST_CURRENT_TEST"  # pytest's own variable
+# Variables that libraries set for good: pytest's own, and those of torch's compiler, which bitsandbytes imports.
+LASTING_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 
 
 _reported: set[object] = set()  # threads and process ids that a test has failed for; no later test fails for them
@@ -61,7 +62,7 @@ class ProcessState:
         """Set the environment, the working directory and torch back, so that no later test fails for them."""
         environment = self.settings["environment"]
         assert isinstance(environment, dict)
-        for name in os.environ.keys() - environment.keys() - {CURRENT_TEST}:
+        for name in os.environ.keys() - environment.keys() - LASTING_VARIABLES:
             del os.environ[name]
         os.environ.update(environment)
         os.chdir(str(self.settings["working directory"]))
@@ -123,7 +124,7 @@ def _open_files(folder: Path | None) -> Iterator[str]:
 
 
 def _settings() -> Iterator[tuple[str, object]]:
-    yield "environment", {name: value for name, value in os.environ.items() if name != CURRENT_TEST}
+    yield "environment", {name: value for name, value in os.environ.items() if name not in LASTING_VARIABLES}
     yield "working directory", os.getcwd()
     yield "sys.path", list(sys.path)
     yield "signal handlers", {number.name: signal.getsignal(number) for number in SIGNALS}
