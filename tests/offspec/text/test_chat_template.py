@@ -45,7 +45,7 @@ ENDLESS = {
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    made = Worker(deadline_s=1.0, most_bytes=2**28)
+    made = Worker(deadline_s=0.5, most_bytes=2**28)
     yield made
     made.close()
 
@@ -54,6 +54,7 @@ def ask(worker: Worker, source: str) -> dict[str, str]:
     return worker.ask({"source": source, "variables": {"messages": CHAT}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_does_not_end_is_ended(name: str, worker: Worker) -> None:
     try:

@@ -126,7 +126,7 @@ def test_masks_depend_on_the_tokens_alone(tokenizer: Tokenizer, name: str) -> No
     if form.style == "hermes":
         path = random_call(used, tokenizer, generator, [*path, *begun])
         assert used.mask([*path, 7]) is None
-    for end in generator.permutation(len(path) + 1).tolist()[:40]:
+    for end in generator.permutation(len(path) + 1).tolist()[:16]:
         fresh, cut = late(form, tokenizer), int(generator.integers(end + 1))
         for at in sorted(generator.integers(0, cut + 1, 3).tolist()):
             fresh.accept(path[:at][len(done) :] if (done := path[:0]) else [])
@@ -292,7 +292,8 @@ def likely(engine: Engine, text: str) -> tuple[tuple[int, float], ...]:
     return ((engine.encode(text)[0], 9.0),)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 def test_a_text_is_that_of_plain_decoding(engine: Engine, seed: int) -> None:
     settings: dict[str, Any] = {"temperature": 1.0, "seed": seed, "constraint": NUMBERED}
     params = SamplingParams(60, **settings, logit_bias=likely(engine, "("))

@@ -160,6 +160,7 @@ def test_shards_are_sorted_as_in_memory(
     np.testing.assert_array_equal(index.order, retrieval.build_index(np.array(index.tokens)).order)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full(tmp_path: Path, small_disk: Path, tokenizer: Tokenizer) -> None:
     """In the process of a user, as a mapped file without room would kill it."""
     (file := tmp_path / "long.txt").write_text(TEXT * 8000)
@@ -175,6 +176,7 @@ def test_a_disk_that_is_full(tmp_path: Path, small_disk: Path, tokenizer: Tokeni
     assert list((small_disk / "offspec" / "lookup").iterdir()) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_building_takes_no_more_memory_than_is_said(tmp_path: Path) -> None:
     (file := tmp_path / "long.txt").write_text(random_words(1_500_000))

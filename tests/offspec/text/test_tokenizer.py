@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from itertools import groupby
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from offspec.errors import ContextLengthError, TokenizerError, UsageError, VocabularyMismatchError
+from offspec.text import tokenizer as tokenizer_module
 from offspec.text.text_stream import TextStream
 from offspec.text.tokenizer import Tokenizer, check_vocabularies
 
@@ -400,19 +400,40 @@ def test_an_id_that_no_vocabulary_has_is_left_out(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == llama2_backend().get_vocab_size()
 
 
+class Counted:
+    """A backend that counts the calls that add tokens."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend, self.num_calls = backend, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_calls += name.startswith("add_")
+        return getattr(self._backend, name)
+
+
 @pytest.mark.parametrize("where", ["added", "vocabulary"])
-def test_many_added_tokens_take_no_time(where: str, tmp_path: Path) -> None:
-    """Adding one by one took minutes for so many: each looks through all that were added before."""
-    number, vocabulary = 40_000, {"a": 0, "b": 1}
+def test_many_tokens_are_added_in_one_call(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call looks through all that were added before: one by one, 40,000 take minutes."""
+    number, vocabulary, counted = 1000, {"a": 0, "b": 1}, list[Counted]()
     if where == "vocabulary":
         vocabulary |= {f"<t{i}>": 2 + i for i in range(number)}
+
+    def counting(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(backend: tokenizers.Tokenizer, *args: Any) -> Any:
+            counted.append(Counted(backend))
+            found = change(counted[-1], *args)
+            return backend if found is counted[-1] else found
+
+        return changed
+
+    for name in ("add_missing", "with_special"):
+        monkeypatch.setattr(tokenizer_module, name, counting(getattr(tokenizer_module, name)))
     decoder = {str(2 + i): {"content": f"<t{i}>", "special": True} for i in range(number)}
-    began = time.process_time()
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
     tokenizer = with_config(tmp_path, backend, added_tokens_decoder=decoder)
-    assert time.process_time() - began < 60
+    assert [each.num_calls for each in counted] == [1, 1]
     assert tokenizer.vocab_size == number + 2
-    assert tokenizer.encode("<t39999><t0>") == [number + 1, 2]
+    assert tokenizer.encode("<t999><t0>") == [number + 1, 2]
 
 
 def test_an_added_token_that_no_model_has_is_refused(tmp_path: Path) -> None:
@@ -516,7 +537,9 @@ def test_the_template_alone_writes_the_special_tokens(tmp_path: Path) -> None:
 
 
 def test_strftime_now_is_now(tmp_path: Path) -> None:
-    assert chat_tokenizer(tmp_path, TEMPLATES["date"]).render_chat(CHAT) == str(datetime.now().year)
+    years = [str(datetime.now().year)]
+    rendered = chat_tokenizer(tmp_path, TEMPLATES["date"]).render_chat(CHAT)
+    assert rendered in (*years, str(datetime.now().year))
 
 
 def test_of_several_templates_default_is_taken_and_the_jinja_file_wins(tmp_path: Path) -> None:
