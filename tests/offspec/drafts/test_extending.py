@@ -20,6 +20,7 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.base import Attach, Draft, DraftTask, OpenRequest
 from offspec.drafts.kinds import KINDS
 from offspec.drafts.learnt import EstimatesAndRecall
+from offspec.loaders.hardware import Rates
 from offspec.loaders.placement import Item, Placement
 from offspec.loading import LoadOptions
 from offspec.model.decoder import Decoder
@@ -104,10 +105,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(scope="module")
 def plain(pair: Pair) -> dict[SamplingParams, list[int]]:
     """What the target says without any draft: the prompt's tokens, and then its own."""
-    engine = load(pair, "none")
-    texts = {params: engine.encode(PROMPT) + ids_of(engine, params)[0] for params in (GREEDY, SAMPLED)}
-    engine.close()
-    return texts
+    with load(pair, "none") as engine:
+        return {params: engine.encode(PROMPT) + ids_of(engine, params)[0] for params in (GREEDY, SAMPLED)}
 
 
 @pytest.fixture
@@ -135,24 +134,23 @@ def ids_of(
 def test_the_text_is_plain_decodings(
     pair: Pair, plain: dict[SamplingParams, list[int]], params: SamplingParams
 ) -> None:
-    engine = load(pair, "table")
-    ids, num_passes = ids_of(engine, params)
-    ids_without, num_without = ids_of(engine, params, SpeculationParams(budget=0))
-    assert engine.draft_name == "table"
-    assert ids == ids_without == plain[params][-len(ids) :]
-    assert num_without == len(ids)
-    if params is GREEDY:  # what the table was made of
-        assert num_passes < len(ids)
-    engine.close()
+    with load(pair, "table") as engine:
+        ids, num_passes = ids_of(engine, params)
+        ids_without, num_without = ids_of(engine, params, SpeculationParams(budget=0))
+        assert engine.draft_name == "table"
+        assert ids == ids_without == plain[params][-len(ids) :]
+        assert num_without == len(ids)
+        if params is GREEDY:  # what the table was made of
+            assert num_passes < len(ids)
 
 
 @pytest.mark.usefixtures("_registered")
-def test_its_memory_is_planned() -> None:
+def test_its_memory_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the engine, and by `offspec plan`, which loads nothing."""
-    engine = Engine.load("builtin", draft="table", device="cpu", context=CONTEXT)
-    assert engine.plan is not None
-    table_bytes = 8 * engine.target.config.vocab_size
-    assert Item("successor table", on_device=table_bytes) in engine.plan.placement.items
-    engine.close()
+    with Engine.load("builtin", draft="table", device="cpu", context=CONTEXT) as engine:
+        assert engine.plan is not None
+        table_bytes = 8 * engine.target.config.vocab_size
+        assert Item("successor table", on_device=table_bytes) in engine.plan.placement.items
+    monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: Rates(matmul_flops={1: 1e10}))
     forecast = make_forecast(LoadOptions("builtin", draft="table", device="cpu", context=CONTEXT))
     assert ("successor table", 0, table_bytes) in forecast.rows()

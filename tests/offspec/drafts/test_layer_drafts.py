@@ -75,7 +75,7 @@ def opened(files: ModelFiles, draft: str, resident: tuple[int, ...] = RESIDENT) 
 
 
 def said(engine: Engine, temperature: float, budget: int | None, **more: bool) -> list[list[int]]:
-    params = SamplingParams(16, temperature=temperature, seed=3, ignore_eos=True)
+    params = SamplingParams(12, temperature=temperature, seed=3, ignore_eos=True)
     speculation = SpeculationParams(budget, **more)
     return [
         [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
@@ -83,12 +83,21 @@ def said(engine: Engine, temperature: float, budget: int | None, **more: bool) -
     ]
 
 
+@pytest.fixture(scope="module")
+def plain_texts(files: ModelFiles) -> dict[float, list[list[int]]]:
+    """Temperature → what plain decoding says."""
+    with opened(files, "resident") as engine:
+        return {temperature: said(engine, temperature, 0) for temperature in (0.0, 1.0)}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_text_is_plain_decodings(files: ModelFiles, kind: str, temperature: float) -> None:
+def test_the_text_is_plain_decodings(
+    files: ModelFiles, plain_texts: dict[float, list[list[int]]], kind: str, temperature: float
+) -> None:
+    plain = plain_texts[temperature]
     with opened(files, kind) as engine:
         assert isinstance(engine.draft, LayersOfTarget)
-        plain = said(engine, temperature, 0)
         assert said(engine, temperature, 16) == plain
         assert said(engine, temperature, 16, overlap=False, reuse=False) == plain
         assert said(engine, temperature, None, recall=False, recycling=True) == plain
@@ -102,14 +111,15 @@ def conversation(engine: Engine, temperature: float) -> list[tuple[list[int], li
         passes.append((tree.tokens.tolist(), tree.parents.tolist(), verdict.tokens))
 
     for prompt in (PROMPTS[2], PROMPTS[2] + "y = 2\n", PROMPTS[2][:6] + "z"):
-        params = SamplingParams(20, temperature=temperature, seed=5, ignore_eos=True)
+        params = SamplingParams(12, temperature=temperature, seed=5, ignore_eos=True)
         speculation = SpeculationParams(16, overlap=False)
         assert sum(1 for _ in engine.generate(prompt, params, speculation, caches=caches, observer=note)) > 1
     return passes
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [*((kind, 1.0) for kind in KINDS), ("shadow", 0.0), ("resident", 0.0)]
+)
 def test_trees_are_those_of_a_cache_of_its_own(
     files: ModelFiles, kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +152,7 @@ def test_a_long_prompt_is_left_to_the_target(
     assert chains == read
 
 
+@pytest.mark.slow
 def test_a_shadow_is_accepted_more_often_than_the_built_in_draft() -> None:
     """11 and 5 tokens per pass on the held-out prompts, whatever the CPU rounds."""
     passes = {}
@@ -207,13 +218,15 @@ def killed(files: ModelFiles, share: float) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-def test_killed_twice_it_is_resumed_to_the_same_bytes(
-    files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [(0.6,), pytest.param((0.3, 0.8), marks=pytest.mark.nightly)], ids=["once", "twice"])
+def test_killed_it_is_resumed_to_the_same_bytes(
+    shares: tuple[float, ...], files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In between nothing looks like a shadow."""
     make_shadow(files, 3, tmp_path / "whole")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for share in (0.3, 0.8):
+    for share in shares:
         killed(files, share)
         folder = shadow_folder(files, 3)
         assert any(folder.glob("*.safetensors*"))
