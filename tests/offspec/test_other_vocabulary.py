@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from offspec.session import Session
 from ..pair import Pair, build_pair, variant
 from ..refusals import refused, tells
 from ..vocabularies import EOS, backends
+from .test_smollm2 import loaded
 
 PROMPT = "def area("
 PLAIN = SpeculationParams(budget=0)
 SAMPLING = {
-    "greedy": SamplingParams(24, seed=0),
-    "warm": SamplingParams(24, temperature=1.0, seed=2, ignore_eos=True),
-    "everything": SamplingParams(24, temperature=1.3, top_k=40, top_p=0.95, repetition_penalty=0.8, seed=4),
+    "greedy": SamplingParams(16, seed=0),
+    "warm": SamplingParams(16, temperature=1.0, seed=2, ignore_eos=True),
+    "everything": SamplingParams(16, temperature=1.3, top_k=40, top_p=0.95, repetition_penalty=0.8, seed=4),
 }
 SPECULATION = {
     "auto": SpeculationParams(),
@@ -75,11 +77,14 @@ def load(pair: Pair, draft: Path | str, **options: Any) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def engines(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
+def engines(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
     root = tmp_path_factory.mktemp("drafts")
     drafts: dict[str, Path | str] = {"none": "none", "own": pair.draft, "reordered": reordered(pair, root / "order")}
     drafts |= {name: with_tokenizer(pair, root / name, name) for name in ("prose", "spaces")}
-    return {name: load(pair, draft) for name, draft in drafts.items()}
+    found = {name: load(pair, draft) for name, draft in drafts.items()}
+    yield found
+    for engine in found.values():
+        engine.close()
 
 
 def ids(engine: Engine, sampling: SamplingParams, speculation: SpeculationParams, **options: Any) -> list[int]:
@@ -92,6 +97,7 @@ def tokens_per_pass(engine: Engine, sampling: SamplingParams) -> float:
     return list(engine.generate(PROMPT, sampling, speculation))[-1].stats.tokens_per_pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["reordered", "prose", "spaces"])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_the_text_is_plain_decodings(draft: str, sampling: str, engines: dict[str, Engine]) -> None:
@@ -107,6 +113,7 @@ def test_a_draft_with_its_tokens_in_another_order_guesses_as_well(sampling: str,
     assert reordered > 0.8 * own  # what the random target says is not always encoded as it said it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["reordered", "spaces"])
 def test_rounds_of_static_shapes_serve_it_too(draft: str, engines: dict[str, Engine]) -> None:
     """As a GPU captures them."""
@@ -119,6 +126,7 @@ def test_rounds_of_static_shapes_serve_it_too(draft: str, engines: dict[str, Eng
         assert ids(fresh, sampling, SpeculationParams(budget=32, recycling=True)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["prose", "spaces"])
 def test_a_text_of_split_characters_is_plain_decodings(draft: str, engines: dict[str, Engine]) -> None:
     """The prompt ends inside a character."""
@@ -128,6 +136,7 @@ def test_a_text_of_split_characters_is_plain_decodings(draft: str, engines: dict
         assert ids(engines[draft], sampling, SpeculationParams(budget=32), prompt=prompt) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["reordered", "spaces"])
 def test_a_conversation_is_plain_decodings(draft: str, engines: dict[str, Engine]) -> None:
     """Turns go on from the caches, one is cut short, and one is taken back."""
@@ -148,6 +157,7 @@ def test_a_conversation_is_plain_decodings(draft: str, engines: dict[str, Engine
     assert found == replies(engines["none"], PLAIN)
 
 
+@pytest.mark.slow
 def test_caches_that_are_rewound_are_as_good_as_new(engines: dict[str, Engine]) -> None:
     engine, sampling = engines["reordered"], SAMPLING["greedy"]
     caches = engine.new_caches(64, 32)
@@ -188,13 +198,14 @@ def test_a_larger_draft_is_asked_where_layers_are_streamed_or_with_a_budget(pair
     assert ids(engine, sampling, SpeculationParams(budget=16, lookup=False)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["it drafts", "it is drafted for"])
 def test_a_real_models_text_is_plain_decodings(direction: str, smollm2: Path) -> None:
     """SmolLM2, of 49,152 tokens, and the built-in pair's models, of 4096."""
     models = ("builtin", str(smollm2)) if direction == "it drafts" else (str(smollm2), "builtin")
     prompt = "def mean(values):\n    return "
-    with Engine.load(models[0], draft=models[1], device="cpu", dtype="fp32", context=256) as engine:
-        for sampling in (SamplingParams(12), SamplingParams(8, temperature=1.0, seed=1)):
+    with loaded(*models, context=256) as engine:
+        for sampling in (SamplingParams(10), SamplingParams(8, temperature=1.0, seed=1)):
             expected = ids(engine, sampling, PLAIN, prompt=prompt)
             steps = list(engine.generate(prompt, sampling, SpeculationParams(budget=16, lookup=False)))
             assert [token for step in steps for token in step.token_ids] == expected

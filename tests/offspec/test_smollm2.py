@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from offspec import Engine, SamplingParams
+from offspec.cli.main import run
+from offspec.loaders.formats import products
+from offspec.planning import probe
+
+from .checkpoints.test_grouped_models import RATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+pytestmark = pytest.mark.slow
 MIB = 2**20
 NUM_TOKENS = 16
-PROMPTS = (
-    "What is the capital of France?",
+PROMPTS = ("What is the capital of France?", "def fibonacci(n):", "你好")
+MORE_PROMPTS = (
     "Write a haiku about the sea.",
     "Translate to German: good morning",
-    "def fibonacci(n):",
     "List three prime numbers.",
     "Who wrote Hamlet?",
     "Why is the sky blue?",
@@ -32,7 +36,6 @@ PROMPTS = (
     "Name a fruit that is yellow.",
     "Explain recursion in one sentence.",
     "Write a limerick about a cat 🐈.",
-    "你好",
     "What does HTTP stand for?",
     "Give me a recipe for pancakes.",
     "Continue: once upon a time",
@@ -44,24 +47,44 @@ PROMPTS = (
 )
 
 
+@contextmanager
+def kernels() -> Iterator[None]:
+    """Products in the one way that is fast without having measured which one is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "know_products", lambda *_: None)
+        patch.setattr(products.COSTS, "forced", products.KERNEL if products.num_lanes() else products.TORCH)
+        yield
+
+
+@contextmanager
+def loaded(target: str, draft: str, **options: Any) -> Iterator[Engine]:
+    with kernels(), Engine.load(target, draft=draft, device="cpu", dtype="fp32", **options) as engine:
+        yield engine
+
+
 @pytest.fixture(scope="module")
 def engine(smollm2: Path) -> Iterator[Engine]:
-    loaded = Engine.load(str(smollm2), draft="lookup", device="cpu", dtype="fp32", context=512)
-    yield loaded
-    loaded.close()
+    with loaded(str(smollm2), "lookup", context=512) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
 def reference(smollm2: Path) -> PreTrainedModel:
+    gguf = pytest.importorskip("gguf")
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):  # asked for the same thing many times
+            patch.setattr(gguf, name, cache(getattr(gguf, name)))
+        model = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32)
     return model.eval()
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize(
+    "prompt", [*PROMPTS, *(pytest.param(prompt, marks=pytest.mark.nightly) for prompt in MORE_PROMPTS)]
+)
 def test_greedy_text_equals_transformers(engine: Engine, reference: PreTrainedModel, prompt: str) -> None:
     ids = engine.tokenizer.encode_chat([{"role": "user", "content": prompt}])
     steps = engine.generate(ids, SamplingParams(NUM_TOKENS))
@@ -77,36 +100,29 @@ def test_greedy_text_equals_transformers(engine: Engine, reference: PreTrainedMo
     assert said == whole[len(ids) :]
 
 
-def offspec(*args: object) -> str:
-    command = [sys.executable, "-m", "offspec", *map(str, args)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, env=dict(os.environ)).stdout
-
-
-def test_streamed_it_says_the_same(engine: Engine, smollm2: Path) -> None:
+def test_streamed_it_says_the_same(
+    engine: Engine, smollm2: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With 48 MiB beside all that is no layer, some of which read ahead."""
-    common = ["--draft", "none", "--dtype", "fp32", "--context", 128, "-q", "--json"]
-    plan = json.loads(offspec("plan", smollm2, *common))
+    monkeypatch.setattr("sys.stdin", None)
+    monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: RATES)
+
+    def said_by(command: str, *args: object) -> Any:
+        common = ("--draft", "none", "--dtype", "fp32", "--context", 128, "-q", "--json")
+        code = run([str(arg) for arg in (command, smollm2, *args, *common)])
+        out, err = capsys.readouterr()
+        assert code == 0, err
+        return json.loads(out)
+
     rest = sum(
         row["ram_bytes"]
-        for row in plan["memory"]
+        for row in said_by("plan")["memory"]
         if not row["what"].startswith(("resident layers", "layers in RAM", "streaming buffers", "total"))
     )
     question = PROMPTS[0]
-    answer = json.loads(
-        offspec(
-            "run",
-            smollm2,
-            question,
-            *common,
-            "--ram",
-            f"{rest + 48 * MIB}B",
-            "--max-new-tokens",
-            12,
-            "--temperature",
-            0,
-        )
-    )
+    answer = said_by("run", question, "--ram", f"{rest + 48 * MIB}B", "--max-new-tokens", 8, "--temperature", 0)
     assert answer["stats"]["stream_bytes_per_pass"] > 0
     ids = engine.tokenizer.encode_chat([{"role": "user", "content": question}])
-    said = [token for step in engine.generate(ids, SamplingParams(12)) for token in step.token_ids]
-    assert answer["token_ids"] == said
+    assert answer["token_ids"] == [
+        token for step in engine.generate(ids, SamplingParams(8)) for token in step.token_ids
+    ]
