@@ -281,10 +281,11 @@ def test_a_long_text_is_encoded_in_parts(
         return encode(self, text, **settings)
 
     monkeypatch.setattr(Tokenizer, "encode", counted)
-    (text := tmp_path / "text.txt").write_text("a b " * 700_000)
+    monkeypatch.setattr("offspec.training.target_texts.PART_CHARACTERS", 1 << 14)
+    (text := tmp_path / "text.txt").write_text("a b " * 11_000)
     Shards(tmp_path, engine.target, engine.tokenizer, SMALL, [text])
-    assert sum(seen) == 2_800_000
-    assert max(seen) <= 1 << 20
+    assert sum(seen) == 44_000
+    assert max(seen) <= 1 << 14
 
 
 def test_a_text_that_does_not_end_is_refused(

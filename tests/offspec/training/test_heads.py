@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,9 +45,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def teacher(pair: Pair) -> Teacher:
-    engine = Engine.load(str(pair.target), draft="none", device="cpu", dtype="fp32")
-    return Teacher(engine.target, ModelFiles.open(pair.target, "fp32", "cpu", []), engine.tokenizer)
+def teacher(pair: Pair) -> Iterator[Teacher]:
+    with Engine.load(str(pair.target), draft="none", device="cpu", dtype="fp32") as engine:
+        yield Teacher(engine.target, ModelFiles.open(pair.target, "fp32", "cpu", []), engine.tokenizer)
 
 
 def test_every_structure_can_be_named() -> None:
@@ -177,6 +178,7 @@ KILLED = """
 """
 
 
+@pytest.mark.nightly
 def test_a_killed_run_gives_the_same_to_the_last_bit(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
     whole, out = distill_head(teacher, "eagle3", PARAMS, out=tmp_path / "whole"), tmp_path / "out"
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -202,18 +204,23 @@ def test_the_loss_has_the_gradient_of_the_formula() -> None:
     torch.testing.assert_close(one, other)
 
 
+def assert_drafts(pair: Pair, head: Path) -> None:
+    """The text with this head is plain decoding's."""
+    with Engine.load(str(pair.target), draft=str(head), device="cpu", dtype="fp32") as engine:
+        plain, drafted = (
+            [token for step in engine.generate("def area", GREEDY, speculation) for token in step.token_ids]
+            for speculation in (SpeculationParams(budget=0), SpeculationParams(budget=12))
+        )
+    assert plain == drafted
+
+
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_trained_head_drafts(kind: str, teacher: Teacher, pair: Pair, tmp_path: Path) -> None:
     """Its loss has fallen, its folder is that of its kind, and the text is plain decoding's."""
     done = distill_head(teacher, kind, PARAMS, out=tmp_path / kind)
     assert len(done.agreement) == STRUCTURES[kind](teacher.target, 0).steps
     assert [len(prompt) for prompt in done.prompts] == [6] * 4
-    engine = Engine.load(str(pair.target), draft=str(done.path), device="cpu", dtype="fp32")
-    plain, drafted = (
-        [token for step in engine.generate("def area", GREEDY, speculation) for token in step.token_ids]
-        for speculation in (SpeculationParams(budget=0), SpeculationParams(budget=12))
-    )
-    assert plain == drafted
+    assert_drafts(pair, done.path)
     with pytest.raises(UsageError, match="exists already"):
         distill_head(teacher, kind, PARAMS, out=done.path)
 
@@ -242,10 +249,11 @@ def test_a_training_that_diverges_writes_no_head(teacher: Teacher, tmp_path: Pat
 def test_attention_divides_the_hidden_size(kind: str, tmp_path: Path) -> None:
     """The target's own heads need not."""
     odd = build_pair(tmp_path, num_attention_heads=3, num_key_value_heads=1, head_dim=16)
-    target = Engine.load(str(odd.target), draft="none", device="cpu", dtype="fp32").target
-    tokens = np.random.default_rng(0).integers(5, 100, (2, 9))
-    batch = Forest(target, 2, (target.config.num_layers - 1,)).add(tokens, 8)
-    assert HeadStudent(STRUCTURES[kind](target, 0), target)(batch).isfinite()
+    with Engine.load(str(odd.target), draft="none", device="cpu", dtype="fp32") as engine:
+        target = engine.target
+        tokens = np.random.default_rng(0).integers(5, 100, (2, 9))
+        batch = Forest(target, 2, (target.config.num_layers - 1,)).add(tokens, 8)
+        assert HeadStudent(STRUCTURES[kind](target, 0), target)(batch).isfinite()
 
 
 def test_medusa_begins_as_the_targets_head(tmp_path: Path) -> None:
@@ -283,12 +291,7 @@ def test_a_head_of_few_tokens(teacher: Teacher, pair: Pair, tmp_path: Path) -> N
     columns = tensors["d2t"] + torch.arange(40)
     assert len(tensors["lm_head.weight"]) == 40
     assert torch.equal(torch.nonzero(tensors["t2d"])[:, 0], columns)
-    engine = Engine.load(str(pair.target), draft=str(done.path), device="cpu", dtype="fp32")
-    plain, drafted = (
-        [token for step in engine.generate("def area", GREEDY, speculation) for token in step.token_ids]
-        for speculation in (SpeculationParams(budget=0), SpeculationParams(budget=12))
-    )
-    assert plain == drafted
+    assert_drafts(pair, done.path)
     with pytest.raises(UsageError, match="all tokens"):
         distill_head(teacher, "medusa", params, out=tmp_path / "other")
 
