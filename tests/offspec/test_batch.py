@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -34,12 +35,12 @@ PROMPTS = (
     "return x +",
 )
 SAMPLING = (
-    SamplingParams(24, seed=1),
+    SamplingParams(14, seed=1),
     SamplingParams(9, temperature=1.0, seed=2),
-    SamplingParams(30, temperature=0.7, top_p=0.9, repetition_penalty=1.3, seed=3),
-    SamplingParams(17, temperature=1.2, top_k=20, seed=4, ignore_eos=True),
-    SamplingParams(12, repetition_penalty=0.8, seed=5, stop=("\n",)),
-    SamplingParams(20, frequency_penalty=1.5, presence_penalty=0.5, logit_bias=((7, 5.0),), seed=6),
+    SamplingParams(18, temperature=0.7, top_p=0.9, repetition_penalty=1.3, seed=3),
+    SamplingParams(13, temperature=1.2, top_k=20, seed=4, ignore_eos=True),
+    SamplingParams(10, repetition_penalty=0.8, seed=5, stop=("\n",)),
+    SamplingParams(12, frequency_penalty=1.5, presence_penalty=0.5, logit_bias=((7, 5.0),), seed=6),
 )
 HEAD = "for i in range(10):\n    print(i)\n" * 4  # 92 tokens
 HEADS = {"eagle": (EAGLE_CONFIG, lambda: eagle_tensors(3)), "medusa": (MEDUSA_CONFIG, medusa_tensors)}
@@ -76,6 +77,12 @@ def engines(pair: Pair) -> Iterator[dict[str, Engine]]:
 
 def plain(engine: Engine, prompt: str, params: SamplingParams) -> list[int]:
     return [token for step in engine.generate(prompt, params, PLAIN) for token in step.token_ids]
+
+
+@pytest.fixture(scope="module")
+def plain_of(engines: dict[str, Engine]) -> Callable[..., list[int]]:
+    """`plain` of one of `engines`, by its name."""
+    return cache(lambda draft, prompt, params: plain(engines[draft], prompt, params))
 
 
 @dataclass
@@ -133,15 +140,18 @@ def test_requests_of_other_kinds_share_passes(pair: Pair) -> None:
         assert engine.tokenizer.decode(watched.ids(tickets[1])[:-1]).isdecimal()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("budget", [None, 6])
-def test_texts_equal_plain_decoding(engines: dict[str, Engine], draft: str, budget: int | None) -> None:
+def test_texts_equal_plain_decoding(
+    engines: dict[str, Engine], plain_of: Callable[..., list[int]], draft: str, budget: int | None
+) -> None:
     engine, speculation = engines[draft], SpeculationParams(budget=budget)
     params = [SAMPLING[i % len(SAMPLING)] for i in range(len(PROMPTS))]
     found: list[list[int]] = [[] for _ in PROMPTS]
     for index, step in engine.generate_many(PROMPTS, params, speculation, max_texts=4):
         found[index] += step.token_ids
-    assert found == [plain(engine, prompt, own) for prompt, own in zip(PROMPTS, params, strict=True)]
+    assert found == [plain_of(draft, prompt, own) for prompt, own in zip(PROMPTS, params, strict=True)]
 
 
 @st.composite
@@ -151,13 +161,17 @@ def schedules(draw: st.DrawFn) -> list[tuple[str, int, int]]:
     return draw(st.lists(st.tuples(kinds, st.integers(0, 5), st.integers(0, 4)), min_size=4, max_size=24))
 
 
+@pytest.mark.slow
 @few
 @given(schedule=schedules(), draft=st.sampled_from(DRAFTS), max_texts=st.integers(1, 4))
 def test_texts_do_not_depend_on_the_schedule(
-    engines: dict[str, Engine], schedule: list[tuple[str, int, int]], draft: str, max_texts: int
+    engines: dict[str, Engine],
+    plain_of: Callable[..., list[int]],
+    schedule: list[tuple[str, int, int]],
+    draft: str,
+    max_texts: int,
 ) -> None:
-    engine = engines[draft]
-    watched = Watched(Batch(engine, max_texts))
+    watched = Watched(Batch(engines[draft], max_texts))
     asked: dict[Ticket, tuple[str, SamplingParams]] = {}
     cancelled = set[Ticket]()
     for kind, first, second in schedule:
@@ -175,7 +189,7 @@ def test_texts_do_not_depend_on_the_schedule(
     watched.finish()
     assert not watched.errors
     for ticket, (prompt, params) in asked.items():
-        expected, ids = plain(engine, prompt, params), watched.ids(ticket)
+        expected, ids = plain_of(draft, prompt, params), watched.ids(ticket)
         if ticket in cancelled:
             assert ids == expected[: len(ids)]
         else:
@@ -253,14 +267,15 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(pair: Pair, monkeypatch: py
 # ------------------------------------------------------------------------------------------------ KV entries
 
 
+@pytest.mark.slow
 def test_texts_share_the_planned_kv_entries(pair: Pair) -> None:
     """Texts that do not fit beside each other wait or are paused; none is lost, and the plan is kept."""
-    engine = load(pair, "own", context=96)
+    engine = load(pair, "own", context=64)
     assert engine.plan is not None
     room = engine.plan.context + engine.plan.tree
-    batch = Batch(engine, 6)
+    batch = Batch(engine, 4)
     watched = Watched(batch)
-    params = [SamplingParams(80, temperature=1.0, seed=i, ignore_eos=True) for i in range(6)]
+    params = [SamplingParams(48, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
     tickets = [watched.add("def area(", own) for own in params]
     most = 0
     while not batch.is_idle:
@@ -274,14 +289,15 @@ def test_texts_share_the_planned_kv_entries(pair: Pair) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_idle_caches_leave_before_texts_that_need_their_room(pair: Pair) -> None:
     """A long text has ended, and its caches wait for the next request, while others grow."""
-    engine = load(pair, "own", context=96)
+    engine = load(pair, "own", context=64)
     assert engine.plan is not None
     pool = TextPool(engine.new_caches, 0)
     batch = Batch(engine, 3, pool)
     watched = Watched(batch)
-    for i, number in enumerate((70, 80, 80)):
+    for i, number in enumerate((40, 48, 48)):
         watched.add("def area(", SamplingParams(number, temperature=1.0, seed=i, ignore_eos=True))
     while not batch.is_idle:
         watched.step()
@@ -290,6 +306,7 @@ def test_idle_caches_leave_before_texts_that_need_their_room(pair: Pair) -> None
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_short_text_takes_no_room_of_a_long_one(engines: dict[str, Engine]) -> None:
     """Caches that were made for a long text are cut to the next one's entries where other texts are running."""
     engine, pool = engines["own"], TextPool(engines["own"].new_caches, 0)
@@ -327,7 +344,7 @@ def test_texts_wait_for_a_long_beginning_that_is_being_scored(pair: Pair, monkey
     """If scoring it again would take longer than a pass; texts behind them wait as long."""
     monkeypatch.setattr(SharedPass, "is_worth_a_pass", lambda self, num_rows: num_rows > 32)
     prompts = [HEAD + "x = 1", HEAD + "def area(", "import", HEAD + "return"]
-    params = SamplingParams(30, seed=0, ignore_eos=True)
+    params = SamplingParams(12, seed=0, ignore_eos=True)
     with load(pair, "own", texts=8) as engine:
         watched = Watched(Batch(engine, 4))
         tickets = [watched.add(prompt, params) for prompt in prompts]
@@ -342,6 +359,7 @@ def test_texts_wait_for_a_long_beginning_that_is_being_scored(pair: Pair, monkey
     assert max(numbers[1:]) < 12
 
 
+@pytest.mark.slow
 def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all rounds, however long the text has grown: on a GPU it must not grow while the target computes."""
     monkeypatch.setattr("offspec.request.GRANT", 8)
@@ -360,7 +378,7 @@ def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pyt
             own.target.reserve(200)  # as after a longer text: the target's never grows
         batch = Batch(engine)
         for own, prompt in zip(caches, PROMPTS, strict=False):
-            batch.add(prompt, SamplingParams(60, seed=1, ignore_eos=True), SpeculationParams(8), caches=own)
+            batch.add(prompt, SamplingParams(40, seed=1, ignore_eos=True), SpeculationParams(8), caches=own)
         while not batch.is_idle:
             batch.step()
     assert num_grown == 0
@@ -423,6 +441,7 @@ def test_a_text_whose_draft_fails_ends_alone(pair: Pair, part: str, monkeypatch:
         assert watched.ids(good) == plain(engine, PROMPTS[0], SAMPLING[0])
 
 
+@pytest.mark.slow
 def test_no_token_is_lost_when_memory_runs_out_after_a_verdict(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The texts that were committed before go on behind their last token, and so does the one that failed."""
     with load(pair, "own") as engine:
@@ -476,6 +495,7 @@ def test_a_closed_batch_lets_go_of_all_caches(engines: dict[str, Engine]) -> Non
     assert [ticket.request for ticket in tickets] == [None, None]
 
 
+@pytest.mark.slow
 def test_texts_have_their_own_layer_states(engines: dict[str, Engine]) -> None:
     """Of a shared pass, each text gets the states and logits of a pass of its own."""
     from offspec.model.decoder import TextRows, score_together

@@ -22,9 +22,9 @@ GetEngine = Callable[[str, str], Engine]
 PLAIN = SpeculationParams(budget=0)
 PROMPTS = ("def area(", "for i in range(10):\n    print(i)\n" * 2, "x = 1")
 PARAMS = (
-    SamplingParams(20, ignore_eos=True),
-    SamplingParams(16, temperature=1.0, seed=2),
-    SamplingParams(24, temperature=0.7, top_p=0.9, repetition_penalty=1.3, seed=3),
+    SamplingParams(12, ignore_eos=True),
+    SamplingParams(9, temperature=1.0, seed=2),
+    SamplingParams(14, temperature=0.7, top_p=0.9, repetition_penalty=1.3, seed=3),
 )
 DRAFTS = ("own", "lookup", "shadow", "resident", "self")
 
@@ -61,6 +61,7 @@ def said(
     return [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_plain_trees_and_batches_give_one_text(draft: str, kv_cache: str, engine_of: GetEngine) -> None:
@@ -78,6 +79,7 @@ def test_plain_trees_and_batches_give_one_text(draft: str, kv_cache: str, engine
         assert together == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 @pytest.mark.parametrize("draft", ["own", "lookup", "self", "resident"])
 def test_entries_in_ram_give_the_same_text(
@@ -102,11 +104,12 @@ def test_entries_in_ram_give_the_same_text(
     assert steps[-1].stats.num_prefilled_tokens == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["own", "lookup", "self"])
 def test_long_prompts_take_several_passes(draft: str, engine_of: GetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose chunks are the same, so that the text is; only the last one has a tree, and counts as a pass."""
     engine = engine_of(draft, "8")
-    params, prompt = SamplingParams(20, ignore_eos=True, logprobs=1, prompt_logprobs=True), list(range(40, 110))
+    params, prompt = SamplingParams(10, ignore_eos=True, logprobs=1, prompt_logprobs=True), list(range(40, 110))
     monkeypatch.setattr("offspec.model.decoder.CHUNK_ROWS", 8)
     expected = list(engine.generate(prompt, params))
     for module in ("offspec.model.decoder", "offspec.request"):
@@ -143,7 +146,7 @@ def test_a_conversation_says_what_a_fresh_run_says(kv_cache: str, engine_of: Get
 def test_copied_entries_give_the_same_text(kv_cache: str, engine_of: GetEngine) -> None:
     engine = engine_of("own", kv_cache)
     first, other = ([40 + (number * step) % 90 for number in range(64)] for step in (1, 7))
-    pool, params = TextPool(engine.new_caches, 2**30), SamplingParams(16, ignore_eos=True, seed=1, temperature=1)
+    pool, params = TextPool(engine.new_caches, 2**30), SamplingParams(10, ignore_eos=True, seed=1, temperature=1)
     for prompt in (first, other, [*first, *other[:8]]):
         caches = pool.borrow(prompt)
         found = [token for step in engine.generate(prompt, params, caches=caches) for token in step.token_ids]
@@ -152,9 +155,10 @@ def test_copied_entries_give_the_same_text(kv_cache: str, engine_of: GetEngine) 
     assert pool.num_parked > 0
 
 
+@pytest.mark.slow
 def test_formats_change_the_text(engine_of: GetEngine) -> None:
     """Of few bits, over many tokens; otherwise the option would have no effect."""
-    params = SamplingParams(200, temperature=1, seed=1, ignore_eos=True)
+    params = SamplingParams(100, temperature=1, seed=1, ignore_eos=True)
     texts = [said(engine_of("own", kv_cache), "x = 1", params, PLAIN) for kv_cache in ("16", "4")]
     assert texts[0] != texts[1]
 
