@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -38,8 +38,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def engine(pair: Pair) -> Engine:
-    return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
+def engine(pair: Pair) -> Iterator[Engine]:
+    with Engine.load(str(pair.target), draft=str(pair.draft), device="cpu") as loaded:
+        yield loaded
 
 
 def say(session: Session, message: str, params: SamplingParams = GREEDY, **more: Any) -> Turn:
@@ -245,6 +246,7 @@ def test_a_reply_that_is_closed_keeps_what_was_said(engine: Engine) -> None:
 # ------------------------------------------------------------------------------------------------ a full context
 
 
+@pytest.mark.slow
 def test_the_oldest_turns_are_dropped_and_that_is_said(engine: Engine) -> None:
     told: list[str] = []
     session = Session(engine, "Be brief.", tell=told.append)
@@ -266,8 +268,8 @@ def test_a_long_conversation_is_rendered_a_few_times_for_what_to_drop(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, rendered, render = Session(engine), list[int](), Tokenizer.render_chat
-    session.turns = [Turn(f"message {number}", "and so on" * (number % 4)) for number in range(200)]
-    whole = (len(session.encode([*session.turns[number:], Turn("hi")])) for number in range(200))
+    session.turns = [Turn(f"message {number}", "and so on" * (number % 4)) for number in range(80)]
+    whole = (len(session.encode([*session.turns[number:], Turn("hi")])) for number in range(80))
     room = CONTEXT - CONTEXT // 4 - session.spare(GREEDY)
     expected = next(number for number, num_tokens in enumerate(whole) if num_tokens <= room)
 
@@ -530,6 +532,7 @@ def test_a_request_that_cannot_begin_leaves_the_caches_free(engine: Engine, monk
     assert list(engine.generate(MESSAGES[0], WARM, caches=caches))
 
 
+@pytest.mark.slow
 def test_a_conversation_has_one_reply_at_a_time(engine: Engine, tmp_path: Path) -> None:
     session, other = Session(engine), Session(engine)
     say(other, "hi")
@@ -553,21 +556,22 @@ def test_a_conversation_has_one_reply_at_a_time(engine: Engine, tmp_path: Path) 
     assert session.undo().message == "def area("
 
 
+@pytest.mark.slow
 def test_threads_lose_no_turn_of_a_conversation(engine: Engine) -> None:
     """Each message is answered as it would be alone, or refused."""
-    session, barrier = Session(engine), Barrier(4)
+    session, barrier = Session(engine), Barrier(3)
 
     def talk(number: int) -> int:
         answered = 0
         barrier.wait()
-        for _ in range(5):
+        for _ in range(4):
             with suppress(UsageError):
-                say(session, f"message {number}", replace(GREEDY, max_new_tokens=3))
+                say(session, f"message {number}", replace(GREEDY, max_new_tokens=2))
                 answered += 1
         return answered
 
-    with ThreadPoolExecutor(4) as threads:
-        num_answered = sum(threads.map(talk, range(4)))
+    with ThreadPoolExecutor(3) as threads:
+        num_answered = sum(threads.map(talk, range(3)))
     assert len(session.turns) == num_answered > 0
 
 
