@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,23 +12,67 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.card import parts
+from benchmarks.card import bench, exact, kernels, link, packed, parts, passes, shadows
 from benchmarks.card.__main__ import main
 from benchmarks.card.bench import Bench
-from benchmarks.card.jobs import JOBS
+from benchmarks.card.jobs import JOBS, Job
+from benchmarks.card.link import link_bytes_per_s
 from benchmarks.card.models import Grown, pack_plainly
 from benchmarks.card.report import tell, verdicts
-from offspec import builtin
+from benchmarks.card.texts import said
+from benchmarks.card.timing import median_s
+from offspec import Engine, SpeculationParams, builtin
 from offspec.loaders.formats.four_bit import Layout4bit, Matrix4bit, dequantize_reference, pack_4bit
 
 CPU = torch.device("cpu")
+TINY = JOBS["tiny"]
+SMALLEST = replace(
+    TINY,
+    target=replace(TINY.target, hidden_size=256, intermediate_size=768, num_heads=8, head_dim=32),
+    repeats=1,
+    num_tokens=6,
+    num_plain_tokens=2,
+)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+RUNS = [pytest.param("once", marks=pytest.mark.slow), pytest.param("as on a card", marks=pytest.mark.nightly)]
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What a run wrote, each figure measured once, or as often as on a card."""
     made = tmp_path_factory.mktemp("card")
-    main([str(made), "--device", "cpu", "--shape", "tiny", "--minutes", "600"])
-    return made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(made / "inductor"))  # or torch sets it
+        if request.param == "once":
+            patch.setitem(JOBS, "tiny", SMALLEST)
+            measure_once(patch)
+        main([str(made), "--device", "cpu", "--shape", "tiny", "--minutes", "600"])
+        yield made
+
+
+def measure_once(patch: pytest.MonkeyPatch) -> None:
+    """All parts of a run, with few widths and tokens, and no repeats."""
+
+    def brief(measure: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        return lambda *args, **others: measure(*args, **(others | options))
+
+    def brief_text(engine: Engine, job: Job, temperature: float, speculation: SpeculationParams, *_: int) -> Any:
+        return said(engine, job, temperature, speculation, 8, 1)
+
+    for module in (kernels, link, packed, passes):
+        patch.setattr(module, "median_s", lambda work, wait, *_, after=None, **__: measured_once(work, wait, after))
+    for module in (kernels, shadows):
+        patch.setattr(module, "WIDTHS", (4,))
+    patch.setattr(packed, "WIDTHS", (1,))
+    for name in ("measure_dequantise", "measure_memory", "measure_matmul"):
+        patch.setattr(bench, name, brief(getattr(bench, name), seconds=0.001))
+    patch.setattr(bench, "link_bytes_per_s", lambda device, *_: link_bytes_per_s(device, 2**16, 0.01))
+    patch.setattr(exact, "said", brief_text)
+
+
+def measured_once(work: Callable[[], object], wait: Callable[[], object], after: Callable[[], object] | None) -> float:
+    return median_s(work, wait, 1, warm_ups=0, after=after or wait)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +166,7 @@ def test_without_time_nothing_is_begun(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().err.count("no time left") == 11
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_told_and_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,7 +229,9 @@ def test_no_card_is_one_line() -> None:
 
 def test_layers_that_say_nothing_share_a_file(folder: Path) -> None:
     shape = JOBS["tiny"].target
-    grown = Grown.make(builtin.path("target"), folder / "target-512x10-nf4", shape, CPU)
+    grown = Grown.make(
+        builtin.path("target"), folder / f"target-{shape.hidden_size}x{shape.num_layers}-nf4", shape, CPU
+    )
     assert len(grown.files.stored.layers) == shape.num_layers
     paths = {layer.record.extents[0].path for layer in grown.files.stored.layers}
     assert len(paths) == 9  # eight layers that speak, and one for all the others

@@ -1,7 +1,11 @@
-"""The calls of benchmarks in README and docs: their flags as they stand there, with tiny models and few tokens."""
+"""The calls of benchmarks in README and docs: their flags as they stand there, with tiny models and few tokens.
+
+Of calls that differ only in values, one is run, and the others are parsed.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -48,9 +52,18 @@ SMALL: dict[str, tuple[str, ...]] = {
     "benchmarks.grow": (),
     "benchmarks.long_texts": ("--tokens", "20", "--text", "headers/0.txt"),
     "benchmarks.many": ("--ram", "2GiB", "--texts", "1,2", "--prompts", "2", "--max-new-tokens", "3"),
-    "benchmarks.methods": (*TINY, "--prompts", "1", "--tokens", "4", "--budget", "4"),
+    "benchmarks.methods": (*TINY, "--prompts", "1", "--tokens", "4", "--budget", "4", "--costs", "card"),
     "benchmarks.prompt_cache": ("--prompt-tokens", "60", "--tokens", "4", "--file", "headers/0.txt"),
-    "benchmarks.scheduling.joint": ("--max-prompts", "1", "--max-new-tokens", "4", "--taus", "0.1"),
+    "benchmarks.scheduling.joint": (
+        "--max-prompts",
+        "1",
+        "--max-new-tokens",
+        "4",
+        "--taus",
+        "0.1",
+        "--searched",
+        "1,2",
+    ),
     "benchmarks.scheduling.lossy": (*TINY, "--max-prompts", "1", "--max-new-tokens", "4", "--strengths", "0.5"),
     "benchmarks.scheduling.proxy": (
         *("--model", "target", "--judge", "target", "--trained", "draft", "--base", "draft", "--folder", "headers"),
@@ -94,8 +107,37 @@ def folder(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def kind_of(command: Command) -> tuple[str, str, frozenset[str]]:
+    """Module, subcommand and flags, without those that `SMALL` sets."""
+    module, args = module_of(command)
+    flags = frozenset(arg for arg in args if arg.startswith("--"))
+    return module, "" if args[:1] == [] or args[0].startswith("--") else args[0], flags - set(SMALL[module])
+
+
+ALL = [found for found in commands() if found.program == "benchmark"]
+RUN = {kind_of(command): command for command in reversed(ALL)}  # the first of each kind
+
+
+class Parsed(Exception):  # noqa: N818 - no error
+    """The arguments were taken."""
+
+
+@pytest.mark.parametrize("command", [command for command in ALL if command not in RUN.values()], ids=str)
+def test_commands_like_those_that_run_parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser: argparse.ArgumentParser) -> None:
+        raise Parsed(parse(parser))
+
+    module, args = module_of(command)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    monkeypatch.setattr(sys, "argv", [module, *args])
+    with pytest.raises(Parsed):
+        import_module(module).main()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [found for found in commands() if found.program == "benchmark"], ids=str)
+@pytest.mark.parametrize("command", RUN.values(), ids=str)
 @pytest.mark.usefixtures("folder")
 def test_commands_run(command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     module, args = module_of(command)

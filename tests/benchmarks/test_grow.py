@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,25 +24,26 @@ SOURCE = builtin.path("target")
 # As 7B: a quarter of the state, KV heads twice. As 70B: the state twice over, several query heads to a KV head, idle
 # heads.
 SHAPES_HERE = {
-    "one copy": Shape(1024, 896, 11, 9, 9, 128),
+    "one copy": Shape(1024, 896, 9, 9, 9, 128),
     "two copies": Shape(512, 800, 9, 16, 4, 128),
     "same heads": Shape(256, 768, 8, 8, 4, 32),
 }
 
 
-@pytest.fixture(scope="module", params=SHAPES_HERE)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in SHAPES_HERE])
 def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return grow(SOURCE, tmp_path_factory.mktemp("grown") / "model", SHAPES_HERE[request.param])
 
 
-def texts(folder: Path, num_prompts: int = 2, num_tokens: int = 24) -> list[list[int]]:
+@cache
+def texts(folder: Path, num_prompts: int = 2, num_tokens: int = 12) -> list[list[int]]:
     """Greedy token ids in fp32, decoded plainly."""
-    engine = Engine.load(str(folder), draft="none", dtype="fp32", device="cpu")
     params, plain = SamplingParams(num_tokens, ignore_eos=True), SpeculationParams(budget=0)
-    return [
-        [token for step in engine.generate(prompt, params, plain) for token in step.token_ids]
-        for prompt in builtin.prompts()[:num_prompts]
-    ]
+    with Engine.load(str(folder), draft="none", dtype="fp32", device="cpu") as engine:
+        return [
+            [token for step in engine.generate(prompt, params, plain) for token in step.token_ids]
+            for prompt in builtin.prompts()[:num_prompts]
+        ]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -62,16 +64,18 @@ def test_logits_are_the_small_models(grown: Path) -> None:
     ids = torch.arange(100, 160)
     found = []
     for folder in (SOURCE, grown):
-        target = Engine.load(str(folder), draft="none", dtype="fp32", device="cpu").target
-        hidden = target.forward(ids, torch.arange(len(ids)), target.new_cache())
-        found.append(target.logits(hidden))
+        with Engine.load(str(folder), draft="none", dtype="fp32", device="cpu") as engine:
+            target = engine.target
+            hidden = target.forward(ids, torch.arange(len(ids)), target.new_cache())
+            found.append(target.logits(hidden))
     torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("product_costs")
 def test_the_padding_of_the_state_stays_zero(grown: Path) -> None:
-    target = Engine.load(str(grown), draft="none", dtype="bf16", device="cpu").target
     ids = torch.arange(50, 90)
-    hidden = target.forward(ids, torch.arange(len(ids)), target.new_cache())
+    with Engine.load(str(grown), draft="none", dtype="bf16", device="cpu") as engine:
+        hidden = engine.target.forward(ids, torch.arange(len(ids)), engine.target.new_cache())
     layout = Layout(read_config(open_checkpoint(SOURCE).config), shape_of(grown))
     padding = torch.ones(hidden.shape[1], dtype=torch.bool)
     padding[layout.hidden] = False
@@ -112,6 +116,7 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
         grow(SOURCE, folder, replace(shape, num_layers=8))
 
 
+@pytest.mark.slow
 def test_nf4_is_the_function_of_its_own_numbers(tmp_path: Path) -> None:
     """The small model of what NF4 has left of the weights writes the same text:
     the padding adds nothing in NF4 either.

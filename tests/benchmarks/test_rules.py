@@ -165,9 +165,11 @@ def wrong_residual(p: FloatArray, q: FloatArray, drafted: list[int], rule: Rule)
     return Outcome(rule(p, q, drafted).stop, p)
 
 
+@pytest.mark.slow
 @each_rule
-def test_frequencies_are_those_of_the_target(rule: Rule) -> None:
-    assert p_value(continuations(rule, 0, 20_000), law(TARGET)) > 0.001
+@pytest.mark.parametrize("num_texts", [5_000, pytest.param(20_000, marks=pytest.mark.nightly)])
+def test_frequencies_are_those_of_the_target(rule: Rule, num_texts: int) -> None:
+    assert p_value(continuations(rule, 0, num_texts), law(TARGET)) > 0.001
     # The same test tells what is nearly right from what is right.
     assert p_value(continuations(rule, 0, 2_000), law(DRAFT)) < 1e-9
     assert p_value(continuations(partial(wrong_residual, rule=rule), 0, 5_000), law(TARGET)) < 1e-9
@@ -201,13 +203,15 @@ def test_greedy_text_is_plain_decodings(
     assert max(target.batches) <= num_drafted
 
 
+@pytest.mark.slow
 @each_rule
-def test_sampled_text_is_distributed_as_the_target(rule: Rule) -> None:
+@pytest.mark.parametrize("num_texts", [300, pytest.param(1500, marks=pytest.mark.nightly)])
+def test_sampled_text_is_distributed_as_the_target(rule: Rule, num_texts: int) -> None:
     """Parameters shape both distributions; a good draft saves passes."""
     params = SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.3)
     truth, generator, counts = random_rule(3, 0, 1.0), np.random.default_rng(0), np.zeros((3, 3))
     num_passes = 0
-    for _ in range(1500):
+    for _ in range(num_texts):
         target, draft = RuleModel(truth, 3), RuleModel(resembling(truth, 1, 0.5), 3)
         sampler = Sampler(params, 0, 3)
         found = decode(target, draft, sampler, [0], 2, chains(draft, sampler, 2, rule, generator))
@@ -219,4 +223,4 @@ def test_sampled_text_is_distributed_as_the_target(rule: Rule) -> None:
         expected[a, b] = first * softmax(processed(truth((0, a)), params, [0, a]))[b]
     assert p_value(counts, expected) > 0.001
     assert p_value(counts, expected.T) < 1e-9
-    assert num_passes < 1.6 * 1500
+    assert num_passes < 1.6 * num_texts

@@ -159,9 +159,16 @@ def careless(p: FloatArray, q: FloatArray, candidates: list[int], rule: TreeRule
     return Choice(found.accepted, found.own.sum() * p)
 
 
+@pytest.mark.slow
 @each_way
-def test_frequencies_are_those_of_the_target(way: str) -> None:
-    assert p_value(decoded(way, 1500), law()) > 0.001
+@pytest.mark.parametrize("num_texts", [500, pytest.param(1500, marks=pytest.mark.nightly)])
+def test_frequencies_are_those_of_the_target(way: str, num_texts: int) -> None:
+    assert p_value(decoded(way, num_texts), law()) > 0.001
+
+
+@pytest.mark.nightly
+@each_way
+def test_a_careless_rule_is_noticed(way: str) -> None:
     assert p_value(decoded(way, 1000, partial(careless, rule=WAYS[way][1])), law()) < 1e-6
 
 
