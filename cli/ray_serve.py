@@ -22,8 +22,8 @@ class Replica:
 
     def __init__(self, model: str = "builtin", *, api_key: str | None = None, **options: Any) -> None:
         """options: of `Engine.load`. api_key: requests without it are refused. Raises OffspecError."""
-        engine = Engine.load(model, **{"cache_ram": None, "texts": AUTO_TEXTS, **options})
-        self._service = Service(engine, SpeculationParams(), most_waiting=MOST_WAITING)
+        self._engine = Engine.load(model, **{"cache_ram": None, "texts": AUTO_TEXTS, **options})
+        self._service = Service(self._engine, SpeculationParams(), most_waiting=MOST_WAITING)
         self._api_key = api_key
 
     def __serve_build_asgi_app__(self) -> Starlette:
@@ -33,3 +33,8 @@ class Replica:
         """Raises the error after which the engine cannot continue."""
         if self._service.error is not None:
             raise self._service.error
+
+    def close(self) -> None:
+        """Stop the threads, and release the engine's memory and files."""
+        self._service.close()
+        self._engine.close()

@@ -36,12 +36,11 @@ sys.stdin.read()
 
 
 def test_a_replica_whose_engine_is_lost_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = Replica("builtin", device="cpu", draft="none")
-    replica.check_health()
-    (service,) = (found for name, found in vars(replica).items() if name.endswith("service"))
-    monkeypatch.setattr(service, "error", MemoryLimitError("the target is no longer in memory"))
-    with refused(MemoryLimitError, "memory"):
+    with closing(Replica("builtin", device="cpu", draft="none")) as replica:
         replica.check_health()
+        monkeypatch.setattr(replica._service, "error", MemoryLimitError("the target is no longer in memory"))
+        with refused(MemoryLimitError, "memory"):
+            replica.check_health()
 
 
 @pytest.fixture
@@ -77,7 +76,7 @@ def ask(port: int, path: str, body: Any = None) -> bytes:
         return content
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_pages_deployment(port: int) -> None:
     with Engine.load("builtin", device="cpu") as engine:
         alone = engine.complete("def area(", SamplingParams(max_new_tokens=12))
