@@ -137,14 +137,15 @@ def test_figures_after_each_reply_on_request(talk: Talk) -> None:
 
 @pytest.mark.parametrize("width", [20, 40, 68])
 def test_stats_fit_a_narrow_terminal(width: int, pair: Pair) -> None:
-    session = Session(Engine.load(str(pair.target), draft="none", device="cpu"))
-    for _ in session.reply("hi", SamplingParams(8)):
-        pass
-    session.turns.append(Turn("from a file"))
-    lines = chat_module.stats_table(session, width)
+    with Engine.load(str(pair.target), draft="none", device="cpu") as engine:
+        session = Session(engine)
+        for _ in session.reply("hi", SamplingParams(8)):
+            pass
+        session.turns.append(Turn("from a file"))
+        lines = chat_module.stats_table(session, width)
+        wide = chat_module.stats_table(session, 80)
     assert max(map(len, lines)) <= width
     assert "turn 2, prompt (loaded)" in " ".join(" ".join(lines).split())
-    wide = chat_module.stats_table(session, 80)
     assert (len(wide), max(map(len, wide)) <= 80) == (4, True)
     assert wide[1].split()[3] == "8"
 

@@ -65,11 +65,11 @@ def test_marks_are_for_terminals(run_args: Sequence[object], offspec: Offspec, m
 def test_texts_of_tokens_are_the_text(run_args: Sequence[object], pair: Any) -> None:
     from offspec import Engine, SamplingParams
 
-    loaded = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
     params = SamplingParams(30, temperature=2.0, seed=1, stop=("a", "e\n"))
-    for step in loaded.generate("def", params):
-        assert "".join(step.texts) == step.text
-        assert len(step.texts) == len(step.token_ids)
+    with Engine.load(str(pair.target), draft=str(pair.draft), device="cpu") as loaded:
+        for step in loaded.generate("def", params):
+            assert "".join(step.texts) == step.text
+            assert len(step.texts) == len(step.token_ids)
 
 
 # ------------------------------------------------------------------------------------------------ the first pass

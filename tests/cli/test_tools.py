@@ -71,8 +71,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def engine(models: Pair) -> Engine:
-    return Engine.load(str(models.target), draft=str(models.draft), device="cpu")
+def engine(models: Pair) -> Generator[Engine, None, None]:
+    with Engine.load(str(models.target), draft=str(models.draft), device="cpu") as found:
+        yield found
 
 
 def tokenizer_with(models: Pair, folder: Path, template: str) -> Tokenizer:
@@ -419,7 +420,7 @@ def callers(models: Pair, tmp_path_factory: pytest.TempPathFactory) -> Generator
             file = folder / "tokenizer_config.json"
             tags = {MARKER + i: {"content": tag, "special": is_special} for i, tag in enumerate((OPEN, CLOSE))}
             file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": tags}))
-            engine = Engine.load(str(folder), draft=str(models.draft), device="cpu")
+            engine = stack.enter_context(Engine.load(str(folder), draft=str(models.draft), device="cpu"))
             assert engine.tokenizer.token_id(OPEN) == MARKER
             found[is_special] = stack.enter_context(served(engine))[0]
         yield found
@@ -479,8 +480,7 @@ def test_what_no_constraint_can_be_made_of_is_not_bound() -> None:
 
 
 def test_a_model_without_tools_says_so(pair: Pair) -> None:
-    engine = Engine.load(str(pair.target), draft="none", device="cpu")
-    with served(engine) as (client, _):
+    with Engine.load(str(pair.target), draft="none", device="cpu") as engine, served(engine) as (client, _):
         reply = client.chat(USER, tools=[WEATHER])
         assert reply.status == 400
         assert tells(reply.body["error"]["message"], "template", "tools")
