@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -35,7 +39,8 @@ class Nodes:
 
         num_gpus: the node has none, but Ray starts what needs one.
         """
-        node = self._cluster.add_node(**NODE, num_cpus=1, num_gpus=num_gpus, env_vars=env, wait=False)
+        with unchanged_process():
+            node = self._cluster.add_node(**NODE, num_cpus=1, num_gpus=num_gpus, env_vars=env, wait=False)
         self._cluster._wait_for_node(node, timeout=LONG_S)  # 30 s by default, too short for a busy machine
         self.nodes.append(psutil.Process(node.all_processes["raylet"][0].process.pid))
         return self.nodes[-1]
@@ -43,19 +48,32 @@ class Nodes:
     def kill(self, node: psutil.Process) -> None:
         """End a node by its process ids, the engine's too; Ray is not told."""
         self.nodes.remove(node)
-        for process in (node, *node.children(recursive=True)):
+        ended = [node, *node.children(recursive=True)]
+        for process in ended:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(ended, LONG_S)
 
     def close(self) -> None:
         self._cluster.shutdown()
 
 
 @contextmanager
+def unchanged_process() -> Iterator[None]:
+    """Takes back what Ray changes in the process: its search path, its environment, its handler of SIGTERM."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with patch.dict(os.environ), patch.object(sys, "path", [*sys.path]):
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
 def nodes() -> Iterator[Nodes]:
     """Ray leaves some files open, and warns of its own future."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'offspec[ray]'")
-    with warnings.catch_warnings():
+    with unchanged_process(), warnings.catch_warnings():
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'offspec[ray]'")
         warnings.simplefilter("ignore")
         cluster = Nodes()
         try:

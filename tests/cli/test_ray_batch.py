@@ -119,7 +119,7 @@ def cluster(home: Path) -> Iterator[Nodes]:
             yield found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_node_has_the_model(cluster: Nodes, source: Path, tmp_path: Path) -> None:
     args = ("run", "./no-such-model", *CPU, "--prompt-file", source, "--ray", cluster.address)
     result = finish(start(*args, "--output", tmp_path / "answers.jsonl"))
@@ -130,7 +130,7 @@ def test_no_node_has_the_model(cluster: Nodes, source: Path, tmp_path: Path) -> 
     assert tells(last, "Ray", "./no-such-model", "40 prompts")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_dies_and_one_has_no_model(
     cluster: Nodes, home: Path, source: Path, tmp_path: Path, offspec: Offspec
 ) -> None:
@@ -172,7 +172,7 @@ def check_said(said: str) -> None:
     assert tells(figures[-1], "35 prompts")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_that_dies_is_started_again(cluster: Nodes, source: Path, tmp_path: Path) -> None:
     """And Ctrl-C ends the command and the engines."""
     output = tmp_path / "answers.jsonl"
