@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -99,13 +100,17 @@ def test_wrong_usage(offspec: Offspec, arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_for_real_in_a_terminal_without_utf8(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags", [("--quick",), pytest.param((), marks=pytest.mark.nightly)], ids=["quick", "measured"]
+)
+def test_for_real_in_a_terminal_without_utf8(flags: Sequence[str], tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
     process = start(
-        "doctor", "--device", "cpu", "--path", tmp_path / "model.safetensors",
+        "doctor", "--device", "cpu", "--path", tmp_path / "model.safetensors", *flags,
         env={"PYTHONIOENCODING": "ascii", "COLUMNS": "60"},
     )  # fmt: skip
     result = finish(process)
     assert (result.code, result.err) == (0, "")
-    assert "Measured" in result.out
+    assert result.out.startswith("RAM ")
+    assert ("Measured" in result.out) == (not flags)
     assert "not measured" not in result.out

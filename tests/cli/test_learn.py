@@ -103,7 +103,7 @@ def test_ctrl_c_keeps_what_was_learnt_before(
 
 
 @needs_signals
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.nightly)])
 def test_a_signal_keeps_what_was_learnt_before(
     name: str, batch_args: Sequence[object], prompts: Path, tmp_path: Path, offspec: Offspec
 ) -> None:

@@ -48,7 +48,7 @@ def test_a_reader_that_has_had_enough(endless: Sequence[object]) -> None:
 
 
 @needs_full
-@pytest.mark.parametrize("json_flag", [(), ("--json",)], ids=["text", "json"])
+@pytest.mark.parametrize("json_flag", [(), pytest.param(("--json",), marks=pytest.mark.nightly)], ids=["text", "json"])
 def test_output_that_cannot_be_written(json_flag: Sequence[str], run_args: Sequence[object]) -> None:
     with FULL.open("wb") as full:
         result = finish(start(*run_args, "hi", *json_flag, stdout=full))

@@ -117,9 +117,8 @@ def test_a_client_that_leaves_ends_its_request(pair: Pair, tmp_path: Path, monke
 
     monkeypatch.setattr(Batch, "add", told)
     folder = variant(pair.target, tmp_path / "target", max_position_embeddings=10**6)
-    endless = Engine.load(str(folder), draft="none", device="cpu", context=10**5)
     body = {"prompt": "hi", "max_tokens": 10**5, "ignore_eos": True, "stream": True}
-    with served(endless) as (client, _):
+    with Engine.load(str(folder), draft="none", device="cpu", context=10**5) as endless, served(endless) as (client, _):
         with closing(client.open("POST", "/v1/completions", body)) as connection:
             assert connection.getresponse().read(1)
         begun.clear()
@@ -130,9 +129,9 @@ def test_a_client_that_leaves_ends_its_request(pair: Pair, tmp_path: Path, monke
 
 @pytest.mark.usefixtures("learning_takes_no_time")
 def test_the_draft_learns_between_requests(pair: Pair) -> None:
-    engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", learn=True)
-    assert engine.aligner is not None
-    with served(engine) as (client, _):
+    loaded = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", learn=True)
+    with loaded as engine, served(engine) as (client, _):
+        assert engine.aligner is not None
         before = client.chat(USER, max_tokens=16, ignore_eos=True).body["choices"]
         assert client.chat(USER, max_tokens=16, ignore_eos=True).body["choices"] == before
         assert engine.aligner.num_steps > 0
@@ -492,7 +491,7 @@ def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], numbe
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
-@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("streams", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_who_waits_is_told_that_the_server_stops(streams: bool, pair: Pair, tmp_path: Path) -> None:
     folder = variant(pair.target, tmp_path / "target", max_position_embeddings=10**6)
     args = (
@@ -596,10 +595,6 @@ def test_a_server_for_other_machines_warns_and_can_be_found(
     told, echo = list[str](), click.echo
     monkeypatch.setattr("offspec.cli.serve.click.echo", lambda text, **more: (told.append(text), echo(text, **more)))
     monkeypatch.setattr(uvicorn.Server, "run", run)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        result = offspec("serve", pair.target, "--draft", "none", "--host", "0.0.0.0", "--port", 0, *key)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    result = offspec("serve", pair.target, "--draft", "none", "--host", "0.0.0.0", "--port", 0, *key)
     assert (result.code, reached) == (0, [True])
     assert ("OFFSPEC_API_KEY" in result.err) == (not key)

@@ -32,8 +32,9 @@ SHORT = {"prompt": "hi", "max_tokens": 4, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def engine(pair: Pair) -> Engine:
-    return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", cache_ram="1MiB")
+def engine(pair: Pair) -> Iterator[Engine]:
+    with Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", cache_ram="1MiB") as found:
+        yield found
 
 
 class Gate:
@@ -226,10 +227,10 @@ def test_a_line_forgets_who_left_and_lets_in_who_goes_first() -> None:
 
 def test_a_request_between_two_turns_does_not_cost_the_conversation(pair: Pair, tmp_path_factory: Any) -> None:
     folder = variant(pair.target, tmp_path_factory.mktemp("long") / "target", max_position_embeddings=512)
-    engine = Engine.load(str(folder), draft="none", device="cpu", cache_ram=None)
+    loaded = Engine.load(str(folder), draft="none", device="cpu", cache_ram=None)
     chat = [{"role": "user", "content": "tell me of the width and the height of rooms, and of doors"}]
     title = {"role": "user", "content": "a title of three words for a conversation that begins with: tell me of the"}
-    with served(engine) as (client, _):
+    with loaded as engine, served(engine) as (client, _):
         before = client.chat(*chat, max_tokens=24, ignore_eos=True).body
         client.chat(title)
         chat += [before["choices"][0]["message"], {"role": "user", "content": "and then?"}]
@@ -344,14 +345,16 @@ SLOW_PASS = """
 import sys, time
 from offspec.batch import Batch
 from offspec.cli import main
-Batch.step = lambda self: time.sleep(60)  # as a pass that streams a large model
+Batch.step = lambda self: time.sleep(10**6)  # as a pass that streams a large model
 sys.argv = ["offspec", *sys.argv[1:]]
 main.main()
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.nightly)]
+)
 def test_the_end_does_not_wait_for_a_pass(pair: Pair, number: signal.Signals, code: int) -> None:
     args = ("--draft", "none", "--device", "cpu", "--port", 0, "--parallel", 1)
     command = [sys.executable, "-c", SLOW_PASS, "serve", pair.target, *args]
@@ -362,14 +365,12 @@ def test_the_end_does_not_wait_for_a_pass(pair: Pair, number: signal.Signals, co
         with closing(client.open("POST", TEXT, SHORT)) as whole, asked(client, stream=True) as stream:
             assert stream.readline().startswith(b": ")
             until(lambda: gauge(client, "requests_running") == 1)
-            began_s = time.monotonic()
             process.send_signal(number)
             reply = whole.getresponse()
             assert (reply.status, json.loads(reply.read())["error"]["type"]) == (503, "server_error")
             *_, event, _, _ = stream.read().decode().split("\n\n")
             check_message(json.loads(event.strip().removeprefix("data: "))["error"]["message"], "stopping")
             _, err = process.communicate(timeout=LONG_S)
-            assert time.monotonic() - began_s < 10  # alone on two cores: 1.0 s
     finally:
         process.kill()
         process.communicate()

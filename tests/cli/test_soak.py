@@ -16,16 +16,20 @@ pytest.importorskip("openai", reason="OpenAI's client is not installed: pip inst
 
 from .soak import WAIT_S, processor_s, serving, soak
 
+NUM_REQUESTS = 24
 
+
+@pytest.mark.slow
 def test_many_clients_get_right_answers_from_a_server_of_few_files(pair: Pair) -> None:
-    found = soak(pair.target, pair.draft, 48, 16)
+    found = soak(pair.target, pair.draft, NUM_REQUESTS, num_clients=12)
     assert found.wrong == []
-    assert found.num_answers + found.num_left == 48
+    assert found.num_answers + found.num_left == NUM_REQUESTS
     assert found.num_refused > 0
     assert found.num_healthy > 0
     assert found.bytes_after - found.bytes_before < 50 * 2**20
 
 
+@pytest.mark.nightly
 def test_a_server_that_may_open_no_more_files_stays_quiet(pair: Pair, tmp_path: Path) -> None:
     """More connections than it may have files: few words, little computing, and it answers when they have gone."""
     errors = tmp_path / "errors"

@@ -52,6 +52,7 @@ def start(terminal: Tmux) -> None:
     terminal.wait(ready)
 
 
+@pytest.mark.nightly
 def test_a_first_conversation(tmp_path: Path, environment: dict[str, str]) -> None:
     file, later = tmp_path / "talk.json", tmp_path / "later.json"
     with Tmux(tmp_path, environment) as terminal:
@@ -110,12 +111,12 @@ def test_a_first_conversation(tmp_path: Path, environment: dict[str, str]) -> No
     assert [turn["finish_reason"] == "interrupted" for turn in turns] == [False, False, True]
     assert saved(later)["turns"][:3] == turns
 
-    session = Session(Engine.load("builtin", device="cpu"))
-    session.load(later)
-    for number in (0, 1, 3, 4):
-        ids = session.encode(session.turns[: number + 1])
-        steps = list(session.engine.generate(ids, SamplingParams(max_new_tokens=60)))
-        assert "".join(step.text for step in steps) == session.turns[number].reply
+    with Engine.load("builtin", device="cpu") as engine:
+        session = Session(engine)
+        session.load(later)
+        for number in (0, 1, 3, 4):
+            ids = session.encode(session.turns[: number + 1])
+            assert engine.complete(ids, SamplingParams(max_new_tokens=60)) == session.turns[number].reply
 
 
 def test_a_pasted_message_is_one_message_in_a_narrow_terminal_without_utf8(
