@@ -28,6 +28,8 @@ from offspec.loaders.hardware import Rates
 from offspec.stats import peak_host_bytes
 from offspec.text import chat_template
 
+from .damage import peak_bytes_anew
+
 LONGEST_S, MOST_BYTES = 20, 2**29
 PROMPT, CHAT = "def area(", [{"role": "user", "content": "hi, what is <|end|> this?"}]
 PARAMS, PLAIN = SamplingParams(6, ignore_eos=True), SpeculationParams(0)
@@ -111,8 +113,7 @@ def _run_cases(numbers: range, sound: Path, folder: Path) -> Findings:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(sound, folder)
         what = damage(folder, random.Random(number))
-        Path("/proc/self/clear_refs").write_text("5")  # where the kernel can, the peak is measured anew
-        began, before = time.perf_counter(), peak_host_bytes()
+        began, before = time.perf_counter(), peak_bytes_anew()
         outcome = found if isinstance(found := _tried(folder), str) else ""
         grown, seconds = peak_host_bytes() - before, time.perf_counter() - began
         if isinstance(found, Said):  # compared after the measurement, which is of offspec alone

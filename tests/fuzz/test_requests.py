@@ -14,7 +14,7 @@ from ..cli.test_tools import HERMES
 from ..pair import build_pair
 from . import requests
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "300"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "100"))
 
 
 def test_every_body_is_answered(tmp_path_factory: pytest.TempPathFactory) -> None:
