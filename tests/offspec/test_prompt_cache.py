@@ -58,6 +58,7 @@ def answer(engine: Engine, file: Path | None, prompt: list[int]) -> tuple[list[i
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["none", "lookup", "resident", None])
 def test_the_text_is_that_of_a_prompt_without_a_file(pair: Pair, draft: str | None, tmp_path: Path) -> None:
     engine, file = loaded(pair, draft=draft or str(pair.draft)), tmp_path / "prompt.kv"
@@ -81,6 +82,7 @@ def test_the_draft_reads_no_token_that_is_in_the_file(engine: Engine, tmp_path: 
         assert found.get_tensor("tokens").tolist() == PROMPT
 
 
+@pytest.mark.slow
 def test_a_file_of_another_model_dtype_or_draft_is_not_used(pair: Pair, engine: Engine, tmp_path: Path) -> None:
     file, other = tmp_path / "prompt.kv", Pair(tmp_path / "target", pair.draft)
     answer(engine, file, PROMPT)
@@ -205,6 +207,7 @@ WRITER = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 def test_after_a_kill_in_the_middle_of_writing_the_file_is_as_before(engine: Engine, tmp_path: Path) -> None:
     file = tmp_path / "prompt.kv"

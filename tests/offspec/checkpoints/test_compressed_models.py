@@ -135,6 +135,7 @@ def assert_texts_agree(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert texts(engine, speculation) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["w4a16, asymmetric", "nvfp4"])
 def test_texts(name: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_texts_agree(compress(pair, tmp_path, CASES[name]), monkeypatch)
@@ -181,6 +182,7 @@ def fp8(request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.Tem
     return Model(folder / "packed", folder / "plain", pair.draft, "fp8", logits_of(reference))
 
 
+@pytest.mark.slow
 def test_fp8_says_what_plain_matrices_say(fp8: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     test_logits_are_the_librarys(fp8)
     if "ue8m0" in str(fp8.packed):

@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 NO_NODES = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), bool)
 PLAIN, TREES = SpeculationParams(0), SpeculationParams(16)
 RATES = Rates(matmul_flops={1: 1e10}, dequantise_elements_per_s=1e9)  # to measure them takes longer than all else
-REQUESTS = [SamplingParams(30, seed=0, ignore_eos=True), SamplingParams(30, temperature=1.0, top_p=0.9, seed=1)]
+REQUESTS = [SamplingParams(14, seed=0, ignore_eos=True), SamplingParams(14, temperature=1.0, top_p=0.9, seed=1)]
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,7 @@ def test_logits_are_those_of_plain_matrices(model: Model) -> None:
     assert_alike(model.packed, model.plain)
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_plain_matrices_and_of_plain_decoding(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Engine.load(str(model.plain), draft=str(model.draft), device="cpu")
     expected = texts(source, PLAIN)
@@ -185,6 +186,7 @@ def test_texts_are_those_of_plain_matrices_and_of_plain_decoding(model: Model, m
         engine.close()
 
 
+@pytest.mark.slow
 def test_it_can_be_the_draft(awq: Model, pair: Pair) -> None:
     engine = Engine.load(str(pair.target), draft=str(awq.packed), device="cpu")
     assert texts(engine, TREES) == texts(engine, PLAIN)

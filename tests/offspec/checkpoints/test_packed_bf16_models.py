@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 from offspec import ConvertParams, Engine, SamplingParams, builtin, convert, loading
 from offspec.checkpoints.load import load_weights
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.formats.products import COSTS, KERNEL, TORCH, ProductKind, WayCosts, num_lanes
+from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts, ProductKind, WayCosts, num_lanes
 from offspec.loaders.gpus import find_gpu
 from offspec.loaders.hardware import Rates
 from offspec.loaders.params import LOSSLESS_FORMAT
@@ -50,12 +50,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _costs() -> Iterator[None]:
-    yield
-    COSTS.clear()
-
-
 def everywhere(files: ModelFiles, num_resident: int) -> Placement:
     """So many layers are resident, the others on disk."""
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
@@ -74,21 +68,25 @@ def logits(folder: Path, dtype: str, num_resident: int, *, keeps_packed: bool = 
         return torch.cat([text.score(IDS, *NO_NODES), text.score([5], *NO_NODES)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [TORCH, KERNEL])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_logits_have_the_bits_of_the_plain_model(dtype: str, way: str, plain: Path, packed: Path) -> None:
+def test_logits_have_the_bits_of_the_plain_model(
+    dtype: str, way: str, plain: Path, packed: Path, product_costs: ProductCosts
+) -> None:
     """Resident and unpacked, resident and packed, streamed: in the way that plain matrices are multiplied."""
     if way == KERNEL and not num_lanes():
         pytest.skip("this processor has no kernels")
     kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     for form in ("bf16", LOSSLESS_FORMAT):
-        COSTS.set(ProductKind(form, kind, is_large=False), WayCosts({way: {1: 1.0}}))
+        product_costs.set(ProductKind(form, kind, is_large=False), WayCosts({way: {1: 1.0}}))
     for num_resident in (8, 3, 0):
         expected = logits(plain, dtype, num_resident)
         for keeps_packed in (False, True):
             assert torch.equal(logits(packed, dtype, num_resident, keeps_packed=keeps_packed), expected)
 
 
+@pytest.mark.slow
 def test_texts_and_notes(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Engine.load("builtin", draft="lookup", device="cpu", dtype="bf16")) as source:
         expected, answer = texts(source, PLAIN), source.complete("def area(", SamplingParams(8))
@@ -191,6 +189,7 @@ def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return call
 
 
+@pytest.mark.slow
 def test_commands(packed: Path, tmp_path: Path, say: Callable[..., str]) -> None:
     flags = ("--device", "cpu", "--draft", "none")
     said: Mapping[str, Any] = json.loads(say("plan", packed, *flags, "-q", "--json"))
@@ -207,6 +206,7 @@ def test_commands(packed: Path, tmp_path: Path, say: Callable[..., str]) -> None
     assert set(made["bits_per_weight"].values()) == {16.0}
 
 
+@pytest.mark.slow
 def test_quantize_says_the_bits_of_each_matrix(tmp_path: Path, say: Callable[..., str]) -> None:
     told = say("quantize", "builtin", tmp_path / "a", "--format", LOSSLESS_FORMAT, "-q", "-v")
     assert "56 matrices packed: 12.01 to 12.02 bits a weight instead of 16" in told
