@@ -119,6 +119,7 @@ class Watched:
 # ------------------------------------------------------------------------------------------------ texts
 
 
+@pytest.mark.slow
 def test_requests_of_other_kinds_share_passes(pair: Pair) -> None:
     """One with a constraint and one with joint acceptance, whose text depends on the draft, beside two plain ones."""
     digits = Constraint.regex("[0-9]{3,12}")

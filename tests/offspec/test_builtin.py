@@ -6,6 +6,7 @@ What it writes is not judged here.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,9 @@ ROLES = ("target", "draft")
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine.load("builtin", device="cpu", dtype="fp32")
+def engine() -> Iterator[Engine]:
+    with Engine.load("builtin", device="cpu", dtype="fp32") as loaded:
+        yield loaded
 
 
 def num_parameters(role: str) -> int:
@@ -62,6 +64,7 @@ def test_it_is_what_load_finds_without_a_name(engine: Engine) -> None:
     assert engine.encode(messages) != engine.encode("Return the area.")
 
 
+@pytest.mark.slow
 def test_guesses_leave_the_text_alone(engine: Engine) -> None:
     settings = settings_of([0, 1], 0.9, [16], ["coupled"], ["own", "random"])
     report = verify(engine, builtin.prompts()[:2], settings, max_new_tokens=8)

@@ -45,6 +45,7 @@ def compiler(engine: Engine) -> ConstraintCompiler:
     return ConstraintCompiler(engine.tokenizer, engine.target.config.vocab_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(schemas())[::30])
 def test_answers_are_valid_and_those_of_plain_decoding(engine: Engine, name: str) -> None:
     """Some of the schemas; `python -m tests.offspec.schemas` checks all of them, with the built-in pair."""
@@ -58,6 +59,7 @@ def test_every_schema_compiles(compiler: ConstraintCompiler) -> None:
         compiler.compile(Constraint.json_schema(schema))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("constraint", "is_right"),
     [

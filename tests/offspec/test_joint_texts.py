@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -30,8 +31,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def engine(pair: Pair) -> Engine:
-    return load(pair.target, pair.draft)
+def engine(pair: Pair) -> Iterator[Engine]:
+    with load(pair.target, pair.draft) as loaded:
+        yield loaded
 
 
 def uncached(decoder: Decoder) -> Rule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,8 @@ def engines(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     root = tmp_path_factory.mktemp("drafts")
     drafts: dict[str, Path | str] = {"none": "none", "own": pair.draft, "reordered": reordered(pair, root / "order")}
     drafts |= {name: with_tokenizer(pair, root / name, name) for name in ("prose", "spaces")}
-    found = {name: load(pair, draft) for name, draft in drafts.items()}
-    yield found
-    for engine in found.values():
-        engine.close()
+    with ExitStack() as opened:
+        yield {name: opened.enter_context(load(pair, draft)) for name, draft in drafts.items()}
 
 
 def ids(engine: Engine, sampling: SamplingParams, speculation: SpeculationParams, **options: Any) -> list[int]:

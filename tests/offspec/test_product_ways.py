@@ -24,7 +24,7 @@ from offspec.model.decoder import Decoder
 from ..pair import Pair, build_pair
 
 CPU = torch.device("cpu")
-REQUESTS = [SamplingParams(40, seed=0, ignore_eos=True), SamplingParams(40, temperature=1.0, top_p=0.9, seed=1)]
+REQUESTS = [SamplingParams(18, seed=0, ignore_eos=True), SamplingParams(18, temperature=1.0, top_p=0.9, seed=1)]
 needs_kernels = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
 
 
@@ -80,6 +80,7 @@ def stream(folder: Path) -> Decoder:
     return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_the_text_is_the_same_whichever_way(
     engine: Engine, folder: Path, product_costs: ProductCosts, multiplied: Counter[str]

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,8 +38,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def engine(pair: Pair) -> Engine:
-    return loaded(pair)
+def engine(pair: Pair) -> Iterator[Engine]:
+    with loaded(pair) as engine:
+        yield engine
 
 
 def loaded(pair: Pair, **options: object) -> Engine:

@@ -22,7 +22,7 @@ from ..fakes import FAMILIES, VOCAB_SIZE, build
 CPU = torch.device("cpu")
 NO_NODES = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), bool)
 PROMPT = [(7 * i) % VOCAB_SIZE for i in range(20)]
-NUM_TOKENS = 64
+NUM_TOKENS = 24
 
 
 def quantized(tmp_path: Path, **options: Any) -> tuple[Path, Any]:
@@ -57,6 +57,7 @@ def greedy(decoder: Decoder) -> list[int]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

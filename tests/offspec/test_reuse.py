@@ -299,6 +299,7 @@ def make(get_models: GetModels) -> Callable[..., CheckedDrafter]:
     return made
 
 
+@pytest.mark.slow
 @examples(20)
 @given(rounds_ahead=st.sampled_from([0, 1, 4]), **SETTINGS)
 def test_caches_are_those_of_a_fresh_prefill(
@@ -311,6 +312,7 @@ def test_caches_are_those_of_a_fresh_prefill(
     assert [*prompt, *said][: len(truth)] == truth
 
 
+@pytest.mark.slow
 @examples(60)
 @given(seed=st.integers(0, 2**32), **SETTINGS)
 def test_caches_are_those_of_a_fresh_prefill_whatever_the_verdict(

@@ -4,7 +4,8 @@ and what passes cost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -51,8 +52,9 @@ def load(pair: Pair, draft: str, **more: Any) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def loaded(pair: Pair) -> dict[str, Engine]:
-    return {draft: load(pair, draft) for draft in ("own", "lookup", "none")}
+def loaded(pair: Pair) -> Iterator[dict[str, Engine]]:
+    with ExitStack() as opened:
+        yield {draft: opened.enter_context(load(pair, draft)) for draft in ("own", "lookup", "none")}
 
 
 @pytest.fixture
