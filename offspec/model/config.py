@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
+from offspec.loaders.checkpoint import show
 from offspec.loaders.params import QUANT_METHODS
 
 from ..errors import CheckpointError, UnsupportedModelError
@@ -234,9 +235,9 @@ def _family(config: Json) -> Callable[[Json, int], Fields]:
     supported = ", ".join([*FAMILIES, *MULTIMODAL])
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         architectures = config.get("architectures") or ["no architecture named"]
-        named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else str(architectures)
+        named = ", ".join(map(show, architectures[:8])) if isinstance(architectures, list) else show(architectures)
         raise UnsupportedModelError(
-            f"model_type {model_type!r} ({named}) is not supported; supported: {supported} and their fine-tunes"
+            f"model_type {show(model_type)} ({named}) is not supported; supported: {supported} and their fine-tunes"
         )
     if config.get("is_causal") is False:
         raise UnsupportedModelError(
@@ -254,7 +255,7 @@ def check_quantization(config: Json) -> None:
         method = _quant_method(quantization)
         if method not in QUANT_METHODS:
             raise UnsupportedModelError(
-                f"checkpoints quantised by {method} are not supported; use one by {', '.join(QUANT_METHODS)}, or "
+                f"checkpoints quantised by {show(method)} are not supported; use one by {', '.join(QUANT_METHODS)}, or "
                 "quantise the 16-bit one (offspec quantize)"
             )
 

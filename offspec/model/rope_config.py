@@ -47,7 +47,7 @@ def read_rope(config: Json) -> RopeConfig:
     """
     new, old = (mapping(config, key) for key in ("rope_parameters", "rope_scaling"))
     if kinds := _kinds(old or new):
-        raise UnsupportedModelError(f"separate RoPE for each kind of layer ({kinds[0]}) is not supported")
+        raise UnsupportedModelError(f"separate RoPE for each kind of layer ({show(kinds[0])}) is not supported")
     scaling = dict(old or new)
     named = [source for source in (scaling, config, new) if source.get("rope_theta") is not None]
     theta = positive_number(named[0] if named else {}, "rope_theta", config.get("default_theta", 10000.0))

@@ -364,3 +364,19 @@ def test_whatever_stands_there_gives_a_config_or_one_line(data: st.DataObject) -
     config |= data.draw(st.dictionaries(keys, ANYTHING, max_size=3), label="config")
     result = outcome(config)
     assert isinstance(result, ModelConfig) or len(result.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_parameters": {"\x85": {}}},
+        {"model_type": "\x85", "architectures": ["\x85"]},
+        {"model_type": "\x85", "architectures": "\x85"},
+        {"quantization_config": {"quant_method": "\x85"}},
+    ],
+    ids=["rope", "architectures", "architecture", "quantisation"],
+)
+def test_a_line_break_in_a_name_breaks_no_line(said: dict[str, Any]) -> None:
+    result = outcome(config_json(FAMILIES["llama-gqa"]) | said)
+    assert isinstance(result, str)
+    assert len(result.splitlines()) == 1
