@@ -37,8 +37,8 @@ from .test_decoder import assert_close, chain_logits, random_tokens
 GetModel = Callable[[str], TinyModel]
 # One of every layout; the families of this program's beginning have tests of their own.
 NEW = list(FAMILIES)[list(FAMILIES).index("gemma") :]
-PROMPT, TREES, PLAIN = random_tokens(12, seed=4), SpeculationParams(24), SpeculationParams(0)
-REQUESTS = [SamplingParams(24, seed=0, ignore_eos=True), SamplingParams(24, temperature=1.0, seed=1, ignore_eos=True)]
+PROMPT, TREES, PLAIN = random_tokens(12, seed=4), SpeculationParams(16), SpeculationParams(0)
+REQUESTS = [SamplingParams(16, seed=0, ignore_eos=True), SamplingParams(16, temperature=1.0, seed=1, ignore_eos=True)]
 
 
 @pytest.fixture(scope="module")

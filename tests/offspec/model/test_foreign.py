@@ -35,9 +35,9 @@ from ...refusals import check_message, refused, tells
 
 CPU = torch.device("cpu")
 PROMPT = [5, 9, 33, 70, 71, 72, 40, 41, 9, 33, 70, 71, 72, 40, 41, 9, 33]
-NUM_TOKENS = 28
+NUM_TOKENS = 18
 GREEDY = SamplingParams(NUM_TOKENS, seed=0, ignore_eos=True)
-SAMPLED = SamplingParams(16, temperature=1.0, top_p=0.9, seed=3, ignore_eos=True)
+SAMPLED = SamplingParams(12, temperature=1.0, top_p=0.9, seed=3, ignore_eos=True)
 PLAIN = SpeculationParams(budget=0)
 
 SHAPE = {

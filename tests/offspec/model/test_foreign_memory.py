@@ -45,7 +45,7 @@ print(json.dumps({"peak": status("VmHWM"), "granted": granted, "planned": placem
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_is_what_was_planned_and_no_layer_more(tmp_path: Path) -> None:
     folder, pair = tmp_path / "model", build_pair(tmp_path)
