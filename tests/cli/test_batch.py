@@ -341,6 +341,7 @@ def test_two_runs_do_not_write_to_one_output(
     assert [file.name for file in tmp_path.iterdir() if file not in (source, output)] == []
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_lock(batch: Run, source: Path, run_args: Sequence[object], tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
     process = start(*run_args, "--prompt-file", source, "--output", output)

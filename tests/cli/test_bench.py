@@ -35,6 +35,7 @@ def bench(pair: Pair, tmp_path: Path, offspec: Offspec) -> Bench:
     return lambda *flags: offspec(*args, *small, *flags)
 
 
+@pytest.mark.slow
 def test_json_alone_on_stdout_and_the_table_beside_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     result = bench("--json")

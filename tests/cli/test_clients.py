@@ -137,6 +137,7 @@ def test_langchain_gets_structured_output(with_tools: Client, method: str) -> No
     assert found.city in ("Rome", "Oslo")
 
 
+@pytest.mark.slow
 def test_langchain_gets_any_object(client: Client, engine: Engine) -> None:
     (end,) = engine.tokenizer.encode("}", add_special_tokens=False)
     model = chat_model(client, logit_bias={end: 100})  # or the small model would hardly end an object

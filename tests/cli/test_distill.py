@@ -23,6 +23,7 @@ def exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_it_makes_is_found_and_exact(pair: Pair, offspec: Offspec, exits: Path, tmp_path: Path) -> None:
     made = offspec("distill", pair.target, "--exit-layer", 1, *SMALL, "--json")
     assert (made.code, made.err) == (0, "")
@@ -104,6 +105,7 @@ def test_layers_to_skip_are_found_and_resumed(
     resumed.refusal(2, "nothing to resume", "--resume")
 
 
+@pytest.mark.slow
 def test_a_draft_is_trained_and_used(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
     out = tmp_path / "mine"
     small = ("--num-texts", 32, "--steps", 4, "--text-tokens", 8, "--device", "cpu")
@@ -118,6 +120,7 @@ def test_a_draft_is_trained_and_used(pair: Pair, offspec: Offspec, tmp_path: Pat
     again.refusal(2, out, "exists", "--out")
 
 
+@pytest.mark.slow
 def test_additions_are_a_learn_file(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
     out = tmp_path / "more.safetensors"
     small = ("--num-texts", 32, "--steps", 4, "--text-tokens", 8, "--device", "cpu")
@@ -160,6 +163,7 @@ def _few_tokens(init: Any) -> Any:
     return make
 
 
+@pytest.mark.slow
 def test_a_head_is_trained_and_drafts(pair: Pair, offspec: Offspec, exits: Path, tmp_path: Path) -> None:
     made = offspec("distill", pair.target, "--head", "medusa", *SMALL, "--json")
     assert (made.code, made.err) == (0, "")

@@ -41,6 +41,7 @@ def texts(file: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["offspec", "loaders", "scheduler"])
 def test_messages_below_the_terminal_name_arguments(folder: str) -> None:
     """A command line as a whole may stand there: `offspec distill MODEL --exit-layer N`."""
@@ -53,6 +54,7 @@ def test_messages_below_the_terminal_name_arguments(folder: str) -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_arguments_in_messages_have_a_flag() -> None:
     """What stands between backticks in a message is a setting that the terminal knows."""
     named = {name for file in BELOW for _, text in texts(file) for name in re.findall(r"`([a-z_]+)(?:=[^`]*)?`", text)}

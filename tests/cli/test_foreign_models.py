@@ -60,6 +60,7 @@ def test_run_gives_the_same_text_with_and_without_guesses(foreign: Path, pair: P
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.slow
 def test_verify_finds_it_exact(foreign: Path, tmp_path: Path, offspec: Offspec) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def area(\n")

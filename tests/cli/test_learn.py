@@ -48,6 +48,7 @@ def answers(offspec: Offspec, *args: object) -> list[dict[str, Any]]:
     return sorted(map(json.loads, result.out.splitlines()), key=lambda answer: answer["line"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["0", "0.9"])
 def test_answers_are_the_same_and_the_file_is_there(
     temperature: str, batch_args: Sequence[object], tmp_path: Path, offspec: Offspec
@@ -67,6 +68,7 @@ def test_answers_are_the_same_and_the_file_is_there(
     assert {entry.name for entry in tmp_path.iterdir()} == {"prompts.jsonl", file.name}
 
 
+@pytest.mark.slow
 def test_of_several_files_each_prompt_uses_one(batch_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
     one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
     plain = answers(offspec, *batch_args)
@@ -85,6 +87,7 @@ def test_stats_tell_what_learning_took(run_args: Sequence[object], tmp_path: Pat
     assert "learning" not in offspec(*args, "--learn-file", tmp_path / "learnt").err
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_learnt_before(
     batch_args: Sequence[object], tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +105,7 @@ def test_ctrl_c_keeps_what_was_learnt_before(
     assert answers(offspec, *batch_args, "--learn-file", file)
 
 
+@pytest.mark.slow
 @needs_signals
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.nightly)])
 def test_a_signal_keeps_what_was_learnt_before(
@@ -147,6 +151,7 @@ def full(*wanted: Path) -> Callable[[Path, bytes], None]:
     return write
 
 
+@pytest.mark.slow
 def test_a_full_disk_does_not_lose_what_was_learnt(
     batch_args: Sequence[object], tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +176,7 @@ def test_a_full_disk_does_not_lose_what_was_learnt(
     assert [folder for folder in other.iterdir() if not any(folder.iterdir())] == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_it_is_written_does_not_lose_it(
     batch_args: Sequence[object], tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +193,7 @@ def test_ctrl_c_while_it_is_written_does_not_lose_it(
     assert answers(offspec, *batch_args, "--learn-file", file)
 
 
+@pytest.mark.slow
 def test_two_do_not_learn_into_one_file(
     batch_args: Sequence[object],
     run_args: Sequence[object],
@@ -210,6 +217,7 @@ def test_two_do_not_learn_into_one_file(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["learnt", "link", "prompts.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_chat_learns_from_its_replies(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
     file = tmp_path / "learnt"
     args = ("chat", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", "30", "--seed", "1")
@@ -233,6 +241,7 @@ def test_ctrl_c_while_a_chat_learns_leaves_the_reply(
     assert found.err.count("stopped") == 2
 
 
+@pytest.mark.slow
 def test_bench_measures_what_was_learnt_elsewhere_and_learns_nothing(
     pair: Pair, prompts: Path, batch_args: Sequence[object], tmp_path: Path, offspec: Offspec
 ) -> None:
@@ -259,6 +268,7 @@ def test_no_draft_model(draft: str, pair: Pair, tmp_path: Path, offspec: Offspec
     offspec(*args).refusal(2, "draft model", "--draft")
 
 
+@pytest.mark.slow
 def test_the_file_of_another_draft(
     pair: Pair, run_args: Sequence[object], batch_args: Sequence[object], tmp_path: Path, offspec: Offspec
 ) -> None:

@@ -52,6 +52,7 @@ def test_a_model_larger_than_the_memory_allowed(offspec: Offspec, large: Path) -
     assert "disk: 2 GB/s (2 readers)" in result.out
 
 
+@pytest.mark.slow
 def test_earlier_conversations_of_a_server(offspec: Offspec, large: Path) -> None:
     """By default 1/16 of what is free, which the table names when it is planned."""
     args = ("plan", large, "--draft", "none", "--device", "cpu", "--ram", "8GiB", "-q")
@@ -74,6 +75,7 @@ def test_json(offspec: Offspec, large: Path) -> None:
     assert told["title"].startswith(f"{large.name}: 8 B parameters, nf4")
 
 
+@pytest.mark.slow
 def test_a_card_that_is_not_here_is_planned_for_without_measuring(
     offspec: Offspec, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +99,7 @@ def test_a_busy_machine_is_told_where_it_is_measured(
     assert offspec(*asked, "--device", "cpu", "-q").err == ""
 
 
+@pytest.mark.slow
 def test_what_a_user_would_notice(offspec: Offspec, large: Path) -> None:
     asked = ("plan", large, "--gpu", "rtx4090", "--vram", "8GiB", "--ram", "8GiB", "--draft", "none", "-q")
     told, shown = json.loads(offspec(*asked, "--json").out), offspec(*asked).out
@@ -157,6 +160,7 @@ def test_what_more_memory_would_bring(offspec: Offspec, large: Path) -> None:
     assert offspec("plan", large, "--gpu", "rtx4090", "--ram", "64GiB", "-q").out.count(" more ") == 0  # it all fits
 
 
+@pytest.mark.slow
 def test_more_of_which_memory(offspec: Offspec, large: Path) -> None:
     asked = ("plan", large, "--gpu", "rtx4090", "--vram", "8GiB", "--draft", "none", "-q", "--json")
     gains = json.loads(offspec(*asked, "--ram", "4GiB").out)["gains"]
@@ -166,6 +170,7 @@ def test_more_of_which_memory(offspec: Offspec, large: Path) -> None:
     assert {gain["memory"] for gain in plenty} == {"VRAM"}
 
 
+@pytest.mark.slow
 def test_drafts_are_compared_in_one_table(offspec: Offspec, large: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
@@ -202,6 +207,7 @@ def test_a_draft_that_does_not_fit_says_so_in_the_table(offspec: Offspec, large:
     assert offspec(*asked, "--draft", "shadow:4", "--draft", "none").code == 0
 
 
+@pytest.mark.slow
 def test_the_command_that_makes_the_shadow_is_told(offspec: Offspec, large: Path) -> None:
     asked = ("plan", large, "--gpu", "rtx4090", "--vram", "10GiB", "--ram", "64GiB", "-c", "2048", "-q")
     fastest = json.loads(offspec(*asked, "--json").out)["drafts"]
@@ -211,6 +217,7 @@ def test_the_command_that_makes_the_shadow_is_told(offspec: Offspec, large: Path
     assert f"offspec quantize {large} --shadow {bits}" in offspec(*asked).out
 
 
+@pytest.mark.slow
 def test_texts_that_share_passes(offspec: Offspec, large: Path) -> None:
     asked = ("plan", large, "--draft", "lookup", "--gpu", "rtx4090", "--ram", "64GiB", "--vram", "8GiB", "-q")
     told = json.loads(offspec(*asked, "--json").out)

@@ -26,6 +26,7 @@ def endless(pair: Pair, tmp_path: Path) -> Sequence[object]:
     return ("run", folder, "hi", "--draft", "none", "--device", "cpu", "--ignore-eos", "--max-new-tokens", 10**6)
 
 
+@pytest.mark.slow
 @needs_signals
 def test_ctrl_c_leaves_at_once(endless: Sequence[object]) -> None:
     process = start(*endless)
@@ -37,6 +38,7 @@ def test_ctrl_c_leaves_at_once(endless: Sequence[object]) -> None:
     assert result.err.strip() == ""
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_had_enough(endless: Sequence[object]) -> None:
     process = start(*endless)
     assert process.stdout is not None
@@ -47,6 +49,7 @@ def test_a_reader_that_has_had_enough(endless: Sequence[object]) -> None:
     assert (result.code, result.err) == (0, "")
 
 
+@pytest.mark.slow
 @needs_full
 @pytest.mark.parametrize("json_flag", [(), pytest.param(("--json",), marks=pytest.mark.nightly)], ids=["text", "json"])
 def test_output_that_cannot_be_written(json_flag: Sequence[str], run_args: Sequence[object]) -> None:
@@ -75,6 +78,7 @@ def test_a_stream_that_is_closed(redirection: str, code: int) -> None:
     assert finish(shell).refusal(code)
 
 
+@pytest.mark.slow
 def test_a_terminal_that_knows_ascii_only(run_args: Sequence[object]) -> None:
     env = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     flags = ("--temperature", "3", "--seed", "1", "--ignore-eos")  # half characters: U+FFFD
@@ -84,6 +88,7 @@ def test_a_terminal_that_knows_ascii_only(run_args: Sequence[object]) -> None:
     assert "tokens/s" in result.err
 
 
+@pytest.mark.slow
 def test_a_prompt_through_a_pipe_and_a_failure_for_the_shell(tmp_path: Path) -> None:
     process = start("run", tmp_path / "model", stdin=subprocess.PIPE)
     assert process.stdin is not None

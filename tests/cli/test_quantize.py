@@ -75,6 +75,7 @@ def test_refusals(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_killed_it_goes_on(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
     """Killed as soon as the second file is there, wherever in its work that is."""
     process = start("quantize", pair.target, tmp_path / "made")
@@ -94,6 +95,7 @@ def test_killed_it_goes_on(pair: Pair, tmp_path: Path, offspec: Offspec) -> None
     assert contents(tmp_path / "made") == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_progress_is_for_terminals(pair: Pair, tmp_path: Path) -> None:
     terminal, inside = pty.openpty()
     try:
@@ -144,6 +146,7 @@ def test_what_is_left_is_told_from_this_runs_pace(
     assert shown.endswith("60 % of 1 kB, 40 s left")
 
 
+@pytest.mark.slow
 def test_the_built_in_model_can_be_quantised(tmp_path: Path, offspec: Offspec) -> None:
     told = json.loads(offspec("quantize", "builtin", tmp_path / "nf4", "--json").out)
     assert told["source"] == "builtin"
@@ -157,6 +160,7 @@ def test_a_shadow_has_its_own_format(offspec: Offspec, tmp_path: Path, flags: tu
     assert not (tmp_path / "shadow").exists()
 
 
+@pytest.mark.slow
 def test_a_shadow_in_a_folder(offspec: Offspec, tmp_path: Path) -> None:
     made = offspec("quantize", "builtin", tmp_path / "shadow", "--shadow", "2", "-q", "--json")
     assert made.code == 0

@@ -186,6 +186,7 @@ def test_what_an_answer_must_be_holds_after_its_thinking(thinker: Client, asked:
         assert message["content"]
 
 
+@pytest.mark.slow
 def test_the_terminal_has_constrained_answers_apart_from_their_thinking(
     models: Pair, tmp_path: Path, offspec: Offspec
 ) -> None:

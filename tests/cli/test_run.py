@@ -106,6 +106,7 @@ def test_a_pipe_goes_before_the_prompt(
     assert prompt_text(pair, answer) == prompt
 
 
+@pytest.mark.slow
 def test_a_pipe_through_which_nothing_comes_is_told(run_args: Sequence[object]) -> None:
     process = start(*run_args, "hi", stdin=subprocess.PIPE)
     assert process.stderr is not None
@@ -196,6 +197,7 @@ def test_stats_stand_on_stderr(run_args: Sequence[object], offspec: Offspec) -> 
     assert "seed 5" in with_json.err
 
 
+@pytest.mark.slow
 def test_a_text_that_is_cut_says_so(
     run_args: Sequence[object], pair: Pair, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,6 +410,7 @@ def test_special_tokens_in_messages_are_text_unless_asked_for(
     assert len(plain) > len(special)
 
 
+@pytest.mark.slow
 def test_several_answers_are_those_of_their_seeds(run_args: Sequence[object], offspec: Offspec) -> None:
     asked = (*run_args, "hi", "--temperature", 1)
     alone = [run_json(offspec, *asked, "--seed", seed) for seed in (7, 8, 9)]

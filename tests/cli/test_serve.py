@@ -478,6 +478,7 @@ def port_of(process: subprocess.Popen[bytes]) -> int:
     return int(process.stdout.readline().decode().split("127.0.0.1:")[1].split("/")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], number: signal.Signals, code: int) -> None:
@@ -490,6 +491,7 @@ def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], numbe
     assert tells(line, "chat", "length", "8 tokens", "tokens/s", "cached")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
 @pytest.mark.parametrize("streams", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_who_waits_is_told_that_the_server_stops(streams: bool, pair: Pair, tmp_path: Path) -> None:
@@ -551,6 +553,7 @@ def test_an_answer_under_way_is_refused_when_the_server_stops(engine: Engine, mo
         assert (response.status, json.loads(response.read())["error"]["type"]) == (503, "server_error")
 
 
+@pytest.mark.slow
 def test_a_server_of_a_model_that_cannot_chat_says_so(pair: Pair, tmp_path: Path) -> None:
     folder = variant(pair.target, tmp_path / "model")
     (folder / "tokenizer_config.json").unlink()

@@ -450,6 +450,7 @@ def test_auto_binds_the_arguments_of_a_call(callers: dict[bool, Client], is_spec
 BROKEN = tool("broken", parameters={"type": "object", "properties": {"a": {"type": "nothing"}}, "required": ["a"]})
 
 
+@pytest.mark.slow
 def test_a_schema_that_cannot_be_used_binds_nothing_under_auto(callers: dict[bool, Client]) -> None:
     """A request that worked without constraints still does, and the other functions stay bound."""
     names, client = set[str](), callers[False]

@@ -42,6 +42,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offspec.request.exact_walk", walk)
 
 
+@pytest.mark.slow
 def test_a_small_matrix_is_exact(verify_args: Sequence[object], offspec: Offspec) -> None:
     result = offspec(*verify_args, "--json")
     assert (result.code, result.err) == (0, "")
@@ -62,6 +63,7 @@ def test_the_table_says_the_same(verify_args: Sequence[object], offspec: Offspec
     assert lines[-1].endswith("identical to plain decoding")
 
 
+@pytest.mark.slow
 def test_several_drafts_are_exact(pair: Pair, verify_args: Sequence[object], offspec: Offspec) -> None:
     result = offspec(*verify_args, "--draft", pair.draft, "--drafts", "own", "--json")
     said = json.loads(result.out)
@@ -78,6 +80,7 @@ def test_what_is_lossy_is_not_verified(
     assert offspec(*verify_args, "--scorings", "coupled", "--drafts", "own", "--accept", "exact").code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("json_flag", [(), ("--json",)], ids=["table", "json"])
 def test_a_text_that_differs_is_a_failure(
     json_flag: Sequence[str], verify_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
@@ -97,6 +100,7 @@ def test_a_text_that_differs_is_a_failure(
         assert "DIFFER" in result.out
 
 
+@pytest.mark.slow
 def test_prompts_limit_and_random_draft(pair: Pair, verify_args: Sequence[object], offspec: Offspec) -> None:
     args = (*with_draft(verify_args, "none"), "--max-prompts", 1, "--budgets", 4, "--json")
     result = offspec(*args)

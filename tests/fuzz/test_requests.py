@@ -17,6 +17,7 @@ from . import requests
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "100"))
 
 
+@pytest.mark.slow
 def test_every_body_is_answered(tmp_path_factory: pytest.TempPathFactory) -> None:
     pair = build_pair(tmp_path_factory.mktemp("pair"), max_position_embeddings=512)
     file = pair.target / "tokenizer_config.json"
