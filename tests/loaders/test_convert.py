@@ -349,6 +349,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:
 
 @pytest.mark.parametrize("params", [KEEP, ConvertParams(), PACKED], ids=lambda params: params.format)
 @pytest.mark.parametrize("function", ["_write", "_read_back", "sync_folder", "read_whole", "_fill"])
+@pytest.mark.slow
 def test_stopped_anywhere_it_goes_on(
     function: str, params: ConvertParams, source: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,7 +414,12 @@ convert(Path(sys.argv[1]), Path(sys.argv[2]), ConvertParams(sys.argv[4]))
 """
 
 
-@pytest.mark.parametrize(("write_number", "params"), [(0, ConvertParams()), (2, ConvertParams()), (2, PACKED)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("write_number", "params"),
+    [(0, PACKED), (2, ConvertParams()), pytest.param(2, PACKED, marks=pytest.mark.nightly)],
+    ids=str,
+)
 def test_killed_in_the_middle_of_a_file_it_goes_on(
     write_number: int, params: ConvertParams, target: Path, tmp_path: Path
 ) -> None:
@@ -729,6 +735,7 @@ def test_the_header_is_one_that_both_readers_accept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+@pytest.mark.nightly
 def test_memory_is_two_layers_and_a_tensor_per_thread(tmp_path: Path) -> None:
     """128 layers of 2 MiB and a table of 64: what a fresh process takes more than before it began."""
     tensors = {"model.embed_tokens.weight": torch.zeros(16384, 2048, dtype=torch.bfloat16)}

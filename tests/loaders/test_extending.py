@@ -200,6 +200,7 @@ def text_of(model: Path, draft: Path) -> str:
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_registered")
 def test_it_is_a_model_like_any_other(pair: Pair) -> None:
     """Found by its path, with a tokenizer, beside a draft in another container, and planned for without its weights."""

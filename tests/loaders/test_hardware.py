@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -546,25 +547,25 @@ def test_what_comes_before_a_run_is_not_counted(monkeypatch: pytest.MonkeyPatch)
 
 def test_reads_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole file is read over and over, and no more of it afterwards."""
-    file, reads, read = tmp_path / "shard", list[int](), FileReader.read
+    file, reads, read, enough = tmp_path / "shard", list[int](), FileReader.read, threading.Event()
     file.write_bytes(bytes(5 * MIB + 5))
     monkeypatch.setattr(measure, "READ_BYTES", MIB)
 
     def spy(self: FileReader, path: Path, offset: int, out: memoryview, least: int) -> None:
         read(self, path, offset, out, least)
         reads.append(offset)
+        if len(reads) >= 20:
+            enough.set()
 
     monkeypatch.setattr(FileReader, "read", spy)
-    deadline = time.monotonic() + 300
     with measure.reads_in_flight(file):
-        while len(reads) < 20 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        assert enough.wait(300)
     so_far = len(reads)
     assert set(reads) == set(range(0, 6 * MIB, MIB))
     file.unlink()
     with pytest.raises(FileNotFoundError), measure.reads_in_flight(file):
         pass
-    assert len(reads) == so_far >= 20
+    assert len(reads) == so_far
 
 
 @pytest.mark.parametrize(("num_bytes", "num_measured_beside"), [(1000, 0), (MIB, 2)])

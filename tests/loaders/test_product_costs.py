@@ -81,6 +81,7 @@ def test_each_kind_is_measured_once(measured: list[ProductKind], costs: ProductC
     assert all(costs.get(kind) == FOUND for kind in measured)
 
 
+@pytest.mark.slow
 def test_a_new_process_reads_the_file(measured: list[ProductKind]) -> None:
     know_products([("bf16", FP32)])
     ask = (
@@ -332,6 +333,7 @@ def test_an_error_while_measuring_forces_nothing(
     assert costs.forced is None
 
 
+@pytest.mark.slow
 def test_products_themselves_can_be_measured(costs: ProductCosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever they take here."""
     monkeypatch.setattr(module, "SHAPES", {True: SHAPE, False: SHAPE})

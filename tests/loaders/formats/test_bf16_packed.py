@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,16 @@ from offspec.loaders.formats.bf16_bits import (
     unpack,
 )
 from offspec.loaders.formats.bf16_packed import PARTS, Bf16Packer, PackedBf16Matrix, PackedBf16Weight
-from offspec.loaders.formats.products import COSTS, KERNEL, TILES, TORCH, ProductKind, WayCosts, half_product, num_lanes
+from offspec.loaders.formats.products import (
+    KERNEL,
+    TILES,
+    TORCH,
+    ProductCosts,
+    ProductKind,
+    WayCosts,
+    half_product,
+    num_lanes,
+)
 from offspec.loaders.kernels.bf16_bits import Bf16Bits
 from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.encodings import Float16
@@ -121,6 +129,7 @@ def adversarial(draw: st.DrawFn) -> Tensor:
     return torch.where(is_picked, picked.view(matrix.shape), matrix)
 
 
+@pytest.mark.slow
 @given(adversarial())
 @examples(60)
 def test_adversarial_matrices(matrix: Tensor) -> None:
@@ -203,6 +212,7 @@ def products_of(lanes: int) -> tuple[RowProduct, RowProduct]:
     return PRODUCTS[lanes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("name", MATRICES)
 def test_the_fused_product_has_the_bits_of_the_plain_kernels(name: str, lanes: int) -> None:
@@ -217,24 +227,20 @@ def test_the_fused_product_has_the_bits_of_the_plain_kernels(name: str, lanes: i
             assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
-@pytest.fixture
-def costs() -> Iterator[None]:
-    yield
-    COSTS.clear()
-
-
-@pytest.mark.usefixtures("costs")
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [TORCH, KERNEL])
 @pytest.mark.parametrize("way", [TORCH, TILES, KERNEL])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16])
-def test_products_are_those_of_the_plain_matrix_in_every_way(dtype: torch.dtype, way: str, own: str) -> None:
+def test_products_are_those_of_the_plain_matrix_in_every_way(
+    dtype: torch.dtype, way: str, own: str, product_costs: ProductCosts
+) -> None:
     if KERNEL in (way, own) and not num_lanes():
         pytest.skip("this processor has no kernels")
     for shape in ((131, 1088), (70, 1000)):  # the second is no whole step of any kernel
         matrix = noise(*shape)
         held = PackedBf16Matrix(packed(matrix))
         for form, chosen in (("bf16", way), (held.form, own)):
-            COSTS.set(ProductKind.of(form, dtype, matrix.numel()), WayCosts({chosen: {1: 1.0}}))
+            product_costs.set(ProductKind.of(form, dtype, matrix.numel()), WayCosts({chosen: {1: 1.0}}))
         scratch, bias = torch.empty(matrix.numel() + 3, dtype=dtype), noise(shape[0], seed=3).to(dtype)
         for num_rows in (1, 6, 70):
             x = noise(num_rows, shape[1], seed=1, scale=1).to(dtype)

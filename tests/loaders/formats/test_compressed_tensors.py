@@ -236,6 +236,7 @@ WIDE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WIDE.values(), ids=WIDE)
 def test_kernels(case: Case, tmp_path: Path, product_costs: ProductCosts) -> None:
     """Of rows that are whole steps for one; scales may be 16 bit."""

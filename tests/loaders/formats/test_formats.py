@@ -390,6 +390,7 @@ def test_a_gpu_needs_no_bitsandbytes(
 # ------------------------------------------------------------------------------------------------------------- packing
 
 
+@pytest.mark.slow
 def test_packing_does_not_depend_on_threads() -> None:
     weight, threads = noise(2048, 2048), torch.get_num_threads()  # 65,536 scales: torch would share out their sum
     try:

@@ -150,6 +150,7 @@ def test_modules_that_were_left_out_are_plain(tmp_path: Path) -> None:
     assert {name: weight.is_packed for name, weight in weights.items()} == {"lm_head.weight": False}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
 @pytest.mark.parametrize("scales", [(1, 1), (200, 1), (2, 2)], ids=str)
 def test_kernels_know_nan(scales: tuple[int, int], tmp_path: Path, product_costs: ProductCosts) -> None:

@@ -103,6 +103,7 @@ def know(costs: ProductCosts, form: str, dtype: torch.dtype) -> None:
 # ------------------------------------------------------------------------------------------------ which way
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
@@ -189,6 +190,7 @@ def test_the_line_between_points() -> None:
 # ------------------------------------------------------------------------------------------------ the same product
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_all_ways_agree_within_rounding(form: str, product_costs: ProductCosts) -> None:
     weight, bias = matrix(form), noise(NUM_OUTPUTS, seed=2)

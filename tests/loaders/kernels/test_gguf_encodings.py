@@ -82,6 +82,7 @@ def test_rounded_as_torch_does() -> None:
         assert not torch.equal(found.float(), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "lanes"), PRODUCTS, ids=str)
 def test_products_are_those_of_the_plain_twin(name: str, lanes: int) -> None:
     """For few rows, a panel's and many; for no whole tiles of outputs; for less than a panel's columns and more."""
@@ -98,6 +99,7 @@ def test_products_are_those_of_the_plain_twin(name: str, lanes: int) -> None:
             assert ((found - exact).abs() <= 2e-6 * size).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "Q8_0"])
 def test_panels_of_an_odd_number_of_small_blocks(name: str) -> None:
     """1024 columns and 32: behind the last 32 the panel has other weights, which no product may take in."""
@@ -107,6 +109,7 @@ def test_panels_of_an_odd_number_of_small_blocks(name: str) -> None:
     assert ((found - x @ matrix.T).abs() <= 1e-5 * size).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
 def test_threads_change_no_bit(name: str) -> None:
     threads, rows = torch.get_num_threads(), blocks(name, 1500, 512)
@@ -136,6 +139,7 @@ def test_large_matrices_are_unpacked_by_the_kernel(monkeypatch: pytest.MonkeyPat
         assert same_bits(out, expected.to(dtype))
 
 
+@pytest.mark.slow
 def test_products_take_the_way_that_is_chosen(product_costs: ProductCosts) -> None:
     rows = blocks("Q4_K", 64, 512)
     matrix, expected = matrix_of("Q4_K", rows), oracle("Q4_K", rows)

@@ -7,7 +7,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -34,6 +34,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (1, 2, 3, 4, 5, 6, 7, 16, 17, 65, 130)  # both sides of every `most_direct` and of every tile
 OUTPUTS = (1, 3, 131)  # no whole tiles, chunks or panels
 COLUMNS = (1, 1024 // 64 + 1, 3072 // 64)  # in blocks of 64: less than a panel, one and a bit, three
+# What each encoding is tried with by default: matrices of no whole tiles and panels, and rows around the tiles.
+FEW_SHAPES, FEW_ROWS = ((1, 1), (131, 1024 // 64 + 1)), (1, 3, 4, 7, 17, 65)
+each_shape = pytest.mark.parametrize(
+    ("shapes", "rows"),
+    [
+        pytest.param(FEW_SHAPES, FEW_ROWS, id="few"),
+        pytest.param([(n, k) for n in OUTPUTS for k in COLUMNS], ROWS, id="all", marks=pytest.mark.nightly),
+    ],
+)
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -106,6 +115,19 @@ MATRICES: dict[str, tuple[Callable[[int], Encoding], Callable[[int, int], Weight
 }
 
 
+# Compiling takes half a second: narrow vectors, which differ in what is said once for all, for some by default.
+ONE_OF_EACH_KIND = ("bf16", "int8", "fp8-blocks", "w4-groups", "nf4-64-nested")
+each_encoding = pytest.mark.parametrize(
+    ("name", "lanes"),
+    [
+        pytest.param(name, lanes, marks=[needs_kernels] + [pytest.mark.nightly] * is_left_out)
+        for name in MATRICES
+        for lanes in (8, 16)
+        for is_left_out in [lanes == 8 and name not in ONE_OF_EACH_KIND]
+    ],
+)
+
+
 @cache
 def product_of(name: str, lanes: int) -> RowProduct:
     """Compiled once for all tests. Skips where vectors are not so wide."""
@@ -122,11 +144,11 @@ def parts_of(matrix: Weight) -> list[Tensor]:
     return matrix.kernel[1]
 
 
-def cases(name: str) -> Iterator[Weight]:
+def cases(name: str, shapes: Sequence[tuple[int, int]]) -> Iterator[Weight]:
+    """shapes: outputs, and blocks of columns."""
     made = FOUR_BIT.get(name)
-    for num_outputs in OUTPUTS:
-        for num_blocks in COLUMNS:
-            yield MATRICES[name][1](num_outputs, num_blocks * (64 if made is None else made.blocksize))
+    for num_outputs, num_blocks in shapes:
+        yield MATRICES[name][1](num_outputs, num_blocks * (64 if made is None else made.blocksize))
 
 
 def assert_agrees(found: Tensor, x: Tensor, matrix: Tensor) -> None:
@@ -145,21 +167,24 @@ def assert_agrees(found: Tensor, x: Tensor, matrix: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------ the same numbers
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("name", MATRICES)
-def test_products_are_those_of_the_plain_twin(name: str, lanes: int) -> None:
+@pytest.mark.slow
+@each_shape
+@each_encoding
+def test_products_are_those_of_the_plain_twin(
+    name: str, lanes: int, shapes: Sequence[tuple[int, int]], rows: Sequence[int]
+) -> None:
     product = product_of(name, lanes)
-    for matrix in cases(name):
+    for matrix in cases(name, shapes):
         num_outputs, num_columns = matrix.shape
         assert product.encoding.can_read(num_columns)
         twin = dense(matrix, torch.float32)
-        for num_rows in ROWS:
+        for num_rows in rows:
             x = noise(num_rows, num_columns, seed=num_rows)
             assert_agrees(product(x, parts_of(matrix), num_outputs), x, twin)
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.slow
+@each_encoding
 def test_rows_of_any_dtype_and_dimensions(name: str, lanes: int) -> None:
     """Sums are fp32 and rounded once, at the end; rows may lie apart."""
     product, matrix = product_of(name, lanes), MATRICES[name][1](50, 1152)
@@ -177,6 +202,7 @@ def test_rows_of_any_dtype_and_dimensions(name: str, lanes: int) -> None:
         assert torch.equal(product(x[0], parts, 50), product(x[:1], parts, 50)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_what_is_no_number_comes_out_as_torch_has_it(name: str, lanes: int) -> None:
@@ -199,6 +225,7 @@ def test_what_is_no_number_comes_out_as_torch_has_it(name: str, lanes: int) -> N
         torch.testing.assert_close(found[fine], expected[fine], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_denormal_weights_count() -> None:
     matrix = torch.full((4, 64), 2**-130, dtype=torch.bfloat16)
@@ -206,6 +233,7 @@ def test_denormal_weights_count() -> None:
     assert torch.equal(found, torch.full((1, 4), 2.0**-104))
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_bytes_that_begin_anywhere() -> None:
     """Files keep them so; vectors of kernels need no alignment."""
@@ -226,6 +254,7 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("pool", [False, True], ids=["openmp", "pool"])
 @pytest.mark.parametrize("name", MATRICES)
@@ -253,6 +282,7 @@ def test_threads_are_torchs_own() -> None:
 # ------------------------------------------------------------------------------------------------ what there is
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_processor_with_the_instructions_has_kernels() -> None:
     """So that what is skipped above is not skipped where it should run."""
@@ -276,16 +306,22 @@ def _instructions_with(**environment: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({"ATEN_CPU_CAPABILITY": "avx2"}, {"avx2"}),
         ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"avx2"}),
-        ({"ONEDNN_MAX_CPU_ISA": "avx2_vnni"}, {"avx2"}),
-        ({"ONEDNN_MAX_CPU_ISA": "SSE41"}, set()),
         ({"ATEN_CPU_CAPABILITY": "default"}, set()),
-        ({"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"}, set()),
+        *(
+            pytest.param(environment, expected, marks=pytest.mark.nightly)
+            for environment, expected in (
+                ({"ATEN_CPU_CAPABILITY": "avx2"}, {"avx2"}),
+                ({"ONEDNN_MAX_CPU_ISA": "avx2_vnni"}, {"avx2"}),
+                ({"ONEDNN_MAX_CPU_ISA": "SSE41"}, set()),
+                ({"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"}, set()),
+            )
+        ),
     ],
     ids=str,
 )
@@ -293,12 +329,14 @@ def test_what_is_hidden_from_torch_is_hidden_from_kernels(environment: dict[str,
     assert _instructions_with(**environment) == expected
 
 
+@pytest.mark.nightly
 @needs_kernels
 def test_a_limit_that_limits_nothing() -> None:
     for limit in ("", "AVX512_CORE_AMX"):
         assert _instructions_with(ONEDNN_MAX_CPU_ISA=limit) == _instructions_with()
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_kernels_for_vectors_of_eight_run_where_the_others_are_hidden() -> None:
     """LLVM is told, too: in a process without AVX-512 kernels come out as here."""
@@ -371,6 +409,7 @@ def test_rows_that_do_not_fit_the_matrix_are_torchs_error() -> None:
             linear(noise(3, 256), matrix)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_a_matrix_without_rows() -> None:
     for num_rows in (1, 130):

@@ -8,10 +8,11 @@ import pytest
 
 from offspec.loaders.formats.on_gpu import gguf_kernels
 
-from .test_triton_gguf import TYPES
+from .test_triton_gguf import SOME, TYPES
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(t, marks=() if t in SOME else pytest.mark.nightly) for t in TYPES])
 def test_they_compile_for_a_card(name: str) -> None:
     """For sm_89, which is an RTX 4090."""
     triton = pytest.importorskip("triton", reason="Triton is not installed; it comes with torch's CUDA wheels")

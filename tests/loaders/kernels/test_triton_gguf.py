@@ -20,10 +20,23 @@ from offspec.loaders.product_costs import of_no_file
 from ..gguf_samples import NAMES, edge_blocks, matrix_of, oracle, random_blocks, same_bits
 from .interpreted import interpreted, same_numbers
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 TYPES = ("Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 # Rows, outputs, and blocks of a row: one tile and several, whole and not, and inputs in one and in several splits.
 SIZES = ((1, 3, 1), (17, 40, 3), (70, 65, 9))
+# What types with small blocks and with large ones have in common, the default run tries with these.
+SOME = ("Q4_0", "Q4_K")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def nightly_unless(is_default: bool, name: str, value: object) -> Any:
+    return pytest.param(name, value, marks=() if is_default else pytest.mark.nightly)
+
+
+numbers_that_are_none = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's
+UNPACKED = [nightly_unless(t is torch.float32 or name in SOME, name, t) for name in TYPES for t in DTYPES]
+MULTIPLIED = [nightly_unless(s != SIZES[2] or name in SOME, name, s) for name in TYPES for s in SIZES]
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +54,32 @@ def test_which_types_have_kernels(kernels: ModuleType) -> None:
     assert set(TYPES) == GGUF_WITH_KERNELS
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of numbers that are none
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", TYPES)
+@numbers_that_are_none
+@pytest.mark.parametrize(("name", "dtype"), UNPACKED, ids=str)
 def test_unpacked(kernels: ModuleType, name: str, dtype: torch.dtype) -> None:
-    for rows in (random_blocks(name, 5, 3), *([edge_blocks(name)] if dtype != torch.bfloat16 else [])):
-        expected = oracle(name, rows)
-        shifted = torch.empty(rows.numel() + 1, dtype=torch.uint8)[1:].view(rows.shape).copy_(rows)
-        found = torch.full(expected.shape, torch.nan, dtype=dtype)
-        kernels.unpack(name, shifted, found)
-        assert same_numbers(found, expected)
+    assert_unpacked(kernels, name, dtype, random_blocks(name, 3, 2))
+    if dtype != torch.bfloat16:
+        assert_unpacked(kernels, name, dtype, edge_blocks(name)[::5])
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.nightly
+@numbers_that_are_none
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", TYPES)
+def test_all_edges_are_unpacked(kernels: ModuleType, name: str, dtype: torch.dtype) -> None:
+    assert_unpacked(kernels, name, dtype, edge_blocks(name))
+
+
+def assert_unpacked(kernels: ModuleType, name: str, dtype: torch.dtype, rows: Tensor) -> None:
+    """Blocks that begin at any byte."""
+    expected = oracle(name, rows)
+    shifted = torch.empty(rows.numel() + 1, dtype=torch.uint8)[1:].view(rows.shape).copy_(rows)
+    found = torch.full(expected.shape, torch.nan, dtype=dtype)
+    kernels.unpack(name, shifted, found)
+    assert same_numbers(found, expected)
+
+
+@pytest.mark.parametrize(("name", "size"), MULTIPLIED, ids=str)
 def test_multiplied(kernels: ModuleType, name: str, size: tuple[int, int, int]) -> None:
     num_rows, num_outputs, num_blocks = size
     blocks = random_blocks(name, num_outputs, num_blocks)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from offspec.loaders.formats import on_gpu
 from offspec.loaders.formats.bf16_bits import group_rows, pack, unpack
 from offspec.loaders.formats.grouped import GroupedMatrix
 from offspec.loaders.formats.on_gpu import FasterWay, gguf_kernels, triton_kernels
 
+from ...scheduler.fakes import VirtualClock
 from ..formats.test_formats import bound
 from ..formats.test_grouped import FORMS, opened, random_matrix
 from ..gguf_samples import same_bits
@@ -64,11 +65,12 @@ def test_packed_bf16(kernels: ModuleType, shape: tuple[int, int], dtype: torch.d
 
 
 @pytest.mark.parametrize(("kernel_s", "plain_s"), [(0.0, 0.003), (0.003, 0.0)])
-def test_the_faster_way_is_kept(kernel_s: float, plain_s: float) -> None:
-    way, done = FasterWay(), list[str]()
+def test_the_faster_way_is_kept(kernel_s: float, plain_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    way, done, clock = FasterWay(), list[str](), VirtualClock()
+    monkeypatch.setattr(on_gpu, "time", SimpleNamespace(perf_counter=clock))
 
     def work(name: str, seconds: float) -> None:
-        time.sleep(seconds)
+        clock.now += seconds
         done.append(name)
 
     def run(kind: str) -> None:
