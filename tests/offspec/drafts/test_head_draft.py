@@ -95,6 +95,7 @@ def test_texts_share_passes(engine: Engine, expected: Texts) -> None:
     assert [*texts.values()] == [expected(prompt, SAMPLED) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_a_conversation_keeps_its_caches(engine: Engine, plain: Engine) -> None:
     """The second prompt goes on, the third goes back to an earlier place, the fourth had no speculation before it."""
     caches, text = engine.new_caches(), engine.encode(PROMPTS[0])

@@ -90,6 +90,7 @@ def plain_texts(files: ModelFiles) -> dict[float, list[list[int]]]:
         return {temperature: said(engine, temperature, 0) for temperature in (0.0, 1.0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_text_is_plain_decodings(
@@ -117,6 +118,7 @@ def conversation(engine: Engine, temperature: float) -> list[tuple[list[int], li
     return passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "temperature"), [*((kind, 1.0) for kind in KINDS), ("shadow", 0.0), ("resident", 0.0)]
 )

@@ -143,6 +143,7 @@ class Watch:
         self.text += verdict.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "speculation",
     [

@@ -55,6 +55,7 @@ def text_of(engine: Engine, sampling: SamplingParams, speculation: SpeculationPa
     return [token for step in engine.generate(PROMPT, sampling, speculation) for token in step.token_ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["model", "shadow", "exit", "resident"])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_the_text_is_plain_decodings(pair: Pair, small: Path, first: str, sampling: str) -> None:
@@ -81,6 +82,7 @@ def test_each_draft_has_a_text_and_estimates_of_its_own(pair: Pair, small: Path)
         assert last.stats.num_tokens == 14
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_and_texts_share_passes(pair: Pair, small: Path) -> None:
     speculation = SpeculationParams(16)
     with Engine.load(pair.target, draft=[pair.draft, small], device="cpu", dtype="fp32", texts=3) as engine:
@@ -151,6 +153,7 @@ def test_no_draft_at_all_is_a_mistake() -> None:
         Engine.load("builtin", draft=[])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_proxy_tuning_takes_a_trained_draft_and_the_same_untrained(pair: Pair, small: Path, sampling: str) -> None:
     """If training changed nothing, the text is the target's; otherwise it moves, and is marked."""

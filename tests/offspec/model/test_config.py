@@ -353,6 +353,7 @@ ANYTHING = st.recursive(
 PARAMETERS = ("rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "mscale")
 
 
+@pytest.mark.slow
 @given(st.data())
 @examples(500)
 def test_whatever_stands_there_gives_a_config_or_one_line(data: st.DataObject) -> None:

@@ -104,6 +104,7 @@ def live(twins: Twins, life: list[tuple[str, list[int]]]) -> None:
             twins.keep(numbers[0] % (len(twins.tree.tokens) + 1) - 1, reroot=kind == "reroot")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @given(life=lives())
 @examples(20)

@@ -81,6 +81,7 @@ def test_logits_equal_transformers(tiny_model: GetModel, family: str) -> None:
     assert_close(torch.cat(logits), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_equals_transformers(tiny_model: GetModel, family: str) -> None:
     model, prompt, steps = tiny_model(family), random_tokens(12, seed=2), 36
@@ -299,6 +300,7 @@ def expected_logits(decoder: Decoder, text: list[int], tree: Tree) -> Tensor:
     return torch.stack([chain_logits(decoder, text + path)[-1] for path in paths])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TREE_FAMILIES)
 @given(steps=st.lists(passes(), min_size=1, max_size=3))
 @examples(50)

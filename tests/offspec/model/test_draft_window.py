@@ -134,6 +134,7 @@ def tokens_of(engine: Engine, speculation: SpeculationParams | None = None) -> t
     return [token for step in steps for token in step.token_ids], steps[-1].stats.tokens_per_pass
 
 
+@pytest.mark.slow
 def test_the_text_is_plain_decodings(pair: Pair) -> None:
     engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", draft_window=64)
     plain, _ = tokens_of(engine, SpeculationParams(budget=0))
@@ -149,6 +150,7 @@ def test_the_text_is_plain_decodings(pair: Pair) -> None:
     assert together == alone
 
 
+@pytest.mark.slow
 def test_a_draft_with_a_short_context_goes_on_beyond_it(pair: Pair, tmp_path: Path) -> None:
     """Without a window it would not draft at all there, as with `draft_window` above its context."""
     short = variant(pair.draft, tmp_path / "short", max_position_embeddings=256)
@@ -199,6 +201,7 @@ def test_a_window_that_no_text_outgrows_is_none(pair: Pair) -> None:
     assert type(caches.draft) is CachedDecoder
 
 
+@pytest.mark.slow
 def test_requests_with_long_texts_find_out_whether_a_window_pays(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever they choose, and whichever caches they have, the text is plain decoding's."""
     monkeypatch.setattr("offspec.drafts.model_draft.TRIED_WINDOW", 64)

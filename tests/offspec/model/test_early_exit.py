@@ -92,6 +92,7 @@ def says(
     return [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
 
 
+@pytest.mark.slow
 @examples(40)
 @given(
     params=sampling_params(),
@@ -211,6 +212,7 @@ def test_all_caches_are_those_of_a_fresh_prefill(get_engine: GetEngine, reuse: b
         )
 
 
+@pytest.mark.slow
 def test_a_text_that_was_left_and_changed_goes_on_as_a_fresh_one(get_engine: GetEngine) -> None:
     engine = get_engine(2, False, True)
     caches = engine.new_caches()
@@ -225,6 +227,7 @@ def test_a_text_that_was_left_and_changed_goes_on_as_a_fresh_one(get_engine: Get
         assert found == [t for s in engine.generate(other, SAMPLED, SpeculationParams(0)) for t in s.token_ids]
 
 
+@pytest.mark.slow
 def test_an_interrupted_pass_does_not_disturb_the_next(get_engine: GetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, real = get_engine(2, False, True), Block.forward
     caches, expected = engine.new_caches(), says(engine, SAMPLED, SpeculationParams(0))
@@ -266,6 +269,7 @@ def test_room_is_made_at_once(get_engine: GetEngine) -> None:
     assert min(target.cache.capacity, draft.cache.capacity, draft.trunk.cache.capacity) >= 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_static_rounds_through_the_first_layers(
@@ -322,6 +326,7 @@ def test_the_first_layers_are_planned_to_stay(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------ several texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_texts_that_share_passes_are_plain_decodings(get_engine: GetEngine, is_streamed: bool) -> None:
     """Also one that is paused, with its first layers' entries, and resumed."""

@@ -76,6 +76,7 @@ def says(engine: Engine, params: SamplingParams, speculation: SpeculationParams)
     return [token for step in (*steps, last) for token in step.token_ids], last.stats.num_passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", NEW)
 def test_plain_trees_and_streamed_are_one_text(tiny_model: GetModel, tokenizer: Tokenizer, family: str) -> None:
     model = tiny_model(family)

@@ -164,6 +164,7 @@ def text_of(engine: Engine, params: SamplingParams, speculation: SpeculationPara
     return [token for step in steps for token in step.token_ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_text_is_transformers_whatever_guesses_and_wherever_layers_lie(
     name: str, models: dict[str, Foreign], engine: Engine
@@ -181,6 +182,7 @@ def test_text_is_transformers_whatever_guesses_and_wherever_layers_lie(
     there.weights.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "opt"])
 def test_texts_that_share_passes_are_plain_decodings(name: str, models: dict[str, Foreign], engine: Engine) -> None:
     """Prompts of different lengths; their windows, sinks and positions are each text's own."""

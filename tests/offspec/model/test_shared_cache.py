@@ -150,6 +150,7 @@ class Life:
             self.a_pass()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [plain_layers, fp32_layers, int8_layers])
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
 @pytest.mark.parametrize(("seed", "grows"), [(0, False), (1, False), (2, True), (3, True)])
@@ -176,6 +177,7 @@ def test_it_guesses_as_its_twin(
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [plain_layers, fp32_layers])
 @pytest.mark.parametrize("embedding", ["there", "elsewhere"])
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])

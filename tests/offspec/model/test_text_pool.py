@@ -70,6 +70,7 @@ def test_a_text_that_others_begin_with_is_parked_once(engine: Engine) -> None:
     assert pool.num_parked == 3  # CHAT's first answer is the beginning of its third
 
 
+@pytest.mark.slow
 def test_the_memory_limit_drops_what_was_not_used_for_longest(engine: Engine) -> None:
     """Without a draft, whose entries depend on how often it was asked: texts of equal length have equal sizes."""
     engine = Engine.load(engine.name, draft="none", device="cpu")

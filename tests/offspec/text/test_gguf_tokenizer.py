@@ -382,6 +382,7 @@ def test_damaged_metadata_are_refused(changed: dict[str, Any], words: list[str])
     check_refused(metadata_with(**changed), *words)
 
 
+@pytest.mark.slow
 def test_metadata_of_absurd_size_are_refused() -> None:
     check_refused(metadata_with(tokens=["same"] * 10**6), "tokens 0 and 1", "'same'")
     check_refused(metadata_with(tokens=["x"] * (2**22 + 1)), "tokens", 2**22 + 1, 2**22)

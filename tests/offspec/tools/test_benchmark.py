@@ -127,6 +127,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return build_pair(tmp_path_factory.mktemp("pair"))
 
 
+@pytest.mark.slow
 def test_a_measurement(pair: Pair) -> None:
     engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
     work = [Workload("a", "def area("), Workload("b", [{"role": "user", "content": "hi"}])]
@@ -155,6 +156,7 @@ def test_a_measurement(pair: Pair) -> None:
     assert report.rows()[-1].as_dict()["tokens_per_pass"]["median"] > 1
 
 
+@pytest.mark.slow
 def test_a_lossy_way_is_kept_apart(pair: Pair) -> None:
     engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
     work = [Workload("a", "def area("), Workload("b", "for item in")]

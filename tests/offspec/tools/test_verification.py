@@ -55,6 +55,7 @@ def plain_tokens(engine: Engine, prompt: str, one: Setting, seed: int, num_token
     return [token for step in found for token in step.token_ids]
 
 
+@pytest.mark.slow
 def test_texts_that_are_equal(engine: Engine) -> None:
     settings = settings_of([0, 1], 0.9, [1, 8, None], ["coupled", "specexec"], ["own", "random"])
     seen: list[tuple[int, int]] = []

@@ -96,6 +96,7 @@ def test_only_the_exit_layer_is_trained(engine: Engine, files: ModelFiles, folde
     assert not any(torch.equal(layer[name], before[source + name]) for name in layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stops",
     [
@@ -119,6 +120,7 @@ def test_an_interrupted_run_gives_the_same_to_the_last_bit(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_begin_again(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
     out, seen = tmp_path / "exit.safetensors", list[tuple[str, int]]()
     with pytest.raises(Stop):
@@ -139,6 +141,7 @@ def test_what_cannot_be_resumed_is_said(engine: Engine, files: ModelFiles, tmp_p
         train(engine, files, out, replace(SMALL, steps=5), resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_deleted", [1, 3])
 def test_a_run_that_is_killed_while_it_deletes_leaves_nothing_to_mix_with(
     engine: Engine, files: ModelFiles, tmp_path: Path, num_deleted: int, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +196,7 @@ def test_a_second_run_is_told_of_the_first(engine: Engine, files: ModelFiles, tm
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.slow
 def test_a_file_of_something_else_is_not_overwritten(engine: Engine, files: ModelFiles, tmp_path: Path) -> None:
     (notes := tmp_path / "notes.txt").write_text("precious")
     with pytest.raises(UsageError, match="not overwritten"):
@@ -340,6 +344,7 @@ def test_it_is_found_where_it_was_put(
     Engine.load(str(folder), draft="self", device="cpu").close()
 
 
+@pytest.mark.slow
 def test_several_exits_are_trained_on_one_writing_of_the_texts(
     engine: Engine, files: ModelFiles, trained: Distilled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def stop_at(wanted: str, at: int) -> Any:
     return progress
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["fkl", "rkl", "jsd", "tvd++"])
 def test_every_loss_brings_the_draft_nearer_to_the_target(
     pair: Pair, teacher: Teacher, tmp_path: Path, loss: Any
@@ -88,6 +89,7 @@ def test_every_loss_brings_the_draft_nearer_to_the_target(
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
+@pytest.mark.slow
 def test_the_result_is_a_draft_of_the_same_text(pair: Pair, trained: Path) -> None:
     assert json.loads((trained / "config.json").read_text())["model_type"] == "llama"
     params = SamplingParams(30, seed=0, ignore_eos=True)
@@ -112,6 +114,7 @@ def test_a_file_of_something_else_is_not_overwritten(pair: Pair, teacher: Teache
     assert notes.read_text() == "precious"
 
 
+@pytest.mark.slow
 def test_additions_are_one_file_that_the_draft_loads(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
     done = train(pair, teacher, tmp_path / "more.safetensors", replace(SMALL, lora_rank=4, steps=60))
     assert done.divergence < done.divergence_before
@@ -243,6 +246,7 @@ def test_a_new_draft_that_does_not_fit_is_refused_before_it_is_made(teacher: Tea
         new_draft(teacher.files, teacher.target, 2**20, 64, embedding="random")
 
 
+@pytest.mark.slow
 def test_a_new_draft_learns_the_target(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
     draft = new_draft(teacher.files, teacher.target, 16, 1)
     done = distill_draft(teacher, draft, replace(SMALL, steps=60), tmp_path / "out")

@@ -54,6 +54,7 @@ def ids_of(engine: Engine, speculation: SpeculationParams) -> list[int]:
     return [token for step in steps for token in step.token_ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_from_its_own_texts(
     kind: str, pair: Pair, plain: Engine, expected: list[int], tmp_path: Path
@@ -84,6 +85,7 @@ def test_it_learns_from_its_own_texts(
         Engine.load(str(pair.target), **{**loading, "draft": str(other)}, learn_file=file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["clover", "clover2", "amphista"])
 def test_layers_with_other_norms_learn_in_16_bits(kind: str, tmp_path: Path) -> None:
     """Layers over the text are the target's, whose LayerNorm wants states and weights of one dtype."""
@@ -122,6 +124,7 @@ def test_places_have_the_targets_states(kind: str, pair: Pair, plain: Engine, tm
     assert (window.choices[:count, 0] == told["labels"][0, :count, 0].numpy()).mean() > 0.95
 
 
+@pytest.mark.slow
 def test_a_long_text_fills_several_windows(
     pair: Pair, plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

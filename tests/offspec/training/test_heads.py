@@ -137,6 +137,7 @@ class StopError(Exception):
     """The run is interrupted."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_a_resumed_run_is_the_same_to_the_bit(kind: str, teacher: Teacher, tmp_path: Path) -> None:
     whole = distill_head(teacher, kind, PARAMS, out=tmp_path / "whole")
@@ -214,6 +215,7 @@ def assert_drafts(pair: Pair, head: Path) -> None:
     assert plain == drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_trained_head_drafts(kind: str, teacher: Teacher, pair: Pair, tmp_path: Path) -> None:
     """Its loss has fallen, its folder is that of its kind, and the text is plain decoding's."""
@@ -273,6 +275,7 @@ def test_a_head_that_is_not_trained_yet_is_told(pair: Pair, tmp_path: Path, monk
             Engine.load(str(pair.target), draft=name, device="cpu", dtype="fp32")
 
 
+@pytest.mark.slow
 def test_a_head_belongs_to_its_target(teacher: Teacher, tmp_path: Path) -> None:
     done = distill_head(teacher, "recurrent", PARAMS, out=tmp_path / "head")
     (tmp_path / "other").mkdir()
@@ -283,6 +286,7 @@ def test_a_head_belongs_to_its_target(teacher: Teacher, tmp_path: Path) -> None:
         Engine.load(str(other.target), draft="head", device="cpu", dtype="fp32")
 
 
+@pytest.mark.slow
 def test_a_head_of_few_tokens(teacher: Teacher, pair: Pair, tmp_path: Path) -> None:
     """It has columns for the tokens that the target says most, and drafts with them."""
     params = replace(PARAMS, head_tokens=40)
@@ -324,6 +328,7 @@ def test_the_distance_from_the_targets_states_counts(kind: str, teacher: Teacher
     torch.testing.assert_close(losses[0] - losses[1], wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "clover2", "fspad"])
 def test_the_loss_falls(kind: str, teacher: Teacher) -> None:
     """On one batch, within a few steps."""

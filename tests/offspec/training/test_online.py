@@ -94,6 +94,7 @@ def weights_of(draft: Decoder) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------------ the text stays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_text_is_the_same_while_the_draft_learns(pair: Pair, temperature: float) -> None:
     with load(pair, learn=True) as learning:
@@ -158,6 +159,7 @@ def test_a_tree_at_once_is_each_of_its_paths_alone(
     assert all(parameter.grad is not None for parameter in adapter.parameters)
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_weighted_divergence_and_its_gradient_points_down(engine: Engine) -> None:
     """Over two windows, each path of a tree by itself."""
     params = AlignmentParams(window_tokens=64, reach_power=1.0, top_k=VOCAB_SIZE)
