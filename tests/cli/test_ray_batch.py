@@ -17,10 +17,16 @@ from offspec.cli.ray_batch import Share, shares_of
 
 from ..refusals import tells
 from .conftest import Offspec, finish, start
-from .ray_nodes import Nodes, calls_of, nodes, wait_for
+from .ray_nodes import Nodes, calls_of, nodes, unchanged_process, wait_for
 
 BUILTIN = Path(__file__).resolve().parents[2] / "offspec" / "builtin"
 CPU = ("--device", "cpu", "--max-new-tokens", "24")
+
+
+@pytest.fixture(autouse=True)
+def _ray_changes_nothing() -> Iterator[None]:
+    with unchanged_process():
+        yield
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from offspec.errors import MemoryLimitError
 
 from ..pages import ROOT, blocks
 from ..refusals import refused
-from .ray_nodes import LONG_S, nodes
+from .ray_nodes import LONG_S, nodes, unchanged_process
 
 DEPLOYS = """
 import sys, ray
@@ -46,7 +46,8 @@ def test_a_replica_whose_engine_is_lost_is_not_healthy(monkeypatch: pytest.Monke
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[int]:
     """The page's deployment on two nodes with a GPU each, as far as Ray knows."""
-    pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'offspec[ray]'")
+    with unchanged_process():
+        pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'offspec[ray]'")
     (code,) = blocks(ROOT / "docs" / "many-machines.md", "python")
     (tmp_path / "offspec_serve.py").write_text(code)
     with socket.create_server(("127.0.0.1", 0)) as sock:
