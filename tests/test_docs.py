@@ -48,7 +48,7 @@ def test_commands_are_found() -> None:
 
 
 def test_every_command_is_run_or_named() -> None:
-    """`tests/cli/test_commands_of_*` and `tests/benchmarks/test_commands` run programs; ELSEWHERE has the others."""
+    """`tests/cli/test_commands` and `tests/benchmarks/test_commands` run programs; ELSEWHERE has the others."""
     assert [str(found) for found in commands() if found.program not in ("", "offspec", "benchmark")] == []
     assert [name for name in ELSEWHERE if not any(found.begins(name) for found in commands())] == []
     assert [where for where in ELSEWHERE.values() if "/" in where and not (ROOT / where).exists()] == []
