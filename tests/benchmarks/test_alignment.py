@@ -54,6 +54,7 @@ def test_files_are_learnt_from_or_held_out() -> None:
     assert len(held_out) == 3
 
 
+@pytest.mark.slow
 def test_measuring_teaches_nothing(pair: Pair) -> None:
     engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", learn=True)
     assert engine.aligner is not None
@@ -62,6 +63,7 @@ def test_measuring_teaches_nothing(pair: Pair) -> None:
     assert first == alignment.measure(engine, [[70, 71, 72]], PARAMS, SPECULATION)
 
 
+@pytest.mark.slow
 def test_the_last_line_is_json(
     pair: Pair, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,6 +76,7 @@ def test_the_last_line_is_json(
     assert report["gain"] == pytest.approx(after["tokens_per_pass"] / before["tokens_per_pass"] - 1)
 
 
+@pytest.mark.slow
 def test_a_text_that_changes_is_an_error(pair: Pair, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = iter(range(100))
     monkeypatch.setattr("sys.argv", arguments(pair, folder))

@@ -14,6 +14,7 @@ from offspec.cli.main import run
 from ..pair import build_pair
 
 
+@pytest.mark.slow
 def test_lessons_then_training_then_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

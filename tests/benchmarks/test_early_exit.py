@@ -21,6 +21,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine.load(str(pair.target), draft="none", device="cpu", dtype="fp32")
 
 
+@pytest.mark.slow
 def test_a_depth_is_so_many_rounds(engine: Engine, tmp_path: Path) -> None:
     target = engine.target
     params = SamplingParams(24, seed=0, ignore_eos=True)

@@ -9,8 +9,9 @@ import pytest
 from benchmarks.drafts.heads import main
 
 
+@pytest.mark.slow
 def test_a_line_for_each_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--max-prompts", "2", "--max-new-tokens", "24", "--budgets", "4,auto", "--temperatures", "0"]
+    small = ["--max-prompts", "1", "--max-new-tokens", "24", "--budgets", "4,auto", "--temperatures", "0"]
     main(["--draft", "builtin", "--draft", "lookup", *small])
     out = capsys.readouterr().out
     assert re.search(r"builtin: \d+\.\d MB", out)
@@ -20,8 +21,9 @@ def test_a_line_for_each_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert 1 <= float(lines[0][3]) <= 4
 
 
+@pytest.mark.slow
 def test_chains_and_trees_by_depth(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--max-prompts", "2", "--max-new-tokens", "24", "--temperatures", "0", "--no-recall"]
+    small = ["--max-prompts", "1", "--max-new-tokens", "24", "--temperatures", "0", "--no-recall"]
     main(["--draft", "builtin", "--depths", "1,3", *small])
     found = dict(re.findall(r"T 0 +(.+ of \d|tree, \d deep) +(\d+\.\d\d)", capsys.readouterr().out))
     assert list(found) == ["chain of 1", "chain of 3", "tree, 1 deep", "tree, 3 deep"]

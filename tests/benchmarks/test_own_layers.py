@@ -12,6 +12,7 @@ from benchmarks.drafts import card_model, own_layers
 from ..pair import build_pair
 
 
+@pytest.mark.slow
 def test_every_draft_has_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,7 @@ def test_cells_are_kept_and_found_again(tmp_path: Path) -> None:
     assert one.key != other.key
 
 
+@pytest.mark.slow
 def test_texts_are_judged_by_the_target(tmp_path: Path) -> None:
     truth = Truth(builtin.path("target"))
     prompt = truth.encode(builtin.prompts()[0])

@@ -17,6 +17,7 @@ def engine() -> Iterator[Engine]:
         yield loaded
 
 
+@pytest.mark.slow
 def test_an_edit_renames_one_name_and_nothing_else() -> None:
     for prompt, answer in KINDS["edit"]():
         source, asked = prompt.split("\n\n# The same with ")
@@ -25,6 +26,7 @@ def test_an_edit_renames_one_name_and_nothing_else() -> None:
         assert answer.replace(new, old) == source
 
 
+@pytest.mark.slow
 def test_an_outline_quotes() -> None:
     for prompt, answer in KINDS["outline"]():
         for line in answer.splitlines():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from ..scheduler.fakes import (
     sampling_params,
 )
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 GREEDY = SamplingParams(NUM_TOKENS, temperature=0.0, seed=3, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=1.0)
 COSTS = Costs(stream_s=10.0, pass_launch_s=4.0, pass_row_s=1.0, round_launch_s=0.5, round_row_s=0.25)
@@ -57,8 +57,9 @@ COSTS = Costs(stream_s=10.0, pass_launch_s=4.0, pass_row_s=1.0, round_launch_s=0
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine.load("builtin", device="cpu", dtype="fp32")
+def engine() -> Iterator[Engine]:
+    with Engine.load("builtin", device="cpu", dtype="fp32") as loaded:
+        yield loaded
 
 
 def replayed(
@@ -80,6 +81,7 @@ def replayed(
     return replay(recording, drafter, sampler, clock, COSTS, model, CachedDecoder(engine.target))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recalls", [True, False], ids=["recall", "no-recall"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_replayed_passes_are_the_engines(engine: Engine, params: SamplingParams, recalls: bool, tmp_path: Path) -> None:
@@ -99,6 +101,7 @@ def test_replayed_passes_are_the_engines(engine: Engine, params: SamplingParams,
     assert learnt.calibration.sharpness(greedy=greedy).value == fresh.sharpness(greedy=greedy)
 
 
+@pytest.mark.slow
 def test_a_text_is_recorded_once(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = replace(SAMPLED, max_new_tokens=5)
     prompts = builtin.prompts()[:2]
@@ -112,6 +115,7 @@ def test_a_text_is_recorded_once(engine: Engine, tmp_path: Path, monkeypatch: py
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoilt", ["other weights", "cut short"])
 def test_a_recording_that_is_not_the_targets_is_made_anew(engine: Engine, tmp_path: Path, spoilt: str) -> None:
     params = replace(SAMPLED, max_new_tokens=5)
@@ -168,6 +172,7 @@ def drafter_of(kind: str, model: Any, sampler: Sampler) -> Drafter:
     return OptTreeDrafter(model, sampler, speculation, threshold=0.05) if kind == "opt-tree" else NoDrafter()
 
 
+@pytest.mark.slow
 @few
 @given(
     kind=st.sampled_from(["model", "sequoia", "opt-tree", "none"]), params=sampling_params(), seed=st.integers(0, 99)

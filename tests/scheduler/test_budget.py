@@ -234,6 +234,7 @@ def test_a_draft_that_is_switched_off_does_not_change_the_trees_of_a_budget() ->
     assert [len(tree) for tree in trees] == [0, 4]
 
 
+@pytest.mark.slow
 def test_a_good_draft_after_a_bad_stretch_is_used_again() -> None:
     """As long as nothing is sent nothing is accepted either, and yet it has to come back."""
 
@@ -245,7 +246,11 @@ def test_a_good_draft_after_a_bad_stretch_is_used_again() -> None:
     assert mixed.passes(400, 500) < 1.2 * always.passes(400, 500) < 60
 
 
-@pytest.mark.parametrize(("target_s", "round_s"), [(flat_until(16, 0.03), 0.05), (flat_until(1, 0.1), 0.02)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target_s", "round_s"),
+    [pytest.param(flat_until(16, 0.03), 0.05, marks=pytest.mark.nightly), (flat_until(1, 0.1), 0.02)],
+)
 def test_the_budget_that_is_found_is_about_as_good_as_the_best_fixed_one(target_s: Seconds, round_s: float) -> None:
     fixed = [Text(GOOD, target_s, round_s, 200, budget).rate for budget in (1, 4, 16, 40)]
     assert Text(GOOD, target_s, round_s, 200).rate > 0.9 * max(fixed)

@@ -151,6 +151,7 @@ def drafters(sampler: Sampler, budget: int, width: int) -> dict[str, Drafter]:
     }
 
 
+@pytest.mark.slow
 @few
 @given(
     params=sampling_params(),

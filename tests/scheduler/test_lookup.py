@@ -102,6 +102,7 @@ MAKERS: dict[str, Callable[[], Guesser]] = {
 # ------------------------------------------------------------------------------------------------ every guesser
 
 
+@pytest.mark.slow
 @few
 @given(params=sampling_params(), names=st.sets(st.sampled_from(sorted(MAKERS)), min_size=1), seed=st.integers(0, 5))
 def test_text_is_that_of_plain_decoding(params: SamplingParams, names: set[str], seed: int) -> None:

@@ -308,6 +308,7 @@ def num_passes(rule: Rule, draft: Rule, sampling: SamplingParams, calibration: C
     return len(target.batches)
 
 
+@pytest.mark.slow
 def test_shared_noise_saves_passes() -> None:
     target = resembling(DRAFT, seed=5, error=0.5)
     coupled, specexec = (
@@ -316,6 +317,7 @@ def test_shared_noise_saves_passes() -> None:
     assert coupled < 0.8 * specexec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 def test_sharpness_tells_a_good_draft_from_a_bad_one(params: SamplingParams) -> None:
     fitted = []
@@ -328,6 +330,7 @@ def test_sharpness_tells_a_good_draft_from_a_bad_one(params: SamplingParams) -> 
     assert fitted[1] in GRID[-2:]
 
 
+@pytest.mark.slow
 def test_specexec_leaves_the_calibration_alone() -> None:
     """Its values lack the noise, and would spoil what coupled requests have learnt."""
     calibration = Calibration()
@@ -335,6 +338,7 @@ def test_specexec_leaves_the_calibration_alone() -> None:
     assert calibration.sharpness(greedy=False).value == 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_the_profile_becomes_that_of_the_drafts_own_guesses(scoring: Scoring) -> None:
     """Of a draft to whom one token is always four times as likely as the other three together."""
@@ -454,6 +458,7 @@ def test_draft_logits_that_are_not_numbers_are_refused_in_one_line(params: Sampl
         drafter.propose(PROMPT, 3)
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 9),
     st.sampled_from([0.1, 3.0, 30.0]),

@@ -56,6 +56,7 @@ class Several:
         self.drafter = ModelDrafter(draft, request, asked, learnt_of(), guessers=self.guessers)
 
 
+@pytest.mark.slow
 @each_params
 @pytest.mark.parametrize("reuse", [True, False])
 def test_the_text_is_the_targets_and_all_models_follow_it(params: SamplingParams, reuse: bool) -> None:

@@ -73,6 +73,7 @@ def test_neighbours_are_not_correlated(seed: int) -> None:
     assert correlations.abs().max().item() < 5 / math.sqrt(size)
 
 
+@pytest.mark.slow
 def test_positions_are_not_correlated() -> None:
     table = torch.stack([gumbel(3, position, 8) for position in range(10_000)])
     correlations = torch.corrcoef(torch.cat((table[:-1], table[1:]), dim=1).T) - torch.eye(16)
@@ -155,6 +156,7 @@ def reference(logits: torch.Tensor, params: SamplingParams, histories: torch.Ten
     return logits.softmax(-1)
 
 
+@pytest.mark.slow
 @many
 @given(params=sampling_params(), seed=st.integers(0, 1000))
 def test_process_is_that_of_transformers(params: SamplingParams, seed: int) -> None:

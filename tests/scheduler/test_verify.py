@@ -112,6 +112,7 @@ class StrictDrafter(ModelDrafter):
         return tree
 
 
+@pytest.mark.slow
 @many
 @given(
     params=sampling_params(),
@@ -141,6 +142,7 @@ def test_text_is_independent_of_the_drafting(
     assert text == plain_text(TARGET, params, seed, PROMPT, 20)
 
 
+@pytest.mark.slow
 @few
 @given(params=sampling_params(), vocab_size=st.sampled_from([1, 3, 9]), max_context=st.integers(1, 30))
 def test_text_is_independent_of_the_drafts_shape(params: SamplingParams, vocab_size: int, max_context: int) -> None:

@@ -77,6 +77,7 @@ def drafters(model: RuleModel, sampler: Sampler) -> dict[str, Callable[[], Draft
 KINDS = ["best-first", "sequoia", "sequoia-coupled", "opt-tree"]
 
 
+@pytest.mark.slow
 @few
 @given(
     columns=TABLES,

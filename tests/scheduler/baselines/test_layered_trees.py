@@ -358,6 +358,7 @@ def test_ranks_are_counted_on_the_walk() -> None:
     assert acceptance.ranks(greedy=False, coupled=False).num_nodes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("params", "coupled"), [(GREEDY, False), (SAMPLED, False), (SAMPLED, True)])
 def test_the_shape_follows_the_draft(params: SamplingParams, coupled: bool) -> None:
     """A draft that is right at once is given depth, one that is wrong breadth, and the acceptance is the true one."""
@@ -534,6 +535,7 @@ def test_draft_cache_follows_the_text(kind: str, params: SamplingParams) -> None
     assert num_accepted > 10
 
 
+@pytest.mark.slow
 @each_kind
 def test_shared_noise_saves_passes(kind: str) -> None:
     num_passes = []
