@@ -166,6 +166,7 @@ def test_the_changelog_has_this_version() -> None:
     assert versions[0] == __version__
 
 
+@pytest.mark.slow
 def test_python_examples_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
