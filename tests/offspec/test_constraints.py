@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import product
 from typing import Any
 
@@ -103,7 +104,9 @@ def test_masks_are_computed_during_the_pass_where_layers_stream(
 
     monkeypatch.setattr(GrammarConstraint, "_new_mask", counted)
     params = SamplingParams(20, constraint=Constraint.json_schema(PERSON))
-    *_, last = behind(engine, stream(pair.target)).generate("def", params, PLAIN)
+    target = stream(pair.target)
+    with closing(target.weights):
+        *_, last = behind(engine, target).generate("def", params, PLAIN)
     assert last.stats.stream_bytes_per_pass
     assert made["offspec-draft"] == last.stats.num_passes - 1, "all but that of the first pass"
 

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from offspec import Engine, SamplingParams
+from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.atomic_files import locked_name
 from offspec.drafts.self_draft import SelfDraft
 from offspec.errors import UsageError
@@ -74,7 +74,7 @@ def test_the_text_is_that_of_a_prompt_without_a_file(pair: Pair, draft: str | No
 
 def test_the_draft_reads_no_token_that_is_in_the_file(engine: Engine, tmp_path: Path) -> None:
     file = tmp_path / "prompt.kv"
-    answer(engine, file, PROMPT)
+    list(PromptCache(engine, file).generate(PROMPT, PARAMS, SpeculationParams(budget=8)))  # else it may not be asked
     caches = engine.new_caches()
     assert PromptCache(engine, file).read(caches, QUESTION) == 100
     assert caches.draft is not None

@@ -209,11 +209,11 @@ def test_a_context_asked_for_is_the_limit_and_is_said(pair: Pair) -> None:
 @pytest.mark.slow
 def test_threads_take_turns(engine: Engine, pair: Pair) -> None:
     """Each on a request of its own: a ring lends to one pass at a time."""
-    expected, streamed = [says(engine, params) for params in REQUESTS], behind(engine, stream(pair.target))
+    expected, target = [says(engine, params) for params in REQUESTS], stream(pair.target)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(partial(says, streamed), 4 * REQUESTS))
+        found = list(pool.map(partial(says, behind(engine, target)), 4 * REQUESTS))
     assert found == 4 * expected
-    streamed.close()
+    target.weights.close()
 
 
 @pytest.mark.gpu
