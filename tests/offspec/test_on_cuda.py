@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import SamplingParams, SpeculationParams
+from offspec.drafts.self_draft import SelfDraft
 from offspec.loaders.formats import dense
 from offspec.loaders.formats.four_bit import has_kernels
 from offspec.model.early_exit import EarlyExit
@@ -78,7 +79,7 @@ def test_the_target_guesses_for_itself(folder: Path, move: Move) -> None:
     loaded, cpu = load(folder, "plain", "cuda:0", move, draft="none"), load(folder, "plain", "cpu", draft="none")
     with cpu.target.weights.layer(3) as last:
         layer = {name: dense(weight, torch.float32).to("cuda:0") for name, weight in last.items()}
-    engine = Engine(loaded.target, loaded.tokenizer, EarlyExit(loaded.target, 2, layer))
+    engine = loaded.with_draft(SelfDraft(EarlyExit(loaded.target, 2, layer)))
     assert says(engine, "sampled") == expected["sampled"]
     assert says(engine, "greedy") == expected["greedy"]
     cpu.close()
