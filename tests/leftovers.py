@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WAIT_S = 20.0  # for threads and processes that were told to end
+WAIT_S = 20.0  # for the threads and processes of a test that were told to end
 # Threads that stay until the process ends, by the beginning of their names: kernels without OpenMP, and libraries' own.
 LASTING_THREADS = ("kernel_", "ray_", "tqdm")
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -49,10 +49,7 @@ class ProcessState:
         if not self._differs(files_below):
             return []
         gc.collect()
-        for thread in _threads() - self.threads:
-            thread.join(WAIT_S)
-        for pid in _children() - self.processes:
-            _wait(lambda pid=pid: pid not in _children())  # type: ignore[misc]
+        _wait(lambda: _threads() <= self.threads and _children() <= self.processes)
         found = list(self._found(files_below))
         _reported.update(_threads() - self.threads, _children() - self.processes)
         self._restore()
