@@ -19,7 +19,7 @@ from benchmarks.card.jobs import JOBS, Job
 from benchmarks.card.link import link_bytes_per_s
 from benchmarks.card.models import Grown, pack_plainly
 from benchmarks.card.report import tell, verdicts
-from benchmarks.card.texts import said
+from benchmarks.card.texts import said, texts_of
 from benchmarks.card.timing import median_s
 from offspec import Engine, SpeculationParams, builtin
 from offspec.loaders.formats.four_bit import Layout4bit, Matrix4bit, dequantize_reference, pack_4bit
@@ -69,6 +69,9 @@ def measure_once(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(bench, name, brief(getattr(bench, name), seconds=0.001))
     patch.setattr(bench, "link_bytes_per_s", lambda device, *_: link_bytes_per_s(device, 2**16, 0.01))
     patch.setattr(exact, "said", brief_text)
+    for module in (passes, shadows):
+        patch.setattr(module, "texts_of", lambda engine, job, **_: texts_of(engine, job, is_brief=True))
+    patch.setattr(parts, "release_memory", lambda device: None)
 
 
 def measured_once(work: Callable[[], object], wait: Callable[[], object], after: Callable[[], object] | None) -> float:

@@ -1,6 +1,6 @@
 """The calls of benchmarks in README and docs: their flags as they stand there, with tiny models and few tokens.
 
-Of calls that differ only in values, one is run, and the others are parsed.
+One call of each module, and nightly one with each set of flags, is run. The others are parsed.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def kind_of(command: Command) -> tuple[str, str, frozenset[str]]:
 
 
 ALL = [found for found in commands() if found.program == "benchmark"]
-RUN = {kind_of(command): command for command in reversed(ALL)}  # the first of each kind
+FIRSTS = {kind_of(command): command for command in reversed(ALL)}
+RUN = {kind_of(command)[:2]: command for command in reversed(ALL)}
 
 
 class Parsed(Exception):  # noqa: N818 - no error
@@ -137,7 +138,18 @@ def test_commands_like_those_that_run_parse(command: Command, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", RUN.values(), ids=str)
+@pytest.mark.parametrize(
+    "command",
+    [
+        *RUN.values(),
+        *(
+            pytest.param(command, marks=pytest.mark.nightly)
+            for command in FIRSTS.values()
+            if command not in RUN.values()
+        ),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("folder")
 def test_commands_run(command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     module, args = module_of(command)
