@@ -31,7 +31,10 @@ SHAPES_HERE = {
 }
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in SHAPES_HERE])
+MARKS = {"one copy": pytest.mark.nightly, "two copies": pytest.mark.slow, "same heads": pytest.mark.slow}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=mark) for name, mark in MARKS.items()])
 def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return grow(SOURCE, tmp_path_factory.mktemp("grown") / "model", SHAPES_HERE[request.param])
 
