@@ -33,7 +33,7 @@ from offspec.training.unrolling import SoftCrossEntropy
 from ...fakes import FAMILIES, Family, build
 from ...pages import ROOT
 from ...pair import Pair, build_pair
-from ..model.heads.test_heads import told, tree_mask
+from ..model.heads.test_kinds_of_head import told, tree_mask
 
 PARAMS = HeadParams(steps=6, num_texts=32, text_tokens=12, batch_texts=8, num_labels=16)
 GREEDY = SamplingParams(16, ignore_eos=True)

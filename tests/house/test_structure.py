@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("loaders", "scheduler", "offspec", "cli")
 MODULES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 

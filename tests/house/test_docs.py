@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from offspec import Engine, __version__
 from offspec.cli.main import COMMANDS, cli
 
-from .pages import ELSEWHERE, FENCE, PAGES, ROOT, blocks, commands, commands_of
+from ..pages import ELSEWHERE, FENCE, PAGES, ROOT, blocks, commands, commands_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 MEDIAN_WORDS, MOST_WORDS = 15, 35  # of a sentence, in README and help

@@ -11,7 +11,7 @@ import pytest
 
 from offspec.cli.main import COMMANDS, cli
 
-from .pages import ROOT
+from ..pages import ROOT
 
 PAGE = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
 STATES = ("built", "baseline", "covered", "no")
