@@ -1,27 +1,21 @@
-"""The house: who may import whom, what an import costs, and that the package works however it was installed."""
+"""The house: who may import whom, where tests lie, what pages name, and how large functions are."""
 
 from __future__ import annotations
 
 import ast
-import os
 import re
-import shutil
-import subprocess
-import sys
-import sysconfig
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("loaders", "scheduler", "offspec", "cli")
 MODULES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md"),  # it tells of other days
+]
 
 # Folder → what it may import of offspec, outside itself. Imports point one way (docs/architecture.md).
 ALLOWED = {
@@ -233,31 +227,35 @@ def test_the_ground_floor_imports_nothing() -> None:
     assert list(imports_of(ROOT / "offspec" / "errors.py")) == []
 
 
-@pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_every_module_says_what_it_is_for(file: Path) -> None:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    assert ast.get_docstring(tree) or not tree.body, "no docstring"
+def test_every_module_says_what_it_is_for() -> None:
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in MODULES}
+    assert [str(file) for file, tree in trees.items() if tree.body and not ast.get_docstring(tree)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_that_a_page_names_are_there(page: Path) -> None:
-    named = re.findall(
-        r"\b(?:loaders|scheduler|offspec|cli|benchmarks|tests|scripts|docs)/[\w/.-]*\.(?:py|md|svg)", page.read_text()
-    )
-    assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
+def test_tests_lie_in_the_folder_of_what_they_test() -> None:
+    """Each folder of modules has a folder of tests; there, a test file with a module's name tests that module."""
+    modules = [file.relative_to(ROOT) for file in MODULES if not file.name.startswith("__")]
+    folders = {module.parent for module in modules}
+    tests = [file.relative_to(ROOT / "tests") for file in (ROOT / "tests").rglob("test_*.py")]
+    assert folders - {test.parent for test in tests} == set()
+    homes = {module.stem: {other.parent for other in modules if other.stem == module.stem} for module in modules}
+    names = [(test, test.stem.removeprefix("test_")) for test in tests if test.parent in folders]
+    assert [str(test) for test, name in names if name in homes and test.parent not in homes[name]] == []
 
 
-@cache
-def words_of_the_code() -> set[str]:
+def test_files_that_a_page_names_are_there() -> None:
+    folders = "loaders|scheduler|offspec|cli|benchmarks|tests|scripts|docs"
+    pattern = re.compile(rf"\b(?:{folders})/[\w/.-]*\.(?:py|md|svg)")
+    named = {(page.name, name) for page in PAGES for name in pattern.findall(page.read_text(encoding="utf-8"))}
+    assert [pair for pair in named if "NAME" not in pair[1] and not (ROOT / pair[1]).exists()] == []
+
+
+def test_classes_that_a_page_names_are_there() -> None:
+    """Of ours, torch's or another's: somewhere in the code the name stands."""
     files = (file for folder in (*FOLDERS, "tests") for file in (ROOT / folder).rglob("*.py"))
-    return {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "LOG.md"], ids=lambda page: page.name)
-def test_classes_that_a_page_names_are_there(page: Path) -> None:
-    """Of ours, torch's or another's: somewhere in the code the name stands. The log may speak of what there was."""
-    spans = " ".join(re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")))
-    assert set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w+", spans)) <= words_of_the_code()
+    words = {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+    spans = " ".join(span for page in PAGES for span in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")))
+    assert set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w+", spans)) <= words
 
 
 def test_the_architecture_names_every_module() -> None:
@@ -366,91 +364,3 @@ def test_one_version() -> None:
     told = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
     assert told is not None
     assert told[1] == __version__
-
-
-# ------------------------------------------------------------------------------------------------ installed
-
-
-@pytest.fixture
-def crowded(tmp_path: Path) -> Path:
-    """A folder whose owner has modules named like ours, which must not be imported instead."""
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    for name in ("scheduler", "cli", "loaders", "errors", "config"):
-        (folder / f"{name}.py").write_text(f"raise ImportError('this {name}.py is the user\\'s own')\n")
-    return folder
-
-
-def site_packages() -> list[str]:
-    """Where this interpreter's dependencies lie."""
-    return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-
-
-def output(*command: object, cwd: Path, **env: str) -> str:
-    """What a command prints; its failure is the test's. It sees what is installed, and PYTHONPATH only where given."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env={**inherited, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_a_source_checkout_runs_from_another_folder(crowded: Path) -> None:
-    """-S: no .pth files, so that an editable install beside it cannot help."""
-    path = os.pathsep.join([str(ROOT), *site_packages()])
-    shown = output(sys.executable, "-S", "-m", "offspec", "--version", cwd=crowded, PYTHONPATH=path)
-    assert re.fullmatch(r"offspec, version \S+\n", shown)
-    where = "import offspec.cli.run, offspec.scheduler.params as p; print(offspec.cli.run.__file__, p.__file__)"
-    files = output(sys.executable, "-S", "-c", where, cwd=crowded, PYTHONPATH=path).split()
-    assert files == [str(ROOT / "cli" / "run.py"), str(ROOT / "scheduler" / "params.py")]
-
-
-def build_wheel(folder: Path) -> Path:
-    """Built from a copy, so that nothing is written into the checkout and nothing built earlier gets in."""
-    unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, folder / "source", ignore=unwanted)
-    build = ("-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
-    output(sys.executable, *build, cwd=folder / "source")
-    (built,) = folder.glob("*.whl")
-    return built
-
-
-@pytest.mark.slow
-def test_a_wheel_holds_everything_and_runs_beside_the_users_own_modules(crowded: Path, tmp_path: Path) -> None:
-    wheel = build_wheel(tmp_path / "wheel")
-    assert_whole(wheel)
-    environment = tmp_path / "venv"
-    output(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
-    scripts = environment / ("Scripts" if os.name == "nt" else "bin")
-    python = scripts / "python"
-    home = output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
-    # The dependencies of this interpreter, so that nothing is downloaded; the new environment's own files come first.
-    (Path(home) / "borrowed.pth").write_text("\n".join(site_packages()))
-    output(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
-    assert "Usage: offspec" in output(scripts / "offspec", "--help", cwd=crowded)
-    where = "import offspec.cli.run, offspec.loaders; print(offspec.cli.run.__file__, *offspec.__path__)"
-    assert output(python, "-c", where, cwd=crowded).split() == [
-        str(Path(home) / "offspec" / "cli" / "run.py"),
-        str(Path(home) / "offspec"),
-    ]
-    asked = ("run", "builtin", "def area(", "--max-new-tokens", "2", "--device", "cpu", "--json")
-    assert '"finish_reason"' in output(python, "-m", "offspec", *asked, cwd=crowded)
-
-
-def assert_whole(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"offspec"}
-    files = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-    assert names >= {f"offspec/builtin/{role}/{file}" for role in ("target", "draft") for file in files}
-    assert names >= {"offspec/builtin/prompts.jsonl", "offspec/builtin/NOTICE", "offspec/py.typed"}
-    for file in MODULES:
-        inside = file.relative_to(ROOT / "offspec" if file.is_relative_to(ROOT / "offspec") else ROOT)
-        assert f"offspec/{inside.as_posix()}" in names
