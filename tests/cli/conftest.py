@@ -16,7 +16,7 @@ import pytest
 
 from offspec.cli.main import run
 
-from ..offspec.conftest import _assumed_rates  # noqa: F401 (for engines of this process)
+from ..assumed_rates import assumed_rates  # noqa: F401 (for engines of this process)
 from ..refusals import check_message
 
 if TYPE_CHECKING:

@@ -1,0 +1,28 @@
+"""Engines are loaded with assumed rates: measuring them takes longer than most tests, and goes by the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def assumed_rates() -> Iterator[None]:
+    """A first estimate for each engine, as of a small CPU; what its passes take is still measured."""
+    from offspec import loading
+    from offspec.loaders.hardware import Rates
+    from offspec.planning.plan import Plan
+
+    flops = {1: 5e9, 16: 4e10, 128: 8e10}
+
+    def measure_link(plan: Plan, device: object) -> float | None:
+        return 1e9 if plan.placement.streamed else None
+
+    def measure_quick_rates(target: object, device: object, link: float | None) -> Rates:
+        return Rates(link, link, matmul_flops=flops, dequantise_elements_per_s=1e9, packed_bytes_per_s=link)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for function in (measure_link, measure_quick_rates):
+            patch.setattr(loading, function.__name__, function)
+        yield
