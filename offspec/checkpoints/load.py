@@ -44,8 +44,6 @@ def load_weights(
 
     Raises torch.OutOfMemoryError, MemoryLimitError, CheckpointError.
     """
-    if device.type == "cuda":
-        disable_cudnn_attention()
     return TieredWeights(
         model.stored,
         placement,
@@ -66,7 +64,12 @@ def load_decoder(
 
 
 def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device) -> Decoder:
-    """The decoder of a model with loaded weights: offspec's own, or transformers' modules."""
+    """The decoder of a model with loaded weights: offspec's own, or transformers' modules.
+
+    On a GPU, torch does not compute attention with cuDNN afterwards.
+    """
+    if device.type == "cuda":
+        disable_cudnn_attention()
     if isinstance(model.config, ForeignConfig):
         from ..model.foreign import ForeignDecoder  # imported here, because it imports transformers
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from offspec.checkpoints import load
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.placement import Limits, Placement, Slots
+from offspec.loaders.weights import RamWeights
 from offspec.process import disable_cudnn_attention, set_num_threads
 
 from ..fakes import FAMILIES, build
@@ -19,6 +21,16 @@ def test_cudnn_attention_is_off_afterwards(monkeypatch: pytest.MonkeyPatch) -> N
     asked: list[bool] = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
     disable_cudnn_attention()
+    assert asked == [False]
+
+
+def test_every_decoder_on_a_gpu_computes_without_cudnn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also one over weights that were not opened by `load_weights`, as the benchmark's are when it is resumed."""
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
+    monkeypatch.setattr(load, "Decoder", lambda *args, **options: None)
+    files = ModelFiles.open(build(FAMILIES["llama-gqa"], tmp_path).folder, "fp32", "cpu", [])
+    load.decoder_over(files, RamWeights([], {}), torch.device("cuda"))
     assert asked == [False]
 
 
