@@ -51,9 +51,12 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    """One stream per device; the work and the main stream use the work's tensors alternately."""
+    """One stream per device; the work and the main stream use the work's tensors alternately.
+
+    Its kernels come first: they are small, and would otherwise wait behind each of the pass's.
+    """
     if device.type != "cuda":
         return None
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        _streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     return _streams[device]

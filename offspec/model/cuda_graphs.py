@@ -169,7 +169,8 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Recorded kernels keep this priority: before those of a pass, see `background`.
+        self._side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         # Keeps the pool alive: a pool without graphs cannot be used again.
         self._first: torch.cuda.CUDAGraph | None = None

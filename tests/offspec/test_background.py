@@ -10,6 +10,7 @@ from threading import Event
 import pytest
 import torch
 
+from offspec import background
 from offspec.background import in_background
 
 CPU = torch.device("cpu")
@@ -118,3 +119,11 @@ def test_work_has_a_stream_of_its_own_and_sees_what_came_before() -> None:
         torch.cuda.current_stream(device).synchronize()
     assert streams[0] != torch.cuda.current_stream(device)
     assert (made[0] == 200).all()
+
+
+def test_on_a_gpu_its_kernels_come_before_those_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, **options: made.append(options))
+    monkeypatch.setattr(background, "_streams", {})
+    background._stream(torch.device("cuda:0"))
+    assert made == [{"priority": -1}]
