@@ -14,7 +14,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import click
 from click.shell_completion import shell_complete
@@ -142,10 +142,10 @@ def run(args: list[str]) -> int:
         where = exc.ctx.command_path if isinstance(exc, click.UsageError) and exc.ctx else "offspec"
         return _fail(f"{exc.format_message()} (see {where} --help)", exc.exit_code)
     except BrokenPipeError:
-        _detach_stdout()
+        _detach(sys.stdout)
         return DONE  # the reader closed the pipe, as `| head` does
     except OSError as exc:
-        _detach_stdout()
+        _detach(sys.stdout)
         return _fail(f"cannot read or write: {exc}", FAILURE)
     except OffspecError as exc:
         return _fail(with_flags(str(exc)), exc.exit_code, traceback=verbose)
@@ -164,14 +164,16 @@ def _fail(message: str, exit_code: int, *, traceback: bool = False) -> int:
 
 
 def _show(text: str) -> None:
-    with suppress(OSError):  # if stderr cannot be written, only the exit code reports the error
+    try:
         click.echo(text, err=True)
+    except OSError:  # only the exit code reports the error
+        _detach(sys.stderr)
 
 
-def _detach_stdout() -> None:
-    """Redirect stdout to the null device, so that the interpreter's flush at exit does not fail again."""
-    with suppress(OSError, AttributeError):  # stdout may be closed, or have no descriptor
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _detach(stream: TextIO) -> None:
+    """Redirect a stream to the null device, so that the interpreter's flush at exit does not fail again."""
+    with suppress(OSError, AttributeError):  # it may be closed, or have no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -59,10 +59,13 @@ def test_output_that_cannot_be_written(json_flag: Sequence[str], run_args: Seque
 
 
 @needs_full
-def test_help_that_cannot_be_written() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_help_that_cannot_be_written(unbuffered: str) -> None:
+    """What stays in a buffer must not fail once more when the process ends."""
+    env = {"PYTHONUNBUFFERED": unbuffered}
     with FULL.open("wb") as full:
-        finish(start("--help", stdout=full)).refusal(1, "No space left")
-        result = finish(start("run", "--no-such-flag", stderr=full))
+        finish(start("--help", stdout=full, env=env)).refusal(1, "No space left")
+        result = finish(start("run", "--no-such-flag", stderr=full, env=env))
     assert (result.code, result.out) == (2, "")
 
 
