@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offspec.loaders.hardware import Rates
+from offspec.loaders.hardware import Memory, Rates
 
 from .conftest import Offspec
 
@@ -17,6 +17,10 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = Rates(disk_bytes_per_s=2e9, matmul_flops={1: 1e10}, sources={"disk_bytes_per_s": "2 readers"})
     monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: rates)
     monkeypatch.setattr("offspec.planning.probe.choose_products", lambda models, device: None)
+    # A machine on which any of these tests' limits is free, whatever this one has.
+    monkeypatch.setattr(
+        "offspec.loaders.hardware.read_memory", lambda *_: Memory(64 << 30, 60 << 30, 64 << 30, "given")
+    )
     # The memory that earlier tests left in use in this process is no part of what a test grants.
     monkeypatch.setattr("offspec.planning.probe._held_bytes", lambda: (700 << 20, 600 << 20))
 

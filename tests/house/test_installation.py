@@ -53,8 +53,10 @@ def test_a_source_checkout_runs_from_another_folder(crowded: Path) -> None:
     path = os.pathsep.join([str(ROOT), *site_packages()])
     shown = output(sys.executable, "-S", "-m", "offspec", "--version", cwd=crowded, PYTHONPATH=path)
     assert re.fullmatch(r"offspec, version \S+\n", shown)
-    where = "import offspec.cli.run, offspec.scheduler.params as p; print(offspec.cli.run.__file__, p.__file__)"
-    files = output(sys.executable, "-S", "-c", where, cwd=crowded, PYTHONPATH=path).split()
+    where = (
+        "import offspec.cli.run, offspec.scheduler.params as p; print(offspec.cli.run.__file__, p.__file__, sep='\\n')"
+    )
+    files = output(sys.executable, "-S", "-c", where, cwd=crowded, PYTHONPATH=path).splitlines()
     assert files == [str(ROOT / "cli" / "run.py"), str(ROOT / "scheduler" / "params.py")]
 
 
@@ -81,8 +83,8 @@ def test_a_wheel_holds_everything_and_runs_beside_the_users_own_modules(crowded:
     (Path(home) / "borrowed.pth").write_text("\n".join(site_packages()))
     output(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     assert "Usage: offspec" in output(scripts / "offspec", "--help", cwd=crowded)
-    where = "import offspec.cli.run, offspec.loaders; print(offspec.cli.run.__file__, *offspec.__path__)"
-    assert output(python, "-c", where, cwd=crowded).split() == [
+    where = "import offspec.cli.run, offspec.loaders; print(offspec.cli.run.__file__, *offspec.__path__, sep='\\n')"
+    assert output(python, "-c", where, cwd=crowded).splitlines() == [
         str(Path(home) / "offspec" / "cli" / "run.py"),
         str(Path(home) / "offspec"),
     ]
