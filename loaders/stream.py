@@ -257,10 +257,10 @@ class DiskFiller:
             threading.Thread(target=_read_all, args=(self._work, reader), name=f"offspec-read-{i}", daemon=True)
             for i in range(num_threads)
         ]
-        for thread in self._threads:
-            thread.start()
         self._end = weakref.finalize(self, _end_threads, self._work, num_threads)
         self._end.atexit = False
+        for thread in self._threads:
+            thread.start()
 
     def fill(self, slot: HostSlot, unit: Unit) -> Fill:
         reads = self._records[unit].reads

@@ -56,12 +56,15 @@ def by_full_name(weights: WeightSource, names: Tensors, dtype: torch.dtype = tor
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("resident", [ALL, NONE, SOME])
 def test_every_pass_sees_what_was_saved(tmp_path: Path, resident: tuple[int, ...], synchronous: bool) -> None:
-    tensors = toy_tensors()
+    tensors, before = toy_tensors(), set(threading.enumerate())
     weights = tiered(open_with(tmp_path, tensors), resident=resident, options=TierOptions(synchronous=synchronous))
+    readers = set(threading.enumerate()) - before
+    assert bool(readers) == (resident != ALL and not synchronous)
     assert weights.num_layers == 3
     for _ in range(4):
         torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
     weights.close()
+    assert not any(thread.is_alive() for thread in readers)
 
 
 def test_layers_have_short_names(tmp_path: Path) -> None:
