@@ -144,7 +144,7 @@ def command(
         engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
         import uvicorn
 
-        from .connections import BACKLOG, Seldom, most_connections, protocol
+        from .connections import BACKLOG, most_connections, protocol
         from .server import StoppableServer, application, is_loopback
         from .service import Service
 
@@ -156,7 +156,7 @@ def command(
             sys.stdout.flush()
         tell = (lambda line: None) if quiet else _log
         service = Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, tell=tell)
-        with _sigterm_stops(), learning_kept(engine, written, quiet=quiet), closing(service):
+        with _process_of_a_server(), learning_kept(engine, written, quiet=quiet), closing(service):
             app = application(service, params, api_key, is_private=is_loopback(host), origins=cors)
             config = uvicorn.Config(
                 app,
@@ -167,7 +167,6 @@ def command(
                 timeout_graceful_shutdown=GRACE_S,
                 lifespan="off",
             )
-            logging.getLogger("asyncio").addFilter(Seldom())
             server = StoppableServer(config, service)
             server.run(sockets=[sock])
         if service.error is not None:
@@ -175,13 +174,21 @@ def command(
 
 
 @contextmanager
-def _sigterm_stops() -> Iterator[None]:
-    """SIGTERM exits with 0 during the body. uvicorn stops the server first, then raises the signal again."""
+def _process_of_a_server() -> Iterator[None]:
+    """During the body, SIGTERM exits with 0, and asyncio's messages about failed accepts are few.
+
+    uvicorn stops the server first, then raises the signal again.
+    """
+    from .connections import Seldom
+
+    messages, seldom = logging.getLogger("asyncio"), Seldom()
+    messages.addFilter(seldom)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        messages.removeFilter(seldom)
 
 
 def _check_origins(origins: Sequence[str], api_key: str | None) -> None:

@@ -6,7 +6,7 @@
 - `loaders.formats.process_state`: settings changed during bitsandbytes' import, the measured rows up to which a fused
   product is faster, and blocks in which torch has one thread.
 - `model.foreign_modules`: transformers logs errors only, after a model was loaded through its modules.
-- `cli.serve`: SIGTERM ends the server as Ctrl-C does.
+- `cli.serve`: while it runs, SIGTERM ends the server as Ctrl-C does, and asyncio's messages are filtered.
 """
 
 from __future__ import annotations
