@@ -172,8 +172,10 @@ def _show(text: str) -> None:
 
 def _detach(stream: TextIO) -> None:
     """Redirect a stream to the null device, so that the interpreter's flush at exit does not fail again."""
-    with suppress(OSError, AttributeError):  # it may be closed, or have no descriptor
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    with suppress(OSError, ValueError, AttributeError):  # it may be closed, or have no descriptor
+        number = stream.fileno()
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), number)
 
 
 if __name__ == "__main__":
