@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -71,9 +72,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device")
 
 
+def seed_random_numbers() -> None:
+    """Of the default generators of the modules that are imported."""
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _module_leaves_nothing() -> Iterator[None]:
     """Fails the last test of a module whose fixtures leave something in the process."""
+    seed_random_numbers()
     before = ProcessState.now()
     yield
     if left := before.leftovers(None):
@@ -95,8 +106,7 @@ def _cache_of_its_own(_test_leaves_nothing: None) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing: None) -> Iterator[None]:
     """Fails a test that leaves something in the process; random numbers do not depend on earlier tests."""
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(0)
+    seed_random_numbers()
     before = ProcessState.now()
     yield
     if left := before.leftovers(request.node.funcargs.get("tmp_path")):

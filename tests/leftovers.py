@@ -13,7 +13,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> ProcessState:
-        return cls(_threads(), _children(), dict(_settings()))
+        return cls(_threads(), _children(), {name: value for name, value, _ in _settings()})
 
     def leftovers(self, files_below: Path | None) -> list[str]:
         """What was not there in this state; [] if nothing is left. files_below: a folder whose files must be closed.
@@ -56,17 +58,10 @@ class ProcessState:
         return found
 
     def _restore(self) -> None:
-        """Set the environment, the working directory and torch back, so that no later test fails for them."""
-        environment = self.settings["environment"]
-        assert isinstance(environment, dict)
-        for name in os.environ.keys() - environment.keys() - LASTING_VARIABLES:
-            del os.environ[name]
-        os.environ.update(environment)
-        os.chdir(str(self.settings["working directory"]))
-        if (torch := sys.modules.get("torch")) and "torch's threads" in self.settings:
-            torch.set_default_dtype(self.settings["torch's default dtype"])
-            torch.set_num_threads(self.settings["torch's threads"])
-            torch.set_grad_enabled(self.settings["torch's gradients"])
+        """Set what was changed back, so that no later test fails for it."""
+        for name, value, set_value in _settings():
+            if name in self.settings and value != self.settings[name]:
+                set_value(self.settings[name])
 
     def _differs(self, files_below: Path | None) -> bool:
         return next(self._found(files_below), None) is not None
@@ -75,7 +70,7 @@ class ProcessState:
         yield from (f"thread {thread.name!r}" for thread in _threads() - self.threads)
         yield from (f"process {_command(pid)}" for pid in _children() - self.processes)
         yield from (f"open file {path}" for path in _open_files(files_below))
-        for name, value in _settings():
+        for name, value, _ in _settings():
             before = self.settings.get(name, value)  # a module that the test imported had no value before
             if value != before:
                 yield f"{name}: {_difference(before, value)}"
@@ -89,12 +84,9 @@ def _threads() -> frozenset[threading.Thread]:
 def _children() -> frozenset[int]:
     """Ids of the children of this process, without the one that renders chat templates for all texts."""
     found = set[int]()
-    try:
-        for task in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{task}/children") as file:
-                found.update(map(int, file.read().split()))
-    except OSError:  # another system, or a thread that ended meanwhile
-        return frozenset()
+    for task in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ():
+        with suppress(OSError), open(f"/proc/self/task/{task}/children") as file:  # the thread may have ended
+            found.update(map(int, file.read().split()))
     if (module := sys.modules.get("offspec.text.chat_template")) and (worker := module.WORKER._process):
         found.discard(worker.pid)
     return frozenset(pid for pid in found - _reported if "resource_tracker" not in _command(pid))
@@ -120,23 +112,46 @@ def _open_files(folder: Path | None) -> Iterator[str]:
             yield path
 
 
-def _settings() -> Iterator[tuple[str, object]]:
-    yield "environment", {name: value for name, value in os.environ.items() if name not in LASTING_VARIABLES}
-    yield "working directory", os.getcwd()
-    yield "sys.path", list(sys.path)
-    yield "signal handlers", {number.name: signal.getsignal(number) for number in SIGNALS}
-    yield "disabled logging", logging.root.manager.disable
+def _settings() -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
+    """Names and values of what belongs to the whole process, and how each is set."""
+    environment = {name: value for name, value in os.environ.items() if name not in LASTING_VARIABLES}
+    yield "environment", environment, _set_environment
+    yield "working directory", os.getcwd(), os.chdir
+    yield "sys.path", list(sys.path), partial(setattr, sys, "path")
+    handlers = {number.name: signal.getsignal(number) for number in SIGNALS}
+    yield "signal handlers", handlers, _set_handlers
+    yield "disabled logging", logging.root.manager.disable, logging.disable
     if torch := sys.modules.get("torch"):
-        yield "torch's default dtype", torch.get_default_dtype()
-        yield "torch's threads", torch.get_num_threads()
-        yield "torch's gradients", torch.is_grad_enabled()
-        yield "torch's deterministic algorithms", torch.are_deterministic_algorithms_enabled()
-        yield "cuDNN's attention", torch.backends.cuda.cudnn_sdp_enabled()
+        yield "torch's default dtype", torch.get_default_dtype(), torch.set_default_dtype
+        yield "torch's threads", torch.get_num_threads(), torch.set_num_threads
+        yield "torch's gradients", torch.is_grad_enabled(), torch.set_grad_enabled
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        yield "torch's deterministic algorithms", deterministic, torch.use_deterministic_algorithms
     if module := sys.modules.get("offspec.loaders.formats.process_state"):
-        yield "measured rows of fused products", dict(module.FUSED_ROWS._rows)
+        yield (
+            "measured rows of fused products",
+            dict(module.FUSED_ROWS._rows),
+            partial(_refill, module.FUSED_ROWS._rows),
+        )
     if module := sys.modules.get("offspec.loaders.formats.products"):
-        yield "measured costs of products", dict(module.COSTS._known)
-        yield "forced way of products", module.COSTS.forced
+        yield "measured costs of products", dict(module.COSTS._known), partial(_refill, module.COSTS._known)
+        yield "forced way of products", module.COSTS.forced, partial(setattr, module.COSTS, "forced")
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    for name in os.environ.keys() - environment.keys() - LASTING_VARIABLES:
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+def _set_handlers(handlers: dict[str, Any]) -> None:
+    for name, handler in handlers.items():
+        signal.signal(signal.Signals[name], handler)
+
+
+def _refill(values: dict[Any, Any], before: dict[Any, Any]) -> None:
+    values.clear()
+    values.update(before)
 
 
 def _difference(before: Any, after: Any) -> str:

@@ -86,7 +86,7 @@ def test_what_leaves_something_fails_by_its_name(tmp_path: Path) -> None:
         (tmp_path / name).write_text(source)
     options = ("-p", "tests.conftest", "-p", "no:cacheprovider", "-p", "no:randomly", "-c", os.devnull, "-rA")
     command = [sys.executable, "-m", "pytest", *options, "--rootdir", tmp_path, *(tmp_path / name for name in files)]
-    wide = {**os.environ, "COLUMNS": "1000"}  # pytest cuts the lines of its summary to this width
+    wide = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}  # pytest cuts the lines of its summary to a width
     done = subprocess.run(command, cwd=ROOT, env=wide, capture_output=True, text=True, check=False)
     passed = set(re.findall(r"^PASSED \S*::test_(\w+)$", done.stdout, re.MULTILINE))
     failed = dict(re.findall(r"^ERROR \S*::test_(\w+) - Failed: left by this (.*)$", done.stdout, re.MULTILINE))
