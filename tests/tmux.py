@@ -21,7 +21,8 @@ class Tmux:
         self._tmux = [shutil.which("tmux") or "tmux", "-f", "/dev/null", "-L", f"offspec-{uuid.uuid4().hex}"]
         size = ("-x", str(columns), "-y", str(rows))
         given = [part for name, value in environment.items() for part in ("-e", f"{name}={value}")]
-        self._environment = {**os.environ, **environment}  # PATH is the caller's, whatever is given
+        # PATH is the caller's, whatever is given. Tmux starts its commands by the user's shell, which may be none.
+        self._environment = {**os.environ, **environment, "SHELL": "/bin/sh"}
         self._call("new-session", "-d", *size, *given, "-c", str(folder), "/bin/sh")
         try:
             self.type("PS1='$ '; clear")  # whatever shell and user this is

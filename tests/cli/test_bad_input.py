@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -248,7 +247,7 @@ def test_bytes_that_are_no_text(run_args: Sequence[object], tmp_path: Path, offs
     (tmp_path / "latin.txt").write_bytes(latin)
     offspec(*run_args, stdin=latin).refusal(2, "standard input", "UTF-8")
     offspec(*run_args, "--prompt-file", tmp_path / "latin.txt").refusal(2, tmp_path / "latin.txt", "UTF-8")
-    offspec(*run_args, os.fsdecode(latin)).refusal(2, "PROMPT", "UTF-8")
+    offspec(*run_args, latin.decode("utf-8", "surrogateescape")).refusal(2, "PROMPT", "UTF-8")
 
 
 def test_a_system_message_without_a_chat_template(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:

@@ -85,7 +85,8 @@ def test_a_stream_that_is_closed(redirection: str, code: int) -> None:
 def test_a_terminal_that_knows_ascii_only(run_args: Sequence[object]) -> None:
     env = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     flags = ("--temperature", "3", "--seed", "1", "--ignore-eos")  # half characters: U+FFFD
-    result = finish(start(*run_args, "schön", *flags, "--stats", env=env))
+    prompt = os.fsdecode("schön".encode())  # these bytes, whatever this process's locale is
+    result = finish(start(*run_args, prompt, *flags, "--stats", env=env))
     assert result.code == 0
     assert "?" in result.out
     assert "tokens/s" in result.err

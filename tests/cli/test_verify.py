@@ -25,7 +25,7 @@ from .conftest import Offspec, with_draft
 def verify_args(pair: Pair, tmp_path: Path) -> Sequence[object]:
     """Two prompts, few tokens, temperatures 0 and 1."""
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("def area(\n\nfor item in schön:\n")
+    prompts.write_text("def area(\n\nfor item in schön:\n", encoding="utf-8")
     small = ("--max-new-tokens", 8, "--temperatures", "0, 1", "--budgets", "1,8", "--device", "cpu")
     return ("verify", pair.target, "--draft", pair.draft, "--prompts", prompts, *small)
 

@@ -285,7 +285,7 @@ def test_a_looked_up_file_saves_passes_and_leaves_the_text_alone(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     plain = steps(engines["none"], params, PLAIN)
     file = tmp_path / "said.txt"
-    file.write_text(PROMPT + "".join(step.text for step in plain))
+    file.write_text(PROMPT + "".join(step.text for step in plain), encoding="utf-8")
     speculation = SpeculationParams(budget=16)
     without = steps(engines["lookup"], params, speculation)
     found = steps(load(pair, "lookup", lookup_files=[file]), params, speculation)

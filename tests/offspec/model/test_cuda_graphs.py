@@ -309,10 +309,10 @@ def test_a_pool_of_graphs_is_never_left_empty(monkeypatch: pytest.MonkeyPatch) -
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
     fakes: dict[str, Any] = {
-        "Stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
+        "Stream": lambda device, **options: SimpleNamespace(wait_stream=lambda other: None),
         "graph_pool_handle": lambda: "pool",
-        "current_stream": lambda device: stream,
-        "default_stream": lambda device: stream,
+        "current_stream": lambda device, **options: stream,
+        "default_stream": lambda device, **options: stream,
         "stream": nullcontext,
         "device": nullcontext,
         "CUDAGraph": Graph,

@@ -66,7 +66,7 @@ def test_paths_may_be_texts(file: Path, tmp_path: Path, tokenizer: Tokenizer) ->
 
 def test_files_are_kept_apart(file: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     other = tmp_path / "other.txt"
-    other.write_text("Ünïcode, 你好\r\n")
+    other.write_text("Ünïcode, 你好\r\n", encoding="utf-8")
     index = open_index([file, other], tokenizer, tmp_path / "cache")
     ends = np.flatnonzero(index.tokens == NO_TOKEN)
     assert ends[-1] == len(index.tokens) - 1
@@ -275,7 +275,9 @@ def test_the_source_of_accepted_guesses(tmp_path: Path, tokenizer: Tokenizer) ->
     """File, bytes before the first accepted token, and how many of them the file has."""
     files = [tmp_path / "first.py", tmp_path / "second.py"]
     files[0].write_text("import math\n\n" + TEXT)
-    files[1].write_text("# größer\n\n\ndef perimeter(width, height):\n    return 2 * (width + height)\n")
+    files[1].write_text(
+        "# größer\n\n\ndef perimeter(width, height):\n    return 2 * (width + height)\n", encoding="utf-8"
+    )
     index = open_index(files, tokenizer, tmp_path / "cache")
     other = tokenizer.encode("zebra", add_special_tokens=False)[0]
     for file in files:

@@ -97,11 +97,12 @@ def weights_of(draft: Decoder) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_text_is_the_same_while_the_draft_learns(pair: Pair, temperature: float) -> None:
-    with load(pair, learn=True) as learning:
+    """That of another engine, which does not learn."""
+    with load(pair, learn=True) as learning, load(pair) as other:
         learning.draft.aligner = Aligner(learning.draft.decoder, FAST)  # type: ignore[arg-type]
         for seed, prompt in enumerate((*PROMPTS, PROMPTS[0])):
             params = SamplingParams(20, temperature=temperature, seed=seed, ignore_eos=True)
-            plain = learning.generate(prompt, params, SpeculationParams(0))
+            plain = other.generate(prompt, params, SpeculationParams(0))
             expected = [token for step in plain for token in step.token_ids]
             assert say(learning, prompt, params)[0] == expected
         assert learning.aligner.num_steps > 0
