@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 from collections.abc import Callable
@@ -112,3 +113,15 @@ def test_deleting_a_file_that_is_open_changes_nothing(file: Path) -> None:
     reader.read(file, BLOCK_BYTES, buffer.view, BLOCK_BYTES)
     assert bytes(buffer.view) == content[BLOCK_BYTES : 2 * BLOCK_BYTES]
     reader.close()
+
+
+def test_a_reader_that_nobody_refers_to_closes_its_files(tmp_path: Path) -> None:
+    (file := tmp_path / "x.bin").write_bytes(b"x" * 100)
+    reader = FileReader(direct=False)
+    reader.read(file, 0, memoryview(bytearray(100)), 100)
+    (descriptor,) = reader._files.values()
+    assert os.path.sameopenfile(descriptor, descriptor)
+    del reader
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Iterator
@@ -170,3 +171,15 @@ def test_close_joins_the_threads(setup: Setup) -> None:
     assert "offspec-read-0" in {thread.name for thread in setup.threads}
     setup.ring.close()
     assert not setup.threads & set(threading.enumerate())
+
+
+def test_a_filler_that_nobody_refers_to_ends_its_threads() -> None:
+    """Its threads do not refer to it, so a target that was dropped without `close` does not keep its memory."""
+    filler = DiskFiller({}, FakeReader({}), num_threads=2)
+    threads = filler._threads
+    assert all(thread.is_alive() for thread in threads)
+    del filler
+    gc.collect()
+    for thread in threads:
+        thread.join(300)
+    assert not any(thread.is_alive() for thread in threads)
