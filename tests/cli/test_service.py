@@ -190,12 +190,14 @@ def test_a_client_that_leaves_the_queue_frees_its_place(engine: Engine, gate: Ga
 def test_users_take_turns(engine: Engine, gate: Gate) -> None:
     """One with many requests does not hold up another; a user's own are in the order of arrival."""
     order = ["a1", "a2", "a3", "b1", "c1", "b2"]
-    with served(engine, parallel=1) as (client, _), asked(client, stream=True, user="a") as first:
+    with served(engine, parallel=1) as (client, service), asked(client, stream=True, user="a") as first:
         assert gate.reached.wait(LONG_S)
         opened = []
         for number, name in enumerate(order, 1):
             opened.append(client.open("POST", TEXT, {**SHORT, "prompt": name, "user": name[0], "stream": True}))
             until(lambda number=number: gauge(client, "requests_waiting") == number)
+        # Requests whose prompts are being encoded count as waiting, too.
+        until(lambda: service._num_encoding == 0 and gauge(client, "requests_waiting") == len(order))
         gate.is_open.set()
         first.read()
         for connection in opened:

@@ -49,7 +49,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def reordered(pair: Pair, folder: Path) -> Path:
     """The draft with its tokens in another order: as good as it was."""
     variant(pair.draft, folder)
-    content = json.loads((folder / "tokenizer.json").read_text())
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = content["model"]["vocab"]
     order = torch.randperm(len(vocabulary), generator=torch.Generator().manual_seed(3)).tolist()
     content["model"]["vocab"] = {token: order[token_id] for token, token_id in vocabulary.items()}

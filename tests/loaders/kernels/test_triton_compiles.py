@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +14,9 @@ from .test_triton_gguf import SOME, TYPES
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(t, marks=() if t in SOME else pytest.mark.nightly) for t in TYPES])
-def test_they_compile_for_a_card(name: str) -> None:
+def test_they_compile_for_a_card(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For sm_89, which is an RTX 4090."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # in place of the home folder
     triton = pytest.importorskip("triton", reason="Triton is not installed; it comes with torch's CUDA wheels")
     from triton.backends.compiler import GPUTarget
 
