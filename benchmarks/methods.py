@@ -147,6 +147,13 @@ def telling_time(clock: VirtualClock) -> AbstractContextManager[Any]:
 def replayed(
     engine: Engine, method: Method, recordings: Sequence[Recording], costs: Costs, guess_share: float = 1.0
 ) -> Replayed:
+    """All texts of `replayed_texts` together."""
+    return Replayed.total(replayed_texts(engine, method, recordings, costs, guess_share))
+
+
+def replayed_texts(
+    engine: Engine, method: Method, recordings: Sequence[Recording], costs: Costs, guess_share: float = 1.0
+) -> list[Replayed]:
     """An exact method along recorded texts; its estimates are kept from text to text.
 
     guess_share: seconds of a round of a draft that guesses for another one, over those of a round of that one.
@@ -167,7 +174,7 @@ def replayed(
         with telling_time(clock), rounds.corrections():
             drafter = fresh.draft.drafter(task, fresh.learnt)
             parts.append(replay(recording, drafter, sampler, clock, costs, rounds, caches.target))
-    return Replayed.total(parts)
+    return parts
 
 
 def written(engine: Engine, method: Method, recordings: Sequence[Recording], costs: Costs) -> Replayed:

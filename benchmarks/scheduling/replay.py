@@ -47,6 +47,12 @@ class Recording:
         assert self.params.seed is not None
         return Sampler(self.params, self.params.seed, vocab_size)
 
+    def chain(self) -> TokenTree:
+        """The text but its last token, as a tree without branches."""
+        tokens = np.array(self.token_ids[:-1], dtype=np.int64)
+        places = np.arange(len(tokens))
+        return TokenTree(tokens, places - 1, places + 1, np.zeros(len(tokens)))
+
 
 def record(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, folder: Path) -> list[Recording]:
     """Decode each prompt plainly, prompt i with seed params.seed + i, unless a recording of it lies in `folder`.
@@ -71,9 +77,7 @@ def is_true(engine: Engine, recording: Recording) -> bool:
     """Whether the target generates this text, checked by one pass over it as a chain."""
     sampler = recording.sampler(engine.target.config.vocab_size)
     sampler.extend(recording.prompt_ids)
-    tokens = np.array(recording.token_ids[:-1], dtype=np.int64)
-    chain = np.arange(len(tokens))
-    tree = TokenTree(tokens, chain - 1, chain + 1, np.zeros(len(tokens)))
+    tree = recording.chain()
     logits = CachedDecoder(engine.target).score_rows(recording.prompt_ids, tree.tokens, tree.depths, tree.mask())
     return exact_walk(tree, logits, sampler, len(recording.prompt_ids)).tokens == recording.token_ids
 

@@ -110,6 +110,10 @@ class Bench:
 
     def specexec(self, method: str, settings: SpecExecSettings, costs: str) -> Row:
         """SpecExec with its own settings."""
+        return self.replayed(method, settings.budget, costs, self.specexec_texts(settings, costs))
+
+    def specexec_texts(self, settings: SpecExecSettings, costs: str) -> list[Replayed]:
+        """What `specexec` sums up, text by text."""
         parts: list[Replayed] = []
         for recording in self.recordings:
             clock = VirtualClock()
@@ -117,7 +121,7 @@ class Bench:
             sampler = recording.sampler(self.engine.target.config.vocab_size)
             drafter = SpecExecDrafter(model, sampler, settings)
             parts.append(replay(recording, drafter, sampler, clock, COSTS[costs], model))
-        return self.replayed(method, settings.budget, costs, parts)
+        return parts
 
     def row(
         self,

@@ -1,0 +1,125 @@
+"""Tokens per pass of a real pair on the field's prompts: offspec beside SpecExec, Sequoia, OPT-Tree and lookup.
+
+    scripts/fetch_real_pair && scripts/fetch_prompts
+    python -m benchmarks.real --quick              # 6 prompts, 64 nodes: twenty minutes on two cores
+    python -m benchmarks.real                      # 20 prompts of each set, T = 0, 0.6 and 1; hours; resumable
+
+The target's texts are recorded once by plain decoding, in fp32, so that they do not depend on the shape of a pass. Each
+method is replayed along the same texts. Its tokens per pass do not depend on this machine; where a method chooses its
+own budget, seconds are those of the card's cost model (benchmarks/scheduling/schedulers.py). Every pass counts,
+including the first. Finished cells lie in `results.jsonl` of the folder, and the same command goes on behind them.
+
+Brackets: 95 % intervals over prompts (bootstrap). Prompts of whose answer the prompt holds more than half (4-grams)
+have rows of their own, because any lookup predicts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from benchmarks.scheduling.replay import Recording, record
+from offspec import Engine, SamplingParams
+from offspec.drafts.base import Draft
+
+from .agreement import agreement
+from .prompts import read_set
+from .results import Cell, CellKey, Results
+from .rows import Row, chosen, with_model, without_model
+from .table import show
+
+PAIR = user_cache_path("offspec") / "real_pair"
+TARGET, DRAFT = "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf", "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf"
+SETS = ("mt_bench", "humaneval", "gsm8k")
+TOP_P = {0.6: 0.9}  # as SpecExec's and Spec-Bench's settings at this temperature
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to measure. num_prompts: of each set. budgets: nodes of a tree; None for offspec's own choice."""
+
+    sets: Sequence[str]
+    num_prompts: int
+    num_tokens: int
+    temperatures: Sequence[float]
+    budgets: Sequence[int | None]
+    pattern: str
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(arguments)
+    work = work_of(args)
+    for path in (args.model, args.draft):
+        if Path(path).parent == PAIR and not Path(path).exists():
+            sys.exit(f"Error: {path} is not there: run scripts/fetch_real_pair")
+    try:
+        texts = {name: read_set(name, args.prompt_folder)[: work.num_prompts] for name in work.sets}
+    except FileNotFoundError as exc:
+        sys.exit(f"Error: {exc.filename} is not there: run scripts/fetch_prompts")
+    except ValueError as exc:
+        sys.exit(f"Error: {exc}")
+    results = Results(args.folder / "results.jsonl")
+    with Engine.load(args.model, draft=args.draft, dtype="fp32", context=args.context) as engine:
+        for temperature in work.temperatures:
+            params = SamplingParams(work.num_tokens, temperature, top_p=TOP_P.get(temperature, 1.0), seed=0)
+            for name, prompts in texts.items():
+                posed = [each.text if args.raw else each.messages for each in prompts]
+                recordings = record(engine, posed, params, args.folder / "texts")
+                for cell in measured(engine, name, recordings, work, results):
+                    print(cell, file=sys.stderr, flush=True)
+    print(show(results.cells))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--quick", action="store_true", help="2 prompts of each set, 64 nodes, T = 0 and 1")
+    made.add_argument("--model", default=str(PAIR / TARGET), help="another target [the fetched one]")
+    made.add_argument("--draft", default=str(PAIR / DRAFT), help="another draft: a path, shadow:4, … [the fetched one]")
+    made.add_argument("--sets", default=",".join(SETS), help="names, or files in MT-Bench's format")
+    made.add_argument("--prompts", type=int, default=20, help="of each set")
+    made.add_argument("--tokens", type=int, default=128)
+    made.add_argument("--temperatures", default="0,0.6,1")
+    made.add_argument("--budgets", default="16,64,128,256,512,1024,2048,auto")
+    made.add_argument("--only", default="", help="a pattern of methods' names")
+    made.add_argument("--raw", action="store_true", help="prompts as plain text, for models without a chat template")
+    made.add_argument("--context", type=int, default=2048)
+    made.add_argument("--folder", type=Path, default=Path("build/real"), help="folder for texts and results")
+    made.add_argument("--prompt-folder", type=Path, default=user_cache_path("offspec") / "prompts")
+    return made
+
+
+def work_of(args: argparse.Namespace) -> Work:
+    sets = args.sets.split(",")
+    if args.quick:
+        return Work(sets, 2, 64, (0.0, 1.0), (64,), args.only)
+    budgets = [None if each == "auto" else int(each) for each in args.budgets.split(",")]
+    return Work(sets, args.prompts, args.tokens, [*map(float, args.temperatures.split(","))], budgets, args.only)
+
+
+def measured(
+    engine: Engine, name: str, recordings: Sequence[Recording], work: Work, results: Results
+) -> Iterator[Cell]:
+    """The cells of one set at one temperature; those that are missing are measured and stored."""
+    temperature, draft = recordings[0].params.temperature, engine.draft_name or ""
+    shape = (name, len(recordings), work.num_tokens, temperature)
+    if engine.draft.decoder is not None:
+        key = CellKey(engine.name, draft, "agreement", None, *shape)
+        yield results.get(key) or results.add(Cell.of_agreement(key, agreement(engine, recordings)))
+    for budget in work.budgets:
+        for row in rows(engine.draft, budget, work.pattern):
+            key = CellKey(engine.name, draft, row.name, budget, *shape)
+            yield results.get(key) or results.add(Cell.of_texts(key, recordings, row.replay(engine, recordings)))
+
+
+def rows(draft: Draft, budget: int | None, pattern: str) -> Sequence[Row]:
+    found = [*without_model(budget), *(with_model(budget) if draft.decoder is not None else ())]
+    return chosen(iter(found), pattern)
+
+
+if __name__ == "__main__":
+    main()

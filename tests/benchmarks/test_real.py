@@ -1,0 +1,110 @@
+"""benchmarks.real: prompts, estimates over prompts, results that survive an interruption, and a run on a small pair."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.real import __main__ as real
+from benchmarks.real.estimates import copied_share, ratio_of_sums, speedup
+from benchmarks.real.prompts import read_set
+from benchmarks.real.results import Cell, CellKey, Results
+from benchmarks.real.rows import OffspecRow, SpecExecRow
+from benchmarks.real.table import show
+
+KEY = CellKey("target", "draft", "offspec", 64, "mt_bench", 2, 8, 0.0)
+
+
+def questions(file: Path, *, categories: int = 2, each: int = 3) -> Path:
+    lines = [
+        {"question_id": f"{kind}{i}", "category": kind, "turns": [f"def {kind}_{i}(", "again"]}
+        for kind in "abcdefgh"[:categories]
+        for i in range(each)
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return file
+
+
+def test_the_first_prompts_cover_the_categories(tmp_path: Path) -> None:
+    names = [prompt.name for prompt in read_set(str(questions(tmp_path / "set.jsonl", categories=3)), tmp_path)]
+    assert names == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "b2", "c2"]
+
+
+def test_sets_are_chats_of_one_message(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt", encoding="utf-8") as out:
+        out.write(json.dumps({"task_id": "HumanEval/0", "prompt": "def area(r):\n"}) + "\n")
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps({"id": "g0", "prompt": "1 + 1?"}) + "\n", encoding="utf-8")
+    for name, part in (("humaneval", "def area(r):\n"), ("gsm8k", "1 + 1?")):
+        (prompt,) = read_set(name, tmp_path)
+        (message,) = prompt.messages
+        assert message["role"] == "user"
+        assert part in message["content"]
+
+
+def test_another_format_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "other.jsonl"
+    file.write_text('{"text": "hi"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="question_id and turns"):
+        read_set(str(file), tmp_path)
+
+
+def test_a_ratio_lies_in_its_interval() -> None:
+    same = ratio_of_sums([10, 20, 30], [5, 10, 15])
+    assert (same.value, same.low, same.high) == (2, 2, 2)
+    spread = ratio_of_sums([10, 40, 30, 8], [10, 10, 10, 8])
+    assert 1 <= spread.low < spread.value < spread.high <= 4
+    assert spread.value == 88 / 38
+
+
+def test_a_speedup_is_paired_by_prompt() -> None:
+    """Prompts differ by a factor of ten, methods by exactly two: the interval has no width."""
+    gain = speedup([100, 100, 100], [5, 50, 20], [10, 100, 40])
+    assert (gain.low, gain.value, gain.high) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "share"),
+    [(range(20), range(5, 15), 1.0), (range(20), range(50, 60), 0.0), (range(8), [0, 1, 2, 3, 9], 0.5), ([], [1], 0)],
+)
+def test_an_answer_that_repeats_its_prompt_is_told_apart(prompt: range, answer: range, share: float) -> None:
+    assert copied_share(list(prompt), list(answer)) == share
+
+
+def test_results_are_read_again_without_a_line_that_was_cut(tmp_path: Path) -> None:
+    file, cell = tmp_path / "results.jsonl", Cell(KEY, [8, 8], [2, 4], [0.0, 0.9], [1.5, 2.5])
+    Results(file).add(cell)
+    with file.open("a", encoding="utf-8") as out:
+        out.write('{"key": {"model": "tar')
+    again = Results(file)
+    assert again.get(KEY) == cell
+    assert again.cells.keys() == {KEY}
+    again.add(cell)
+    assert Results(file).get(KEY) == cell  # on a line of its own
+
+
+def test_texts_that_repeat_their_prompt_have_their_own_column() -> None:
+    table = show({KEY: Cell(KEY, [8, 8], [2, 4], [0.0, 0.9], [1.5, 2.5])})
+    assert "mt_bench, T = 0 | mt_bench, repeating, T = 0" in table
+    assert "| offspec | 4.00 [4.00, 4.00] of 1 | 2.00 [2.00, 2.00] of 1 |" in table
+
+
+@pytest.mark.slow
+def test_a_run_measures_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ["--model", "builtin", "--draft", "auto", "--sets", str(questions(tmp_path / "set.jsonl"))]
+    args += ["--prompts", "2", "--tokens", "12", "--temperatures", "0", "--budgets", "8", "--context", "256"]
+    args += ["--folder", str(tmp_path / "run"), "--only", r"authors|^offspec$|^lookup$", "--raw"]
+    real.main(args)
+    first = capsys.readouterr()
+    assert "| SpecExec (authors' settings) |" in first.out
+    assert first.err.count("tokens per pass") == 3
+    lines = (tmp_path / "run" / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 4  # three methods, and how far draft and target agree
+    monkeypatch.setattr(OffspecRow, "replay", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(SpecExecRow, "replay", lambda *_: pytest.fail("measured again"))
+    real.main(args)
+    assert capsys.readouterr().out == first.out
