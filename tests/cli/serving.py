@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
+import time
 from collections.abc import Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -80,3 +82,20 @@ def served(
         finally:
             server.should_exit = True
             thread.join()
+
+
+def until(is_so: Any) -> None:
+    """Wait for another thread."""
+    end_s = time.monotonic() + LONG_S
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def gauge(client: Client, name: str) -> float:
+    with closing(client.open("GET", "/metrics")) as connection:
+        response = connection.getresponse()
+        assert response.getheader("content-type", "").startswith("text/plain; version=0.0.4")
+        found = re.search(rf"^offspec_{re.escape(name)} (\S+)$", response.read().decode(), re.MULTILINE)
+    assert found is not None
+    return float(found[1])

@@ -24,6 +24,7 @@ from offspec.batch import Batch
 from offspec.cli.connections import protocol
 from offspec.cli.privacy import without_paths
 from offspec.cli.server import is_loopback
+from offspec.cli.service import Service, Work
 from offspec.errors import MemoryLimitError, NumericalError
 from offspec.session import Turn, turns_of
 from offspec.text.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ from offspec.text.tokenizer import Tokenizer
 from ..pair import CONTEXT, Pair, variant
 from ..refusals import check_message, tells
 from .conftest import Offspec, finish, start
-from .serving import LONG_S, USER, Client, Reply, served
+from .serving import LONG_S, USER, Client, Reply, gauge, served, until
 
 
 def test_text_is_what_the_engine_says(client: Client, engine: Engine) -> None:
@@ -138,8 +139,12 @@ def test_the_draft_learns_between_requests(pair: Pair) -> None:
 
 
 def test_a_client_that_leaves_while_it_waits_costs_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, may_go_on, add = Event(), Event(), Batch.add
+    began, may_go_on, has_left, add, cancel = Event(), Event(), Event(), Batch.add, Service.cancel
     asked: list[Any] = []
+
+    def cancelled(self: Service, work: Work) -> None:
+        cancel(self, work)
+        has_left.set()
 
     def held(self: Batch, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         asked.append(prompt)
@@ -148,12 +153,13 @@ def test_a_client_that_leaves_while_it_waits_costs_nothing(engine: Engine, monke
         return add(self, prompt, *args, **kwargs)
 
     monkeypatch.setattr(Batch, "add", held)
+    monkeypatch.setattr(Service, "cancel", cancelled)
     with served(engine, parallel=1) as (client, _):
         body = {"prompt": [70, 71], "max_tokens": 2}
         with closing(client.open("POST", "/v1/completions", body)) as first:
             assert began.wait(LONG_S)
             client.open("POST", "/v1/completions", {**body, "prompt": [80, 81]}).close()
-            assert client.ask("GET", "/health").status == 200  # by now the server has heard of it
+            assert has_left.wait(LONG_S)
             may_go_on.set()
             assert first.getresponse().status == 200
         assert client.ask("POST", "/v1/completions", {**body, "prompt": [90, 91]}).status == 200
@@ -519,7 +525,7 @@ def test_who_waits_is_told_that_the_server_stops(streams: bool, pair: Pair, tmp_
         closing(client.open("POST", "/v1/completions", {**body, "stream": streams})) as second,
     ):
         under_way = first.getresponse()
-        assert client.ask("GET", "/health").status == 200  # by now the second one has come, too
+        until(lambda: gauge(client, "requests_waiting") == 1)
         process.send_signal(signal.SIGINT)
         *_, event, done, end = under_way.read().decode().split("\n\n")
         waiting = second.getresponse()

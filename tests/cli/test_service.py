@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from threading import Event
@@ -25,7 +24,7 @@ from offspec.stats import Stats
 
 from ..pair import Pair, variant
 from ..refusals import check_message
-from .serving import LONG_S, Client, served
+from .serving import LONG_S, Client, gauge, served, until
 
 TEXT = "/v1/completions"
 SHORT = {"prompt": "hi", "max_tokens": 4, "ignore_eos": True}
@@ -76,23 +75,6 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 def asked(client: Client, **fields: Any) -> Iterator[http.client.HTTPResponse]:
     with closing(client.open("POST", TEXT, {**SHORT, **fields})) as connection:
         yield connection.getresponse()
-
-
-def until(is_so: Any) -> None:
-    """Wait for another thread."""
-    end_s = time.monotonic() + LONG_S
-    while not is_so():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
-def gauge(client: Client, name: str) -> float:
-    with closing(client.open("GET", "/metrics")) as connection:
-        response = connection.getresponse()
-        assert response.getheader("content-type", "").startswith("text/plain; version=0.0.4")
-        found = re.search(rf"^offspec_{re.escape(name)} (\S+)$", response.read().decode(), re.MULTILINE)
-    assert found is not None
-    return float(found[1])
 
 
 # ------------------------------------------------------------------------------------------------ signs of life
